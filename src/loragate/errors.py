@@ -1,0 +1,41 @@
+"""Errors that are addressed to a person.
+
+Every failure a user can cause is one of these: the message names what was found (file, line or key), what was
+expected and what to do. The command line prints them as one paragraph without a traceback. This is the lowest floor:
+it imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class LoragateError(Exception):
+    """Base of all errors that a user can cause and mend."""
+
+
+class ConfigError(LoragateError):
+    """A setting, flag or configuration file that cannot be used."""
+
+
+class DataError(LoragateError):
+    """A data file or row that cannot be used; the message names the file and line."""
+
+
+class GateError(LoragateError):
+    """An adapter or model that cannot be gated, or a gate that would have no effect or be wrong."""
+
+
+class ArtifactError(LoragateError):
+    """A gated-adapter folder that is malformed, tampered with or made for another base or adapter."""
+
+
+class TrainingError(LoragateError):
+    """A training run that must not continue (parity, frozen weights changed, non-finite loss)."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the known name closest to `name`, or an empty string."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean '{matches[0]}'?" if matches else ""
