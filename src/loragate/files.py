@@ -1,0 +1,78 @@
+"""Writing files so that a reader never sees half of one: temporary file, fsync, rename."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from loragate.errors import LoragateError
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Call `write` on a temporary file beside `path`, sync it to disk and rename it into place.
+
+    Raises:
+        LoragateError: when the disk is full or the folder cannot be written; nothing is left behind.
+    """
+    handle, name = -1, ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
+        os.close(handle)
+        temporary = Path(name)
+        write(temporary)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)
+        temporary.replace(path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise LoragateError(describe_os_error(path, error)) from error
+    except Exception as error:
+        # safetensors reports a full disk as an error type of its own
+        if "No space left" in str(error):
+            raise LoragateError(f"{path} was not written: the disk is full. Free some space and run again") from error
+        raise
+    finally:
+        if name and os.path.exists(name):
+            os.unlink(name)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` (UTF-8) to `path` atomically."""
+    write_atomically(path, lambda temporary: _dump(temporary, text))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as readable JSON to `path` atomically; NaN and infinity are refused."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def describe_os_error(path: Path, error: OSError) -> str:
+    """One sentence on a failed write, with the way out."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{path} was not written: the disk is full. Free some space and run again; nothing was left half-written"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{path} was not written: the folder cannot be written to ({error.strerror}). Choose another --out"
+    return f"{path} was not written: {error.strerror or error}"
+
+
+def _dump(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,243 @@
+"""The gated adapter on disk: written whole or not at all, read closed.
+
+    my-gated-adapter/
+      gate_config.json     what the gates are, which base and adapter they belong to, how the range was chosen
+      gates.safetensors    "<module path>.weight" [d_in] and ".bias" [1], fp32
+      adapter/             the Stage-I PEFT adapter, without gates
+      README.md            model card
+
+The split keeps a program that does not know gates from taking the folder for a plain adapter. The reader refuses the
+folder when a hash, module, shape, dtype, number or the schema is wrong; it never loads a part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.utils.save_and_load import get_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import nn
+
+from loragate.errors import ArtifactError, GateError
+from loragate.files import write_atomically, write_json, write_text
+from loragate.gates.attach import (
+    active_adapter,
+    attach_gates,
+    attached_config,
+    detach_gates,
+    gate_modules,
+    gate_parameters,
+)
+from loragate.gates.config import GateConfig
+from loragate.gates.eligibility import examine_adapter
+from loragate.gates.fingerprint import (
+    adapter_fingerprint,
+    base_weight_samples,
+    compare_base_samples,
+    config_fingerprint,
+)
+from loragate.gates.schema import ADAPTER, CARD, CONFIG, FORMAT, GATES, SCHEMA_VERSION, read_gate_config, read_tensors
+from loragate.version import __version__
+
+
+def save_gates(
+    peft_model: nn.Module,
+    folder: str | Path,
+    adapter_name: str | None = None,
+    adapter_source: str | Path | None = None,
+    *,
+    k: int = 100,
+    base_id: str | None = None,
+    base_revision: str | None = None,
+    evidence: dict[str, Any] | None = None,
+    card: str | None = None,
+) -> Path:
+    """Write the artifact of a gated adapter.
+
+    Args:
+        peft_model: model with gates on `adapter_name`.
+        folder: target; it is created, and may exist only if it holds no artifact yet.
+        adapter_name: None for the active adapter.
+        adapter_source: folder of the Stage-I adapter; its files are copied byte for byte. Without it the adapter is
+            written anew by PEFT, gate keys left out.
+        k: support size of the entropy objective the gates were trained with, recorded for readers.
+        base_id, base_revision: how to find the base again; defaults to the adapter's own record.
+        evidence: JSON-able record under the keys "parity", "selection" and "training".
+        card: text of README.md; a short one is written when absent.
+
+    Returns:
+        The folder. `gate_config.json` is written last, so an interrupted write leaves no readable artifact.
+
+    Raises:
+        GateError: if the adapter carries no gates or a gate is not finite.
+        ArtifactError: if the folder already holds an artifact.
+    """
+    folder = Path(folder)
+    if (folder / CONFIG).exists():
+        raise ArtifactError(f"{folder} already holds a gated adapter; choose another folder or remove it first")
+    name = active_adapter(peft_model, adapter_name)
+    tensors = {key: value.detach().to("cpu").contiguous() for key, value in gate_parameters(peft_model, name).items()}
+    broken = [key for key, value in tensors.items() if not bool(torch.isfinite(value).all())]
+    if broken:
+        raise GateError(f"gate {broken[0]} is not finite; nothing was written")
+    config = attached_config(peft_model, name)
+    peft_config: Any = getattr(peft_model, "peft_config", {}).get(name)
+    record = {
+        "format": FORMAT,
+        "schema_version": SCHEMA_VERSION,
+        "loragate_version": __version__,
+        "gate": asdict(config),
+        "k": k,
+        "base": {
+            "id": base_id or getattr(peft_config, "base_model_name_or_path", None) or "",
+            "revision": base_revision or getattr(peft_config, "revision", None),
+            "config_sha256": config_fingerprint(peft_model),
+            "weights": base_weight_samples(peft_model),
+        },
+        "adapter": {
+            "sha256": adapter_fingerprint(peft_model, name),
+            "rank": getattr(peft_config, "r", None),
+            "alpha": getattr(peft_config, "lora_alpha", None),
+        },
+        "modules": list(gate_modules(peft_model, name)),
+        "parity": None,
+        "selection": None,
+        "training": None,
+        **(evidence or {}),
+    }
+    write_adapter(peft_model, name, folder / ADAPTER, adapter_source)
+    write_atomically(folder / GATES, lambda path: save_file(tensors, str(path), metadata={"format": "pt"}))
+    record["gates_sha256"] = file_sha256(folder / GATES)
+    write_text(folder / CARD, card or _short_card(record))
+    write_json(folder / CONFIG, record)
+    return folder
+
+
+def write_adapter(model: nn.Module, adapter_name: str, folder: Path, source: str | Path | None = None) -> None:
+    """The plain Stage-I adapter: copied from `source` where that is a safetensors adapter, else written by PEFT."""
+    weights = "adapter_model.safetensors"
+    if source is not None and (Path(source) / weights).is_file() and (Path(source) / "adapter_config.json").is_file():
+        for file in ("adapter_config.json", weights):
+            origin = Path(source) / file
+            if origin.resolve() != (folder / file).resolve():
+                write_atomically(folder / file, lambda path, origin=origin: shutil.copyfile(origin, path))  # type: ignore[misc]
+        return
+    state = get_peft_model_state_dict(model, adapter_name=adapter_name)
+    state = {key: value.detach().cpu().contiguous() for key, value in state.items() if ".lora_gate." not in key}
+    write_atomically(folder / weights, lambda path: save_file(state, str(path), metadata={"format": "pt"}))
+    folder.mkdir(parents=True, exist_ok=True)
+    peft_config: Any = model.peft_config[adapter_name]  # type: ignore[index]
+    before, peft_config.inference_mode = peft_config.inference_mode, True
+    try:
+        peft_config.save_pretrained(str(folder))
+    finally:
+        peft_config.inference_mode = before
+
+
+def load_gates(peft_model: nn.Module, folder: str | Path, adapter_name: str | None = None) -> nn.Module:
+    """Put the gates of an artifact onto a model whose Stage-I adapter is loaded.
+
+    Args:
+        peft_model: model carrying the adapter the gates were trained for, on the same base.
+        folder: the artifact.
+        adapter_name: None for the active adapter.
+
+    Returns:
+        The model, gated; gates are frozen until trained again.
+
+    Raises:
+        ArtifactError: naming the file and what is wrong: unknown schema, tampered hash, missing or extra module, wrong
+            shape or dtype, non-finite numbers, another adapter or another base. The model is left ungated.
+    """
+    folder = Path(folder)
+    name = active_adapter(peft_model, adapter_name)
+    record = read_gate_config(folder)
+    config = GateConfig(**record["gate"])
+    tensors = read_tensors(folder, record)
+    _check_identity(peft_model, name, folder, record)
+    _check_modules(peft_model, name, folder, record, config)
+    attach_gates(peft_model, config, name)
+    try:
+        _copy_into_gates(peft_model, name, folder, tensors)
+    except ArtifactError:
+        detach_gates(peft_model, name)
+        raise
+    for parameter in gate_parameters(peft_model, name).values():
+        parameter.requires_grad_(False)
+    return peft_model
+
+
+def _check_identity(model: nn.Module, adapter_name: str, folder: Path, record: dict[str, Any]) -> None:
+    where = folder / CONFIG
+    found = adapter_fingerprint(model, adapter_name)
+    if found != record["adapter"]["sha256"]:
+        raise ArtifactError(
+            f"{where}: these gates belong to another adapter (sha256 {record['adapter']['sha256'][:12]}…, the loaded "
+            f"adapter {adapter_name!r} has {found[:12]}…). Load the adapter from {folder / ADAPTER}"
+        )
+    if config_fingerprint(model) != record["base"]["config_sha256"]:
+        raise ArtifactError(
+            f"{where}: these gates were made on a base of another architecture ({record['base']['id'] or 'unnamed'})"
+        )
+    difference = compare_base_samples(model, record["base"]["weights"])
+    if difference is not None:
+        raise ArtifactError(
+            f"{where}: these gates were made on another base ({record['base']['id'] or 'unnamed'}): {difference}"
+        )
+
+
+def _check_modules(
+    model: nn.Module, adapter_name: str, folder: Path, record: dict[str, Any], config: GateConfig
+) -> None:
+    verdicts = examine_adapter(model, adapter_name, config.target_modules)
+    present = {verdict.path for verdict in verdicts if verdict.status == "gate"}
+    stored = set(record["modules"])
+    if missing := sorted(present - stored):
+        raise ArtifactError(f"{folder / CONFIG}: no gate for module {missing[0]}, which the adapter adapts")
+    if extra := sorted(stored - present):
+        refusal = next((verdict.reason for verdict in verdicts if verdict.path == extra[0]), "")
+        raise ArtifactError(
+            f"{folder / CONFIG}: a gate for {extra[0]}, which cannot be gated in the loaded adapter"
+            + (f" ({refusal})" if refusal else "")
+        )
+
+
+def _copy_into_gates(model: nn.Module, adapter_name: str, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    parameters = gate_parameters(model, adapter_name)
+    where = folder / GATES
+    if missing := sorted(set(parameters) - set(tensors)):
+        raise ArtifactError(f"{where}: tensor {missing[0]} is missing")
+    if extra := sorted(set(tensors) - set(parameters)):
+        raise ArtifactError(f"{where}: tensor {extra[0]} belongs to no gate of this adapter")
+    for key, parameter in parameters.items():
+        if tensors[key].shape != parameter.shape:
+            raise ArtifactError(
+                f"{where}: {key} has shape {tuple(tensors[key].shape)}, expected {tuple(parameter.shape)}"
+            )
+    with torch.no_grad():
+        for key, parameter in parameters.items():
+            parameter.copy_(tensors[key])
+
+
+def file_sha256(path: Path) -> str:
+    """sha256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _short_card(record: dict[str, Any]) -> str:
+    gate = record["gate"]
+    return (
+        f"# Gated LoRA adapter\n\nBase: `{record['base']['id'] or 'unnamed'}`. "
+        f"Range [{gate['lower']:g}, {gate['upper']:g}], granularity {gate['granularity']}, "
+        f"{len(record['modules'])} gated modules.\n\nLoad it with `loragate.load_gated(folder)`; "
+        "`adapter/` is the plain LoRA adapter the gates were trained on.\n"
+    )

@@ -1,0 +1,53 @@
+"""What a set of gates is: the frozen settings that decide λ, shared by attachment, training and the artifact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loragate.errors import GateError, nearest
+from loragate.gates.signed_map import GRANULARITIES, check_range
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """Settings of the gates of one adapter.
+
+    Attributes:
+        lower: L ≤ 0, the strongest reversal (0 is legal: suppression only).
+        upper: U ≥ 1, the strongest extrapolation (1 is legal: no extrapolation).
+        tau: gate temperature τ of v = tanh(g/τ); the paper does not state it, 1.0 is ours.
+        init_scale: standard deviation of the initial gate weights (the paper's 1e-6 perturbation); also the size of the
+            negative initial bias where there is no weight.
+        seed: seeds that perturbation, independently of the global random state.
+        detach_input: the gate reads sg(h) (the paper's semi-gradient); False keeps the complete gradient.
+        granularity: "token" (w and b per module), "module" (b only) or "global" (one shared b).
+        target_modules: None gates every LoRA linear of the adapter; otherwise a regular expression over module paths
+            (full match) or a list of module names matched at the end of the path, as in PEFT.
+
+    Raises:
+        GateError: for a range that does not contain [0, 1], an unknown granularity or an empty target list.
+    """
+
+    lower: float
+    upper: float
+    tau: float = 1.0
+    init_scale: float = 1e-6
+    seed: int = 0
+    detach_input: bool = True
+    granularity: str = "token"
+    target_modules: str | Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        check_range(self.lower, self.upper, self.tau)
+        if self.granularity not in GRANULARITIES:
+            raise GateError(
+                f"granularity must be one of {', '.join(GRANULARITIES)}, found {self.granularity!r}"
+                + nearest(str(self.granularity), GRANULARITIES)
+            )
+        if not 0 <= self.init_scale <= 1:
+            raise GateError(f"init_scale must lie in [0, 1], found {self.init_scale!r}")
+        if self.target_modules is not None and not isinstance(self.target_modules, str):
+            object.__setattr__(self, "target_modules", tuple(self.target_modules))
+        if self.target_modules is not None and len(self.target_modules) == 0:
+            raise GateError("target_modules is empty: give a pattern or a list of names, or None for every LoRA linear")

@@ -1,0 +1,89 @@
+"""Looking at λ and laying something over it, without touching a parameter: three context managers.
+
+`gate_override` makes the paper's inference interventions (max(λ,0), min(λ,1), clip) and the constant-λ control;
+`record_gates` collects λ statistics; `gates_disabled` runs the plain Stage-I adapter through PEFT's own code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from loragate.errors import GateError
+from loragate.gates.attach import active_adapter, gate_modules
+from loragate.gates.eligibility import lora_layers
+from loragate.gates.gate import Override, Recorder, Recording
+
+
+@contextmanager
+def gate_override(
+    peft_model: nn.Module,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    constant: float | None = None,
+    adapter_name: str | None = None,
+) -> Iterator[None]:
+    """λ clipped to [minimum, maximum] or replaced by `constant` inside the context; nests, the innermost rules.
+
+    Raises:
+        GateError: if nothing or something contradictory is asked for, or the adapter carries no gates.
+    """
+    given = [value for value in (minimum, maximum, constant) if value is not None]
+    if not given:
+        raise GateError("gate_override needs minimum, maximum or constant; with none of them it would have no effect")
+    if not all(math.isfinite(value) for value in given):
+        raise GateError(f"gate_override takes finite numbers, found {given}")
+    if constant is not None and len(given) > 1:
+        raise GateError("gate_override takes either constant or minimum/maximum, not both")
+    if minimum is not None and maximum is not None and minimum > maximum:
+        raise GateError(f"gate_override: minimum {minimum:g} is above maximum {maximum:g}")
+    gates = list(gate_modules(peft_model, adapter_name).values())
+    previous = [gate.override for gate in gates]
+    override = Override(minimum, maximum, constant)
+    try:
+        for gate in gates:
+            gate.override = override
+        yield
+    finally:
+        for gate, before in zip(gates, previous, strict=True):
+            gate.override = before
+
+
+@contextmanager
+def record_gates(peft_model: nn.Module, adapter_name: str | None = None) -> Iterator[Recording]:
+    """Collect λ statistics of all forward passes inside the context (as applied, overrides included).
+
+    Yields:
+        A `Recording`; set its `token_mask` (bool [batch, sequence]) before a forward pass to count only some tokens.
+    """
+    gates = gate_modules(peft_model, adapter_name)
+    recorders = {path: Recorder(gate.config.lower, gate.config.upper) for path, gate in gates.items()}
+    recording = Recording(recorders)
+    previous = {path: gate.recorder for path, gate in gates.items()}
+    try:
+        for path, gate in gates.items():
+            gate.recorder = recorders[path]
+        yield recording
+    finally:
+        for path, gate in gates.items():
+            gate.recorder = previous[path]
+
+
+@contextmanager
+def gates_disabled(peft_model: nn.Module, adapter_name: str | None = None) -> Iterator[None]:
+    """The plain Stage-I adapter inside the context: PEFT runs its own LoRA code, the gates are not consulted."""
+    name = active_adapter(peft_model, adapter_name)
+    gate_modules(peft_model, name)
+    removed = []
+    try:
+        for _, layer in lora_layers(peft_model, name):
+            variant = layer.lora_variant.pop(name, None)
+            if variant is not None:
+                removed.append((layer, variant))
+        yield
+    finally:
+        for layer, variant in removed:
+            layer.lora_variant[name] = variant

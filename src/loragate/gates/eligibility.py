@@ -1,0 +1,232 @@
+"""Which modules of an adapter can be gated, which not, and why.
+
+Verdicts are made from the module's class and state alone, before anything is changed. "gate" modules get a gate,
+"leave" modules keep their delta at full strength, and one "refuse" stops the whole attachment, because the gates there
+would silently have no effect or a wrong one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from loragate.errors import GateError, nearest
+from loragate.gates.variant import GatedLora
+
+# Linear LoRA layers of PEFT whose forward consults `lora_variant`; tests/contract checks each against its source.
+GATEABLE_CLASSES = frozenset(
+    {
+        "Linear",
+        "Linear4bit",
+        "Linear8bitLt",
+        "GPTQLoraLinear",
+        "HqqLoraLinear",
+        "TorchaoLoraLinear",
+        "IncLoraLinear",
+    }
+)
+# LoRA layers that are not linear maps from one token's features: λ per token is not defined for them here.
+LEFT_CLASSES = {
+    "Embedding": "an adapter on an embedding has no input features to read; its delta keeps full strength",
+    "Conv1d": "convolutions mix positions; its delta keeps full strength",
+    "Conv2d": "convolutions mix positions; its delta keeps full strength",
+    "Conv3d": "convolutions mix positions; its delta keeps full strength",
+    "ParamWrapper": "fused expert weights (target_parameters) see routed tokens; their delta keeps full strength",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What happens to one adapted module.
+
+    Attributes:
+        path: the base model's own name of the module.
+        status: "gate", "leave" or "refuse".
+        reason: why, in plain words; empty for "gate".
+        d_in, d_out, rank: sizes of the LoRA delta (0 where they do not apply).
+    """
+
+    path: str
+    status: str
+    reason: str = ""
+    d_in: int = 0
+    d_out: int = 0
+    rank: int = 0
+
+
+def lora_layers(model: nn.Module, adapter_name: str) -> Iterator[tuple[str, Any]]:
+    """(module path in the base model's own names, LoRA layer) of every layer that holds `adapter_name`."""
+    for name, module in model.named_modules():
+        if not isinstance(module, BaseTunerLayer) or not hasattr(module, "lora_A"):
+            continue
+        if adapter_name in module.lora_A or adapter_name in getattr(module, "lora_embedding_A", {}):
+            yield base_path(name), module
+
+
+def base_path(name: str) -> str:
+    """`name` without the prefixes that PEFT and wrappers put before the base model's own module names."""
+    for prefix in ("module.", "_orig_mod.", "base_model.model."):
+        name = name.removeprefix(prefix)
+    return re.sub(r"\.base_layer(?=\.|$)", "", name)
+
+
+def judge(path: str, layer: Any, adapter_name: str, is_head: bool = False) -> Verdict:
+    """The verdict on one LoRA layer, disregarding target lists."""
+    kind = type(layer).__name__
+    if kind in LEFT_CLASSES:
+        return Verdict(path, "leave", LEFT_CLASSES[kind])
+    rank = int(layer.r.get(adapter_name, 0))
+    sizes: dict[str, Any] = {"d_in": int(layer.in_features or 0), "d_out": int(layer.out_features or 0), "rank": rank}
+    if is_head:
+        return Verdict(
+            path, "leave", "an adapter on the output head is part of the distribution itself; it keeps full strength"
+        )
+    if kind not in GATEABLE_CLASSES or not type(layer).__module__.startswith("peft."):
+        return Verdict(
+            path,
+            "refuse",
+            f"{kind} layers never consult a LoRA variant, so a gate there would have no effect. Load the base without "
+            "that quantisation or parallel layer, or leave the module out of target_modules",
+            **sizes,
+        )
+    variant = layer.lora_variant.get(adapter_name)
+    if isinstance(variant, GatedLora):
+        return Verdict(path, "refuse", "it already carries gates; detach them first", **sizes)
+    if variant is not None:
+        name = type(variant).__name__.removesuffix("LinearVariant").removesuffix("Variant")
+        return Verdict(
+            path,
+            "refuse",
+            f"the adapter is a {name} variant of LoRA, whose delta is not linear in one scale. Gate a plain LoRA adapter",
+            **sizes,
+        )
+    if layer.lora_bias.get(adapter_name, False):
+        return Verdict(
+            path,
+            "refuse",
+            "lora_bias=True adds a term outside B·A·x that λ would not scale; retrain without it",
+            **sizes,
+        )
+    if layer.merged:
+        return Verdict(
+            path,
+            "refuse",
+            "the adapter is merged into the base weights, where a gate has no effect; call unmerge_adapter() first",
+            **sizes,
+        )
+    base = layer.get_base_layer()
+    if getattr(base, "_hf_tp_plan", None) or getattr(base, "_is_tensor_parallel", False):
+        return Verdict(
+            path,
+            "refuse",
+            "tensor-parallel layers hold a shard of the input, so w·h would be wrong; load without a tp_plan",
+            **sizes,
+        )
+    return Verdict(path, "gate", **sizes)
+
+
+def examine_adapter(model: nn.Module, adapter_name: str, target_modules: Any = None) -> list[Verdict]:
+    """Verdicts on every module of the adapter, in model order.
+
+    Raises:
+        GateError: if the model has no such adapter, or a target list or pattern matches nothing it could gate.
+    """
+    layers = list(lora_layers(model, adapter_name))
+    if not layers:
+        raise GateError(_missing_adapter(model, adapter_name))
+    heads = {id(module) for module in (_output_head(model),) if module is not None}
+    verdicts = [judge(path, layer, adapter_name, id(layer) in heads) for path, layer in layers]
+    if target_modules is None:
+        return verdicts
+    chosen = _chosen_paths([verdict.path for verdict in verdicts], target_modules)
+    hopeless = [v for v in verdicts if v.path in chosen and v.status == "leave"]
+    if hopeless:
+        raise GateError(f"target_modules selects {hopeless[0].path}, which cannot be gated: {hopeless[0].reason}")
+    return [
+        v if v.path in chosen else Verdict(v.path, "leave", "not selected by target_modules", v.d_in, v.d_out, v.rank)
+        for v in verdicts
+    ]
+
+
+def require_gateable(verdicts: list[Verdict]) -> list[Verdict]:
+    """The "gate" verdicts.
+
+    Raises:
+        GateError: if any module must be refused or none is left to gate; all reasons are listed once each.
+    """
+    refused = [verdict for verdict in verdicts if verdict.status == "refuse"]
+    if refused:
+        reasons: dict[str, list[str]] = {}
+        for verdict in refused:
+            reasons.setdefault(verdict.reason, []).append(verdict.path)
+        lines = [
+            f"- {paths[0]}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "") + f": {reason}"
+            for reason, paths in reasons.items()
+        ]
+        raise GateError("this adapter cannot be gated:\n" + "\n".join(lines))
+    chosen = [verdict for verdict in verdicts if verdict.status == "gate"]
+    if not chosen:
+        reasons_left = sorted({verdict.reason for verdict in verdicts})
+        raise GateError("no module of this adapter can be gated: " + "; ".join(reasons_left))
+    return chosen
+
+
+def _chosen_paths(paths: list[str], target_modules: Any) -> set[str]:
+    if isinstance(target_modules, str):
+        try:
+            pattern = re.compile(target_modules)
+        except re.error as error:
+            raise GateError(
+                f"target_modules is not a valid regular expression: {target_modules!r} ({error})"
+            ) from error
+        chosen = {path for path in paths if pattern.fullmatch(path)}
+        if not chosen:
+            raise GateError(
+                f"target_modules pattern {target_modules!r} matches no LoRA module of the adapter; "
+                f"the first of its {len(paths)} modules is {paths[0]!r} (the pattern must match the full path)"
+            )
+        return chosen
+    chosen = set()
+    names = sorted({path.rsplit(".", 1)[-1] for path in paths})
+    for target in target_modules:
+        matches = {path for path in paths if path == target or path.endswith("." + target)}
+        if not matches:
+            raise GateError(
+                f"target_modules names {target!r}, which is no LoRA module of the adapter"
+                f"{nearest(target, names)} (its modules end in {', '.join(names)})"
+            )
+        chosen |= matches
+    return chosen
+
+
+def _output_head(model: nn.Module) -> nn.Module | None:
+    getter = getattr(model, "get_output_embeddings", None)
+    try:
+        return getter() if getter is not None else None
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _missing_adapter(model: nn.Module, adapter_name: str) -> str:
+    known = sorted(
+        {
+            name
+            for module in model.modules()
+            if isinstance(module, BaseTunerLayer) and hasattr(module, "lora_A")
+            for name in [*module.lora_A, *getattr(module, "lora_embedding_A", {})]
+        }
+    )
+    if not known:
+        return (
+            "the model carries no LoRA layers; load the adapter onto it first, e.g. "
+            "peft.PeftModel.from_pretrained(base, adapter_folder)"
+        )
+    return f"the model has no LoRA adapter named {adapter_name!r}{nearest(adapter_name, known)} (it has {', '.join(known)})"
+
+
+__all__ = ["Verdict", "base_path", "examine_adapter", "judge", "lora_layers", "require_gateable"]

@@ -1,0 +1,151 @@
+"""Knowing an adapter and its base again: hashes and samples of weights.
+
+An artifact must refuse to load onto another adapter or base. The adapter's factors are hashed whole, in fp32. The base
+may come back in another dtype or quantised, so a few of its never-quantised weights are stored as numbers: compared
+exactly in the same dtype, within bf16 rounding otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+
+from loragate.gates.eligibility import base_path, lora_layers
+
+_CONFIG_KEYS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+    "num_experts",
+    "num_local_experts",
+)
+_SAMPLED_TENSORS = 24
+_SAMPLED_VALUES = 4
+_BF16_STEP = 2.0**-7
+
+
+def adapter_fingerprint(model: nn.Module, adapter_name: str) -> str:
+    """sha256 over the adapter's tensors (fp32, sorted by module path) with alpha, rank and scaling of each module.
+
+    modules_to_save copies belong to the adapter and are included. Depends on values only, not on file layout or dtype
+    of storage.
+    """
+    digest = hashlib.sha256()
+    for path, layer in sorted(lora_layers(model, adapter_name), key=lambda item: item[0]):
+        described = [path, layer.r[adapter_name], layer.lora_alpha[adapter_name], float(layer.scaling[adapter_name])]
+        digest.update(json.dumps(described).encode())
+        for group in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
+            held = getattr(layer, group, {})
+            if adapter_name in held:
+                member = held[adapter_name]
+                tensors = [member] if isinstance(member, torch.Tensor) else list(member.parameters())
+                for tensor in tensors:
+                    _update(digest, tensor)
+    for name, module in sorted(model.named_modules(), key=lambda item: item[0]):
+        saved = getattr(module, "modules_to_save", None)
+        if isinstance(module, AuxiliaryTrainingWrapper) and saved is not None and adapter_name in saved:
+            digest.update(base_path(name).encode())
+            for tensor in saved[adapter_name].parameters():
+                _update(digest, tensor)
+    return digest.hexdigest()
+
+
+def _update(digest: Any, tensor: torch.Tensor) -> None:
+    values = tensor.detach().to(device="cpu", dtype=torch.float32).contiguous()
+    digest.update(json.dumps(list(values.shape)).encode())
+    digest.update(values.numpy().tobytes())
+
+
+def config_fingerprint(model: nn.Module) -> str:
+    """sha256 over the configuration values that decide the shape of the base model."""
+    config: Any = getattr(model, "config", None)
+    getter = getattr(config, "get_text_config", None)
+    text = getter() if callable(getter) else config
+    chosen = {key: getattr(text, key, None) for key in _CONFIG_KEYS}
+    return hashlib.sha256(json.dumps(chosen, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def base_weight_samples(model: nn.Module) -> dict[str, Any]:
+    """A few numbers out of the base model's unquantised floating-point weights.
+
+    Returns:
+        {"dtype": name, "values": {parameter path: [floats]}}; at most 24 tensors × 4 values, chosen by sorted name.
+    """
+    parameters = dict(_base_parameters(model))
+    names = sorted(parameters)
+    step = max(1, len(names) // _SAMPLED_TENSORS)
+    values: dict[str, list[float]] = {}
+    dtypes: set[str] = set()
+    for name in names[::step][:_SAMPLED_TENSORS]:
+        flat = parameters[name].detach().reshape(-1)
+        at = torch.linspace(0, flat.numel() - 1, _SAMPLED_VALUES, dtype=torch.float64).long().to(flat.device)
+        values[name] = [float(value) for value in flat[at].float().cpu()]
+        dtypes.add(str(flat.dtype).removeprefix("torch."))
+    return {"dtype": "+".join(sorted(dtypes)), "values": values}
+
+
+def compare_base_samples(model: nn.Module, stored: dict[str, Any]) -> str | None:
+    """None if the model's weights agree with `stored`, otherwise a sentence on the first that does not."""
+    parameters = dict(_base_parameters(model))
+    compared = 0
+    for name, expected in stored["values"].items():
+        parameter = parameters.get(name)
+        if parameter is None or parameter.device.type == "meta":
+            continue
+        flat = parameter.detach().reshape(-1)
+        at = torch.linspace(0, flat.numel() - 1, len(expected), dtype=torch.float64).long().to(flat.device)
+        found = flat[at].float().cpu()
+        wanted = torch.tensor(expected, dtype=torch.float32)
+        same_dtype = str(flat.dtype).removeprefix("torch.") == stored["dtype"]
+        equal = torch.equal(found, wanted) if same_dtype else _close(found, wanted)
+        if not equal:
+            return f"{name} starts with {found.tolist()[:2]}, but the gates were made on {expected[:2]}"
+        compared += 1
+    if compared == 0:
+        return "none of the weights it was recorded with is present unquantised in this model"
+    return None
+
+
+def _close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return bool(((found - wanted).abs() <= _BF16_STEP * wanted.abs() + 1e-6).all())
+
+
+def _base_parameters(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """Frozen base weights in floating point, by their own names; adapters, their copies and packed weights excluded."""
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        if any(part.startswith("lora_") or part == "modules_to_save" for part in parts):
+            continue
+        if not parameter.is_floating_point() or getattr(parameter, "quant_state", None) is not None:
+            continue
+        yield base_path(name).replace(".original_module.", "."), parameter
+
+
+def weights_checksum(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """A checksum over the exact bits of tensors, computed on their own device in bounded memory.
+
+    Position-weighted sums of the raw words modulo 2⁶⁴ for each tensor, hashed together with names and shapes: any single
+    changed bit changes the result. Meant to prove that frozen weights stayed frozen, not as a defence against forgery.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(parameters, key=lambda item: item[0]):
+        words = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        total = 0
+        for start in range(0, words.numel(), 1 << 24):
+            part = words[start : start + (1 << 24)].to(torch.int64)
+            weight = torch.arange(start, start + part.numel(), device=part.device, dtype=torch.int64) * 2 + 1
+            total = (total + int((part * (weight * 0x5851F42D4C957F2D)).sum())) % (1 << 64)
+        digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}:{total}".encode())
+    return digest.hexdigest()

@@ -1,0 +1,178 @@
+"""The gated LoRA operation: δ = (α/r) · B (λ ⊙ (A x)), with λ one number per token.
+
+λ is a scalar per token and B is linear, so gating the rank-r activation equals gating the d_out output; the fused form
+keeps only x, A x and v for the backward pass and never a (tokens × d_out) tensor. The plain form stands beside it and is
+what the tests hold the fused form to. Neither knows PEFT.
+
+Shapes: T tokens (any leading shape), D input width, R rank, O output width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from loragate.gates.signed_map import coefficient_from_response, gate_response, response_slope
+
+
+def gate_logits(x_TD: torch.Tensor, weight_D: torch.Tensor | None, bias_1: torch.Tensor) -> torch.Tensor:
+    """g = w·h + b per token (eq:rw-gate-logit), in the gate's dtype (fp32) whatever the dtype of x and autocast.
+
+    Autocast would turn `x.float() @ w` into a bf16 product, so it is off here. Without a weight g = b for every token.
+    """
+    with torch.autocast(x_TD.device.type, enabled=False):
+        if weight_D is None:
+            return bias_1.expand(x_TD.shape[:-1])
+        return torch.matmul(x_TD.to(weight_D.dtype), weight_D) + bias_1
+
+
+def scale_tokens(lam_T: torch.Tensor, values_TR: torch.Tensor) -> torch.Tensor:
+    """λ ⊙ values, computed in λ's dtype and returned in the dtype of `values` (so λ = 1 changes no bit)."""
+    return (lam_T.unsqueeze(-1) * values_TR.to(lam_T.dtype)).to(values_TR.dtype)
+
+
+def gated_delta_reference(
+    x_TD: torch.Tensor,
+    lora_a_RD: torch.Tensor,
+    lora_b_OR: torch.Tensor,
+    weight_D: torch.Tensor | None,
+    bias_1: torch.Tensor,
+    *,
+    lower: float,
+    upper: float,
+    tau: float,
+    scaling: float,
+    detach_input: bool = True,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    constant: float | None = None,
+) -> torch.Tensor:
+    """The gated delta in plain PyTorch, differentiable by autograd; also the path taken when λ is overridden.
+
+    Args:
+        x_TD: module input, [..., D].
+        lora_a_RD, lora_b_OR: the frozen LoRA factors.
+        weight_D, bias_1: gate parameters (fp32); `weight_D` None for module and global granularity.
+        lower, upper, tau: the signed map's L, U and τ.
+        scaling: PEFT's own scaling of the layer (α/r, or α/√r with rsLoRA).
+        detach_input: the gate reads a detached x.
+        minimum, maximum: λ is clipped to these after the map.
+        constant: λ is replaced by this number.
+
+    Returns:
+        [..., O] in the dtype that `F.linear` gives for x and the factors.
+    """
+    lam_T = overridden_coefficient(
+        gate_coefficient_of_input(x_TD, weight_D, bias_1, lower, upper, tau, detach_input), minimum, maximum, constant
+    )
+    return F.linear(scale_tokens(lam_T, F.linear(x_TD, lora_a_RD)), lora_b_OR) * scaling
+
+
+def gate_coefficient_of_input(
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor | None,
+    bias_1: torch.Tensor,
+    lower: float,
+    upper: float,
+    tau: float,
+    detach_input: bool = True,
+) -> torch.Tensor:
+    """λ per token, [...], from the module input."""
+    logits_T = gate_logits(x_TD.detach() if detach_input else x_TD, weight_D, bias_1)
+    return coefficient_from_response(gate_response(logits_T, tau), lower, upper)
+
+
+def overridden_coefficient(
+    lam_T: torch.Tensor, minimum: float | None, maximum: float | None, constant: float | None
+) -> torch.Tensor:
+    """λ replaced by `constant`, or clipped to [minimum, maximum]; unchanged when all are None."""
+    if constant is not None:
+        return torch.full_like(lam_T, constant)
+    if minimum is not None or maximum is not None:
+        return lam_T.clamp(min=minimum, max=maximum)
+    return lam_T
+
+
+class _GatedDelta(torch.autograd.Function):
+    """Forward as the reference; backward by hand from x, A x and v alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: torch.Tensor,
+        lora_a_RD: torch.Tensor,
+        lora_b_OR: torch.Tensor,
+        weight_D: torch.Tensor | None,
+        bias_1: torch.Tensor,
+        lower: float,
+        upper: float,
+        tau: float,
+        scaling: float,
+        detach_input: bool,
+    ) -> torch.Tensor:
+        reduced_TR = F.linear(x_TD, lora_a_RD)
+        response_T = gate_response(gate_logits(x_TD, weight_D, bias_1), tau)
+        lam_T = coefficient_from_response(response_T, lower, upper)
+        ctx.save_for_backward(x_TD, reduced_TR, response_T, lora_a_RD, lora_b_OR, weight_D)
+        ctx.lower, ctx.upper, ctx.tau = lower, upper, tau
+        ctx.scaling, ctx.detach_input = scaling, detach_input
+        return F.linear(scale_tokens(lam_T, reduced_TR), lora_b_OR) * scaling
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TO: torch.Tensor) -> Any:
+        x_TD, reduced_TR, response_T, lora_a_RD, lora_b_OR, weight_D = ctx.saved_tensors
+        need_x, need_a, need_b, need_weight, need_bias = ctx.needs_input_grad[:5]
+        grad_x = grad_a = grad_b = grad_weight = grad_bias = None
+        working = response_T.dtype
+        lam_T = coefficient_from_response(response_T, ctx.lower, ctx.upper)
+        # Bᵀ·dout once: it carries both the gradient of λ and the gradient of A x.
+        back_TR = torch.matmul(grad_TO, lora_b_OR.to(grad_TO.dtype)).to(working) * ctx.scaling
+        grad_logit_T = None
+        if need_weight or need_bias or (need_x and not ctx.detach_input):
+            grad_lam_T = (back_TR * reduced_TR.to(working)).sum(-1)
+            slope_T = response_slope(response_T, ctx.lower, ctx.upper)
+            grad_logit_T = grad_lam_T * slope_T * (1.0 - response_T * response_T) / ctx.tau
+            if need_weight:
+                grad_weight = torch.matmul(grad_logit_T.reshape(-1), x_TD.reshape(-1, x_TD.shape[-1]).to(working))
+            if need_bias:
+                grad_bias = grad_logit_T.sum().reshape(1)
+        if need_x or need_a:
+            inner_TR = (lam_T.unsqueeze(-1) * back_TR).to(grad_TO.dtype)
+            if need_x:
+                grad_x = torch.matmul(inner_TR, lora_a_RD.to(grad_TO.dtype)).to(x_TD.dtype)
+                if grad_logit_T is not None and not ctx.detach_input and weight_D is not None:
+                    grad_x = grad_x + (grad_logit_T.unsqueeze(-1) * weight_D).to(x_TD.dtype)
+            if need_a:
+                grad_a = torch.matmul(
+                    inner_TR.reshape(-1, inner_TR.shape[-1]).t(), x_TD.reshape(-1, x_TD.shape[-1]).to(grad_TO.dtype)
+                ).to(lora_a_RD.dtype)
+        if need_b:
+            gated_TR = scale_tokens(lam_T, reduced_TR).to(grad_TO.dtype)
+            flat_OT = grad_TO.reshape(-1, grad_TO.shape[-1]).t()
+            grad_b = (torch.matmul(flat_OT, gated_TR.reshape(-1, gated_TR.shape[-1])) * ctx.scaling).to(lora_b_OR.dtype)
+        return grad_x, grad_a, grad_b, grad_weight, grad_bias, None, None, None, None, None
+
+
+def gated_delta(
+    x_TD: torch.Tensor,
+    lora_a_RD: torch.Tensor,
+    lora_b_OR: torch.Tensor,
+    weight_D: torch.Tensor | None,
+    bias_1: torch.Tensor,
+    *,
+    lower: float,
+    upper: float,
+    tau: float,
+    scaling: float,
+    detach_input: bool = True,
+) -> torch.Tensor:
+    """The fused gated delta; same arguments and values as `gated_delta_reference` without overrides.
+
+    Saved for the backward pass: x (the module input, which the modules of a block share), A x and v. Gradients flow to
+    x, A, B, w and b as far as they need one; second derivatives are refused by autograd.
+    """
+    return _GatedDelta.apply(x_TD, lora_a_RD, lora_b_OR, weight_D, bias_1, lower, upper, tau, scaling, detach_input)

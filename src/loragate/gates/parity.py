@@ -1,0 +1,118 @@
+"""Is the gated model the adapter it came from? Measured on real token batches before and after training.
+
+Three figures: the step-zero difference to the plain adapter run by PEFT's own code, whether λ ≡ 1 gives the adapter bit
+for bit, and whether λ ≡ 0 gives the base bit for bit. The last two are the canary that the gates act at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+
+from loragate.errors import GateError
+from loragate.gates.attach import active_adapter
+from loragate.gates.control import gate_override, gates_disabled
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Largest absolute differences in logits over the measured batch.
+
+    Attributes:
+        initial: gated model as it stands against the plain adapter.
+        at_one: λ ≡ 1 against the plain adapter (0.0 in fp32 eager mode).
+        at_zero: λ ≡ 0 against the base (0.0 in fp32 eager mode).
+        delta: plain adapter against the base, the size of what is being gated.
+        logit_scale: largest absolute logit of the plain adapter.
+        tokens: number of positions measured.
+    """
+
+    initial: float
+    at_one: float
+    at_zero: float
+    delta: float
+    logit_scale: float
+    tokens: int
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+@torch.no_grad()
+def measure_parity(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    adapter_name: str | None = None,
+) -> Parity:
+    """Compare gated, plain-adapter and base logits on one batch, [batch, sequence] token ids; eval mode is restored.
+
+    Raises:
+        GateError: if the adapter's delta is exactly zero on this batch (an untrained adapter leaves nothing to gate).
+    """
+    name = active_adapter(model, adapter_name)
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    kept = mask.bool()
+    was_training = model.training
+    model.eval()
+
+    def logits() -> torch.Tensor:
+        return model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits[kept].float()
+
+    try:
+        gated = logits()
+        with gates_disabled(model, name):
+            adapter = logits()
+        with gate_override(model, constant=1.0, adapter_name=name):
+            at_one = logits()
+        with gate_override(model, constant=0.0, adapter_name=name):
+            at_zero = logits()
+        with _disabled(model):
+            base = logits()
+    finally:
+        model.train(was_training)
+    parity = Parity(
+        initial=_gap(gated, adapter),
+        at_one=_gap(at_one, adapter),
+        at_zero=_gap(at_zero, base),
+        delta=_gap(adapter, base),
+        logit_scale=float(adapter.abs().max()),
+        tokens=int(kept.sum()),
+    )
+    if parity.delta == 0.0:
+        raise GateError(
+            "the adapter changes no logit on the measured batch: its B factors are probably still zero (an untrained "
+            "adapter), or it was loaded onto modules that are not used; there is nothing to gate"
+        )
+    return parity
+
+
+def _gap(left: torch.Tensor, right: torch.Tensor) -> float:
+    return float((left - right).abs().max())
+
+
+class _disabled:
+    """The base model inside the context, for PeftModels and natively loaded adapters alike.
+
+    modules_to_save copies are part of the adapter and go off with it, but λ ≡ 0 keeps them; so only LoRA deltas are
+    switched off here.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        self.layers = [
+            module
+            for module in model.modules()
+            if isinstance(module, BaseTunerLayer) and hasattr(module, "lora_A") and not module.disable_adapters
+        ]
+
+    def __enter__(self) -> None:
+        for layer in self.layers:
+            layer._disable_adapters = True
+
+    def __exit__(self, *_: object) -> None:
+        for layer in self.layers:
+            layer._disable_adapters = False

@@ -1,0 +1,164 @@
+"""Reading the artifact's two files strictly: every key and number is checked before anything is used.
+
+Malformed input of any kind ends in an `ArtifactError` that names the file and key. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from loragate.errors import ArtifactError, GateError
+from loragate.gates.config import GateConfig
+
+FORMAT = "loragate"
+SCHEMA_VERSION = 1
+CONFIG, GATES, ADAPTER, CARD = "gate_config.json", "gates.safetensors", "adapter", "README.md"
+_MAX_CONFIG_BYTES = 16 << 20
+
+_REQUIRED: dict[str, type | tuple[type, ...]] = {
+    "gate": dict,
+    "k": int,
+    "base": dict,
+    "adapter": dict,
+    "modules": list,
+    "gates_sha256": str,
+}
+_GATE_KEYS: dict[str, type | tuple[type, ...]] = {
+    "lower": (int, float),
+    "upper": (int, float),
+    "tau": (int, float),
+    "init_scale": (int, float),
+    "seed": int,
+    "detach_input": bool,
+    "granularity": str,
+    "target_modules": (str, list, type(None)),
+}
+
+
+def read_gate_config(folder: Path) -> dict[str, Any]:
+    """gate_config.json as a checked dictionary.
+
+    Raises:
+        ArtifactError: naming the file, the key, what was found and what was expected.
+    """
+    path = folder / CONFIG
+    record = _read_json(folder, path)
+    if record.get("format") != FORMAT:
+        _fail(path, f"key 'format' must be {FORMAT!r}, found {record.get('format')!r}; this is not a gated adapter")
+    version = record.get("schema_version")
+    if version != SCHEMA_VERSION or isinstance(version, bool):
+        _fail(
+            path,
+            f"schema version {version!r} is not known to this loragate (it reads version {SCHEMA_VERSION}); "
+            "upgrade loragate, or write the artifact again with this version",
+        )
+    _require(path, record, _REQUIRED, "")
+    _require(path, record["gate"], _GATE_KEYS, "gate.")
+    if unknown := sorted(set(record["gate"]) - set(_GATE_KEYS)):
+        _fail(path, f"key 'gate.{unknown[0]}' is unknown; its meaning cannot be guessed, so the gates are refused")
+    try:
+        GateConfig(**record["gate"])
+    except (GateError, TypeError) as error:
+        _fail(path, f"key 'gate': {error}")
+    _require(path, record["base"], {"id": str, "config_sha256": str, "weights": dict}, "base.")
+    weights = record["base"]["weights"]
+    _require(path, weights, {"dtype": str, "values": dict}, "base.weights.")
+    for name, values in weights["values"].items():
+        if not isinstance(values, list) or not values or not all(_is_number(value) for value in values):
+            _fail(path, f"key 'base.weights.values.{name}' must be a list of numbers")
+    _require(path, record["adapter"], {"sha256": str}, "adapter.")
+    modules = record["modules"]
+    if not modules or not all(isinstance(name, str) for name in modules) or len(set(modules)) != len(modules):
+        _fail(path, "key 'modules' must be a non-empty list of distinct module names")
+    return record
+
+
+def read_tensors(folder: Path, record: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of gates.safetensors: hash, dtype, rank and finiteness checked.
+
+    Raises:
+        ArtifactError: naming the tensor and what is wrong with it.
+    """
+    path = folder / GATES
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read ({error.strerror}); the folder is incomplete") from error
+    found = hashlib.sha256(data).hexdigest()
+    if found != record["gates_sha256"]:
+        _fail(
+            path,
+            f"its sha256 is {found[:12]}…, but {CONFIG} says {record['gates_sha256'][:12]}…; "
+            "the file was changed or is damaged, fetch the artifact again",
+        )
+    try:
+        tensors = load(data)
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+        raise ArtifactError(f"{path}: not a readable safetensors file ({error})") from error
+    for key, tensor in tensors.items():
+        if tensor.dtype != torch.float32:
+            _fail(path, f"{key} has dtype {str(tensor.dtype).removeprefix('torch.')}, expected float32")
+        if tensor.dim() != 1:
+            _fail(path, f"{key} has shape {tuple(tensor.shape)}, expected one dimension")
+        if not bool(torch.isfinite(tensor).all()):
+            _fail(path, f"{key} contains NaN or infinity")
+    return tensors
+
+
+def _read_json(folder: Path, path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ArtifactError(_absent(folder))
+    try:
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
+            _fail(path, "larger than 16 MiB; this is not a gate configuration")
+        record = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, ValueError) as error:
+        raise ArtifactError(f"{path}: not valid JSON ({error})") from error
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read ({error.strerror})") from error
+    if not isinstance(record, dict):
+        _fail(path, f"must hold a JSON object, found {type(record).__name__}")
+    return record
+
+
+def _absent(folder: Path) -> str:
+    if (folder / "adapter_config.json").is_file():
+        return (
+            f"{folder} is a plain PEFT adapter without gates; calibrate it first: "
+            f"loragate calibrate --adapter {folder} --data FILE --range=-3,1 --out DIR"
+        )
+    if folder.is_dir():
+        return f"{folder} holds no {CONFIG}; give the folder that `loragate calibrate --out` wrote"
+    return f"{folder} does not exist; give the folder that `loragate calibrate --out` wrote"
+
+
+def _require(path: Path, record: dict[str, Any], keys: dict[str, Any], prefix: str) -> None:
+    for key, kind in keys.items():
+        if key not in record:
+            _fail(path, f"key '{prefix}{key}' is missing")
+        value = record[key]
+        wrong_bool = isinstance(value, bool) and kind is not bool
+        if not isinstance(value, kind) or wrong_bool:
+            _fail(path, f"key '{prefix}{key}' has the wrong type: found {type(value).__name__}")
+        if isinstance(value, float) and not math.isfinite(value):
+            _fail(path, f"key '{prefix}{key}' is not finite")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not allowed")
+
+
+def _fail(path: Path, message: str) -> NoReturn:
+    raise ArtifactError(f"{path}: {message}")

@@ -1,0 +1,83 @@
+"""The signed map from a gate logit to the coefficient λ: pure mathematics, no model.
+
+Everything that needs λ (the layer, its fused backward, serving, the tests) takes it from here, so that the branch at the
+join is written once. It knows nothing of LoRA, PEFT or modules.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from loragate.errors import GateError
+
+GRANULARITIES = ("token", "module", "global")
+
+
+def gate_response(gate_logit: torch.Tensor, tau: float | torch.Tensor = 1.0) -> torch.Tensor:
+    """v = tanh(g/τ) (eq:rw-gate-logit), in fp32 (fp64 stays fp64), same shape as `gate_logit`."""
+    working = gate_logit if gate_logit.dtype == torch.float64 else gate_logit.float()
+    return torch.tanh(working / tau)
+
+
+def response_slope(response: torch.Tensor, lower: float | torch.Tensor, upper: float | torch.Tensor) -> torch.Tensor:
+    """dλ/dv on the branch that holds at v: 1−L for v < 0 and U−1 for v ≥ 0, same shape as `response`.
+
+    `torch.where` is the only form with the right one-sided slope everywhere: `clamp` adds both slopes at v = 0, `relu`
+    gives 0 there (a gate that starts at zero would never move) and `minimum`/`maximum` the mean.
+    """
+    below = torch.as_tensor(1.0 - lower, dtype=response.dtype, device=response.device)
+    above = torch.as_tensor(upper - 1.0, dtype=response.dtype, device=response.device)
+    return torch.where(response < 0, below, above)
+
+
+def coefficient_from_response(
+    response: torch.Tensor, lower: float | torch.Tensor, upper: float | torch.Tensor
+) -> torch.Tensor:
+    """λ = 1 + (1−L)·min(v,0) + (U−1)·max(v,0) (eq:rw-transform); exactly 1 at v = 0."""
+    return 1.0 + response_slope(response, lower, upper) * response
+
+
+def gate_coefficient(
+    gate_logit: torch.Tensor,
+    lower: float | torch.Tensor,
+    upper: float | torch.Tensor,
+    tau: float | torch.Tensor = 1.0,
+) -> torch.Tensor:
+    """The signed map of eq:rw-transform: λ(g) in [lower, upper], identity-centred.
+
+    Args:
+        gate_logit: g = w·h + b, any shape and floating dtype.
+        lower: L ≤ 0, reached as v → −1. A number, or a tensor that broadcasts against `gate_logit`.
+        upper: U ≥ 1, reached as v → +1.
+        tau: gate temperature τ > 0.
+
+    Returns:
+        λ, same shape, fp32 (fp64 for an fp64 input). The image is the open interval in exact arithmetic and the closed
+        one in fp32. λ = 1 at g = 0, and λ = 0 where v = −1/(1−L).
+    """
+    return coefficient_from_response(gate_response(gate_logit, tau), lower, upper)
+
+
+def check_range(lower: float, upper: float, tau: float = 1.0) -> None:
+    """Refuse ranges that do not contain [0, 1] and temperatures that are not positive.
+
+    The paper writes L < 0 < 1 < U and runs the end points L = 0 and U = 1 all the same, so these are legal.
+
+    Raises:
+        GateError: with what was found and what would be accepted.
+    """
+    for name, value in (("lower", lower), ("upper", upper), ("tau", tau)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise GateError(f"gate {name} must be a finite number, found {value!r}")
+    if lower > upper:
+        raise GateError(
+            f"the range {lower:g},{upper:g} is the wrong way round: write the lower bound first, --range={upper:g},{lower:g}"
+        )
+    if lower > 0:
+        raise GateError(f"the lower bound must be ≤ 0 so that a gate can switch a delta off, found {lower:g}")
+    if upper < 1:
+        raise GateError(f"the upper bound must be ≥ 1 so that λ = 1 (the adapter itself) is inside, found {upper:g}")
+    if tau <= 0:
+        raise GateError(f"the gate temperature tau must be positive, found {tau:g}")

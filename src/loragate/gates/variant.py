@@ -1,0 +1,57 @@
+"""The LoRA variant through which PEFT runs a gated layer.
+
+PEFT's LoRA layers look up `layer.lora_variant[adapter]` at each forward, so an instance placed there after loading takes
+effect without patching anything. The mechanism is PEFT's own but documented as private; tests/contract pins what is
+relied upon here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import LoraVariant
+
+from loragate.errors import GateError
+
+_NO_MERGE = (
+    "a gated adapter cannot be merged: its strength differs from token to token, so no single weight matrix equals it. "
+    "Detach the gates first (loragate.detach_gates) to merge the plain Stage-I adapter, or keep the adapter unmerged."
+)
+
+
+class GatedLora(LoraVariant):
+    """A LoRA layer whose delta is scaled by the layer's `SignedGate`."""
+
+    def supports_lora_conversion(self) -> bool:
+        return False
+
+    @staticmethod
+    def init(module: Any, adapter_name: str, **kwargs: Any) -> None:
+        """Nothing to do: `attach_gates` creates the gate before the variant is placed."""
+
+    @staticmethod
+    def merge_safe(module: Any, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:
+        raise GateError(_NO_MERGE)
+
+    @staticmethod
+    def merge_unsafe(module: Any, active_adapter: str, orig_weight: torch.Tensor) -> None:
+        raise GateError(_NO_MERGE)
+
+    @staticmethod
+    def unmerge(module: Any, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:
+        raise GateError(_NO_MERGE)
+
+    @staticmethod
+    def forward(module: Any, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """`result` (the base output, plus other active adapters) plus this adapter's gated delta.
+
+        LoRA dropout is not applied: the delta is finished, and Stage II must see the function that will be served.
+        """
+        delta = module.lora_gate[active_adapter].gated_delta(
+            x,
+            module.lora_A[active_adapter].weight,
+            module.lora_B[active_adapter].weight,
+            module.scaling[active_adapter],
+        )
+        return result + delta

@@ -1,0 +1,158 @@
+"""Token statistics out of a causal language model's own forward.
+
+`add_statistics_forward` lets `model(..., statistics=StatisticsRequest(...), labels=...)` run the backbone and the
+token-statistics head in place of the language-model head. It goes through the model's forward, so that wrappers (PEFT,
+DDP, FSDP, autocast) see an ordinary call. What a family does around its head (scale, soft cap, bias) is read from its
+configuration and then checked against the model's own logits; a head that does not pass, or that carries an adapter or
+trains, is served by the slow path over full logits instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from loragate.losses.head import IGNORED, STATISTICS, TokenStatistics, statistics_of_logits, token_statistics
+
+
+@dataclass(frozen=True)
+class StatisticsRequest:
+    """What to compute at the labelled positions; see `token_statistics` for the fields."""
+
+    k: int = 100
+    outputs: tuple[str, ...] = STATISTICS
+    gradients: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Head:
+    """A frozen output head and what follows it."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    scale: float
+    softcap: float | None
+
+
+def read_head(model: Any) -> Head | None:
+    """The model's output head by its configuration, or None where it is not one frozen linear map."""
+    module = model.get_output_embeddings()
+    copies = getattr(module, "modules_to_save", None)
+    if copies is not None:
+        active = [name for name in getattr(module, "active_adapters", []) if name in copies]
+        disabled = bool(getattr(module, "disable_adapters", False))
+        module = module.original_module if disabled or not active else copies[active[0]]
+    if not isinstance(module, nn.Linear) or hasattr(module, "lora_A"):
+        return None
+    if module.weight.requires_grad or not module.weight.is_floating_point():
+        return None
+    config = model.config.get_text_config()
+    return Head(module.weight, module.bias, _logit_scale(config), getattr(config, "final_logit_softcapping", None))
+
+
+def _logit_scale(config: Any) -> float:
+    # multipliers: Cohere's logit_scale, Falcon-H1's lm_head_multiplier; divisor: Granite's logits_scaling
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        value = getattr(config, name, None)
+        if value is not None:
+            return float(value)
+    divisor = getattr(config, "logits_scaling", None)
+    if divisor is None:
+        return 1.0
+    return float(divisor) if config.model_type == "hyperclovax" else 1.0 / float(divisor)
+
+
+def add_statistics_forward(model: Any) -> bool:
+    """Teach `model` (the causal LM itself, without PEFT's wrapper) the `statistics=` keyword.
+
+    Calling it twice has no further effect. Without the keyword the forward is the original one.
+
+    Returns:
+        True if the fused head will be used, False if the slow path over full logits will (see the module text).
+    """
+    if getattr(model, "_loragate_statistics", None) is not None:
+        return bool(model._loragate_statistics)
+    model._loragate_statistics = verify_head(model)
+    original = model.forward
+
+    # `generate` validates its keywords against the class's signature, so that is the one to show
+    @functools.wraps(type(model).forward)
+    def forward(
+        self: Any, *args: Any, statistics: StatisticsRequest | None = None, labels: Any = None, **kwargs: Any
+    ) -> Any:
+        if statistics is None:
+            if labels is not None:
+                kwargs["labels"] = labels
+            return original(*args, **kwargs)
+        kwargs.pop("num_items_in_batch", None)
+        kwargs["use_cache"] = False
+        head = read_head(self) if self._loragate_statistics else None
+        shifted = labels[:, 1:]
+        if head is None:
+            logits = original(*args, **kwargs).logits[:, :-1]
+            return _from_logits(logits, shifted, statistics)
+        hidden = self.base_model(*args, **kwargs).last_hidden_state[:, :-1]
+        return token_statistics(
+            hidden.to(head.weight.device),
+            head.weight,
+            shifted.to(head.weight.device),
+            k=statistics.k,
+            bias=head.bias,
+            scale=head.scale,
+            softcap=head.softcap,
+            outputs=statistics.outputs,
+            gradients=statistics.gradients,
+        )
+
+    model.forward = types.MethodType(forward, model)
+    return bool(model._loragate_statistics)
+
+
+@torch.no_grad()
+def verify_head(model: Any, tolerance: float = 2e-2) -> bool:
+    """Does the head as read from the configuration reproduce the model's own logits on a few tokens?
+
+    Compared in the model's dtype, relative to the largest logit; `tolerance` covers bf16 rounding of the logits.
+    """
+    head = read_head(model)
+    if head is None or head.weight.device.type == "meta":
+        return False
+    count = min(8, head.weight.shape[0])
+    step = max(1, head.weight.shape[0] // (count + 1))
+    tokens = (torch.arange(1, count + 1, device=head.weight.device) * step % head.weight.shape[0]).unsqueeze(0)
+    was_training = model.training
+    model.eval()
+    try:
+        hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        own = model(input_ids=tokens, use_cache=False).logits.float()
+    except TypeError:
+        return False
+    finally:
+        model.train(was_training)
+    if hidden.shape[-1] != head.weight.shape[1]:
+        return False
+    logits = torch.nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias).float() * head.scale
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    limit = (tolerance if head.weight.dtype in (torch.bfloat16, torch.float16) else 1e-4) * max(
+        1.0, float(own.abs().max())
+    )
+    return bool((logits - own).abs().max() <= limit)
+
+
+def _from_logits(logits: torch.Tensor, labels: torch.Tensor, request: StatisticsRequest) -> TokenStatistics:
+    mask = labels != IGNORED
+    if not bool(mask.any()):
+        nothing = torch.zeros(labels.shape, device=logits.device) + logits.float().sum() * 0.0
+        return TokenStatistics(nothing, nothing, nothing, mask, request.k)
+    chosen = statistics_of_logits(logits[mask], labels[mask].to(logits.device), request.k)
+    spread = [
+        value.new_zeros(labels.shape).masked_scatter(mask, value)
+        for value in (chosen.log_prob, chosen.entropy, chosen.topk_entropy)
+    ]
+    return TokenStatistics(spread[0], spread[1], spread[2], mask, chosen.k)

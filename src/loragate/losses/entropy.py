@@ -1,0 +1,38 @@
+"""Top-k predictive entropy in plain PyTorch: the definition that every fast path is held to."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from loragate.errors import ConfigError
+
+
+def support_size(k: int, vocabulary: int) -> int:
+    """k limited to the vocabulary.
+
+    Raises:
+        ConfigError: for k < 2, whose entropy is identically zero.
+    """
+    if isinstance(k, bool) or not isinstance(k, int) or k < 2:
+        raise ConfigError(f"k must be an integer of at least 2, found {k!r}; the paper uses 100, EAFT 20")
+    return min(k, vocabulary)
+
+
+def topk_entropy(logits: torch.Tensor, k: int = 100, normalize: bool = True) -> torch.Tensor:
+    """Entropy of the softmax over the k largest logits (eq:rw-topk), differentiable by autograd.
+
+    Args:
+        logits: [..., V], any floating dtype; computed in fp32 (fp64 stays fp64).
+        k: support size; k ≥ V gives the full entropy.
+        normalize: divide by log k (by log V where k ≥ V), so that the result lies in [0, 1].
+
+    Returns:
+        [...] in nats, or as a share of the maximum when normalised.
+    """
+    working = logits if logits.dtype == torch.float64 else logits.float()
+    k = support_size(k, logits.shape[-1])
+    log_q = torch.log_softmax(torch.topk(working, k, dim=-1).values, dim=-1)
+    entropy = -(log_q.exp() * log_q).sum(-1)
+    return entropy / math.log(k) if normalize else entropy
