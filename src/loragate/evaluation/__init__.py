@@ -1,1 +1,5 @@
+"""Evaluation: scores and what may be concluded from them."""
 
+from loragate.evaluation.statistics import Difference, Estimate, average_at_k, compare, holm
+
+__all__ = ["Difference", "Estimate", "average_at_k", "compare", "holm"]

@@ -82,7 +82,9 @@ class SignedGate(nn.Module):
         """The layer's gated delta, [..., d_out]."""
         config, override = self.config, self.override
         if self.recorder is not None:
-            self.recorder.update(self.coefficients(x_TD).detach())
+            # without a graph, so that a recomputing forward (gradient checkpointing) saves the same tensors
+            with torch.no_grad():
+                self.recorder.update(self.coefficients(x_TD))
         if override is None:
             return gated_delta(
                 x_TD,

@@ -55,6 +55,7 @@ class WeightedCrossEntropy:
         rule: gives w_t ≥ 0 for every position.
         k: support of the top-k entropy the rule reads (2 where it reads none).
         requires: names of `ObjectiveContext` fields the rule needs.
+        reads_entropy: whether the rule reads the top-k entropy.
         settings: the rule's constants, for run records.
     """
 
@@ -62,6 +63,7 @@ class WeightedCrossEntropy:
     rule: Rule
     k: int = 2
     requires: frozenset[str] = frozenset()
+    reads_entropy: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
     def weights(self, stats: TokenStatistics, context: ObjectiveContext | None = None) -> torch.Tensor:
@@ -122,7 +124,7 @@ def eaft(k: int = 20, power: float = 1.0, normalizer: float | None = None) -> We
             raise ConfigError(f"EAFT reads top-{k} entropy, the statistics were made with k = {stats.k}")
         return (stats.topk_entropy.clamp(min=0) * factor) ** power
 
-    return WeightedCrossEntropy("eaft", rule, k=k, settings={"k": k, "power": power, "normalizer": normalizer})
+    return WeightedCrossEntropy("eaft", rule, k=k, reads_entropy=True, settings={"k": k, "power": power, "normalizer": normalizer})
 
 
 def talr(tau: float | str = "median", floor: float = 0.01) -> WeightedCrossEntropy:

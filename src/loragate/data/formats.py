@@ -1,0 +1,302 @@
+"""The row formats that people have, brought to one shape.
+
+A row is a dict from a file or the hub; `normalize` turns it into `Turns`: a conversation, or a plain prompt with its
+completion. This room knows keys and roles and nothing of files, templates or tokens.
+
+Only `prompt` + `completion` as two strings is raw text, as in TRL. Any other pair of strings (`problem` + `solution`,
+`question` + `answer`, …) is a question and its answer, hence one user turn and one assistant turn: glued together
+without a template the answer would follow the question with nothing between them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from loragate.errors import ConfigError, DataError, nearest
+
+Row = Mapping[str, Any]
+Message = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLE_ALIASES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool", "ipython": "tool"}
+RAW_PAIR = ("prompt", "completion")
+PAIRS = (
+    RAW_PAIR,
+    ("prompt", "response"),
+    ("problem", "solution"),
+    ("question", "answer"),
+    ("instruction", "response"),
+)
+
+
+class Plain(NamedTuple):
+    """Raw text: the completion follows the prompt with nothing between them."""
+
+    prompt: str
+    completion: str
+
+
+class Conversation(NamedTuple):
+    """Messages; assistant turns before index `trained_from` are context only."""
+
+    messages: tuple[Message, ...]
+    trained_from: int = 0
+
+
+@dataclass(frozen=True)
+class Turns:
+    """One row in the shape that rendering reads.
+
+    Attributes:
+        messages: the conversation as `{"role", "content", …}`; empty for a plain row.
+        prompt, completion: the two texts of a plain row; None for a conversation.
+        keep_mask: optional 0/1 per response token, all trained assistant turns concatenated.
+        tools: optional tool schemas for the chat template.
+        trained_from: assistant turns before this message index are context (the prompt of a prompt/completion row).
+    """
+
+    messages: tuple[Message, ...] = ()
+    prompt: str | None = None
+    completion: str | None = None
+    keep_mask: tuple[int, ...] | None = None
+    tools: tuple[dict[str, Any], ...] | None = None
+    trained_from: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        return self.completion is not None
+
+
+@dataclass(frozen=True)
+class Format:
+    """One row format: its name, the keys to tell people about, the test and the conversion."""
+
+    name: str
+    keys: str
+    matches: Callable[[Row], bool]
+    to_messages: Callable[[Row], Conversation | Plain]
+
+
+def detect_format(row: Row) -> str:
+    """Return the name of the format of `row`.
+
+    `messages` wins over everything else and `conversations` over key pairs, as datasets often carry the unrendered
+    columns beside the conversation.
+
+    Raises:
+        DataError: for a row that fits no format, or two formats that would give different texts.
+    """
+    fitting = [name for name, format in FORMATS.items() if format.matches(row)]
+    if not fitting:
+        known = "; ".join(f"{format.name}: {format.keys}" for format in FORMATS.values())
+        raise DataError(f"found the keys {_key_list(row)}, which fit no known row format. Known are {known}.")
+    if len(fitting) > 1 and fitting[0] not in ("messages", "sharegpt"):
+        raise DataError(
+            f"found the keys {_key_list(row)}, which fit {' and '.join(fitting)} alike. "
+            "Remove the columns that are not meant."
+        )
+    return fitting[0]
+
+
+def normalize(row: Row, format: str, where: str = "") -> Turns:
+    """Convert `row` of the named format to `Turns`; `where` (file:line) opens every error message.
+
+    Raises:
+        ConfigError: for an unknown format name.
+        DataError: for a row that does not fit the format or carries no response.
+    """
+    if format not in FORMATS:
+        raise ConfigError(
+            f"unknown row format {format!r}, expected one of {', '.join(FORMATS)}{nearest(format, FORMATS)}"
+        )
+    chosen = FORMATS[format]
+    try:
+        if not chosen.matches(row):
+            raise DataError(f"found the keys {_key_list(row)}, expected the format {chosen.name}: {chosen.keys}")
+        body = chosen.to_messages(row)
+        keep_mask = _keep_mask(row)
+        if isinstance(body, Plain):
+            if not body.completion.strip():
+                raise DataError("the completion is empty: a row needs a response to learn from. Remove the row.")
+            return Turns(prompt=body.prompt, completion=body.completion, keep_mask=keep_mask)
+        _check_responses(body)
+        return Turns(messages=body.messages, keep_mask=keep_mask, tools=_tools(row), trained_from=body.trained_from)
+    except DataError as error:
+        raise DataError(f"{where}: {error}" if where else str(error)) from None
+
+
+def _messages_row(row: Row) -> Conversation:
+    return Conversation(_conversation(row["messages"], "messages"))
+
+
+def _sharegpt_row(row: Row) -> Conversation:
+    return Conversation(_with_system(row, _conversation(row["conversations"], "conversations")))
+
+
+def _alpaca_row(row: Row) -> Conversation:
+    messages: list[Message] = []
+    for index, pair in enumerate(row.get("history") or ()):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise DataError(f"history[{index}] is {_kind(pair)}, expected a pair [user text, assistant text]")
+        messages += _pair_messages(_text(pair[0], f"history[{index}][0]"), _text(pair[1], f"history[{index}][1]"))
+    parts = [_text(row["instruction"], "instruction"), _text(row.get("input") or "", "input")]
+    question = "\n\n".join(part for part in parts if part.strip())
+    messages += _pair_messages(question, _text(row["output"], "output"))
+    return Conversation(_with_system(row, tuple(messages)))
+
+
+def _pair_row(row: Row) -> Conversation | Plain:
+    fitting = [pair for pair in PAIRS if _has(row, *pair)]
+    if len(fitting) > 1:
+        names = " and ".join("+".join(pair) for pair in fitting)
+        raise DataError(f"found {names} in one row, so prompt and response are ambiguous. Remove the pair not meant.")
+    pair = fitting[0]
+    prompt, completion = row[pair[0]], row[pair[1]]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        before = _conversation(prompt, pair[0])
+        return Conversation(before + _conversation(completion, pair[1]), trained_from=len(before))
+    if isinstance(prompt, list) or isinstance(completion, list):
+        raise DataError(
+            f"{pair[0]} is {_kind(prompt)} and {pair[1]} is {_kind(completion)}; "
+            "expected two strings or two lists of messages"
+        )
+    texts = Plain(_text(prompt, pair[0]), _text(completion, pair[1]))
+    return texts if pair == RAW_PAIR else Conversation(tuple(_pair_messages(*texts)))
+
+
+def _has(row: Row, *keys: str) -> bool:
+    return all(row.get(key) is not None for key in keys)
+
+
+FORMATS: dict[str, Format] = {
+    format.name: format
+    for format in (
+        Format("messages", "messages (a list of role and content)", lambda row: _has(row, "messages"), _messages_row),
+        Format(
+            "sharegpt",
+            "conversations (a list of from and value)",
+            lambda row: _has(row, "conversations"),
+            _sharegpt_row,
+        ),
+        Format(
+            "alpaca",
+            "instruction, output and optionally input",
+            lambda row: _has(row, "instruction", "output"),
+            _alpaca_row,
+        ),
+        Format(
+            "prompt_completion",
+            " or ".join("+".join(pair) for pair in PAIRS),
+            lambda row: any(_has(row, *pair) for pair in PAIRS),
+            _pair_row,
+        ),
+    )
+}
+
+
+def _conversation(entries: Any, key: str) -> tuple[Message, ...]:
+    if not isinstance(entries, list | tuple):
+        raise DataError(f"{key} is {_kind(entries)}, expected a list of messages")
+    return tuple(_message(entry, f"{key}[{index}]") for index, entry in enumerate(entries))
+
+
+def _message(entry: Any, place: str) -> Message:
+    """One message with the keys `role` and `content`; other keys (tool_calls, reasoning_content) stay for the template."""
+    if not isinstance(entry, Mapping):
+        raise DataError(f"{place} is {_kind(entry)}, expected an object with role and content")
+    present = {str(key): value for key, value in entry.items() if value is not None}
+    role = present.pop("role", None) or present.pop("from", None)
+    content = present.pop("content", None)
+    content = present.pop("value", "") if content is None else content
+    name = ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
+    if name not in ROLES:
+        known = (*ROLES, *ROLE_ALIASES)
+        hint = nearest(role, known) if isinstance(role, str) else ""
+        raise DataError(f"{place} has the role {role!r}, expected one of {', '.join(known)}{hint}")
+    return {"role": name, "content": _content(content, place), **present}
+
+
+def _content(content: Any, place: str) -> str:
+    """Text, or a list of text blocks joined; templates of text models concatenate strings."""
+    if not isinstance(content, list | tuple):
+        return _text(content, f"the content of {place}")
+    blocks = []
+    for block in content:
+        if not isinstance(block, Mapping) or block.get("text") is None:
+            kind = block.get("type") if isinstance(block, Mapping) else _kind(block)
+            raise DataError(f"the content of {place} has a block of type {kind!r}; only text can be learned from")
+        blocks.append(_text(block["text"], f"a text block of {place}"))
+    return "".join(blocks)
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{name} is {_kind(value)}, expected text")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{name} has half of a surrogate pair at character {error.start}; it is not valid text"
+        ) from None
+    return value
+
+
+def _pair_messages(question: str, answer: str) -> list[Message]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _with_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Alpaca and ShareGPT files may keep the system message in a column of its own."""
+    system = _text(row.get("system") or "", "system")
+    if not system.strip() or any(message["role"] == "system" for message in messages):
+        return messages
+    return ({"role": "system", "content": system}, *messages)
+
+
+def _check_responses(body: Conversation) -> None:
+    answers = [index for index, message in enumerate(body.messages) if message["role"] == "assistant"]
+    if not any(index >= body.trained_from for index in answers):
+        roles = ", ".join(message["role"] for message in body.messages) or "no messages"
+        raise DataError(f"found {roles}, but no assistant turn to learn from. Remove the row.")
+    for index in answers:
+        message = body.messages[index]
+        if not (message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")):
+            raise DataError(
+                f"the assistant turn at message {index} is empty: there is nothing to learn. Remove the row."
+            )
+
+
+def _keep_mask(row: Row) -> tuple[int, ...] | None:
+    mask = row.get("keep_mask")
+    if mask is None:
+        return None
+    if not isinstance(mask, list | tuple) or any(not isinstance(bit, int) or bit not in (0, 1) for bit in mask):
+        raise DataError("keep_mask must be a list of 0 and 1, one per response token")
+    return tuple(int(bit) for bit in mask)
+
+
+def _tools(row: Row) -> tuple[dict[str, Any], ...] | None:
+    """The `tools` column: a list of JSON schemas, or that list as JSON text (how TRL stores it in parquet)."""
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"tools is text that is not JSON ({error})") from None
+    if not tools:
+        return None
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError(f"tools is {_kind(tools)}, expected a list of tool schemas (objects)")
+    return tuple(dict(tool) for tool in tools)
+
+
+def _key_list(row: Row) -> str:
+    return ", ".join(sorted(str(key) for key, value in row.items() if value is not None)) or "(none)"
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", tuple: "a list", str: "text", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), f"a value of type {type(value).__name__}")

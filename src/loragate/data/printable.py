@@ -1,0 +1,37 @@
+"""Text from data, made safe to print.
+
+Files and tokenizers may hold terminal escape codes, direction overrides and invisible characters; whatever prints a
+piece of data goes through here.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+
+
+def escape_controls(text: str, keep: str = "") -> str:
+    """Replace control, format, surrogate, private and line-separator characters by escapes such as `\\x1b`.
+
+    Characters in `keep` stay as they are.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char in keep or not _acts(char) else _escape(char) for char in text)
+
+
+def excerpt(text: str, length: int = 60) -> str:
+    """The beginning of `text` between quotes, escaped, with an ellipsis where it was cut."""
+    text = text.strip()
+    cut = text if len(text) <= length else text[: length - 1] + "…"
+    return f"'{escape_controls(cut)}'"
+
+
+def _acts(char: str) -> bool:
+    return unicodedata.category(char) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+
+
+def _escape(char: str) -> str:
+    code = ord(char)
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -1,0 +1,183 @@
+"""From turns to token ids with a response mask.
+
+Prompt and response are tokenised separately, so the prompt's tokens are exactly those that generation feeds, whatever
+the response begins with. Labels follow the convention of transformers: -100 outside of the response, the token itself
+on it; the shift by one happens in the loss. Where rows come from is not this room's matter, only how to name them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from loragate.data.chat import Chat, Segment
+from loragate.data.formats import Turns
+from loragate.data.tokens import SegmentTokenizer
+from loragate.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One tokenised row.
+
+    Attributes:
+        input_ids, labels: equal lengths; a label is its token on responses and -100 elsewhere.
+        truncated: the row was longer than max_length and was cut on the right.
+        responses: response spans that still have a token; 0 means that nothing is left to learn.
+        response_tokens: response tokens before truncation.
+        last_turn_only: earlier assistant turns are not trained because the template rewrites them later.
+        keep_mask: 0/1 per position, 0 outside of responses; None when the row has none.
+    """
+
+    input_ids: list[int]
+    labels: list[int]
+    truncated: bool
+    responses: int
+    response_tokens: int
+    last_turn_only: bool = False
+    keep_mask: list[int] | None = None
+
+
+class Encoder:
+    """Encodes turns with one tokenizer; probes its template once, so build one for many rows."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, max_length: int | None = None, system: str = "none"
+    ) -> None:
+        if max_length is not None and (isinstance(max_length, bool) or max_length < 2):
+            raise ConfigError(f"found max_length={max_length!r}, expected at least 2 tokens, or None for no limit")
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.chat = Chat(tokenizer, system)
+        self.tokenise = SegmentTokenizer(tokenizer)
+
+    def encode(self, rows: Sequence[tuple[Turns, str]]) -> list[Encoded]:
+        """Encode (turns, where) pairs with one call of the tokenizer."""
+        cuts = [self._segments(turns, where) for turns, where in rows]
+        texts = [segment.text for segments, _ in cuts for segment in segments]
+        ids = iter(self.tokenise(texts, [index > 0 for segments, _ in cuts for index in range(len(segments))]))
+        return [
+            self._assemble(turns, [(segment, next(ids)) for segment in segments], rewritten, where)
+            for (turns, where), (segments, rewritten) in zip(rows, cuts)
+        ]
+
+    def prompt_ids(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        where: str = "",
+    ) -> list[int]:
+        """Ids that generation feeds for a plain text or a conversation that awaits its assistant turn."""
+        if isinstance(prompt, str):
+            return self.tokenise.plain_prompt(self.tokenise([prompt], [False])[0])
+        text = self.chat.render(prompt, tools=tools, generation_prompt=True, where=where)
+        return self.tokenise([text], [False])[0]
+
+    def _segments(self, turns: Turns, where: str) -> tuple[list[Segment], bool]:
+        if turns.completion is None:
+            return self.chat.segments(turns, where)
+        if self.tokenizer.eos_token_id is None:
+            raise DataError(
+                f"{where}: the tokenizer {self.tokenizer.name_or_path!r} has no end-of-sequence token, so a plain "
+                "completion would have no end. Set tokenizer.eos_token."
+            )
+        return [Segment(turns.prompt or "", False), Segment(turns.completion, True)], False
+
+    def _assemble(self, turns: Turns, pieces: list[tuple[Segment, list[int]]], rewritten: bool, where: str) -> Encoded:
+        input_ids: list[int] = []
+        labels: list[int] = []
+        spans: list[int] = []  # start of each response
+        for index, (segment, ids) in enumerate(pieces):
+            if turns.is_plain:
+                ids = self.tokenise.plain_prompt(ids) if index == 0 else self._ended(ids)
+            if segment.is_response:
+                spans.append(len(input_ids))
+            input_ids += ids
+            labels += ids if segment.is_response else [IGNORED] * len(ids)
+        if spans[0] == 0:
+            raise DataError(f"{where}: the prompt is empty, so nothing predicts the first token of the response")
+        response_tokens = sum(label != IGNORED for label in labels)
+        keep_mask = _spread(turns.keep_mask, labels, response_tokens, rewritten, where)
+        end = len(input_ids) if self.max_length is None else min(self.max_length, len(input_ids))
+        return Encoded(
+            input_ids=input_ids[:end],
+            labels=labels[:end],
+            truncated=end < len(input_ids),
+            responses=sum(start < end for start in spans),
+            response_tokens=response_tokens,
+            last_turn_only=rewritten,
+            keep_mask=None if keep_mask is None else keep_mask[:end],
+        )
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        """A plain completion ends in EOS, once."""
+        end = self.tokenizer.eos_token_id
+        return ids if ids[-1:] == [end] else [*ids, end]
+
+
+def encode(
+    turns: Turns,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int | None = None,
+    system: str = "none",
+    where: str = "",
+) -> Encoded:
+    """Tokenise one row; see `Chat` for `system` and `Encoder` for many rows.
+
+    Raises:
+        DataError: for a conversation without a chat template, a template that refuses it, an empty prompt, or a
+            keep_mask of the wrong length. The message begins with `where`.
+        ConfigError: for an unknown `system` or a max_length below 2.
+    """
+    return Encoder(tokenizer, max_length=max_length, system=system).encode([(turns, where)])[0]
+
+
+def render_prompt(
+    prompt: str | Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    system: str = "none",
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
+    """The text that a response follows: a plain prompt as it is, a conversation with the generation prompt.
+
+    Take the ids from `prompt_ids`. A rendered conversation holds its own special tokens (tokenise it with
+    add_special_tokens=False); a plain text does not.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    return Chat(tokenizer, system).render(prompt, tools=tools, generation_prompt=True)
+
+
+def prompt_ids(
+    prompt: str | Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    system: str = "none",
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[int]:
+    """Token ids to generate from: those that precede the response in `encode`. For many prompts use `Encoder`."""
+    return Encoder(tokenizer, system=system).prompt_ids(prompt, tools)
+
+
+def _spread(
+    mask: tuple[int, ...] | None, labels: list[int], response_tokens: int, rewritten: bool, where: str
+) -> list[int] | None:
+    """Lay a mask over the response tokens out over the whole sequence, 0 elsewhere."""
+    if mask is None:
+        return None
+    if len(mask) != response_tokens:
+        which = "the last assistant turn, the only one that is trained here" if rewritten else "all trained responses"
+        raise DataError(
+            f"{where}: keep_mask has {len(mask)} entries, expected {response_tokens}: one per response token of "
+            f"{which}, end-of-turn token included, before truncation, under this tokenizer and template"
+        )
+    bits = iter(mask)
+    return [0 if label == IGNORED else next(bits) for label in labels]

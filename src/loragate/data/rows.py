@@ -1,0 +1,111 @@
+"""`Rows`: data rows that remember where they came from.
+
+A row keeps its place ("train.jsonl:12") through shuffling and taking, so that any later error can name it. The
+fingerprint is over the content alone: equal rows from JSONL and from parquet have the same one. This room knows nothing
+of row formats and does not read files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, overload
+
+from loragate.errors import ConfigError, DataError
+
+
+class Rows(Sequence[dict[str, Any]]):
+    """An immutable sequence of row dicts.
+
+    Attributes:
+        source: the path or hub id that the rows were read from, "rows in memory" for a list.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Any],
+        *,
+        source: str,
+        place: str,
+        numbers: Sequence[int] | None = None,
+        order: Sequence[int] | None = None,
+    ) -> None:
+        """`place` + `numbers[i]` names `items[i]`; `order` lists the items that this view shows, in its order."""
+        self.source = source
+        self._items = items
+        self._place = place
+        self._numbers = range(len(items)) if numbers is None else numbers
+        self._order = range(len(items)) if order is None else order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Rows: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | Rows:
+        if isinstance(index, slice):
+            return self._view(self._order[index])
+        row = self._items[self._order[index]]
+        return row if isinstance(row, dict) else dict(row)
+
+    def where(self, index: int) -> str:
+        """Name row `index` for a person: 'file.jsonl:12' (lines from 1), 'org/name[train] row 7' (rows from 0)."""
+        return f"{self._place}{self._numbers[self._order[index]]}"
+
+    def shuffled(self, seed: int) -> Rows:
+        """The same rows in a random order that depends on `seed` and the number of rows only."""
+        order = list(self._order)
+        random.Random(seed).shuffle(order)
+        return self._view(order)
+
+    def take(self, n: int) -> Rows:
+        """The first `n` rows, or all when there are fewer."""
+        return self._view(self._order[: check_limit(n)])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) over the rows in their order, each as canonical JSON.
+
+        Keys are sorted, null fields dropped (a column store writes null for an absent key) and whole floats written as
+        integers (a column of mixed numbers is stored as floats).
+        """
+        digest = hashlib.sha256()
+        for index in range(len(self)):
+            try:
+                digest.update(json.dumps(_canonical(self[index]), sort_keys=True, separators=(",", ":")).encode())
+            except RecursionError:
+                raise DataError(f"{self.where(index)}: the row is nested too deeply to be read") from None
+            digest.update(b"\n")
+        return digest.hexdigest()
+
+    def _view(self, order: Sequence[int]) -> Rows:
+        return Rows(self._items, source=self.source, place=self._place, numbers=self._numbers, order=order)
+
+    def __repr__(self) -> str:
+        return f"Rows({len(self)} from {self.source})"
+
+
+def check_limit(limit: int) -> int:
+    """Return `limit`, or raise ConfigError unless it is a whole number of at least 1."""
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise ConfigError(f"found limit={limit!r}, expected a whole number of rows, at least 1")
+    return limit
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _canonical(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [_canonical(item) for item in value]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, bytes):
+        return value.hex()
+    return str(value)

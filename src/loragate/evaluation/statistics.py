@@ -1,0 +1,205 @@
+"""Means with honest intervals.
+
+Samples of one question resemble one another, so the question, not the sample, is the unit: standard errors are clustered
+by question and comparisons are paired by it. This room is arithmetic on arrays of scores; it knows neither tasks nor
+models, and says nothing about other bases or training seeds, which no interval over questions can cover.
+
+Shapes: Q questions, K samples per question.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from loragate.errors import DataError
+
+CONFIDENCE = 0.95
+EXACT_QUESTIONS = 12
+DRAWS = 10_000
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with its standard error and 95 % interval, from `questions` questions with `samples` samples each."""
+
+    mean: float
+    stderr: float
+    low: float
+    high: float
+    questions: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The mean of a - b with its 95 % interval and the two-sided p-value of no difference, paired by question."""
+
+    mean: float
+    low: float
+    high: float
+    p: float
+
+
+def average_at_k(scores: ArrayLike) -> Estimate:
+    """Return the mean of `scores` [Q, K] (Avg@K) with its 95 % t interval over questions.
+
+    The standard error is that of the Q per-question means. When all scores lie in [0, 1] the interval is cut to [0, 1].
+
+    When all questions have the same mean, their spread says nothing and the t interval would have no width. The
+    interval then comes from a bound of Wilson's type on what was not seen: a share of at most t^2 / (Q + t^2) of all
+    questions differs from those seen, and may score 0 or 1. With every answer right this is Wilson's lower bound with t
+    in place of z (96.8 % for 120 questions, a little wider than the rule of three). A single question gives [0, 1].
+    Scores outside [0, 1] have no known limits, so in these cases their interval is infinite.
+
+    Raises `DataError` for an array that is empty, not two-dimensional or not finite.
+    """
+    array = _scores(scores, "scores")
+    means = array.mean(axis=1)
+    lower, upper = (0.0, 1.0) if _in_unit_interval(array) else (-math.inf, math.inf)
+    mean, stderr, low, high = _t_interval(means, lower, upper)
+    return Estimate(mean, stderr, low, high, *array.shape)
+
+
+def compare(scores_a: ArrayLike, scores_b: ArrayLike, *, seed: int = 0) -> Difference:
+    """Return the mean of a - b for two arrays of scores over the same questions, [Q, K] and [Q, M].
+
+    The interval is the 95 % t interval of the per-question mean differences; where they are all equal it is widened as
+    in `average_at_k`, with differences limited to [-1, 1]. The p-value is that of a sign-flip permutation test on the
+    mean difference, two-sided: exact up to 12 questions, otherwise from 10,000 draws of `seed` as (hits + 1) / 10,001.
+
+    Raises `DataError` as `average_at_k` does, and when the numbers of questions differ.
+    """
+    array_a, array_b = _scores(scores_a, "scores_a"), _scores(scores_b, "scores_b")
+    if len(array_a) != len(array_b):
+        raise DataError(
+            f"scores_a has {len(array_a)} questions and scores_b has {len(array_b)}; a paired comparison needs the same "
+            "questions in the same order on both sides."
+        )
+    differences = array_a.mean(axis=1) - array_b.mean(axis=1)
+    limit = 1.0 if _in_unit_interval(array_a) and _in_unit_interval(array_b) else math.inf
+    mean, _, low, high = _t_interval(differences, -limit, limit)
+    return Difference(mean, low, high, _sign_flip_p(differences, seed))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return the p-values adjusted for multiple comparisons by Holm's step-down method, in the order given.
+
+    Reject where the adjusted value is at most the level: the chance of any false rejection then stays below it.
+    """
+    values = np.asarray(p_values, dtype=np.float64)
+    if values.ndim != 1 or not ((values >= 0) & (values <= 1)).all():
+        raise DataError(f"holm was given {p_values!r}; it needs a flat list of p-values, each in [0, 1].")
+    order = np.argsort(values, kind="stable")
+    scaled = values[order] * np.arange(len(values), 0, -1)
+    adjusted = np.empty_like(values)
+    adjusted[order] = np.minimum(np.maximum.accumulate(scaled), 1.0)
+    return [float(value) for value in adjusted]
+
+
+def t_quantile(probability: float, freedom: float) -> float:
+    """Return the quantile of Student's t distribution with `freedom` degrees of freedom, exact to about 1e-12."""
+    if not 0 < probability < 1 or not freedom > 0:
+        raise ValueError(f"t_quantile({probability}, {freedom}): needs 0 < probability < 1 and freedom > 0")
+    if probability < 0.5:
+        return -t_quantile(1 - probability, freedom)
+    tail = 2 * (1 - probability)  # P(|T| > t) = I_x(freedom / 2, 1 / 2) with x = freedom / (freedom + t^2)
+    low, high = 0.0, 1.0
+    while _two_sided_t_tail(high, freedom) > tail:
+        low, high = high, 2 * high
+    for _ in range(200):
+        middle = (low + high) / 2
+        if middle in (low, high):
+            break
+        if _two_sided_t_tail(middle, freedom) > tail:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _two_sided_t_tail(t: float, freedom: float) -> float:
+    return _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t), t * t / (freedom + t * t))
+
+
+def _incomplete_beta(a: float, b: float, x: float, y: float) -> float:
+    """The regularised incomplete beta function I_x(a, b); `y` is 1 - x, given apart so that neither loses digits."""
+    if x == 0 or y == 0:
+        return float(y == 0)
+    if x > (a + 1) / (a + b + 2):  # the fraction converges fast on the other side
+        return 1 - _incomplete_beta(b, a, y, x)
+    log_front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log(y)
+    # Lentz's method on the continued fraction DLMF 8.17.22.
+    c, d = 1.0, 1 / (1 - (a + b) * x / (a + 1))
+    fraction = d
+    for m in range(1, 10_000):
+        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        d, c = 1 / (1 + even * d), 1 + even / c
+        fraction *= c * d
+        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        d, c = 1 / (1 + odd * d), 1 + odd / c
+        fraction *= c * d
+        if abs(c * d - 1) < 1e-15:
+            break
+    return math.exp(log_front) * fraction / a
+
+
+def _scores(scores: ArrayLike, name: str) -> Array:
+    try:
+        array = np.asarray(scores, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise DataError(
+            f"{name} is not a table of numbers; give one row per question, each with the same number of samples."
+        ) from None
+    if array.ndim != 2 or array.size == 0:
+        raise DataError(
+            f"{name} has shape {array.shape}; expected [questions, samples] with at least one of each. Scores of one "
+            "sample per question go in as a single column, [questions, 1]."
+        )
+    if not np.isfinite(array).all():
+        question, sample = np.argwhere(~np.isfinite(array))[0]
+        raise DataError(
+            f"{name} holds {array[question, sample]} at question {question}, sample {sample}; grade it first."
+        )
+    return array
+
+
+def _in_unit_interval(array: Array) -> bool:
+    return bool(((array >= 0) & (array <= 1)).all())
+
+
+def _t_interval(values: Array, lower: float, upper: float) -> tuple[float, float, float, float]:
+    """Return mean, standard error, low and high of `values` [Q], whose population lies in [lower, upper]."""
+    count = len(values)
+    mean = float(values.mean())
+    t = t_quantile((1 + CONFIDENCE) / 2, count - 1) if count > 1 else math.inf
+    # Means of equal scores can differ in the last bits; a spread of that size is none.
+    if np.ptp(values) <= 1e-12 * max(1.0, float(np.abs(values).max())):
+        unlike = t * t / (count + t * t) if count > 1 else 1.0
+        return mean, 0.0, mean + unlike * (lower - mean), mean + unlike * (upper - mean)
+    stderr = float(values.std(ddof=1)) / math.sqrt(count)
+    return mean, stderr, max(mean - t * stderr, lower), min(mean + t * stderr, upper)
+
+
+def _sign_flip_p(differences: Array, seed: int) -> float:
+    """Two-sided p-value of mean zero when every question's difference may as well have had the other sign."""
+    count = len(differences)
+    total = float(differences.sum())
+    # A sum of flipped signs is 2 * (sum over the questions kept) - total; ties must count in spite of rounding.
+    threshold = abs(total) - 1e-9 * float(np.abs(differences).sum())
+    if count <= EXACT_QUESTIONS:
+        kept = np.arange(2**count)[:, None] >> np.arange(count) & 1
+        return float(np.mean(np.abs(2 * (kept @ differences) - total) >= threshold))
+    generator = np.random.default_rng(seed)
+    hits = 0
+    for _ in range(0, DRAWS, 1000):  # in parts, for memory
+        bits = np.frombuffer(generator.bytes(1000 * -(-count // 8)), dtype=np.uint8).reshape(1000, -1)
+        drawn = np.unpackbits(bits, axis=1, count=count).astype(np.float64)
+        hits += int(np.sum(np.abs(2 * (drawn @ differences) - total) >= threshold))
+    return (hits + 1) / (DRAWS + 1)

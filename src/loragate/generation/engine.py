@@ -1,0 +1,232 @@
+"""From rendered prompts to samples.
+
+`Engine` is what evaluation needs of any program that generates; `TransformersEngine` is the one that runs everywhere.
+It hands the decoding loop to `transformers.generate` and only decides what goes into a batch, how a token is drawn
+(`sampling.py`) and where a row ends. Prompts arrive as finished strings: chat templates, tasks and grading live
+elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList
+
+from loragate.errors import ConfigError, DataError
+from loragate.generation.sampling import SamplingConfig, SeededSampler
+
+OnProgress = Callable[[int, int], None]
+"""Called after every batch with the number of samples drawn so far and the number to draw."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sampled answer.
+
+    `question` is the index of its prompt, `sample` the index among the samples of that prompt. `token_ids` holds every
+    generated token, the stop token included; `text` is without it and without special tokens. `finish_reason` is "stop"
+    when the model ended the answer and "length" when `max_new_tokens` did. `entropy` is the mean over the generated
+    tokens of the full-vocabulary entropy at temperature 1, in nats.
+    """
+
+    question: int
+    sample: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: Literal["stop", "length"]
+    entropy: float
+
+
+class Engine(Protocol):
+    """Anything that turns prompts into samples."""
+
+    def generate(
+        self,
+        prompts: Sequence[str],
+        config: SamplingConfig,
+        on_progress: OnProgress | None = None,
+        *,
+        pending: Collection[tuple[int, int]] | None = None,
+        on_samples: Callable[[Sequence[Sample]], None] | None = None,
+    ) -> list[Sample]:
+        """Return the samples ordered by (question, sample).
+
+        `pending` limits the work to these (question, sample) pairs, as after an interruption; None means all of them.
+        `on_samples` receives every finished batch as soon as it exists, in the engine's own order.
+        """
+        ...
+
+
+class TransformersEngine:
+    """Sample from a causal language model held in memory, with or without adapter and gates.
+
+    The model's own generation settings (temperature, top-k, repetition penalty and so on) are not used: a sample depends
+    on the `SamplingConfig` alone. A row ends at the tokenizer's end-of-sequence token, at those of the model's generation
+    config or at one of `stop_token_ids`. The model is put in evaluation mode while it samples and restored afterwards.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, batch_size: int = 64, stop_token_ids: Collection[int] | None = None
+    ) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"batch_size is {batch_size}; give at least 1.")
+        self.model = model
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
+        self.stop_token_ids = _stop_token_ids(model, tokenizer, stop_token_ids or ())
+
+    def generate(
+        self,
+        prompts: Sequence[str],
+        config: SamplingConfig,
+        on_progress: OnProgress | None = None,
+        *,
+        pending: Collection[tuple[int, int]] | None = None,
+        on_samples: Callable[[Sequence[Sample]], None] | None = None,
+    ) -> list[Sample]:
+        """Return the samples ordered by (question, sample); see `Engine.generate`.
+
+        Raises `DataError` for an empty list of prompts, an empty prompt or one that leaves the model too few positions.
+        """
+        prompt_ids = self._tokenize(prompts, config)
+        rows = _rows(len(prompts), config.samples, pending)
+        # Neighbours of similar length waste little padding; the longest come first, so that memory fails early if at all.
+        rows.sort(key=lambda row: (-len(prompt_ids[row[0]]), row))
+        samples: list[Sample] = []
+        with torch.no_grad(), _evaluation_mode(self.model), _own_generation_settings(self.model):
+            for start in range(0, len(rows), self.batch_size):
+                batch = self._generate_batch(prompt_ids, rows[start : start + self.batch_size], config)
+                samples += batch
+                if on_samples is not None:
+                    on_samples(batch)
+                if on_progress is not None:
+                    on_progress(len(samples), len(rows))
+        return sorted(samples, key=lambda sample: (sample.question, sample.sample))
+
+    def _tokenize(self, prompts: Sequence[str], config: SamplingConfig) -> list[list[int]]:
+        if isinstance(prompts, str) or not len(prompts):
+            raise DataError(f"generate was given {prompts!r}; it needs a list with at least one rendered prompt.")
+        prompt_ids: list[list[int]] = self.tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        for index, ids in enumerate(prompt_ids):
+            if not ids:
+                raise DataError(f"Prompt {index} is empty: the model needs at least one token to continue from.")
+            if positions is not None and len(ids) + config.max_new_tokens > positions:
+                room = positions - len(ids)
+                remedy = f"set max_new_tokens to {room} or less" if room > 0 else "drop or shorten it"
+                raise DataError(
+                    f"Prompt {index} has {len(ids)} tokens; with max_new_tokens={config.max_new_tokens} it would pass "
+                    f"the model's {positions} positions: {remedy}."
+                )
+        return prompt_ids
+
+    def _generate_batch(
+        self, prompt_ids: list[list[int]], rows: Sequence[tuple[int, int]], config: SamplingConfig
+    ) -> list[Sample]:
+        pad_id = _pad_token_id(self.tokenizer, self.stop_token_ids)
+        input_ids, attention_mask = _pad_left([prompt_ids[question] for question, _ in rows], pad_id)
+        counters = torch.tensor(rows, dtype=torch.int64)
+        sampler = SeededSampler(config, counters[:, 0], counters[:, 1], input_ids.shape[1], self.stop_token_ids)
+        output_ids = self.model.generate(
+            input_ids=input_ids.to(self.model.device),
+            attention_mask=attention_mask.to(self.model.device),
+            logits_processor=LogitsProcessorList([sampler]),
+            generation_config=GenerationConfig(
+                do_sample=False,
+                max_new_tokens=config.max_new_tokens,
+                eos_token_id=sorted(self.stop_token_ids),
+                pad_token_id=pad_id,
+                use_cache=True,
+            ),
+        )
+        new_ids = output_ids[:, input_ids.shape[1] :].tolist()
+        token_ids = [row[:count] for row, count in zip(new_ids, sampler.tokens_B.tolist())]
+        stopped = sampler.stopped_B.tolist()
+        texts = self.tokenizer.batch_decode(
+            [ids[:-1] if stop else ids for ids, stop in zip(token_ids, stopped)],
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,  # it would rewrite answers, such as "a . b" in code
+        )
+        return [
+            Sample(question, index, text, tuple(ids), "stop" if stop else "length", entropy)
+            for (question, index), text, ids, stop, entropy in zip(
+                rows, texts, token_ids, stopped, sampler.mean_entropy().tolist()
+            )
+        ]
+
+
+def _stop_token_ids(model: Any, tokenizer: Any, extra: Collection[int]) -> frozenset[int]:
+    found = set(extra)
+    for declared in (tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None)):
+        if declared is not None:
+            found.update([declared] if isinstance(declared, int) else declared)
+    if not found:
+        raise ConfigError(
+            "Neither the tokenizer nor the model's generation config names an end-of-sequence token, so no answer could "
+            "ever stop; pass stop_token_ids."
+        )
+    return frozenset(found)
+
+
+def _pad_token_id(tokenizer: Any, stop_token_ids: Collection[int]) -> int:
+    """The tokenizer's padding token or, as padding is masked and cut off again, any token that ends a row."""
+    for declared in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if declared is not None:
+            return int(declared)
+    return min(stop_token_ids)
+
+
+def _rows(questions: int, samples: int, pending: Collection[tuple[int, int]] | None) -> list[tuple[int, int]]:
+    if pending is None:
+        return [(question, sample) for question in range(questions) for sample in range(samples)]
+    for question, sample in pending:
+        if not (0 <= question < questions and 0 <= sample < samples):
+            raise DataError(
+                f"pending names question {question}, sample {sample}, but there are {questions} prompts with {samples} "
+                "samples each; the samples on file belong to another run."
+            )
+    return sorted(set(pending))
+
+
+def _pad_left(rows: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Return the rows as one tensor, aligned at their last token, and the mask of real tokens; both [B, T] int64."""
+    width = max(map(len, rows))
+    input_ids = torch.tensor([[pad_id] * (width - len(row)) + row for row in rows])
+    attention_mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return input_ids, attention_mask
+
+
+@contextmanager
+def _evaluation_mode(model: Any) -> Iterator[None]:
+    """Put every module in evaluation mode and restore each one's own mode, which `model.train()` would not."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def _own_generation_settings(model: Any) -> Iterator[None]:
+    """Hide the model's generation settings, from which `generate` fills in all that a caller left open.
+
+    A `PeftModel` keeps its own reference and copies it onto the model that it wraps, so both are set and restored.
+    """
+    owners = [model]
+    if hasattr(model, "get_base_model"):
+        owners.append(model.get_base_model())
+    kept = [owner.generation_config for owner in owners]
+    for owner in owners:
+        owner.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        for owner, settings in zip(owners, kept):
+            owner.generation_config = settings

@@ -1,0 +1,100 @@
+"""Samples on disk: one JSON object per line, appended as they are drawn.
+
+A run that is interrupted leaves at most one torn line, the last. The reader skips it and the writer cuts it off before
+it appends, so that a resumed run loses one sample and damages none. This file knows the form of a sample and nothing of
+what it answers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from loragate.errors import DataError
+from loragate.generation.engine import Sample
+
+_FIELDS = {field.name for field in dataclasses.fields(Sample)}
+
+
+class SampleWriter:
+    """Append samples to a file, each write flushed; a context manager.
+
+    Raises `DataError` when the file holds anything but samples.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            _, sound_bytes = _parse(self.path)
+            with self.path.open("r+b") as file:
+                file.truncate(sound_bytes)
+        self._file = self.path.open("a", encoding="utf-8", newline="\n")
+
+    def write(self, samples: Iterable[Sample]) -> None:
+        """Append the samples and flush them to the operating system."""
+        for sample in samples:
+            line = json.dumps(dataclasses.asdict(sample), ensure_ascii=False, allow_nan=False)
+            self._file.write(line + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> SampleWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_samples(path: str | Path) -> list[Sample]:
+    """Return the samples of a file, ordered by (question, sample); a torn last line is left out.
+
+    Raises `DataError`, naming the line, for a line that is not a sample or repeats one, and for a file that is absent.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise DataError(f"There is no sample file {path}; draw the samples first.")
+    samples, _ = _parse(path)
+    seen: dict[tuple[int, int], int] = {}
+    for number, sample in enumerate(samples, start=1):
+        first = seen.setdefault((sample.question, sample.sample), number)
+        if first != number:
+            raise DataError(
+                f"{path}, lines {first} and {number}: both are sample {sample.sample} of question {sample.question}. "
+                "Two runs have written to this file; draw the samples again into a fresh one."
+            )
+    return sorted(samples, key=lambda sample: (sample.question, sample.sample))
+
+
+def _parse(path: Path) -> tuple[list[Sample], int]:
+    """Return the samples in file order and the number of bytes that they fill."""
+    samples: list[Sample] = []
+    sound_bytes = 0
+    # What follows the last line end is empty, or a line that was being written when the run stopped.
+    *lines, _torn = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(
+                f"{path}, line {number}: not JSON ({error}); restore the file or delete this line."
+            ) from None
+        samples.append(_sample(row, f"{path}, line {number}"))
+        sound_bytes += len(line) + 1
+    return samples, sound_bytes
+
+
+def _sample(row: Any, place: str) -> Sample:
+    if not isinstance(row, dict) or set(row) != _FIELDS:
+        found = sorted(row) if isinstance(row, dict) else type(row).__name__
+        raise DataError(f"{place}: found {found}, expected the keys {sorted(_FIELDS)}; this is not a sample file.")
+    return Sample(**{**row, "token_ids": tuple(row["token_ids"])})

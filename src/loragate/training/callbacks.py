@@ -1,0 +1,139 @@
+"""What happens around the training loop: the JSONL log, progress reports, the first-gradient check, stopping on Ctrl-C.
+
+All through the transformers callback contract; nothing here computes a loss.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from loragate.errors import TrainingError
+from loragate.files import describe_os_error
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Progress of a run after one optimiser step; `values` is empty between log lines."""
+
+    step: int
+    total: int
+    seconds: float
+    values: dict[str, Any]
+
+
+class JsonlLog(TrainerCallback):
+    """Appends every log record to a JSONL file; when a run resumes, records of repeated steps are dropped first."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = []
+        if state.global_step > 0 and self.path.exists():
+            for line in self.path.read_text(encoding="utf-8").splitlines():
+                try:
+                    record = json.loads(line)
+                except json.JSONDecodeError:
+                    continue  # the torn last line of a killed run
+                if record.get("step", 0) <= state.global_step:
+                    kept.append(line)
+        self.path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or not logs:
+            return
+        record = {"step": state.global_step, "time": round(time.time(), 3), **logs}
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record, default=float) + "\n")
+        except OSError as error:
+            raise TrainingError(describe_os_error(self.path, error)) from error
+
+
+class StepReporter(TrainerCallback):
+    """Calls `on_step` after every optimiser step of the main process."""
+
+    def __init__(self, on_step: Callable[[StepReport], None]) -> None:
+        self.on_step = on_step
+        self.began = 0.0
+        self.values: dict[str, Any] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.began = time.monotonic()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.values = dict(logs or {})
+        self._report(state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.values = {}
+        self._report(state)
+
+    def _report(self, state: Any) -> None:
+        if state.is_world_process_zero:
+            self.on_step(StepReport(state.global_step, state.max_steps, time.monotonic() - self.began, self.values))
+
+
+class FirstGradientCheck(TrainerCallback):
+    """Refuses a run whose first gradient is exactly zero everywhere: the gates could never move."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.checked = False
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.checked:
+            return
+        self.checked = True
+        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        if not any(bool(torch.count_nonzero(gradient)) for gradient in gradients):
+            raise TrainingError(
+                "the first gradient of every gate is exactly zero, so training would change nothing. With an upper bound "
+                "of 1 a gate with a positive logit has no slope; start it below zero, or widen the range. Otherwise check "
+                "that the adapter acts at all"
+            )
+
+
+class StopOnInterrupt(TrainerCallback):
+    """First Ctrl-C: finish the step, write a checkpoint and stop. Second: stop at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.previous: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.previous = signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.asked:
+            control.should_save = True
+            control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Give the signal back to its former handler."""
+        if self.previous is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self.previous)
+            self.previous = None

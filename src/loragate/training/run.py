@@ -1,0 +1,179 @@
+"""One training run: rows in their order, trainer, callbacks, resume. Both stages go through here.
+
+The run folder holds `run.json` (what is being trained on what), `metrics.jsonl` (every log record) and checkpoints. A
+resumed run must be the same run: `run.json` is compared before anything is continued.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers.trainer_utils import get_last_checkpoint
+
+from loragate.data import Collator, EncodedRows, Rows
+from loragate.errors import TrainingError
+from loragate.files import write_json
+from loragate.losses import StatisticsRequest
+from loragate.training.callbacks import FirstGradientCheck, JsonlLog, StepReport, StepReporter, StopOnInterrupt
+from loragate.training.settings import TrainSettings
+from loragate.training.trainer import StatisticsTrainer, TokenLoss, as_dataset, statistics_forward, trainer_arguments
+
+logger = logging.getLogger("loragate")
+
+OnStep = Callable[[StepReport], None]
+
+
+@dataclass
+class TrainingJob:
+    """Everything one run needs, put together by a stage.
+
+    Attributes:
+        model, tokenizer: the model as it will be trained, and its tokenizer.
+        encoded, rows: tokenised rows in training order, and the rows they came from (for error messages).
+        settings: the stage's settings.
+        token_loss, request: the per-token loss and the statistics it reads.
+        trained: the parameters that train, by name.
+        identity: what makes this run this run; stored in run.json and compared on resume.
+        recorder: opens a λ recording for the log line (Stage II).
+        check_gradient: refuse a first gradient that is zero everywhere (Stage II).
+    """
+
+    model: Any
+    tokenizer: Any
+    encoded: EncodedRows
+    rows: Rows
+    settings: TrainSettings
+    token_loss: TokenLoss
+    request: StatisticsRequest
+    trained: dict[str, nn.Parameter]
+    identity: dict[str, Any]
+    recorder: Callable[[], Any] | None = None
+    check_gradient: bool = False
+    callbacks: Sequence[Any] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True)
+class TrainingOutcome:
+    """What a run leaves behind: its log records, steps and wall time."""
+
+    history: list[dict[str, Any]]
+    steps: int
+    seconds: float
+    fused_head: bool
+
+
+def run_training(
+    job: TrainingJob, folder: Path | None, *, resume: bool = False, on_step: OnStep | None = None
+) -> TrainingOutcome:
+    """Train; see `TrainingJob`.
+
+    Args:
+        job: the run.
+        folder: run folder, or None for a temporary one (no checkpoints survive then).
+        resume: continue from the last checkpoint in `folder`.
+        on_step: called after every optimiser step.
+
+    Raises:
+        TrainingError: non-finite loss, a resume that does not fit, or a stop by Ctrl-C (after writing a checkpoint).
+    """
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="loragate-") as name:
+            return _run(job, Path(name), keep=False, resume=False, on_step=on_step)
+    return _run(job, folder, keep=True, resume=resume, on_step=on_step)
+
+
+def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: OnStep | None) -> TrainingOutcome:
+    from accelerate import PartialState
+
+    processes = PartialState().num_processes
+    checkpoint = _prepare_folder(job, folder, resume) if keep else None
+    device = next(job.model.parameters()).device.type
+    stopper = StopOnInterrupt()
+    callbacks: list[Any] = [stopper, *job.callbacks]
+    if keep:
+        callbacks.append(JsonlLog(folder / "metrics.jsonl"))
+    if on_step is not None:
+        callbacks.append(StepReporter(on_step))
+    if job.check_gradient and checkpoint is None:
+        callbacks.append(FirstGradientCheck(job.trained))
+    with statistics_forward(job.model) as fused:
+        if not fused:
+            logger.warning("the output head is not one frozen linear map: statistics use full logits (slower)")
+        trainer = StatisticsTrainer(
+            token_loss=job.token_loss,
+            request=job.request,
+            trained=job.trained,
+            where=job.rows.where,
+            recorder=job.recorder,
+            model=job.model,
+            args=trainer_arguments(job.settings, folder, len(job.encoded), processes, device),
+            train_dataset=as_dataset(list(job.encoded)),
+            data_collator=Collator(_pad_id(job.tokenizer)),
+            processing_class=job.tokenizer,
+            callbacks=callbacks,
+        )
+        _quiet(trainer)
+        try:
+            output = trainer.train(resume_from_checkpoint=checkpoint)
+        finally:
+            stopper.restore()
+    if stopper.asked and trainer.state.global_step < trainer.state.max_steps:
+        again = f"run the same command with --resume to go on from {folder}" if keep else "nothing was kept"
+        raise TrainingError(f"stopped by Ctrl-C at step {trainer.state.global_step} of {trainer.state.max_steps}; {again}")
+    seconds = float(output.metrics.get("train_runtime", 0.0))
+    return TrainingOutcome(trainer.history, trainer.state.global_step, seconds, fused)
+
+
+def _prepare_folder(job: TrainingJob, folder: Path, resume: bool) -> str | None:
+    from accelerate import PartialState
+
+    record = folder / "run.json"
+    last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    if not resume:
+        if last is not None:
+            raise TrainingError(
+                f"{folder} holds an unfinished run ({Path(last).name}); continue it with --resume, or choose another --out"
+            )
+        if PartialState().is_main_process:
+            write_json(record, job.identity)
+        return None
+    if not record.is_file():
+        raise TrainingError(f"{record} is missing: there is no run to resume in {folder}")
+    try:
+        stored = json.loads(record.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TrainingError(f"{record}: cannot be read ({error}); the run cannot be resumed") from error
+    wanted = json.loads(json.dumps(job.identity))
+    differing = sorted(key for key in {*stored, *wanted} if stored.get(key) != wanted.get(key))
+    if differing:
+        key = differing[0]
+        raise TrainingError(
+            f"{record}: this is another run: '{key}' was {_short(stored.get(key))}, now {_short(wanted.get(key))}. "
+            "Repeat the original settings to resume, or choose another --out"
+        )
+    return last
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
+def _pad_id(tokenizer: Any) -> int:
+    pad = tokenizer.pad_token_id
+    return int(pad if pad is not None else tokenizer.eos_token_id or 0)
+
+
+def _quiet(trainer: StatisticsTrainer) -> None:
+    """Progress and metrics are shown by our own callbacks; the default printer would repeat them."""
+    from transformers import PrinterCallback, ProgressCallback
+
+    for callback in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(callback)

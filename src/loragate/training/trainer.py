@@ -1,0 +1,235 @@
+"""A thin subclass of TRL's SFTTrainer whose loss comes from the token-statistics head.
+
+It overrides the loss, the log line, the checkpoint format and the telemetry, and nothing else of the training loop. The
+per-token loss arrives as a callable, so both stages use this class. Rows come tokenised and in their final order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from loragate.errors import TrainingError
+from loragate.files import write_atomically
+from loragate.losses import ObjectiveContext, StatisticsRequest, TokenStatistics, add_statistics_forward
+from loragate.training.settings import TrainSettings
+
+try:
+    from trl import SFTConfig, SFTTrainer
+except ImportError as error:  # pragma: no cover - trl is a dependency of the package
+    raise ImportError("training needs trl ≥ 1.16; install it with: pip install 'trl>=1.16,<2'") from error
+
+TokenLoss = Callable[[TokenStatistics, ObjectiveContext], torch.Tensor]
+TRAINED = "trained.safetensors"
+
+
+class StatisticsTrainer(SFTTrainer):
+    """SFTTrainer over `model(..., statistics=request)`.
+
+    Loss: sum of the per-token loss over response tokens ÷ number of response tokens of the global batch (all ranks, all
+    accumulation steps).
+    """
+
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        *,
+        token_loss: TokenLoss,
+        request: StatisticsRequest,
+        trained: dict[str, nn.Parameter],
+        where: Callable[[int], str] = lambda row: f"row {row}",
+        recorder: Callable[[], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.token_loss, self.request, self.trained, self.where = token_loss, request, trained, where
+        self.recorder = recorder
+        self.sums: dict[str, torch.Tensor] = {}
+        self.gate_summary: dict[str, float] = {}
+        self.history: list[dict[str, Any]] = []
+        # TRL casts trainable parameters of quantised models to bf16; what is trained here keeps its precision.
+        kept = {name: parameter.data for name, parameter in trained.items()}
+        super().__init__(**kwargs)
+        for name, parameter in trained.items():
+            if parameter.dtype != kept[name].dtype:
+                parameter.data = kept[name].to(parameter.device)
+        self.model_accepts_loss_kwargs = True
+
+    def _send_telemetry(self) -> None:
+        """No telemetry."""
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """The model card is written with the finished artifact, not with checkpoints."""
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        inputs = dict(inputs)
+        rows = inputs.pop("row")
+        keep = inputs.pop("keep_mask", None)
+        context = ObjectiveContext(keep_mask=None if keep is None else keep[:, 1:])
+        recording = self._recording()
+        with recording as record:
+            if record is not None:
+                record.token_mask = inputs["labels"].ne(-100)
+            stats = model(**inputs, statistics=self.request)
+        if record is not None and (total := record.total()).get("tokens"):
+            self.gate_summary = total
+        losses = self.token_loss(stats, context)
+        if num_items_in_batch is None:
+            num_items_in_batch = stats.mask.sum()
+        summed = losses.sum()
+        if not bool(torch.isfinite(summed)):
+            raise TrainingError(self._offending_rows(losses, rows))
+        loss = summed / torch.as_tensor(num_items_in_batch, device=summed.device).clamp(min=1)
+        loss = loss * self.accelerator.num_processes
+        self._count(stats)
+        return (loss, stats) if return_outputs else loss
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        with torch.no_grad():
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        return loss, None, None
+
+    def _recording(self) -> Any:
+        logged = (self.state.global_step + 1) % self.args.logging_steps == 0
+        return self.recorder() if self.recorder is not None and logged and self.model.training else nullcontext()
+
+    def _offending_rows(self, losses: torch.Tensor, rows: torch.Tensor) -> str:
+        bad = (~torch.isfinite(losses)).any(-1)
+        named = [self.where(int(row)) for row in rows[bad].tolist()]
+        return (
+            f"the loss is not finite at step {self.state.global_step + 1}: {', '.join(named) or 'in the sum'}. "
+            "Nothing was updated in this step. Look at these rows (empty, extremely long or repeated text?); if they are "
+            "fine, lower the learning rate or train in fp32"
+        )
+
+    def _count(self, stats: TokenStatistics) -> None:
+        with torch.no_grad():
+            self._add("tokens", stats.mask.sum())
+            for name, key in (("log_prob", "nll"), ("entropy", "entropy"), ("topk_entropy", "topk_entropy")):
+                if name in self.request.outputs:
+                    self._add(key, getattr(stats, name).detach().double().sum())
+
+    def _add(self, name: str, value: torch.Tensor) -> None:
+        value = value.double()
+        self.sums[name] = value if name not in self.sums else self.sums[name] + value
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self.sums:
+            names = list(self.sums)
+            totals = self.accelerator.reduce(torch.stack([self.sums[name] for name in names]), "sum").tolist()
+            values = dict(zip(names, totals, strict=True))
+            tokens = max(values.pop("tokens"), 1.0)
+            logs["response_tokens"] = tokens
+            for name, value in values.items():
+                logs[name] = -value / tokens if name == "nll" else value / tokens
+            self.sums = {}
+        if self.gate_summary:
+            logs.update({f"gate_{name}": value for name, value in self.gate_summary.items() if name != "tokens"})
+            self.gate_summary = {}
+        self._metrics["train"].clear()
+        self._metrics["eval"].clear()
+        self.history.append({"step": self.state.global_step, **logs})
+        super().log(logs, start_time)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """A checkpoint holds what is trained, the optimiser and the random state: megabytes, not the model."""
+        if not self.args.should_save:
+            return
+        folder = Path(output_dir or self.args.output_dir)
+        tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in self.trained.items()}
+        write_atomically(folder / TRAINED, lambda path: save_file(tensors, str(path)))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        path = Path(resume_from_checkpoint) / TRAINED
+        if not path.is_file():
+            raise TrainingError(f"{path} is missing; the checkpoint is incomplete, remove its folder and resume again")
+        tensors = load_file(str(path))
+        if set(tensors) != set(self.trained):
+            raise TrainingError(f"{path} holds other parameters than this run trains; it belongs to another run")
+        with torch.no_grad():
+            for name, parameter in self.trained.items():
+                parameter.copy_(tensors[name])
+
+
+def trainer_arguments(settings: TrainSettings, folder: Path, rows: int, processes: int, device: str) -> SFTConfig:
+    """The TRL configuration of a run; every choice of ours is set explicitly."""
+    steps = settings.steps(rows)
+    return SFTConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=settings.micro_batch_size,
+        gradient_accumulation_steps=settings.accumulation(processes),
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type=settings.schedule,
+        warmup_steps=round(settings.warmup * steps),
+        max_steps=steps,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        max_grad_norm=settings.max_grad_norm,
+        optim="adamw_torch",
+        seed=settings.seed,
+        data_seed=settings.seed,
+        train_sampling_strategy="sequential",
+        remove_unused_columns=False,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        max_length=None,
+        packing=False,
+        average_tokens_across_devices=True,
+        gradient_checkpointing=settings.gradient_checkpointing,
+        bf16=settings.precision == "bf16",
+        fp16=False,
+        tf32=None,
+        use_cpu=device == "cpu",
+        dataloader_pin_memory=device != "cpu",
+        logging_strategy="steps",
+        logging_steps=settings.logging_steps,
+        logging_first_step=True,
+        save_strategy="steps" if settings.save_steps else "no",
+        save_steps=settings.save_steps or 500,
+        save_total_limit=2,
+        report_to=[name.strip() for name in settings.report_to.split(",") if name.strip()] or "none",
+        disable_tqdm=True,
+        ddp_find_unused_parameters=False,
+        router_aux_loss_coef=0.0,
+    )
+
+
+def as_dataset(rows: Sequence[dict[str, Any]]) -> Any:
+    """Tokenised rows (input_ids, labels, row, optional keep_mask) as an in-memory `datasets.Dataset`."""
+    from datasets import Dataset
+
+    return Dataset.from_list(list(rows))
+
+
+@contextmanager
+def statistics_forward(model: Any) -> Iterator[bool]:
+    """The model answers `statistics=` inside the context; its own forward is restored afterwards.
+
+    Yields:
+        Whether the fused head is used (False: full logits, slower).
+    """
+    causal = causal_model(model)
+    before = causal.__dict__.get("forward")
+    had = "_loragate_statistics" in causal.__dict__
+    try:
+        yield add_statistics_forward(causal)
+    finally:
+        if not had:
+            causal.__dict__.pop("_loragate_statistics", None)
+            causal.__dict__.pop("forward", None)
+            if before is not None:
+                causal.forward = before
+
+
+def causal_model(model: Any) -> Any:
+    """The causal LM inside PEFT's wrapper, or the model itself."""
+    getter = getattr(model, "get_base_model", None)
+    return getter() if callable(getter) else model

@@ -1,0 +1,190 @@
+"""Intervals that cover what they claim to, p-values that are uniform when nothing differs, and known values."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from loragate.errors import DataError
+from loragate.evaluation.statistics import Difference, Estimate, average_at_k, compare, holm, t_quantile
+
+# Two-sided 95 % and one-sided 99.5 % points as printed in tables of Student's t.
+T_975 = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 10: 2.2281, 30: 2.0423, 60: 2.0003, 120: 1.9799}
+T_995 = {1: 63.6567, 2: 9.9248, 5: 4.0321, 10: 3.1693, 30: 2.7500, 120: 2.6174}
+
+
+@pytest.mark.parametrize(("probability", "table"), [(0.975, T_975), (0.995, T_995)])
+def test_t_quantile_equals_the_tables(probability: float, table: dict[int, float]) -> None:
+    for freedom, expected in table.items():
+        assert t_quantile(probability, freedom) == pytest.approx(expected, abs=5.01e-5)
+
+
+def test_t_quantile_has_closed_forms() -> None:
+    for probability in (0.6, 0.9, 0.975, 0.9999):
+        cauchy = math.tan(math.pi * (probability - 0.5))
+        assert t_quantile(probability, 1) == pytest.approx(cauchy, rel=1e-10)
+        p = 2 * probability - 1
+        assert t_quantile(probability, 2) == pytest.approx(p * math.sqrt(2 / (1 - p * p)), rel=1e-10)
+        assert t_quantile(1 - probability, 7) == pytest.approx(-t_quantile(probability, 7), rel=1e-10)
+    assert t_quantile(0.975, 1e7) == pytest.approx(1.959963985, abs=1e-6)
+    assert t_quantile(0.5, 3) == pytest.approx(0, abs=1e-12)
+
+
+def test_average_at_k_by_hand() -> None:
+    """Question means 1, 0.5, 0: sd 0.5, standard error 0.5 / sqrt(3), t with 2 degrees of freedom."""
+    estimate = average_at_k([[1, 1], [1, 0], [0, 0]])
+    assert estimate.mean == 0.5
+    assert estimate.stderr == pytest.approx(0.5 / math.sqrt(3))
+    assert (estimate.low, estimate.high) == (0, 1)
+    assert (estimate.questions, estimate.samples) == (3, 2)
+    wide = average_at_k([[10, 10], [10, 0], [0, 0]])
+    assert wide.high - 5 == pytest.approx(4.302653 * 5 / math.sqrt(3), rel=1e-6)
+    assert 5 - wide.low == pytest.approx(wide.high - 5)
+
+
+def test_clustering_ignores_repeated_samples() -> None:
+    """Sixteen copies of one sample are no more evidence than one."""
+    once = np.random.default_rng(0).integers(0, 2, (40, 1))
+    repeated = average_at_k(np.repeat(once, 16, axis=1))
+    assert (repeated.stderr, repeated.low) == pytest.approx((average_at_k(once).stderr, average_at_k(once).low))
+
+
+def test_booleans_are_scores() -> None:
+    assert average_at_k(np.array([[True], [False], [True]])) == average_at_k([[1], [0], [1]])
+
+
+@pytest.mark.parametrize("questions", [2, 5, 120])
+def test_all_right_or_all_wrong_is_not_certain(questions: int) -> None:
+    right = average_at_k(np.ones((questions, 16)))
+    assert (right.mean, right.stderr, right.high) == (1, 0, 1)
+    # At least as cautious as the exact two-sided bound for `questions` successes out of as many.
+    assert 0 < right.low <= 0.025 ** (1 / questions)
+    wrong = average_at_k(np.zeros((questions, 16)))
+    assert (wrong.mean, wrong.low) == (0, 0)
+    assert wrong.high == pytest.approx(1 - right.low)
+
+
+def test_wilson_value_of_the_docstring() -> None:
+    assert average_at_k(np.ones((120, 1))).low == pytest.approx(120 / (120 + t_quantile(0.975, 119) ** 2))
+    assert round(100 * average_at_k(np.ones((120, 1))).low, 1) == 96.8
+
+
+def test_equal_questions_inside_the_range_and_a_single_question() -> None:
+    level = average_at_k([[1, 0]] * 30)
+    assert level.low < 0.5 < level.high
+    assert level.high - 0.5 == pytest.approx(0.5 - level.low)
+    assert average_at_k([[1, 0, 0]]) == Estimate(pytest.approx(1 / 3), 0, 0, 1, 1, 3)
+    assert average_at_k([[1, 1, 1]]).low == 0
+
+
+def test_unbounded_scores_without_spread_have_no_bound() -> None:
+    for scores in ([[7.0]], [[7.0], [7.0]]):
+        estimate = average_at_k(scores)
+        assert (estimate.low, estimate.high) == (-math.inf, math.inf)
+
+
+def test_rounding_does_not_pass_for_spread() -> None:
+    """0.1 + 0.2 and 0.3 differ in the last bit only."""
+    estimate = average_at_k([[0.1 + 0.2], [0.3]] * 20)
+    assert estimate.stderr == 0
+    assert estimate.high - estimate.low > 0.05
+
+
+def test_interval_covers_the_truth() -> None:
+    """Questions of differing difficulty, 60 at a time with 8 samples each: mean 0.3, 2,000 data sets."""
+    generator = np.random.default_rng(1)
+    covered = 0
+    for _ in range(2000):
+        difficulty = generator.beta(0.9, 2.1, size=(60, 1))
+        estimate = average_at_k(generator.random((60, 8)) < difficulty)
+        covered += estimate.low <= 0.3 <= estimate.high
+    assert 0.93 <= covered / 2000 <= 0.97
+
+
+def test_paired_interval_covers_the_truth() -> None:
+    """Ten questions that differ far more from one another than a does from b, by 0.2 on average; 2,000 data sets."""
+    generator = np.random.default_rng(2)
+    covered = 0
+    for _ in range(2000):
+        question = generator.normal(scale=5, size=(10, 1))
+        difference = compare(question + generator.normal(0.2, 1, (10, 3)), question + generator.normal(0, 1, (10, 2)))
+        covered += difference.low <= 0.2 <= difference.high
+    assert 0.93 <= covered / 2000 <= 0.97
+
+
+def test_compare_by_hand() -> None:
+    """Differences 0.5, 0.5, 0: of 8 sign patterns, 4 reach a total of 1 in size (0 counts on either side)."""
+    difference = compare([[1, 1], [1, 0], [0, 0]], [[1, 0], [0, 0], [0, 0]])
+    assert difference.mean == pytest.approx(1 / 3)
+    half = 4.302653 * np.std([0.5, 0.5, 0], ddof=1) / math.sqrt(3)
+    assert difference.low == pytest.approx(1 / 3 - half, rel=1e-6)
+    assert difference.high == pytest.approx(min(1, 1 / 3 + half))
+    assert difference.p == 0.5
+
+
+def test_compare_takes_different_numbers_of_samples_and_is_antisymmetric() -> None:
+    generator = np.random.default_rng(3)
+    scores_a, scores_b = generator.random((30, 4)) < 0.6, generator.random((30, 16)) < 0.4
+    there, back = compare(scores_a, scores_b), compare(scores_b, scores_a)
+    assert (back.mean, back.low, back.high, back.p) == pytest.approx((-there.mean, -there.high, -there.low, there.p))
+    assert compare(scores_a, scores_b) == there
+    assert compare(scores_a, scores_b, seed=1).p == pytest.approx(there.p, abs=0.02)
+
+
+def test_exact_and_drawn_p_values() -> None:
+    """Twelve wins are exact, 2 / 2^12; with thirteen the smallest p-value that draws can give is 1 / 10,001."""
+    assert compare(np.ones((12, 1)), np.zeros((12, 1))).p == 2 / 2**12
+    assert compare(np.ones((40, 1)), np.zeros((40, 1))).p == 1 / 10_001
+    thirteen = compare(np.ones((13, 1)), np.zeros((13, 1))).p
+    assert 1 / 10_001 <= thirteen <= 8 / 10_001
+
+
+def test_equal_sides_differ_by_nothing_but_not_with_certainty() -> None:
+    same = compare(np.ones((120, 4)), np.ones((120, 4)))
+    assert (same.mean, same.p) == (0, 1)
+    assert -0.04 < same.low < 0 < same.high < 0.04
+    assert compare([[1.0]], [[0.0]]) == Difference(1, -1, 1, 1)
+
+
+def test_p_is_uniform_under_the_null() -> None:
+    generator = np.random.default_rng(4)
+    values = [compare(generator.normal(size=(20, 1)), generator.normal(size=(20, 1)), seed=i).p for i in range(400)]
+    ranks = np.sort(values)
+    distance = np.max(np.abs(ranks - (np.arange(400) + 0.5) / 400)) + 0.5 / 400
+    assert distance < 1.63 / math.sqrt(400)  # Kolmogorov-Smirnov at the 1 % level
+    exact = [compare(generator.normal(size=(8, 1)), np.zeros((8, 1))).p for _ in range(1000)]
+    assert np.mean(np.array(exact) <= 0.05) == pytest.approx(12 / 256, abs=0.02)
+
+
+def test_holm() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.9]) == [1, 1]
+    assert holm([0.02]) == [0.02]
+    assert holm([]) == []
+    for bad in ([1.2], [-0.1], [math.nan], [[0.1]]):
+        with pytest.raises(DataError, match="needs a flat list of p-values"):
+            holm(bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        ([1, 0, 1], r"shape \(3,\).*single column"),
+        (np.zeros((0, 4)), r"shape \(0, 4\)"),
+        ([[1, 0], [1]], "same number of samples"),
+        ([["right"]], "not a table of numbers"),
+        ([[1, math.nan]], "nan at question 0, sample 1"),
+    ],
+)
+def test_scores_that_are_no_scores(scores: object, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        average_at_k(scores)  # type: ignore[arg-type]
+
+
+def test_compare_needs_the_same_questions() -> None:
+    with pytest.raises(DataError, match="scores_a has 3 questions and scores_b has 2"):
+        compare(np.zeros((3, 1)), np.zeros((2, 1)))
+    with pytest.raises(DataError, match="scores_b has shape"):
+        compare(np.zeros((3, 1)), np.zeros(3))  # type: ignore[arg-type]

@@ -1,0 +1,433 @@
+"""Gates on a PEFT model: parity, exactness, what trains, and living with the rest of PEFT."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from tiny import tiny_adapter, tiny_base
+
+import loragate as lg
+from loragate.errors import GateError
+from loragate.gates import gates_disabled
+
+CONFIG = lg.GateConfig(-6, 3)
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def zero_gates(model, adapter_name=None):
+    with torch.no_grad():
+        for parameter in lg.gate_parameters(model, adapter_name).values():
+            parameter.zero_()
+
+
+def shake_gates(model, adapter_name=None, seed=3, size=0.3):
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in lg.gate_parameters(model, adapter_name).values():
+            parameter.copy_(torch.randn(parameter.shape, generator=draw) * size)
+
+
+@pytest.mark.parametrize("granularity", ["token", "module", "global"])
+def test_zero_gates_are_the_adapter_and_lambda_zero_the_base_bit_for_bit(adapter, token_ids, granularity):
+    plain = logits(adapter, token_ids)
+    with adapter.disable_adapter():
+        base = logits(adapter, token_ids)
+    lg.attach_gates(adapter, lg.GateConfig(-6, 3, granularity=granularity))
+    assert (logits(adapter, token_ids) - plain).abs().max() < 1e-3
+    zero_gates(adapter)
+    assert torch.equal(logits(adapter, token_ids), plain)
+    shake_gates(adapter)
+    assert not torch.allclose(logits(adapter, token_ids), plain, atol=1e-2)
+    with lg.gate_override(adapter, constant=1.0):
+        assert torch.equal(logits(adapter, token_ids), plain)
+    with lg.gate_override(adapter, constant=0.0):
+        assert torch.equal(logits(adapter, token_ids), base)
+    with gates_disabled(adapter):
+        assert torch.equal(logits(adapter, token_ids), plain)
+    with adapter.disable_adapter():
+        assert torch.equal(logits(adapter, token_ids), base)
+
+
+def test_bf16_parity_relative_to_the_bases_own_error(token_ids):
+    model = tiny_adapter()
+    reference = logits(model, token_ids)
+    low = tiny_adapter().to(torch.bfloat16)
+    own_error = (logits(low, token_ids).float() - reference).abs().max()
+    lg.attach_gates(low, CONFIG)
+    assert {parameter.dtype for parameter in lg.gate_parameters(low).values()} == {torch.float32}
+    gated_error = (logits(low, token_ids).float() - reference).abs().max()
+    assert gated_error <= 1.5 * own_error + 1e-3
+
+
+def test_parameters_have_the_promised_names_and_shapes(adapter):
+    lg.attach_gates(adapter, CONFIG)
+    parameters = lg.gate_parameters(adapter)
+    assert len(parameters) == 2 * 7 * 2
+    assert parameters["model.layers.0.self_attn.q_proj.weight"].shape == (32,)
+    assert parameters["model.layers.1.mlp.down_proj.weight"].shape == (48,)
+    assert parameters["model.layers.1.mlp.down_proj.bias"].shape == (1,)
+    assert all(parameter.dtype == torch.float32 for parameter in parameters.values())
+
+
+def test_module_and_global_granularity(adapter, token_ids):
+    lg.attach_gates(adapter, lg.GateConfig(-3, 1, granularity="module"))
+    assert len(lg.gate_parameters(adapter)) == 14
+    lg.detach_gates(adapter)
+    lg.attach_gates(adapter, lg.GateConfig(-3, 1, granularity="global"))
+    parameters = lg.gate_parameters(adapter)
+    assert list(parameters) == ["global.bias"]
+    with torch.no_grad():
+        parameters["global.bias"].fill_(-0.5)
+    with lg.record_gates(adapter) as recording:
+        logits(adapter, token_ids)
+    means = {round(values["mean"], 5) for values in recording.statistics().values()}
+    assert means == {round(1 + 4 * torch.tanh(torch.tensor(-0.5)).item(), 5)}
+    moved = copy.deepcopy(adapter)
+    assert len({id(gate) for gate in lg.gate_parameters(moved).values()}) == 1
+    assert sum(parameter.requires_grad for parameter in moved.parameters()) == 1
+
+
+@pytest.mark.parametrize("granularity", ["token", "module", "global"])
+@pytest.mark.parametrize("upper", [1, 3])
+def test_no_dead_start(granularity, upper, token_ids):
+    model = tiny_adapter()
+    lg.attach_gates(model, lg.GateConfig(-3, upper, granularity=granularity))
+    lg.topk_entropy(model(token_ids).logits, 20).mean().backward()
+    gradients = [parameter.grad for parameter in lg.gate_parameters(model).values()]
+    assert any(gradient is not None and gradient.abs().max() > 0 for gradient in gradients)
+
+
+def test_initialisation_is_deterministic_and_leaves_the_random_state_alone(token_ids):
+    torch.manual_seed(123)
+    expected = torch.rand(3)
+    torch.manual_seed(123)
+    first, second = tiny_adapter(), tiny_adapter()
+    torch.manual_seed(123)
+    lg.attach_gates(first, CONFIG)
+    assert torch.equal(torch.rand(3), expected)
+    torch.manual_seed(9)
+    lg.attach_gates(second, CONFIG)
+    for left, right in zip(lg.gate_parameters(first).values(), lg.gate_parameters(second).values(), strict=True):
+        assert torch.equal(left, right)
+    lg.detach_gates(second)
+    lg.attach_gates(second, lg.GateConfig(-6, 3, seed=1))
+    weight = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(lg.gate_parameters(first)[weight], lg.gate_parameters(second)[weight])
+    values = torch.cat([p for name, p in lg.gate_parameters(first).items() if name.endswith("weight")])
+    assert values.std().item() == pytest.approx(1e-6, rel=0.1)
+    assert all(p.item() == 0 for name, p in lg.gate_parameters(first).items() if name.endswith("bias"))
+
+
+def test_only_gates_train_through_peft_operations(adapter, token_ids):
+    lg.attach_gates(adapter, CONFIG)
+    expected = set(map(id, lg.gate_parameters(adapter).values()))
+
+    def training():
+        return {id(parameter) for parameter in adapter.parameters() if parameter.requires_grad}
+
+    assert training() == expected
+    with adapter.disable_adapter():
+        logits(adapter, token_ids)
+    assert training() == expected
+    adapter.set_adapter("default")
+    assert training() == expected
+    model = copy.deepcopy(adapter)
+    assert sum(parameter.requires_grad for parameter in model.parameters()) == len(expected)
+
+
+def test_detach_restores_the_plain_adapter(adapter, token_ids):
+    plain = logits(adapter, token_ids)
+    layer = adapter.base_model.model.model.layers[0].mlp.up_proj
+    before = layer.adapter_layer_names
+    lg.attach_gates(adapter, CONFIG)
+    shake_gates(adapter)
+    lg.detach_gates(adapter)
+    assert torch.equal(logits(adapter, token_ids), plain)
+    assert layer.adapter_layer_names == before
+    assert not hasattr(layer, "lora_gate")
+    adapter.merge_adapter()
+    with pytest.raises(GateError, match="no gates to detach"):
+        lg.detach_gates(adapter)
+
+
+def test_merging_refuses_and_changes_nothing(adapter, token_ids):
+    lg.attach_gates(adapter, CONFIG)
+    shake_gates(adapter)
+    before = logits(adapter, token_ids)
+    for merge in (
+        adapter.merge_adapter,
+        lambda: adapter.merge_adapter(safe_merge=True),
+        adapter.merge_and_unload,
+    ):
+        with pytest.raises(GateError, match="cannot be merged"):
+            merge()
+    assert torch.equal(logits(adapter, token_ids), before)
+
+
+def test_refusals_name_the_reason(token_ids):
+    with pytest.raises(GateError, match="carries no LoRA layers"):
+        lg.attach_gates(tiny_base(), CONFIG)
+    with pytest.raises(GateError, match="did you mean 'default'"):
+        lg.attach_gates(tiny_adapter(), CONFIG, adapter_name="defualt")
+    with pytest.raises(GateError, match="Dora variant"):
+        lg.attach_gates(tiny_adapter(use_dora=True), CONFIG)
+    with pytest.raises(GateError, match="lora_bias"):
+        lg.attach_gates(tiny_adapter(base=tiny_base(), target_modules=["q_proj"], lora_bias=True), CONFIG)
+    merged = tiny_adapter()
+    merged.merge_adapter()
+    with pytest.raises(GateError, match="merged into the base weights"):
+        lg.attach_gates(merged, CONFIG)
+    twice = lg.attach_gates(tiny_adapter(), CONFIG)
+    with pytest.raises(GateError, match="already carries gates"):
+        lg.attach_gates(twice, CONFIG)
+    sharded = tiny_adapter()
+    sharded.base_model.model.model.layers[0].mlp.up_proj.base_layer._hf_tp_plan = "colwise"
+    with pytest.raises(GateError, match="tensor-parallel"):
+        lg.attach_gates(sharded, CONFIG)
+    assert not any("lora_gate" in name for name, _ in sharded.named_modules()), "a refusal changes nothing"
+    with pytest.raises(GateError, match="carries no gates"):
+        lg.gate_parameters(tiny_adapter())
+
+
+def test_layers_that_never_read_the_variant_are_refused(adapter):
+    layer = adapter.base_model.model.model.layers[0].mlp.up_proj
+    layer.__class__ = type("AwqLoraLinear", (type(layer),), {"__module__": "peft.tuners.lora.awq"})
+    with pytest.raises(GateError, match="AwqLoraLinear layers never consult a LoRA variant"):
+        lg.attach_gates(adapter, CONFIG)
+
+
+def test_embeddings_keep_full_strength_with_a_verdict(token_ids):
+    base = tiny_base(tie_word_embeddings=False)
+    model = tiny_adapter(base=base, target_modules=["q_proj", "embed_tokens"])
+    verdicts = {verdict.path: verdict for verdict in lg.examine_adapter(model, "default")}
+    assert verdicts["model.embed_tokens"].status == "leave"
+    assert "full strength" in verdicts["model.embed_tokens"].reason
+    plain = logits(model, token_ids)
+    lg.attach_gates(model, CONFIG)
+    zero_gates(model)
+    assert torch.equal(logits(model, token_ids), plain)
+    assert len(lg.gate_parameters(model)) == 4
+
+
+def test_target_modules(adapter):
+    lg.attach_gates(adapter, lg.GateConfig(-1, 2, target_modules=["q_proj", "model.layers.1.mlp.up_proj"]))
+    assert {name.rpartition(".")[0] for name in lg.gate_parameters(adapter)} == {
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp.up_proj",
+    }
+    lg.detach_gates(adapter)
+    lg.attach_gates(adapter, lg.GateConfig(-1, 2, target_modules=r".*layers\.1\..*_proj"))
+    assert len(lg.gate_parameters(adapter)) == 14
+    lg.detach_gates(adapter)
+    with pytest.raises(GateError, match="'q_prj', which is no LoRA module of the adapter; did you mean 'q_proj'"):
+        lg.attach_gates(adapter, lg.GateConfig(-1, 2, target_modules=["q_prj"]))
+    with pytest.raises(GateError, match="matches no LoRA module"):
+        lg.attach_gates(adapter, lg.GateConfig(-1, 2, target_modules="layers"))
+    with pytest.raises(GateError, match="not a valid regular expression"):
+        lg.attach_gates(adapter, lg.GateConfig(-1, 2, target_modules="("))
+
+
+def test_several_adapters_each_with_its_own_gates(token_ids):
+    model = tiny_adapter()
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+    model.eval()
+    lg.attach_gates(model, lg.GateConfig(-6, 3), "default")
+    model.set_adapter("second")
+    plain_second = logits(model, token_ids)
+    lg.attach_gates(model, lg.GateConfig(-1, 2), "second")
+    shake_gates(model, "default", seed=1)
+    shake_gates(model, "second", seed=2)
+    second = logits(model, token_ids)
+    assert not torch.allclose(second, plain_second, atol=1e-3)
+    model.set_adapter("default")
+    first = logits(model, token_ids)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained
+    assert all("lora_gate.default" in name for name in trained)
+
+    mixed = model(token_ids, adapter_names=["default", "second", "__base__"]).logits
+    with model.disable_adapter():
+        base = logits(model, token_ids)
+    for row, expected in enumerate((first, second, base)):
+        torch.testing.assert_close(mixed[row], expected[row], rtol=1e-5, atol=1e-5)
+
+    lg.detach_gates(model, "default")
+    model.set_adapter("second")
+    torch.testing.assert_close(logits(model, token_ids), second, rtol=0, atol=0)
+    model.delete_adapter("second")
+    assert not any("second" in name for name, _ in model.named_parameters())
+
+
+def test_two_active_adapters_need_a_name(token_ids):
+    model = tiny_adapter()
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    lg.attach_gates(model, CONFIG)
+    model.base_model.set_adapter(["default", "second"])
+    with pytest.raises(GateError, match="2 adapters are active"):
+        lg.gate_parameters(model)
+    assert lg.gate_parameters(model, "default")
+    both = logits(model, token_ids)
+    with lg.gate_override(model, constant=0.0, adapter_name="default"):
+        model_second = logits(model, token_ids)
+    assert not torch.allclose(both, model_second, atol=1e-3)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing_gives_the_same_gradients(token_ids, use_reentrant):
+    gradients = []
+    for checkpointing in (False, True):
+        model = tiny_adapter()
+        lg.attach_gates(model, CONFIG)
+        shake_gates(model)
+        model.train()
+        if checkpointing:
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        with lg.record_gates(model):
+            out = model(token_ids).logits
+        lg.topk_entropy(out, 20).mean().backward()
+        gradients.append([parameter.grad.clone() for parameter in lg.gate_parameters(model).values()])
+    for plain, again in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, again, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("options", [{"use_rslora": True}, {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"up_proj": 3}}])
+def test_pefts_own_scaling_is_used(options, token_ids):
+    model = tiny_adapter(**options)
+    plain = logits(model, token_ids)
+    lg.attach_gates(model, CONFIG)
+    zero_gates(model)
+    assert torch.equal(logits(model, token_ids), plain)
+    with lg.gate_override(model, constant=2.0):
+        doubled = logits(model, token_ids)
+    twin = tiny_adapter(**options)
+    for layer in twin.modules():
+        if hasattr(layer, "set_scale"):
+            layer.scale_layer(2.0)
+    torch.testing.assert_close(doubled, logits(twin, token_ids), rtol=1e-5, atol=1e-5)
+
+
+def test_modules_to_save_stay_frozen_and_in_force(token_ids):
+    base = tiny_base(tie_word_embeddings=False)
+    model = tiny_adapter(base=base, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
+    with torch.no_grad():
+        model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(1.5)
+    plain = logits(model, token_ids)
+    lg.attach_gates(model, CONFIG)
+    zero_gates(model)
+    assert torch.equal(logits(model, token_ids), plain)
+    assert {name for name, p in model.named_parameters() if p.requires_grad and "lora_gate" not in name} == set()
+
+
+def test_lora_dropout_is_off_in_a_gated_layer(token_ids):
+    model = tiny_adapter(lora_dropout=0.5)
+    lg.attach_gates(model, CONFIG)
+    model.train()
+    assert torch.equal(logits(model, token_ids), logits(model, token_ids))
+
+
+def test_natively_loaded_adapters_can_be_gated(tmp_path, token_ids):
+    tiny_adapter().save_pretrained(tmp_path / "adapter")
+    model = tiny_base()
+    model.load_adapter(str(tmp_path / "adapter"))
+    plain = logits(model, token_ids)
+    lg.attach_gates(model, CONFIG)
+    zero_gates(model)
+    assert torch.equal(logits(model, token_ids), plain)
+    assert "model.layers.0.self_attn.q_proj.weight" in lg.gate_parameters(model)
+
+
+def test_peft_saves_and_restores_gates_with_the_adapter(adapter, tmp_path, token_ids):
+    lg.attach_gates(adapter, CONFIG)
+    shake_gates(adapter)
+    adapter.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(tiny_base(), tmp_path)
+    lg.attach_gates(again, CONFIG)
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    set_peft_model_state_dict(again, load_file(tmp_path / "adapter_model.safetensors"))
+    assert torch.equal(logits(again, token_ids), logits(adapter, token_ids))
+
+
+def test_gates_stay_fp32_when_the_model_is_cast(adapter):
+    lg.attach_gates(adapter, CONFIG)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    before = lg.gate_parameters(adapter)[name].clone()
+    for cast in (adapter.half, adapter.bfloat16, adapter.float):
+        cast()
+        assert lg.gate_parameters(adapter)[name].dtype == torch.float32
+    assert torch.equal(lg.gate_parameters(adapter)[name], before), "no bit is lost on the way"
+
+
+def test_torch_compile_has_no_graph_break_and_agrees(adapter, token_ids):
+    lg.attach_gates(adapter, CONFIG)
+    shake_gates(adapter)
+    mlp = adapter.base_model.model.model.layers[0].mlp
+    hidden = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    explained = torch._dynamo.explain(mlp)(hidden)
+    assert explained.graph_break_count == 0
+    eager = mlp(hidden)
+    eager.square().sum().backward()
+    expected = [p.grad.clone() for n, p in lg.gate_parameters(adapter).items() if ".layers.0.mlp" in n]
+    adapter.zero_grad()
+    compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
+    out = compiled(hidden)
+    torch.testing.assert_close(out, eager, rtol=1e-5, atol=1e-5)
+    out.square().sum().backward()
+    actual = [p.grad for n, p in lg.gate_parameters(adapter).items() if ".layers.0.mlp" in n]
+    for left, right in zip(actual, expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
+
+
+def test_complete_gradient_differs_from_the_semi_gradient(token_ids):
+    gradients = {}
+    for detach in (True, False):
+        model = tiny_adapter()
+        lg.attach_gates(model, lg.GateConfig(-6, 3, detach_input=detach))
+        shake_gates(model, size=0.05)
+        lg.topk_entropy(model(token_ids).logits, 20).mean().backward()
+        gradients[detach] = torch.cat([p.grad for p in lg.gate_parameters(model).values()])
+    assert (gradients[True] - gradients[False]).norm() > 1e-3 * gradients[False].norm()
+
+    model = tiny_adapter().double()
+    lg.attach_gates(model, lg.GateConfig(-6, 3, detach_input=False))
+    shake_gates(model, size=0.05)
+    name = "model.layers.0.self_attn.v_proj.weight"
+    parameter = lg.gate_parameters(model)[name]
+
+    def loss():
+        return lg.topk_entropy(model(token_ids).logits, 20).mean()
+
+    model.zero_grad()
+    loss().backward()
+    direction = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    analytic = float((parameter.grad * direction).sum())
+    step = 1e-5  # small, so that few gate logits cross the join at zero
+    with torch.no_grad():
+        parameter += step * direction
+        up = float(loss())
+        parameter -= 2 * step * direction
+        down = float(loss())
+    assert analytic == pytest.approx((up - down) / (2 * step), rel=1e-2), "the complete gradient is the true derivative"
+
+
+def test_generation_with_and_without_cache_and_padding(adapter, token_ids):
+    lg.attach_gates(adapter, CONFIG)
+    shake_gates(adapter)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    cached = adapter.generate(input_ids=token_ids, use_cache=True, **options)
+    assert torch.equal(cached, adapter.generate(input_ids=token_ids, use_cache=False, **options))
+    padded = torch.cat([torch.zeros(3, 4, dtype=torch.long), token_ids], dim=1)
+    mask = torch.cat([torch.zeros(3, 4, dtype=torch.long), torch.ones_like(token_ids)], dim=1)
+    left = adapter.generate(input_ids=padded, attention_mask=mask, use_cache=True, **options)
+    assert torch.equal(left[:, 4:], cached)
+    with gates_disabled(adapter):
+        plain = adapter.generate(input_ids=token_ids, **options)
+    assert not torch.equal(plain, cached), "gates act on decoded tokens"

@@ -1,0 +1,92 @@
+"""Overrides and recording."""
+
+import pytest
+import torch
+
+import loragate as lg
+from loragate.errors import GateError
+
+
+@pytest.fixture
+def gated(adapter):
+    lg.attach_gates(adapter, lg.GateConfig(-6, 3))
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in lg.gate_parameters(adapter).values():
+            parameter.copy_(torch.randn(parameter.shape, generator=draw))
+    return adapter
+
+
+@pytest.mark.parametrize(
+    ("override", "low", "high"),
+    [({"minimum": 0.0}, 0.0, 3.0), ({"maximum": 1.0}, -6.0, 1.0), ({"minimum": 0.0, "maximum": 1.0}, 0.0, 1.0)],
+)
+def test_override_clips_what_is_applied(gated, token_ids, override, low, high):
+    with lg.gate_override(gated, **override), lg.record_gates(gated) as recording, torch.no_grad():
+        gated(token_ids)
+    total = recording.total()
+    assert total["below_zero"] == 0 or low < 0
+    assert total["above_one"] == 0 or high > 1
+    with lg.record_gates(gated) as free, torch.no_grad():
+        gated(token_ids)
+    assert free.total()["below_zero"] > 0.05
+    assert free.total()["above_one"] > 0.05
+
+
+def test_overrides_nest_and_are_restored_after_an_error(gated, token_ids):
+    with torch.no_grad():
+        free = gated(token_ids).logits
+        with lg.gate_override(gated, constant=1.0):
+            outer = gated(token_ids).logits
+            with lg.gate_override(gated, constant=0.0):
+                inner = gated(token_ids).logits
+            assert torch.equal(gated(token_ids).logits, outer)
+        assert not torch.equal(inner, outer)
+        with pytest.raises(RuntimeError, match="inside"), lg.gate_override(gated, constant=0.0):
+            raise RuntimeError("inside")
+        assert torch.equal(gated(token_ids).logits, free)
+
+
+def test_override_refuses_what_would_have_no_effect(gated, adapter):
+    for arguments, words in [
+        ({}, "no effect"),
+        ({"constant": 1.0, "minimum": 0.0}, "not both"),
+        ({"minimum": 2.0, "maximum": 1.0}, "above maximum"),
+        ({"constant": float("nan")}, "finite"),
+    ]:
+        with pytest.raises(GateError, match=words), lg.gate_override(gated, **arguments):
+            pass
+
+
+def test_recorded_statistics_equal_a_direct_computation(gated, token_ids):
+    layer = gated.base_model.model.model.layers[0].self_attn.q_proj
+    seen = []
+    handle = layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    mask = torch.zeros_like(token_ids, dtype=torch.bool)
+    mask[:, 4:9] = True
+    with lg.record_gates(gated) as recording, torch.no_grad():
+        recording.token_mask = mask
+        gated(token_ids)
+    handle.remove()
+    gate = layer.lora_gate["default"]
+    lam = lg.gate_coefficient(seen[0] @ gate.weight + gate.bias, -6, 3, 1.0)[mask].double()
+    statistics = recording.statistics()["model.layers.0.self_attn.q_proj"]
+    assert statistics["tokens"] == 15
+    assert statistics["mean"] == pytest.approx(lam.mean().item(), rel=1e-5)
+    assert statistics["std"] == pytest.approx(lam.std(correction=0).item(), rel=1e-4)
+    assert statistics["below_zero"] == pytest.approx((lam < 0).double().mean().item())
+    assert statistics["above_one"] == pytest.approx((lam > 1).double().mean().item())
+    assert statistics["below_zero"] + statistics["zero_to_one"] + statistics["above_one"] == pytest.approx(1)
+    with torch.no_grad():
+        gated(token_ids)
+    assert recording.statistics()["model.layers.0.self_attn.q_proj"]["tokens"] == 15, "nothing is recorded outside"
+
+
+def test_saturation_is_counted_at_both_ends(adapter, token_ids):
+    lg.attach_gates(adapter, lg.GateConfig(-6, 3, granularity="global"))
+    for value, share in ((50.0, 1.0), (-50.0, 1.0), (0.2, 0.0)):
+        with torch.no_grad():
+            lg.gate_parameters(adapter)["global.bias"].fill_(value)
+            with lg.record_gates(adapter) as recording:
+                adapter(token_ids)
+        assert recording.total()["saturated"] == share

@@ -1,0 +1,132 @@
+"""The fused gated-LoRA operation against the plain one: values, every gradient, what it keeps for the backward."""
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from loragate.gates.operation import gated_delta, gated_delta_reference
+
+SETTINGS = {"lower": -6.0, "upper": 3.0, "tau": 0.8, "scaling": 2.0}
+
+
+def operands(dtype=torch.float64, tokens=7, d_in=6, rank=3, d_out=5, gate_dtype=None, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+
+    def make(*shape, kind=dtype):
+        return torch.randn(*shape, generator=draw, dtype=torch.float64).to(kind).requires_grad_()
+
+    gate = gate_dtype or dtype
+    return make(2, tokens, d_in), make(rank, d_in), make(d_out, rank), make(d_in, kind=gate), make(1, kind=gate)
+
+
+@pytest.mark.parametrize("detach_input", [True, False])
+@pytest.mark.parametrize("with_weight", [True, False])
+def test_gradcheck_fp64(detach_input, with_weight):
+    x, a, b, weight, bias = operands()
+    if not with_weight:
+        weight = None
+
+    def run(x, a, b, bias, *rest):
+        return gated_delta(x, a, b, rest[0] if rest else None, bias, detach_input=detach_input, **SETTINGS)
+
+    inputs = (x, a, b, bias) if weight is None else (x, a, b, bias, weight)
+    if detach_input and with_weight:
+        # the semi-gradient is not the derivative of the function in x, so x is held against the plain form below
+        inputs = (x.detach(), a, b, bias, weight)
+    assert torch.autograd.gradcheck(run, inputs)
+
+
+@pytest.mark.parametrize("detach_input", [True, False])
+@pytest.mark.parametrize("needed", [(0,), (3, 4), (0, 3, 4), (1, 2), (0, 1, 2, 3, 4)])
+def test_equals_the_plain_form_for_all_inputs_that_need_gradients(detach_input, needed):
+    results = []
+    for operation in (gated_delta, gated_delta_reference):
+        inputs = [tensor.detach().requires_grad_(i in needed) for i, tensor in enumerate(operands())]
+        out = operation(*inputs, detach_input=detach_input, **SETTINGS)
+        weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+        (out * weights).sum().backward()
+        results.append((out.detach(), [tensor.grad for tensor in inputs]))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=0)
+    for index, (fused, plain) in enumerate(zip(results[0][1], results[1][1], strict=True)):
+        assert (fused is None) == (plain is None) == (index not in needed)
+        if fused is not None:
+            torch.testing.assert_close(fused, plain, rtol=1e-12, atol=1e-13)
+
+
+def test_gating_in_rank_space_equals_gating_the_output():
+    x, a, b, weight, bias = (tensor.detach() for tensor in operands())
+    from loragate.gates.signed_map import gate_coefficient
+
+    lam = gate_coefficient(x @ weight + bias, SETTINGS["lower"], SETTINGS["upper"], SETTINGS["tau"])
+    expected = lam.unsqueeze(-1) * (x @ a.t() @ b.t()) * SETTINGS["scaling"]
+    torch.testing.assert_close(gated_delta(x, a, b, weight, bias, **SETTINGS), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keeps_only_the_input_and_rank_space(dtype):
+    tokens, d_in, rank, d_out = 64, 32, 4, 256
+    x, a, b, weight, bias = operands(dtype, tokens, d_in, rank, d_out, gate_dtype=torch.float32)
+    saved: list[torch.Tensor] = []
+    with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        out = gated_delta(x, a.detach(), b.detach(), weight, bias, **SETTINGS)
+    shapes = sorted(tuple(tensor.shape) for tensor in saved)
+    assert shapes == sorted([(2, tokens, d_in), (2, tokens, rank), (2, tokens), (rank, d_in), (d_out, rank), (d_in,)])
+    assert out.shape == (2, tokens, d_out)
+    assert out.dtype == dtype
+
+
+def test_gate_arithmetic_stays_fp32_under_autocast():
+    x, a, b, weight, bias = operands(torch.float32, tokens=40, d_in=64, gate_dtype=torch.float32)
+    x, weight = x.detach(), (weight.detach() / 8)
+    from loragate.gates.operation import gate_logits
+
+    exact = x.double() @ weight.double() + bias.detach().double()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = gate_logits(x, weight, bias.detach())
+        out = gated_delta(x, a.detach(), b.detach(), weight.requires_grad_(), bias, **SETTINGS)
+    assert logits.dtype == torch.float32
+    assert (logits - exact).abs().max() < 1e-5
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert weight.grad.dtype == torch.float32
+    assert torch.isfinite(weight.grad).all()
+
+
+def test_backward_under_autocast_agrees_with_fp32():
+    plain = operands(torch.float32, tokens=30, d_in=24, rank=4, d_out=20, gate_dtype=torch.float32)
+    grads = []
+    for enabled in (False, True):
+        x, a, b, weight, bias = (tensor.detach().requires_grad_() for tensor in plain)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            out = gated_delta(x, a, b, weight, bias, **SETTINGS)
+        out.float().square().mean().backward()
+        grads.append([tensor.grad for tensor in (x, a, b, weight, bias)])
+    for low, exact in zip(grads[1], grads[0], strict=True):
+        assert low.dtype == torch.float32
+        assert (low - exact).norm() <= 0.05 * exact.norm()
+
+
+def test_second_derivatives_are_refused():
+    x, a, b, weight, bias = operands()
+    (gradient,) = torch.autograd.grad(gated_delta(x, a, b, weight, bias, **SETTINGS).square().sum(), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [({"constant": 0.0}, 0.0), ({"constant": -1.0}, -1.0), ({"minimum": 0.0, "maximum": 1.0}, None)],
+)
+def test_overrides(override, expected):
+    x, a, b, weight, bias = (tensor.detach() for tensor in operands())
+    out = gated_delta_reference(x, a, b, weight, bias, **SETTINGS, **override)
+    plain = x @ a.t() @ b.t() * SETTINGS["scaling"]
+    if expected is not None:
+        torch.testing.assert_close(out, expected * plain, rtol=1e-12, atol=1e-12)
+    else:
+        from loragate.gates.signed_map import gate_coefficient
+
+        lam = gate_coefficient(x @ weight + bias, -6, 3, 0.8)
+        assert (lam < 0).any()
+        assert (lam > 1).any()
+        torch.testing.assert_close(out, lam.clamp(0, 1).unsqueeze(-1) * plain, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,88 @@
+"""The signed map: values, slopes, end points, refusals (eq:rw-gate-logit, eq:rw-transform, eq:rw-transform-branches)."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loragate.errors import GateError
+from loragate.gates.config import GateConfig
+from loragate.gates.signed_map import gate_coefficient
+
+RANGES = [(-6.0, 3.0), (-3.0, 1.0), (0.0, 1.0), (0.0, 6.0), (-4.0, 4.0)]
+
+
+@pytest.mark.parametrize(("lower", "upper"), RANGES)
+def test_identity_zero_and_ends(lower, upper):
+    logits = torch.tensor([0.0, -0.0, 1e4, -1e4])
+    lam = gate_coefficient(logits, lower, upper, 1.0)
+    assert lam.dtype == torch.float32
+    assert lam.tolist() == [1.0, 1.0, upper, lower]
+    if lower < 0:
+        root = torch.atanh(torch.tensor(-1.0 / (1.0 - lower), dtype=torch.float64))
+        assert gate_coefficient(root, lower, upper, 1.0).item() == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize(("lower", "upper"), RANGES)
+def test_matches_the_papers_formula(lower, upper):
+    logits = torch.linspace(-4, 4, 101, dtype=torch.float64)
+    v = torch.tanh(logits / 0.7)
+    expected = 1 + (1 - lower) * torch.minimum(v, torch.zeros_like(v)) + (upper - 1) * torch.clamp(v, min=0)
+    torch.testing.assert_close(gate_coefficient(logits, lower, upper, 0.7), expected, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize(("lower", "upper"), RANGES)
+def test_slope_at_the_join_is_that_of_one_branch(lower, upper):
+    at_zero = torch.zeros(1, requires_grad=True)
+    gate_coefficient(at_zero, lower, upper, 1.0).backward()
+    assert at_zero.grad.item() == pytest.approx(upper - 1)
+    below = torch.tensor([-1e-6], requires_grad=True)
+    gate_coefficient(below, lower, upper, 1.0).backward()
+    assert below.grad.item() == pytest.approx(1 - lower, rel=1e-5)
+
+
+@given(
+    logit=st.floats(-50, 50),
+    lower=st.floats(-10, 0),
+    upper=st.floats(1, 10),
+    tau=st.floats(0.1, 10),
+)
+def test_image_and_monotonicity(logit, lower, upper, tau):
+    pair = gate_coefficient(torch.tensor([logit, logit + 0.5], dtype=torch.float64), lower, upper, tau)
+    assert lower - 1e-9 <= pair[0].item() <= upper + 1e-9
+    assert pair[1] >= pair[0] - 1e-12
+
+
+def test_half_precision_logits_are_computed_in_fp32():
+    logits = torch.linspace(-2, 2, 33)
+    half = gate_coefficient(logits.bfloat16(), -6, 3, 1.0)
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half, gate_coefficient(logits.bfloat16().float(), -6, 3, 1.0), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper", "words"),
+    [
+        (0.5, 2, "lower bound must be ≤ 0"),
+        (-1, 0.5, "upper bound must be ≥ 1"),
+        (3, -6, "wrong way round"),
+        (math.nan, 2, "finite"),
+        (-1, math.inf, "finite"),
+    ],
+)
+def test_bad_ranges_are_refused(lower, upper, words):
+    with pytest.raises(GateError, match=words):
+        GateConfig(lower, upper)
+
+
+def test_other_settings_are_checked():
+    with pytest.raises(GateError, match="tau must be positive"):
+        GateConfig(-1, 2, tau=0)
+    with pytest.raises(GateError, match="did you mean 'token'"):
+        GateConfig(-1, 2, granularity="tokens")
+    with pytest.raises(GateError, match="target_modules is empty"):
+        GateConfig(-1, 2, target_modules=[])
+    with pytest.raises(GateError, match="init_scale"):
+        GateConfig(-1, 2, init_scale=-1e-6)

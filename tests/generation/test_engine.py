@@ -1,0 +1,188 @@
+"""Samples do not depend on how they are batched, and agree with `transformers` and with a teacher-forced forward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from loragate.errors import ConfigError, DataError
+from loragate.generation import Sample, SamplingConfig, TransformersEngine
+
+PROMPTS = [" ".join(f"w{(5 * i + 3 * j) % 20 + 4}" for j in range(1 + i % 6)) for i in range(9)]
+CONFIG = SamplingConfig(temperature=1.0, max_new_tokens=20, samples=3, seed=5)
+
+
+def identities(samples: list[Sample]) -> list[tuple[Any, ...]]:
+    return [(s.question, s.sample, s.text, s.token_ids, s.finish_reason) for s in samples]
+
+
+@pytest.mark.parametrize("config", [CONFIG, SamplingConfig(0.7, 0.8, 20, 3, 1), SamplingConfig(0, max_new_tokens=20)])
+def test_samples_do_not_depend_on_the_batch(model: Any, tokenizer: Any, config: SamplingConfig) -> None:
+    runs = [TransformersEngine(model, tokenizer, batch_size=size).generate(PROMPTS, config) for size in (1, 7, 64)]
+    assert identities(runs[0]) == identities(runs[1]) == identities(runs[2])
+    assert [(s.question, s.sample) for s in runs[0]] == [
+        (question, sample) for question in range(len(PROMPTS)) for sample in range(config.samples)
+    ]
+    for one, other in zip(runs[0], runs[2]):
+        assert one.entropy == pytest.approx(other.entropy, abs=1e-5)
+
+
+def test_samples_of_a_prompt_differ_and_change_with_the_seed(qwen2: Any, tokenizer: Any) -> None:
+    engine = TransformersEngine(qwen2, tokenizer)
+    first, again = engine.generate(PROMPTS, CONFIG), engine.generate(PROMPTS, CONFIG)
+    other = engine.generate(PROMPTS, SamplingConfig(1.0, 1.0, 20, 3, seed=6))
+    assert identities(first) == identities(again)
+    assert len({s.token_ids for s in first if s.question == 0}) == 3
+    assert sum(a.token_ids != b.token_ids for a, b in zip(first, other)) > len(first) / 2
+
+
+def test_a_resumed_run_draws_the_same_samples(qwen2: Any, tokenizer: Any) -> None:
+    engine = TransformersEngine(qwen2, tokenizer, batch_size=4)
+    whole = engine.generate(PROMPTS, CONFIG)
+    pending = {(s.question, s.sample) for s in whole[5:]}
+    batches: list[list[Sample]] = []
+    rest = engine.generate(PROMPTS, CONFIG, pending=pending, on_samples=lambda batch: batches.append(list(batch)))
+    assert identities(rest) == identities(whole[5:])
+    assert [len(batch) for batch in batches] == [4, 4, 4, 4, 4, 2]
+    assert {s for batch in batches for s in batch} == set(rest)
+    assert engine.generate(PROMPTS, CONFIG, pending=[]) == []
+    with pytest.raises(DataError, match="question 0, sample 3"):
+        engine.generate(PROMPTS, CONFIG, pending=[(0, 3)])
+
+
+def test_greedy_equals_transformers_greedy(model: Any, tokenizer: Any) -> None:
+    samples = TransformersEngine(model, tokenizer).generate(PROMPTS, SamplingConfig(0, max_new_tokens=20))
+    for sample, prompt in zip(samples, PROMPTS):
+        input_ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        expected = model.generate(input_ids, do_sample=False, max_new_tokens=20)[0, input_ids.shape[1] :]
+        assert list(sample.token_ids) == expected.tolist()
+
+
+def test_temperature_one_frequencies_are_the_softmax(qwen2: Any, tokenizer: Any) -> None:
+    """First tokens of 4,000 samples against the model's own distribution."""
+    config = SamplingConfig(max_new_tokens=1, samples=4000, seed=2)
+    samples = TransformersEngine(qwen2, tokenizer, batch_size=1000).generate(["w5 w9"], config)
+    with torch.no_grad():
+        probs = qwen2(torch.tensor([tokenizer("w5 w9")["input_ids"]])).logits[0, -1].double().softmax(-1)
+    counts = Counter(s.token_ids[0] for s in samples)
+    observed = torch.tensor([counts[token] for token in range(qwen2.config.vocab_size)])
+    common = probs * 4000 >= 5
+    expected = torch.cat([probs[common], probs[~common].sum()[None]]) * 4000
+    observed = torch.cat([observed[common], observed[~common].sum()[None]])
+    chi_square = ((observed - expected) ** 2 / expected).sum().item()
+    freedom = len(expected) - 1
+    assert freedom >= 5
+    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
+
+
+def test_entropy_equals_a_teacher_forced_forward(model: Any, tokenizer: Any) -> None:
+    samples = TransformersEngine(model, tokenizer, batch_size=7).generate(PROMPTS, CONFIG)
+    for sample in samples:
+        prompt_ids = tokenizer(PROMPTS[sample.question])["input_ids"]
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt_ids + list(sample.token_ids)])).logits[0, len(prompt_ids) - 1 : -1]
+        expected = torch.distributions.Categorical(logits=logits.double()).entropy().mean().item()
+        assert sample.entropy == pytest.approx(expected, abs=1e-4)
+
+
+def test_finish_reasons_and_truncation_at_the_stop_token(model: Any, tokenizer: Any) -> None:
+    samples = TransformersEngine(model, tokenizer).generate(PROMPTS, CONFIG)
+    assert {s.finish_reason for s in samples} == {"stop", "length"}
+    for sample in samples:
+        assert 1 not in sample.token_ids[:-1]
+        assert (sample.finish_reason == "stop") == (sample.token_ids[-1] == 1)
+        assert sample.finish_reason == "stop" or len(sample.token_ids) == 20
+        words = [token for token in sample.text.split() if token not in ("<unk>", "<stop>")]
+        assert words == [f"w{token}" for token in sample.token_ids if token > 3]
+        assert "<eos>" not in sample.text
+
+
+def test_further_stop_tokens_end_a_row_and_leave_the_text(qwen2: Any, tokenizer: Any) -> None:
+    plain = TransformersEngine(qwen2, tokenizer).generate(PROMPTS, CONFIG)
+    stop = Counter(token for s in plain for token in s.token_ids if token > 3).most_common(1)[0][0]
+    qwen2.generation_config.eos_token_id = [1, 2]
+    engine = TransformersEngine(qwen2, tokenizer, stop_token_ids=[stop])
+    assert engine.stop_token_ids == {1, 2, stop}
+    stopped = engine.generate(PROMPTS, CONFIG)
+    assert any(s.token_ids[-1] == stop for s in stopped)
+    for before, after in zip(plain, stopped):
+        assert before.token_ids[: len(after.token_ids)] == after.token_ids
+        assert f"w{stop}" not in after.text.split()
+        assert not set(after.token_ids[:-1]) & engine.stop_token_ids
+
+
+def test_a_tokenizer_without_padding_uses_its_end_token(qwen2: Any, tokenizer: Any, make_tokenizer: Any) -> None:
+    unpadded = make_tokenizer(eos_token="<eos>")
+    samples = TransformersEngine(qwen2, unpadded).generate(PROMPTS, CONFIG)
+    assert unpadded.pad_token_id is None
+    expected = TransformersEngine(qwen2, tokenizer).generate(PROMPTS, CONFIG)
+    assert [s.token_ids for s in samples] == [s.token_ids for s in expected]
+
+
+def test_the_models_own_generation_settings_are_left_out_and_restored(qwen2: Any, tokenizer: Any) -> None:
+    expected = identities(TransformersEngine(qwen2, tokenizer).generate(PROMPTS, CONFIG))
+    settings = qwen2.generation_config
+    settings.update(repetition_penalty=5.0, top_k=1, min_new_tokens=15, bad_words_ids=[[7]])
+    assert identities(TransformersEngine(qwen2, tokenizer).generate(PROMPTS, CONFIG)) == expected
+    assert qwen2.generation_config is settings
+    assert settings.repetition_penalty == 5.0
+
+
+def test_a_peft_model_samples_with_its_adapter(qwen2: Any, tokenizer: Any) -> None:
+    base = identities(TransformersEngine(qwen2, tokenizer).generate(PROMPTS, CONFIG))
+    adapted = get_peft_model(qwen2, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    adapted.generation_config.repetition_penalty = 5.0
+    settings = adapted.generation_config
+    engine = TransformersEngine(adapted, tokenizer, batch_size=5)
+    samples = engine.generate(PROMPTS, CONFIG)
+    assert identities(samples) != base
+    assert adapted.generation_config is settings
+    with adapted.disable_adapter():
+        assert identities(engine.generate(PROMPTS, CONFIG)) == base
+
+
+def test_every_modules_mode_is_restored(qwen2: Any, tokenizer: Any) -> None:
+    qwen2.train()
+    qwen2.model.layers[0].eval()
+    before = {name: module.training for name, module in qwen2.named_modules()}
+    TransformersEngine(qwen2, tokenizer).generate(PROMPTS[:1], CONFIG)
+    assert {name: module.training for name, module in qwen2.named_modules()} == before
+    assert before["model.layers.1"]
+    assert not before["model.layers.0.mlp"]
+
+
+def test_progress_counts_samples(qwen2: Any, tokenizer: Any) -> None:
+    seen: list[tuple[int, int]] = []
+    engine = TransformersEngine(qwen2, tokenizer, batch_size=10)
+    engine.generate(PROMPTS, CONFIG, lambda done, total: seen.append((done, total)))
+    assert seen == [(10, 27), (20, 27), (27, 27)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "at least one rendered prompt"),
+        ("w4 w5", "at least one rendered prompt"),
+        (["w4", ""], "Prompt 1 is empty"),
+        (["w4 " * 50], "Prompt 0 has 50 tokens.*64 positions: set max_new_tokens to 14 or less"),
+        (["w4 " * 70], "64 positions: drop or shorten it"),
+    ],
+)
+def test_prompts_that_cannot_be_continued(qwen2: Any, tokenizer: Any, prompts: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        TransformersEngine(qwen2, tokenizer).generate(prompts, CONFIG)
+
+
+def test_engine_refuses_a_model_that_cannot_stop_and_an_empty_batch(
+    qwen2: Any, tokenizer: Any, make_tokenizer: Any
+) -> None:
+    with pytest.raises(ConfigError, match="batch_size is 0"):
+        TransformersEngine(qwen2, tokenizer, batch_size=0)
+    qwen2.generation_config.eos_token_id = None
+    with pytest.raises(ConfigError, match="pass stop_token_ids"):
+        TransformersEngine(qwen2, make_tokenizer(pad_token="<pad>"))
+    assert TransformersEngine(qwen2, make_tokenizer(), stop_token_ids=[3]).stop_token_ids == {3}

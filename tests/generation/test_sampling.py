@@ -1,0 +1,175 @@
+"""The counted random stream, the draw and the entropy."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from loragate.errors import ConfigError, LoragateError
+from loragate.generation.sampling import SamplingConfig, SeededSampler, draw, keep_nucleus, uniform
+
+MASK = (1 << 64) - 1
+PINNED = ["0.129645618299747", "0.165268963955801", "0.851302620128832", "0.465216279258435"]
+
+
+def reference_uniform(*counters: int) -> float:
+    """`uniform` in Python integers: splitmix64's finaliser, chained over the counters."""
+
+    def mix(z: int) -> int:
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+        return z ^ (z >> 31)
+
+    gamma = 0x9E3779B97F4A7C15
+    state = mix((counters[0] + gamma) & MASK)
+    for counter in counters[1:]:
+        state = mix(((state ^ counter) + gamma) & MASK)
+    return (state >> 11) * 2.0**-53
+
+
+def grid(*sizes: int) -> torch.Tensor:
+    """Draws of seed 0 over the first questions, samples and positions."""
+    question, sample, position = torch.meshgrid(*(torch.arange(size) for size in sizes), indexing="ij")
+    return uniform(0, question, sample, position)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 7, 2**31, 2**63 + 5, 2**64 - 1])
+def test_uniform_equals_integer_reference(seed: int) -> None:
+    question = torch.tensor([0, 1, 2, 1318, 2**40])
+    sample = torch.tensor([0, 15, 3, 0, 9])
+    got = uniform(seed, question, sample, 17)
+    assert got.dtype == torch.float64
+    assert got.tolist() == [reference_uniform(seed, q, s, 17) for q, s in zip(question.tolist(), sample.tolist())]
+
+
+def test_uniform_is_pinned() -> None:
+    """Changing the stream would change every published sample."""
+    got = torch.stack([uniform(0, 0, 0, 0), uniform(0, 0, 0, 1), uniform(0, 0, 1, 0), uniform(1, 5, 3, 200)])
+    assert [f"{value:.15f}" for value in got.tolist()] == PINNED
+
+
+def test_uniform_is_uniform() -> None:
+    draws = grid(50, 16, 100).flatten()
+    assert draws.min() >= 0
+    assert draws.max() < 1
+    counts = torch.histc(draws, bins=100, min=0, max=1)
+    expected = draws.numel() / 100
+    chi_square = ((counts - expected) ** 2 / expected).sum().item()
+    assert 99 - 5 * math.sqrt(2 * 99) < chi_square < 99 + 5 * math.sqrt(2 * 99)
+    assert draws.unique().numel() == draws.numel()
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_neighbours_are_uncorrelated(dim: int) -> None:
+    draws = grid(64, 64, 64)
+    here, there = draws.narrow(dim, 0, 63).flatten(), draws.narrow(dim, 1, 63).flatten()
+    correlation = torch.corrcoef(torch.stack([here, there]))[0, 1].item()
+    assert abs(correlation) < 5 / math.sqrt(here.numel())
+
+
+def test_seeds_and_swapped_counters_give_other_streams() -> None:
+    counters = torch.arange(4096)
+    first, second = uniform(0, counters, 0, 0), uniform(1, counters, 0, 0)
+    swapped = uniform(0, 0, counters, 0)
+    for other in (second, swapped):
+        correlation = torch.corrcoef(torch.stack([first[1:], other[1:]]))[0, 1].item()
+        assert abs(correlation) < 5 / math.sqrt(4095)
+
+
+def test_draw_follows_softmax() -> None:
+    """Chi-square of 40,000 draws from one row of scores, at temperature 1 and 0.5."""
+    scores = torch.tensor([1.0, -0.5, 2.0, 0.0, -1.0, 0.7])
+    uniforms = uniform(3, torch.arange(40_000), 0, 0)
+    for temperature in (1.0, 0.5):
+        tokens = draw(scores.expand(40_000, -1), uniforms, temperature, 1.0)
+        expected = (scores.double() / temperature).softmax(-1) * 40_000
+        chi_square = ((tokens.bincount(minlength=6) - expected) ** 2 / expected).sum().item()
+        assert chi_square < 25.7  # the 99.99 % quantile with 5 degrees of freedom
+
+
+def test_draw_never_takes_an_impossible_token() -> None:
+    scores = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]]).expand(3, -1)
+    assert draw(scores, torch.tensor([0.0, 0.5, 1 - 2.0**-53], dtype=torch.float64), 1.0, 1.0).tolist() == [1, 3, 3]
+
+
+def test_draw_at_a_tiny_temperature_is_greedy() -> None:
+    scores = torch.randn(50, 7, generator=torch.Generator().manual_seed(0))
+    uniforms = uniform(0, torch.arange(50), 0, 0)
+    assert torch.equal(draw(scores, uniforms, 1e-300, 1.0), scores.argmax(-1))
+
+
+def test_nucleus_is_the_smallest_set_that_reaches_the_mass() -> None:
+    probs = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]], dtype=torch.float64)
+    assert keep_nucleus(probs, 0.6).tolist() == [[0, 0.4, 0, 0.3], [0.25, 0.25, 0.25, 0]]
+    assert keep_nucleus(probs, 0.4).tolist() == [[0, 0.4, 0, 0], [0.25, 0.25, 0, 0]]
+    assert keep_nucleus(probs, 1e-9)[0].tolist() == [0, 0.4, 0, 0]
+
+
+def test_top_p_draws_renormalised_nucleus() -> None:
+    scores = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
+    tokens = draw(scores.expand(20_000, -1), uniform(0, torch.arange(20_000), 0, 0), 1.0, 0.6)
+    assert set(tokens.tolist()) == {1, 3}
+    share = (tokens == 1).double().mean().item()
+    assert share == pytest.approx(4 / 7, abs=5 * math.sqrt(4 / 7 * 3 / 7 / 20_000))
+
+
+def test_sampler_marks_the_drawn_token_and_stops_counting() -> None:
+    config = SamplingConfig(temperature=0)
+    sampler = SeededSampler(config, torch.tensor([4, 5]), torch.tensor([0, 0]), prompt_length=3, stop_token_ids=[1])
+    scores = torch.tensor([[0.0, 1.0, 0.0], [2.0, 1.0, 0.0]])
+    first = sampler(torch.zeros(2, 3, dtype=torch.long), scores)
+    assert first.tolist() == [[-torch.inf, 0.0, -torch.inf], [0.0, -torch.inf, -torch.inf]]
+    sampler(torch.zeros(2, 4, dtype=torch.long), scores)
+    assert sampler.tokens_B.tolist() == [1, 2]
+    assert sampler.stopped_B.tolist() == [True, False]
+    expected = torch.distributions.Categorical(logits=scores.double()).entropy()
+    torch.testing.assert_close(sampler.mean_entropy(), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.3, 1.0), (2.0, 0.5)])
+def test_entropy_does_not_depend_on_the_draw(temperature: float, top_p: float) -> None:
+    sampler = SeededSampler(SamplingConfig(temperature, top_p), torch.tensor([0]), torch.tensor([0]), 1, [])
+    sampler(torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 8))
+    assert sampler.mean_entropy().item() == pytest.approx(math.log(8), abs=1e-6)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_sampler_refuses_broken_logits_of_running_rows_only(bad: float) -> None:
+    sampler = SeededSampler(SamplingConfig(temperature=0), torch.tensor([8, 9]), torch.tensor([0, 2]), 1, [1])
+    sampler(torch.zeros(2, 1, dtype=torch.long), torch.tensor([[0.0, 5.0], [5.0, 0.0]]))
+    sampler(torch.zeros(2, 2, dtype=torch.long), torch.tensor([[bad, 0.0], [5.0, 0.0]]))
+    assert sampler.mean_entropy().isfinite().all()
+    with pytest.raises(LoragateError, match="token 2 of question 9, sample 2"):
+        sampler(torch.zeros(2, 3, dtype=torch.long), torch.tensor([[5.0, 0.0], [bad, 0.0]]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -0.1}, "temperature is -0.1; give 0 for greedy"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"top_p": 0.0}, "top_p is 0.0; it must lie in"),
+        ({"top_p": 1.01}, "top_p is 1.01"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; give at least 1"),
+        ({"samples": 0}, "samples is 0"),
+        ({"samples": 2.0}, "samples is 2.0; it must be a whole number"),
+        ({"seed": True}, "seed is True"),
+        ({"temperature": 0, "samples": 4}, "all 4 samples of a prompt would be the same"),
+    ],
+)
+def test_config_refuses(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SamplingConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_config_defaults_are_the_plain_distribution() -> None:
+    config = SamplingConfig()
+    assert (config.temperature, config.top_p, config.max_new_tokens, config.samples, config.seed) == (
+        1.0,
+        1.0,
+        256,
+        1,
+        0,
+    )

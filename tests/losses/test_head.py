@@ -1,0 +1,192 @@
+"""The token-statistics head against full logits and autograd, over shapes, families' head extras and dtypes."""
+
+import math
+
+import pytest
+import torch
+
+from loragate.errors import ConfigError
+from loragate.losses import (
+    statistics_of_logits,
+    token_statistics,
+    token_statistics_reference,
+    topk_entropy,
+)
+
+EXTRAS = [{}, {"scale": 0.3}, {"softcap": 4.0}, {"scale": 1.7, "softcap": 6.0}]
+
+
+def operands(tokens=13, width=8, vocabulary=37, dtype=torch.float64, seed=0, ignored=4):
+    draw = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, width, generator=draw, dtype=torch.float64).to(dtype)
+    weight = torch.randn(vocabulary, width, generator=draw, dtype=torch.float64).to(dtype)
+    labels = torch.randint(0, vocabulary, (tokens,), generator=draw)
+    labels[torch.randperm(tokens, generator=draw)[:ignored]] = -100
+    return hidden, weight, labels
+
+
+def gradient(run, hidden, name):
+    hidden = hidden.detach().clone().requires_grad_()
+    stats = run(hidden)
+    value = getattr(stats, name)
+    (value * torch.linspace(0.5, 2, value.numel(), dtype=value.dtype).view_as(value)).sum().backward()
+    return hidden.grad
+
+
+@pytest.mark.parametrize("k", [2, 20, 37, 100])
+@pytest.mark.parametrize("extras", EXTRAS)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_values_and_gradients_equal_autograd(k, extras, with_bias):
+    hidden, weight, labels = operands()
+    bias = torch.randn(37, generator=torch.Generator().manual_seed(3), dtype=torch.float64) if with_bias else None
+    options = {"k": k, "bias": bias, **extras}
+    expected = token_statistics_reference(hidden, weight, labels, **options)
+    for gradients in (None, ("log_prob", "entropy", "topk_entropy")):
+        actual = token_statistics(hidden, weight, labels, gradients=gradients, chunk_tokens=4, **options)
+        for name in ("log_prob", "entropy", "topk_entropy"):
+            torch.testing.assert_close(getattr(actual, name), getattr(expected, name), rtol=1e-11, atol=1e-12)
+            wanted = gradient(lambda h: token_statistics_reference(h, weight, labels, **options), hidden, name)
+            got = gradient(
+                lambda h, g=gradients: token_statistics(
+                    h, weight, labels, gradients=g, chunk_tokens=4, **options
+                ),
+                hidden,
+                name,
+            )
+            torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["log_prob", "entropy", "topk_entropy"])
+def test_gradcheck(name):
+    hidden, weight, labels = operands(tokens=5, width=4, vocabulary=9, ignored=1)
+    run = lambda h: getattr(token_statistics(h, weight, labels, k=3, softcap=5.0), name)  # noqa: E731
+    assert torch.autograd.gradcheck(run, (hidden.requires_grad_(),))
+
+
+def test_combined_gradient_of_all_statistics():
+    hidden, weight, labels = operands()
+
+    def total(function):
+        h = hidden.detach().clone().requires_grad_()
+        stats = function(h, weight, labels, k=5)
+        (stats.log_prob.sum() - 0.7 * stats.entropy.sum() + 2 * stats.topk_entropy.sum()).backward()
+        return h.grad
+
+    torch.testing.assert_close(total(token_statistics), total(token_statistics_reference), rtol=1e-11, atol=1e-12)
+
+
+def test_top_k_of_the_vocabulary_is_the_full_entropy():
+    hidden, weight, labels = operands()
+    stats = token_statistics(hidden, weight, labels, k=37)
+    torch.testing.assert_close(stats.topk_entropy, stats.entropy / math.log(37), rtol=1e-12, atol=0)
+    assert token_statistics(hidden, weight, labels, k=10_000).k == 37
+    logits = hidden @ weight.t()
+    categorical = torch.distributions.Categorical(logits=logits).entropy()
+    torch.testing.assert_close(topk_entropy(logits, 37, normalize=False), categorical, rtol=1e-12, atol=1e-13)
+
+
+def test_chunk_size_changes_nothing():
+    hidden, weight, labels = operands(tokens=29, dtype=torch.float32)
+    whole = token_statistics(hidden, weight, labels, k=10, chunk_tokens=64)
+    for chunk in (1, 3, 29):
+        parts = token_statistics(hidden, weight, labels, k=10, chunk_tokens=chunk)
+        for name in ("log_prob", "entropy", "topk_entropy"):
+            torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=2e-5, atol=2e-5)
+
+
+def test_ignored_positions_are_zero_and_not_projected():
+    hidden, weight, labels = operands()
+    hidden[labels == -100] = math.nan
+    hidden = hidden.requires_grad_()
+    stats = token_statistics(hidden, weight, labels, k=5)
+    assert stats.topk_entropy[labels == -100].eq(0).all()
+    stats.topk_entropy.sum().backward()
+    assert torch.isfinite(hidden.grad).all()
+    assert hidden.grad[labels == -100].eq(0).all()
+
+
+@pytest.mark.parametrize("gradients", [None, ("topk_entropy",)])
+def test_empty_micro_batch_keeps_the_graph_alive(gradients):
+    hidden, weight, labels = operands()
+    hidden = hidden.requires_grad_()
+    stats = token_statistics(hidden, weight, torch.full_like(labels, -100), k=5, gradients=gradients)
+    stats.topk_entropy.sum().backward()
+    assert hidden.grad.eq(0).all()
+    assert not stats.mask.any()
+
+
+def test_named_gradients_detach_the_others():
+    hidden, weight, labels = operands()
+    stats = token_statistics(hidden.requires_grad_(), weight, labels, k=5, gradients=("topk_entropy",))
+    assert stats.topk_entropy.requires_grad
+    assert not stats.log_prob.requires_grad
+    assert not stats.entropy.requires_grad
+
+
+def test_outputs_limit_the_work():
+    hidden, weight, labels = operands()
+    stats = token_statistics(hidden.requires_grad_(), weight, labels, k=5, outputs=("topk_entropy",))
+    assert stats.log_prob.numel() == 0
+    assert stats.entropy.numel() == 0
+    full = token_statistics(hidden, weight, labels, k=5)
+    torch.testing.assert_close(stats.topk_entropy, full.topk_entropy)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_heads_use_fp32_logits(dtype):
+    hidden, weight, labels = operands(tokens=20, width=16, vocabulary=64, dtype=dtype)
+    exact = token_statistics_reference(hidden.double(), weight.double(), labels, k=10)
+    actual = token_statistics(hidden.requires_grad_(), weight, labels, k=10)
+    for name in ("log_prob", "entropy", "topk_entropy"):
+        value = getattr(actual, name)
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value.double(), getattr(exact, name), rtol=1e-4, atol=1e-4)
+    actual.topk_entropy.sum().backward()
+    assert hidden.grad.dtype == dtype
+
+
+def test_autocast_does_not_lower_the_precision():
+    hidden, weight, labels = operands(tokens=20, width=16, vocabulary=64, dtype=torch.float32)
+    exact = token_statistics(hidden, weight, labels, k=10)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = token_statistics(hidden, weight, labels, k=10)
+    torch.testing.assert_close(inside.topk_entropy, exact.topk_entropy, rtol=0, atol=0)
+
+
+def test_saves_indices_and_slopes_only():
+    """Stage II keeps k indices and k slopes per response token, nothing of the vocabulary's size but the head itself."""
+    hidden, weight, labels = operands(tokens=50, width=8, vocabulary=400, dtype=torch.float32, ignored=10)
+    saved: list[torch.Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda t: t)
+    with hooks:
+        token_statistics(
+            hidden.requires_grad_(), weight, labels, k=6, outputs=("topk_entropy",), gradients=("topk_entropy",)
+        )
+    grown = [tensor for tensor in saved if tensor.numel() > 40 * 6 and tensor.data_ptr() != weight.data_ptr()]
+    assert grown == []
+
+
+def test_statistics_of_logits_agree():
+    hidden, weight, labels = operands()
+    logits = hidden @ weight.t()
+    for left, right in zip(
+        statistics_of_logits(logits, labels, 7)[:3], token_statistics(hidden, weight, labels, k=7)[:3], strict=True
+    ):
+        torch.testing.assert_close(left, right, rtol=1e-11, atol=1e-12)
+
+
+def test_bad_arguments_are_explained():
+    hidden, weight, labels = operands()
+    with pytest.raises(ConfigError, match="must agree"):
+        token_statistics(hidden, weight, labels[:-1])
+    with pytest.raises(ConfigError, match="does not project"):
+        token_statistics(hidden[:, :-1], weight, labels)
+    with pytest.raises(ConfigError, match="head is trainable"):
+        token_statistics(hidden, weight.requires_grad_(), labels)
+    weight.requires_grad_(False)
+    with pytest.raises(ConfigError, match="k must be an integer of at least 2"):
+        token_statistics(hidden, weight, labels, k=1)
+    with pytest.raises(ConfigError, match="unknown statistic 'entropie'"):
+        token_statistics(hidden, weight, labels, gradients=("entropie",))
+    with pytest.raises(ConfigError, match="not among outputs"):
+        token_statistics(hidden, weight, labels, outputs=("entropy",), gradients=("log_prob",))

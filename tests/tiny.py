@@ -1,0 +1,70 @@
+"""Tiny random models, adapters, tokenizer and rows for the tests."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+VOCABULARY = 160
+
+
+def tiny_base(seed: int = 0, **overrides):
+    """A random two-layer Qwen2 with tied embeddings, fp32, eval mode."""
+    torch.manual_seed(seed)
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.2,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        **overrides,
+    }
+    return Qwen2ForCausalLM(Qwen2Config(**settings)).eval()
+
+
+def tiny_adapter(seed: int = 0, base=None, name: str = "default", **lora):
+    """A PeftModel on a tiny base whose LoRA factors are random and not zero."""
+    base = base if base is not None else tiny_base()
+    torch.manual_seed(seed + 1)
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False, **lora}
+    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **settings), adapter_name=name)
+    return model.eval()
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Word-level tokenizer over VOCABULARY tokens with a chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>"] + [f"w{i}" for i in range(VOCABULARY - 5)]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}<user> {{ m['content'] }} {% else %}"
+        "<assistant> {{ m['content'] }} <eos> {% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant> {% endif %}"
+    )
+    return tokenizer
+
+
+def tiny_rows(count: int, seed: int = 0):
+    """Conversations of random words; responses of different lengths."""
+    draw = random.Random(seed)
+
+    def words(low, high):
+        return " ".join(f"w{draw.randrange(VOCABULARY - 5)}" for _ in range(draw.randint(low, high)))
+
+    return [
+        {"messages": [{"role": "user", "content": words(2, 6)}, {"role": "assistant", "content": words(3, 9)}]}
+        for _ in range(count)
+    ]
