@@ -47,7 +47,12 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+        auto_map={"AutoTokenizer": [None, None]},  # AutoTokenizer then reads tokenizer.json as it is, beside any model
     )
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m['role'] == 'user' %}<user> {{ m['content'] }} {% else %}"

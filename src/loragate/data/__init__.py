@@ -1,10 +1,12 @@
 """Data: from a file or a hub id to token ids with a response mask.
 
-formats    row formats brought to one shape          rows      rows that know their place
-loading    files and hub to `Rows`                   chat      chat templates as text
-tokens     text pieces to ids                        rendering turns to ids and labels
-encoding   a whole dataset and its account           collate   padded batches
-preview    the mask, to look at                      endings   will the model stop?
+Names in the order in which a row meets them:
+
+- loading: files and the hub to `Rows`; rows: rows that know their place
+- formats: row formats brought to one shape; messages: roles and texts checked
+- chat: chat templates as text; tokens: pieces of text to ids; rendering: turns to ids and labels
+- encoding: a whole dataset and its account; collate: padded batches
+- preview: the mask, to look at; endings: will the model stop?; printable: text that is safe to print
 """
 
 from loragate.data.chat import Chat, template_hash

@@ -11,7 +11,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loragate.data.formats import Message, Turns
+from loragate.data.formats import Turns
+from loragate.data.messages import Message
 from loragate.data.printable import excerpt
 from loragate.errors import ConfigError, DataError, nearest
 
@@ -50,6 +51,7 @@ class Chat:
             )
         self.tokenizer = tokenizer
         self.template = active_template(tokenizer)
+        self._as_blocks, self._loses_text = self._find_content_form()
         self.turn_end = _after_last(self._try([_ASK, _ANSWER]), _REPLY)
         self._injected, self._instead = self._find_injected_system() if system == "none" else ("", "")
         added = (token for token in tokenizer.added_tokens_encoder if not token.isspace())
@@ -73,6 +75,10 @@ class Chat:
             raise DataError(
                 f"{at}this is a conversation, but the tokenizer {self.tokenizer.name_or_path!r} has no chat template. "
                 "Give one with --chat-template FILE, or use plain rows: the keys prompt and completion, both text."
+            )
+        if self._loses_text:
+            raise DataError(
+                f"{at}the chat template leaves out the text of messages; give another one with --chat-template FILE"
             )
         try:
             text = self._apply(messages, tools, generation_prompt)
@@ -138,6 +144,16 @@ class Chat:
         trimmed = text.rstrip()
         return _Span(prompt, text, len(trimmed) if trimmed.endswith(self._turn_ends) else len(text))
 
+    def _find_content_form(self) -> tuple[bool, bool]:
+        """(content goes in as a list of blocks, the text is lost either way); vision templates read blocks only."""
+        self._as_blocks = False
+        as_text = self._try([_ASK, _ANSWER])
+        if _REPLY in as_text:
+            return False, False
+        self._as_blocks = True
+        works = _REPLY in self._try([_ASK, _ANSWER])
+        return works, not works and as_text != ""
+
     def _find_injected_system(self) -> tuple[str, str]:
         """Find the system text that the template adds on its own: (beginning of a rendered text, what to put instead).
 
@@ -170,8 +186,11 @@ class Chat:
     def _apply(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, generation_prompt: bool
     ) -> str:
+        turns = [dict(message) for message in messages]
+        if self._as_blocks:
+            turns = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
         return self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
+            turns,
             tools=[dict(tool) for tool in tools] if tools else None,
             tokenize=False,
             add_generation_prompt=generation_prompt,

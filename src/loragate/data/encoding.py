@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
-from loragate.data.formats import FORMATS, Turns, detect_format, normalize
+from loragate.data.formats import Turns, detect_format, normalize
 from loragate.data.loading import load_rows
 from loragate.data.rendering import IGNORED, Encoder
 from loragate.data.rows import Rows

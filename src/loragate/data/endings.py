@@ -28,7 +28,7 @@ class EndingReport:
         end_ids, end_tokens: ids and texts that end a response in training, first to last: the chat template's end of
             turn, or EOS for a tokenizer without a template. Empty when the template writes nothing.
         stop_ids: ids that generation stops at.
-        stops: the first of `end_ids` is one of them.
+        stops: one of `end_ids` is among them.
         share_ending: share of the given rows whose last response ends in a stop token; None without rows.
         problems: what is wrong, in sentences; empty when all is well.
     """
@@ -56,14 +56,13 @@ def ending_health(
     chat = Chat(tokenizer)
     end_ids = _end_ids(chat)
     stop_ids, source = _stop_ids(tokenizer, generation_config)
-    stops = bool(end_ids) and end_ids[0] in stop_ids
+    stops = any(index in stop_ids for index in end_ids)
     share = None
     if encoded_rows:
         share = sum(_last_label(row) in stop_ids for row in encoded_rows) / len(encoded_rows)
-    problems = [
-        *_template_problems(tokenizer, chat, end_ids, stop_ids, source),
-        *_row_problems(share, stops),
-    ]
+    problems = _row_problems(share, stops)
+    if share != 1.0:  # rows that all stop are better evidence than the template, which plain rows do not use
+        problems = _template_problems(tokenizer, end_ids, stop_ids, source) + problems
     return EndingReport(end_ids, tuple(_name(tokenizer, [i]) for i in end_ids), stop_ids, stops, share, problems)
 
 
@@ -88,11 +87,11 @@ def _stop_ids(
 
 
 def _template_problems(
-    tokenizer: PreTrainedTokenizerBase, chat: Chat, end_ids: tuple[int, ...], stop_ids: tuple[int, ...], source: str
+    tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], stop_ids: tuple[int, ...], source: str
 ) -> list[str]:
     if not stop_ids:
         return [
-            f"Neither the tokenizer nor the generation config names an end-of-sequence token, so generation never stops "
+            "Neither the tokenizer nor the generation config names an end-of-sequence token, so generation never stops "
             f"by itself; set {source}."
         ]
     if not end_ids:
@@ -100,23 +99,18 @@ def _template_problems(
             "The chat template writes no token after an assistant turn, so the model never learns to stop; end the "
             "assistant turn in the template with the end-of-sequence token."
         ]
-    known = ", ".join(_name(tokenizer, [index]) for index in stop_ids)
-    name = _name(tokenizer, end_ids[:1])
-    if end_ids[0] in stop_ids:
+    if any(index in stop_ids for index in end_ids):
         return []
-    written = f"{name} (id {end_ids[0]})"
+    known = ", ".join(f"{_name(tokenizer, [index])} (id {index})" for index in stop_ids)
     if len(end_ids) > 1:
         written = f"{_name(tokenizer, end_ids)} as {len(end_ids)} tokens"
-        if not any(index in stop_ids for index in end_ids):
-            return [
-                f"The chat template ends an assistant turn with {written}, while generation stops only at one of "
-                f"{known} ({source}): responses will run on. Add the text to the tokenizer as one special token, or "
-                "stop on it as a string."
-            ]
-        return []
+        cure = "Add the text to the tokenizer as one special token, or stop on it as a string."
+    else:
+        written = f"{_name(tokenizer, end_ids)} (id {end_ids[0]})"
+        cure = f"Add {end_ids[0]} to generation_config.eos_token_id."
     return [
-        f"The chat template ends an assistant turn with {written}, while generation stops only at {known} ({source}): "
-        f"responses will run on to the token limit. Add {end_ids[0]} to generation_config.eos_token_id."
+        f"The chat template ends an assistant turn with {written}, while generation stops only at {known}, from "
+        f"{source}: responses will run on to the token limit. {cure}"
     ]
 
 

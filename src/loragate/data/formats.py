@@ -15,13 +15,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from loragate.data.messages import Message, conversation, kind_of, pair_messages, text_of
+from loragate.data.printable import escape_controls
 from loragate.errors import ConfigError, DataError, nearest
 
 Row = Mapping[str, Any]
-Message = dict[str, Any]
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-ROLE_ALIASES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool", "ipython": "tool"}
 RAW_PAIR = ("prompt", "completion")
 PAIRS = (
     RAW_PAIR,
@@ -129,22 +128,25 @@ def normalize(row: Row, format: str, where: str = "") -> Turns:
 
 
 def _messages_row(row: Row) -> Conversation:
-    return Conversation(_conversation(row["messages"], "messages"))
+    return Conversation(conversation(row["messages"], "messages"))
 
 
 def _sharegpt_row(row: Row) -> Conversation:
-    return Conversation(_with_system(row, _conversation(row["conversations"], "conversations")))
+    return Conversation(_with_system(row, conversation(row["conversations"], "conversations")))
 
 
 def _alpaca_row(row: Row) -> Conversation:
     messages: list[Message] = []
-    for index, pair in enumerate(row.get("history") or ()):
+    history = row.get("history") or []
+    if not isinstance(history, list | tuple):
+        raise DataError(f"history is {kind_of(history)}, expected a list of pairs [user text, assistant text]")
+    for index, pair in enumerate(history):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise DataError(f"history[{index}] is {_kind(pair)}, expected a pair [user text, assistant text]")
-        messages += _pair_messages(_text(pair[0], f"history[{index}][0]"), _text(pair[1], f"history[{index}][1]"))
-    parts = [_text(row["instruction"], "instruction"), _text(row.get("input") or "", "input")]
+            raise DataError(f"history[{index}] is {kind_of(pair)}, expected a pair [user text, assistant text]")
+        messages += pair_messages(text_of(pair[0], f"history[{index}][0]"), text_of(pair[1], f"history[{index}][1]"))
+    parts = [text_of(row["instruction"], "instruction"), text_of(row.get("input") or "", "input")]
     question = "\n\n".join(part for part in parts if part.strip())
-    messages += _pair_messages(question, _text(row["output"], "output"))
+    messages += pair_messages(question, text_of(row["output"], "output"))
     return Conversation(_with_system(row, tuple(messages)))
 
 
@@ -156,15 +158,15 @@ def _pair_row(row: Row) -> Conversation | Plain:
     pair = fitting[0]
     prompt, completion = row[pair[0]], row[pair[1]]
     if isinstance(prompt, list) and isinstance(completion, list):
-        before = _conversation(prompt, pair[0])
-        return Conversation(before + _conversation(completion, pair[1]), trained_from=len(before))
+        before = conversation(prompt, pair[0])
+        return Conversation(before + conversation(completion, pair[1]), trained_from=len(before))
     if isinstance(prompt, list) or isinstance(completion, list):
         raise DataError(
-            f"{pair[0]} is {_kind(prompt)} and {pair[1]} is {_kind(completion)}; "
+            f"{pair[0]} is {kind_of(prompt)} and {pair[1]} is {kind_of(completion)}; "
             "expected two strings or two lists of messages"
         )
-    texts = Plain(_text(prompt, pair[0]), _text(completion, pair[1]))
-    return texts if pair == RAW_PAIR else Conversation(tuple(_pair_messages(*texts)))
+    texts = Plain(text_of(prompt, pair[0]), text_of(completion, pair[1]))
+    return texts if pair == RAW_PAIR else Conversation(tuple(pair_messages(*texts)))
 
 
 def _has(row: Row, *keys: str) -> bool:
@@ -197,60 +199,9 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def _conversation(entries: Any, key: str) -> tuple[Message, ...]:
-    if not isinstance(entries, list | tuple):
-        raise DataError(f"{key} is {_kind(entries)}, expected a list of messages")
-    return tuple(_message(entry, f"{key}[{index}]") for index, entry in enumerate(entries))
-
-
-def _message(entry: Any, place: str) -> Message:
-    """One message with the keys `role` and `content`; other keys (tool_calls, reasoning_content) stay for the template."""
-    if not isinstance(entry, Mapping):
-        raise DataError(f"{place} is {_kind(entry)}, expected an object with role and content")
-    present = {str(key): value for key, value in entry.items() if value is not None}
-    role = present.pop("role", None) or present.pop("from", None)
-    content = present.pop("content", None)
-    content = present.pop("value", "") if content is None else content
-    name = ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
-    if name not in ROLES:
-        known = (*ROLES, *ROLE_ALIASES)
-        hint = nearest(role, known) if isinstance(role, str) else ""
-        raise DataError(f"{place} has the role {role!r}, expected one of {', '.join(known)}{hint}")
-    return {"role": name, "content": _content(content, place), **present}
-
-
-def _content(content: Any, place: str) -> str:
-    """Text, or a list of text blocks joined; templates of text models concatenate strings."""
-    if not isinstance(content, list | tuple):
-        return _text(content, f"the content of {place}")
-    blocks = []
-    for block in content:
-        if not isinstance(block, Mapping) or block.get("text") is None:
-            kind = block.get("type") if isinstance(block, Mapping) else _kind(block)
-            raise DataError(f"the content of {place} has a block of type {kind!r}; only text can be learned from")
-        blocks.append(_text(block["text"], f"a text block of {place}"))
-    return "".join(blocks)
-
-
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise DataError(f"{name} is {_kind(value)}, expected text")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{name} has half of a surrogate pair at character {error.start}; it is not valid text"
-        ) from None
-    return value
-
-
-def _pair_messages(question: str, answer: str) -> list[Message]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
 def _with_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """Alpaca and ShareGPT files may keep the system message in a column of its own."""
-    system = _text(row.get("system") or "", "system")
+    system = text_of(row.get("system") or "", "system")
     if not system.strip() or any(message["role"] == "system" for message in messages):
         return messages
     return ({"role": "system", "content": system}, *messages)
@@ -289,14 +240,10 @@ def _tools(row: Row) -> tuple[dict[str, Any], ...] | None:
     if not tools:
         return None
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise DataError(f"tools is {_kind(tools)}, expected a list of tool schemas (objects)")
+        raise DataError(f"tools is {kind_of(tools)}, expected a list of tool schemas (objects)")
     return tuple(dict(tool) for tool in tools)
 
 
 def _key_list(row: Row) -> str:
-    return ", ".join(sorted(str(key) for key, value in row.items() if value is not None)) or "(none)"
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", tuple: "a list", str: "text", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), f"a value of type {type(value).__name__}")
+    keys = sorted(str(key) for key, value in row.items() if value is not None)
+    return escape_controls(", ".join(keys[:20])) or "(none)"

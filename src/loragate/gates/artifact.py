@@ -41,7 +41,17 @@ from loragate.gates.fingerprint import (
     compare_base_samples,
     config_fingerprint,
 )
-from loragate.gates.schema import ADAPTER, CARD, CONFIG, FORMAT, GATES, SCHEMA_VERSION, read_gate_config, read_tensors
+from loragate.gates.schema import (
+    ADAPTER,
+    CARD,
+    CONFIG,
+    FORMAT,
+    GATES,
+    SCHEMA_VERSION,
+    gate_metadata,
+    read_gate_config,
+    read_tensors,
+)
 from loragate.version import __version__
 
 
@@ -111,7 +121,7 @@ def save_gates(
         **(evidence or {}),
     }
     write_adapter(peft_model, name, folder / ADAPTER, adapter_source)
-    write_atomically(folder / GATES, lambda path: save_file(tensors, str(path), metadata={"format": "pt"}))
+    write_atomically(folder / GATES, lambda path: save_file(tensors, str(path), metadata=gate_metadata(record["gate"])))
     record["gates_sha256"] = file_sha256(folder / GATES)
     write_text(folder / CARD, card or _short_card(record))
     write_json(folder / CONFIG, record)

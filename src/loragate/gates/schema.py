@@ -103,6 +103,11 @@ def read_tensors(folder: Path, record: dict[str, Any]) -> dict[str, torch.Tensor
         tensors = load(data)
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
         raise ArtifactError(f"{path}: not a readable safetensors file ({error})") from error
+    if _stored_settings(data) != gate_metadata(record["gate"])["gate"]:
+        _fail(
+            folder / CONFIG,
+            f"key 'gate' is not what {GATES} was trained with; one of the two files was changed, fetch the artifact again",
+        )
     for key, tensor in tensors.items():
         if tensor.dtype != torch.float32:
             _fail(path, f"{key} has dtype {str(tensor.dtype).removeprefix('torch.')}, expected float32")
@@ -111,6 +116,18 @@ def read_tensors(folder: Path, record: dict[str, Any]) -> dict[str, torch.Tensor
         if not bool(torch.isfinite(tensor).all()):
             _fail(path, f"{key} contains NaN or infinity")
     return tensors
+
+
+def gate_metadata(gate: dict[str, Any]) -> dict[str, str]:
+    """The header that ties gates.safetensors to its settings, so that neither file can be changed alone."""
+    return {"format": "pt", "gate": json.dumps(gate, sort_keys=True)}
+
+
+def _stored_settings(data: bytes) -> str | None:
+    """The settings in the header of a safetensors file that was already parsed once."""
+    length = int.from_bytes(data[:8], "little")
+    metadata = json.loads(data[8 : 8 + length]).get("__metadata__") or {}
+    return metadata.get("gate")
 
 
 def _read_json(folder: Path, path: Path) -> dict[str, Any]:

@@ -124,7 +124,9 @@ def eaft(k: int = 20, power: float = 1.0, normalizer: float | None = None) -> We
             raise ConfigError(f"EAFT reads top-{k} entropy, the statistics were made with k = {stats.k}")
         return (stats.topk_entropy.clamp(min=0) * factor) ** power
 
-    return WeightedCrossEntropy("eaft", rule, k=k, reads_entropy=True, settings={"k": k, "power": power, "normalizer": normalizer})
+    return WeightedCrossEntropy(
+        "eaft", rule, k=k, reads_entropy=True, settings={"k": k, "power": power, "normalizer": normalizer}
+    )
 
 
 def talr(tau: float | str = "median", floor: float = 0.01) -> WeightedCrossEntropy:

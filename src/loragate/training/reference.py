@@ -76,7 +76,7 @@ def reference_loop(
                 batch = collate(rows[start : start + settings.micro_batch_size])
                 loss = response_entropies(model, batch, settings.k).sum() / max(tokens, 1)
                 loss.backward()
-                step_loss += float(loss)
+                step_loss += float(loss.detach())
             torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
             for group in optimizer.param_groups:
                 group["lr"] = settings.learning_rate * cosine_factor(len(losses), warmup, total)

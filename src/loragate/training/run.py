@@ -126,7 +126,9 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
             stopper.restore()
     if stopper.asked and trainer.state.global_step < trainer.state.max_steps:
         again = f"run the same command with --resume to go on from {folder}" if keep else "nothing was kept"
-        raise TrainingError(f"stopped by Ctrl-C at step {trainer.state.global_step} of {trainer.state.max_steps}; {again}")
+        raise TrainingError(
+            f"stopped by Ctrl-C at step {trainer.state.global_step} of {trainer.state.max_steps}; {again}"
+        )
     seconds = float(output.metrics.get("train_runtime", 0.0))
     return TrainingOutcome(trainer.history, trainer.state.global_step, seconds, fused)
 

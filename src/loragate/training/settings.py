@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from loragate.errors import ConfigError
-from loragate.losses.objectives import FACTORIES
+from loragate.errors import ConfigError, nearest
 
+OBJECTIVES = ("sft", "dft", "profit", "eaft", "talr", "mask")
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")
 PRECISIONS = ("fp32", "bf16")
 
@@ -114,8 +114,11 @@ class StageOneSettings(TrainSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.objective not in FACTORIES:
-            raise ConfigError(f"objective must be one of {', '.join(FACTORIES)}, found {self.objective!r}")
+        if self.objective not in OBJECTIVES:
+            raise ConfigError(
+                f"objective must be one of {', '.join(OBJECTIVES)}, found {self.objective!r}"
+                + nearest(self.objective, OBJECTIVES)
+            )
         if self.rank < 1:
             raise ConfigError(f"rank must be at least 1, found {self.rank}")
 

@@ -38,7 +38,7 @@ def build_adapter(base_model: Any, settings: StageOneSettings, adapter_name: str
         targets = [name.strip() for name in settings.target_modules.split(",") if name.strip()]
     config = LoraConfig(
         r=settings.rank,
-        lora_alpha=settings.alpha,  # type: ignore[arg-type]
+        lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
         target_modules=targets,
         use_dora=settings.dora,

@@ -200,7 +200,9 @@ def _calibrate(
     )
     outcome = run_training(job, None if run_folder is None else Path(run_folder), resume=resume, on_step=on_step)
     if weights_checksum(_frozen(model)) != frozen:
-        raise TrainingError("a frozen weight of the base or the adapter changed during calibration; the result is not used")
+        raise TrainingError(
+            "a frozen weight of the base or the adapter changed during calibration; the result is not used"
+        )
     after, statistics, total = measure_entropy(model, encoded, collator, request.k, name)
     return CalibrationResult(
         config=config,
@@ -249,10 +251,14 @@ def check_parity(parity: Parity, dtype: torch.dtype) -> None:
 def require_only_gates_train(model: Any, trained: dict[str, Any]) -> None:
     """Raises TrainingError unless exactly the gates require a gradient, in fp32."""
     allowed = {id(parameter) for parameter in trained.values()}
-    extra = [name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in allowed]
+    extra = [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in allowed
+    ]
     if extra:
         raise TrainingError(f"{extra[0]} would train in Stage II, where only gates may")
-    wrong = [name for name, parameter in trained.items() if parameter.dtype != torch.float32 or not parameter.requires_grad]
+    wrong = [
+        name for name, parameter in trained.items() if parameter.dtype != torch.float32 or not parameter.requires_grad
+    ]
     if wrong:
         raise TrainingError(f"gate {wrong[0]} is {trained[wrong[0]].dtype} or frozen; gates must train in fp32")
 

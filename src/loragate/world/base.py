@@ -140,9 +140,7 @@ def load_base(folder: str | Path | None = None) -> tuple[Qwen2ForCausalLM, PreTr
         DataError: the folder lacks the weights, the configuration or the tokenizer.
     """
     path = shipped_base_folder() if folder is None else Path(folder)
-    missing = [
-        name for name in ("config.json", "model.safetensors", "tokenizer.json") if not (path / name).is_file()
-    ]
+    missing = [name for name in ("config.json", "model.safetensors", "tokenizer.json") if not (path / name).is_file()]
     if missing:
         raise DataError(
             f"found no {', '.join(missing)} in '{path}'; expected the folder of a tiny base: "
@@ -170,9 +168,7 @@ def _new_model(recipe: TinyBaseRecipe, tokenizer: PreTrainedTokenizerFast) -> Qw
         dtype=torch.float32,
     )
     model = Qwen2ForCausalLM(config).to(torch.float32)
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     return model
 
 

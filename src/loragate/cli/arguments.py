@@ -1,0 +1,261 @@
+"""From a frozen dataclass to a command line: every field is a flag, and a key of the `--config` file.
+
+Precedence: flag, then configuration file, then the field's default. Help texts come from the "Attributes:" part of the
+class docstrings, so that a setting is described once. Knows no command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from loragate.errors import ConfigError, nearest
+
+GLOBAL_FLAGS = ("config", "debug", "print-config", "help")
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand.
+
+    Attributes:
+        name: as typed.
+        summary: one line for the overview.
+        options: frozen dataclass of its settings; fields without default are required.
+        run: called with an instance of `options`; returns the exit status.
+        examples: lines that work when pasted.
+        positional: name of the field that may be given without a flag, or None.
+    """
+
+    name: str
+    summary: str
+    options: type
+    run: typing.Callable[[Any], int]
+    examples: tuple[str, ...]
+    positional: str | None = None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        if found := re.search(r"unrecognized arguments: (\S+)", message):
+            flag = found.group(1).split("=")[0].lstrip("-")
+            known = [action.option_strings[0].lstrip("-") for action in self._actions if action.option_strings]
+            guess = nearest(flag, known).replace("'", "'--", 1) if flag else ""
+            raise ConfigError(f"{self.prog}: unknown argument {found.group(1)}{guess} (see {self.prog} --help)")
+        raise ConfigError(f"{self.prog}: {message} (see {self.prog} --help)")
+
+
+def parse(command: Command, argv: list[str]) -> tuple[Any, argparse.Namespace]:
+    """(options instance, global flags) of a command line.
+
+    Raises:
+        ConfigError: naming the flag, or the file and key, what was found and what is known.
+    """
+    parser = build_parser(command)
+    # "--range -3,1" would be read as two flags
+    joined: list[str] = []
+    for argument in argv:
+        if joined and joined[-1] == "--range" and re.match(r"-\d", argument):
+            joined[-1] = f"--range={argument}"
+        else:
+            joined.append(argument)
+    namespace = parser.parse_args(joined)
+    values = read_config(Path(namespace.config), command) if namespace.config else {}
+    kinds = field_kinds(command.options)
+    for name in kinds:
+        given = getattr(namespace, name)
+        if given is not None:
+            values[name] = given
+    missing = [
+        field.name
+        for field in dataclasses.fields(command.options)
+        if field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+        and values.get(field.name) is None
+    ]
+    if missing:
+        flags = ", ".join(_flag(name) for name in missing)
+        raise ConfigError(f"loragate {command.name} needs {flags}; for example: {command.examples[0]}")
+    return command.options(**values), namespace
+
+
+def build_parser(command: Command) -> argparse.ArgumentParser:
+    """The argparse parser of one command."""
+    parser = _Parser(
+        prog=f"loragate {command.name}",
+        description=command.summary,
+        epilog="examples:\n" + "\n".join(f"  {line}" for line in command.examples),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    texts = help_texts(command.options)
+    defaults = {field.name: field.default for field in dataclasses.fields(command.options)}
+    for name, kind in field_kinds(command.options).items():
+        default = defaults[name]
+        shown = "" if default in (dataclasses.MISSING, None, "") else f" [{_shown(default)}]"
+        text = (texts.get(name, "") + shown).replace("%", "%%")
+        if name == command.positional:
+            parser.add_argument(name, nargs="?", help=text, metavar=name.upper())
+        elif kind is bool:
+            parser.add_argument(_flag(name), dest=name, default=None, action=argparse.BooleanOptionalAction, help=text)
+        else:
+            convert = _converter(name, kind)
+            parser.add_argument(_flag(name), dest=name, default=None, type=convert, help=text, metavar=_meta(kind))
+    parser.add_argument("--config", metavar="FILE", help="YAML file with any of these keys; flags override it")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def field_kinds(options: type) -> dict[str, Any]:
+    """{field name: plain type}, with `X | None` reduced to X."""
+    hints = typing.get_type_hints(options)
+    return {field.name: _plain(hints[field.name]) for field in dataclasses.fields(options)}
+
+
+def read_config(path: Path, command: Command) -> dict[str, Any]:
+    """The keys of a YAML file, checked against the command's settings."""
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--config {path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--config {path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    try:
+        loaded = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"--config {path}{line}: not valid YAML ({getattr(error, 'problem', error)})") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"--config {path}: expected keys and values, found {type(loaded).__name__}")
+    kinds = field_kinds(command.options)
+    values: dict[str, Any] = {}
+    for key, value in loaded.items():
+        name = str(key).replace("-", "_")
+        if name not in kinds:
+            raise ConfigError(
+                f"--config {path}: unknown key '{key}'{nearest(name, kinds)} (loragate {command.name} --help lists them)"
+            )
+        values[name] = _from_yaml(path, str(key), value, kinds[name])
+    return values
+
+
+def resolved_yaml(options: Any) -> str:
+    """The options as a YAML text that `--config` reads back."""
+    import yaml
+
+    return yaml.safe_dump(dataclasses.asdict(options), sort_keys=False, allow_unicode=True)
+
+
+def help_texts(options: type) -> dict[str, str]:
+    """{field: text} out of the "Attributes:" parts of the class and its bases."""
+    texts: dict[str, str] = {}
+    for cls in reversed(options.__mro__):
+        names: list[str] = []
+        inside = False
+        for line in (cls.__doc__ or "").splitlines():
+            if line.strip() == "Attributes:":
+                inside = True
+                continue
+            if not inside:
+                continue
+            if start := re.match(r"\s{8}([a-z_0-9]+(?:, [a-z_0-9]+)*): (.*)", line):
+                names = start.group(1).split(", ")
+                for name in names:
+                    texts[name] = start.group(2).strip()
+            elif line.strip() and line.startswith(" " * 12):
+                for name in names:
+                    texts[name] += " " + line.strip()
+            elif line.strip():
+                inside = False
+    return texts
+
+
+def _from_yaml(path: Path, key: str, value: Any, kind: Any) -> Any:
+    if value is None:
+        return None
+    where = f"--config {path}: key '{key}'"
+    if kind is dict:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where} must be a mapping, found {value!r}")
+        return value
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where} must be true or false, found {value!r}")
+        return value
+    if kind is str:
+        if isinstance(value, list):
+            return ",".join(str(part) for part in value)
+        if not isinstance(value, (str, int, float)) or isinstance(value, bool):
+            raise ConfigError(f"{where} must be text, found {value!r}")
+        return str(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ConfigError(f"{where} must be a number, found {value!r}")
+    try:
+        return _number(str(value), kind)
+    except ValueError as error:
+        raise ConfigError(f"{where} must be {_meta(kind).lower()}, found {value!r}") from error
+
+
+def _number(text: str, kind: Any) -> Any:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    if kind is int:
+        if number != int(number):
+            raise ValueError(text)
+        return int(number)
+    return number
+
+
+def _converter(name: str, kind: Any) -> typing.Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        if kind is str:
+            return text
+        if kind is dict:
+            try:
+                value = json.loads(text)
+            except json.JSONDecodeError:
+                value = None
+            if not isinstance(value, dict):
+                raise argparse.ArgumentTypeError(
+                    f"expected a JSON object such as '{{\"threshold\": 0.1}}', found {text!r}"
+                )
+            return value
+        try:
+            return _number(text, kind)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"expected {_meta(kind).lower()}, found {text!r}") from error
+
+    return convert
+
+
+def _plain(kind: Any) -> Any:
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        kind = next(part for part in typing.get_args(kind) if part is not type(None))
+    return typing.get_origin(kind) or kind
+
+
+def _meta(kind: Any) -> str:
+    return {int: "INTEGER", float: "NUMBER", dict: "JSON"}.get(kind, "TEXT")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

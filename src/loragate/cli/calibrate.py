@@ -1,0 +1,268 @@
+"""`loragate calibrate`: gate a finished adapter from prompts and responses (Stage II)."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from loragate.cli.arguments import Command
+from loragate.cli.display import Display, console, duration
+from loragate.cli.models import (
+    adapter_record,
+    dtype_argument,
+    load_adapter,
+    load_base,
+    load_tokenizer,
+    parse_range,
+    pick_device,
+    quiet_logging,
+)
+from loragate.errors import ConfigError
+from loragate.training.settings import CalibrationSettings
+
+logger = logging.getLogger("loragate")
+
+
+@dataclass(frozen=True)
+class CalibrateOptions(CalibrationSettings):
+    """Settings of `loragate calibrate`.
+
+    Attributes:
+        adapter: finished PEFT LoRA adapter, folder or hub id.
+        data: prompts and responses: .jsonl, .json, .parquet or a hub id; messages, prompt-completion, alpaca or sharegpt.
+        range: bounds of λ as L,U, for example --range=-3,1. No range is a safe default, so none is assumed.
+        out: folder for the gated adapter; must not hold one already.
+        base: base model instead of the one the adapter names.
+        base_id: name of the base to record in the artifact, where the base was loaded from a local folder.
+        split, revision: split and revision of a hub data set.
+        tau: gate temperature.
+        init_scale: size of the initial perturbation of the gate weights.
+        granularity: token, module or global.
+        complete_gradient: let the gate's gradient reach its input (a variant; the paper's gate detaches it).
+        gate_modules: gate only these modules (names separated by commas); all LoRA linears otherwise.
+        system: "none" renders without an injected default system message, "keep" as the template does.
+        chat_template: jinja file to use instead of the tokenizer's template.
+        dtype: auto, float32, bfloat16 or float16 of the base.
+        device: auto, cpu, cuda, cuda:1, mps.
+        resume: continue the unfinished run in the out folder.
+        trust_remote_code: allow model code from the hub to run.
+    """
+
+    adapter: str = ""
+    data: str = ""
+    range: str = ""
+    out: str = ""
+    base: str = ""
+    base_id: str = ""
+    split: str = ""
+    revision: str = ""
+    tau: float = 1.0
+    init_scale: float = 1e-6
+    granularity: str = "token"
+    complete_gradient: bool = False
+    gate_modules: str = ""
+    system: str = "none"
+    chat_template: str = ""
+    dtype: str = "auto"
+    device: str = "auto"
+    resume: bool = False
+    trust_remote_code: bool = False
+
+
+def run(options: CalibrateOptions) -> int:
+    """Load, show a sample, train, write the artifact."""
+    for name in ("adapter", "data", "out"):
+        if not getattr(options, name):
+            raise ConfigError(f"loragate calibrate needs --{name}; for example: {COMMAND.examples[0]}")
+    lower, upper = parse_range(options.range)
+    config = gate_config(options, lower, upper)
+    folder = Path(options.out)
+    if (folder / "gate_config.json").exists():
+        raise ConfigError(f"--out {folder} already holds a gated adapter; choose another folder or remove it first")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--out {folder} is a file; give a folder")
+    quiet_logging()
+    from loragate.data import load_rows
+    from loragate.gates import examine_adapter, require_gateable, save_gates
+    from loragate.training import calibrate, calibration_rows
+
+    out, display = console(), Display()
+    rows = load_rows(options.data, split=options.split or None, revision=options.revision or None)
+    record = adapter_record(options.adapter)
+    base_name = options.base or record.base_model_name_or_path
+    if not base_name:
+        raise ConfigError(f"{options.adapter} does not name its base model; say which with --base")
+    tokenizer = load_tokenizer(
+        [options.adapter, base_name], chat_template=options.chat_template, trust=options.trust_remote_code
+    )
+    settings = CalibrationSettings(
+        **{field.name: getattr(options, field.name) for field in fields(CalibrationSettings)}
+    )
+    with display.job("reading the data"):
+        rows, encoded = calibration_rows(rows, tokenizer, settings, options.system)
+    show_data(out, encoded, tokenizer)
+    device = pick_device(options.device)
+    with display.job("loading the model"):
+        base = load_base(
+            base_name,
+            revision=record.revision or "",
+            dtype=dtype_argument(options.dtype, device),
+            device=device,
+            trust=options.trust_remote_code,
+        )
+        model = load_adapter(base, options.adapter)
+    warn_about_endings(out, tokenizer, encoded, base)
+    gateable = require_gateable(examine_adapter(model, "default", config.target_modules))
+    out.print(f"gating {len(gateable)} modules, range [{lower:g}, {upper:g}], {settings.steps(len(encoded))} steps")
+    with display.job("calibrating") as job:
+        result = calibrate(
+            model,
+            tokenizer,
+            rows,
+            config,
+            settings,
+            run_folder=folder / "run",
+            resume=options.resume,
+            encoded=encoded,
+            on_step=lambda report: job.advance_to(report.step, report.total, _note(report.values)),
+        )
+    evidence = {
+        **result.evidence(),
+        "selection": {
+            "method": "given by the user",
+            "range": [lower, upper],
+            "evidence": "none: not compared with the adapter",
+        },
+    }
+    if is_main_process():
+        save_gates(
+            model,
+            folder,
+            adapter_source=options.adapter if Path(options.adapter).is_dir() else None,
+            k=settings.k,
+            base_id=options.base_id or base_name,
+            evidence=evidence,
+            card=model_card(folder.name, base_name, options, result),
+        )
+        tokenizer.save_pretrained(str(folder / "adapter" / "tokenizer"))
+        report_result(out, result, folder)
+    return 0
+
+
+def gate_config(options: Any, lower: float, upper: float) -> Any:
+    """The `GateConfig` of the command's flags."""
+    from loragate.gates.config import GateConfig
+
+    targets = tuple(name.strip() for name in options.gate_modules.split(",") if name.strip())
+    return GateConfig(
+        lower,
+        upper,
+        tau=options.tau,
+        init_scale=options.init_scale,
+        seed=options.seed,
+        detach_input=not options.complete_gradient,
+        granularity=options.granularity,
+        target_modules=targets or None,
+    )
+
+
+def is_main_process() -> bool:
+    """Whether this process writes results."""
+    from accelerate import PartialState
+
+    return bool(PartialState().is_main_process)
+
+
+def show_data(out: Any, encoded: Any, tokenizer: Any) -> None:
+    """The account of the rows, and one row with its response mask coloured."""
+    from loragate.data import mask_as_text, preview
+
+    summary = encoded.summary
+    out.print(
+        f"data: {len(encoded)} rows ({summary.format}), {summary.response_tokens:,} response tokens of "
+        f"{summary.response_tokens + summary.prompt_tokens:,}"
+        + (
+            f"; {summary.dropped} dropped, {summary.truncated} cut by max_length"
+            if summary.dropped or summary.truncated
+            else ""
+        )
+    )
+    if summary.last_turn_only:
+        out.print(f"in {summary.last_turn_only} rows only the last answer counts: the template rewrites earlier turns")
+    if out.is_terminal:
+        out.print("first row, response bright:")
+        out.print(preview(encoded[0], tokenizer))
+    else:
+        out.print("first row, response between ⟦ and ⟧:")
+        out.print(mask_as_text(encoded[0], tokenizer), markup=False)
+
+
+def warn_about_endings(out: Any, tokenizer: Any, encoded: Any, base: Any) -> None:
+    """Say so if trained turns end where generation would not stop."""
+    from loragate.data import ending_health
+
+    for problem in ending_health(tokenizer, list(encoded), base.generation_config).problems:
+        out.print(f"warning: {problem}", markup=False)
+
+
+def report_result(out: Any, result: Any, folder: Path) -> None:
+    """What happened, in words that promise nothing."""
+    total = result.gates_total
+    out.print(
+        f"done in {duration(result.seconds)}: {result.steps} steps, {result.parameters:,} gate parameters; base and adapter "
+        "unchanged (checked)"
+    )
+    out.print(
+        f"top-{result.settings.k} entropy on {min(64, result.rows)} training rows {result.entropy_before:.3f} → "
+        f"{result.entropy_after:.3f} (normalised). This is the objective, not a score: it falls also where answers get worse."
+    )
+    out.print(
+        f"λ < 0: {100 * total['below_zero']:.1f} %, 0 to 1: {100 * total['zero_to_one']:.1f} %, > 1: "
+        f"{100 * total['above_one']:.1f} %; at a bound: {100 * total['saturated']:.1f} %"
+    )
+    out.print(
+        f"step-zero parity: {result.parity.initial:.1e} in logits (the adapter's own effect is {result.parity.delta:.2g})"
+    )
+    out.print(f"written to {folder}; its adapter/ is the plain adapter to compare with")
+    out.print(f'next: loragate generate --model {folder} --prompt "…"', markup=False)
+
+
+def model_card(name: str, base: str, options: Any, result: Any) -> str:
+    """README.md of the artifact."""
+    total = result.gates_total
+    return (
+        f"---\nlibrary_name: loragate\nbase_model: {json.dumps(base)}\ntags: [lora, peft, loragate, scale]\n---\n\n"
+        f"# {name}\n\n"
+        f"LoRA adapter `{options.adapter}` on `{base}` with entropy gates: for each token and module the adapter's delta is "
+        f"scaled by λ in [{result.config.lower:g}, {result.config.upper:g}].\n\n"
+        '```python\nimport loragate as lg\n\nmodel = lg.load_gated("path/to/this/folder")\n```\n\n'
+        "| | |\n|---|---|\n"
+        f"| gate parameters | {result.parameters:,} ({result.config.granularity}) |\n"
+        f"| data | {result.data['source']}, {result.rows} rows, {result.response_tokens:,} response tokens |\n"
+        f"| steps | {result.steps} of batch {result.settings.batch_size}, learning rate {result.settings.learning_rate:g} |\n"
+        f"| top-{result.settings.k} entropy, normalised | {result.entropy_before:.3f} before, {result.entropy_after:.3f} after |\n"
+        f"| share of λ < 0 / 0 to 1 / > 1 | {total['below_zero']:.3f} / {total['zero_to_one']:.3f} / {total['above_one']:.3f} |\n"
+        "| how the range was chosen | given by the user; not compared with the plain adapter |\n\n"
+        "Lower entropy is the training objective and no evidence of better answers. Compare with the plain adapter in "
+        "`adapter/`, also at a lower sampling temperature, before relying on it.\n"
+    )
+
+
+def _note(values: dict[str, Any]) -> str:
+    entropy = values.get("topk_entropy")
+    return f"entropy {entropy:.3f}" if entropy is not None else ""
+
+
+COMMAND = Command(
+    name="calibrate",
+    summary="Stage II: gate a finished LoRA adapter by minimising its top-k predictive entropy on response tokens.",
+    options=CalibrateOptions,
+    run=run,
+    examples=(
+        "loragate calibrate --adapter path/to/adapter --data train.jsonl --range=-3,1 --out gated",
+        "loragate calibrate --config calibrate.yaml --range=0,1 --learning-rate 1e-3",
+    ),
+)

@@ -1,0 +1,112 @@
+"""Progress for people: a live display on a terminal, plain lines in a log.
+
+A `Display` is told which jobs will come and roughly how long each takes, so that it can say how long is left altogether.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+PLAIN_SECONDS = 10.0
+
+
+def console() -> Console:
+    """The console that results are printed to."""
+    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words: "8 s", "2 min 05 s", "1 h 03 min"."""
+    seconds = max(0, round(seconds))
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60:02d} s"
+    return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
+
+
+class Display:
+    """Shows one job after the other.
+
+    Args:
+        plan: (job name, expected seconds or any weight) in order; unknown jobs may still be shown.
+        out: console to draw on; stderr by default, so that results on stdout stay clean.
+    """
+
+    def __init__(self, plan: Sequence[tuple[str, float]] = (), out: Console | None = None) -> None:
+        self.out = out or Console(stderr=True, highlight=False)
+        self.weights = dict(plan)
+        self.total = sum(self.weights.values())
+        self.done = 0.0
+        self.began = time.monotonic()
+        self.count = 0
+        self.live = self.out.is_terminal
+
+    @contextmanager
+    def job(self, name: str, total: int = 0) -> Iterator[Job]:
+        """Show a job; the yielded `Job` takes `advance_to(done, note)`."""
+        self.count += 1
+        weight = self.weights.get(name, 0.0)
+        numbered = f"[{self.count}/{len(self.weights)}] {name}" if name in self.weights else name
+        job = Job(self, numbered, weight, total)
+        if self.live:
+            columns = (
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[note]}"),
+            )
+            with Progress(*columns, TimeElapsedColumn(), console=self.out, transient=True) as progress:
+                job.progress = progress
+                job.task = progress.add_task(numbered, total=total or None, note="")
+                yield job
+        else:
+            yield job
+        self.done += weight
+        self.out.print(f"{numbered}: {duration(time.monotonic() - job.began)}{job.closing}", markup=False)
+
+    def left(self, share: float, weight: float) -> str:
+        """How long all planned jobs will still take, judged from the pace so far; empty before that is known."""
+        done = self.done + share * weight
+        elapsed = time.monotonic() - self.began
+        if self.total <= 0 or done < 0.04 * self.total or elapsed < 2:
+            return ""
+        return f"about {duration(elapsed / done * (self.total - done))} left"
+
+
+class Job:
+    """One running job of a `Display`."""
+
+    def __init__(self, display: Display, name: str, weight: float, total: int) -> None:
+        self.display, self.name, self.weight, self.total = display, name, weight, total
+        self.progress: Progress | None = None
+        self.task: int | None = None
+        self.closing = ""
+        self.began = self.printed = time.monotonic()
+
+    def advance_to(self, done: int, total: int | None = None, note: str = "") -> None:
+        """`done` of `total` units are finished; `note` is shown beside the bar."""
+        self.total = total or self.total
+        share = done / self.total if self.total else 0.0
+        left = self.display.left(share, self.weight) or self._own_left(share)
+        text = " · ".join(part for part in (note, left) if part)
+        if self.progress is not None and self.task is not None:
+            self.progress.update(self.task, completed=done, total=self.total or None, note=text)  # type: ignore[arg-type]
+        elif time.monotonic() - self.printed >= PLAIN_SECONDS:
+            self.printed = time.monotonic()
+            of = f"{done}/{self.total}" if self.total else str(done)
+            self.display.out.print(f"{self.name}: {of}{' · ' + text if text else ''}", markup=False)
+
+    def _own_left(self, share: float) -> str:
+        elapsed = time.monotonic() - self.began
+        return f"about {duration(elapsed / share * (1 - share))} left" if share > 0.02 and elapsed > 2 else ""
+
+    def close_with(self, text: str) -> None:
+        """Text for the line that stays when the job ends."""
+        self.closing = f" · {text}" if text else ""

@@ -1,0 +1,122 @@
+"""`loragate doctor`: what is installed, on what it can run, which optional parts are present."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from loragate.cli.arguments import Command
+from loragate.version import __version__
+
+REQUIRED = {
+    "torch": "2.8",
+    "transformers": "5.20",
+    "peft": "0.21",
+    "trl": "1.16",
+    "accelerate": "1.12",
+    "datasets": "4.0",
+}
+OPTIONAL = {
+    "tensorboard": "logging to TensorBoard (--report-to tensorboard)",
+    "trackio": "logging to Trackio",
+    "wandb": "logging to Weights & Biases",
+    "bitsandbytes": "4- and 8-bit bases",
+}
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Settings of `loragate doctor`.
+
+    Attributes:
+        json: print the findings as JSON.
+    """
+
+    json: bool = False
+
+
+def findings() -> dict[str, Any]:
+    """Versions, devices, optional parts and problems as plain data."""
+    import torch
+
+    versions = {name: _version(name) for name in [*REQUIRED, "safetensors", "tokenizers", "matplotlib"]}
+    devices = [f"cpu ({os.cpu_count()} cores, {torch.get_num_threads()} threads)"]
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            memory = torch.cuda.get_device_properties(index).total_memory / 2**30
+            devices.append(f"cuda:{index} ({torch.cuda.get_device_name(index)}, {memory:.0f} GiB)")
+    if torch.backends.mps.is_available():
+        devices.append("mps")
+    problems = []
+    for name, lowest in REQUIRED.items():
+        found = versions[name]
+        if found is None:
+            problems.append(f"{name} is missing; pip install '{name}>={lowest}'")
+        elif _numbers(found) < _numbers(lowest):
+            problems.append(f"{name} {found} is older than {lowest}; pip install -U {name}")
+    free = shutil.disk_usage(os.getcwd()).free / 2**30
+    if free < 1:
+        problems.append(f"only {free:.1f} GiB free on the disk of the current folder")
+    return {
+        "loragate": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": versions,
+        "devices": devices,
+        "optional": {name: _version(name) for name in OPTIONAL},
+        "free_disk_gib": round(free, 1),
+        "offline": os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"),
+        "problems": problems,
+    }
+
+
+def run(options: DoctorOptions) -> int:
+    """Print the findings; status 1 if something required is missing or too old."""
+    found = findings()
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return 1 if found["problems"] else 0
+    print(f"loragate {found['loragate']}, Python {found['python']} on {found['platform']} ({sys.executable})")
+    for name, version in found["versions"].items():
+        print(f"  {name:<14} {version or 'missing'}")
+    print("devices: " + ", ".join(found["devices"]))
+    print("optional parts:")
+    for name, purpose in OPTIONAL.items():
+        print(f"  {name:<14} {found['optional'][name] or 'not installed'}: {purpose}")
+    print(
+        f"disk: {found['free_disk_gib']} GiB free; hub: {'offline' if found['offline'] else 'reachable if the network is'}"
+    )
+    for problem in found["problems"]:
+        print(f"problem: {problem}")
+    print("next: loragate quickstart" if not found["problems"] else "mend the problems above first")
+    return 1 if found["problems"] else 0
+
+
+def _version(name: str) -> str | None:
+    if importlib.util.find_spec(name) is None:
+        return None
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = version.split("+")[0].split(".")[:3]
+    return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in parts)
+
+
+COMMAND = Command(
+    name="doctor",
+    summary="Versions, devices and optional parts; run this first when something does not work.",
+    options=DoctorOptions,
+    run=run,
+    examples=("loragate doctor", "loragate doctor --json"),
+)

@@ -1,0 +1,180 @@
+"""`loragate generate`: text from a gated folder, a plain adapter or a base."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loragate.cli.arguments import Command
+from loragate.cli.models import (
+    adapter_record,
+    dtype_argument,
+    explained,
+    load_adapter,
+    load_base,
+    load_tokenizer,
+    pick_device,
+    quiet_logging,
+    require_place,
+)
+from loragate.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Settings of `loragate generate`.
+
+    Attributes:
+        model: gated folder, PEFT adapter or base model.
+        prompt: the user's turn; "-" reads it from standard input.
+        prompts: file with one prompt per line, instead of prompt.
+        raw: give the prompt to the model as it is, without the chat template.
+        samples: answers per prompt.
+        temperature: sampling temperature; 0 is greedy.
+        top_p: nucleus sampling threshold.
+        max_new_tokens: token limit of an answer.
+        seed: seed of the sampling.
+        batch_size: sequences generated at a time.
+        lambda_constant: replace every λ by this number (0: the base, 1: the plain adapter).
+        lambda_min, lambda_max: clip λ.
+        base: where the base model is, instead of the recorded one.
+        system: "none" renders without an injected default system message, "keep" as the template does.
+        chat_template: jinja file to use instead of the tokenizer's template.
+        dtype: auto, float32, bfloat16 or float16 of the base.
+        device: auto, cpu, cuda, cuda:1, mps.
+        json: one JSON object per answer instead of text.
+        trust_remote_code: allow model code from the hub to run.
+    """
+
+    model: str
+    prompt: str = ""
+    prompts: str = ""
+    raw: bool = False
+    samples: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_new_tokens: int = 512
+    seed: int = 0
+    batch_size: int = 16
+    lambda_constant: float | None = None
+    lambda_min: float | None = None
+    lambda_max: float | None = None
+    base: str = ""
+    system: str = "none"
+    chat_template: str = ""
+    dtype: str = "auto"
+    device: str = "auto"
+    json: bool = False
+    trust_remote_code: bool = False
+
+
+def run(options: GenerateOptions) -> int:
+    """Generate and print; finish reasons go to stderr."""
+    prompts = read_prompts(options)
+    quiet_logging()
+    from contextlib import nullcontext
+
+    from loragate.data import render_prompt
+    from loragate.gates import gate_override
+    from loragate.generation import SamplingConfig, TransformersEngine
+
+    sampling = SamplingConfig(
+        temperature=options.temperature,
+        top_p=options.top_p,
+        max_new_tokens=options.max_new_tokens,
+        samples=options.samples,
+        seed=options.seed,
+    )
+    model, tokenizer, gated = load_any(options)
+    override = (options.lambda_constant, options.lambda_min, options.lambda_max)
+    overriding: Any = nullcontext()
+    if any(value is not None for value in override):
+        if not gated:
+            raise ConfigError(f"--lambda-… has no effect: {options.model} carries no gates")
+        overriding = gate_override(model, options.lambda_min, options.lambda_max, options.lambda_constant)
+    if not options.raw:
+        if tokenizer.chat_template is None:
+            raise ConfigError("the tokenizer has no chat template; give one with --chat-template FILE, or use --raw")
+        prompts = [
+            render_prompt([{"role": "user", "content": prompt}], tokenizer, system=options.system) for prompt in prompts
+        ]
+    engine = TransformersEngine(model, tokenizer, batch_size=options.batch_size)
+    with overriding:
+        samples = engine.generate(prompts, sampling)
+    for sample in samples:
+        if options.json:
+            record = {
+                "prompt": sample.question,
+                "sample": sample.sample,
+                "text": sample.text,
+                "finish_reason": sample.finish_reason,
+                "tokens": len(sample.token_ids),
+                "entropy": round(sample.entropy, 4),
+            }
+            print(json.dumps(record, ensure_ascii=False))
+        else:
+            print(sample.text)
+    cut = sum(sample.finish_reason == "length" for sample in samples)
+    if cut:
+        print(
+            f"loragate: {cut} of {len(samples)} answers reached the limit of {options.max_new_tokens} tokens",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def read_prompts(options: GenerateOptions) -> list[str]:
+    """The prompts of the command line."""
+    if bool(options.prompt) == bool(options.prompts):
+        raise ConfigError("give either --prompt TEXT or --prompts FILE")
+    if options.prompt:
+        return [sys.stdin.read().strip() if options.prompt == "-" else options.prompt]
+    try:
+        lines = Path(options.prompts).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"--prompts {options.prompts}: cannot be read ({error.strerror})") from error
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise ConfigError(f"--prompts {options.prompts}: the file holds no prompt")
+    return prompts
+
+
+def load_any(options: Any) -> tuple[Any, Any, bool]:
+    """(model, tokenizer, whether it is gated) of a gated folder, an adapter or a base."""
+    from loragate.gates import load_gated
+    from loragate.gates.schema import read_gate_config
+
+    folder = Path(options.model)
+    require_place("model", options.model)
+    device = pick_device(options.device)
+    dtype = dtype_argument(options.dtype, device)
+    trust = options.trust_remote_code
+    if (folder / "gate_config.json").is_file():
+        base = options.base or read_gate_config(folder)["base"]["id"]
+        with explained("gated adapter", options.model):
+            model = load_gated(folder, base=options.base or None, dtype=dtype, trust_remote_code=trust).to(device)
+        places = [str(folder / "adapter" / "tokenizer"), str(folder / "adapter"), base]
+        return model, load_tokenizer(places, chat_template=options.chat_template, trust=trust), True
+    if (folder / "adapter_config.json").is_file() or options.base:
+        record = adapter_record(options.model)
+        base = options.base or record.base_model_name_or_path
+        model = load_adapter(load_base(base, dtype=dtype, device=device, trust=trust), options.model)
+        places = [options.model, base]
+        return model, load_tokenizer(places, chat_template=options.chat_template, trust=trust), False
+    model = load_base(options.model, dtype=dtype, device=device, trust=trust)
+    return model, load_tokenizer([options.model], chat_template=options.chat_template, trust=trust), False
+
+
+COMMAND = Command(
+    name="generate",
+    summary="Generate text from a gated adapter, a plain adapter or a base model.",
+    options=GenerateOptions,
+    run=run,
+    examples=(
+        'loragate generate --model gated --prompt "What is 7 * 8?"',
+        "loragate generate --model gated --prompts questions.txt --samples 4 --temperature 0.6 --json",
+    ),
+)

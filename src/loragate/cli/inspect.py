@@ -1,0 +1,216 @@
+"""`loragate inspect`: an adapter's prospects in seconds, without loading the base model's weights."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from loragate.cli.arguments import Command
+from loragate.cli.display import console
+from loragate.cli.models import adapter_record, explained, load_tokenizer, quiet_logging, require_place
+from loragate.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    """Settings of `loragate inspect`.
+
+    Attributes:
+        adapter: PEFT LoRA adapter, folder or hub id.
+        base: base model to use instead of the one the adapter names; only its configuration is read.
+        target_modules: gate only these modules (names separated by commas).
+        json: print the findings as JSON.
+        trust_remote_code: allow model code from the hub to run.
+    """
+
+    adapter: str
+    base: str = ""
+    target_modules: str = ""
+    json: bool = False
+    trust_remote_code: bool = False
+
+
+def inspect_adapter(options: InspectOptions) -> dict[str, Any]:
+    """Findings as plain data: modules with verdicts, parameters, cost, endings, problems."""
+    import torch
+    from peft import get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from loragate.gates import examine_adapter
+
+    record = adapter_record(options.adapter)
+    base = options.base or record.base_model_name_or_path
+    if not base:
+        raise ConfigError(f"{options.adapter} does not name its base model; say which with --base")
+    require_place("base model", base)
+    with explained("base model", base):
+        config = AutoConfig.from_pretrained(base, trust_remote_code=options.trust_remote_code)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
+    dtype_bytes = 2 if str(getattr(config, "dtype", "")).endswith("16") else 4
+    body, head, total = _weights(model, config)
+    # initialisations that read the base's weights cannot run without them, and do not matter for a verdict
+    record.init_lora_weights = True
+    with explained("adapter", options.adapter), torch.device("meta"):
+        model = get_peft_model(model, record)
+    targets = [name.strip() for name in options.target_modules.split(",") if name.strip()] or None
+    verdicts = examine_adapter(model, "default", targets)
+    gated = [verdict for verdict in verdicts if verdict.status == "gate"]
+    untrained = _untrained_modules(options.adapter)
+    problems = [f"{len(untrained)} modules have B = 0 (never trained): nothing to gate there"] if untrained else []
+    findings: dict[str, Any] = {
+        "adapter": options.adapter,
+        "base": base,
+        "rank": record.r,
+        "alpha": record.lora_alpha,
+        "modules": [asdict(verdict) for verdict in verdicts],
+        "counts": dict(Counter(verdict.status for verdict in verdicts)),
+        "base_parameters": total,
+        "problems": problems,
+    }
+    if gated:
+        findings["cost"] = _cost(config, gated, body, head, total, dtype_bytes)
+    findings["endings"] = _endings(options, base)
+    problems.extend(findings["endings"].get("problems", []))
+    return findings
+
+
+def _weights(model: Any, config: Any) -> tuple[int, int, int]:
+    """(linear weights one token passes, head weights, all parameters), counted on the meta device."""
+    import torch
+
+    text = config.get_text_config()
+    head_module = model.get_output_embeddings()
+    body = sum(
+        module.weight.numel()
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear) and module is not head_module
+    )
+    # fused experts are 3-dimensional parameters; a token passes only the experts it is routed to
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+    if experts:
+        fused = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 3)
+        body += fused * getattr(text, "num_experts_per_tok", 1) // experts
+    return body, head_module.weight.numel(), sum(parameter.numel() for parameter in model.parameters())
+
+
+def _cost(config: Any, gated: list[Any], body: int, head: int, total: int, dtype_bytes: int) -> dict[str, Any]:
+    from loragate.analysis import step_cost
+
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", 0)
+    head_size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
+    cost = step_cost(
+        [(verdict.d_in, verdict.d_out, verdict.rank) for verdict in gated],
+        body,
+        head,
+        attention_width=heads * head_size,
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+    )
+    return {
+        "gate_parameters": cost.gate_parameters,
+        "gate_share": cost.gate_parameters / total,
+        "lora_parameters": cost.lora_parameters,
+        "tflop_per_million_tokens": cost.stage_two / 1e6,
+        "ratio_to_lora_step": cost.ratio,
+        "base_gib": total * dtype_bytes / 2**30,
+        "optimizer_mib": cost.gate_parameters * 16 / 2**20,
+    }
+
+
+def _endings(options: InspectOptions, base: str) -> dict[str, Any]:
+    from transformers import GenerationConfig
+
+    from loragate.data import ending_health
+    from loragate.errors import LoragateError
+
+    try:
+        tokenizer = load_tokenizer([options.adapter, base], trust=options.trust_remote_code)
+    except LoragateError as error:
+        return {"problems": [f"the tokenizer could not be read, so endings were not checked: {error}"]}
+    try:
+        generation = GenerationConfig.from_pretrained(base)
+    except OSError:
+        generation = None
+    report = ending_health(tokenizer, None, generation)
+    return {
+        "end_tokens": list(report.end_tokens),
+        "stop_ids": list(report.stop_ids),
+        "stops": report.stops,
+        "problems": report.problems,
+    }
+
+
+def _untrained_modules(adapter: str) -> list[str]:
+    """Modules whose B factor is exactly zero, read from the adapter's file where it is local."""
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(adapter) / "adapter_model.safetensors"
+    if not path.is_file():
+        return []
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            names = [name for name in file.keys() if ".lora_B." in name]  # noqa: SIM118
+            return [name for name in names if not bool(file.get_tensor(name).any())]
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path}: not a readable safetensors file ({error})") from error
+
+
+def run(options: InspectOptions) -> int:
+    """Print the findings; status 1 if the adapter cannot be gated."""
+    quiet_logging()
+    found = inspect_adapter(options)
+    refused = [module for module in found["modules"] if module["status"] == "refuse"]
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return 1 if refused or not found.get("cost") else 0
+    out = console()
+    out.print(f"adapter {found['adapter']} (r {found['rank']}, α {found['alpha']:g}) on {found['base']}", markup=False)
+    for status, words in (("gate", "can be gated"), ("leave", "keep full strength"), ("refuse", "cannot be gated")):
+        chosen = [module for module in found["modules"] if module["status"] == status]
+        if not chosen:
+            continue
+        kinds = Counter(module["path"].rsplit(".", 1)[-1] for module in chosen)
+        listed = ", ".join(f"{name} ×{count}" for name, count in kinds.items())
+        out.print(f"  {len(chosen):>4} modules {words}: {listed}", markup=False)
+        for reason in sorted({module["reason"] for module in chosen if module["reason"]}):
+            out.print(f"       because {reason}", markup=False)
+    cost = found.get("cost")
+    if cost:
+        out.print(
+            f"gates: {cost['gate_parameters']:,} parameters, {100 * cost['gate_share']:.3f} % of the base "
+            f"(the adapter has {cost['lora_parameters']:,})"
+        )
+        out.print(
+            f"cost: {cost['tflop_per_million_tokens']:,.1f} TFLOP per million tokens, {cost['ratio_to_lora_step']:.2f} of a LoRA "
+            f"step (512-token sequences, 75 % response); memory: base {cost['base_gib']:.2f} GiB, optimiser "
+            f"{cost['optimizer_mib']:.1f} MiB, activations with the batch"
+        )
+    endings = found["endings"]
+    if "stops" in endings:
+        ends = " ".join(endings["end_tokens"]) or "nothing"
+        out.print(
+            f"endings: a turn ends with {ends}; generation {'stops' if endings['stops'] else 'does NOT stop'} there",
+            markup=False,
+        )
+    for problem in found["problems"]:
+        out.print(f"problem: {problem}", markup=False)
+    if refused or not cost:
+        out.print("next: this adapter cannot be gated as it is; see the reasons above")
+        return 1
+    out.print(f"next: loragate calibrate --adapter {found['adapter']} --data FILE --range=-3,1 --out DIR", markup=False)
+    return 0
+
+
+COMMAND = Command(
+    name="inspect",
+    summary="What of an adapter can be gated and what not, and why; gate parameters, cost, end-of-turn tokens.",
+    options=InspectOptions,
+    run=run,
+    examples=("loragate inspect path/to/adapter", "loragate inspect owner/adapter --json"),
+    positional="adapter",
+)

@@ -1,0 +1,120 @@
+"""Entry point of `loragate`: finds the subcommand, turns user errors into one clear paragraph.
+
+Imports nothing heavy, so that `loragate --help` answers at once; a command's room is imported when it is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import textwrap
+import traceback
+
+from loragate.errors import ConfigError, LoragateError, nearest
+from loragate.version import __version__
+
+# name: (module, one line)
+COMMANDS = {
+    "quickstart": ("quickstart", "the whole method on a tiny world, offline, with a table of honest numbers"),
+    "inspect": ("inspect", "what of an adapter can be gated, at what cost, and will its answers end"),
+    "sft": ("sft", "Stage I: train a LoRA or DoRA adapter (sft, dft, profit, eaft, talr, mask)"),
+    "calibrate": ("calibrate", "Stage II: gate a finished adapter by entropy, from prompts and responses"),
+    "generate": ("generate", "text from a gated adapter, a plain adapter or a base"),
+    "doctor": ("doctor", "versions, devices and optional parts"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit status (0 fine, 1 failed, 2 wrong usage, 130 interrupted)."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(f"loragate {__version__}")
+        return 0
+    debug = "--debug" in arguments
+    try:
+        return _run(arguments[0], arguments[1:])
+    except ConfigError as error:
+        return _fail(error, debug, 2)
+    except LoragateError as error:
+        return _fail(error, debug, 1)
+    except KeyboardInterrupt:
+        print("\nloragate: stopped by Ctrl-C; nothing half-written was left", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        return _fail(LoragateError(_os_sentence(error)), debug, 1)
+    except Exception as error:
+        hint = "this is a fault of loragate or of a library under it; run again with --debug for the traceback"
+        return _fail(LoragateError(f"{type(error).__name__}: {error}\n{hint}"), debug, 1)
+
+
+def overview() -> str:
+    """The text of `loragate --help`."""
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
+    return (
+        f"loragate {__version__}: gate a finished LoRA adapter by entropy, token by token (SCALE)\n\n"
+        f"usage: loragate COMMAND [options]\n\ncommands:\n{rows}\n\n"
+        "examples:\n"
+        "  loragate quickstart\n"
+        "  loragate inspect path/to/adapter\n"
+        "  loragate calibrate --adapter path/to/adapter --data train.jsonl --range=-3,1 --out gated\n\n"
+        "loragate COMMAND --help describes a command; every option is also a key of its --config FILE."
+    )
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    if name not in COMMANDS:
+        raise ConfigError(f"unknown command {name!r}{nearest(name, COMMANDS)} (loragate --help lists them)")
+    _quiet_libraries()
+    module = importlib.import_module(f"loragate.cli.{COMMANDS[name][0]}")
+    from loragate.cli.arguments import parse, resolved_yaml
+
+    options, flags = parse(module.COMMAND, arguments)
+    if flags.print_config:
+        print(resolved_yaml(options), end="")
+        return 0
+    return module.COMMAND.run(options)
+
+
+def _quiet_libraries() -> None:
+    """No telemetry and no chatter of libraries between our own lines."""
+    import warnings
+
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module="(transformers|trl|peft|torch)")
+
+
+def _fail(error: LoragateError, debug: bool, status: int) -> int:
+    if debug:
+        traceback.print_exc()
+    lines = [
+        textwrap.fill(line, 100, break_long_words=False, break_on_hyphens=False, subsequent_indent="  ")
+        if len(line) > 100
+        else line
+        for line in str(error).splitlines()
+    ]
+    print("loragate: error: " + "\n".join(lines), file=sys.stderr)
+    return status
+
+
+def _os_sentence(error: OSError) -> str:
+    import errno
+
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the disk is full{f' ({error.filename})' if error.filename else ''}; free some space and run again"
+    return str(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

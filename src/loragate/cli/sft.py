@@ -1,0 +1,118 @@
+"""`loragate sft`: train a LoRA or DoRA adapter with a token objective (Stage I)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from loragate.cli.arguments import Command
+from loragate.cli.calibrate import is_main_process, show_data, warn_about_endings
+from loragate.cli.display import Display, console, duration
+from loragate.cli.models import dtype_argument, load_base, load_tokenizer, pick_device, quiet_logging
+from loragate.errors import ConfigError
+from loragate.training.settings import StageOneSettings
+
+
+@dataclass(frozen=True)
+class SftOptions(StageOneSettings):
+    """Settings of `loragate sft`.
+
+    Attributes:
+        model: base model, folder or hub id.
+        data: prompts and responses: .jsonl, .json, .parquet or a hub id; messages, prompt-completion, alpaca or sharegpt.
+        out: folder for the adapter; must not hold one already.
+        split, revision: split and revision of a hub data set.
+        max_rows: use the first so many rows (0: all).
+        system: "none" renders without an injected default system message, "keep" as the template does.
+        chat_template: jinja file to use instead of the tokenizer's template.
+        dtype: auto, float32, bfloat16 or float16 of the base.
+        device: auto, cpu, cuda, cuda:1, mps.
+        resume: continue the unfinished run in the out folder.
+        trust_remote_code: allow model code from the hub to run.
+    """
+
+    model: str = ""
+    data: str = ""
+    out: str = ""
+    split: str = ""
+    revision: str = ""
+    max_rows: int = 0
+    system: str = "none"
+    chat_template: str = ""
+    dtype: str = "auto"
+    device: str = "auto"
+    resume: bool = False
+    trust_remote_code: bool = False
+
+
+def run(options: SftOptions) -> int:
+    """Load, show a sample, train, write the adapter."""
+    for name in ("model", "data", "out"):
+        if not getattr(options, name):
+            raise ConfigError(f"loragate sft needs --{name}; for example: {COMMAND.examples[0]}")
+    folder = Path(options.out)
+    if (folder / "adapter_config.json").exists():
+        raise ConfigError(f"--out {folder} already holds an adapter; choose another folder or remove it first")
+    quiet_logging()
+    from loragate.data import encode_rows, load_rows
+    from loragate.gates.artifact import write_adapter
+    from loragate.training import train_adapter
+
+    out, display = console(), Display()
+    rows = load_rows(
+        options.data, split=options.split or None, revision=options.revision or None, limit=options.max_rows or None
+    )
+    tokenizer = load_tokenizer([options.model], chat_template=options.chat_template, trust=options.trust_remote_code)
+    settings = StageOneSettings(**{field.name: getattr(options, field.name) for field in fields(StageOneSettings)})
+    with display.job("reading the data"):
+        rows = rows.shuffled(settings.seed)
+        encoded = encode_rows(rows, tokenizer, max_length=settings.max_length, system=options.system)
+    show_data(out, encoded, tokenizer)
+    device = pick_device(options.device)
+    with display.job("loading the model"):
+        base = load_base(
+            options.model,
+            dtype=dtype_argument(options.dtype, device),
+            device=device,
+            trust=options.trust_remote_code,
+        )
+    warn_about_endings(out, tokenizer, encoded, base)
+    with display.job(f"training ({settings.objective})") as job:
+        result = train_adapter(
+            base,
+            tokenizer,
+            rows,
+            settings,
+            run_folder=folder / "run",
+            resume=options.resume,
+            encoded=encoded,
+            on_step=lambda report: job.advance_to(
+                report.step, report.total, f"nll {report.values['nll']:.3f}" if "nll" in report.values else ""
+            ),
+        )
+    if is_main_process():
+        write_adapter(result.model, "default", folder)
+        tokenizer.save_pretrained(str(folder))
+        first, last = (
+            next((r["nll"] for r in order if "nll" in r), None) for order in (result.history, result.history[::-1])
+        )
+        fall = f"; log loss per token {first:.3f} → {last:.3f}" if first is not None and last is not None else ""
+        out.print(f"done in {duration(result.seconds)}: {result.steps} steps of {settings.objective}{fall}")
+        out.print(f"written to {folder}")
+        out.print(
+            f"next: loragate calibrate --adapter {folder} --data {options.data} --range=-3,1 --out {folder}-gated",
+            markup=False,
+        )
+    return 0
+
+
+COMMAND = Command(
+    name="sft",
+    summary="Stage I: train a LoRA or DoRA adapter with sft, dft, profit, eaft, talr or an offline token mask.",
+    options=SftOptions,
+    run=run,
+    examples=(
+        "loragate sft --model path/to/base --data train.jsonl --out adapter",
+        "loragate sft --config sft.yaml --objective dft --out adapter-dft",
+    ),
+)

@@ -1,0 +1,249 @@
+"""The quickstart's study on the tiny world, step by step: base, adapters, gates, scores.
+
+Everything is measured on the spot; nothing here knows how a result is shown. Four disjoint splits are used: "train" for
+the demonstrations, "dev" to pick the range and the constant λ, "test" for the table.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loragate.data import load_rows, render_prompt
+from loragate.evaluation import SuiteScores, compare, run_suite
+from loragate.gates import (
+    GateConfig,
+    attach_gates,
+    detach_gates,
+    gate_override,
+    gate_parameters,
+    record_gates,
+)
+from loragate.generation import OnProgress, Sample, SamplingConfig, TransformersEngine
+from loragate.selection import Choice, choose
+from loragate.training import CalibrationResult, CalibrationSettings, StageOneSettings, calibrate, train_adapter
+from loragate.training.callbacks import StepReport
+from loragate.world import TinyBaseRecipe, demonstrations, load_base, problems, retention_items, train_base, verify
+from loragate.world.problems import Problem
+
+OnStep = Callable[[StepReport], None]
+MAX_NEW_TOKENS = 72
+BATCH = 480
+CONSTANTS = (-0.5, 0.5, 1.5)
+
+
+@dataclass
+class Question:
+    """A list of questions with rendered prompts and a verdict."""
+
+    items: list[Problem]
+    prompts: list[str]
+
+    def is_right(self, index: int, sample: Sample) -> bool:
+        return verify(self.items[index], sample.text, sample.finish_reason == "stop")
+
+
+@dataclass
+class Study:
+    """The state of one study: what was trained and what was measured so far."""
+
+    seed: int
+    questions: int = 120
+    samples: int = 16
+    model: Any = None
+    dft: Any = None
+    base: Any = None
+    tokenizer: Any = None
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    calibrations: dict[str, CalibrationResult] = field(default_factory=dict)
+    gates: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    dev_scores: dict[str, SuiteScores] = field(default_factory=dict)
+    table: list[dict[str, Any]] = field(default_factory=list)
+    scores: dict[str, SuiteScores] = field(default_factory=dict)
+
+    def take_base(self, base_seed: int | None, on_step: Callable[[int, int, float], None] | None = None) -> None:
+        """The shipped base, or a fresh one trained from `base_seed`."""
+        if base_seed is None:
+            self.base, self.tokenizer = load_base()
+        else:
+            self.base, self.tokenizer = train_base(TinyBaseRecipe(), base_seed, on_step)
+        self.test = self._questions(problems("test", self.questions, (4, 4), seed=self.seed))
+        self.dev = self._questions(problems("dev", 64, (4, 4), seed=self.seed))
+        self.kept = self._questions(retention_items("test", 90, seed=self.seed))
+        self.rows = demonstrations(4096, seed=self.seed)
+
+    def _questions(self, items: list[Problem]) -> Question:
+        prompts = [render_prompt([{"role": "user", "content": item.prompt}], self.tokenizer) for item in items]
+        return Question(items, prompts)
+
+    def train_stage_one(self, objective: str, folder: Path, on_step: OnStep) -> None:
+        """An adapter on the noisy demonstrations (4096 rows, 128 steps of 32)."""
+        settings = StageOneSettings(
+            objective=objective,
+            learning_rate=1e-3,
+            batch_size=32,
+            micro_batch_size=32,
+            max_length=128,
+            seed=self.seed,
+            logging_steps=16,
+        )
+        result = train_adapter(
+            copy.deepcopy(self.base),
+            self.tokenizer,
+            load_rows(self.rows),
+            settings,
+            run_folder=folder / "run",
+            on_step=on_step,
+        )
+        result.model.save_pretrained(str(folder))
+        result.model.eval()
+        for parameter in result.model.parameters():
+            parameter.requires_grad_(False)
+        if objective == "sft":
+            self.model = result.model
+        else:
+            self.dft = result.model
+
+    def calibrate_range(self, name: str, lower: float, upper: float, on_step: OnStep) -> None:
+        """Gates for one range on the frozen SFT adapter (157 steps of 32 on 2048 of its rows); kept, then taken off."""
+        settings = CalibrationSettings(
+            learning_rate=5e-3,
+            batch_size=32,
+            micro_batch_size=32,
+            max_steps=157,
+            max_length=128,
+            max_rows=2048,
+            seed=self.seed,
+            logging_steps=4,
+        )
+        config = GateConfig(lower, upper, seed=self.seed)
+        self.calibrations[name] = calibrate(self.model, self.tokenizer, load_rows(self.rows), config, settings, on_step=on_step)
+        self.gates[name] = {key: value.detach().clone() for key, value in gate_parameters(self.model).items()}
+        detach_gates(self.model)
+
+    def put_on(self, name: str) -> None:
+        """Attach the gates that were trained for a range; call `take_off` afterwards."""
+        attach_gates(self.model, self.calibrations[name].config)
+        with torch.no_grad():
+            for key, parameter in gate_parameters(self.model).items():
+                parameter.copy_(self.gates[name][key])
+                parameter.requires_grad_(False)
+
+    def take_off(self) -> None:
+        """Back to the plain adapter."""
+        detach_gates(self.model)
+
+    @contextmanager
+    def gated(self, name: str) -> Iterator[None]:
+        """The gates of a range inside the context."""
+        self.put_on(name)
+        try:
+            yield
+        finally:
+            self.take_off()
+
+    @contextmanager
+    def scaled(self, constant: float) -> Iterator[None]:
+        """The adapter at one constant λ inside the context (0 is the base)."""
+        attach_gates(self.model, GateConfig(min(constant, 0.0), max(constant, 1.0)))
+        try:
+            with gate_override(self.model, constant=constant):
+                yield
+        finally:
+            self.take_off()
+
+    def score_dev(self, name: str, on_progress: OnProgress | None = None) -> None:
+        """Avg@4 on the development questions, of a range, of "adapter", or of a constant λ ("λ=0.5")."""
+        if name == "adapter":
+            context: Any = nullcontext()
+        elif name.startswith("λ="):
+            context = self.scaled(float(name[2:]))
+        else:
+            context = self.gated(name)
+        with context:
+            config = SamplingConfig(max_new_tokens=MAX_NEW_TOKENS, samples=4, seed=self.seed + 1)
+            engine = TransformersEngine(self.model, self.tokenizer, batch_size=BATCH)
+            self.dev_scores[name] = run_suite(engine, self.dev.prompts, self.dev.is_right, config, on_progress)
+
+    def choose_range(self) -> Choice:
+        """The best range on the development questions, the untouched adapter among the candidates."""
+        names = ["adapter", *self.calibrations]
+        return choose({name: self.dev_scores[name].scores for name in names}, "adapter")
+
+    def best_constant(self) -> float:
+        """The best constant λ on the development questions."""
+        return max(CONSTANTS, key=lambda value: float(self.dev_scores[f"λ={value:g}"].scores.mean()))
+
+    def score_test(
+        self,
+        name: str,
+        group: str,
+        *,
+        temperature: float = 1.0,
+        model: Any = None,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        """One line of the table: Avg@k on the test questions and retention, at one temperature."""
+        model = self.model if model is None else model
+        engine = TransformersEngine(model, self.tokenizer, batch_size=BATCH)
+        samples = 1 if temperature == 0 else self.samples
+        config = SamplingConfig(
+            temperature=temperature, max_new_tokens=MAX_NEW_TOKENS, samples=samples, seed=self.seed + 2
+        )
+        suite = run_suite(engine, self.test.prompts, self.test.is_right, config, on_progress)
+        few = SamplingConfig(
+            temperature=temperature, max_new_tokens=24, samples=1 if temperature == 0 else 4, seed=self.seed + 3
+        )
+        kept = run_suite(engine, self.kept.prompts, self.kept.is_right, few)
+        self.scores[name] = suite
+        self.table.append(
+            {
+                "name": name,
+                "group": group,
+                "temperature": temperature,
+                "accuracy": asdict(suite.accuracy),
+                "retention": asdict(kept.accuracy),
+                "truncated": suite.truncated,
+                "entropy": suite.entropy,
+                "tokens": suite.tokens,
+                "versus_lora": None,
+                "not_run": False,
+            }
+        )
+
+    def compare_with(self, reference: str) -> None:
+        """Fill in the paired differences to one row of the table."""
+        against = self.scores[reference].scores
+        for row in self.table:
+            if row["name"] == reference or row["not_run"]:
+                continue
+            scores = self.scores[row["name"]].scores
+            # a greedy answer is one sample per question; pairing is by question means
+            difference = compare(scores.mean(1, keepdims=True), against.mean(1, keepdims=True))
+            row["versus_lora"] = asdict(difference)
+
+    def realised_gates(self, reference: str) -> dict[str, dict[str, float]]:
+        """λ statistics on the answers that were sampled for a row, re-read teacher-forced; gates must be on."""
+        samples = [sample for sample in self.scores[reference].samples if sample.sample < 4]
+        with record_gates(self.model) as recording, torch.no_grad():
+            for at in range(0, len(samples), 128):
+                part = samples[at : at + 128]
+                prompts = [self.tokenizer(self.test.prompts[s.question], add_special_tokens=False)["input_ids"] for s in part]
+                width = max(len(p) + len(s.token_ids) for p, s in zip(prompts, part, strict=True))
+                ids = torch.full((len(part), width), self.tokenizer.pad_token_id)
+                generated = torch.zeros((len(part), width), dtype=torch.bool)
+                for row, (prompt, sample) in enumerate(zip(prompts, part, strict=True)):
+                    tokens = [*prompt, *sample.token_ids]
+                    ids[row, : len(tokens)] = torch.tensor(tokens)
+                    generated[row, len(prompt) : len(tokens)] = True
+                recording.token_mask = generated
+                # padding stands right of causal attention and is masked out of the statistics
+                self.model(input_ids=ids, use_cache=False)
+        return recording.statistics()
+

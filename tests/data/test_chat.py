@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import pytest
+from chat_tokenizers import (
+    BLOCKS,
+    CHATML,
+    CHATML_DEFAULT,
+    CHATML_TOOLS,
+    GEMMA,
+    LLAMA2,
+    LLAMA3,
+    NO_END,
+    OPENS_THINKING,
+    PREAMBLE,
+    THINKING,
+    THINKING_DEFAULT,
+    byte_level,
+    space_adding,
+)
+
+from loragate.data.chat import Chat, template_hash
+from loragate.data.formats import Turns
+from loragate.errors import ConfigError, DataError
+
+LLAMA3_TOKENS = {"bos": "<|begin_of_text|>", "eos": "<|eot_id|>"}
+USER = "<|im_start|>user\nhi<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "expected"),
+    [
+        (CHATML, {}, USER),
+        (CHATML_DEFAULT, {}, USER),
+        (CHATML_TOOLS, {}, USER),
+        (THINKING, {}, USER),
+        (THINKING_DEFAULT, {}, USER),
+        (PREAMBLE, {}, "A chat follows.\n" + USER),
+        (LLAMA3, LLAMA3_TOKENS, "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"),
+        (GEMMA, {"bos": "<bos>"}, "<bos><start_of_turn>user\nhi<end_of_turn>\n"),
+        (NO_END, {}, "user: hi\n"),
+    ],
+    ids=["chatml", "qwen2.5", "tools", "qwen3", "thinking-default", "preamble", "llama3.1", "gemma", "no-end"],
+)
+def test_system_none_takes_out_exactly_the_injected_system_message(template, tokens, expected, talk):
+    tokenizer = byte_level(template, **tokens)
+    assert Chat(tokenizer, "none").render(talk("hi")) == expected
+    kept = Chat(tokenizer, "keep").render(talk("hi"))
+    assert kept == tokenizer.apply_chat_template(talk("hi"), tokenize=False)
+
+
+def test_system_none_takes_a_default_out_of_the_middle_of_a_user_turn(talk):
+    chat = Chat(space_adding(LLAMA2))
+    assert chat.render(talk("hi", "ho", "hu")) == "<s>[INST] hi [/INST] ho </s><s>[INST] hu [/INST]"
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "expected"),
+    [
+        (byte_level(CHATML_DEFAULT), "<|im_start|>system\nBe brief.<|im_end|>\n" + USER),
+        (
+            byte_level(LLAMA3, **LLAMA3_TOKENS),
+            "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\nBe brief.<|eot_id|>"
+            "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>",
+        ),
+        (space_adding(LLAMA2), "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nhi [/INST]"),
+    ],
+    ids=["qwen2.5", "llama3.1", "llama2"],
+)
+def test_a_system_message_of_the_conversation_stays(tokenizer, expected, talk):
+    assert Chat(tokenizer, "none").render(talk("hi", system="Be brief.")) == expected
+
+
+def test_tool_descriptions_stay_in_the_system_block(talk):
+    tokenizer = byte_level(CHATML_TOOLS)
+    text = Chat(tokenizer).render(talk("hi"), tools=[{"name": "add"}])
+    assert text == '<|im_start|>system\nYou are a helpful assistant.\n[{"name": "add"}]<|im_end|>\n' + USER
+
+
+def test_a_default_system_message_that_changes_is_an_error(talk):
+    """A template with the time of day in its system message renders differently after the probe."""
+    tokenizer = byte_level(CHATML_DEFAULT)
+    chat = Chat(tokenizer)
+    tokenizer.chat_template = CHATML_DEFAULT.replace("helpful", "sleepy")
+    with pytest.raises(DataError, match=r"f:3: the chat template's own system message changed .*helpful.*sleepy"):
+        chat.render(talk("hi"), where="f:3")
+
+
+def test_unknown_system_mode_names_the_nearest():
+    with pytest.raises(ConfigError, match="found system='kepe', expected one of none, keep; did you mean 'keep'"):
+        Chat(byte_level(), "kepe")
+
+
+def segments(tokenizer, messages, **kwargs):
+    pieces, rewritten = Chat(tokenizer).segments(Turns(messages=tuple(messages), **kwargs), "f:1")
+    return [(text, response) for text, response in pieces], rewritten
+
+
+def test_segments_of_a_conversation(talk):
+    pieces, rewritten = segments(byte_level(CHATML_DEFAULT), talk("a", "b", "c", "d"))
+    assert pieces == [
+        ("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n", False),
+        ("b<|im_end|>", True),
+        ("\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n", False),
+        ("d<|im_end|>", True),
+    ]
+    assert not rewritten
+
+
+def test_turns_after_the_last_response_are_left_out(talk):
+    pieces, _ = segments(byte_level(), talk("a", "b", "and now?"))
+    assert "".join(text for text, _ in pieces) == ("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>")
+
+
+def test_only_the_last_turn_is_a_response_where_the_template_rewrites_earlier_ones(talk):
+    turns = talk("a", "<think>x</think>b", "c", "<think>y</think>d")
+    pieces, rewritten = segments(byte_level(THINKING), turns)
+    assert rewritten
+    assert pieces == [
+        (
+            "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+            "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n",
+            False,
+        ),
+        ("<think>y</think>d<|im_end|>", True),
+    ]
+
+
+def test_earlier_turns_without_reasoning_are_all_responses(talk):
+    pieces, rewritten = segments(byte_level(THINKING), talk("a", "b", "c", "<think>y</think>d"))
+    assert not rewritten
+    assert [text for text, response in pieces if response] == ["b<|im_end|>", "<think>y</think>d<|im_end|>"]
+
+
+def test_white_space_of_a_response_stays_where_no_token_ends_the_turn(talk):
+    pieces, _ = segments(byte_level(NO_END), talk("a", "b  "))
+    assert pieces == [("user: a\nassistant: ", False), ("b  \n", True)]
+
+
+def test_context_turns_are_not_responses(talk):
+    pieces, _ = segments(byte_level(), talk("a", "b", "c", "d"), trained_from=3)
+    assert [text for text, response in pieces if response] == ["d<|im_end|>"]
+
+
+def test_an_answer_without_a_question_is_context(talk):
+    opening = [{"role": "assistant", "content": "welcome"}, *talk("a", "b")]
+    pieces, _ = segments(byte_level(), opening)
+    assert [text for text, response in pieces if response] == ["b<|im_end|>"]
+    with pytest.raises(DataError, match="f:1: the conversation begins with its only assistant turn"):
+        segments(byte_level(), opening[:1])
+
+
+def test_a_generation_prompt_that_answers_do_not_begin_with_is_refused(talk):
+    with pytest.raises(
+        DataError, match=r"f:1: .*generation prompt ends in .*<think>.* renders the answer differently: 'b"
+    ):
+        segments(byte_level(OPENS_THINKING), talk("a", "b"))
+
+
+def test_without_a_template_the_error_tells_the_ways_out(talk):
+    with pytest.raises(DataError, match=r"f:9: .*no chat template.*--chat-template FILE.*prompt and completion"):
+        Chat(byte_level(None)).render(talk("a"), where="f:9")
+
+
+def test_the_reason_of_a_refusing_template_is_told(talk):
+    tokenizer = byte_level(GEMMA, bos="<bos>")
+    with pytest.raises(DataError, match=r"f:2: .*refuses the turns system, user: .*System role not supported"):
+        Chat(tokenizer).render(talk("a", system="s"), where="f:2")
+
+
+def test_templates_that_read_content_blocks_get_them(talk):
+    pieces, _ = segments(byte_level(BLOCKS), talk("a", "b"))
+    assert pieces == [("user: a<|im_end|>\nassistant: ", False), ("b<|im_end|>", True)]
+
+
+def test_a_template_that_loses_the_text_is_refused(talk):
+    with pytest.raises(DataError, match="f:3: the chat template leaves out the text of messages"):
+        Chat(byte_level("{{ messages[0].role }}")).render(talk("a"), where="f:3")
+
+
+def test_template_hash_depends_on_the_template_only():
+    assert template_hash(byte_level(CHATML)) == template_hash(byte_level(CHATML, eos="<|im_end|>"))
+    assert template_hash(byte_level(CHATML)) != template_hash(byte_level(GEMMA))
+    assert len(template_hash(byte_level(CHATML))) == 64
+    assert template_hash(byte_level(None)) == "none"
+
+
+def test_of_several_named_templates_the_default_is_used():
+    tokenizer = byte_level(None)
+    tokenizer.chat_template = {"default": CHATML, "tool_use": GEMMA}
+    assert template_hash(tokenizer) == template_hash(byte_level(CHATML))

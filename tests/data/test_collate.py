@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loragate.data.collate import Collator
+from loragate.errors import ConfigError, DataError
+
+ROWS = [
+    {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "row": 4},
+    {"input_ids": [8], "labels": [-100], "row": 2},
+]
+
+
+def test_padding_on_the_right():
+    batch = Collator(9)(ROWS)
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 9]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch["labels"].tolist() == [[-100, 6, 7], [-100, -100, -100]]
+    assert batch["row"].tolist() == [4, 2]
+    assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+    assert set(batch) == {"input_ids", "attention_mask", "labels", "row"}
+
+
+def test_padding_on_the_left():
+    batch = Collator(9, side="left")(ROWS)
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [9, 9, 8]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
+    assert batch["labels"].tolist() == [[-100, 6, 7], [-100, -100, -100]]
+
+
+@pytest.mark.parametrize(("multiple", "length"), [(None, 3), (1, 3), (3, 3), (4, 4), (64, 64)])
+def test_length_is_rounded_up(multiple, length):
+    assert {tuple(Collator(0, multiple)(ROWS)[key].shape) for key in ("input_ids", "labels")} == {(2, length)}
+
+
+def test_keep_mask_is_boolean_and_false_on_padding():
+    rows = [{**ROWS[0], "keep_mask": [0, 1, 0]}, {**ROWS[1], "keep_mask": [1]}]
+    batch = Collator(9, side="left")(rows)
+    assert batch["keep_mask"].dtype == torch.bool
+    assert batch["keep_mask"].tolist() == [[False, True, False], [False, False, True]]
+    with pytest.raises(DataError, match=r"found keep_mask on rows \[4\] of a batch of 2"):
+        Collator(9)([rows[0], ROWS[1]])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pad_token_id": None}, "found pad_token_id=None; pass tokenizer.pad_token_id"),
+        ({"pad_token_id": 0, "side": "rigth"}, "found side='rigth'.*did you mean 'right'"),
+        ({"pad_token_id": 0, "pad_to_multiple_of": 0}, "found pad_to_multiple_of=0, expected at least 1"),
+    ],
+)
+def test_settings_are_checked(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        Collator(**settings)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import pytest
+from chat_tokenizers import CHATML_DEFAULT, THINKING, byte_level, decoded, learned
+
+from loragate.data import encoding
+from loragate.data.encoding import encode_rows
+from loragate.data.loading import load_rows
+from loragate.errors import DataError
+
+
+@pytest.fixture
+def rows(talk):
+    return [{"messages": talk(f"What is {n}?", f"It is {n}." + " four" * n)} for n in range(1, 11)]
+
+
+def test_rows_and_their_account(rows):
+    tokenizer = byte_level(CHATML_DEFAULT)
+    encoded = encode_rows(rows, tokenizer, max_length=None)
+    assert [item["row"] for item in encoded] == list(range(10))
+    assert learned(encoded[2], tokenizer) == "It is 3. four four four<|im_end|>"
+    assert decoded(encoded[0], tokenizer).startswith("<|im_start|>user\n")  # no default system message
+    assert all(set(item) == {"input_ids", "labels", "row"} for item in encoded)
+    summary = encoded.summary
+    assert (summary.format, summary.rows, summary.dropped, summary.truncated) == ("messages", 10, 0, 0)
+    assert summary.response_tokens == sum(label != -100 for item in encoded for label in item["labels"])
+    assert summary.response_tokens + summary.prompt_tokens == sum(len(item["input_ids"]) for item in encoded)
+    assert summary.fingerprint == load_rows(rows).fingerprint
+    assert summary.last_turn_only == 0
+    assert encoded[1:3] == [encoded[1], encoded[2]]
+
+
+def test_the_default_system_message_is_kept_on_demand(rows):
+    tokenizer = byte_level(CHATML_DEFAULT)
+    encoded = encode_rows(rows, tokenizer, max_length=None, system="keep")
+    assert decoded(encoded[0], tokenizer).startswith("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n")
+
+
+def test_rows_without_a_response_left_are_dropped_and_counted(rows, talk):
+    tokenizer = byte_level()
+    rows[4] = {"messages": talk("What is " + "this " * 80 + "?", "It is five.")}
+    lengths = [len(item["input_ids"]) for item in encode_rows(rows, tokenizer, max_length=None)]
+    limit = lengths[6]
+    encoded = encode_rows(rows, tokenizer, max_length=limit)
+    assert [item["row"] for item in encoded] == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+    assert encoded.summary.dropped == 1
+    assert encoded.summary.truncated == sum(length > limit for length in lengths) - 1 == 3
+    assert encoded.summary.rows == 10
+    assert max(len(item["input_ids"]) for item in encoded) == limit
+    with pytest.raises(DataError, match="rows in memory: max_length=2 cuts the whole response of every one of 10 rows"):
+        encode_rows(rows, tokenizer, max_length=2)
+
+
+def test_progress_is_told_batch_by_batch(rows, monkeypatch):
+    monkeypatch.setattr(encoding, "BATCH", 4)
+    told = []
+    encoded = encode_rows(
+        rows, byte_level(), max_length=None, on_progress=lambda done, total: told.append((done, total))
+    )
+    assert told == [(4, 10), (8, 10), (10, 10)]
+    assert [item["row"] for item in encoded] == list(range(10))
+
+
+def test_rows_of_which_only_the_last_turn_is_learned_are_counted(talk):
+    rows = [
+        {"messages": talk("a", "<think>x</think>b", "c", "d")},
+        {"messages": talk("a", "b", "c", "d")},
+        {"messages": talk("a", "<think>x</think>b")},
+    ]
+    assert encode_rows(rows, byte_level(THINKING), max_length=None).summary.last_turn_only == 1
+
+
+def test_the_first_bad_row_is_named_by_line(write, talk):
+    good, bad = {"messages": talk("a", "b")}, {"messages": talk("a")}
+    path = write("rows.jsonl", [good, bad, good])
+    with pytest.raises(DataError, match=f"{path}:2: found user, but no assistant turn"):
+        encode_rows(load_rows(path), byte_level(), max_length=None)
+    path = write("rows.jsonl", [good, {"instruction": "a", "output": "b"}])
+    with pytest.raises(DataError, match=f"{path}:2: found the keys instruction, output, expected the format messages"):
+        encode_rows(load_rows(path), byte_level(), max_length=None)
+    path = write("rows.jsonl", [{"text": "a"}])
+    with pytest.raises(DataError, match=f"{path}:1: found the keys text, which fit no known row format"):
+        encode_rows(load_rows(path), byte_level(), max_length=None)
+
+
+def test_the_format_can_be_named():
+    row = {"instruction": "a", "output": "b", "response": "c"}
+    tokenizer = byte_level()
+    encoded = encode_rows([row], tokenizer, max_length=None, format="prompt_completion")
+    assert learned(encoded[0], tokenizer) == "c<|im_end|>"
+    assert encoded.summary.format == "prompt_completion"
+
+
+def test_keep_masks_are_spread_and_checked(write, talk):
+    row = {"messages": talk("a", "b"), "keep_mask": [0, 1]}
+    path = write("rows.jsonl", [row, {**row, "keep_mask": [1, 0, 1]}])
+    encoded = encode_rows(load_rows(path, limit=1), byte_level(), max_length=None)
+    assert encoded[0]["keep_mask"] == [0] * (len(encoded[0]["input_ids"]) - 1) + [1]
+    with pytest.raises(DataError, match=f"{path}:2: keep_mask has 3 entries, expected 2: one per response token"):
+        encode_rows(load_rows(path), byte_level(), max_length=None)
+    path = write("rows.jsonl", [row, {"messages": talk("a", "b")}])
+    with pytest.raises(DataError, match=f"{path}:2: the row has no keep_mask, unlike {path}:1; give it on every row"):
+        encode_rows(load_rows(path), byte_level(), max_length=None)

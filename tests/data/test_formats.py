@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loragate.data.formats import FORMATS, Turns, detect_format, normalize
+from loragate.errors import ConfigError, DataError
+
+ASK = {"role": "user", "content": "2+2?"}
+ANSWER = {"role": "assistant", "content": "4"}
+PAIR = (ASK, ANSWER)
+
+
+def turns_of(row):
+    return normalize(row, detect_format(row), "f:1")
+
+
+@pytest.mark.parametrize(
+    ("format", "row"),
+    [
+        ("messages", {"messages": [ASK, ANSWER]}),
+        ("messages", {"messages": [ASK, ANSWER], "problem": "2+2?", "solution": "four", "source": "x"}),
+        ("messages", {"messages": [{**ASK, "tool_calls": None}, {**ANSWER, "name": None}]}),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}, ANSWER]}),
+        ("sharegpt", {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}),
+        ("sharegpt", {"conversations": [{"from": "user", "value": "2+2?"}, {"from": "assistant", "value": "4"}]}),
+        ("alpaca", {"instruction": "2+2?", "input": "", "output": "4"}),
+        ("alpaca", {"instruction": "2+2?", "output": "4"}),
+        ("prompt_completion", {"prompt": [ASK], "completion": [ANSWER]}),
+        ("prompt_completion", {"prompt": "2+2?", "response": "4"}),
+        ("prompt_completion", {"problem": "2+2?", "solution": "4", "lang": "python"}),
+        ("prompt_completion", {"question": "2+2?", "answer": "4"}),
+        ("prompt_completion", {"instruction": "2+2?", "response": "4"}),
+    ],
+)
+def test_every_format_becomes_the_same_conversation(format, row):
+    assert detect_format(row) == format
+    turns = normalize(row, format, "f:1")
+    assert turns.messages == PAIR
+    assert not turns.is_plain
+
+
+def test_prompt_and_completion_of_text_are_plain():
+    assert turns_of({"prompt": "2+2=", "completion": "4"}) == Turns(prompt="2+2=", completion="4")
+
+
+def test_alpaca_joins_instruction_and_input_with_a_blank_line():
+    turns = turns_of({"instruction": "Add.", "input": "2 and 2", "output": "4"})
+    assert turns.messages[0]["content"] == "Add.\n\n2 and 2"
+
+
+def test_system_and_history_columns_become_turns():
+    row = {"system": "Be brief.", "history": [["hi", "hello"]], "instruction": "2+2?", "input": "", "output": "4"}
+    assert [(m["role"], m["content"]) for m in turns_of(row).messages] == [
+        ("system", "Be brief."),
+        ("user", "hi"),
+        ("assistant", "hello"),
+        ("user", "2+2?"),
+        ("assistant", "4"),
+    ]
+    row = {"system": "S", "conversations": [{"from": "system", "value": "T"}, *({"from": "human", "value": "a"},)]}
+    row["conversations"].append({"from": "gpt", "value": "b"})
+    assert [m["content"] for m in turns_of(row).messages] == ["T", "a", "b"]
+
+
+def test_all_roles_of_sharegpt():
+    names = ["system", "human", "gpt", "tool", "assistant"]
+    turns = turns_of({"conversations": [{"from": name, "value": name} for name in names]})
+    assert [m["role"] for m in turns.messages] == ["system", "user", "assistant", "tool", "assistant"]
+
+
+def test_assistant_turns_of_a_conversational_prompt_are_context():
+    turns = turns_of({"prompt": [ASK, ANSWER, ASK], "completion": [ANSWER]})
+    assert turns.trained_from == 3
+    assert len(turns.messages) == 4
+    with pytest.raises(DataError, match="no assistant turn to learn from"):
+        turns_of({"prompt": [ASK, ANSWER], "completion": [ASK]})
+
+
+def test_tools_and_further_message_keys_are_carried_to_the_template():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    turns = turns_of({"messages": [ASK, call], "tools": '[{"name": "add"}]'})
+    assert turns.tools == ({"name": "add"},)
+    assert turns.messages[1] == {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
+
+
+def test_keep_mask_is_carried():
+    assert turns_of({"messages": [ASK, ANSWER], "keep_mask": [1, 0, True]}).keep_mask == (1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": [ASK]}, "f:1: found user, but no assistant turn to learn from"),
+        ({"messages": []}, "f:1: found no messages, but no assistant turn"),
+        ({"messages": [ASK, {"role": "assistant", "content": " \n"}]}, "f:1: the assistant turn at message 1 is empty"),
+        ({"messages": "hello"}, "f:1: messages is text, expected a list of messages"),
+        ({"messages": ["hello"]}, r"f:1: messages\[0\] is text, expected an object with role and content"),
+        (
+            {"messages": [{"role": "asistant", "content": "x"}]},
+            r"has as its role 'asistant'; did you mean 'assistant'\?; expected one of system",
+        ),
+        ({"messages": [{"content": "x"}]}, r"messages\[0\] has as its role null; expected one of system"),
+        ({"messages": [{"role": "user", "content": 4}]}, r"the content of messages\[0\] is a value of type int"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+            "a block of type 'image'; only text",
+        ),
+        ({"prompt": "a", "completion": "  "}, "f:1: the completion is empty"),
+        ({"prompt": "a", "completion": [ANSWER]}, "prompt is text and completion is a list; expected two strings"),
+        ({"prompt": "a", "completion": "b", "response": "c"}, r"prompt\+completion and prompt\+response in one row"),
+        ({"problem": "a", "solution": "b", "question": "c", "answer": "d"}, "prompt and response are ambiguous"),
+        ({"instruction": "a", "output": "\t"}, "the assistant turn at message 1 is empty"),
+        ({"instruction": "a", "output": "b", "history": 3}, "history is a value of type int, expected a list of pairs"),
+        ({"instruction": "a", "output": "b", "history": [["x"]]}, r"history\[0\] is a list, expected a pair"),
+        ({"conversations": [{"from": "human", "value": "a\ud800"}]}, "half of a surrogate pair at character 1"),
+        ({"messages": [ASK, ANSWER], "keep_mask": [1, 2]}, "keep_mask must be a list of 0 and 1"),
+        ({"messages": [ASK, ANSWER], "tools": "{"}, "tools is text that is not JSON"),
+        ({"messages": [ASK, ANSWER], "tools": ["add"]}, "tools is a list, expected a list of tool schemas"),
+    ],
+)
+def test_what_is_wrong_with_a_row_is_told_with_its_place(row, message):
+    with pytest.raises(DataError, match=message) as caught:
+        turns_of(row)
+    assert str(caught.value).startswith("f:1: ")
+
+
+def test_unknown_keys_are_told_beside_the_known_ones():
+    with pytest.raises(DataError) as caught:
+        detect_format({"text": "hello", "id": 3, "messages": None})
+    assert "found the keys id, text, which fit no known row format" in str(caught.value)
+    assert "problem+solution" in str(caught.value)
+    assert all(name in str(caught.value) for name in FORMATS)
+
+
+def test_a_row_of_two_formats_is_ambiguous_unless_it_is_a_conversation():
+    with pytest.raises(DataError, match="fit alpaca and prompt_completion alike"):
+        detect_format({"instruction": "a", "output": "b", "response": "c"})
+
+
+def test_a_row_of_another_format_than_named_is_an_error():
+    with pytest.raises(DataError, match="f:4: found the keys instruction, output, expected the format messages"):
+        normalize({"instruction": "a", "output": "b"}, "messages", "f:4")
+    with pytest.raises(ConfigError, match=r"unknown row format 'alpacca'.*did you mean 'alpaca'"):
+        normalize({}, "alpacca")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "from", "content", "value", "text", "type"]), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+KEYS = ["messages", "conversations", "instruction", "input", "output", "prompt", "completion", "response", "system"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.sampled_from([*KEYS, "history", "keep_mask", "tools"]), JSON, max_size=5))
+def test_any_json_object_is_turns_or_a_data_error(row):
+    try:
+        outcome = turns_of(row)
+    except DataError as error:
+        outcome = error
+    if isinstance(outcome, Turns):
+        assert outcome.is_plain or any(message["role"] == "assistant" for message in outcome.messages)
+    else:
+        assert str(outcome)

@@ -1,0 +1,310 @@
+"""The artifact: round trip, byte-for-byte adapter, and every way it must refuse."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file, save_file
+from tiny import tiny_adapter, tiny_base
+
+import loragate as lg
+from loragate.errors import ArtifactError, GateError, LoragateError
+from loragate.gates import attached_config
+from loragate.gates.artifact import file_sha256
+from loragate.gates.schema import gate_metadata
+
+CONFIG = lg.GateConfig(-6, 3)
+
+
+def shake(model):
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in lg.gate_parameters(model).values():
+            parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.3)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """(base folder, adapter folder, gated folder) written once."""
+    root = tmp_path_factory.mktemp("artifact")
+    tiny_base().save_pretrained(root / "base")
+    model = tiny_adapter(base=tiny_base())
+    model.peft_config["default"].base_model_name_or_path = str(root / "base")
+    model.save_pretrained(root / "adapter")
+    lg.attach_gates(model, CONFIG)
+    shake(model)
+    lg.save_gates(model, root / "gated", adapter_source=root / "adapter")
+    return root / "base", root / "adapter", root / "gated"
+
+
+@pytest.fixture
+def gated(folders, tmp_path):
+    shutil.copytree(folders[2], tmp_path / "gated")
+    return tmp_path / "gated"
+
+
+@pytest.fixture
+def loaded(folders):
+    return PeftModel.from_pretrained(tiny_base(), folders[1])
+
+
+def rewrite(folder, change):
+    path = folder / "gate_config.json"
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(record))
+
+
+def resave(folder, tensors):
+    gate = json.loads((folder / "gate_config.json").read_text())["gate"]
+    save_file(tensors, folder / "gates.safetensors", metadata=gate_metadata(gate))
+    rewrite(folder, lambda record: record.update(gates_sha256=file_sha256(folder / "gates.safetensors")))
+
+
+def test_round_trip_is_exact(folders, loaded, token_ids):
+    _, adapter, gated = folders
+    original = tiny_adapter(base=tiny_base())
+    lg.attach_gates(original, CONFIG)
+    shake(original)
+    lg.load_gates(loaded, gated)
+    with torch.no_grad():
+        expected = original(token_ids).logits
+        assert torch.equal(loaded(token_ids).logits, expected)
+        model = lg.load_gated(gated)
+        assert torch.equal(model(token_ids).logits, expected)
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (gated / "adapter" / name).read_bytes() == (adapter / name).read_bytes()
+    assert sorted(path.name for path in gated.iterdir()) == [
+        "README.md",
+        "adapter",
+        "gate_config.json",
+        "gates.safetensors",
+    ]
+
+
+def test_adapter_without_a_source_is_written_without_gate_keys(tmp_path, folders, token_ids):
+    model = PeftModel.from_pretrained(tiny_base(), folders[1])
+    with torch.no_grad():
+        plain = model(token_ids).logits
+    lg.attach_gates(model, CONFIG)
+    shake(model)
+    lg.save_gates(model, tmp_path / "gated")
+    keys = load_file(tmp_path / "gated" / "adapter" / "adapter_model.safetensors")
+    assert keys
+    assert not any("lora_gate" in key for key in keys)
+    again = PeftModel.from_pretrained(tiny_base(), tmp_path / "gated" / "adapter")
+    with torch.no_grad():
+        assert torch.equal(again(token_ids).logits, plain)
+    lg.load_gates(again, tmp_path / "gated")
+
+
+@pytest.mark.parametrize("granularity", ["token", "module", "global"])
+def test_every_granularity_round_trips(tmp_path, folders, granularity, token_ids):
+    model = PeftModel.from_pretrained(tiny_base(), folders[1])
+    lg.attach_gates(model, lg.GateConfig(-3, 1, granularity=granularity, target_modules=["q_proj", "up_proj"]))
+    shake(model)
+    with torch.no_grad():
+        expected = model(token_ids).logits
+    lg.save_gates(model, tmp_path / "gated", adapter_source=folders[1])
+    with torch.no_grad():
+        assert torch.equal(lg.load_gated(tmp_path / "gated")(token_ids).logits, expected)
+
+
+def test_plain_programs_find_no_adapter_at_the_top(folders):
+    with pytest.raises((ValueError, OSError)):
+        PeftModel.from_pretrained(tiny_base(), folders[2])
+
+
+def test_nothing_is_overwritten(folders, loaded):
+    lg.load_gates(loaded, folders[2])
+    before = (folders[2] / "gate_config.json").read_bytes()
+    with pytest.raises(ArtifactError, match="already holds a gated adapter"):
+        lg.save_gates(loaded, folders[2])
+    assert (folders[2] / "gate_config.json").read_bytes() == before
+
+
+def test_a_gate_that_is_not_finite_is_not_written(tmp_path, loaded):
+    lg.attach_gates(loaded, CONFIG)
+    with torch.no_grad():
+        next(iter(lg.gate_parameters(loaded).values()))[0] = float("nan")
+    with pytest.raises(GateError, match="not finite"):
+        lg.save_gates(loaded, tmp_path / "gated")
+    assert not (tmp_path / "gated").exists()
+
+
+def test_a_full_disk_leaves_no_readable_artifact(tmp_path, loaded, monkeypatch):
+    lg.attach_gates(loaded, CONFIG)
+    real = os.fsync
+    calls = []
+
+    def failing(descriptor):
+        calls.append(descriptor)
+        if len(calls) > 4:
+            raise OSError(28, "No space left on device")
+        return real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(LoragateError, match="the disk is full"):
+        lg.save_gates(loaded, tmp_path / "gated")
+    assert not (tmp_path / "gated" / "gate_config.json").exists()
+    assert list(tmp_path.rglob("*.partial")) == []
+    monkeypatch.undo()
+    lg.save_gates(loaded, tmp_path / "gated")
+    assert (tmp_path / "gated" / "gate_config.json").exists(), "the same folder can be used once there is room"
+
+
+def change_gates(key, make):
+    def change(folder):
+        tensors = load_file(folder / "gates.safetensors")
+        make(tensors, key)
+        resave(folder, tensors)
+
+    return change
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+REFUSALS = {
+    "tampered": (lambda f: (f / "gates.safetensors").write_bytes(b"x" * 100), "sha256"),
+    "no gates file": (lambda f: (f / "gates.safetensors").unlink(), "incomplete"),
+    "unknown schema": (lambda f: rewrite(f, lambda r: r.update(schema_version=2)), "schema version 2"),
+    "other format": (lambda f: rewrite(f, lambda r: r.update(format="peft")), "not a gated adapter"),
+    "missing key": (lambda f: rewrite(f, lambda r: r.pop("modules")), "'modules' is missing"),
+    "unknown gate key": (lambda f: rewrite(f, lambda r: r["gate"].update(power=2)), "gate.power"),
+    "bad range": (lambda f: rewrite(f, lambda r: r["gate"].update(lower=1)), "lower bound"),
+    "changed range": (lambda f: rewrite(f, lambda r: r["gate"].update(lower=-5.0)), "is not what gates.safetensors"),
+    "wrong type": (lambda f: rewrite(f, lambda r: r["gate"].update(tau="1")), "gate.tau"),
+    "not JSON": (lambda f: (f / "gate_config.json").write_text("{"), "not valid JSON"),
+    "NaN in JSON": (lambda f: (f / "gate_config.json").write_text('{"format": NaN}'), "NaN is not allowed"),
+    "missing tensor": (change_gates(Q, lambda t, k: t.pop(k)), "is missing"),
+    "extra tensor": (change_gates(Q, lambda t, k: t.update({"model.extra.weight": t[k].clone()})), "belongs to no gate"),
+    "wrong shape": (change_gates(Q, lambda t, k: t.update({k: t[k][:-1].clone()})), r"has shape \(31,\), expected \(32,\)"),
+    "wrong dtype": (change_gates(Q, lambda t, k: t.update({k: t[k].half()})), "dtype float16"),
+    "NaN": (change_gates(Q, lambda t, k: t[k].fill_(float("nan"))), "NaN or infinity"),
+    "missing module": (lambda f: rewrite(f, lambda r: r["modules"].pop()), "no gate for module"),
+    "extra module": (lambda f: rewrite(f, lambda r: r["modules"].append("model.new")), "a gate for model.new"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals_are_clear_and_leave_the_model_ungated(gated, loaded, case, token_ids):
+    break_it, words = REFUSALS[case]
+    break_it(gated)
+    with torch.no_grad():
+        plain = loaded(token_ids).logits
+    with pytest.raises(ArtifactError, match=words) as caught:
+        lg.load_gates(loaded, gated)
+    assert str(gated) in str(caught.value), "the message names the file"
+    with torch.no_grad():
+        assert torch.equal(loaded(token_ids).logits, plain)
+    with pytest.raises(GateError):
+        lg.gate_parameters(loaded)
+
+
+def test_another_adapter_or_base_is_refused(gated, folders):
+    with pytest.raises(ArtifactError, match="belong to another adapter"):
+        lg.load_gates(tiny_adapter(seed=8), gated)
+    rescaled = PeftModel.from_pretrained(tiny_base(), folders[1])
+    for module in rescaled.modules():
+        if isinstance(module, LoraLayer):
+            module.scaling["default"] *= 2
+    with pytest.raises(ArtifactError, match="belong to another adapter"):
+        lg.load_gates(rescaled, gated)
+    with pytest.raises(ArtifactError, match="another base"):
+        lg.load_gates(PeftModel.from_pretrained(tiny_base(seed=4), folders[1]), gated)
+    slightly = tiny_base()
+    with torch.no_grad():
+        slightly.model.embed_tokens.weight[0, 0] += 1e-3
+    with pytest.raises(ArtifactError, match=r"another base .*embed_tokens"):
+        lg.load_gates(PeftModel.from_pretrained(slightly, folders[1]), gated)
+    with pytest.raises(ArtifactError, match="another architecture"):
+        other = PeftModel.from_pretrained(tiny_base(tie_word_embeddings=False), folders[1])
+        lg.load_gates(other, gated)
+
+
+def test_the_same_base_in_another_dtype_is_accepted(gated, folders):
+    for dtype in (torch.bfloat16, torch.float16):
+        model = PeftModel.from_pretrained(tiny_base().to(dtype), folders[1])
+        lg.load_gates(model, gated)
+        assert lg.gate_parameters(model)[Q].dtype == torch.float32
+
+
+def test_loading_errors_name_the_way_out(tmp_path, folders, gated):
+    with pytest.raises(ArtifactError, match="does not exist"):
+        lg.load_gated(tmp_path / "nowhere")
+    with pytest.raises(ArtifactError, match="plain PEFT adapter without gates; calibrate it first"):
+        lg.load_gated(folders[1])
+    rewrite(gated, lambda record: record["base"].update(id="/no/such/base"))
+    with pytest.raises(ArtifactError, match="base="):
+        lg.load_gated(gated)
+    assert lg.load_gated(gated, base=folders[0]) is not None
+    shutil.rmtree(gated / "adapter")
+    with pytest.raises(ArtifactError, match="Stage-I adapter is missing"):
+        lg.load_gated(gated)
+
+
+FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@FUZZ
+@given(data=st.binary(max_size=400))
+def test_fuzzed_gate_files_never_load(gated, loaded, data):
+    (gated / "gates.safetensors").write_bytes(data)
+    rewrite(gated, lambda record: record.update(gates_sha256=file_sha256(gated / "gates.safetensors")))
+    with pytest.raises(ArtifactError):
+        lg.load_gates(loaded, gated)
+
+
+@FUZZ
+@given(data=st.data())
+def test_flipped_bits_in_gate_files_never_crash_or_load_silently(gated, loaded, data, folders):
+    original = (folders[2] / "gates.safetensors").read_bytes()
+    position = data.draw(st.integers(0, len(original) - 1))
+    broken = bytearray(original)
+    broken[position] ^= 1 << data.draw(st.integers(0, 7))
+    (gated / "gates.safetensors").write_bytes(bytes(broken))
+    with pytest.raises(ArtifactError, match="sha256"):
+        lg.load_gates(loaded, gated)
+
+
+@FUZZ
+@given(data=st.data())
+def test_fuzzed_configurations_give_a_clear_error_or_the_same_gates(gated, loaded, data, folders):
+    record = json.loads((folders[2] / "gate_config.json").read_text())
+    place = record
+    key = data.draw(st.sampled_from(sorted(place)))
+    if isinstance(place[key], dict) and data.draw(st.booleans()):
+        place = place[key]
+        key = data.draw(st.sampled_from(sorted(place)))
+    place[key] = data.draw(JSON)
+    (gated / "gate_config.json").write_text(json.dumps(record))
+    try:
+        lg.load_gates(loaded, gated)
+    except ArtifactError:
+        return
+    parameters = lg.gate_parameters(loaded)
+    stored = load_file(folders[2] / "gates.safetensors")
+    assert {key: value.tolist() for key, value in parameters.items()} == {k: v.tolist() for k, v in stored.items()}
+    assert attached_config(loaded) == CONFIG
+    lg.detach_gates(loaded)
+
+
+@FUZZ
+@given(text=st.text(max_size=200) | st.binary(max_size=200))
+def test_arbitrary_text_as_configuration_is_refused(gated, loaded, text):
+    data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+    (gated / "gate_config.json").write_bytes(data)
+    with pytest.raises(ArtifactError):
+        lg.load_gates(loaded, gated)
