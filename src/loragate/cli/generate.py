@@ -77,7 +77,7 @@ def run(options: GenerateOptions) -> int:
     quiet_logging()
     from contextlib import nullcontext
 
-    from loragate.data import render_prompt
+    from loragate.data import prompt_ids, render_prompt
     from loragate.gates import gate_override
     from loragate.generation import SamplingConfig, TransformersEngine
 
@@ -95,7 +95,10 @@ def run(options: GenerateOptions) -> int:
         if not gated:
             raise ConfigError(f"--lambda-… has no effect: {options.model} carries no gates")
         overriding = gate_override(model, options.lambda_min, options.lambda_max, options.lambda_constant)
-    if not options.raw:
+    if options.raw:
+        begin = tokenizer.bos_token_id
+        prompts = [tokenizer.bos_token + text if begin in prompt_ids(text, tokenizer)[:1] else text for text in prompts]
+    else:
         if tokenizer.chat_template is None:
             raise ConfigError("the tokenizer has no chat template; give one with --chat-template FILE, or use --raw")
         prompts = [

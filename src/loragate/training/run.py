@@ -90,11 +90,11 @@ def run_training(
 
 
 def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: OnStep | None) -> TrainingOutcome:
-    from accelerate import PartialState
-
-    processes = PartialState().num_processes
-    checkpoint = _prepare_folder(job, folder, resume) if keep else None
     device = next(job.model.parameters()).device.type
+    # the arguments start the process group, so everything that asks for ranks comes after them
+    arguments = trainer_arguments(job.settings, folder, len(job.encoded), device)
+    checkpoint = _prepare_folder(job, folder, resume) if keep else None
+    together = job.settings.micro_batch_size * arguments.world_size
     stopper = StopOnInterrupt()
     callbacks: list[Any] = [stopper, *job.callbacks]
     if keep:
@@ -113,8 +113,8 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
             where=job.rows.where,
             recorder=job.recorder,
             model=job.model,
-            args=trainer_arguments(job.settings, folder, len(job.encoded), processes, device),
-            train_dataset=as_dataset(list(job.encoded)),
+            args=arguments,
+            train_dataset=as_dataset(list(job.encoded), together if arguments.world_size > 1 else 1),
             data_collator=Collator(_pad_id(job.tokenizer)),
             processing_class=job.tokenizer,
             callbacks=callbacks,

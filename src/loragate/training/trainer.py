@@ -18,6 +18,7 @@ from torch import nn
 from loragate.errors import TrainingError
 from loragate.files import write_atomically
 from loragate.losses import ObjectiveContext, StatisticsRequest, TokenStatistics, add_statistics_forward
+from loragate.losses.head import IGNORED
 from loragate.training.settings import TrainSettings
 
 try:
@@ -159,13 +160,12 @@ class StatisticsTrainer(SFTTrainer):
                 parameter.copy_(tensors[name])
 
 
-def trainer_arguments(settings: TrainSettings, folder: Path, rows: int, processes: int, device: str) -> SFTConfig:
+def trainer_arguments(settings: TrainSettings, folder: Path, rows: int, device: str) -> SFTConfig:
     """The TRL configuration of a run; every choice of ours is set explicitly."""
     steps = settings.steps(rows)
-    return SFTConfig(
+    arguments = SFTConfig(
         output_dir=str(folder),
         per_device_train_batch_size=settings.micro_batch_size,
-        gradient_accumulation_steps=settings.accumulation(processes),
         learning_rate=settings.learning_rate,
         lr_scheduler_type=settings.schedule,
         warmup_steps=round(settings.warmup * steps),
@@ -200,13 +200,23 @@ def trainer_arguments(settings: TrainSettings, folder: Path, rows: int, processe
         ddp_find_unused_parameters=False,
         router_aux_loss_coef=0.0,
     )
+    arguments.gradient_accumulation_steps = settings.accumulation(arguments.world_size)
+    return arguments
 
 
-def as_dataset(rows: Sequence[dict[str, Any]]) -> Any:
-    """Tokenised rows (input_ids, labels, row, optional keep_mask) as an in-memory `datasets.Dataset`."""
+def as_dataset(rows: Sequence[dict[str, Any]], multiple: int = 1) -> Any:
+    """Tokenised rows (input_ids, labels, row, optional keep_mask) as an in-memory `datasets.Dataset`.
+
+    Filled up to a multiple of `multiple` with rows that carry no label: several processes need equally many forward
+    passes, and repeating real rows would change the last step.
+    """
     from datasets import Dataset
 
-    return Dataset.from_list(list(rows))
+    chosen = list(rows)
+    while len(chosen) % multiple:
+        first = chosen[0]
+        chosen.append({**first, "labels": [IGNORED] * len(first["labels"])})
+    return Dataset.from_list(chosen)
 
 
 @contextmanager

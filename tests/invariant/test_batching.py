@@ -1,0 +1,142 @@
+"""Runs that must agree (fp32): how a batch is cut, padded, chunked or spread over processes changes nothing.
+
+TALR is the documented exception: its median is taken over the sequences of one forward pass.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import tiny_adapter, tiny_base, tiny_rows
+
+import loragate as lg
+from loragate.data import Collator
+from loragate.losses import StatisticsRequest, head
+from loragate.training import CalibrationSettings, StageOneSettings
+from loragate.training.trainer import statistics_forward
+
+GATES = lg.GateConfig(-3, 2)
+
+
+def calibration(tokenizer, micro, rows=None, seed=42):
+    settings = CalibrationSettings(
+        batch_size=8, micro_batch_size=micro, learning_rate=1e-2, logging_steps=1, k=20, max_length=64, seed=seed
+    )
+    model = tiny_adapter()
+    result = lg.calibrate(model, tokenizer, rows or tiny_rows(20), GATES, settings)
+    return (
+        [record["loss"] for record in result.history if "loss" in record],
+        {name: parameter.detach() for name, parameter in lg.gate_parameters(model).items()},
+    )
+
+
+def assert_same(left, right):
+    assert left[0] == pytest.approx(right[0], rel=2e-6)
+    for name, parameter in left[1].items():
+        torch.testing.assert_close(parameter, right[1][name], rtol=1e-3, atol=2e-6)
+
+
+def test_calibration_does_not_depend_on_the_micro_batch(tokenizer):
+    whole = calibration(tokenizer, 8)
+    assert len(whole[0]) == 3, "the last batch is smaller than the others"
+    for micro in (4, 1):
+        assert_same(calibration(tokenizer, micro), whole)
+
+
+@pytest.mark.parametrize("objective", ["sft", "dft", "profit", "eaft"])
+def test_stage_one_does_not_depend_on_the_micro_batch(tokenizer, objective):
+    results = []
+    for micro in (8, 2):
+        settings = StageOneSettings(
+            objective=objective, batch_size=8, micro_batch_size=micro, learning_rate=5e-3, logging_steps=1, max_length=64, rank=4
+        )
+        history = lg.train_adapter(tiny_base(), tokenizer, tiny_rows(20), settings).history
+        results.append([record["loss"] for record in history if "loss" in record])
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
+
+
+def test_talr_depends_on_the_split_as_documented(tokenizer):
+    results = []
+    for micro in (8, 1):
+        settings = StageOneSettings(objective="talr", batch_size=8, micro_batch_size=micro, max_steps=1, max_length=64)
+        results.append(lg.train_adapter(tiny_base(), tokenizer, tiny_rows(20), settings).history[0]["loss"])
+    assert results[0] != pytest.approx(results[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(tokenizer, side):
+    from loragate.data import encode_rows
+
+    encoded = list(encode_rows(tiny_rows(5), tokenizer, max_length=64))
+    model = tiny_adapter()
+    lg.attach_gates(model, GATES)
+    with statistics_forward(model), torch.no_grad():
+
+        def entropies(rows, **options):
+            batch = Collator(0, **options)(rows)
+            stats = model(
+                input_ids=batch["input_ids"],
+                attention_mask=batch["attention_mask"],
+                labels=batch["labels"],
+                statistics=StatisticsRequest(20),
+            )
+            return stats.topk_entropy[stats.mask]
+
+        alone = torch.cat([entropies([row]) for row in encoded])
+        together = entropies(encoded, side=side)
+        wide = entropies(encoded, side=side, pad_to_multiple_of=32)
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(wide, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_chunk_size_changes_nothing(tokenizer, monkeypatch):
+    whole = calibration(tokenizer, 8)
+    monkeypatch.setattr(head, "_CHUNK_BYTES", 1)
+    assert_same(calibration(tokenizer, 8), whole)
+
+
+WORKER = """
+import json, os, sys
+sys.path.insert(0, {tests!r})
+import torch
+torch.set_num_threads(1)
+from tiny import tiny_adapter, tiny_rows, tiny_tokenizer
+import loragate as lg
+from loragate.training import CalibrationSettings
+from accelerate import PartialState
+settings = CalibrationSettings(
+    batch_size=8, micro_batch_size=4, learning_rate=1e-2, logging_steps=1, k=20, max_length=64
+)
+model = tiny_adapter()
+result = lg.calibrate(model, tiny_tokenizer(), tiny_rows(20), lg.GateConfig(-3, 2), settings)
+state = PartialState()
+assert state.num_processes == 2
+if state.is_main_process:
+    torch.save({{name: p.detach() for name, p in lg.gate_parameters(model).items()}}, {out!r} + "/gates.pt")
+    json.dump([r for r in result.history], open({out!r} + "/history.json", "w"), default=float)
+"""
+
+
+def test_two_processes_equal_one(tokenizer, tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER.format(tests=str(Path(__file__).parents[1]), out=str(tmp_path)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(script)]
+    environment = {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CI": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env={**os.environ, **environment}, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    history = json.loads((tmp_path / "history.json").read_text())
+    losses = [record["loss"] for record in history if "loss" in record]
+    one = calibration(tokenizer, 8)
+    assert losses == pytest.approx(one[0], rel=1e-5)
+    tokens = [record["response_tokens"] for record in history if "loss" in record]
+    assert len(tokens) == 3
+    both = torch.load(tmp_path / "gates.pt", weights_only=True)
+    for name, parameter in one[1].items():
+        torch.testing.assert_close(both[name], parameter, rtol=1e-3, atol=2e-6)

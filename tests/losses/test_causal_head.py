@@ -1,0 +1,93 @@
+"""Statistics through a model's own forward equal statistics of its own logits, whatever its head looks like."""
+
+import pytest
+import torch
+from tiny import tiny_adapter, tiny_base
+
+from loragate.losses import StatisticsRequest, add_statistics_forward, statistics_of_logits, verify_head
+
+
+@pytest.fixture
+def batch(token_ids):
+    labels = token_ids.clone()
+    labels[:, :4] = -100
+    return {"input_ids": token_ids, "labels": labels}
+
+
+def expected(model, batch, k):
+    with torch.no_grad():
+        logits = model(input_ids=batch["input_ids"]).logits
+    return statistics_of_logits(logits[:, :-1], batch["labels"][:, 1:], k)
+
+
+def assert_same(actual, wanted):
+    for name in ("log_prob", "entropy", "topk_entropy"):
+        torch.testing.assert_close(getattr(actual, name), getattr(wanted, name), rtol=2e-5, atol=2e-5)
+
+
+def test_plain_and_wrapped_models(batch):
+    for model in (tiny_base().requires_grad_(False), tiny_adapter()):
+        wanted = expected(model, batch, 20)
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        assert add_statistics_forward(inner)
+        assert add_statistics_forward(inner), "twice is as good as once"
+        assert_same(model(**batch, statistics=StatisticsRequest(20)), wanted)
+        assert model(**batch).loss is not None, "without the keyword the forward is the model's own"
+
+
+def test_a_head_with_an_adapter_takes_the_slow_path(batch):
+    base = tiny_base(tie_word_embeddings=False)
+    model = tiny_adapter(base=base, target_modules=["q_proj", "lm_head"])
+    wanted = expected(model, batch, 20)
+    assert not add_statistics_forward(model.get_base_model())
+    assert_same(model(**batch, statistics=StatisticsRequest(20)), wanted)
+
+
+def test_a_saved_copy_of_the_head_is_used(batch):
+    base = tiny_base(tie_word_embeddings=False)
+    model = tiny_adapter(base=base, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    with torch.no_grad():
+        model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(1.3)
+    model.requires_grad_(False)
+    wanted = expected(model, batch, 20)
+    assert add_statistics_forward(model.get_base_model())
+    assert_same(model(**batch, statistics=StatisticsRequest(20)), wanted)
+    with model.disable_adapter():
+        assert_same(model(**batch, statistics=StatisticsRequest(20)), expected(model, batch, 20))
+
+
+def test_a_trainable_head_takes_the_slow_path_and_gets_its_gradient(batch):
+    model = tiny_base(tie_word_embeddings=False).requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)
+    assert not add_statistics_forward(model)
+    model(**batch, statistics=StatisticsRequest(20)).log_prob.sum().backward()
+    assert model.lm_head.weight.grad.abs().max() > 0
+
+
+def test_an_unknown_head_is_noticed(batch):
+    model = tiny_base().requires_grad_(False)
+    assert verify_head(model)
+    original = model.forward
+
+    def odd(*args, **kwargs):
+        out = original(*args, **kwargs)
+        out.logits = out.logits * 1.5
+        return out
+
+    model.forward = odd
+    assert not verify_head(model)
+    wanted = expected(model, batch, 20)
+    assert not add_statistics_forward(model)
+    assert_same(model(**batch, statistics=StatisticsRequest(20)), wanted)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_an_empty_batch_keeps_the_graph_alive(batch, slow):
+    model = tiny_base(tie_word_embeddings=False).requires_grad_(False)
+    model.model.norm.weight.requires_grad_(True)
+    if slow:
+        model.lm_head.weight.requires_grad_(True)
+    add_statistics_forward(model)
+    empty = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    model(**empty, statistics=StatisticsRequest(20)).topk_entropy.sum().backward()
+    assert model.model.norm.weight.grad.eq(0).all()

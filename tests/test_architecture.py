@@ -1,0 +1,75 @@
+"""The house: arrows between rooms point down, optional libraries stay in their rooms, importing is quick."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import loragate
+
+SOURCE = Path(loragate.__file__).parent
+# lowest floor first; a room may import rooms before it
+FLOORS = ["files", "errors", "version", "gates", "losses", "data", "world", "generation", "training", "evaluation"]
+FLOORS += ["selection", "analysis", "report", "cli"]
+# heavy or optional libraries, and the rooms that may import them at module level or inside functions
+RESERVED = {"trl": {"training"}, "datasets": {"data", "training"}, "accelerate": {"training", "cli"}, "matplotlib": {"report"}}
+SIDEWAYS = {("report", "*"), ("world", "*"), ("gates", "losses"), ("data", "gates"), ("generation", "gates")}
+
+
+def room_of(path):
+    parts = path.relative_to(SOURCE).parts
+    return parts[0].removesuffix(".py")
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield node.module
+
+
+def test_arrows_point_down():
+    checked = 0
+    for path in SOURCE.rglob("*.py"):
+        room = room_of(path)
+        if room in ("__init__", "__main__"):
+            continue
+        assert room in FLOORS, f"{path} lies in no known room"
+        for name in imports(path):
+            parts = name.split(".")
+            if parts[0] != "loragate" or len(parts) < 2 or parts[1] == room:
+                continue
+            checked += 1
+            target = parts[1]
+            assert FLOORS.index(target) < FLOORS.index(room) or target in ("files", "errors", "version"), (
+                f"{path.relative_to(SOURCE)} imports {name}: {target} is not below {room}"
+            )
+            low = target in ("files", "errors", "version")
+            assert low or not {(room, "*"), (room, target)} & SIDEWAYS, f"{path.relative_to(SOURCE)} must not know {target}"
+    assert checked > 50
+
+
+def test_reserved_libraries_stay_in_their_rooms():
+    for path in SOURCE.rglob("*.py"):
+        for name in imports(path):
+            allowed = RESERVED.get(name.split(".")[0])
+            assert allowed is None or room_of(path) in allowed, f"{path.relative_to(SOURCE)} imports {name}"
+
+
+def test_files_stay_readable():
+    for path in SOURCE.rglob("*.py"):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 400, f"{path} is two ideas"
+        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path} does not say what lives there"
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    code = "import sys, loragate, loragate.cli.main; print([m for m in ('torch','transformers','trl','yaml') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_public_names():
+    for name in loragate.__all__:
+        assert getattr(loragate, name) is not None, name
+    assert loragate.objectives["dft"].name == "dft"

@@ -1,0 +1,112 @@
+"""Stage I: the objectives train what they should, against transformers' own loss where it is the same."""
+
+import pytest
+import torch
+from tiny import tiny_base, tiny_rows
+
+import loragate as lg
+from loragate.data import Collator, encode_rows, load_rows
+from loragate.errors import ConfigError
+from loragate.training import StageOneSettings
+from loragate.training.settings import OBJECTIVES
+
+
+def settings(**options):
+    return StageOneSettings(
+        **{
+            "batch_size": 8,
+            "micro_batch_size": 4,
+            "learning_rate": 5e-3,
+            "logging_steps": 1,
+            "max_length": 64,
+            "rank": 4,
+            "alpha": 8,
+            **options,
+        }
+    )
+
+
+def test_the_registry_and_the_settings_name_the_same_objectives():
+    assert tuple(lg.objectives) == OBJECTIVES
+
+
+@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name != "mask"])
+@pytest.mark.parametrize("dora", [False, True])
+def test_every_objective_learns(tokenizer, objective, dora):
+    # a random base gives every token less than ProFit's usual threshold
+    options = {"threshold": 1e-4} if objective == "profit" else None
+    chosen = settings(
+        objective=objective, objective_options=options, dora=dora, max_steps=30, learning_rate=0.03, warmup=0.0
+    )
+    result = lg.train_adapter(tiny_base(), tokenizer, tiny_rows(8), chosen)
+    nll = [record["nll"] for record in result.history if "nll" in record]
+    assert nll[-1] < nll[0] - 0.5, nll
+    moved = {name for name, parameter in result.model.named_parameters() if parameter.requires_grad}
+    assert moved
+    assert all("lora_" in name for name in moved)
+    assert any("lora_magnitude_vector" in name for name in moved) == dora
+
+
+def test_sft_equals_the_models_own_cross_entropy(tokenizer, rows):
+    result = lg.train_adapter(tiny_base(), tokenizer, rows, settings(max_steps=1, batch_size=24))
+    source = load_rows(rows).shuffled(42)
+    encoded = encode_rows(source, tokenizer, max_length=64)
+    batch = Collator(0)(list(encoded))
+    with torch.no_grad():
+        expected = tiny_base()(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"]
+        ).loss
+    assert result.history[0]["loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_the_mask_objective_reads_the_keep_mask(tokenizer):
+    rows = tiny_rows(8)
+    plain = lg.train_adapter(tiny_base(), tokenizer, rows, settings(max_steps=1)).history[0]["loss"]
+    tokens = [len(row["messages"][1]["content"].split()) + 1 for row in rows]
+    kept = [{**row, "keep_mask": [1] * count} for row, count in zip(rows, tokens, strict=True)]
+    dropped = [{**row, "keep_mask": [0] * count} for row, count in zip(rows, tokens, strict=True)]
+    run = lambda data: lg.train_adapter(tiny_base(), tokenizer, data, settings(objective="mask", max_steps=1))  # noqa: E731
+    assert run(kept).history[0]["loss"] == pytest.approx(plain, rel=1e-6)
+    assert run(dropped).history[0]["loss"] == 0
+    with pytest.raises(ConfigError, match="keep_mask"):
+        run(rows)
+
+
+def test_initialisation_depends_on_the_seed_alone(tokenizer):
+    from loragate.training.stage_one import build_adapter
+
+    def factors(seed):
+        torch.manual_seed(torch.randint(0, 1000, ()).item())
+        model = build_adapter(tiny_base(), settings(seed=seed))
+        return torch.cat([p.detach().flatten() for n, p in model.named_parameters() if "lora_A" in n])
+
+    assert torch.equal(factors(1), factors(1))
+    assert not torch.equal(factors(1), factors(2))
+
+
+def test_resume_continues_bit_for_bit(tokenizer, rows, tmp_path):
+    chosen = settings(save_steps=2)
+    whole = lg.train_adapter(tiny_base(), tokenizer, rows, chosen, run_folder=tmp_path / "whole")
+
+    class Killed(Exception):
+        pass
+
+    def kill(report):
+        if report.step == 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        lg.train_adapter(tiny_base(), tokenizer, rows, settings(save_steps=2), run_folder=tmp_path / "r", on_step=kill)
+    again = lg.train_adapter(tiny_base(), tokenizer, rows, chosen, run_folder=tmp_path / "r", resume=True)
+    trained = {name: p for name, p in again.model.named_parameters() if p.requires_grad}
+    assert trained
+    for name, parameter in whole.model.named_parameters():
+        if name in trained:
+            assert torch.equal(parameter, trained[name]), name
+
+
+def test_bad_settings_are_explained():
+    with pytest.raises(ConfigError, match="did you mean 'profit'"):
+        settings(objective="profti")
+    with pytest.raises(ConfigError, match="rank"):
+        settings(rank=0)
