@@ -129,9 +129,16 @@ class Recorder:
         self.sums: torch.Tensor | None = None
 
     def update(self, lam_T: torch.Tensor) -> None:
-        """Add the λ of one forward pass, [...]; positions outside the owner's token mask are left out."""
+        """Add the λ of one forward pass, [...]; positions outside the owner's token mask are left out.
+
+        A module that sees only routed tokens (an expert) cannot be matched with the mask and records nothing under one.
+        """
+        values = lam_T.reshape(-1)
         mask = None if self.owner is None else self.owner.token_mask
-        values = lam_T.reshape(-1) if mask is None else lam_T[mask.to(lam_T.device)]
+        if mask is not None:
+            if mask.numel() != values.numel():
+                return
+            values = values[mask.reshape(-1).to(values.device)]
         # One tenth of a per cent of the range from an end counts as saturated: tanh has no gradient left there.
         margin_low, margin_high = 1e-3 * (1.0 - self.lower), 1e-3 * (self.upper - 1.0)
         saturated = (values <= self.lower + margin_low) | ((values >= self.upper - margin_high) & (self.upper > 1.0))

@@ -120,10 +120,12 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
             callbacks=callbacks,
         )
         _quiet(trainer)
+        was_training = job.model.training
         try:
             output = trainer.train(resume_from_checkpoint=checkpoint)
         finally:
             stopper.restore()
+            job.model.train(was_training)
     if stopper.asked and trainer.state.global_step < trainer.state.max_steps:
         again = f"run the same command with --resume to go on from {folder}" if keep else "nothing was kept"
         raise TrainingError(
