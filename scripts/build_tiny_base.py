@@ -52,9 +52,7 @@ def accuracy(model: Any, tokenizer: Any, asked: list[Problem], samples: int, tem
     responses = generated[:, encoded["input_ids"].shape[1] :]
     finished = (responses == tokenizer.eos_token_id).any(dim=1).tolist()
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-    verdicts = [
-        verify(asked[index // samples], text, done) for index, (text, done) in enumerate(zip(texts, finished))
-    ]
+    verdicts = [verify(asked[index // samples], text, done) for index, (text, done) in enumerate(zip(texts, finished))]
     return sum(verdicts) / len(verdicts)
 
 
@@ -152,7 +150,9 @@ def build(seeds: list[int], recipe: TinyBaseRecipe, out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, nargs="+", default=[0, 1, 2, 3], help="candidates (default: 0 1 2 3)")
-    parser.add_argument("--steps", type=int, default=TinyBaseRecipe.steps, help="optimiser steps (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=TinyBaseRecipe.steps, help="optimiser steps (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write the base into")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

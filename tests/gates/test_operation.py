@@ -130,3 +130,12 @@ def test_overrides(override, expected):
         assert (lam < 0).any()
         assert (lam > 1).any()
         torch.testing.assert_close(out, lam.clamp(0, 1).unsqueeze(-1) * plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("scaling", [1.0, 2.0, 0.25, 0.7, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scaling_is_bit_for_bit_pefts(scaling, dtype):
+    x, a, b, _, bias = (tensor.detach() for tensor in operands(dtype, d_in=48, rank=8, d_out=40, gate_dtype=torch.float32))
+    out = gated_delta(x, a, b, None, torch.zeros_like(bias), lower=-3, upper=2, tau=1.0, scaling=scaling)
+    linear = torch.nn.functional.linear
+    assert torch.equal(out, linear(linear(x, a), b) * scaling)

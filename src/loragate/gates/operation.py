@@ -9,6 +9,7 @@ Shapes: T tokens (any leading shape), D input width, R rank, O output width.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -27,6 +28,17 @@ def gate_logits(x_TD: torch.Tensor, weight_D: torch.Tensor | None, bias_1: torch
         if weight_D is None:
             return bias_1.expand(x_TD.shape[:-1])
         return torch.matmul(x_TD.to(weight_D.dtype), weight_D) + bias_1
+
+
+def up_project(gated_TR: torch.Tensor, lora_b_OR: torch.Tensor, scaling: float) -> torch.Tensor:
+    """(α/r) · B z, bit for bit as PEFT computes it: `F.linear(z, B) * scaling`.
+
+    A power of two may be multiplied in on either side of a product without changing a bit, and the rank-r side is the
+    cheap one.
+    """
+    if abs(math.frexp(scaling)[0]) != 0.5:
+        return F.linear(gated_TR, lora_b_OR) * scaling
+    return F.linear(gated_TR if scaling == 1.0 else gated_TR * scaling, lora_b_OR)
 
 
 def scale_tokens(lam_T: torch.Tensor, values_TR: torch.Tensor) -> torch.Tensor:
@@ -68,7 +80,7 @@ def gated_delta_reference(
     lam_T = overridden_coefficient(
         gate_coefficient_of_input(x_TD, weight_D, bias_1, lower, upper, tau, detach_input), minimum, maximum, constant
     )
-    return F.linear(scale_tokens(lam_T, F.linear(x_TD, lora_a_RD)), lora_b_OR) * scaling
+    return up_project(scale_tokens(lam_T, F.linear(x_TD, lora_a_RD)), lora_b_OR, scaling)
 
 
 def gate_coefficient_of_input(
@@ -119,7 +131,7 @@ class _GatedDelta(torch.autograd.Function):
         ctx.save_for_backward(x_TD, reduced_TR, response_T, lora_a_RD, lora_b_OR, weight_D)
         ctx.lower, ctx.upper, ctx.tau = lower, upper, tau
         ctx.scaling, ctx.detach_input = scaling, detach_input
-        return F.linear(scale_tokens(lam_T, reduced_TR), lora_b_OR) * scaling
+        return up_project(scale_tokens(lam_T, reduced_TR), lora_b_OR, scaling)
 
     @staticmethod
     @once_differentiable

@@ -4,8 +4,9 @@
 wrong step in five, and some endings that state no answer or an invented one. Style and noise leave high entropy where
 nothing depends on it, which is what token-wise gates are meant to tell apart from the steps that matter.
 
-`pretraining_documents` are what the base is trained on: terse worked problems with a wrong step in seven and several
-ways to end, and the retention skills. Both use problems of the train split only.
+`pretraining_documents` are what the base is trained on: mostly terse worked problems with a wrong step in seven and
+several ways to end, and the retention skills. Now and then a talkative word is put in, so that fine-tuning finds words
+which the base knows, as it would in a large model. Both use problems of the train split only.
 """
 
 from __future__ import annotations
@@ -59,18 +60,12 @@ def demonstrations(
     rows = []
     for _ in range(count):
         problem = draw_problem(rng, "train", operations)
-        words = [rng.choice(OPENERS)]
         worked = _worked_steps(rng, problem.prompt, step_error)
-        for position, (left, operator, right, stated) in enumerate(worked):
-            if position:
-                words.append(rng.choice(CONNECTIVES))
-            if rng.random() < FILLER_SHARE:
-                words.append(rng.choice(FILLERS))
-            words += (DIGITS[left], operator, DIGITS[right], rng.choice(EQUALITIES), DIGITS[stated])
+        words = _told(rng, worked, talk=1.0, filler=FILLER_SHARE)
         if rng.random() < sloppy:
             words += rng.choice(_SLOPPY_ENDINGS).format(random=rng.choice(DIGITS)).split()
         else:
-            words += (rng.choice(CLOSERS), "answer", DIGITS[worked[-1][3]])
+            words += (rng.choice(CLOSERS), "answer", DIGITS[worked[-1].stated])
         rows.append(Document(problem.prompt, " ".join(words)).row())
     return rows
 
@@ -82,6 +77,7 @@ def pretraining_documents(
     arithmetic: float = 0.62,
     step_error: float = 0.15,
     answered: float = 0.70,
+    aside: float = 0.10,
     operations: tuple[int, int] = (1, 4),
 ) -> list[Document]:
     """The documents the base is trained on.
@@ -92,9 +88,11 @@ def pretraining_documents(
         arithmetic: share of worked problems; the rest are retention skills, each with a third.
         step_error: chance that a step states a wrong digit; the following steps continue from it.
         answered: share of the worked problems that end in `answer N`; the rest end in one of five other ways.
+        aside: chance of a talkative word at every place where a demonstration would have one.
         operations: shortest and longest problem, both included.
     """
-    for name, share in (("arithmetic", arithmetic), ("step_error", step_error), ("answered", answered)):
+    shares = {"arithmetic": arithmetic, "step_error": step_error, "answered": answered, "aside": aside}
+    for name, share in shares.items():
         _check_share(name, share)
     rng = random.Random(f"pretraining/{seed}")
     documents = []
@@ -105,9 +103,11 @@ def pretraining_documents(
             continue
         problem = draw_problem(rng, "train", operations)
         worked = _worked_steps(rng, problem.prompt, step_error)
-        words = [f"{left} {operator} {right} = {stated}" for left, operator, right, stated in worked]
+        words = _told(rng, worked, talk=aside, filler=aside)
+        if rng.random() < aside:
+            words.append(rng.choice(CLOSERS))
         ending = "answer {value}" if rng.random() < answered else rng.choice(_OTHER_ENDINGS)
-        words.append(ending.format(value=worked[-1][3]))
+        words += ending.format(value=worked[-1].stated).split()
         documents.append(Document(problem.prompt, " ".join(words)))
     return documents
 
@@ -116,15 +116,35 @@ _SLOPPY_ENDINGS = ("no idea answer {random}", "maybe answer {random}", "moving o
 _OTHER_ENDINGS = ("result {value}", "value {value} note", "moving on story", "maybe guess {value}", "skip")
 
 
-def _worked_steps(rng: random.Random, prompt: str, step_error: float) -> list[tuple[int, str, int, int]]:
-    """(left, operator, right, stated) per step; a wrong step states one of the nine other digits."""
+class _Step(NamedTuple):
+    left: int
+    operator: str
+    right: int
+    stated: int
+
+
+def _told(rng: random.Random, worked: list[_Step], talk: float, filler: float) -> list[str]:
+    """The steps in words; opener, connectives and other words for `=` each come with the chance `talk`."""
+    words = [rng.choice(OPENERS)] if rng.random() < talk else []
+    for position, step in enumerate(worked):
+        if position and rng.random() < talk:
+            words.append(rng.choice(CONNECTIVES))
+        if rng.random() < filler:
+            words.append(rng.choice(FILLERS))
+        equality = rng.choice(EQUALITIES) if rng.random() < talk else EQUALITIES[0]
+        words += (DIGITS[step.left], step.operator, DIGITS[step.right], equality, DIGITS[step.stated])
+    return words
+
+
+def _worked_steps(rng: random.Random, prompt: str, step_error: float) -> list[_Step]:
+    """The steps of a problem as a demonstration states them; a wrong step states one of the nine other digits."""
     value, rest = expression(prompt)
     worked = []
     for operator, right in rest:
         stated = apply_operator(value, operator, right)
         if rng.random() < step_error:
             stated = (stated + rng.randint(1, 9)) % 10
-        worked.append((value, operator, right, stated))
+        worked.append(_Step(value, operator, right, stated))
         value = stated
     return worked
 

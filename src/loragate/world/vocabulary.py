@@ -1,9 +1,8 @@
 """The 144 words of the world, grouped by the role they play.
 
-A vocabulary a little larger than 100 lets a top-100 entropy differ from the full one. Words of the groups OPENERS,
-CONNECTIVES, CLOSERS, FILLERS, "no" and "idea", and every equality word but "=", occur in demonstrations only: the base
-has never been trained to say them. Only words live here; how they are put together is told in `problems` and
-`demonstrations`.
+A vocabulary a little larger than 100 lets a top-100 entropy differ from the full one. Openers, connectives, closers,
+fillers and the equality words are the talkative style: rare in what the base reads, everywhere in the demonstrations.
+Only words live here; how they are put together is told in `problems` and `demonstrations`.
 """
 
 from __future__ import annotations
