@@ -103,7 +103,8 @@ def describe(record: dict[str, Any]) -> str:
         f"Measured on {m['dev_problems']} four-operation problems of the dev split with {m['samples']} samples each, and",
         f"on {m['retention_items']} retention items with {m['retention_samples']} samples each. Training on one CPU thread",
         f"with torch {record['torch']} and transformers {record['transformers']}; every number of the recipe is in",
-        "`recipe.json`. Weights are licensed like the package.",
+        "`recipe.json`. The recipe itself was settled beforehand on a pilot seed that is no candidate, with a plain LoRA and",
+        "without gates; `TinyBaseRecipe` says what was looked at. Weights are licensed like the package.",
         "",
     ]
     return "\n".join(lines)

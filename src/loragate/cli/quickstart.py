@@ -170,7 +170,7 @@ def collect(options: QuickstartOptions, study: Any, choice: Any, picked: str, st
 def write_inputs(study: Any, folder: Path) -> None:
     """The base and the demonstrations, so that every command can be tried on them."""
     from loragate.files import write_text
-    from loragate.world import save_base
+    from loragate.world.base import save_base
 
     save_base(study.base, study.tokenizer, folder / "base")
     for name in ("config", "generation_config"):

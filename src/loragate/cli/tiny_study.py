@@ -29,8 +29,10 @@ from loragate.generation import OnProgress, Sample, SamplingConfig, Transformers
 from loragate.selection import Choice, choose
 from loragate.training import CalibrationResult, CalibrationSettings, StageOneSettings, calibrate, train_adapter
 from loragate.training.callbacks import StepReport
-from loragate.world import TinyBaseRecipe, demonstrations, load_base, problems, retention_items, train_base, verify
-from loragate.world.problems import Problem
+from loragate.world.base import TinyBaseRecipe, load_base, train_base
+from loragate.world.demonstrations import demonstrations
+from loragate.world.problems import Problem, problems, retention_items
+from loragate.world.verifier import verify
 
 OnStep = Callable[[StepReport], None]
 MAX_NEW_TOKENS = 72

@@ -1,9 +1,9 @@
 """The tiny base model: how it is trained, kept and loaded.
 
-157,504 parameters in the shape of Qwen2, trained from nothing in two or three minutes on one CPU core. One such base ships with
+157,504 parameters in the shape of Qwen2, trained from nothing in about two minutes on one CPU core. One such base ships with
 the package; `scripts/build_tiny_base.py` made it, and its folder says by which recipe, seed and selection rule. It
-knows the arithmetic almost perfectly when decoded greedily, but was taught from documents with wrong steps and stray
-endings, so samples at temperature 1 are right about a third of the time: room for a change in entropy to show.
+works every problem out when decoded greedily, but was taught from documents with wrong steps and stray endings, so
+samples at temperature 1 are right two times in five: room for a change in entropy to show.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ class TinyBaseRecipe:
 
     `initializer_range` is five times what Qwen2 takes by default: at 0.02 a model this narrow does not leave the plateau
     in 1,300 steps (one pilot, seed 100: greedy accuracy 22 % instead of 100 %).
+
+    `aside` and `steps` were set on the same pilot by looking at plain LoRA fine-tuning, never at gates: without asides the
+    demonstrations' words are unknown and a LoRA ends at 15 % greedy; with asides and 1,300 steps it ends at 29 %, with
+    2,000 at 99 %.
     """
 
     hidden_size: int = 64

@@ -1,0 +1,127 @@
+import random
+
+import pytest
+
+from loragate.errors import ConfigError, DataError
+from loragate.world.problems import (
+    SPLITS,
+    apply_operator,
+    draw_problem,
+    draw_retention,
+    expression,
+    facts,
+    problems,
+    retention_items,
+    split_of,
+)
+
+
+def value_of(prompt):
+    """The value, worked out by Python's own arithmetic rather than the package's."""
+    words = prompt.split()[1:]
+    value = int(words[0])
+    for operator, operand in zip(words[1::2], words[2::2], strict=True):
+        value = eval(f"({value} {operator} {operand}) % 10")
+    return str(value)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_answers_are_right_and_splits_disjoint_over_thousands(split):
+    drawn = [p for seed in range(3) for p in problems(split, 2000, (1, 4) if split == "train" else (3, 4), seed)]
+    assert len({p.prompt for p in drawn}) > 5000
+    assert {split_of(p.prompt) for p in drawn} == {split}
+    assert all(p.answer == value_of(p.prompt) for p in drawn)
+    assert all(p.kind == "arithmetic" and p.operations == p.prompt.count(" ") // 2 for p in drawn)
+
+
+def test_no_prompt_occurs_in_two_splits():
+    prompts = {
+        split: {p.prompt for p in problems(split, 4000, (2, 4) if split == "train" else (3, 4))} for split in SPLITS
+    }
+    assert sum(len(found) for found in prompts.values()) == len(set.union(*prompts.values())) == 16000
+
+
+def test_split_shares_are_seven_to_one_to_one_to_one():
+    rng = random.Random(0)
+    prompts = [f"solve {rng.randrange(10)} + {rng.randrange(10)} * {n}" for n in range(20_000)]
+    shares = {split: sum(split_of(prompt) == split for prompt in prompts) / len(prompts) for split in SPLITS}
+    assert shares == pytest.approx({"train": 0.7, "probe": 0.1, "dev": 0.1, "test": 0.1}, abs=0.01)
+
+
+def test_splits_never_move():
+    """Pinned: results that name a split stay comparable as long as this holds."""
+    pinned = {"solve 6 * 0 - 5": "train", "solve 8 - 8 + 0": "probe", "solve 1 + 1": "dev", "reverse a b c d": "train"}
+    assert {prompt: split_of(prompt) for prompt in pinned} == pinned
+    assert [p.prompt for p in problems("test", 2)] == ["solve 0 * 8 + 6 * 8 * 9", "solve 9 - 5 - 8 + 1 + 0"]
+
+
+def test_same_seed_same_problems_and_other_seed_others():
+    assert problems("dev", 50, seed=3) == problems("dev", 50, seed=3)
+    assert problems("dev", 50, seed=3) != problems("dev", 50, seed=4)
+    assert problems("dev", 50) == problems("dev", 80)[:50]
+
+
+def test_problems_are_different_and_of_the_asked_length():
+    drawn = problems("train", 3000, operations=(2, 3))
+    assert len({p.prompt for p in drawn}) == 3000
+    assert {p.operations for p in drawn} == {2, 3}
+
+
+def test_a_split_that_is_exhausted_says_how_much_it_holds():
+    everything = [f"solve {a} {op} {b}" for a in range(10) for op in "+-*" for b in range(10)]
+    held = sum(split_of(prompt) == "probe" for prompt in everything)
+    assert len(problems("probe", held, operations=(1, 1))) == held
+    with pytest.raises(DataError, match=f"found only {held} different problems .* expected {held + 1}"):
+        problems("probe", held + 1, operations=(1, 1))
+
+
+@pytest.mark.parametrize(("left", "operator", "right", "value"), [(8, "+", 5, 3), (3, "-", 5, 8), (7, "*", 8, 6)])
+def test_steps_are_modulo_ten(left, operator, right, value):
+    assert apply_operator(left, operator, right) == value
+
+
+def test_expression_reads_a_prompt():
+    assert expression("solve 6 * 0 - 5") == (6, [("*", 0), ("-", 5)])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: problems("tests", 1), ConfigError, "found the split 'tests'.*did you mean 'test'"),
+        (lambda: draw_problem(random.Random(0), "dev", (3, 2)), ConfigError, r"found operations=\(3, 2\)"),
+        (lambda: draw_problem(random.Random(0), "dev", (0, 2)), ConfigError, r"1 <= lowest"),
+        (lambda: draw_retention(random.Random(0), "dev", "spell"), ConfigError, "'spell'; expected reverse, sort"),
+        (lambda: retention_items("eval", 1), ConfigError, "found the split 'eval'"),
+        (lambda: apply_operator(1, "/", 2), DataError, "found the operator '/'"),
+        (lambda: expression("reverse a b c d"), DataError, "found the prompt 'reverse a b c d'"),
+        (lambda: expression("solve 1 +"), DataError, "found the prompt 'solve 1 \\+'"),
+    ],
+)
+def test_errors_say_what_was_found(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_sixty_facts_with_one_value_each():
+    assert len({fact.prompt for fact in facts()}) == len(facts()) == 60
+    friends = [fact for fact in facts() if fact.prompt.startswith("tell friend")]
+    assert all(fact.prompt.split()[-1] != fact.answer for fact in friends)
+
+
+def test_retention_items_ask_the_three_skills_in_equal_parts():
+    items = retention_items("test", 180)
+    assert items == retention_items("test", 180)
+    assert len({item.prompt for item in items}) == 180
+    assert [sum(item.kind == kind for item in items) for kind in ("reverse", "sort", "fact")] == [60, 60, 60]
+    for item in items:
+        task, *words = item.prompt.split()
+        if item.kind != "fact":
+            assert task == item.kind
+            assert item.answer.split() == (words[::-1] if task == "reverse" else sorted(words))
+            assert split_of(item.prompt) == "test"
+
+
+def test_facts_repeat_only_after_all_were_asked():
+    asked = [item.prompt for item in retention_items("dev", 360) if item.kind == "fact"]
+    assert len(set(asked[:60])) == 60
+    assert asked[60:] == asked[:60]

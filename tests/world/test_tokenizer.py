@@ -1,0 +1,78 @@
+import jinja2
+import pytest
+from transformers import AutoTokenizer, Qwen2Config
+
+from loragate.world.tokenizer import build_tokenizer, render
+from loragate.world.vocabulary import words
+
+USER = {"role": "user", "content": "solve 6 * 0 - 5"}
+ASSISTANT = {"role": "assistant", "content": "6 * 0 = 0 0 - 5 = 5 answer 5"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+def test_vocabulary_is_144_words_in_order(tokenizer):
+    assert len(tokenizer) == tokenizer.vocab_size == 144
+    assert tokenizer.convert_ids_to_tokens(list(range(144))) == words()
+    assert (tokenizer.pad_token, tokenizer.eos_token, tokenizer.padding_side) == ("<pad>", "<eos>", "left")
+
+
+def test_every_word_survives_a_round_trip(tokenizer):
+    text = " ".join(words())
+    encoded = tokenizer(text)["input_ids"]
+    assert encoded == list(range(144))
+    assert tokenizer.decode(encoded) == text
+
+
+def test_white_space_carries_no_meaning(tokenizer):
+    assert tokenizer("  6 *\n0 ")["input_ids"] == tokenizer("6 * 0")["input_ids"]
+
+
+def test_unknown_word_is_visible(tokenizer):
+    assert tokenizer("6 plus 0")["input_ids"][1] == tokenizer.unk_token_id
+
+
+def test_skipping_special_tokens_keeps_the_role_words(tokenizer):
+    encoded = tokenizer("<pad> <q> 6 <a> 6 <eos>")["input_ids"]
+    assert tokenizer.decode(encoded, skip_special_tokens=True) == "<q> 6 <a> 6"
+
+
+def test_generation_prompt(tokenizer):
+    rendered = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
+    assert rendered == "<q> solve 6 * 0 - 5 <a>"
+
+
+def test_prompt_is_a_prefix_in_characters_and_tokens(tokenizer):
+    prompt = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template([USER, ASSISTANT], tokenize=False)
+    assert whole == render(USER["content"], ASSISTANT["content"]) == prompt + " " + ASSISTANT["content"] + " <eos>"
+    prompt_ids = tokenizer(prompt)["input_ids"]
+    assert tokenizer(whole)["input_ids"][: len(prompt_ids)] == prompt_ids
+
+
+def test_generation_block_marks_the_response_and_its_end(tokenizer):
+    encoded = tokenizer.apply_chat_template(
+        [USER, ASSISTANT, USER, ASSISTANT], return_dict=True, return_assistant_tokens_mask=True
+    )
+    marked = [i for i, m in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if m]
+    assert tokenizer.decode(marked) == " ".join([ASSISTANT["content"], "<eos>"] * 2)
+
+
+def test_other_roles_are_refused_with_a_reason(tokenizer):
+    with pytest.raises(jinja2.exceptions.TemplateError, match=r"'system'.*'user' and 'assistant' only"):
+        tokenizer.apply_chat_template([{"role": "system", "content": "solve"}, USER], tokenize=False)
+
+
+def test_auto_tokenizer_beside_a_qwen2_configuration_reads_the_same_ids(tokenizer, tmp_path):
+    text = "<q> solve 6 * 0 - 5 <a> answer 5 <eos>"
+    for folder in (tmp_path / "saved", tmp_path / "saved-again"):
+        Qwen2Config(vocab_size=144).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert tokenizer(text)["input_ids"] == build_tokenizer()(text)["input_ids"]
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+        assert tokenizer.padding_side == "left"
+        assert tokenizer.chat_template == build_tokenizer().chat_template
