@@ -17,7 +17,7 @@ from loragate.errors import ConfigError
 from loragate.version import __version__
 
 NOT_RUN = ("one λ per module, trained", "random gates", "gates trained with CE", "LoRA, same rows again")
-INTERVENTIONS = {
+INTERVENTIONS: dict[str, dict[str, Any]] = {
     "no reversal, max(λ,0)": {"minimum": 0.0},
     "no extrapolation, min(λ,1)": {"maximum": 1.0},
     "unit interval, clip(λ,0,1)": {"minimum": 0.0, "maximum": 1.0},
@@ -42,7 +42,7 @@ class QuickstartOptions:
     seed: int = 0
     base_seed: int | None = None
     ranges: str = "-3,1;0,1;-6,3"
-    questions: int = 120
+    questions: int = 200
     samples: int = 16
     threads: int = 1
 
@@ -62,8 +62,8 @@ def run(options: QuickstartOptions) -> int:
     folder = free_folder(Path(options.out))
     names = {f"[{lower:g},{upper:g}]": (lower, upper) for lower, upper in ranges}
     study = Study(options.seed, options.questions, options.samples)
-    size = options.questions * options.samples / 1920
-    rows = 12 + (options.base_seed is None)
+    size = options.questions * options.samples / 3200
+    rows = 7 + len(names) + 1 + len(INTERVENTIONS)
     plan = [
         ("taking the tiny base", 1 if options.base_seed is None else 150),
         ("training LoRA (sft)", 10),
@@ -126,16 +126,26 @@ def score_everything(study: Any, picked: str, job: Job, rows: int) -> dict[str, 
     score("LoRA, greedy", "control", temperature=0)
     score(f"LoRA, one λ = {constant:g}", "control", study.scaled(constant))
     score("DFT", "baseline", model=study.dft)
-    with study.gated(picked):
-        score(f"SCALE {picked}", "scale")
-        statistics = study.realised_gates(f"SCALE {picked}")
-        score(f"SCALE {picked}, T = 0.3", "scale", temperature=0.3)
+    for name in study.calibrations:
+        with study.gated(name):
+            score(f"SCALE {name}", "scale")
+            if name == picked:
+                statistics = study.realised_gates(f"SCALE {name}")
+                score(f"SCALE {name}, T = 0.3", "scale", temperature=0.3)
+    widest = max(study.calibrations, key=lambda name: _width(study.calibrations[name].config, name == picked))
+    with study.gated(widest):
         for name, limits in INTERVENTIONS.items():
-            score(name, "intervention", gate_override(study.model, **limits))
+            score(f"{widest} {name}", "intervention", gate_override(study.model, **limits))
     study.compare_with("LoRA")
     for name in NOT_RUN:
         study.table.append({"name": name, "group": "control", "accuracy": None, "retention": None, "not_run": True})
     return statistics
+
+
+def _width(config: Any, picked: bool) -> tuple[bool, bool, float]:
+    """Orders ranges for the interventions: one that can reverse and extrapolate, the picked one if it can, the widest."""
+    both = config.lower < 0 and config.upper > 1
+    return both, both and picked, config.upper - config.lower
 
 
 def collect(options: QuickstartOptions, study: Any, choice: Any, picked: str, statistics: Any) -> dict[str, Any]:
@@ -147,11 +157,17 @@ def collect(options: QuickstartOptions, study: Any, choice: Any, picked: str, st
 
     reading = read_results(study.table, adapter_name="LoRA", gated_name=f"SCALE {picked}")
     if not choice.accepted:
-        reading.insert(0, "On the development questions no range beat the plain LoRA, so the choice is to keep the LoRA.")
+        reading.insert(
+            0, "On the development questions no range beat the plain LoRA, so the choice is to keep the LoRA."
+        )
     return {
         "schema": 1,
         "loragate": __version__,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()},
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
         "settings": asdict(options),
         "selection": choice.as_dict(),
         "picked": picked,
@@ -202,7 +218,9 @@ def draw(study: Any, folder: Path, statistics: Any, results: dict[str, Any]) -> 
     from loragate.report.table import results_markdown
 
     accuracy_bars(study.table, folder / "figures" / "accuracy.png")
-    entropy_curve({name: result.history for name, result in study.calibrations.items()}, folder / "figures" / "entropy.png")
+    entropy_curve(
+        {name: result.history for name, result in study.calibrations.items()}, folder / "figures" / "entropy.png"
+    )
     lambda_map(statistics, folder / "figures" / "lambda.png")
     text = results_markdown(study.table) + "\n\n" + "\n".join(f"- {line}" for line in results["reading"]) + "\n"
     write_text(folder / "results.md", text)
@@ -217,7 +235,9 @@ def show(study: Any, folder: Path, results: dict[str, Any]) -> None:
     for line in results["reading"]:
         out.print(f"• {line}", markup=False)
     total = sum(result.seconds for result in study.calibrations.values())
-    out.print(f"calibrating {len(study.calibrations)} ranges took {duration(total)}; everything is in {folder}", markup=False)
+    out.print(
+        f"calibrating {len(study.calibrations)} ranges took {duration(total)}; everything is in {folder}", markup=False
+    )
     question = study.test.items[0].prompt
     out.print(f'next: loragate generate --model {folder / "gated"} --prompt "{question}"', markup=False)
 
@@ -229,7 +249,9 @@ def free_folder(wanted: Path) -> Path:
     if not wanted.is_dir():
         raise ConfigError(f"--out {wanted} is a file; give a folder")
     return next(
-        candidate for number in range(2, 10_000) if not (candidate := wanted.with_name(f"{wanted.name}-{number}")).exists()
+        candidate
+        for number in range(2, 10_000)
+        if not (candidate := wanted.with_name(f"{wanted.name}-{number}")).exists()
     )
 
 
@@ -246,5 +268,9 @@ COMMAND = Command(
     summary="The whole method on a tiny synthetic world, offline, in a few minutes on two CPU cores.",
     options=QuickstartOptions,
     run=run,
-    examples=("loragate quickstart", "loragate quickstart --seed 1 --out runs/second", "loragate quickstart --base-seed 5"),
+    examples=(
+        "loragate quickstart",
+        "loragate quickstart --seed 1 --out runs/second",
+        "loragate quickstart --base-seed 5",
+    ),
 )

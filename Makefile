@@ -1,0 +1,45 @@
+# Two commands for a fresh machine (Python 3.11+, make and pip): `make quickstart` and `make test`.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+.PHONY: quickstart test test-all lint format bench clean
+
+quickstart: $(VENV)/.run
+	$(BIN)/loragate quickstart $(ARGS)
+
+test: $(VENV)/.dev
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.dev
+	$(PYTEST) $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check src tests benchmarks scripts
+	$(BIN)/ruff format --check src tests benchmarks scripts
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix src tests benchmarks scripts
+	$(BIN)/ruff format src tests benchmarks scripts
+
+bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/stage_two_step.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+$(VENV)/bin/python:
+	$(PYTHON) -c "import sys; assert sys.version_info >= (3, 11), 'Python 3.11 or newer is needed, found ' + sys.version"
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and pinned: another resolution may bring gigabytes of GPU libraries
+$(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	touch $@

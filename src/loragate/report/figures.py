@@ -1,0 +1,249 @@
+"""Figures of results, training and gates, as PNG or SVG.
+
+Each function draws plain data and writes one file; the file appears whole or not at all. Colours are those of Okabe and
+Ito (qualitative) and ColorBrewer's PuOr (diverging), which colour-blind readers can tell apart. matplotlib is imported
+when a figure is drawn, and its figures are used without pyplot: neither a display nor global state is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from loragate.errors import ConfigError, DataError
+from loragate.report.table import NOT_RUN, Row, percent
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+GROUPS = {
+    "control": ("Control", "#999999"),
+    "baseline": ("Baseline", "#56B4E9"),
+    "scale": ("Gated", "#D55E00"),
+    "intervention": ("Intervention", "#009E73"),
+}
+LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("-", "--", ":", "-.")
+SHARES = {"below_zero": ("λ < 0", "#7B4DA0"), "zero_to_one": ("0 to 1", "#D9D9D9"), "above_one": ("λ > 1", "#E08214")}
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.hashsalt": "loragate",  # equal data give equal files
+}
+
+
+def accuracy_bars(rows: Sequence[Row], path: str | Path) -> None:
+    """Draw the accuracy of every row (see `table.py`) as a bar with its 95 % interval and value.
+
+    Rows keep their order and are coloured by group; a row that was not run keeps its place and says so.
+    Raises `DataError` without rows and `ConfigError` for a file name that is neither .png nor .svg.
+    """
+    if not rows:
+        raise DataError("accuracy_bars was given no rows; evaluate at least one method first.")
+    from matplotlib import rc_context
+    from matplotlib.patches import Patch
+
+    with rc_context(STYLE):
+        figure = _figure(7.4, 1.3 + 0.36 * len(rows))
+        axes = figure.subplots()
+        for place, row in enumerate(rows):
+            accuracy = None if row.get("not_run") else row.get("accuracy")
+            if accuracy is None:
+                label = NOT_RUN if row.get("not_run") else "not measured"
+                axes.text(1, place, label, va="center", color="#666666", style="italic")
+                continue
+            mean, low, high = (100 * accuracy[key] for key in ("mean", "low", "high"))
+            axes.barh(place, mean, height=0.68, color=GROUPS[row["group"]][1])
+            axes.errorbar(mean, place, xerr=[[mean - low], [high - mean]], color="black", capsize=3.5, linewidth=1.2)
+            axes.annotate(
+                percent(accuracy["mean"]),
+                (high, place),
+                (7, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=9,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+            )
+        axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_xlim(0, 110)  # room for the value beside a full bar
+        axes.set_xticks(range(0, 101, 20))
+        axes.tick_params(axis="y", length=0)
+        axes.set_xlabel("accuracy, % (bars: mean; whiskers: 95 % interval over questions)")
+        _grid(axes, "x")
+        present = [group for group in GROUPS if any(row["group"] == group for row in rows)]
+        figure.legend(
+            handles=[Patch(color=GROUPS[group][1], label=GROUPS[group][0]) for group in present],
+            loc="outside upper center",
+            ncols=len(present),
+            frameon=False,
+        )
+        _save(figure, path)
+
+
+def entropy_curve(
+    log_records: Mapping[str, Sequence[Mapping[str, Any]]] | Sequence[Mapping[str, Any]], path: str | Path
+) -> None:
+    """Draw the top-k entropy over the steps of one or several calibrations.
+
+    `log_records` is {label: records}, such as one entry per range, or a single list of records, which is then divided by
+    their "range" if they have one. Records without "step" or "topk_entropy" are other entries of the log and are left out.
+    Raises `DataError` when no point is left and `ConfigError` for a file name that is neither .png nor .svg.
+    """
+    curves = _curves(log_records)
+    from matplotlib import rc_context
+
+    with rc_context(STYLE):
+        figure = _figure(7.4, max(4.0, 0.8 + 0.24 * len(curves)))
+        axes = figure.subplots()
+        for number, (label, points) in enumerate(curves.items()):
+            steps, values = zip(*points)
+            axes.plot(
+                steps,
+                values,
+                color=LINES[number % len(LINES)],
+                linestyle=DASHES[number // len(LINES) % len(DASHES)],
+                linewidth=1.8,
+                marker="o" if len(points) == 1 else None,
+                label=label,
+            )
+        axes.set_ylim(bottom=0)
+        axes.margins(x=0.02)
+        axes.set_xlabel("step")
+        axes.set_ylabel("top-k entropy / log k")
+        axes.set_title("Training entropy (its fall does not show better answers)")
+        _grid(axes, "both")
+        if any(curves):
+            figure.legend(loc="outside right upper", frameon=False, title="range" if len(curves) > 1 else None)
+        _save(figure, path)
+
+
+def lambda_map(stats: Mapping[str, Mapping[str, float]], path: str | Path) -> None:
+    """Draw the mean λ of every module, layer by kind, and beside it the shares of λ below 0, from 0 to 1 and above 1.
+
+    `stats` is {module path: {"mean", "below_zero", "zero_to_one", "above_one"}}. The layer is the first integer in the
+    path and the kind its last component; modules that share both, such as experts, are averaged, and so are the shares
+    over the modules of a layer. The colours are centred at 1, where a gate leaves the adapter as it was.
+    Raises `DataError` without modules and `ConfigError` for a file name that is neither .png nor .svg.
+    """
+    if not stats:
+        raise DataError("lambda_map was given no modules; record gates on a gated model first.")
+    from matplotlib import rc_context
+    from matplotlib.colors import Normalize
+
+    cells: dict[tuple[int | None, str], list[Mapping[str, float]]] = {}
+    for module, values in stats.items():
+        number = re.search(r"(?<![^.])\d+(?![^.])", module)
+        cells.setdefault((int(number[0]) if number else None, module.rsplit(".", 1)[-1]), []).append(values)
+    layers = sorted({layer for layer, _ in cells}, key=lambda layer: (layer is None, layer))
+    kinds = sorted({kind for _, kind in cells}, key=lambda kind: MODULES.index(kind) if kind in MODULES else len(MODULES))
+    means = np.full((len(layers), len(kinds)), np.nan)
+    for (layer, kind), modules in cells.items():
+        means[layers.index(layer), kinds.index(kind)] = np.mean([values["mean"] for values in modules])
+    reach = max(0.1, float(np.nanmax(np.abs(means - 1))))
+
+    with rc_context({**STYLE, "axes.spines.top": True, "axes.spines.right": True}):
+        figure = _figure(4.6 + 0.82 * len(kinds), 1.9 + 0.36 * max(len(layers), 3))
+        left, right = figure.subplots(1, 2, sharey=True, width_ratios=[max(len(kinds), 2), 2.6])
+        left.patch.set(facecolor="white", hatch="////", edgecolor="#CCCCCC")  # seen where a layer has no such module
+        image = left.imshow(means, cmap="PuOr_r", norm=Normalize(1 - reach, 1 + reach), aspect="auto")
+        for (row, column), mean in np.ndenumerate(means):
+            if not np.isnan(mean):
+                ink = "white" if abs(mean - 1) > 0.62 * reach else "black"
+                text = f"{round(float(mean), 2) + 0.0:.2f}".replace("-", "−")
+                left.text(column, row, text, ha="center", va="center", color=ink, fontsize=9)
+        left.set_xticks(range(len(kinds)), kinds, rotation=35, ha="right", rotation_mode="anchor")
+        left.set_yticks(range(len(layers)), ["–" if layer is None else str(layer) for layer in layers])
+        left.set_ylabel("layer")
+        left.set_title("Mean λ")
+        left.tick_params(length=0)
+        figure.colorbar(image, ax=left, pad=0.02, fraction=0.06, aspect=min(max(12, 2 * len(layers)), 60))
+
+        reached = np.zeros(len(layers))
+        for key, (label, colour) in SHARES.items():
+            shares = [
+                100 * np.mean([values[key] for (at, _), modules in cells.items() if at == layer for values in modules])
+                for layer in layers
+            ]
+            right.barh(range(len(layers)), shares, left=reached, height=0.72, color=colour, label=label)
+            reached += shares
+        right.set_xlim(0, 100)
+        right.set_xlabel("% of tokens")
+        right.set_title("Where λ lies")
+        right.tick_params(axis="y", length=0, labelleft=False)
+        right.spines[["top", "right", "left"]].set_visible(False)
+        figure.legend(loc="outside lower right", ncols=3, frameon=False, fontsize=9)
+        _save(figure, path)
+
+
+def _curves(
+    log_records: Mapping[str, Sequence[Mapping[str, Any]]] | Sequence[Mapping[str, Any]],
+) -> dict[str, list[tuple[float, float]]]:
+    """{label: [(step, entropy)]}, without records of other kinds and without empty curves."""
+    if isinstance(log_records, Mapping):
+        labelled = [(label, record) for label, records in log_records.items() for record in records]
+    else:
+        labelled = [(_range_label(record.get("range")), record) for record in log_records]
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for label, record in labelled:
+        if "step" in record and "topk_entropy" in record:
+            curves.setdefault(label, []).append((record["step"], record["topk_entropy"]))
+    if not curves:
+        raise DataError('No log record has both "step" and "topk_entropy"; give the log of a calibration.')
+    return {label: sorted(points) for label, points in curves.items()}
+
+
+def _range_label(value: Any) -> str:
+    """A range [lower, upper] as it is written on the command line's help; text is kept, and None is no label."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    return "[" + ", ".join(f"{bound:g}" for bound in value) + "]"
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _grid(axes: Axes, axis: Any) -> None:
+    axes.grid(axis=axis, color="#DDDDDD", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def _save(figure: Figure, path: str | Path) -> None:
+    """Write the figure in the format of the suffix: to a temporary file beside `path`, which then takes its name."""
+    path = Path(path)
+    kind = path.suffix.lower().lstrip(".")
+    if kind not in ("png", "svg"):
+        raise ConfigError(f"A figure cannot be written to {path}: give a file name that ends in .png or .svg.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            metadata = {"Date": None} if kind == "svg" else None
+            figure.savefig(file, format=kind, dpi=160, metadata=metadata)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # mkstemp's 0600 would hide the figure from a web server
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
