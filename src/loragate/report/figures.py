@@ -34,7 +34,7 @@ LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000
 DASHES = ("-", "--", ":", "-.")
 SHARES = {"below_zero": ("λ < 0", "#7B4DA0"), "zero_to_one": ("0 to 1", "#D9D9D9"), "above_one": ("λ > 1", "#E08214")}
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-STYLE = {
+STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
     "axes.titlesize": 11,
@@ -149,7 +149,9 @@ def lambda_map(stats: Mapping[str, Mapping[str, float]], path: str | Path) -> No
         number = re.search(r"(?<![^.])\d+(?![^.])", module)
         cells.setdefault((int(number[0]) if number else None, module.rsplit(".", 1)[-1]), []).append(values)
     layers = sorted({layer for layer, _ in cells}, key=lambda layer: (layer is None, layer))
-    kinds = sorted({kind for _, kind in cells}, key=lambda kind: MODULES.index(kind) if kind in MODULES else len(MODULES))
+    kinds = sorted(
+        {kind for _, kind in cells}, key=lambda kind: MODULES.index(kind) if kind in MODULES else len(MODULES)
+    )
     means = np.full((len(layers), len(kinds)), np.nan)
     for (layer, kind), modules in cells.items():
         means[layers.index(layer), kinds.index(kind)] = np.mean([values["mean"] for values in modules])
@@ -162,7 +164,7 @@ def lambda_map(stats: Mapping[str, Mapping[str, float]], path: str | Path) -> No
         image = left.imshow(means, cmap="PuOr_r", norm=Normalize(1 - reach, 1 + reach), aspect="auto")
         for (row, column), mean in np.ndenumerate(means):
             if not np.isnan(mean):
-                ink = "white" if abs(mean - 1) > 0.62 * reach else "black"
+                ink = "white" if abs(mean - 1) > 0.55 * reach else "black"
                 text = f"{round(float(mean), 2) + 0.0:.2f}".replace("-", "−")
                 left.text(column, row, text, ha="center", va="center", color=ink, fontsize=9)
         left.set_xticks(range(len(kinds)), kinds, rotation=35, ha="right", rotation_mode="anchor")

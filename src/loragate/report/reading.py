@@ -58,7 +58,7 @@ def _verdict(gated: Row, adapter: Row | None, adapter_name: str) -> str:
         return f"{gated['name']} was not compared with {adapter_name} question by question, so no verdict is given."
     size = (
         f"{_score(gated)} against {_score(adapter)}, a difference of {points(versus['mean'])} points "
-        f"(95 % interval {points(versus['low'])} to {points(versus['high'])}, p {_p(versus['p'])})"
+        f"(95 % interval {points(versus['low'])} to {points(versus['high'])}, p{p_value(versus['p'])})"
     )
     if versus["low"] > 0:
         return f"{gated['name']} is better than {adapter_name}: {size}."
@@ -128,8 +128,8 @@ def _against_dft(rows: Sequence[Row], gated: Row) -> list[str]:
 def _retention(rows: Sequence[Row], gated: Row, adapter: Row | None, adapter_name: str) -> str:
     ours = gated.get("retention")
     base = next((row for row in rows if _kind(row, "") == "base" and row.get("retention")), None)
-    others = {adapter_name: adapter and adapter.get("retention"), "the base": base and base.get("retention")}
-    compared = {name: other for name, other in others.items() if other}
+    others = {adapter_name: adapter, "the base": base}
+    compared = {name: row["retention"] for name, row in others.items() if row is not None and row.get("retention")}
     if ours is None or not compared:
         return f"Retention was not measured: what {gated['name']} costs on other skills is not known."
     figures = ", ".join(f"{name} {percent(other['mean'])} %" for name, other in compared.items())
@@ -145,7 +145,8 @@ def _retention(rows: Sequence[Row], gated: Row, adapter: Row | None, adapter_nam
 
 def _termination_and_entropy(gated: Row, adapter: Row | None, adapter_name: str) -> list[str]:
     statements = []
-    cut, cut_before = gated.get("truncated"), adapter and adapter.get("truncated")
+    before_row: Row = adapter if adapter is not None else {}
+    cut, cut_before = gated.get("truncated"), before_row.get("truncated")
     if cut is not None:
         before = "" if cut_before is None else f", {percent(cut_before)} % of {adapter_name}"
         statement = f"Cut off at the length limit: {percent(cut)} % of the answers of {gated['name']}{before}."
@@ -156,7 +157,7 @@ def _termination_and_entropy(gated: Row, adapter: Row | None, adapter_name: str)
         if cut >= NOTABLE_TRUNCATION:
             statement += " A longer limit may change these scores."
         statements.append(statement)
-    entropy, entropy_before = gated.get("entropy"), adapter and adapter.get("entropy")
+    entropy, entropy_before = gated.get("entropy"), before_row.get("entropy")
     if entropy is not None and entropy_before is not None:
         statements.append(
             f"Entropy per token is {entropy:.2f} nats for {gated['name']} and {entropy_before:.2f} for {adapter_name}. "
@@ -203,11 +204,6 @@ def _order(row: Row, gated: Row) -> Order:
 
 def _score(row: Row) -> str:
     return f"{percent(row['accuracy']['mean'])} %"
-
-
-def _p(p: float) -> str:
-    shown = p_value(p)
-    return shown.replace("<", "< ") if shown.startswith("<") else f"= {shown}"
 
 
 def _lead(row: Row) -> str:

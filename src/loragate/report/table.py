@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -24,10 +25,10 @@ Row = Mapping[str, Any]
 
 NOT_RUN = "not run"
 ABSENT = "–"
-COLUMNS = ("Method", "Accuracy %", "vs LoRA, points", "p", "Retention %", "Truncated %", "Entropy", "Tokens")
+COLUMNS = ("Method", "Accuracy %", "vs LoRA points", "Retention %", "Cut off %", "Entropy nats", "Tokens")
 CAPTION = (
-    "[low, high] is a 95 % interval over questions; differences are paired by question. "
-    "Truncated: answers cut off at the length limit. Entropy: nats per token."
+    "Ranges are 95 % intervals over questions; vs LoRA is paired by question. Cut off: answers that met the length limit. "
+    "Entropy: per token. Tokens: per answer."
 )
 
 
@@ -43,52 +44,64 @@ def points(share: float) -> str:
 
 
 def p_value(p: float) -> str:
-    """Return a p-value with three decimals, or a bound where these would show zero."""
-    return "<0.001" if p < 0.001 else f"{p:.3f}"
+    """Return a p-value behind its sign, with three decimals or as a bound where these would show zero."""
+    return "<0.001" if p < 0.001 else f"={p:.3f}"
 
 
 def results_table(rows: Sequence[Row]) -> Table:
-    """Return the rows in their order as a table for the terminal, with a rule between groups."""
-    table = Table(title="Results", caption=Text(CAPTION), caption_justify="left")
-    for number, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=number == 0)
+    """Return the rows in their order as a table for the terminal, with a gap between groups.
+
+    Intervals stand under their means, so that it fits a terminal of 80 columns.
+    """
+    table = Table(title="Results", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True)
+    table.caption, table.caption_justify = CAPTION, "left"
+    table.add_column(COLUMNS[0], min_width=14, overflow="fold")
+    for column in COLUMNS[1:]:
+        # The unit goes under the name.
+        table.add_column("\n".join(column.rsplit(" ", 1)), justify="right", no_wrap=True)
     for row, following in zip(rows, [*rows[1:], None]):
         ends_group = following is not None and following["group"] != row["group"]
         style = "bold" if row["group"] == "scale" else "dim" if row.get("not_run") else None
-        # Text, because brackets in a plain string can be read as markup.
-        table.add_row(*(Text(cell) for cell in _cells(row)), style=style, end_section=ends_group)
+        # Text, because the brackets of a range in a name can be read as markup.
+        cells = [Text("\n".join(filter(None, cell))) for cell in _cells(row)]
+        table.add_row(Text(row["name"]), *cells, style=style, end_section=ends_group)
     return table
 
 
 def results_markdown(rows: Sequence[Row]) -> str:
     """Return the rows in their order as a Markdown table with its caption, ending in a line end."""
-    lines = [COLUMNS, ("---", *("---:" for _ in COLUMNS[1:])), *(_cells(row) for row in rows)]
-    table = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+    lines = [COLUMNS, ("---", *("---:" for _ in COLUMNS[1:]))]
+    for row in rows:
+        values = (f"{figure} ({interval})" if interval else figure for figure, interval in _cells(row))
+        lines.append((row["name"].replace("|", "\\|"), *values))
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{table}\n\n{CAPTION}\n"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row) -> list[tuple[str, str]]:
+    """The figure and the interval, or "", of every column after the name."""
     if row.get("not_run"):
-        return (row["name"], NOT_RUN, *(ABSENT for _ in COLUMNS[2:]))
+        return [(NOT_RUN, ""), *((ABSENT, "") for _ in COLUMNS[2:])]
     versus = row.get("versus_lora")
-    return (
-        row["name"],
-        _interval(row.get("accuracy"), percent),
-        _interval(versus, points),
-        ABSENT if versus is None else p_value(versus["p"]),
-        _interval(row.get("retention"), percent),
-        _number(row.get("truncated"), percent),
-        _number(row.get("entropy"), "{:.2f}".format),
-        _number(row.get("tokens"), "{:.1f}".format),
-    )
+    return [
+        _share(row.get("accuracy")),
+        (ABSENT, "") if versus is None else _difference(versus),
+        _share(row.get("retention")),
+        *(
+            (ABSENT if row.get(key) is None else show(row[key]), "")
+            for key, show in (("truncated", percent), ("entropy", "{:.2f}".format), ("tokens", "{:.1f}".format))
+        ),
+    ]
 
 
-def _interval(value: Mapping[str, float] | None, show: Any) -> str:
-    return ABSENT if value is None else f"{show(value['mean'])} [{show(value['low'])}, {show(value['high'])}]"
+def _share(value: Mapping[str, float] | None) -> tuple[str, str]:
+    if value is None:
+        return ABSENT, ""
+    return percent(value["mean"]), f"{percent(value['low'])}–{percent(value['high'])}"
 
 
-def _number(value: float | None, show: Any) -> str:
-    return ABSENT if value is None else show(value)
+def _difference(value: Mapping[str, float]) -> tuple[str, str]:
+    return f"{points(value['mean'])}, p{p_value(value['p'])}", f"{points(value['low'])} to {points(value['high'])}"
 
 
 def _tenths(share: float) -> float:

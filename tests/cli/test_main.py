@@ -1,0 +1,146 @@
+"""The command line as a whole: help at once, one clear message per mistake, settings from flags and files."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from loragate.cli.arguments import help_texts, parse, resolved_yaml
+from loragate.cli.calibrate import COMMAND as CALIBRATE
+from loragate.cli.calibrate import CalibrateOptions
+from loragate.cli.main import COMMANDS, main
+from loragate.errors import ConfigError
+
+
+def fails(capsys, *argv, status=2):
+    assert main(list(argv)) == status
+    captured = capsys.readouterr()
+    assert captured.err.startswith("loragate: error: ")
+    assert "Traceback" not in captured.err
+    return " ".join(captured.err.split())
+
+
+def test_help_answers_in_half_a_second():
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", "loragate", "--help"], capture_output=True, text=True, check=True)
+    fastest = time.perf_counter() - began
+    for _ in range(2):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "loragate", "--help"], capture_output=True, check=True)
+        fastest = min(fastest, time.perf_counter() - began)
+    assert fastest < 0.5
+    for name in COMMANDS:
+        assert f"  {name}" in done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_with_an_example(name, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([name, "--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert "examples:" in text
+    assert f"loragate {name}" in text
+    assert "--config FILE" in text
+
+
+def test_every_setting_is_described():
+    import importlib
+
+    for module, _ in COMMANDS.values():
+        command = importlib.import_module(f"loragate.cli.{module}").COMMAND
+        described = help_texts(command.options)
+        missing = [name for name in command.options.__dataclass_fields__ if not described.get(name)]
+        assert missing == [], f"loragate {command.name}: {missing}"
+
+
+def test_mistakes_on_the_command_line(capsys):
+    assert "unknown command 'calibrte'; did you mean 'calibrate'?" in fails(capsys, "calibrte")
+    assert "unknown argument --lerning-rate=1; did you mean '--learning-rate'?" in fails(
+        capsys, "calibrate", "--lerning-rate=1"
+    )
+    assert "expected integer, found 'many'" in fails(capsys, "calibrate", "--k", "many")
+    assert "needs --adapter" in fails(capsys, "calibrate")
+    assert "needs --model" in fails(capsys, "sft")
+
+
+def test_a_range_is_asked_for_with_the_reason(capsys):
+    for given in ([], ["--range", "auto"]):
+        text = fails(capsys, "calibrate", "--adapter", "a", "--data", "b", "--out", "c", *given)
+        assert "None is a safe default" in text
+        assert "--range=-3,1" in text
+    arguments = ["calibrate", "--adapter", "a", "--data", "b", "--out", "c"]
+    assert "wrong way round" in fails(capsys, *arguments, "--range=1,-3", status=1)
+    assert "two numbers" in fails(capsys, *arguments, "--range=-3")
+    assert "two numbers" in fails(capsys, *arguments, "--range=a,b")
+
+
+def test_a_range_with_a_space_is_understood():
+    options, _ = parse(CALIBRATE, ["--range", "-3,1", "--adapter", "a"])
+    assert options.range == "-3,1"
+
+
+def test_configuration_files(tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text("adapter: a\nlearning-rate: 5e-4\nrange: -3,1\nepochs: 2\nresume: true\ngate_modules: [q_proj, up_proj]\n")
+    options, _ = parse(CALIBRATE, ["--config", str(path), "--epochs", "3", "--no-resume"])
+    assert options.learning_rate == 5e-4
+    assert options.range == "-3,1"
+    assert options.epochs == 3
+    assert options.resume is False
+    assert options.gate_modules == "q_proj,up_proj"
+    again = tmp_path / "again.yaml"
+    again.write_text(resolved_yaml(options))
+    assert parse(CALIBRATE, ["--config", str(again)])[0] == options
+
+    def message(text):
+        path.write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            parse(CALIBRATE, ["--config", str(path)])
+        return str(caught.value)
+
+    assert "unknown key 'learning_rat'; did you mean 'learning_rate'?" in message("learning_rat: 1")
+    assert "line 2: not valid YAML" in message("a: 1\n: : x\n - ]")
+    assert "'k' must be integer, found 'ten'" in message("k: ten")
+    assert "'k' must be integer, found 1.5" in message("k: 1.5")
+    assert "'resume' must be true or false" in message("resume: maybe")
+    assert "expected keys and values, found list" in message("- 1")
+    assert "cannot be read" in fails(capsys, "calibrate", "--config", str(tmp_path / "none.yaml"))
+
+
+def test_print_config(capsys):
+    assert main(["calibrate", "--adapter", "a", "--print-config"]) == 0
+    text = capsys.readouterr().out
+    assert "adapter: a" in text
+    assert "learning_rate: 0.0005" in text
+
+
+def test_defaults_are_the_papers():
+    options = CalibrateOptions()
+    assert (options.batch_size, options.learning_rate, options.k, options.max_length) == (128, 5e-4, 100, 4096)
+    assert (options.max_rows, options.warmup, options.schedule, options.epochs) == (20_000, 0.0, "cosine", 1.0)
+
+
+def test_unexpected_errors_show_no_traceback_unless_asked(capsys, monkeypatch):
+    from loragate.cli import doctor
+
+    def broken():
+        raise KeyError("inside")
+
+    monkeypatch.setattr(doctor, "findings", broken)
+    assert "run again with --debug" in fails(capsys, "doctor", status=1)
+    assert main(["doctor", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_doctor(capsys):
+    import json
+
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["problems"] == []
+    assert found["versions"]["torch"]
+    assert any(device.startswith("cpu") for device in found["devices"])
+    assert main(["doctor"]) == 0
+    assert "next: loragate quickstart" in capsys.readouterr().out
