@@ -9,6 +9,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 torch.set_num_threads(1)

@@ -12,7 +12,12 @@ SOURCE = Path(loragate.__file__).parent
 FLOORS = ["files", "errors", "version", "gates", "losses", "data", "world", "generation", "training", "evaluation"]
 FLOORS += ["selection", "analysis", "report", "cli"]
 # heavy or optional libraries, and the rooms that may import them at module level or inside functions
-RESERVED = {"trl": {"training"}, "datasets": {"data", "training"}, "accelerate": {"training", "cli"}, "matplotlib": {"report"}}
+RESERVED = {
+    "trl": {"training"},
+    "datasets": {"data", "training"},
+    "accelerate": {"training", "cli"},
+    "matplotlib": {"report"},
+}
 SIDEWAYS = {("report", "*"), ("world", "*"), ("gates", "losses"), ("data", "gates"), ("generation", "gates")}
 
 
@@ -46,7 +51,9 @@ def test_arrows_point_down():
                 f"{path.relative_to(SOURCE)} imports {name}: {target} is not below {room}"
             )
             low = target in ("files", "errors", "version")
-            assert low or not {(room, "*"), (room, target)} & SIDEWAYS, f"{path.relative_to(SOURCE)} must not know {target}"
+            assert low or not {(room, "*"), (room, target)} & SIDEWAYS, (
+                f"{path.relative_to(SOURCE)} must not know {target}"
+            )
     assert checked > 50
 
 

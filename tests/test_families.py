@@ -4,12 +4,12 @@ import pytest
 import torch
 import transformers as tf
 from peft import LoraConfig, get_peft_model
-from tiny import VOCABULARY, tiny_rows
 
 import loragate as lg
 from loragate.losses import StatisticsRequest, statistics_of_logits
 from loragate.training import CalibrationSettings
 from loragate.training.trainer import statistics_forward
+from tiny import VOCABULARY, tiny_rows
 
 SHAPE = {
     "vocab_size": VOCABULARY,
@@ -37,7 +37,14 @@ FAMILIES = {
     "gpt_neox": lambda: tf.GPTNeoXConfig(**SHAPE),
     "cohere": lambda: tf.CohereConfig(**GROUPED, logit_scale=0.25),
     "gpt2": lambda: tf.GPT2Config(
-        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=128, eos_token_id=1, bos_token_id=1, initializer_range=0.2
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=128,
+        eos_token_id=1,
+        bos_token_id=1,
+        initializer_range=0.2,
     ),
     "qwen2_moe": lambda: tf.Qwen2MoeConfig(
         **GROUPED, moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=4, num_experts_per_tok=2
@@ -119,7 +126,11 @@ def test_fused_experts_get_a_verdict():
     base = family_base("qwen2_moe")
     torch.manual_seed(1)
     config = LoraConfig(
-        r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+        r=2,
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.down_proj"],
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
     )
     model = get_peft_model(base, config).eval()
     verdicts = {verdict.status: verdict for verdict in lg.examine_adapter(model, "default")}

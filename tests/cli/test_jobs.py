@@ -6,10 +6,10 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 import loragate as lg
 from loragate.cli.main import main
+from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,10 @@ def place(tmp_path_factory):
     (root / "alpaca.json").write_text(json.dumps(alpaca))
     common = ["--batch-size", "4", "--micro-batch-size", "4", "--max-length", "64"]
     data = ["--data", str(root / "messages.jsonl"), *common]
-    assert main(["sft", "--model", str(root / "base"), *data, "--learning-rate", "5e-3", "--out", str(root / "adapter")]) == 0
+    assert (
+        main(["sft", "--model", str(root / "base"), *data, "--learning-rate", "5e-3", "--out", str(root / "adapter")])
+        == 0
+    )
     calibrate = ["calibrate", "--adapter", str(root / "adapter"), *data, "--range", "-3,2", "--learning-rate", "5e-2"]
     assert main([*calibrate, "--k", "20", "--out", str(root / "gated")]) == 0
     return root
@@ -72,7 +75,16 @@ def test_the_gated_folder_is_complete(place):
 
 @pytest.mark.parametrize("name", ["plain.jsonl", "alpaca.json"])
 def test_other_formats_are_detected(place, tmp_path, capsys, name):
-    arguments = ["--data", str(place / name), "--batch-size", "20", "--micro-batch-size", "20", "--out", str(tmp_path / "g")]
+    arguments = [
+        "--data",
+        str(place / name),
+        "--batch-size",
+        "20",
+        "--micro-batch-size",
+        "20",
+        "--out",
+        str(tmp_path / "g"),
+    ]
     assert main(["calibrate", "--adapter", str(place / "adapter"), "--range=0,1", *arguments]) == 0
     text = capsys.readouterr().out
     assert "20 rows" in text
@@ -213,7 +225,15 @@ def test_a_tokenizer_without_a_chat_template(place, tmp_path, capsys):
     shutil.copytree(place / "adapter", tmp_path / "adapter")
     for folder in ("base", "adapter"):
         (tmp_path / folder / "chat_template.jinja").unlink()
-    arguments = ["--base", tmp_path / "base", "--range=-3,1", "--out", tmp_path / "out", "--data", place / "messages.jsonl"]
+    arguments = [
+        "--base",
+        tmp_path / "base",
+        "--range=-3,1",
+        "--out",
+        tmp_path / "out",
+        "--data",
+        place / "messages.jsonl",
+    ]
     message = fails(capsys, "calibrate", "--adapter", tmp_path / "adapter", *arguments)
     assert "chat template" in message
     assert "--chat-template" in message

@@ -83,7 +83,9 @@ def test_a_range_with_a_space_is_understood():
 
 def test_configuration_files(tmp_path, capsys):
     path = tmp_path / "run.yaml"
-    path.write_text("adapter: a\nlearning-rate: 5e-4\nrange: -3,1\nepochs: 2\nresume: true\ngate_modules: [q_proj, up_proj]\n")
+    path.write_text(
+        "adapter: a\nlearning-rate: 5e-4\nrange: -3,1\nepochs: 2\nresume: true\ngate_modules: [q_proj, up_proj]\n"
+    )
     options, _ = parse(CALIBRATE, ["--config", str(path), "--epochs", "3", "--no-resume"])
     assert options.learning_rate == 5e-4
     assert options.range == "-3,1"

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 from peft.tuners.lora import layer as lora_layer
-from tiny import tiny_adapter
 
 import loragate as lg
 from loragate.gates.eligibility import GATEABLE_CLASSES
+from tiny import tiny_adapter
 
 pytestmark = pytest.mark.contract
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
-from tiny import tiny_adapter, tiny_base
 
 import loragate as lg
 from loragate.errors import ArtifactError, GateError, LoragateError
 from loragate.gates import attached_config
 from loragate.gates.artifact import file_sha256
 from loragate.gates.schema import gate_metadata
+from tiny import tiny_adapter, tiny_base
 
 CONFIG = lg.GateConfig(-6, 3)
 
@@ -184,8 +184,14 @@ REFUSALS = {
     "not JSON": (lambda f: (f / "gate_config.json").write_text("{"), "not valid JSON"),
     "NaN in JSON": (lambda f: (f / "gate_config.json").write_text('{"format": NaN}'), "NaN is not allowed"),
     "missing tensor": (change_gates(Q, lambda t, k: t.pop(k)), "is missing"),
-    "extra tensor": (change_gates(Q, lambda t, k: t.update({"model.extra.weight": t[k].clone()})), "belongs to no gate"),
-    "wrong shape": (change_gates(Q, lambda t, k: t.update({k: t[k][:-1].clone()})), r"has shape \(31,\), expected \(32,\)"),
+    "extra tensor": (
+        change_gates(Q, lambda t, k: t.update({"model.extra.weight": t[k].clone()})),
+        "belongs to no gate",
+    ),
+    "wrong shape": (
+        change_gates(Q, lambda t, k: t.update({k: t[k][:-1].clone()})),
+        r"has shape \(31,\), expected \(32,\)",
+    ),
     "wrong dtype": (change_gates(Q, lambda t, k: t.update({k: t[k].half()})), "dtype float16"),
     "NaN": (change_gates(Q, lambda t, k: t[k].fill_(float("nan"))), "NaN or infinity"),
     "missing module": (lambda f: rewrite(f, lambda r: r["modules"].pop()), "no gate for module"),

@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from tiny import tiny_adapter, tiny_base
 
 import loragate as lg
 from loragate.errors import GateError
 from loragate.gates import gates_disabled
+from tiny import tiny_adapter, tiny_base
 
 CONFIG = lg.GateConfig(-6, 3)
 
@@ -297,7 +297,9 @@ def test_gradient_checkpointing_gives_the_same_gradients(token_ids, use_reentran
         torch.testing.assert_close(plain, again, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("options", [{"use_rslora": True}, {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"up_proj": 3}}])
+@pytest.mark.parametrize(
+    "options", [{"use_rslora": True}, {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"up_proj": 3}}]
+)
 def test_pefts_own_scaling_is_used(options, token_ids):
     model = tiny_adapter(**options)
     plain = logits(model, token_ids)

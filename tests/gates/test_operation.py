@@ -108,7 +108,9 @@ def test_backward_under_autocast_agrees_with_fp32():
 
 def test_second_derivatives_are_refused():
     x, a, b, weight, bias = operands()
-    (gradient,) = torch.autograd.grad(gated_delta(x, a, b, weight, bias, **SETTINGS).square().sum(), weight, create_graph=True)
+    (gradient,) = torch.autograd.grad(
+        gated_delta(x, a, b, weight, bias, **SETTINGS).square().sum(), weight, create_graph=True
+    )
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
 
@@ -135,7 +137,9 @@ def test_overrides(override, expected):
 @pytest.mark.parametrize("scaling", [1.0, 2.0, 0.25, 0.7, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scaling_is_bit_for_bit_pefts(scaling, dtype):
-    x, a, b, _, bias = (tensor.detach() for tensor in operands(dtype, d_in=48, rank=8, d_out=40, gate_dtype=torch.float32))
+    x, a, b, _, bias = (
+        tensor.detach() for tensor in operands(dtype, d_in=48, rank=8, d_out=40, gate_dtype=torch.float32)
+    )
     out = gated_delta(x, a, b, None, torch.zeros_like(bias), lower=-3, upper=2, tau=1.0, scaling=scaling)
     linear = torch.nn.functional.linear
     assert torch.equal(out, linear(linear(x, a), b) * scaling)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_adapter, tiny_base, tiny_rows
 
 import loragate as lg
 from loragate.data import Collator
 from loragate.losses import StatisticsRequest, head
 from loragate.training import CalibrationSettings, StageOneSettings
 from loragate.training.trainer import statistics_forward
+from tiny import tiny_adapter, tiny_base, tiny_rows
 
 GATES = lg.GateConfig(-3, 2)
 
@@ -52,7 +52,13 @@ def test_stage_one_does_not_depend_on_the_micro_batch(tokenizer, objective):
     results = []
     for micro in (8, 2):
         settings = StageOneSettings(
-            objective=objective, batch_size=8, micro_batch_size=micro, learning_rate=5e-3, logging_steps=1, max_length=64, rank=4
+            objective=objective,
+            batch_size=8,
+            micro_batch_size=micro,
+            learning_rate=5e-3,
+            logging_steps=1,
+            max_length=64,
+            rank=4,
         )
         history = lg.train_adapter(tiny_base(), tokenizer, tiny_rows(20), settings).history
         results.append([record["loss"] for record in history if "loss" in record])

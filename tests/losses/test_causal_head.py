@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tiny import tiny_adapter, tiny_base
 
 from loragate.losses import StatisticsRequest, add_statistics_forward, statistics_of_logits, verify_head
+from tiny import tiny_adapter, tiny_base
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from loragate.losses import (
     token_statistics_reference,
     topk_entropy,
 )
+from loragate.losses.projection import largest
 
 EXTRAS = [{}, {"scale": 0.3}, {"softcap": 4.0}, {"scale": 1.7, "softcap": 6.0}]
 
@@ -47,9 +48,7 @@ def test_values_and_gradients_equal_autograd(k, extras, with_bias):
             torch.testing.assert_close(getattr(actual, name), getattr(expected, name), rtol=1e-11, atol=1e-12)
             wanted = gradient(lambda h: token_statistics_reference(h, weight, labels, **options), hidden, name)
             got = gradient(
-                lambda h, g=gradients: token_statistics(
-                    h, weight, labels, gradients=g, chunk_tokens=4, **options
-                ),
+                lambda h, g=gradients: token_statistics(h, weight, labels, gradients=g, chunk_tokens=4, **options),
                 hidden,
                 name,
             )
@@ -164,6 +163,20 @@ def test_saves_indices_and_slopes_only():
         )
     grown = [tensor for tensor in saved if tensor.numel() > 40 * 6 and tensor.data_ptr() != weight.data_ptr()]
     assert grown == []
+
+
+@pytest.mark.parametrize(
+    ("width", "k"), [(64 * 40, 10), (64 * 40 + 17, 10), (64 * 8 + 3, 2), (63, 5), (64 * 500 + 1, 100)]
+)
+def test_two_level_selection_is_exact(width, k):
+    values = torch.randn(7, width, generator=torch.Generator().manual_seed(width))
+    values[3, -1] = 50.0  # in the last columns, outside of every group
+    values[4] = 1.0  # all equal
+    values[5, : width // 2] = -torch.inf
+    top, columns = largest(values, k)
+    torch.testing.assert_close(top, torch.topk(values, k).values, rtol=0, atol=0)
+    torch.testing.assert_close(values.gather(1, columns), top, rtol=0, atol=0)
+    assert all(len(set(row)) == k for row in columns.tolist()), "no column twice"
 
 
 def test_statistics_of_logits_agree():

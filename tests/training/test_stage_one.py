@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from tiny import tiny_base, tiny_rows
 
 import loragate as lg
 from loragate.data import Collator, encode_rows, load_rows
 from loragate.errors import ConfigError
 from loragate.training import StageOneSettings
 from loragate.training.settings import OBJECTIVES
+from tiny import tiny_base, tiny_rows
 
 
 def settings(**options):

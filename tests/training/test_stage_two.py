@@ -6,7 +6,6 @@ import signal
 
 import pytest
 import torch
-from tiny import tiny_adapter, tiny_rows
 
 import loragate as lg
 from loragate.data import load_rows
@@ -14,6 +13,7 @@ from loragate.errors import ConfigError, GateError, TrainingError
 from loragate.gates import weights_checksum
 from loragate.training import CalibrationSettings, calibration_rows
 from loragate.training.reference import reference_loop
+from tiny import tiny_adapter, tiny_rows
 
 CONFIG = lg.GateConfig(-3, 2)
 SETTINGS = CalibrationSettings(
@@ -58,7 +58,15 @@ def test_entropy_falls_and_only_gates_change(tokenizer):
     assert result.steps == 25
     assert result.parameters == 14 * 33 + 2 * 16
     record = result.history[-2]
-    for key in ("loss", "topk_entropy", "grad_norm", "gate_below_zero", "gate_zero_to_one", "gate_above_one", "gate_saturated"):
+    for key in (
+        "loss",
+        "topk_entropy",
+        "grad_norm",
+        "gate_below_zero",
+        "gate_zero_to_one",
+        "gate_above_one",
+        "gate_saturated",
+    ):
         assert key in record, key
     assert record["loss"] == pytest.approx(record["topk_entropy"], rel=1e-4)
     shares = sum(result.gates_total[key] for key in ("below_zero", "zero_to_one", "above_one"))

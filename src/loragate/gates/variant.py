@@ -54,4 +54,14 @@ class GatedLora(LoraVariant):
             module.lora_B[active_adapter].weight,
             module.scaling[active_adapter],
         )
+        return add_delta(result, delta)
+
+
+def add_delta(result: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """`result + delta`, written into `result` where that changes no bit and nobody else can see it.
+
+    The base output was made a moment ago and no linear layer keeps it for its backward, so its memory can be reused.
+    """
+    if torch.compiler.is_compiling() or result.dtype != delta.dtype or result._is_view() or result.is_leaf:
         return result + delta
+    return result.add_(delta)

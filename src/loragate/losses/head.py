@@ -23,19 +23,12 @@ from torch.autograd.function import once_differentiable
 
 from loragate.errors import ConfigError
 from loragate.losses.entropy import support_size
+from loragate.losses.projection import HeadOptions, Projection, largest
 
 IGNORED = -100
 STATISTICS = ("log_prob", "entropy", "topk_entropy")
 _DENSE = ("log_prob", "entropy")
 _CHUNK_BYTES = 128 << 20
-
-
-@dataclass(frozen=True)
-class HeadOptions:
-    """What a family does between the projection and the softmax: z = softcap·tanh((W h + bias)·scale / softcap)."""
-
-    scale: float = 1.0
-    softcap: float | None = None
 
 
 class TokenStatistics(NamedTuple):
@@ -82,7 +75,7 @@ def token_statistics(
         outputs: the statistics to compute, out of "log_prob", "entropy" and "topk_entropy"; all by default.
         gradients: the statistics that will be differentiated. Naming them saves a recomputation of the logits; the
             others come back detached. None keeps all of `outputs` differentiable.
-        chunk_tokens: positions per chunk; by default as many as fit 128 MiB of fp32 logits.
+        chunk_tokens: positions per chunk; by default as many as fit 128 MiB of fp32 logits, at most 128 on a CPU.
 
     Returns:
         `TokenStatistics` shaped like `labels`, connected to `hidden` even when no label counts.
@@ -97,7 +90,9 @@ def token_statistics(
     mask = labels != IGNORED
     chosen_TD = hidden[mask]
     if chunk_tokens is None:
-        chunk_tokens = max(16, _CHUNK_BYTES // (4 * vocabulary))
+        # on a CPU smaller chunks are faster: their logits are still in the cache when they are searched
+        limit = 128 if hidden.device.type == "cpu" else 1 << 20
+        chunk_tokens = min(limit, max(16, _CHUNK_BYTES // (4 * vocabulary)))
     if chosen_TD.shape[0] == 0:
         # keeps the graph alive, so that an empty micro-batch can be back-propagated on every rank
         nothing = hidden.float().sum() * 0.0
@@ -151,53 +146,6 @@ def statistics_of_logits(logits: torch.Tensor, labels: torch.Tensor, k: int) -> 
     )
 
 
-class _Projection:
-    """Chunk-wise fp32 logits of frozen head rows, with the family's scale and soft cap."""
-
-    def __init__(self, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, options: HeadOptions) -> None:
-        self.options = options
-        self.working = torch.float64 if weight_VD.dtype == torch.float64 else torch.float32
-        # CUDA multiplies low-precision inputs into fp32 directly; elsewhere the weight is widened once per call.
-        self.direct = weight_VD.is_cuda and weight_VD.dtype in (torch.bfloat16, torch.float16)
-        self.weight_VD = weight_VD if self.direct else weight_VD.to(self.working)
-        self.bias_V = None if bias_V is None else bias_V.to(self.working)
-
-    def logits(self, hidden_CD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(z [C, V], dz/d(W h) [C, V] or None where it is the constant `scale`)."""
-        if self.direct:
-            z_CV = torch.mm(hidden_CD.to(self.weight_VD.dtype), self.weight_VD.t(), out_dtype=torch.float32)
-        else:
-            z_CV = torch.mm(hidden_CD.to(self.working), self.weight_VD.t())
-        if self.bias_V is not None:
-            z_CV += self.bias_V
-        if self.options.scale != 1.0:
-            z_CV *= self.options.scale
-        cap = self.options.softcap
-        if cap is None:
-            return z_CV, None
-        squashed_CV = z_CV.div_(cap).tanh_()
-        slope_CV = (1.0 - squashed_CV * squashed_CV) * self.options.scale
-        return squashed_CV * cap, slope_CV
-
-    def pull_back(self, coefficient_CV: torch.Tensor, slope_CV: torch.Tensor | None) -> torch.Tensor:
-        """Σ_v coefficient·dz/dh, [C, D], for a dense coefficient over the vocabulary."""
-        weighted = coefficient_CV * (self.options.scale if slope_CV is None else slope_CV)
-        if self.direct:
-            return torch.mm(weighted.to(self.weight_VD.dtype), self.weight_VD).to(self.working)
-        return torch.mm(weighted, self.weight_VD)
-
-    def pull_back_sparse(self, indices_TK: torch.Tensor, coefficient_TK: torch.Tensor) -> torch.Tensor:
-        """Σ_j coefficient_j · W[index_j], [T, D], for a coefficient on K logits."""
-        if not self.direct:
-            return F.embedding_bag(indices_TK, self.weight_VD, per_sample_weights=coefficient_TK, mode="sum")
-        rows = max(1, (64 << 20) // (indices_TK.shape[1] * self.weight_VD.shape[1]))
-        parts = [
-            torch.einsum("tk,tkd->td", weights, F.embedding(indices, self.weight_VD).float())
-            for indices, weights in zip(indices_TK.split(rows), coefficient_TK.split(rows), strict=True)
-        ]
-        return torch.cat(parts)
-
-
 @dataclass(frozen=True)
 class _Plan:
     k: int
@@ -227,7 +175,7 @@ class _TokenStatistics(torch.autograd.Function):
         planned = {"entropy" if name == "topk_entropy" and full else name for name in needed}
         eager = tuple(name for name in _DENSE if name in planned) if plan.gradients is not None else ()
         with torch.autocast(hidden_TD.device.type, enabled=False):
-            head = _Projection(weight_VD, bias_V, plan.options)
+            head = Projection(weight_VD, bias_V, plan.options)
             run = _ForwardRun(head, plan, full, sparse="topk_entropy" in planned, eager=eager)
             for hidden_CD, labels_C in zip(hidden_TD.split(plan.chunk), labels_T.split(plan.chunk), strict=True):
                 run.add(hidden_CD, labels_C)
@@ -260,7 +208,7 @@ class _TokenStatistics(torch.autograd.Function):
         if ctx.full and grad_topk is not None:
             grad_entropy = grad_topk / math.log(ctx.plan.k) + (0 if grad_entropy is None else grad_entropy)
             grad_topk = None
-        head = _Projection(weight_VD, bias_V, ctx.plan.options)
+        head = Projection(weight_VD, bias_V, ctx.plan.options)
         upstream = {"log_prob": grad_log_prob, "entropy": grad_entropy}
         parts = []
         if grad_topk is not None:
@@ -277,7 +225,7 @@ class _TokenStatistics(torch.autograd.Function):
 class _ForwardRun:
     """Collects the statistics, and what their gradients need, chunk by chunk."""
 
-    def __init__(self, head: _Projection, plan: _Plan, full: bool, sparse: bool, eager: tuple[str, ...]) -> None:
+    def __init__(self, head: Projection, plan: _Plan, full: bool, sparse: bool, eager: tuple[str, ...]) -> None:
         self.head, self.plan, self.full, self.sparse, self.eager = head, plan, full, sparse, eager
         self.columns: dict[str, list[torch.Tensor]] = {}
 
@@ -314,7 +262,7 @@ class _ForwardRun:
             self._put("d log_prob", self.head.pull_back(_log_prob_slope(p_CV, labels_C), slope_CV))
 
     def _add_topk(self, z_CV: torch.Tensor, slope_CV: torch.Tensor | None, log_k: float) -> None:
-        top_CK, index_CK = torch.topk(z_CV, self.plan.k, dim=-1)
+        top_CK, index_CK = largest(z_CV, self.plan.k)
         log_q_CK = torch.log_softmax(top_CK, -1)
         q_CK = log_q_CK.exp()
         entropy_C = -(q_CK * log_q_CK).sum(-1)
@@ -328,7 +276,7 @@ class _ForwardRun:
 
 
 def _recomputed(
-    head: _Projection,
+    head: Projection,
     hidden_TD: torch.Tensor,
     labels_T: torch.Tensor,
     grad_log_prob: torch.Tensor | None,

@@ -104,9 +104,9 @@ def _against_base(rows: Sequence[Row], gated: Row) -> list[str]:
     scores = f"{_lead(best)}, without any adapter, scores {_score(best)}"
     return [
         {
-            "above": f"{scores}, above {gated['name']}: this task needs neither the adapter nor the gates.",
+            "above": f"{scores}, above {gated['name']}: the gated adapter does worse here than no adapter.",
             "below": f"{scores}, below {gated['name']}.",
-            "unclear": f"{scores}, not told apart from {gated['name']}: fine-tuning and gating together show no gain.",
+            "unclear": f"{scores}, not told apart from {gated['name']}: adapter and gates together show no gain.",
         }[_order(best, gated)]
     ]
 

@@ -53,9 +53,11 @@ def results_table(rows: Sequence[Row]) -> Table:
 
     Intervals stand under their means, so that it fits a terminal of 80 columns.
     """
-    table = Table(title="Results", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True)
+    table = Table(
+        title="Results", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True, show_edge=False
+    )
     table.caption, table.caption_justify = CAPTION, "left"
-    table.add_column(COLUMNS[0], min_width=14, overflow="fold")
+    table.add_column(COLUMNS[0], min_width=12, overflow="fold")
     for column in COLUMNS[1:]:
         # The unit goes under the name.
         table.add_column("\n".join(column.rsplit(" ", 1)), justify="right", no_wrap=True)

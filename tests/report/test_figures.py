@@ -1,0 +1,211 @@
+"""Figures hold what they were given, overlap nothing and appear whole or not at all."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loragate.errors import ConfigError, DataError
+from loragate.report import figures
+from loragate.report.figures import accuracy_bars, entropy_curve, lambda_map
+
+KINDS = ("down_proj", "q_proj", "v_proj")
+
+
+def row(name: str, group: str, mean: float | None) -> dict[str, Any]:
+    accuracy = None if mean is None else {"mean": mean, "low": max(0, mean - 0.04), "high": min(1, mean + 0.04)}
+    return {"name": name, "group": group, "accuracy": accuracy, "not_run": mean is None}
+
+
+ROWS = [
+    row("base", "control", 1.0),
+    row("LoRA", "baseline", 0.142),
+    row("random gates", "control", None),
+    row("SCALE [-6, 3]", "scale", 0.0),
+    row("max(λ, 0)", "intervention", 0.5),
+]
+RECORDS = [{"step": step, "topk_entropy": 0.2 / step, "loss": 1.0} for step in range(1, 30)]
+
+
+def shares(mean: float) -> dict[str, float]:
+    return {"mean": mean, "below_zero": 0.2, "zero_to_one": 0.5, "above_one": 0.3}
+
+
+STATS = {f"model.layers.{layer}.x.{kind}": shares(layer - 0.5) for layer in (0, 2, 10) for kind in KINDS}
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every figure as it was when it was saved."""
+    kept: list[Any] = []
+    save = figures._save
+    monkeypatch.setattr(figures, "_save", lambda figure, path: (kept.append(figure), save(figure, path)))
+    return kept
+
+
+def draw_all(folder: Path, suffix: str) -> list[Path]:
+    paths = [folder / f"{name}.{suffix}" for name in ("bars", "curve", "map")]
+    accuracy_bars(ROWS, paths[0])
+    entropy_curve({"[-6, 3]": RECORDS, "[0, 1]": RECORDS[:9]}, paths[1])
+    lambda_map(STATS, paths[2])
+    return paths
+
+
+def texts(figure: Any) -> list[str]:
+    from matplotlib.text import Text
+
+    return [text.get_text() for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
+
+
+@pytest.mark.parametrize(("suffix", "head"), [("png", b"\x89PNG\r\n"), ("svg", b"<?xml"), ("PNG", b"\x89PNG\r\n")])
+def test_the_suffix_decides_the_format(tmp_path: Path, suffix: str, head: bytes) -> None:
+    for path in draw_all(tmp_path / "new", suffix):
+        assert path.read_bytes().startswith(head)
+    assert len(list((tmp_path / "new").iterdir())) == 3  # no temporary file is left
+
+
+def test_equal_data_give_equal_files(tmp_path: Path) -> None:
+    for suffix in ("svg", "png"):
+        for one, other in zip(draw_all(tmp_path / "one", suffix), draw_all(tmp_path / "other", suffix)):
+            assert one.read_bytes() == other.read_bytes()
+
+
+def test_bars_show_values_whiskers_and_what_was_not_run(tmp_path: Path, drawn: list[Any]) -> None:
+    accuracy_bars(ROWS, tmp_path / "bars.png")
+    axes = drawn[0].axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [row["name"] for row in ROWS]
+    assert [patch.get_width() for patch in axes.patches] == [100, 14.2, 0, 50]
+    assert [text.get_text() for text in axes.texts] == ["100.0", "14.2", "not run", "0.0", "50.0"]
+    assert len(axes.containers) == 8  # a bar and an error bar for each of the four that were run
+    segments = [container.lines[2][0].get_segments()[0][:, 0].tolist() for container in axes.containers[1::2]]
+    assert segments == [pytest.approx(ends) for ends in ([96, 100], [10.2, 18.2], [0, 4], [46, 54])]
+    assert [text.get_text() for text in drawn[0].legends[0].texts] == ["Control", "Baseline", "Gated", "Intervention"]
+
+
+@pytest.mark.parametrize("count", [1, 24])
+def test_bar_labels_do_not_overlap(tmp_path: Path, drawn: list[Any], count: int) -> None:
+    accuracy_bars([row(f"a rather long name of a method {i}", "scale", 0.99) for i in range(count)], tmp_path / "b.png")
+    figure = drawn[0]
+    figure.draw_without_rendering()  # saving used another resolution
+    boxes = [label.get_window_extent() for label in (*figure.axes[0].get_yticklabels(), *figure.axes[0].texts)]
+    for place, box in enumerate(boxes):
+        assert figure.bbox.x0 <= box.x0
+        assert box.x1 <= figure.bbox.x1
+        assert not any(box.overlaps(other) for other in boxes[:place])
+
+
+def test_curves_are_labelled_by_range(tmp_path: Path, drawn: list[Any]) -> None:
+    entropy_curve({"[-6, 3]": RECORDS[::-1], "[0, 1]": [{"step": 3, "loss": 1.0}, *RECORDS]}, tmp_path / "curve.png")
+    lines = drawn[0].axes[0].lines
+    assert [line.get_label() for line in lines] == ["[-6, 3]", "[0, 1]"]
+    for line in lines:
+        assert list(line.get_xdata()) == list(range(1, 30))
+        assert list(line.get_ydata()) == [0.2 / step for step in range(1, 30)]
+    assert [text.get_text() for text in drawn[0].legends[0].texts] == ["[-6, 3]", "[0, 1]"]
+
+
+def test_one_list_of_records_is_divided_by_range(tmp_path: Path, drawn: list[Any]) -> None:
+    entropy_curve([{**record, "range": [-6.0, 3.0]} for record in RECORDS], tmp_path / "curve.png")
+    entropy_curve([{**record, "range": (0, step % 2 + 0.5)} for step, record in enumerate(RECORDS)], tmp_path / "c.png")
+    entropy_curve(RECORDS, tmp_path / "plain.png")
+    labels = [[text.get_text() for legend in figure.legends for text in legend.texts] for figure in drawn]
+    assert labels == [["[-6, 3]"], ["[0, 0.5]", "[0, 1.5]"], []]
+
+
+def test_many_curves_are_told_apart_and_their_legend_fits(tmp_path: Path, drawn: list[Any]) -> None:
+    entropy_curve({f"[-{number}, 1]": RECORDS for number in range(25)}, tmp_path / "curve.png")
+    figure = drawn[0]
+    figure.draw_without_rendering()
+    assert len({(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}) == 25
+    legend = figure.legends[0].get_window_extent()
+    assert figure.bbox.y0 <= legend.y0
+    assert legend.y1 <= figure.bbox.y1
+    assert not legend.overlaps(figure.axes[0].get_window_extent())
+
+
+def test_map_orders_layers_and_kinds_and_is_centred_at_one(tmp_path: Path, drawn: list[Any]) -> None:
+    lambda_map(STATS, tmp_path / "map.png")
+    left, right = drawn[0].axes[:2]
+    image = left.images[0]
+    assert [label.get_text() for label in left.get_yticklabels()] == ["0", "2", "10"]
+    assert [label.get_text() for label in left.get_xticklabels()] == ["q_proj", "v_proj", "down_proj"]
+    assert image.get_array().tolist() == [[-0.5] * 3, [1.5] * 3, [9.5] * 3]
+    assert (image.norm.vmin + image.norm.vmax) / 2 == 1
+    assert image.norm.vmax == 9.5
+    assert [text.get_text() for text in left.texts[:4]] == ["−0.50", "−0.50", "−0.50", "1.50"]
+    assert [patch.get_width() for patch in right.patches] == pytest.approx([20] * 3 + [50] * 3 + [30] * 3)
+
+
+def test_map_leaves_absent_modules_empty_and_averages_experts(tmp_path: Path, drawn: list[Any]) -> None:
+    stats = {
+        "model.layers.0.mlp.experts.0.up_proj": shares(1.0),
+        "model.layers.0.mlp.experts.1.up_proj": shares(2.0),
+        "model.layers.1.attn.q_proj": shares(-0.001),
+        "blocks2d.router": shares(1.0),
+    }
+    lambda_map(stats, tmp_path / "map.png")
+    left = drawn[0].axes[0]
+    assert [label.get_text() for label in left.get_yticklabels()] == ["0", "1", "–"]
+    assert [label.get_text() for label in left.get_xticklabels()] == ["q_proj", "up_proj", "router"]
+    assert [text.get_text() for text in left.texts] == ["1.50", "0.00", "1.00"]
+    assert left.images[0].get_array().mask.sum() == 6
+
+
+def test_map_of_untouched_gates_has_a_scale(tmp_path: Path, drawn: list[Any]) -> None:
+    lambda_map({"layers.0.q_proj": shares(1.0)}, tmp_path / "map.png")
+    norm = drawn[0].axes[0].images[0].norm
+    assert (norm.vmin, norm.vmax) == pytest.approx((0.9, 1.1))
+
+
+def test_svg_holds_every_label(tmp_path: Path, drawn: list[Any]) -> None:
+    """Text is drawn as outlines, so that it looks the same everywhere; each has its comment in the file."""
+    accuracy_bars(ROWS, tmp_path / "bars.svg")
+    comments = re.findall(r"<!-- (.*?) -->", (tmp_path / "bars.svg").read_text(encoding="utf-8"))
+    assert {"SCALE [-6, 3]", "not run", "14.2"} <= set(comments)
+    assert set(comments) <= set(texts(drawn[0]))
+
+
+def test_nothing_to_draw(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no rows"):
+        accuracy_bars([], tmp_path / "a.png")
+    with pytest.raises(DataError, match="No log record has both"):
+        entropy_curve([{"step": 1, "loss": 2.0}], tmp_path / "a.png")
+    with pytest.raises(DataError, match="no modules"):
+        lambda_map({}, tmp_path / "a.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["figure.pdf", "figure"])
+def test_other_formats_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"ends in \.png or \.svg"):
+        accuracy_bars(ROWS, tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_write_keeps_the_old_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "bars.png"
+    path.write_bytes(b"old")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fail)
+    with pytest.raises(OSError, match="disk full"):
+        accuracy_bars(ROWS, path)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_import_is_light_and_leaves_matplotlib_alone() -> None:
+    code = (
+        "import sys, loragate.report; "
+        "print(sorted({'matplotlib', 'torch', 'transformers'} & set(sys.modules)), "
+        "sorted(m for m in sys.modules if m.startswith('loragate.') and m.split('.')[1] not in ('report', 'errors', 'version')))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["[]", "[]"]
