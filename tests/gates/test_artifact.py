@@ -230,8 +230,8 @@ def test_another_adapter_or_base_is_refused(gated, folders):
         slightly.model.embed_tokens.weight[0, 0] += 1e-3
     with pytest.raises(ArtifactError, match=r"another base .*embed_tokens"):
         lg.load_gates(PeftModel.from_pretrained(slightly, folders[1]), gated)
+    other = PeftModel.from_pretrained(tiny_base(tie_word_embeddings=False), folders[1])
     with pytest.raises(ArtifactError, match="another architecture"):
-        other = PeftModel.from_pretrained(tiny_base(tie_word_embeddings=False), folders[1])
         lg.load_gates(other, gated)
 
 
