@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from loragate.cli.arguments import Command
+from loragate.cli.arguments import Command, resolved_yaml
 from loragate.cli.display import Display, console, duration
 from loragate.cli.models import (
     adapter_record,
@@ -21,6 +21,7 @@ from loragate.cli.models import (
     quiet_logging,
 )
 from loragate.errors import ConfigError
+from loragate.files import write_text
 from loragate.training.settings import CalibrationSettings
 
 logger = logging.getLogger("loragate")
@@ -116,6 +117,7 @@ def run(options: CalibrateOptions) -> int:
         model = load_adapter(base, options.adapter)
     warn_about_endings(out, tokenizer, encoded, base)
     gateable = require_gateable(examine_adapter(model, "default", config.target_modules))
+    keep_configuration(options, folder)
     out.print(f"gating {len(gateable)} modules, range [{lower:g}, {upper:g}], {settings.steps(len(encoded))} steps")
     with display.job("calibrating") as job:
         result = calibrate(
@@ -143,13 +145,24 @@ def run(options: CalibrateOptions) -> int:
             folder,
             adapter_source=options.adapter if Path(options.adapter).is_dir() else None,
             k=settings.k,
-            base_id=options.base_id or base_name,
+            base_id=options.base_id or lasting_name(base_name),
             evidence=evidence,
             card=model_card(folder.name, base_name, options, result),
         )
         tokenizer.save_pretrained(str(folder / "adapter" / "tokenizer"))
         report_result(out, result, folder)
     return 0
+
+
+def keep_configuration(options: Any, folder: Path) -> None:
+    """The resolved settings, as a file that `--config` reads."""
+    if is_main_process():
+        write_text(folder / "run" / "config.yaml", resolved_yaml(options))
+
+
+def lasting_name(base: str) -> str:
+    """A hub id as it is; a folder as its absolute path, which still works from another folder."""
+    return str(Path(base).resolve()) if Path(base).is_dir() else base
 
 
 def gate_config(options: Any, lower: float, upper: float) -> Any:
@@ -226,7 +239,7 @@ def report_result(out: Any, result: Any, folder: Path) -> None:
     out.print(
         f"step-zero parity: {result.parity.initial:.1e} in logits (the adapter's own effect is {result.parity.delta:.2g})"
     )
-    out.print(f"written to {folder}; its adapter/ is the plain adapter to compare with")
+    out.print(f"written to {folder}; its adapter/ is the plain adapter to compare with", markup=False)
     out.print(f'next: loragate generate --model {folder} --prompt "…"', markup=False)
 
 

@@ -136,7 +136,7 @@ def score_everything(study: Any, picked: str, job: Job, rows: int) -> dict[str, 
     with study.gated(widest):
         for name, limits in INTERVENTIONS.items():
             score(f"{widest} {name}", "intervention", gate_override(study.model, **limits))
-    study.compare_with("LoRA")
+    study.compare_with("LoRA", f"SCALE {picked}")
     for name in NOT_RUN:
         study.table.append({"name": name, "group": "control", "accuracy": None, "retention": None, "not_run": True})
     return statistics

@@ -6,7 +6,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from loragate.cli.arguments import Command
-from loragate.cli.calibrate import is_main_process, show_data, warn_about_endings
+from loragate.cli.calibrate import (
+    is_main_process,
+    keep_configuration,
+    lasting_name,
+    show_data,
+    warn_about_endings,
+)
 from loragate.cli.display import Display, console, duration
 from loragate.cli.models import dtype_argument, load_base, load_tokenizer, pick_device, quiet_logging
 from loragate.errors import ConfigError
@@ -77,6 +83,7 @@ def run(options: SftOptions) -> int:
             trust=options.trust_remote_code,
         )
     warn_about_endings(out, tokenizer, encoded, base)
+    keep_configuration(options, folder)
     with display.job(f"training ({settings.objective})") as job:
         result = train_adapter(
             base,
@@ -91,6 +98,7 @@ def run(options: SftOptions) -> int:
             ),
         )
     if is_main_process():
+        result.model.peft_config["default"].base_model_name_or_path = lasting_name(options.model)
         write_adapter(result.model, "default", folder)
         tokenizer.save_pretrained(str(folder))
         first, last = (

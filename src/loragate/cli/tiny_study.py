@@ -224,16 +224,15 @@ class Study:
             }
         )
 
-    def compare_with(self, reference: str) -> None:
-        """Fill in the paired differences to one row of the table."""
-        against = self.scores[reference].scores
+    def compare_with(self, adapter: str, gated: str) -> None:
+        """Fill in every row's paired differences to the adapter's row and to the gated one."""
         for row in self.table:
-            if row["name"] == reference or row["not_run"]:
-                continue
-            scores = self.scores[row["name"]].scores
-            # a greedy answer is one sample per question; pairing is by question means
-            difference = compare(scores.mean(1, keepdims=True), against.mean(1, keepdims=True))
-            row["versus_lora"] = asdict(difference)
+            for key, reference in (("versus_lora", adapter), ("versus_gated", gated)):
+                row[key] = None
+                if row["name"] != reference and not row["not_run"]:
+                    # a greedy answer is one sample per question; pairing is by question means
+                    pair = [self.scores[name].scores.mean(1, keepdims=True) for name in (row["name"], reference)]
+                    row[key] = asdict(compare(*pair))
 
     def realised_gates(self, reference: str) -> dict[str, dict[str, float]]:
         """λ statistics on the answers that were sampled for a row, re-read teacher-forced; gates must be on."""
