@@ -47,6 +47,24 @@ def test_calibration_does_not_depend_on_the_micro_batch(tokenizer):
         assert_same(calibration(tokenizer, micro), whole)
 
 
+def test_gradient_checkpointing_changes_nothing(tokenizer):
+    results = []
+    for checkpointing in (False, True):
+        settings = CalibrationSettings(
+            batch_size=8,
+            micro_batch_size=4,
+            learning_rate=1e-2,
+            logging_steps=1,
+            k=20,
+            max_length=64,
+            gradient_checkpointing=checkpointing,
+        )
+        model = tiny_adapter()
+        history = lg.calibrate(model, tokenizer, tiny_rows(20), GATES, settings).history
+        results.append(([r["loss"] for r in history if "loss" in r], lg.gate_parameters(model)))
+    assert_same(results[1], results[0])
+
+
 @pytest.mark.parametrize("objective", ["sft", "dft", "profit", "eaft"])
 def test_stage_one_does_not_depend_on_the_micro_batch(tokenizer, objective):
     results = []

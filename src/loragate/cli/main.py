@@ -50,6 +50,12 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         return _fail(LoragateError(_os_sentence(error)), debug, 1)
     except Exception as error:
+        if any(sign in str(error) for sign in ("No space left", "failed writing file")):
+            return _fail(
+                LoragateError("the disk is full; free some space and run again (with --resume if it was a training)"),
+                debug,
+                1,
+            )
         hint = "this is a fault of loragate or of a library under it; run again with --debug for the traceback"
         return _fail(LoragateError(f"{type(error).__name__}: {error}\n{hint}"), debug, 1)
 
