@@ -314,3 +314,29 @@ def test_arbitrary_text_as_configuration_is_refused(gated, loaded, text):
     (gated / "gate_config.json").write_bytes(data)
     with pytest.raises(ArtifactError):
         lg.load_gates(loaded, gated)
+
+
+def test_a_source_that_is_not_the_loaded_adapter_is_not_copied(tmp_path, folders, caplog, token_ids):
+    model = tiny_adapter(seed=5)
+    model.peft_config["default"].base_model_name_or_path = str(folders[0])
+    lg.attach_gates(model, CONFIG)
+    with caplog.at_level("WARNING", logger="loragate"):
+        lg.save_gates(model, tmp_path / "gated", adapter_source=folders[1])
+    assert "does not hold the adapter as it is loaded" in caplog.text
+    with torch.no_grad():
+        assert torch.equal(lg.load_gated(tmp_path / "gated")(token_ids).logits, model(token_ids).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_natively_loaded_adapter_round_trips(tmp_path, folders, dtype, token_ids):
+    model = tiny_base().to(dtype)
+    model.load_adapter(str(folders[1]))
+    lg.attach_gates(model, CONFIG)
+    shake(model)
+    lg.save_gates(model, tmp_path / "gated", base_id=str(folders[0]))
+    again = lg.load_gated(tmp_path / "gated", dtype=dtype)
+    for name, parameter in lg.gate_parameters(again).items():
+        assert torch.equal(parameter, lg.gate_parameters(model)[name])
+    if dtype == torch.float32:  # PEFT computes bf16 factors in fp32, the native loader in bf16
+        with torch.no_grad():
+            torch.testing.assert_close(again(token_ids).logits, model(token_ids).logits, rtol=1e-5, atol=1e-5)

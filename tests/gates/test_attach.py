@@ -433,3 +433,14 @@ def test_generation_with_and_without_cache_and_padding(adapter, token_ids):
     with gates_disabled(adapter):
         plain = adapter.generate(input_ids=token_ids, **options)
     assert not torch.equal(plain, cached), "gates act on decoded tokens"
+
+
+def test_offloaded_adapters_are_refused():
+    with torch.device("meta"):
+        model = tiny_adapter()
+    assert {verdict.status for verdict in lg.examine_adapter(model, "default")} == {"gate"}, (
+        "inspection works without weights"
+    )
+    with pytest.raises(GateError, match="not in memory"):
+        lg.attach_gates(model, CONFIG)
+    assert not any("lora_gate" in name for name, _ in model.named_modules())

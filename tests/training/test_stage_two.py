@@ -239,3 +239,121 @@ def test_bf16_autocast_keeps_gates_in_fp32(tokenizer, rows):
         CalibrationSettings(batch_size=8, micro_batch_size=8, learning_rate=1e-2, k=20, max_length=64, logging_steps=1),
     )
     assert losses(low) == pytest.approx(losses(exact), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("lora", "targets"),
+    [
+        ({}, ["q_proj", "down_proj"]),
+        ({"target_modules": ["q_proj", "up_proj", "embed_tokens"]}, None),
+        ({"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["lm_head"]}, None),
+        ({"lora_dropout": 0.3}, ["q_proj"]),
+    ],
+)
+def test_partly_gated_adapters_calibrate(tokenizer, rows, lora, targets, token_ids):
+    from tiny import tiny_base
+
+    model = tiny_adapter(base=tiny_base(tie_word_embeddings=False), **lora)
+    with torch.no_grad():
+        plain = model(token_ids).logits
+    result = lg.calibrate(model, tokenizer, rows, lg.GateConfig(-3, 2, target_modules=targets), SETTINGS)
+    assert result.parity.at_zero == 0
+    assert result.parity.at_one == 0
+    with torch.no_grad(), lg.gate_override(model, constant=1.0):
+        assert torch.equal(model(token_ids).logits, plain)
+    with model.disable_adapter():
+        pass
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all("lora_gate" in name or "modules_to_save" in name for name in names), names
+
+
+def test_an_adapter_on_the_output_head_is_refused(tokenizer, rows):
+    from tiny import tiny_base
+
+    model = tiny_adapter(base=tiny_base(tie_word_embeddings=False), target_modules=["q_proj", "lm_head"])
+    with pytest.raises(TrainingError, match="LoRA delta on the output head"):
+        lg.calibrate(model, tokenizer, rows, CONFIG, SETTINGS)
+
+
+def test_a_second_active_adapter_is_part_of_the_base(tokenizer, rows):
+    from peft import LoraConfig
+
+    model = tiny_adapter()
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "second"])
+    result = lg.calibrate(model, tokenizer, rows, CONFIG, SETTINGS, adapter_name="default")
+    assert result.parity.at_zero == 0
+    model.set_adapter("second")
+    lg.detach_gates(model, "default")
+    with pytest.raises(GateError, match="not active"):
+        lg.calibrate(model, tokenizer, rows, CONFIG, SETTINGS, adapter_name="default")
+
+
+def test_dropout_is_off_while_gates_train_and_back_afterwards(tokenizer, rows):
+    model = tiny_adapter(lora_dropout=0.4)
+    dropouts = [module for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+    seen = []
+    lg.calibrate(
+        model, tokenizer, rows, CONFIG, SETTINGS, on_step=lambda report: seen.append({module.p for module in dropouts})
+    )
+    assert seen
+    assert all(values == {0.0} for values in seen)
+    assert {module.p for module in dropouts} == {0.4}
+
+
+def test_autocast_does_not_stay_on_the_model(tokenizer, rows, token_ids):
+    model = tiny_adapter()
+    settings = CalibrationSettings(
+        batch_size=8, micro_batch_size=8, k=20, max_length=64, precision="bf16", gradient_checkpointing=True
+    )
+    with torch.no_grad():
+        plain = model(token_ids).logits
+    lg.calibrate(model, tokenizer, rows, CONFIG, settings)
+    with torch.no_grad(), lg.gate_override(model, constant=1.0):
+        assert torch.equal(model(token_ids).logits, plain)
+    assert not model.is_gradient_checkpointing
+    assert not model.training
+
+
+def test_resume_needs_the_same_tokens_and_the_same_weights(tokenizer, rows, tmp_path):
+    settings = CalibrationSettings(batch_size=8, micro_batch_size=8, k=20, max_length=64, save_steps=1)
+    _, same = calibration_rows(load_rows(rows), tokenizer, settings)
+    lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, settings, run_folder=tmp_path, encoded=same)
+    _, other = calibration_rows(load_rows(tiny_rows(24, seed=5)), tokenizer, settings)
+    with pytest.raises(TrainingError, match="another run: 'tokens'"):
+        lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, settings, run_folder=tmp_path, resume=True, encoded=other)
+    changed = tiny_adapter()
+    with torch.no_grad():
+        changed.base_model.model.model.norm.weight.mul_(1.5)
+    with pytest.raises(TrainingError, match="another run: 'frozen_weights'"):
+        lg.calibrate(changed, tokenizer, rows, CONFIG, settings, run_folder=tmp_path, resume=True, encoded=same)
+
+
+def test_a_torn_checkpoint_is_passed_over(tokenizer, rows, tmp_path):
+    settings = CalibrationSettings(batch_size=8, micro_batch_size=8, k=20, max_length=64, save_steps=1)
+    whole = tiny_adapter()
+    lg.calibrate(whole, tokenizer, rows, CONFIG, settings, run_folder=tmp_path)
+    (tmp_path / "checkpoint-3" / "trainer_state.json").unlink()
+    model = tiny_adapter()
+    assert lg.calibrate(model, tokenizer, rows, CONFIG, settings, run_folder=tmp_path, resume=True).steps == 3
+    for name, parameter in gates(model).items():
+        assert torch.equal(parameter, gates(whole)[name])
+
+
+def test_parity_that_is_not_a_number_is_refused():
+    from loragate.gates import Parity
+    from loragate.training.stage_two import check_parity
+
+    nan = float("nan")
+    for broken in (Parity(nan, 0, 0, 1, 1, 1), Parity(0, nan, 0, 1, 1, 1), Parity(0, 0, nan, 1, 1, 1)):
+        with pytest.raises(TrainingError):
+            check_parity(broken, torch.float32)
+
+
+def test_several_visible_gpus_do_not_become_data_parallel(tmp_path, monkeypatch):
+    from trl import SFTConfig
+
+    from loragate.training.trainer import trainer_arguments
+
+    monkeypatch.setattr(SFTConfig, "n_gpu", property(lambda self: 4))
+    assert trainer_arguments(SETTINGS, tmp_path, 8, "cpu")._n_gpu == 1

@@ -13,6 +13,7 @@ folder when a hash, module, shape, dtype, number or the schema is wrong; it neve
 from __future__ import annotations
 
 import hashlib
+import logging
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +21,8 @@ from typing import Any
 
 import torch
 from peft.utils.save_and_load import get_peft_model_state_dict
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from loragate.errors import ArtifactError, GateError
@@ -53,6 +55,8 @@ from loragate.gates.schema import (
     read_tensors,
 )
 from loragate.version import __version__
+
+logger = logging.getLogger("loragate")
 
 
 def save_gates(
@@ -131,14 +135,21 @@ def save_gates(
 def write_adapter(model: nn.Module, adapter_name: str, folder: Path, source: str | Path | None = None) -> None:
     """The plain Stage-I adapter: copied from `source` where that is a safetensors adapter, else written by PEFT."""
     weights = "adapter_model.safetensors"
-    if source is not None and (Path(source) / weights).is_file() and (Path(source) / "adapter_config.json").is_file():
+    state = get_peft_model_state_dict(model, adapter_name=adapter_name)
+    state = {key: value.detach().cpu().contiguous() for key, value in state.items() if ".lora_gate." not in key}
+    if source is not None and _is_source(Path(source), weights, state):
         for file in ("adapter_config.json", weights):
             origin = Path(source) / file
             if origin.resolve() != (folder / file).resolve():
                 write_atomically(folder / file, lambda path, origin=origin: shutil.copyfile(origin, path))  # type: ignore[misc]
         return
-    state = get_peft_model_state_dict(model, adapter_name=adapter_name)
-    state = {key: value.detach().cpu().contiguous() for key, value in state.items() if ".lora_gate." not in key}
+    if source is not None:
+        logger.warning(
+            "%s does not hold the adapter as it is loaded; the loaded one is written instead of a copy", source
+        )
+    # a natively loaded adapter has the base model's own names; PEFT reads them under its wrapper's prefix
+    prefix = "base_model.model."
+    state = {key if key.startswith(prefix) else prefix + key: value for key, value in state.items()}
     write_atomically(folder / weights, lambda path: save_file(state, str(path), metadata={"format": "pt"}))
     folder.mkdir(parents=True, exist_ok=True)
     peft_config: Any = model.peft_config[adapter_name]  # type: ignore[index]
@@ -147,6 +158,23 @@ def write_adapter(model: nn.Module, adapter_name: str, folder: Path, source: str
         peft_config.save_pretrained(str(folder))
     finally:
         peft_config.inference_mode = before
+
+
+def _is_source(folder: Path, weights: str, state: dict[str, torch.Tensor]) -> bool:
+    """Whether a folder holds exactly the adapter that is loaded (values compared in fp32)."""
+    if not ((folder / weights).is_file() and (folder / "adapter_config.json").is_file()):
+        return False
+    try:
+        stored = load_file(str(folder / weights))
+    except (SafetensorError, OSError) as error:
+        raise ArtifactError(f"{folder / weights}: not a readable safetensors file ({error})") from error
+    prefix = "base_model.model."
+    stored = {key.removeprefix(prefix): value for key, value in stored.items()}
+    loaded = {key.removeprefix(prefix): value for key, value in state.items()}
+    return stored.keys() == loaded.keys() and all(
+        stored[key].shape == value.shape and torch.equal(stored[key].float(), value.float())
+        for key, value in loaded.items()
+    )
 
 
 def load_gates(peft_model: nn.Module, folder: str | Path, adapter_name: str | None = None) -> nn.Module:

@@ -57,14 +57,16 @@ def attach_gates(peft_model: nn.Module, config: GateConfig, adapter_name: str = 
     """
     verdicts = require_gateable(examine_adapter(peft_model, adapter_name, config.target_modules))
     chosen = {verdict.path for verdict in verdicts}
+    layers = list(lora_layers(peft_model, adapter_name))
+    devices = {layer.lora_A[adapter_name].weight.device for path, layer in layers if path in chosen}
+    _check_devices(devices, config)
     shared_bias = None
     if config.granularity == "global":
-        shared_bias = nn.Parameter(torch.full((1,), -config.init_scale))
-    for path, layer in lora_layers(peft_model, adapter_name):
+        shared_bias = nn.Parameter(torch.full((1,), -config.init_scale, device=next(iter(devices))))
+    for path, layer in layers:
         if path in chosen:
             _attach_one(layer, path, config, adapter_name, shared_bias)
-    if shared_bias is not None:
-        _share_bias(peft_model, adapter_name)
+        _freeze_factors(layer, adapter_name)
     train_gates_only(peft_model, adapter_name)
     return peft_model
 
@@ -76,28 +78,38 @@ def _attach_one(layer: Any, path: str, config: GateConfig, adapter_name: str, sh
         layer.adapter_layer_names = (*layer.adapter_layer_names, "lora_gate")
     reference = layer.lora_A[adapter_name].weight
     gate = SignedGate(reference.shape[-1], config, path, shared_bias)
-    layer.lora_gate[adapter_name] = gate.to(reference.device)
-    layer.frozen_peft_weight_names = {**layer.frozen_peft_weight_names, adapter_name: ("lora_A", "lora_B")}
-    layer._freeze_non_trainable_peft_weights(adapter_name)
+    layer.lora_gate[adapter_name] = gate if shared_bias is not None else gate.to(reference.device)
     layer.lora_variant[adapter_name] = GatedLora()
 
 
-def _share_bias(model: nn.Module, adapter_name: str) -> None:
-    """One bias parameter object on the first gate's device for every gate (moves may have made copies)."""
-    gates = list(gate_modules(model, adapter_name).values())
-    devices = {gate.bias.device for gate in gates}
-    if len(devices) > 1:
+def _freeze_factors(layer: Any, adapter_name: str) -> None:
+    """Keep PEFT from training A and B again after `disable_adapter` or `set_adapter`, in ungated layers too."""
+    groups = tuple(
+        name for name in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B") if hasattr(layer, name)
+    )
+    layer.frozen_peft_weight_names = {**layer.frozen_peft_weight_names, adapter_name: groups}
+    layer._freeze_non_trainable_peft_weights(adapter_name)
+
+
+def _check_devices(devices: set[torch.device], config: GateConfig) -> None:
+    if any(device.type == "meta" for device in devices):
+        raise GateError(
+            "the adapter's weights are not in memory (offloaded or never loaded), so gates could not act on them; load the "
+            "model without offloading"
+        )
+    if config.granularity == "global" and len(devices) > 1:
         raise GateError(
             "granularity 'global' needs the adapter on one device, found "
             + ", ".join(sorted(str(device) for device in devices))
             + "; use 'module' or 'token' for a model split over devices"
         )
-    for gate in gates[1:]:
-        gate.bias = gates[0].bias
 
 
 def train_gates_only(model: nn.Module, adapter_name: str) -> None:
-    """Freeze every parameter of the model but the gates of `adapter_name`."""
+    """Freeze every parameter of the model but the gates of `adapter_name`.
+
+    PEFT itself turns modules_to_save copies on again after `disable_adapter`; call this again before training then.
+    """
     trainable = {id(parameter) for parameter in gate_parameters(model, adapter_name).values()}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in trainable)
@@ -112,12 +124,13 @@ def detach_gates(peft_model: nn.Module, adapter_name: str = "default") -> nn.Mod
     gated = [(path, layer) for path, layer in lora_layers(peft_model, adapter_name) if _is_gated(layer, adapter_name)]
     if not gated:
         raise GateError(f"adapter {adapter_name!r} carries no gates to detach")
-    for _, layer in gated:
-        del layer.lora_variant[adapter_name]
-        del layer.lora_gate[adapter_name]
+    for _, layer in lora_layers(peft_model, adapter_name):
         layer.frozen_peft_weight_names = {
             name: frozen for name, frozen in layer.frozen_peft_weight_names.items() if name != adapter_name
         }
+    for _, layer in gated:
+        del layer.lora_variant[adapter_name]
+        del layer.lora_gate[adapter_name]
         if len(layer.lora_gate) == 0:
             layer.adapter_layer_names = tuple(name for name in layer.adapter_layer_names if name != "lora_gate")
             del layer.lora_gate

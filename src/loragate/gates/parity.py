@@ -1,19 +1,26 @@
 """Is the gated model the adapter it came from? Measured on real token batches before and after training.
 
 Three figures: the step-zero difference to the plain adapter run by PEFT's own code, whether λ ≡ 1 gives the adapter bit
-for bit, and whether λ ≡ 0 gives the base bit for bit. The last two are the canary that the gates act at all.
+for bit, and whether λ ≡ 0 gives the model without the gated deltas bit for bit. The last two are the canary that the
+gates act at all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
+from peft.tuners.lora.layer import LoraVariant
 from torch import nn
 
 from loragate.errors import GateError
 from loragate.gates.attach import active_adapter
 from loragate.gates.control import gate_override, gates_disabled
+from loragate.gates.eligibility import lora_layers
+from loragate.gates.variant import GatedLora
 
 
 @dataclass(frozen=True)
@@ -23,8 +30,9 @@ class Parity:
     Attributes:
         initial: gated model as it stands against the plain adapter.
         at_one: λ ≡ 1 against the plain adapter (0.0 in fp32 eager mode).
-        at_zero: λ ≡ 0 against the base (0.0 in fp32 eager mode).
-        delta: plain adapter against the base, the size of what is being gated.
+        at_zero: λ ≡ 0 against the model without the gated deltas, which is the base where every module is gated (0.0 in
+            fp32 eager mode).
+        delta: plain adapter against the same, the size of what is being gated.
         logit_scale: largest absolute logit of the plain adapter.
         tokens: number of positions measured.
     """
@@ -69,7 +77,7 @@ def measure_parity(
             at_one = logits()
         with gate_override(model, constant=0.0, adapter_name=name):
             at_zero = logits()
-        with _disabled(model):
+        with _without_deltas(model, name):
             base = logits()
     finally:
         model.train(was_training)
@@ -83,8 +91,8 @@ def measure_parity(
     )
     if parity.delta == 0.0:
         raise GateError(
-            "the adapter changes no logit on the measured batch: its B factors are probably still zero (an untrained "
-            "adapter), or it was loaded onto modules that are not used; there is nothing to gate"
+            f"adapter {name!r} changes no logit on the measured batch: it is not active (set_adapter), its B factors are "
+            "still zero (an untrained adapter), or it sits on modules that are not used; there is nothing to gate"
         )
     return parity
 
@@ -93,26 +101,24 @@ def _gap(left: torch.Tensor, right: torch.Tensor) -> float:
     return float((left - right).abs().max())
 
 
-class _disabled:
-    """The base model inside the context, for PeftModels and natively loaded adapters alike.
+class _NoDelta(LoraVariant):
+    """Stands in for a gated layer's variant: the module without this adapter's delta."""
 
-    modules_to_save copies are part of the adapter and go off with it, but λ ≡ 0 keeps them; so only LoRA deltas are
-    switched off here.
-    """
+    @staticmethod
+    def forward(module: Any, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return result
 
-    def __init__(self, model: nn.Module) -> None:
-        from peft.tuners.tuners_utils import BaseTunerLayer
 
-        self.layers = [
-            module
-            for module in model.modules()
-            if isinstance(module, BaseTunerLayer) and hasattr(module, "lora_A") and not module.disable_adapters
-        ]
-
-    def __enter__(self) -> None:
-        for layer in self.layers:
-            layer._disable_adapters = True
-
-    def __exit__(self, *_: object) -> None:
-        for layer in self.layers:
-            layer._disable_adapters = False
+@contextmanager
+def _without_deltas(model: nn.Module, adapter_name: str) -> Iterator[None]:
+    """The gated modules without this adapter's delta; ungated deltas and other adapters stay, as they do at λ ≡ 0."""
+    replaced = []
+    try:
+        for _, layer in lora_layers(model, adapter_name):
+            if isinstance(layer.lora_variant.get(adapter_name), GatedLora):
+                replaced.append((layer, layer.lora_variant[adapter_name]))
+                layer.lora_variant[adapter_name] = _NoDelta()
+        yield
+    finally:
+        for layer, variant in replaced:
+            layer.lora_variant[adapter_name] = variant

@@ -6,16 +6,19 @@ resumed run must be the same run: `run.json` is compared before anything is cont
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from transformers.trainer_utils import get_last_checkpoint
 
 from loragate.data import Collator, EncodedRows, Rows
 from loragate.errors import TrainingError
@@ -23,7 +26,15 @@ from loragate.files import write_json
 from loragate.losses import StatisticsRequest
 from loragate.training.callbacks import FirstGradientCheck, JsonlLog, StepReport, StepReporter, StopOnInterrupt
 from loragate.training.settings import TrainSettings
-from loragate.training.trainer import StatisticsTrainer, TokenLoss, as_dataset, statistics_forward, trainer_arguments
+from loragate.training.trainer import (
+    TRAINED,
+    StatisticsTrainer,
+    TokenLoss,
+    as_dataset,
+    causal_model,
+    statistics_forward,
+    trainer_arguments,
+)
 
 logger = logging.getLogger("loragate")
 
@@ -90,6 +101,11 @@ def run_training(
 
 
 def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: OnStep | None) -> TrainingOutcome:
+    if isinstance(causal_model(job.model).get_output_embeddings(), BaseTunerLayer):
+        raise TrainingError(
+            "the adapter has a LoRA delta on the output head, which the trainer cannot run: it multiplies by the head's own "
+            "weight. Leave the head out of the adapter's target_modules"
+        )
     device = next(job.model.parameters()).device.type
     # the arguments start the process group, so everything that asks for ranks comes after them
     arguments = trainer_arguments(job.settings, folder, len(job.encoded), device)
@@ -103,7 +119,7 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
         callbacks.append(StepReporter(on_step))
     if job.check_gradient and checkpoint is None:
         callbacks.append(FirstGradientCheck(job.trained))
-    with statistics_forward(job.model) as fused:
+    with as_found(job.model, job.settings.gradient_checkpointing), statistics_forward(job.model) as fused:
         if not fused:
             logger.warning("the output head is not one frozen linear map: statistics use full logits (slower)")
         trainer = StatisticsTrainer(
@@ -120,12 +136,10 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
             callbacks=callbacks,
         )
         _quiet(trainer)
-        was_training = job.model.training
         try:
             output = trainer.train(resume_from_checkpoint=checkpoint)
         finally:
             stopper.restore()
-            job.model.train(was_training)
     if stopper.asked and trainer.state.global_step < trainer.state.max_steps:
         again = f"run the same command with --resume to go on from {folder}" if keep else "nothing was kept"
         raise TrainingError(
@@ -139,7 +153,7 @@ def _prepare_folder(job: TrainingJob, folder: Path, resume: bool) -> str | None:
     from accelerate import PartialState
 
     record = folder / "run.json"
-    last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    last = last_checkpoint(folder)
     if not resume:
         if last is not None:
             raise TrainingError(
@@ -163,6 +177,46 @@ def _prepare_folder(job: TrainingJob, folder: Path, resume: bool) -> str | None:
             "Repeat the original settings to resume, or choose another --out"
         )
     return last
+
+
+def last_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint that was written to its end; a killed run may leave a torn one, which is passed over."""
+    found = [
+        (int(path.name.rpartition("-")[2]), path)
+        for path in folder.glob("checkpoint-*")
+        if path.name.rpartition("-")[2].isdigit()
+        and all((path / name).is_file() for name in ("trainer_state.json", TRAINED))
+    ]
+    return str(max(found)[1]) if found else None
+
+
+def encoded_fingerprint(encoded: EncodedRows) -> str:
+    """sha256 over token ids and labels in training order."""
+    digest = hashlib.sha256()
+    for row in encoded:
+        for key in ("input_ids", "labels", "keep_mask"):
+            if key in row:
+                digest.update(array("q", (int(value) for value in row[key])).tobytes())
+    return digest.hexdigest()
+
+
+@contextmanager
+def as_found(model: Any, checkpointing: bool) -> Iterator[None]:
+    """Give a model back as it came: mode, forward (autocast wraps it) and gradient checkpointing."""
+    was_training = model.training
+    kept = {name: model.__dict__.get(name) for name in ("forward", "_original_forward")}
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            model.__dict__.pop(name, None)
+            if value is not None:
+                model.__dict__[name] = value
+        if checkpointing:
+            model.gradient_checkpointing_disable()
+            if hasattr(model, "disable_input_require_grads"):
+                model.disable_input_require_grads()
+        model.train(was_training)
 
 
 def _short(value: Any) -> str:

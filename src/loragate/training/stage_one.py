@@ -11,9 +11,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from loragate.data import EncodedRows, Rows, encode_rows, load_rows
+from loragate.gates.fingerprint import base_weight_samples, config_fingerprint
 from loragate.losses import StatisticsRequest
 from loragate.losses.objectives import FACTORIES
-from loragate.training.run import OnStep, TrainingJob, run_training
+from loragate.training.run import OnStep, TrainingJob, encoded_fingerprint, run_training
 from loragate.training.settings import StageOneSettings
 
 
@@ -82,6 +83,7 @@ def train_adapter(
         source = source.shuffled(settings.seed)
         encoded = encode_rows(source, tokenizer, max_length=settings.max_length)
     objective = FACTORIES[settings.objective](**(settings.objective_options or {}))
+    base = {"config": config_fingerprint(base_model), "weights": base_weight_samples(base_model)}
     model = build_adapter(base_model, settings)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     wanted = ("log_prob", "topk_entropy") if objective.reads_entropy else ("log_prob",)
@@ -94,7 +96,13 @@ def train_adapter(
         token_loss=objective.loss,
         request=StatisticsRequest(objective.k, wanted, ("log_prob",)),
         trained=trained,
-        identity={"stage": "sft", "settings": asdict(settings), "data": source.fingerprint},
+        identity={
+            "stage": "sft",
+            "settings": asdict(settings),
+            "data": source.fingerprint,
+            "tokens": encoded_fingerprint(encoded),
+            "base": base,
+        },
     )
     outcome = run_training(job, None if run_folder is None else Path(run_folder), resume=resume, on_step=on_step)
     return StageOneResult(

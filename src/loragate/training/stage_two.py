@@ -7,7 +7,8 @@ hashed before and after, and the training loss is never taken as evidence of suc
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from loragate.gates import (
     weights_checksum,
 )
 from loragate.losses import ObjectiveContext, StatisticsRequest, TokenStatistics
-from loragate.training.run import OnStep, TrainingJob, run_training
+from loragate.training.run import OnStep, TrainingJob, encoded_fingerprint, run_training
 from loragate.training.settings import CalibrationSettings
 from loragate.training.trainer import causal_model, statistics_forward
 
@@ -193,12 +194,15 @@ def _calibrate(
             "settings": asdict(settings),
             "gate": asdict(config),
             "data": rows.fingerprint,
+            "tokens": encoded_fingerprint(encoded),
             "adapter_sha256": adapter_fingerprint(model, name),
+            "frozen_weights": frozen,
         },
         recorder=lambda: record_gates(model, name),
         check_gradient=True,
     )
-    outcome = run_training(job, None if run_folder is None else Path(run_folder), resume=resume, on_step=on_step)
+    with without_dropout(model):
+        outcome = run_training(job, None if run_folder is None else Path(run_folder), resume=resume, on_step=on_step)
     if weights_checksum(_frozen(model)) != frozen:
         raise TrainingError(
             "a frozen weight of the base or the adapter changed during calibration; the result is not used"
@@ -234,14 +238,14 @@ def check_parity(parity: Parity, dtype: torch.dtype) -> None:
     """
     half = dtype in (torch.bfloat16, torch.float16)
     rounding = (2.0**-6 if half else 1e-6) * max(parity.logit_scale, 1.0)
-    if parity.at_one > rounding or parity.at_zero > rounding:
+    if not (parity.at_one <= rounding and parity.at_zero <= rounding):
         raise TrainingError(
             f"the gates do not act as they must: λ = 1 differs from the adapter by {parity.at_one:.2g} and λ = 0 from the "
             f"base by {parity.at_zero:.2g} in logits (limit {rounding:.2g}). Another library may run LoRA layers through its "
             "own kernels; load the model without them"
         )
     limit = 1e-3 + 0.01 * parity.delta + (rounding if half else 0.0)
-    if parity.initial > limit:
+    if not parity.initial <= limit:
         raise TrainingError(
             f"the gated model does not start at the adapter: logits differ by {parity.initial:.2g} (limit {limit:.2g}); "
             "make init_scale smaller"
@@ -295,6 +299,24 @@ def measure_entropy(
     if count == 0:
         raise ConfigError("no response token in the measured rows; the responses are empty or cut by max_length")
     return total / count, recording.statistics(), recording.total()
+
+
+@contextmanager
+def without_dropout(model: torch.nn.Module) -> Iterator[None]:
+    """No dropout inside the context: Stage II trains on the function that will be served."""
+    changed: list[tuple[torch.nn.Module, str, float]] = []
+    for module in model.modules():
+        # attention dropout is a plain number on the attention modules of transformers
+        for name in ("p", "attention_dropout"):
+            value = getattr(module, name, None)
+            if (isinstance(module, torch.nn.Dropout) or name != "p") and isinstance(value, float) and value > 0:
+                changed.append((module, name, value))
+                setattr(module, name, 0.0)
+    try:
+        yield
+    finally:
+        for module, name, value in changed:
+            setattr(module, name, value)
 
 
 def _cut(row: dict[str, Any], length: int) -> dict[str, Any]:

@@ -200,6 +200,8 @@ def trainer_arguments(settings: TrainSettings, folder: Path, rows: int, device: 
         ddp_find_unused_parameters=False,
         router_aux_loss_coef=0.0,
     )
+    # several visible GPUs without a launcher would mean nn.DataParallel, whose replicas lose the instance's forward
+    arguments._n_gpu = min(arguments.n_gpu, 1)
     arguments.gradient_accumulation_steps = settings.accumulation(arguments.world_size)
     return arguments
 
