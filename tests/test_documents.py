@@ -25,7 +25,10 @@ def command_lines():
             yield path.name, inline
 
 
-def test_command_lines_parse():
+def test_command_lines_parse(tmp_path, monkeypatch):
+    (example,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "data.md").read_text(encoding="utf-8"), re.S)
+    monkeypatch.chdir(tmp_path)
+    Path("calibrate.yaml").write_text(example, encoding="utf-8")
     lines = list(command_lines())
     assert len(lines) >= 4
     for _, line in lines:

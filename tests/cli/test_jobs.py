@@ -279,6 +279,77 @@ def test_resume_through_the_command(place, tmp_path, capsys, monkeypatch):
         assert torch.equal(gates[name], value), name
 
 
+def test_a_folder_that_is_not_empty_is_left_alone(place, tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "README.md").write_text("mine")
+    data = ["--data", place / "messages.jsonl", "--range=-3,1"]
+    for out in (tmp_path / "full", place / "adapter"):
+        before = sorted((path.name, path.stat().st_mtime_ns) for path in out.iterdir())
+        message = fails(capsys, "calibrate", "--adapter", place / "adapter", *data, "--out", out, status=2)
+        assert "is not empty" in message
+        assert sorted((path.name, path.stat().st_mtime_ns) for path in out.iterdir()) == before
+    message = fails(
+        capsys, "sft", "--model", place / "base", "--data", place / "plain.jsonl", "--out", tmp_path / "full", status=2
+    )
+    assert "is not empty" in message
+    message = fails(
+        capsys, "calibrate", "--adapter", place / "adapter", *data, "--out", tmp_path / "new", "--resume", status=2
+    )
+    assert "run the command without --resume" in message
+
+
+def test_mistakes_are_found_before_anything_is_loaded(place, tmp_path, capsys):
+    sft = ["sft", "--model", place / "base", "--data", place / "messages.jsonl", "--out", tmp_path / "out"]
+    cases = [
+        (["--objective", "profit", "--objective-options", '{"x": 1}'], "has no option 'x' (it has threshold)"),
+        (["--batch-size", "10", "--micro-batch-size", "4"], "not a multiple of micro_batch_size"),
+        (["--report-to", "nothing_of_the_kind"], "pip install nothing_of_the_kind"),
+    ]
+    for flags, words in cases:
+        assert words in fails(capsys, *sft, *flags, status=2)
+    assert "its linear layers end in" in fails(capsys, *sft, "--target-modules", "zzz", status=2)
+    sft[2] = place / "adapter"
+    assert "is an adapter, not a base model" in fails(capsys, *sft, status=2)
+    sft[2] = tmp_path / "nowhere"
+    assert "base model" in fails(capsys, *sft, status=2)
+    assert "wrong way round" in fails(capsys, "quickstart", "--ranges", "3,-1", "--out", tmp_path / "q", status=2)
+    assert not (tmp_path / "q").exists()
+
+
+def test_rows_longer_than_the_model_are_refused(place, tmp_path, capsys):
+    base = tiny_base(max_position_embeddings=16)
+    base.save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    rows = [{"prompt": "w1", "completion": " ".join(["w2"] * 30)}]
+    (tmp_path / "long.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    common = ["--data", tmp_path / "long.jsonl", "--out", tmp_path / "out"]
+    message = fails(capsys, "sft", "--model", tmp_path / "base", *common)
+    assert "long.jsonl:1 has 32 tokens, but the model has 16 positions" in message
+
+
+def test_plain_rows_and_unknown_tokens_are_pointed_out(place, tmp_path, capsys):
+    (tmp_path / "odd.jsonl").write_text(json.dumps({"prompt": "w1", "completion": "never seen words"}) + "\n")
+    arguments = [
+        "--data",
+        str(tmp_path / "odd.jsonl"),
+        "--range=0,1",
+        "--out",
+        str(tmp_path / "out"),
+        "--batch-size",
+        "8",
+    ]
+    assert main(["calibrate", "--adapter", str(place / "adapter"), *arguments]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "without the chat template" in text
+    assert "unknown to the tokenizer" in text
+
+
+def test_an_unfinished_run_is_not_taken_for_a_model(tmp_path, capsys):
+    (tmp_path / "half" / "run").mkdir(parents=True)
+    (tmp_path / "half" / "run" / "run.json").write_text("{}")
+    assert "unfinished run" in fails(capsys, "generate", "--model", tmp_path / "half", "--prompt", "x", status=2)
+
+
 def test_quickstart(tmp_path, capsys):
     """A shortened quickstart: table, reading, figures and an artifact that generates."""
     out = tmp_path / "run"
@@ -298,7 +369,7 @@ def test_quickstart(tmp_path, capsys):
     assert set(results["selection"]["evidence"]) == {"adapter", "[0,1]"}
     for name in ("accuracy.png", "entropy.png", "lambda.png"):
         assert (out / "figures" / name).stat().st_size > 5000
-    assert main(["generate", "--model", str(out / "gated"), "--prompt", "solve 3 + 4", "--max-new-tokens", "30"]) == 0
+    assert main(["generate", "--model", str(out / "gated"), "--prompt", "solve 3 + 4"]) == 0
     assert main(["inspect", str(out / "adapters" / "sft")]) == 0
     capsys.readouterr()
     again = tmp_path / "again"

@@ -82,7 +82,7 @@ def parse(command: Command, argv: list[str]) -> tuple[Any, argparse.Namespace]:
         and values.get(field.name) is None
     ]
     if missing:
-        flags = ", ".join(_flag(name) for name in missing)
+        flags = ", ".join(name.upper() if name == command.positional else _flag(name) for name in missing)
         raise ConfigError(f"loragate {command.name} needs {flags}; for example: {command.examples[0]}")
     return command.options(**values), namespace
 

@@ -12,6 +12,7 @@ from loragate.cli.arguments import Command, resolved_yaml
 from loragate.cli.display import Display, console, duration
 from loragate.cli.models import (
     adapter_record,
+    check_batching,
     dtype_argument,
     load_adapter,
     load_base,
@@ -19,6 +20,8 @@ from loragate.cli.models import (
     parse_range,
     pick_device,
     quiet_logging,
+    require_free_out,
+    require_reporters,
 )
 from loragate.errors import ConfigError
 from loragate.files import write_text
@@ -81,10 +84,12 @@ def run(options: CalibrateOptions) -> int:
     lower, upper = parse_range(options.range)
     config = gate_config(options, lower, upper)
     folder = Path(options.out)
-    if (folder / "gate_config.json").exists():
-        raise ConfigError(f"--out {folder} already holds a gated adapter; choose another folder or remove it first")
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--out {folder} is a file; give a folder")
+    settings = CalibrationSettings(
+        **{field.name: getattr(options, field.name) for field in fields(CalibrationSettings)}
+    )
+    require_free_out(folder, options.resume)
+    require_reporters(options.report_to)
+    check_batching(settings)
     quiet_logging()
     from loragate.data import load_rows
     from loragate.gates import examine_adapter, require_gateable, save_gates
@@ -98,9 +103,6 @@ def run(options: CalibrateOptions) -> int:
         raise ConfigError(f"{options.adapter} does not name its base model; say which with --base")
     tokenizer = load_tokenizer(
         [options.adapter, base_name], chat_template=options.chat_template, trust=options.trust_remote_code
-    )
-    settings = CalibrationSettings(
-        **{field.name: getattr(options, field.name) for field in fields(CalibrationSettings)}
     )
     with display.job("reading the data"):
         rows, encoded = calibration_rows(rows, tokenizer, settings, options.system)
@@ -205,6 +207,18 @@ def show_data(out: Any, encoded: Any, tokenizer: Any) -> None:
     )
     if summary.last_turn_only:
         out.print(f"in {summary.last_turn_only} rows only the last answer counts: the template rewrites earlier turns")
+    if summary.plain and tokenizer.chat_template is not None:
+        out.print(
+            "note: prompt and completion are used as plain text, without the chat template; generate with --raw to match, or "
+            "give the rows as messages"
+        )
+    unknown = tokenizer.unk_token_id
+    if unknown is not None:
+        share = sum(row["input_ids"].count(unknown) for row in encoded) / max(
+            1, summary.response_tokens + summary.prompt_tokens
+        )
+        if share > 0.01:
+            out.print(f"warning: {100 * share:.0f} % of the tokens are unknown to the tokenizer; is it the right one?")
     if out.is_terminal:
         out.print("first row, response bright:")
         out.print(preview(encoded[0], tokenizer))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,12 @@ from loragate.cli.models import (
     load_tokenizer,
     pick_device,
     quiet_logging,
+    require_not_an_adapter,
     require_place,
 )
 from loragate.errors import ConfigError
+
+DEFAULT_NEW_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class GenerateOptions:
         samples: answers per prompt.
         temperature: sampling temperature; 0 is greedy.
         top_p: nucleus sampling threshold.
-        max_new_tokens: token limit of an answer.
+        max_new_tokens: token limit of an answer; 0 takes 512, or what the model's positions leave.
         seed: seed of the sampling.
         batch_size: sequences generated at a time.
         lambda_constant: replace every λ by this number (0: the base, 1: the plain adapter).
@@ -56,7 +59,7 @@ class GenerateOptions:
     samples: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
-    max_new_tokens: int = 512
+    max_new_tokens: int = 0
     seed: int = 0
     batch_size: int = 16
     lambda_constant: float | None = None
@@ -84,7 +87,7 @@ def run(options: GenerateOptions) -> int:
     sampling = SamplingConfig(
         temperature=options.temperature,
         top_p=options.top_p,
-        max_new_tokens=options.max_new_tokens,
+        max_new_tokens=options.max_new_tokens or DEFAULT_NEW_TOKENS,
         samples=options.samples,
         seed=options.seed,
     )
@@ -104,6 +107,8 @@ def run(options: GenerateOptions) -> int:
         prompts = [
             render_prompt([{"role": "user", "content": prompt}], tokenizer, system=options.system) for prompt in prompts
         ]
+    if not options.max_new_tokens:
+        sampling = replace(sampling, max_new_tokens=room_for_answers(model, tokenizer, prompts))
     engine = TransformersEngine(model, tokenizer, batch_size=options.batch_size)
     with overriding:
         samples = engine.generate(prompts, sampling)
@@ -123,10 +128,19 @@ def run(options: GenerateOptions) -> int:
     cut = sum(sample.finish_reason == "length" for sample in samples)
     if cut:
         print(
-            f"loragate: {cut} of {len(samples)} answers reached the limit of {options.max_new_tokens} tokens",
+            f"loragate: {cut} of {len(samples)} answers reached the limit of {sampling.max_new_tokens} tokens",
             file=sys.stderr,
         )
     return 0
+
+
+def room_for_answers(model: Any, tokenizer: Any, prompts: list[str]) -> int:
+    """512 tokens, or what the longest prompt leaves of the model's positions."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is None:
+        return DEFAULT_NEW_TOKENS
+    longest = max(len(ids) for ids in tokenizer(prompts, add_special_tokens=False)["input_ids"])
+    return max(1, min(DEFAULT_NEW_TOKENS, positions - longest))
 
 
 def read_prompts(options: GenerateOptions) -> list[str]:
@@ -152,6 +166,8 @@ def load_any(options: Any) -> tuple[Any, Any, bool]:
 
     folder = Path(options.model)
     require_place("model", options.model)
+    if not (folder / "gate_config.json").is_file() and not (folder / "adapter_config.json").is_file():
+        require_not_an_adapter(options.model)
     device = pick_device(options.device)
     dtype = dtype_argument(options.dtype, device)
     trust = options.trust_remote_code

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from loragate.errors import ConfigError, LoragateError
+from loragate.errors import ConfigError, GateError, LoragateError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -20,6 +22,8 @@ def parse_range(text: str, command: str = "calibrate") -> tuple[float, float]:
     Raises:
         ConfigError: for anything else; an absent range or "auto" is answered with why none is a safe default.
     """
+    from loragate.gates.signed_map import check_range
+
     if text.strip().lower() in ("", "auto"):
         raise ConfigError(
             f"loragate {command} needs a range, --range=L,U. None is a safe default: on small worlds the paper's [-6,3] "
@@ -32,7 +36,50 @@ def parse_range(text: str, command: str = "calibrate") -> tuple[float, float]:
         lower, upper = (float(part) for part in parts)
     except ValueError as error:
         raise ConfigError(f"--range must be two numbers such as --range=-3,1, found {text!r}") from error
+    try:
+        check_range(lower, upper)
+    except GateError as error:
+        raise ConfigError(str(error)) from error
     return lower, upper
+
+
+def require_free_out(folder: Path, resume: bool) -> None:
+    """Refuse an output folder that holds anything but an unfinished run of ours; nothing is ever overwritten.
+
+    Raises:
+        ConfigError: naming the folder, what is in it, and what to do.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--out {folder} is a file; give a folder")
+    present = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if "gate_config.json" in present:
+        raise ConfigError(f"--out {folder} already holds a gated adapter; choose another folder or remove it first")
+    foreign = [name for name in present if name != "run"]
+    if foreign:
+        raise ConfigError(f"--out {folder} is not empty (it holds {', '.join(foreign[:3])}); choose another folder")
+    if resume and not (folder / "run" / "run.json").is_file():
+        raise ConfigError(f"--resume: there is no unfinished run in {folder}; run the command without --resume")
+
+
+def require_not_an_adapter(name: str) -> None:
+    """Refuse an adapter folder, or an unfinished run, where a base model is expected."""
+    folder = Path(name)
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(f"{name} is an adapter, not a base model; give the base, or use it as --adapter")
+    if (folder / "run" / "run.json").is_file() and not (folder / "config.json").is_file():
+        raise ConfigError(f"{name} holds an unfinished run; finish it by repeating its command with --resume")
+
+
+def require_reporters(names: str) -> None:
+    """Refuse a logging integration that is not installed, before anything is loaded."""
+    for name in (part.strip() for part in names.split(",")):
+        if name and name not in ("none", "all") and importlib.util.find_spec(name) is None:
+            raise ConfigError(f"--report-to {name}: the package is not installed; pip install {name}")
+
+
+def check_batching(settings: Any) -> None:
+    """Refuse a batch that cannot be split over the processes, before anything is loaded."""
+    settings.accumulation(int(os.environ.get("WORLD_SIZE", "1") or 1))
 
 
 def pick_device(wanted: str) -> str:
@@ -91,8 +138,7 @@ def load_base(name: str, *, revision: str = "", dtype: Any = "auto", device: str
     from transformers import AutoModelForCausalLM
 
     require_place("base model", name)
-    if Path(name).is_dir() and (Path(name) / "adapter_config.json").is_file():
-        raise ConfigError(f"{name} is an adapter, not a base model; give it as --adapter")
+    require_not_an_adapter(name)
     with explained("base model", name):
         model = AutoModelForCausalLM.from_pretrained(
             name, revision=revision or None, dtype=dtype, trust_remote_code=trust
@@ -131,6 +177,7 @@ def load_tokenizer(names: list[str], *, chat_template: str = "", trust: bool = F
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     chosen = next((name for name in names if _has_tokenizer(name)), names[-1])
+    require_place("base model", chosen)
     with explained("tokenizer", chosen):
         if _declares_plain_tokenizer(chosen):
             # AutoTokenizer would put the model family's own class in place of the one the folder names

@@ -14,7 +14,18 @@ from loragate.cli.calibrate import (
     warn_about_endings,
 )
 from loragate.cli.display import Display, console, duration
-from loragate.cli.models import dtype_argument, load_base, load_tokenizer, pick_device, quiet_logging
+from loragate.cli.models import (
+    check_batching,
+    dtype_argument,
+    load_base,
+    load_tokenizer,
+    pick_device,
+    quiet_logging,
+    require_free_out,
+    require_not_an_adapter,
+    require_place,
+    require_reporters,
+)
 from loragate.errors import ConfigError
 from loragate.training.settings import StageOneSettings
 
@@ -57,19 +68,24 @@ def run(options: SftOptions) -> int:
         if not getattr(options, name):
             raise ConfigError(f"loragate sft needs --{name}; for example: {COMMAND.examples[0]}")
     folder = Path(options.out)
-    if (folder / "adapter_config.json").exists():
-        raise ConfigError(f"--out {folder} already holds an adapter; choose another folder or remove it first")
+    settings = StageOneSettings(**{field.name: getattr(options, field.name) for field in fields(StageOneSettings)})
+    require_free_out(folder, options.resume)
+    require_reporters(options.report_to)
+    check_batching(settings)
+    require_place("base model", options.model)
+    require_not_an_adapter(options.model)
     quiet_logging()
     from loragate.data import encode_rows, load_rows
     from loragate.gates.artifact import write_adapter
     from loragate.training import train_adapter
+    from loragate.training.stage_one import objective_of
 
+    objective_of(settings)
     out, display = console(), Display()
     rows = load_rows(
         options.data, split=options.split or None, revision=options.revision or None, limit=options.max_rows or None
     )
     tokenizer = load_tokenizer([options.model], chat_template=options.chat_template, trust=options.trust_remote_code)
-    settings = StageOneSettings(**{field.name: getattr(options, field.name) for field in fields(StageOneSettings)})
     with display.job("reading the data"):
         rows = rows.shuffled(settings.seed)
         encoded = encode_rows(rows, tokenizer, max_length=settings.max_length, system=options.system)

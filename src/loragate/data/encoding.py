@@ -28,6 +28,7 @@ class Summary:
         dropped: rows left out because max_length cut their whole response.
         truncated: kept rows that max_length cut.
         response_tokens, prompt_tokens: tokens of the kept rows after truncation, with and without a label.
+        plain: rows used as plain text, without the chat template.
         last_turn_only: kept rows of which only the last assistant turn is trained (the template rewrites earlier ones).
         fingerprint: of the rows given, see `Rows.fingerprint`.
     """
@@ -40,6 +41,7 @@ class Summary:
     prompt_tokens: int
     last_turn_only: int
     fingerprint: str
+    plain: int = 0
 
 
 class EncodedRows(Sequence[dict[str, Any]]):
@@ -91,9 +93,10 @@ def encode_rows(
     encoder = Encoder(tokenizer, max_length=max_length, system=system)
     name = format or _detect(rows)
     items: list[dict[str, Any]] = []
-    truncated = response_tokens = prompt_tokens = last_turn_only = 0
+    truncated = response_tokens = prompt_tokens = last_turn_only = plain = 0
     for start in range(0, len(rows), BATCH):
         batch = list(_normalized(rows, name, range(start, min(start + BATCH, len(rows)))))
+        plain += sum(turns.is_plain for turns, _ in batch)
         for index, encoded in enumerate(encoder.encode(batch), start):
             if encoded.responses == 0:
                 continue
@@ -122,6 +125,7 @@ def encode_rows(
         prompt_tokens=prompt_tokens,
         last_turn_only=last_turn_only,
         fingerprint=rows.fingerprint,
+        plain=plain,
     )
     return EncodedRows(items, summary)
 

@@ -163,7 +163,7 @@ def _prepare_folder(job: TrainingJob, folder: Path, resume: bool) -> str | None:
             write_json(record, job.identity)
         return None
     if not record.is_file():
-        raise TrainingError(f"{record} is missing: there is no run to resume in {folder}")
+        raise TrainingError(f"{record} is missing: there is no run to resume in {folder}; run without --resume")
     try:
         stored = json.loads(record.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -172,11 +172,30 @@ def _prepare_folder(job: TrainingJob, folder: Path, resume: bool) -> str | None:
     differing = sorted(key for key in {*stored, *wanted} if stored.get(key) != wanted.get(key))
     if differing:
         key = differing[0]
+        before, now = stored.get(key), wanted.get(key)
+        if isinstance(before, dict) and isinstance(now, dict):
+            inner = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))[0]
+            key, before, now = f"{key}.{inner}", before.get(inner), now.get(inner)
         raise TrainingError(
-            f"{record}: this is another run: '{key}' was {_short(stored.get(key))}, now {_short(wanted.get(key))}. "
+            f"{record}: this is another run: '{key}' was {_short(before)}, now {_short(now)}. "
             "Repeat the original settings to resume, or choose another --out"
         )
     return last
+
+
+def require_short_enough(model: Any, encoded: EncodedRows, rows: Rows) -> None:
+    """Refuse rows that are longer than the model has positions.
+
+    Raises:
+        TrainingError: naming the longest row.
+    """
+    positions = getattr(causal_model(model).config.get_text_config(), "max_position_embeddings", None)
+    longest = max(encoded, key=lambda row: len(row["input_ids"]))
+    if positions is not None and len(longest["input_ids"]) > positions:
+        raise TrainingError(
+            f"{rows.where(longest['row'])} has {len(longest['input_ids'])} tokens, but the model has {positions} positions; "
+            f"set max_length to {positions} or less"
+        )
 
 
 def last_checkpoint(folder: Path) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
 
 from loragate.data import EncodedRows, Rows, encode_rows, load_rows
+from loragate.errors import ConfigError, nearest
 from loragate.gates.fingerprint import base_weight_samples, config_fingerprint
 from loragate.losses import StatisticsRequest
-from loragate.losses.objectives import FACTORIES
-from loragate.training.run import OnStep, TrainingJob, encoded_fingerprint, run_training
+from loragate.losses.objectives import FACTORIES, WeightedCrossEntropy
+from loragate.training.run import OnStep, TrainingJob, encoded_fingerprint, require_short_enough, run_training
 from loragate.training.settings import StageOneSettings
 
 
@@ -32,6 +35,24 @@ class StageOneResult:
     data: dict[str, Any]
 
 
+def objective_of(settings: StageOneSettings) -> WeightedCrossEntropy:
+    """The objective with its options.
+
+    Raises:
+        ConfigError: for an option the objective does not have, or a value it refuses.
+    """
+    factory = FACTORIES[settings.objective]
+    options = settings.objective_options or {}
+    known = list(inspect.signature(factory).parameters)
+    for name in options:
+        if name not in known:
+            listed = ", ".join(known) or "none"
+            raise ConfigError(
+                f"objective {settings.objective!r} has no option {name!r}{nearest(name, known)} (it has {listed})"
+            )
+    return factory(**options)
+
+
 def build_adapter(base_model: Any, settings: StageOneSettings, adapter_name: str = "default") -> Any:
     """A fresh adapter on `base_model`; the seed is set immediately before its factors are drawn."""
     targets: str | list[str] = settings.target_modules
@@ -47,7 +68,18 @@ def build_adapter(base_model: Any, settings: StageOneSettings, adapter_name: str
         task_type="CAUSAL_LM",
     )
     torch.manual_seed(settings.seed)
-    return get_peft_model(base_model, config, adapter_name=adapter_name)
+    try:
+        return get_peft_model(base_model, config, adapter_name=adapter_name)
+    except ValueError as error:
+        if "arget modules" not in str(error):
+            raise
+        names = sorted(
+            {name.rsplit(".", 1)[-1] for name, module in base_model.named_modules() if isinstance(module, nn.Linear)}
+        )
+        raise ConfigError(
+            f"target_modules {settings.target_modules!r} matches no module of the base; its linear layers end in "
+            + ", ".join(names)
+        ) from error
 
 
 def train_adapter(
@@ -82,7 +114,8 @@ def train_adapter(
     if encoded is None:
         source = source.shuffled(settings.seed)
         encoded = encode_rows(source, tokenizer, max_length=settings.max_length)
-    objective = FACTORIES[settings.objective](**(settings.objective_options or {}))
+    objective = objective_of(settings)
+    require_short_enough(base_model, encoded, source)
     base = {"config": config_fingerprint(base_model), "weights": base_weight_samples(base_model)}
     model = build_adapter(base_model, settings)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

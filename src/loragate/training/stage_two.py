@@ -31,7 +31,7 @@ from loragate.gates import (
     weights_checksum,
 )
 from loragate.losses import ObjectiveContext, StatisticsRequest, TokenStatistics
-from loragate.training.run import OnStep, TrainingJob, encoded_fingerprint, run_training
+from loragate.training.run import OnStep, TrainingJob, encoded_fingerprint, require_short_enough, run_training
 from loragate.training.settings import CalibrationSettings
 from loragate.training.trainer import causal_model, statistics_forward
 
@@ -167,6 +167,7 @@ def _calibrate(
     on_step: OnStep | None,
 ) -> CalibrationResult:
     began = time.monotonic()
+    require_short_enough(model, encoded, rows)
     collator = Collator(_pad_id(tokenizer))
     batch = collator([_cut(row, PARITY_TOKENS) for row in list(encoded)[:PARITY_ROWS]])
     device = next(model.parameters()).device
