@@ -163,7 +163,7 @@ def test_resume_continues_bit_for_bit(tokenizer, rows, tmp_path):
     assert not list((tmp_path / "run").rglob("model.safetensors")), "a checkpoint does not hold the model"
     with pytest.raises(TrainingError, match="continue it with --resume"):
         lg.calibrate(model, tokenizer, rows, CONFIG, settings, run_folder=tmp_path / "run")
-    with pytest.raises(TrainingError, match=r"another run: 'gate' was"):
+    with pytest.raises(TrainingError, match=r"another run: 'gate.lower' was -3, now -1"):
         lg.calibrate(model, tokenizer, rows, lg.GateConfig(-1, 2), settings, run_folder=tmp_path / "run", resume=True)
     resumed = lg.calibrate(model, tokenizer, rows, CONFIG, settings, run_folder=tmp_path / "run", resume=True)
     assert resumed.steps == complete.steps == 6
