@@ -144,6 +144,27 @@ def test_half_precision_heads_use_fp32_logits(dtype):
     assert hidden.grad.dtype == dtype
 
 
+@pytest.mark.parametrize("gradients", [None, ("log_prob", "topk_entropy")])
+def test_the_direct_path_of_low_precision_heads(monkeypatch, gradients):
+    """The path that CUDA takes (weights stay bf16, fp32 products), run on the CPU, against the widened one."""
+    from loragate.losses import projection
+
+    hidden, weight, labels = operands(tokens=20, width=16, vocabulary=64, dtype=torch.bfloat16)
+
+    def run():
+        h = hidden.detach().clone().requires_grad_()
+        stats = token_statistics(h, weight, labels, k=10, gradients=gradients, chunk_tokens=7)
+        (stats.log_prob.sum() + 3 * stats.topk_entropy.sum()).backward()
+        return stats, h.grad.float()
+
+    widened, exact = run()
+    monkeypatch.setattr(projection, "multiplies_directly", lambda weight: True)
+    direct, gradient = run()
+    torch.testing.assert_close(direct.topk_entropy, widened.topk_entropy, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(direct.log_prob, widened.log_prob, rtol=1e-5, atol=1e-5)
+    assert (gradient - exact).norm() <= 0.02 * exact.norm()
+
+
 def test_autocast_does_not_lower_the_precision():
     hidden, weight, labels = operands(tokens=20, width=16, vocabulary=64, dtype=torch.float32)
     exact = token_statistics(hidden, weight, labels, k=10)

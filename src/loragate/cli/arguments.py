@@ -91,6 +91,7 @@ def build_parser(command: Command) -> argparse.ArgumentParser:
     """The argparse parser of one command."""
     parser = _Parser(
         prog=f"loragate {command.name}",
+        usage=f"loragate {command.name} {f'[{command.positional.upper()}] ' if command.positional else ''}[options]",
         description=command.summary,
         epilog="examples:\n" + "\n".join(f"  {line}" for line in command.examples),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -98,7 +99,9 @@ def build_parser(command: Command) -> argparse.ArgumentParser:
     )
     texts = help_texts(command.options)
     defaults = {field.name: field.default for field in dataclasses.fields(command.options)}
-    for name, kind in field_kinds(command.options).items():
+    own = command.options.__dict__.get("__annotations__", {})
+    # the command's own settings before those it shares with others
+    for name, kind in sorted(field_kinds(command.options).items(), key=lambda item: item[0] not in own):
         default = defaults[name]
         shown = "" if default in (dataclasses.MISSING, None, "") else f" [{_shown(default)}]"
         text = (texts.get(name, "") + shown).replace("%", "%%")

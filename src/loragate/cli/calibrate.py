@@ -23,6 +23,7 @@ from loragate.cli.models import (
     require_free_out,
     require_reporters,
 )
+from loragate.cli.options import RunOptions
 from loragate.errors import ConfigError
 from loragate.files import write_text
 from loragate.training.settings import CalibrationSettings
@@ -31,49 +32,30 @@ logger = logging.getLogger("loragate")
 
 
 @dataclass(frozen=True)
-class CalibrateOptions(CalibrationSettings):
+class CalibrateOptions(RunOptions, CalibrationSettings):
     """Settings of `loragate calibrate`.
 
     Attributes:
         adapter: finished PEFT LoRA adapter, folder or hub id.
-        data: prompts and responses: .jsonl, .json, .parquet or a hub id; messages, prompt-completion, alpaca or sharegpt.
         range: bounds of λ as L,U, for example --range=-3,1. No range is a safe default, so none is assumed.
-        out: folder for the gated adapter; must not hold one already.
         base: base model instead of the one the adapter names.
         base_id: name of the base to record in the artifact, where the base was loaded from a local folder.
-        split, revision: split and revision of a hub data set.
         tau: gate temperature.
         init_scale: size of the initial perturbation of the gate weights.
         granularity: token, module or global.
         complete_gradient: let the gate's gradient reach its input (a variant; the paper's gate detaches it).
         gate_modules: gate only these modules (names separated by commas); all LoRA linears otherwise.
-        system: "none" renders without an injected default system message, "keep" as the template does.
-        chat_template: jinja file to use instead of the tokenizer's template.
-        dtype: auto, float32, bfloat16 or float16 of the base.
-        device: auto, cpu, cuda, cuda:1, mps.
-        resume: continue the unfinished run in the out folder.
-        trust_remote_code: allow model code from the hub to run.
     """
 
     adapter: str = ""
-    data: str = ""
     range: str = ""
-    out: str = ""
     base: str = ""
     base_id: str = ""
-    split: str = ""
-    revision: str = ""
     tau: float = 1.0
     init_scale: float = 1e-6
     granularity: str = "token"
     complete_gradient: bool = False
     gate_modules: str = ""
-    system: str = "none"
-    chat_template: str = ""
-    dtype: str = "auto"
-    device: str = "auto"
-    resume: bool = False
-    trust_remote_code: bool = False
 
 
 def run(options: CalibrateOptions) -> int:

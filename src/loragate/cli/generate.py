@@ -42,7 +42,8 @@ class GenerateOptions:
         seed: seed of the sampling.
         batch_size: sequences generated at a time.
         lambda_constant: replace every λ by this number (0: the base, 1: the plain adapter).
-        lambda_min, lambda_max: clip λ.
+        lambda_min: raise every λ to at least this.
+        lambda_max: lower every λ to at most this.
         base: where the base model is, instead of the recorded one.
         system: "none" renders without an injected default system message, "keep" as the template does.
         chat_template: jinja file to use instead of the tokenizer's template.

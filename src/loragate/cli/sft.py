@@ -26,40 +26,22 @@ from loragate.cli.models import (
     require_place,
     require_reporters,
 )
+from loragate.cli.options import RunOptions
 from loragate.errors import ConfigError
 from loragate.training.settings import StageOneSettings
 
 
 @dataclass(frozen=True)
-class SftOptions(StageOneSettings):
+class SftOptions(RunOptions, StageOneSettings):
     """Settings of `loragate sft`.
 
     Attributes:
         model: base model, folder or hub id.
-        data: prompts and responses: .jsonl, .json, .parquet or a hub id; messages, prompt-completion, alpaca or sharegpt.
-        out: folder for the adapter; must not hold one already.
-        split, revision: split and revision of a hub data set.
         max_rows: use the first so many rows (0: all).
-        system: "none" renders without an injected default system message, "keep" as the template does.
-        chat_template: jinja file to use instead of the tokenizer's template.
-        dtype: auto, float32, bfloat16 or float16 of the base.
-        device: auto, cpu, cuda, cuda:1, mps.
-        resume: continue the unfinished run in the out folder.
-        trust_remote_code: allow model code from the hub to run.
     """
 
     model: str = ""
-    data: str = ""
-    out: str = ""
-    split: str = ""
-    revision: str = ""
     max_rows: int = 0
-    system: str = "none"
-    chat_template: str = ""
-    dtype: str = "auto"
-    device: str = "auto"
-    resume: bool = False
-    trust_remote_code: bool = False
 
 
 def run(options: SftOptions) -> int:

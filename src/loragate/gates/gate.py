@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -85,34 +86,22 @@ class SignedGate(nn.Module):
             # without a graph, so that a recomputing forward (gradient checkpointing) saves the same tensors
             with torch.no_grad():
                 self.recorder.update(self.coefficients(x_TD))
+        tensors = (x_TD, lora_a_RD, lora_b_OR, self.weight, self.bias)
+        settings: dict[str, Any] = {
+            "lower": config.lower,
+            "upper": config.upper,
+            "tau": config.tau,
+            "scaling": scaling,
+            "detach_input": config.detach_input,
+        }
         if override is None:
-            return gated_delta(
-                x_TD,
-                lora_a_RD,
-                lora_b_OR,
-                self.weight,
-                self.bias,
-                lower=config.lower,
-                upper=config.upper,
-                tau=config.tau,
-                scaling=scaling,
-                detach_input=config.detach_input,
-            )
-        return gated_delta_reference(
-            x_TD,
-            lora_a_RD,
-            lora_b_OR,
-            self.weight,
-            self.bias,
-            lower=config.lower,
-            upper=config.upper,
-            tau=config.tau,
-            scaling=scaling,
-            detach_input=config.detach_input,
-            minimum=override.minimum,
-            maximum=override.maximum,
-            constant=override.constant,
-        )
+            return gated_delta(*tensors, **settings)
+        clipped: dict[str, Any] = {
+            "minimum": override.minimum,
+            "maximum": override.maximum,
+            "constant": override.constant,
+        }
+        return gated_delta_reference(*tensors, **settings, **clipped)
 
     def extra_repr(self) -> str:
         config = self.config

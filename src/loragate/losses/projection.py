@@ -27,8 +27,7 @@ class Projection:
     def __init__(self, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, options: HeadOptions) -> None:
         self.options = options
         self.working = torch.float64 if weight_VD.dtype == torch.float64 else torch.float32
-        # CUDA multiplies low-precision inputs into fp32 directly; elsewhere the weight is widened once per call.
-        self.direct = weight_VD.is_cuda and weight_VD.dtype in (torch.bfloat16, torch.float16)
+        self.direct = multiplies_directly(weight_VD)
         self.weight_VD = weight_VD if self.direct else weight_VD.to(self.working)
         self.bias_V = None if bias_V is None else bias_V.to(self.working)
         self.buffer_CV: torch.Tensor | None = None
@@ -36,7 +35,7 @@ class Projection:
     def logits(self, hidden_CD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(z [C, V], dz/d(W h) [C, V] or None where it is the constant `scale`)."""
         if self.direct:
-            z_CV = torch.mm(hidden_CD.to(self.weight_VD.dtype), self.weight_VD.t(), out_dtype=torch.float32)
+            z_CV = product_in_fp32(hidden_CD.to(self.weight_VD.dtype), self.weight_VD.t())
         else:
             z_CV = torch.mm(hidden_CD.to(self.working), self.weight_VD.t(), out=self._room(hidden_CD))
         if self.bias_V is not None:
@@ -74,6 +73,18 @@ class Projection:
             for indices, weights in zip(indices_TK.split(rows), coefficient_TK.split(rows), strict=True)
         ]
         return torch.cat(parts)
+
+
+def multiplies_directly(weight_VD: torch.Tensor) -> bool:
+    """Whether low-precision weights are used as they are (CUDA); elsewhere they are widened once per call."""
+    return weight_VD.is_cuda and weight_VD.dtype in (torch.bfloat16, torch.float16)
+
+
+def product_in_fp32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left · right with fp32 accumulation and an fp32 result from low-precision inputs."""
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.mm(left.float(), right.float())
 
 
 def largest(values_CV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,9 +25,13 @@ class TrainSettings:
         max_length: token limit of a row; longer rows are cut on the right.
         schedule: cosine, linear, constant or constant_with_warmup.
         warmup: share of the steps spent warming up.
-        weight_decay, beta1, beta2, max_grad_norm: AdamW and gradient clipping.
+        weight_decay: AdamW's decoupled weight decay.
+        beta1: AdamW's first-moment decay.
+        beta2: AdamW's second-moment decay.
+        max_grad_norm: gradients are clipped to this norm.
         seed: data order, and the initialisation of what is trained.
-        logging_steps, save_steps: every how many steps to log, and to write a checkpoint (0: none).
+        logging_steps: log every so many steps.
+        save_steps: write a checkpoint every so many steps (0: only on Ctrl-C).
         gradient_checkpointing: recompute activations in the backward pass.
         precision: "fp32", or "bf16" for bf16 autocast (gates stay fp32).
         report_to: transformers logging integrations, comma separated (tensorboard, wandb, trackio); "none" for JSONL only.
@@ -96,9 +100,12 @@ class StageOneSettings(TrainSettings):
     Attributes:
         objective: sft, dft, profit, eaft, talr or mask.
         objective_options: constants of the objective, e.g. {"threshold": 0.1}.
-        rank, alpha, dropout: LoRA's r, α and dropout.
+        rank: LoRA's r.
+        alpha: LoRA's α.
+        dropout: LoRA's dropout.
         target_modules: "all-linear", or module names separated by commas.
-        dora, rslora: use DoRA, or α/√r scaling.
+        dora: train a DoRA adapter (which cannot be gated).
+        rslora: scale by α/√r instead of α/r.
     """
 
     warmup: float = 0.1
