@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 import math
 import re
@@ -99,7 +100,7 @@ def build_parser(command: Command) -> argparse.ArgumentParser:
     )
     texts = help_texts(command.options)
     defaults = {field.name: field.default for field in dataclasses.fields(command.options)}
-    own = command.options.__dict__.get("__annotations__", {})
+    own = inspect.get_annotations(command.options)
     # the command's own settings before those it shares with others
     for name, kind in sorted(field_kinds(command.options).items(), key=lambda item: item[0] not in own):
         default = defaults[name]

@@ -96,12 +96,8 @@ class SignedGate(nn.Module):
         }
         if override is None:
             return gated_delta(*tensors, **settings)
-        clipped: dict[str, Any] = {
-            "minimum": override.minimum,
-            "maximum": override.maximum,
-            "constant": override.constant,
-        }
-        return gated_delta_reference(*tensors, **settings, **clipped)
+        settings |= {"minimum": override.minimum, "maximum": override.maximum, "constant": override.constant}
+        return gated_delta_reference(*tensors, **settings)
 
     def extra_repr(self) -> str:
         config = self.config
