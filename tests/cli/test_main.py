@@ -69,7 +69,7 @@ def test_a_range_is_asked_for_with_the_reason(capsys):
     for given in ([], ["--range", "auto"]):
         text = fails(capsys, "calibrate", "--adapter", "a", "--data", "b", "--out", "c", *given)
         assert "None is a safe default" in text
-        assert "--range=-3,1" in text
+        assert "--range=0,1" in text
     arguments = ["calibrate", "--adapter", "a", "--data", "b", "--out", "c"]
     assert "wrong way round" in fails(capsys, *arguments, "--range=1,-3")
     assert "two numbers" in fails(capsys, *arguments, "--range=-3")

@@ -271,7 +271,7 @@ COMMAND = Command(
     options=CalibrateOptions,
     run=run,
     examples=(
-        "loragate calibrate --adapter path/to/adapter --data train.jsonl --range=-3,1 --out gated",
+        "loragate calibrate --adapter path/to/adapter --data train.jsonl --range=0,1 --out gated",
         "loragate calibrate --config calibrate.yaml --range=0,1 --learning-rate 1e-3",
     ),
 )

@@ -70,7 +70,7 @@ def overview() -> str:
         "examples:\n"
         "  loragate quickstart\n"
         "  loragate inspect path/to/adapter\n"
-        "  loragate calibrate --adapter path/to/adapter --data train.jsonl --range=-3,1 --out gated\n\n"
+        "  loragate calibrate --adapter path/to/adapter --data train.jsonl --range=0,1 --out gated\n\n"
         "loragate COMMAND --help describes a command; every option is also a key of its --config FILE."
     )
 

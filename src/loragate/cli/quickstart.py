@@ -236,7 +236,8 @@ def show(study: Any, folder: Path, results: dict[str, Any]) -> None:
         out.print(f"• {line}", markup=False)
     total = sum(result.seconds for result in study.calibrations.values())
     out.print(
-        f"calibrating {len(study.calibrations)} ranges took {duration(total)}; everything is in {folder}", markup=False
+        f"{len(study.calibrations)} calibration{'s' if len(study.calibrations) > 1 else ''} took {duration(total)}; everything is in {folder}",
+        markup=False,
     )
     question = study.test.items[0].prompt
     out.print(f'next: loragate generate --model {folder / "gated"} --prompt "{question}"', markup=False)
