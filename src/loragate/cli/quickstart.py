@@ -235,10 +235,8 @@ def show(study: Any, folder: Path, results: dict[str, Any]) -> None:
     for line in results["reading"]:
         out.print(f"• {line}", markup=False)
     total = sum(result.seconds for result in study.calibrations.values())
-    out.print(
-        f"{len(study.calibrations)} calibration{'s' if len(study.calibrations) > 1 else ''} took {duration(total)}; everything is in {folder}",
-        markup=False,
-    )
+    runs = f"{len(study.calibrations)} calibration{'s' if len(study.calibrations) > 1 else ''}"
+    out.print(f"{runs} took {duration(total)}; everything is in {folder}", markup=False)
     question = study.test.items[0].prompt
     out.print(f'next: loragate generate --model {folder / "gated"} --prompt "{question}"', markup=False)
 
