@@ -28,9 +28,9 @@ def parse_range(text: str, command: str = "calibrate") -> tuple[float, float]:
         raise ConfigError(
             f"loragate {command} needs a range, --range=L,U. None is a safe default: on small worlds the paper's [-6,3] "
             "ended below the adapter it started from in 5 of 8 situations while its training loss fell as it should. Try "
-            "--range=0,1 first: it can only suppress, and rarely ended below the adapter. Then --range=-3,1. Compare each with the plain "
-            "adapter on held-out problems, and keep the adapter if nothing beats it. Automatic selection is not part of "
-            "this version"
+            "--range=0,1 first: it can only suppress, and rarely ended below the adapter. Then --range=-3,1. Compare each "
+            "with the plain adapter on held-out problems, and keep the adapter if nothing beats it. Automatic selection is "
+            "not part of this version"
         )
     parts = text.replace(" ", "").strip("[]()").split(",")
     try:
