@@ -11,6 +11,7 @@ from typing import Any
 from loragate.cli.arguments import Command, resolved_yaml
 from loragate.cli.display import Display, console, duration
 from loragate.cli.models import (
+    adapter_folder,
     adapter_record,
     check_batching,
     dtype_argument,
@@ -127,7 +128,7 @@ def run(options: CalibrateOptions) -> int:
         save_gates(
             model,
             folder,
-            adapter_source=options.adapter if Path(options.adapter).is_dir() else None,
+            adapter_source=adapter_folder(options.adapter),
             k=settings.k,
             base_id=options.base_id or lasting_name(base_name),
             evidence=evidence,

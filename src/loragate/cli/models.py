@@ -173,6 +173,19 @@ def load_adapter(base: Any, name: str) -> Any:
         return PeftModel.from_pretrained(base, name).eval()
 
 
+def adapter_folder(name: str) -> str | None:
+    """Where the files of a loaded adapter lie: the folder itself, or its place in the hub cache; None if unknown."""
+    if Path(name).is_dir():
+        return name
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return snapshot_download(name, allow_patterns=["adapter_*"], local_files_only=True)
+    except LocalEntryNotFoundError:
+        return None
+
+
 def load_tokenizer(names: list[str], *, chat_template: str = "", trust: bool = False) -> Any:
     """The tokenizer of the first place that has one (an adapter's own copy comes before its base's)."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
