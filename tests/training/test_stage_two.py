@@ -315,6 +315,17 @@ def test_autocast_does_not_stay_on_the_model(tokenizer, rows, token_ids):
     assert not model.training
 
 
+def test_checkpointing_that_was_on_stays_on(tokenizer, rows):
+    model = tiny_adapter()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable()
+    settings = CalibrationSettings(
+        batch_size=8, micro_batch_size=8, k=20, max_length=64, max_steps=1, gradient_checkpointing=True
+    )
+    lg.calibrate(model, tokenizer, rows, CONFIG, settings)
+    assert model.is_gradient_checkpointing
+
+
 def test_resume_needs_the_same_tokens_and_the_same_weights(tokenizer, rows, tmp_path):
     settings = CalibrationSettings(batch_size=8, micro_batch_size=8, k=20, max_length=64, save_steps=1)
     _, same = calibration_rows(load_rows(rows), tokenizer, settings)

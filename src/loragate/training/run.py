@@ -131,7 +131,7 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
             model=job.model,
             args=arguments,
             train_dataset=as_dataset(list(job.encoded), together if arguments.world_size > 1 else 1),
-            data_collator=Collator(_pad_id(job.tokenizer)),
+            data_collator=collator_for(job.tokenizer),
             processing_class=job.tokenizer,
             callbacks=callbacks,
         )
@@ -223,6 +223,7 @@ def encoded_fingerprint(encoded: EncodedRows) -> str:
 def as_found(model: Any, checkpointing: bool) -> Iterator[None]:
     """Give a model back as it came: mode, forward (autocast wraps it) and gradient checkpointing."""
     was_training = model.training
+    added = checkpointing and not getattr(model, "is_gradient_checkpointing", False)
     kept = {name: model.__dict__.get(name) for name in ("forward", "_original_forward")}
     try:
         yield
@@ -231,7 +232,7 @@ def as_found(model: Any, checkpointing: bool) -> Iterator[None]:
             model.__dict__.pop(name, None)
             if value is not None:
                 model.__dict__[name] = value
-        if checkpointing:
+        if added:
             model.gradient_checkpointing_disable()
             if hasattr(model, "disable_input_require_grads"):
                 model.disable_input_require_grads()
@@ -243,9 +244,10 @@ def _short(value: Any) -> str:
     return text if len(text) <= 160 else text[:157] + "..."
 
 
-def _pad_id(tokenizer: Any) -> int:
+def collator_for(tokenizer: Any) -> Collator:
+    """Right-padding batches; a tokenizer without a pad token pads with EOS, which the attention mask hides."""
     pad = tokenizer.pad_token_id
-    return int(pad if pad is not None else tokenizer.eos_token_id or 0)
+    return Collator(int(pad if pad is not None else tokenizer.eos_token_id or 0))
 
 
 def _quiet(trainer: StatisticsTrainer) -> None:

@@ -31,7 +31,14 @@ from loragate.gates import (
     weights_checksum,
 )
 from loragate.losses import ObjectiveContext, StatisticsRequest, TokenStatistics
-from loragate.training.run import OnStep, TrainingJob, encoded_fingerprint, require_short_enough, run_training
+from loragate.training.run import (
+    OnStep,
+    TrainingJob,
+    collator_for,
+    encoded_fingerprint,
+    require_short_enough,
+    run_training,
+)
 from loragate.training.settings import CalibrationSettings
 from loragate.training.trainer import causal_model, statistics_forward
 
@@ -168,7 +175,7 @@ def _calibrate(
 ) -> CalibrationResult:
     began = time.monotonic()
     require_short_enough(model, encoded, rows)
-    collator = Collator(_pad_id(tokenizer))
+    collator = collator_for(tokenizer)
     batch = collator([_cut(row, PARITY_TOKENS) for row in list(encoded)[:PARITY_ROWS]])
     device = next(model.parameters()).device
     parity = measure_parity(model, batch["input_ids"].to(device), batch["attention_mask"].to(device), name)
@@ -326,7 +333,3 @@ def _cut(row: dict[str, Any], length: int) -> dict[str, Any]:
 
 def _frozen(model: Any) -> list[tuple[str, torch.Tensor]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad]
-
-
-def _pad_id(tokenizer: Any) -> int:
-    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0)
