@@ -39,7 +39,16 @@ def test_hub_ids(tmp_path):
     put_in_cache(cache, "someone/adapter", tmp_path / "adapter")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny_rows(8)))
 
-    arguments = ["--adapter", "someone/adapter", "--data", "rows.jsonl", "--range=-3,1", "--out", "gated"]
+    arguments = [
+        "--adapter",
+        "someone/adapter",
+        "--data",
+        "rows.jsonl",
+        "--range=-3,1",
+        "--unverified",
+        "--out",
+        "gated",
+    ]
     done = loragate(cache, tmp_path, "calibrate", *arguments, "--batch-size", "8")
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "gated" / "gate_config.json").read_text())

@@ -31,7 +31,8 @@ def place(tmp_path_factory):
         main(["sft", "--model", str(root / "base"), *data, "--learning-rate", "5e-3", "--out", str(root / "adapter")])
         == 0
     )
-    calibrate = ["calibrate", "--adapter", str(root / "adapter"), *data, "--range", "-3,2", "--learning-rate", "5e-2"]
+    calibrate = ["calibrate", "--adapter", str(root / "adapter"), *data, "--range", "-3,2", "--unverified"]
+    calibrate += ["--learning-rate", "5e-2"]
     assert main([*calibrate, "--k", "20", "--out", str(root / "gated")]) == 0
     return root
 
@@ -85,11 +86,11 @@ def test_other_formats_are_detected(place, tmp_path, capsys, name):
         "--out",
         str(tmp_path / "g"),
     ]
-    assert main(["calibrate", "--adapter", str(place / "adapter"), "--range=0,1", *arguments]) == 0
+    assert main(["calibrate", "--adapter", str(place / "adapter"), "--range=0,1", "--unverified", *arguments]) == 0
     text = capsys.readouterr().out
     assert "20 rows" in text
     assert "⟦" in text, "the response mask is shown before training"
-    assert "next: loragate generate" in text
+    assert "next: loragate eval" in text
 
 
 def test_generate(place, capsys):
@@ -146,7 +147,7 @@ def test_inspect_says_what_cannot_be_gated(place, tmp_path, capsys):
 
 
 def test_wrong_paths(place, tmp_path, capsys):
-    options = ["--data", place / "messages.jsonl", "--range=-3,1", "--out", tmp_path / "out"]
+    options = ["--data", place / "messages.jsonl", "--range=-3,1", "--unverified", "--out", tmp_path / "out"]
     assert "does not exist" in fails(capsys, "calibrate", "--adapter", tmp_path / "none", *options, status=2)
     assert "is already a gated adapter" in fails(capsys, "calibrate", "--adapter", place / "gated", *options, status=2)
     assert "no adapter_config.json" in fails(capsys, "calibrate", "--adapter", place / "base", *options, status=2)
@@ -161,6 +162,7 @@ def test_wrong_paths(place, tmp_path, capsys):
         "--data",
         place / "messages.jsonl",
         "--range=-3,1",
+        "--unverified",
         "--out",
         place / "gated",
         status=2,
@@ -181,7 +183,8 @@ def test_bad_data_names_its_line(place, tmp_path, capsys, content, words):
     path = tmp_path / "bad.jsonl"
     path.write_text(content)
     message = fails(
-        capsys, "calibrate", "--adapter", place / "adapter", "--data", path, "--range=-3,1", "--out", tmp_path / "out"
+        *(capsys, "calibrate", "--adapter", place / "adapter", "--data", path),
+        *("--range=-3,1", "--unverified", "--out", tmp_path / "out"),
     )
     assert words in message
     assert not (tmp_path / "out").exists()
@@ -199,6 +202,7 @@ def test_an_adapter_of_another_base(place, tmp_path, capsys):
         "--data",
         place / "messages.jsonl",
         "--range=-3,1",
+        "--unverified",
         "--out",
         tmp_path / "out",
     )
@@ -229,6 +233,7 @@ def test_a_tokenizer_without_a_chat_template(place, tmp_path, capsys):
         "--base",
         tmp_path / "base",
         "--range=-3,1",
+        "--unverified",
         "--out",
         tmp_path / "out",
         "--data",
@@ -255,7 +260,8 @@ def test_resume_through_the_command(place, tmp_path, capsys, monkeypatch):
 
     out = tmp_path / "gated"
     arguments = [
-        *("calibrate", "--adapter", str(place / "adapter"), "--data", str(place / "messages.jsonl"), "--range=-3,2"),
+        *("calibrate", "--adapter", str(place / "adapter"), "--data", str(place / "messages.jsonl")),
+        *("--range=-3,2", "--unverified"),
         *("--batch-size", "4", "--micro-batch-size", "4", "--save-steps", "2", "--k", "20", "--out", str(out)),
     ]
     real = run_module.StepReporter._report
@@ -282,7 +288,7 @@ def test_resume_through_the_command(place, tmp_path, capsys, monkeypatch):
 def test_a_folder_that_is_not_empty_is_left_alone(place, tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "README.md").write_text("mine")
-    data = ["--data", place / "messages.jsonl", "--range=-3,1"]
+    data = ["--data", place / "messages.jsonl", "--range=-3,1", "--unverified"]
     for out in (tmp_path / "full", place / "adapter"):
         before = sorted((path.name, path.stat().st_mtime_ns) for path in out.iterdir())
         message = fails(capsys, "calibrate", "--adapter", place / "adapter", *data, "--out", out, status=2)
@@ -333,6 +339,7 @@ def test_plain_rows_and_unknown_tokens_are_pointed_out(place, tmp_path, capsys):
         "--data",
         str(tmp_path / "odd.jsonl"),
         "--range=0,1",
+        "--unverified",
         "--out",
         str(tmp_path / "out"),
         "--batch-size",
@@ -356,7 +363,7 @@ def test_quickstart(tmp_path, capsys):
     arguments = ["quickstart", "--out", str(out), "--questions", "10", "--samples", "2", "--ranges", "0,1"]
     assert main(arguments) == 0
     text = capsys.readouterr().out
-    assert "next: loragate generate" in text
+    assert "next: loragate eval" in text
     results = json.loads((out / "results.json").read_text())
     names = [row["name"] for row in results["table"]]
     for name in ("base", "LoRA", "LoRA, T = 0.3", "DFT", "SCALE [0,1]"):

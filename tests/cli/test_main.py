@@ -65,15 +65,19 @@ def test_mistakes_on_the_command_line(capsys):
     assert "needs --model" in fails(capsys, "sft")
 
 
-def test_a_range_is_asked_for_with_the_reason(capsys):
-    for given in ([], ["--range", "auto"]):
-        text = fails(capsys, "calibrate", "--adapter", "a", "--data", "b", "--out", "c", *given)
-        assert "None is a safe default" in text
-        assert "--range=0,1" in text
+def test_a_range_without_evidence_is_refused_with_the_reason(capsys):
     arguments = ["calibrate", "--adapter", "a", "--data", "b", "--out", "c"]
-    assert "wrong way round" in fails(capsys, *arguments, "--range=1,-3")
-    assert "two numbers" in fails(capsys, *arguments, "--range=-3")
-    assert "two numbers" in fails(capsys, *arguments, "--range=a,b")
+    text = fails(capsys, *arguments, "--range=-3,1")
+    assert "nothing would show that --range=-3,1 helps" in text
+    assert "--unverified" in text
+    assert "wrong way round" in fails(capsys, *arguments, "--range=1,-3", "--unverified")
+    assert "two numbers" in fails(capsys, *arguments, "--range=-3", "--unverified")
+    assert "two numbers" in fails(capsys, *arguments, "--range=a,b", "--unverified")
+    assert "accepts one range" in fails(capsys, *arguments, "--unverified")
+    assert "leave out one of" in fails(capsys, *arguments, "--range=0,1", "--unverified", "--probe", "p.jsonl")
+    assert "stands there twice" in fails(capsys, *arguments, "--ranges", "0,1;0,1")
+    assert "no effect without --probe" in fails(capsys, *arguments, "--probe-task", "tiny")
+    assert "'anchored'" in fails(capsys, *arguments, "--ranges", "0,1@anchord")
 
 
 def test_a_range_with_a_space_is_understood():

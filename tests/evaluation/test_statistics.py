@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from random import Random
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from loragate.errors import DataError
+from loragate.errors import ConfigError, DataError
 from loragate.evaluation.statistics import Difference, Estimate, average_at_k, compare, holm, t_quantile
 
 # Two-sided 95 % and one-sided 99.5 % points as printed in tables of Student's t.
 T_975 = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 10: 2.2281, 30: 2.0423, 60: 2.0003, 120: 1.9799}
 T_995 = {1: 63.6567, 2: 9.9248, 5: 4.0321, 10: 3.1693, 30: 2.7500, 120: 2.6174}
+
+
+def tables() -> st.SearchStrategy[list[list[int]]]:
+    """Verdicts, 1 to 12 questions with 1 to 6 samples."""
+    bits = st.integers(0, 1)
+    return st.integers(1, 6).flatmap(
+        lambda k: st.lists(st.lists(bits, min_size=k, max_size=k), min_size=1, max_size=12)
+    )
 
 
 @pytest.mark.parametrize(("probability", "table"), [(0.975, T_975), (0.995, T_995)])
@@ -37,11 +49,64 @@ def test_average_at_k_by_hand() -> None:
     estimate = average_at_k([[1, 1], [1, 0], [0, 0]])
     assert estimate.mean == 0.5
     assert estimate.stderr == pytest.approx(0.5 / math.sqrt(3))
-    assert (estimate.low, estimate.high) == (0, 1)
+    # on the log-odds scale the mean 1/2 lies at 0 and its error is 4 times as large
+    half = 4.302653 * 4 * 0.5 / math.sqrt(3)
+    assert estimate.high == pytest.approx(1 / (1 + math.exp(-half)), rel=1e-6)
+    assert estimate.low == pytest.approx(1 - estimate.high)
     assert (estimate.questions, estimate.samples) == (3, 2)
+    symmetric = average_at_k([[1, 1], [1, 0], [0, 0]], interval="t")
+    assert (symmetric.mean, symmetric.stderr) == (estimate.mean, estimate.stderr)
+    assert (symmetric.low, symmetric.high) == (0, 1)
     wide = average_at_k([[10, 10], [10, 0], [0, 0]])
     assert wide.high - 5 == pytest.approx(4.302653 * 5 / math.sqrt(3), rel=1e-6)
     assert 5 - wide.low == pytest.approx(wide.high - 5)
+
+
+def test_logit_interval_leans_towards_the_middle_and_stays_inside() -> None:
+    """30 questions, 2 of them always right: the t interval is cut at zero, the logit interval is not."""
+    scores = np.repeat([[1.0]] * 2 + [[0.0]] * 28, 16, axis=1)
+    logit, symmetric = average_at_k(scores), average_at_k(scores, interval="t")
+    stderr = math.sqrt(2 * 28 / 30 / 29) / math.sqrt(30)
+    assert logit.stderr == symmetric.stderr == pytest.approx(stderr)
+    odds, half = math.log(2 / 28), 2.045230 * stderr / (2 / 30 * 28 / 30)
+    for bound, sign in ((logit.low, -1), (logit.high, 1)):
+        assert math.log(bound / (1 - bound)) == pytest.approx(odds + sign * half, rel=1e-5)
+    assert symmetric.low == 0 < logit.low
+    assert logit.high > symmetric.high
+    mirrored = average_at_k(1 - scores)
+    assert (mirrored.low, mirrored.high) == pytest.approx((1 - logit.high, 1 - logit.low))
+
+
+def test_both_intervals_agree_on_many_questions() -> None:
+    scores = np.random.default_rng(5).random((5000, 4)) < 0.4
+    logit, symmetric = average_at_k(scores), average_at_k(scores, interval="t")
+    assert (logit.low, logit.high) == pytest.approx((symmetric.low, symmetric.high), abs=2e-5)
+
+
+def test_intervals_that_do_not_exist() -> None:
+    assert average_at_k([[0.2], [0.4]], interval="logit-t") == average_at_k([[0.2], [0.4]])
+    assert average_at_k([[2.0], [4.0]]) == average_at_k([[2.0], [4.0]], interval="t")
+    with pytest.raises(DataError, match=r"outside \[0, 1\].*use interval='t'"):
+        average_at_k([[2.0], [4.0]], interval="logit-t")
+    with pytest.raises(ConfigError, match="did you mean 'logit-t'"):
+        average_at_k([[1.0]], interval="logit")  # type: ignore[arg-type]
+
+
+@settings(max_examples=60)
+@given(tables(), st.randoms(use_true_random=False))
+def test_order_of_questions_and_samples_does_not_matter(table: list[list[int]], random: Random) -> None:
+    shuffled = [random.sample(row, len(row)) for row in random.sample(table, len(table))]
+    there, back = average_at_k(table), average_at_k(shuffled)
+    assert dataclasses.astuple(back) == pytest.approx(dataclasses.astuple(there), abs=1e-9)
+
+
+@settings(max_examples=60)
+@given(tables())
+def test_intervals_hold_their_mean_and_mirror(table: list[list[int]]) -> None:
+    estimate, mirrored = average_at_k(table), average_at_k(1 - np.array(table))
+    assert 0 <= estimate.low <= estimate.mean + 1e-12
+    assert estimate.mean - 1e-12 <= estimate.high <= 1
+    assert (mirrored.low, mirrored.high) == pytest.approx((1 - estimate.high, 1 - estimate.low), abs=1e-9)
 
 
 def test_clustering_ignores_repeated_samples() -> None:

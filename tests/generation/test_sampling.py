@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from loragate.errors import ConfigError, LoragateError
-from loragate.generation.sampling import SamplingConfig, SeededSampler, draw, keep_nucleus, uniform
+from loragate.generation.sampling import SamplingConfig, SeededSampler, draw, keep_nucleus, request_seed, uniform
 
 MASK = (1 << 64) - 1
 PINNED = ["0.129645618299747", "0.165268963955801", "0.851302620128832", "0.465216279258435"]
 
 
-def reference_uniform(*counters: int) -> float:
-    """`uniform` in Python integers: splitmix64's finaliser, chained over the counters."""
+def reference_bits(*counters: int) -> int:
+    """The 64 bits behind `uniform` in Python integers: splitmix64's finaliser, chained over the counters."""
 
     def mix(z: int) -> int:
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
@@ -26,7 +26,11 @@ def reference_uniform(*counters: int) -> float:
     state = mix((counters[0] + gamma) & MASK)
     for counter in counters[1:]:
         state = mix(((state ^ counter) + gamma) & MASK)
-    return (state >> 11) * 2.0**-53
+    return state
+
+
+def reference_uniform(*counters: int) -> float:
+    return (reference_bits(*counters) >> 11) * 2.0**-53
 
 
 def grid(*sizes: int) -> torch.Tensor:
@@ -48,6 +52,18 @@ def test_uniform_is_pinned() -> None:
     """Changing the stream would change every published sample."""
     got = torch.stack([uniform(0, 0, 0, 0), uniform(0, 0, 0, 1), uniform(0, 0, 1, 0), uniform(1, 5, 3, 200)])
     assert [f"{value:.15f}" for value in got.tolist()] == PINNED
+
+
+def test_request_seeds_are_the_high_bits_of_the_stream() -> None:
+    for counters in ((0, 0, 0), (1, 5, 3), (2**64 - 1, 1318, 15)):
+        assert request_seed(*counters) == reference_bits(*counters) >> 1
+    seeds = {
+        request_seed(seed, question, sample) for seed in range(3) for question in range(40) for sample in range(16)
+    }
+    assert len(seeds) == 3 * 40 * 16
+    assert min(seeds) >= 0
+    assert 2**62 < max(seeds) < 2**63
+    assert request_seed(0, 0, 0) == 1279368494785126216
 
 
 def test_uniform_is_uniform() -> None:

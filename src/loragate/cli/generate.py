@@ -121,7 +121,7 @@ def run(options: GenerateOptions) -> int:
                 "text": sample.text,
                 "finish_reason": sample.finish_reason,
                 "tokens": len(sample.token_ids),
-                "entropy": round(sample.entropy, 4),
+                "entropy": None if sample.entropy is None else round(sample.entropy, 4),
             }
             print(json.dumps(record, ensure_ascii=False))
         else:

@@ -21,6 +21,8 @@ COMMANDS = {
     "sft": ("sft", "Stage I: train a LoRA or DoRA adapter (sft, dft, profit, eaft, talr, mask)"),
     "calibrate": ("calibrate", "Stage II: gate a finished adapter by entropy, from prompts and responses"),
     "generate": ("generate", "text from a gated adapter, a plain adapter or a base"),
+    "eval": ("evaluate", "base, adapter and gated adapter side by side, and what the difference shows"),
+    "regrade": ("regrade", "judge the stored answers of an evaluation with another grader"),
     "doctor": ("doctor", "versions, devices and optional parts"),
 }
 

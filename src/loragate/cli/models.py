@@ -16,22 +16,14 @@ from loragate.errors import ConfigError, GateError, LoragateError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def parse_range(text: str, command: str = "calibrate") -> tuple[float, float]:
+def parse_range(text: str) -> tuple[float, float]:
     """(L, U) from "-3,1".
 
     Raises:
-        ConfigError: for anything else; an absent range or "auto" is answered with why none is a safe default.
+        ConfigError: for anything else.
     """
     from loragate.gates.signed_map import check_range
 
-    if text.strip().lower() in ("", "auto"):
-        raise ConfigError(
-            f"loragate {command} needs a range, --range=L,U. None is a safe default: on small worlds the paper's [-6,3] "
-            "ended below the adapter it started from in 5 of 8 situations while its training loss fell as it should. Try "
-            "--range=0,1 first: it can only suppress, and rarely ended below the adapter. Then --range=-3,1. Compare each "
-            "with the plain adapter on held-out problems, and keep the adapter if nothing beats it. Automatic selection is "
-            "not part of this version"
-        )
     parts = text.replace(" ", "").strip("[]()").split(",")
     try:
         lower, upper = (float(part) for part in parts)
@@ -58,7 +50,7 @@ def require_free_out(folder: Path, resume: bool) -> None:
     foreign = [name for name in present if name != "run"]
     if foreign:
         raise ConfigError(f"--out {folder} is not empty (it holds {', '.join(foreign[:3])}); choose another folder")
-    if resume and not (folder / "run" / "run.json").is_file():
+    if resume and not any((folder / "run" / name).is_file() for name in ("run.json", "config.yaml")):
         raise ConfigError(f"--resume: there is no unfinished run in {folder}; run the command without --resume")
 
 

@@ -49,7 +49,7 @@ class QuickstartOptions:
 
 def run(options: QuickstartOptions) -> int:
     """Run the study, print the table and its reading, write the run folder."""
-    ranges = [parse_range(text, "quickstart") for text in options.ranges.split(";") if text.strip()]
+    ranges = [parse_range(text) for text in options.ranges.split(";") if text.strip()]
     if not ranges or options.questions < 2 or options.samples < 1:
         raise ConfigError("loragate quickstart needs at least one range, two questions and one sample per question")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -6,13 +6,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from loragate.cli.arguments import Command
-from loragate.cli.calibrate import (
-    is_main_process,
-    keep_configuration,
-    lasting_name,
-    show_data,
-    warn_about_endings,
-)
 from loragate.cli.display import Display, console, duration
 from loragate.cli.models import (
     check_batching,
@@ -57,6 +50,8 @@ def run(options: SftOptions) -> int:
     require_place("base model", options.model)
     require_not_an_adapter(options.model)
     quiet_logging()
+    from loragate.cli.calibration import is_main_process, keep_configuration, lasting_name
+    from loragate.cli.calibration_report import show_data, warn_about_endings
     from loragate.data import encode_rows, load_rows
     from loragate.gates.artifact import write_adapter
     from loragate.training import train_adapter

@@ -21,14 +21,14 @@ class SuiteScores:
     Attributes:
         scores: float64 [questions, samples], 1.0 where the sample is right.
         truncated: share of samples that reached the token limit without ending.
-        entropy: mean predictive entropy along the sampled answers, nats per token.
+        entropy: mean predictive entropy along the sampled answers, nats per token; None where no sample carries one.
         tokens: mean length of an answer in tokens, the stop token included.
         samples: the samples themselves, ordered by (question, sample).
     """
 
     scores: np.ndarray
     truncated: float
-    entropy: float
+    entropy: float | None
     tokens: float
     samples: list[Sample]
 
@@ -59,11 +59,18 @@ def run_suite(
     for sample in samples:
         scores[sample.question, sample.sample] = float(is_right(sample.question, sample))
     lengths = np.array([len(sample.token_ids) for sample in samples], dtype=float)
-    entropies = np.array([sample.entropy for sample in samples])
     return SuiteScores(
         scores=scores,
         truncated=float(np.mean([sample.finish_reason == "length" for sample in samples])),
-        entropy=float((entropies * lengths).sum() / max(lengths.sum(), 1.0)),
+        entropy=_mean_entropy(samples),
         tokens=float(lengths.mean()),
         samples=samples,
     )
+
+
+def _mean_entropy(samples: Sequence[Sample]) -> float | None:
+    """Mean over all generated tokens of the samples whose engine measured it, nats; None where none did."""
+    measured = [(sample.entropy, len(sample.token_ids)) for sample in samples if sample.entropy is not None]
+    if not measured:
+        return None
+    return sum(entropy * tokens for entropy, tokens in measured) / max(sum(tokens for _, tokens in measured), 1)

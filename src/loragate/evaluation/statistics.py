@@ -12,17 +12,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from loragate.errors import DataError
+from loragate.errors import ConfigError, DataError, nearest
 
 CONFIDENCE = 0.95
 EXACT_QUESTIONS = 12
 DRAWS = 10_000
 
 Array = NDArray[np.float64]
+Interval = Literal["logit-t", "t"]
 
 
 @dataclass(frozen=True)
@@ -47,23 +49,34 @@ class Difference:
     p: float
 
 
-def average_at_k(scores: ArrayLike) -> Estimate:
-    """Return the mean of `scores` [Q, K] (Avg@K) with its 95 % t interval over questions.
+def average_at_k(scores: ArrayLike, *, interval: Interval | None = None) -> Estimate:
+    """Return the mean of `scores` [Q, K] (Avg@K) with its 95 % interval over questions.
 
-    The standard error is that of the Q per-question means. When all scores lie in [0, 1] the interval is cut to [0, 1].
+    The standard error is that of the Q per-question means. `interval` says how it becomes an interval: "logit-t" takes
+    mean and error to the log-odds scale, mean / (1 - mean) (delta method), and back, with the t quantile of Q - 1
+    degrees of freedom, so that the interval leans towards 1/2 and stays inside (0, 1); "t" is symmetric, cut to [0, 1]
+    when all scores lie there. None, the default, is "logit-t" for scores in [0, 1] and "t" for all others.
 
-    When all questions have the same mean, their spread says nothing and the t interval would have no width. The
+    When all questions have the same mean, their spread says nothing and either interval would have no width. The
     interval then comes from a bound of Wilson's type on what was not seen: a share of at most t^2 / (Q + t^2) of all
     questions differs from those seen, and may score 0 or 1. With every answer right this is Wilson's lower bound with t
     in place of z (96.8 % for 120 questions, a little wider than the rule of three). A single question gives [0, 1].
     Scores outside [0, 1] have no known limits, so in these cases their interval is infinite.
 
-    Raises `DataError` for an array that is empty, not two-dimensional or not finite.
+    Raises `DataError` for an array that is empty, not two-dimensional or not finite, and for "logit-t" on scores
+    outside [0, 1]; `ConfigError` for an unknown interval.
     """
-    array = _scores(scores, "scores")
-    means = array.mean(axis=1)
-    lower, upper = (0.0, 1.0) if _in_unit_interval(array) else (-math.inf, math.inf)
-    mean, stderr, low, high = _t_interval(means, lower, upper)
+    array = check_scores(scores, "scores")
+    shares = _in_unit_interval(array)
+    if interval not in (None, "logit-t", "t"):
+        known = ("logit-t", "t")
+        raise ConfigError(f"interval is {interval!r}{nearest(str(interval), known)}; choose one of {', '.join(known)}.")
+    if interval == "logit-t" and not shares:
+        raise DataError("scores lie outside [0, 1], where a logit-t interval does not exist; use interval='t'.")
+    lower, upper = (0.0, 1.0) if shares else (-math.inf, math.inf)
+    mean, stderr, low, high = _t_interval(array.mean(axis=1), lower, upper)
+    if shares and interval != "t" and stderr > 0 and 0 < mean < 1:
+        low, high = _logit_t_interval(mean, stderr, len(array))
     return Estimate(mean, stderr, low, high, *array.shape)
 
 
@@ -76,16 +89,24 @@ def compare(scores_a: ArrayLike, scores_b: ArrayLike, *, seed: int = 0) -> Diffe
 
     Raises `DataError` as `average_at_k` does, and when the numbers of questions differ.
     """
-    array_a, array_b = _scores(scores_a, "scores_a"), _scores(scores_b, "scores_b")
+    differences, limit = paired_differences(scores_a, scores_b)
+    mean, _, low, high = _t_interval(differences, -limit, limit)
+    return Difference(mean, low, high, sign_flip_p(differences, seed))
+
+
+def paired_differences(scores_a: ArrayLike, scores_b: ArrayLike) -> tuple[Array, float]:
+    """Return the per-question differences of mean score [Q], and their limit: 1 for scores in [0, 1], else infinity.
+
+    Raises `DataError` as `compare` does.
+    """
+    array_a, array_b = check_scores(scores_a, "scores_a"), check_scores(scores_b, "scores_b")
     if len(array_a) != len(array_b):
         raise DataError(
             f"scores_a has {len(array_a)} questions and scores_b has {len(array_b)}; a paired comparison needs the same "
             "questions in the same order on both sides."
         )
-    differences = array_a.mean(axis=1) - array_b.mean(axis=1)
     limit = 1.0 if _in_unit_interval(array_a) and _in_unit_interval(array_b) else math.inf
-    mean, _, low, high = _t_interval(differences, -limit, limit)
-    return Difference(mean, low, high, _sign_flip_p(differences, seed))
+    return array_a.mean(axis=1) - array_b.mean(axis=1), limit
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -150,7 +171,8 @@ def _incomplete_beta(a: float, b: float, x: float, y: float) -> float:
     return math.exp(log_front) * fraction / a
 
 
-def _scores(scores: ArrayLike, name: str) -> Array:
+def check_scores(scores: ArrayLike, name: str) -> Array:
+    """Return `scores` as a finite float64 array [Q, K], or raise a `DataError` that calls it `name`."""
     try:
         array = np.asarray(scores, dtype=np.float64)
     except (TypeError, ValueError):
@@ -174,21 +196,41 @@ def _in_unit_interval(array: Array) -> bool:
     return bool(((array >= 0) & (array <= 1)).all())
 
 
+def without_spread(values: Array) -> bool:
+    """Whether all values [Q] are equal; means of equal scores can differ in the last bits, which is no spread."""
+    return bool(np.ptp(values) <= 1e-12 * max(1.0, float(np.abs(values).max())))
+
+
+def _logit_t_interval(mean: float, stderr: float, count: int) -> tuple[float, float]:
+    """Low and high of a mean in (0, 1) by the delta method on its log-odds."""
+    half = t_quantile((1 + CONFIDENCE) / 2, count - 1) * stderr / (mean * (1 - mean))
+    centre = math.log(mean) - math.log1p(-mean)
+    return _expit(centre - half), _expit(centre + half)
+
+
+def _expit(value: float) -> float:
+    if value >= 0:
+        return 1 / (1 + math.exp(-value))
+    return math.exp(value) / (1 + math.exp(value)) if value > -700 else 0.0
+
+
 def _t_interval(values: Array, lower: float, upper: float) -> tuple[float, float, float, float]:
     """Return mean, standard error, low and high of `values` [Q], whose population lies in [lower, upper]."""
     count = len(values)
     mean = float(values.mean())
     t = t_quantile((1 + CONFIDENCE) / 2, count - 1) if count > 1 else math.inf
-    # Means of equal scores can differ in the last bits; a spread of that size is none.
-    if np.ptp(values) <= 1e-12 * max(1.0, float(np.abs(values).max())):
+    if without_spread(values):
         unlike = t * t / (count + t * t) if count > 1 else 1.0
         return mean, 0.0, mean + unlike * (lower - mean), mean + unlike * (upper - mean)
     stderr = float(values.std(ddof=1)) / math.sqrt(count)
     return mean, stderr, max(mean - t * stderr, lower), min(mean + t * stderr, upper)
 
 
-def _sign_flip_p(differences: Array, seed: int) -> float:
-    """Two-sided p-value of mean zero when every question's difference may as well have had the other sign."""
+def sign_flip_p(differences: Array, seed: int) -> float:
+    """Return the two-sided p-value of a total of zero when every difference [Q] may as well have had the other sign.
+
+    Exact up to 12 questions; otherwise from 10,000 draws of `seed`, as (hits + 1) / 10,001.
+    """
     count = len(differences)
     total = float(differences.sum())
     # A sum of flipped signs is 2 * (sum over the questions kept) - total; ties must count in spite of rounding.

@@ -2,16 +2,23 @@
 
 from loragate.generation.engine import Engine, OnProgress, Sample, TransformersEngine
 from loragate.generation.samples import SampleWriter, read_samples
-from loragate.generation.sampling import SamplingConfig, SeededSampler, uniform
+from loragate.generation.sampling import SamplingConfig, SeededSampler, request_seed, uniform
+from loragate.generation.sharded import RayData, ShardedEngine, run_here
+from loragate.generation.vllm_engine import VllmEngine
 
 __all__ = [
     "Engine",
     "OnProgress",
+    "RayData",
     "Sample",
     "SampleWriter",
     "SamplingConfig",
     "SeededSampler",
+    "ShardedEngine",
     "TransformersEngine",
+    "VllmEngine",
     "read_samples",
+    "request_seed",
+    "run_here",
     "uniform",
 ]

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 
-from loragate.errors import ConfigError, DataError
+from loragate.errors import ConfigError
+from loragate.generation.requests import decode_answers, find_stop_token_ids, pending_rows, tokenize_prompts
 from loragate.generation.sampling import SamplingConfig, SeededSampler
 
 OnProgress = Callable[[int, int], None]
@@ -31,7 +32,7 @@ class Sample:
     `question` is the index of its prompt, `sample` the index among the samples of that prompt. `token_ids` holds every
     generated token, the stop token included; `text` is without it and without special tokens. `finish_reason` is "stop"
     when the model ended the answer and "length" when `max_new_tokens` did. `entropy` is the mean over the generated
-    tokens of the full-vocabulary entropy at temperature 1, in nats.
+    tokens of the full-vocabulary entropy at temperature 1, in nats, or None from an engine that does not measure it.
     """
 
     question: int
@@ -39,7 +40,7 @@ class Sample:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: Literal["stop", "length"]
-    entropy: float
+    entropy: float | None
 
 
 class Engine(Protocol):
@@ -78,7 +79,7 @@ class TransformersEngine:
         self.model = model
         self.tokenizer = tokenizer
         self.batch_size = batch_size
-        self.stop_token_ids = _stop_token_ids(model, tokenizer, stop_token_ids or ())
+        self.stop_token_ids = find_stop_token_ids(tokenizer, model.generation_config, stop_token_ids or ())
 
     def generate(
         self,
@@ -93,8 +94,9 @@ class TransformersEngine:
 
         Raises `DataError` for an empty list of prompts, an empty prompt or one that leaves the model too few positions.
         """
-        prompt_ids = self._tokenize(prompts, config)
-        rows = _rows(len(prompts), config.samples, pending)
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        prompt_ids = tokenize_prompts(self.tokenizer, prompts, config.max_new_tokens, positions)
+        rows = pending_rows(len(prompts), config.samples, pending)
         # Neighbours of similar length waste little padding; the longest come first, so that memory fails early if at all.
         rows.sort(key=lambda row: (-len(prompt_ids[row[0]]), row))
         samples: list[Sample] = []
@@ -107,23 +109,6 @@ class TransformersEngine:
                 if on_progress is not None:
                     on_progress(len(samples), len(rows))
         return sorted(samples, key=lambda sample: (sample.question, sample.sample))
-
-    def _tokenize(self, prompts: Sequence[str], config: SamplingConfig) -> list[list[int]]:
-        if isinstance(prompts, str) or not len(prompts):
-            raise DataError(f"generate was given {prompts!r}; it needs a list with at least one rendered prompt.")
-        prompt_ids: list[list[int]] = self.tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        for index, ids in enumerate(prompt_ids):
-            if not ids:
-                raise DataError(f"Prompt {index} is empty: the model needs at least one token to continue from.")
-            if positions is not None and len(ids) + config.max_new_tokens > positions:
-                room = positions - len(ids)
-                remedy = f"set max_new_tokens to {room} or less" if room > 0 else "drop or shorten it"
-                raise DataError(
-                    f"Prompt {index} has {len(ids)} tokens; with max_new_tokens={config.max_new_tokens} it would pass "
-                    f"the model's {positions} positions: {remedy}."
-                )
-        return prompt_ids
 
     def _generate_batch(
         self, prompt_ids: list[list[int]], rows: Sequence[tuple[int, int]], config: SamplingConfig
@@ -147,11 +132,7 @@ class TransformersEngine:
         new_ids = output_ids[:, input_ids.shape[1] :].tolist()
         token_ids = [row[:count] for row, count in zip(new_ids, sampler.tokens_B.tolist())]
         stopped = sampler.stopped_B.tolist()
-        texts = self.tokenizer.batch_decode(
-            [ids[:-1] if stop else ids for ids, stop in zip(token_ids, stopped)],
-            skip_special_tokens=True,
-            clean_up_tokenization_spaces=False,  # it would rewrite answers, such as "a . b" in code
-        )
+        texts = decode_answers(self.tokenizer, token_ids, stopped)
         return [
             Sample(question, index, text, tuple(ids), "stop" if stop else "length", entropy)
             for (question, index), text, ids, stop, entropy in zip(
@@ -160,37 +141,12 @@ class TransformersEngine:
         ]
 
 
-def _stop_token_ids(model: Any, tokenizer: Any, extra: Collection[int]) -> frozenset[int]:
-    found = set(extra)
-    for declared in (tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None)):
-        if declared is not None:
-            found.update([declared] if isinstance(declared, int) else declared)
-    if not found:
-        raise ConfigError(
-            "Neither the tokenizer nor the model's generation config names an end-of-sequence token, so no answer could "
-            "ever stop; pass stop_token_ids."
-        )
-    return frozenset(found)
-
-
 def _pad_token_id(tokenizer: Any, stop_token_ids: Collection[int]) -> int:
     """The tokenizer's padding token or, as padding is masked and cut off again, any token that ends a row."""
     for declared in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if declared is not None:
             return int(declared)
     return min(stop_token_ids)
-
-
-def _rows(questions: int, samples: int, pending: Collection[tuple[int, int]] | None) -> list[tuple[int, int]]:
-    if pending is None:
-        return [(question, sample) for question in range(questions) for sample in range(samples)]
-    for question, sample in pending:
-        if not (0 <= question < questions and 0 <= sample < samples):
-            raise DataError(
-                f"pending names question {question}, sample {sample}, but there are {questions} prompts with {samples} "
-                "samples each; the samples on file belong to another run."
-            )
-    return sorted(set(pending))
 
 
 def _pad_left(rows: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:

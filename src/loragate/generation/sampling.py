@@ -87,16 +87,26 @@ def _mix(bits: Tensor) -> Tensor:
     return bits ^ _shift_right(bits, 31)
 
 
+def _hash(seed: int, *counters: Tensor | int) -> Tensor:
+    """64 mixed bits as int64, one value for each combination of the broadcast counters."""
+    state = _mix(torch.tensor(_signed(seed)) + _GAMMA)
+    for counter in counters:
+        state = _mix((state ^ torch.as_tensor(counter, dtype=torch.int64)) + _GAMMA)
+    return state
+
+
 def uniform(seed: int, question: Tensor | int, sample: Tensor | int, position: Tensor | int) -> Tensor:
     """Return draws in [0, 1), float64 with 53 random bits, one for each (question, sample, position).
 
     The three counters broadcast against one another. Only integer arithmetic modulo 2^64 and one exact conversion are
     used, so every platform returns the same bits.
     """
-    state = _mix(torch.tensor(_signed(seed)) + _GAMMA)
-    for counter in (question, sample, position):
-        state = _mix((state ^ torch.as_tensor(counter, dtype=torch.int64)) + _GAMMA)
-    return _shift_right(state, 11).to(torch.float64) * 2.0**-53
+    return _shift_right(_hash(seed, question, sample, position), 11).to(torch.float64) * 2.0**-53
+
+
+def request_seed(seed: int, question: int, sample: int) -> int:
+    """Return a seed in [0, 2^63) for the stream of one sample, for engines with a random generator per request."""
+    return int(_shift_right(_hash(seed, question, sample), 1))
 
 
 def keep_nucleus(probs_BV: Tensor, top_p: float) -> Tensor:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from loragate.training.callbacks import StepReport
+    from loragate.training.guards import GuardLimits
+    from loragate.training.rollouts import Reward, Sampler
     from loragate.training.settings import CalibrationSettings, StageOneSettings, TrainSettings
     from loragate.training.stage_one import StageOneResult, train_adapter
     from loragate.training.stage_two import CalibrationResult, calibrate, calibration_rows
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "CalibrationResult": "stage_two",
     "CalibrationSettings": "settings",
+    "GuardLimits": "guards",
+    "Reward": "rollouts",
+    "Sampler": "rollouts",
     "StageOneResult": "stage_one",
     "StageOneSettings": "settings",
     "StepReport": "callbacks",
@@ -29,6 +34,9 @@ _HOMES = {
 __all__ = [
     "CalibrationResult",
     "CalibrationSettings",
+    "GuardLimits",
+    "Reward",
+    "Sampler",
     "StageOneResult",
     "StageOneSettings",
     "StepReport",

@@ -109,7 +109,7 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
     device = next(job.model.parameters()).device.type
     # the arguments start the process group, so everything that asks for ranks comes after them
     arguments = trainer_arguments(job.settings, folder, len(job.encoded), device)
-    checkpoint = _prepare_folder(job, folder, resume) if keep else None
+    checkpoint = prepare_folder(job.identity, folder, resume) if keep else None
     together = job.settings.micro_batch_size * arguments.world_size
     stopper = StopOnInterrupt()
     callbacks: list[Any] = [stopper, *job.callbacks]
@@ -149,7 +149,15 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
     return TrainingOutcome(trainer.history, trainer.state.global_step, seconds, fused)
 
 
-def _prepare_folder(job: TrainingJob, folder: Path, resume: bool) -> str | None:
+def prepare_folder(identity: dict[str, Any], folder: Path, resume: bool) -> str | None:
+    """Write run.json, or on resume compare it with `identity`.
+
+    Returns:
+        The checkpoint to go on from; None to begin.
+
+    Raises:
+        TrainingError: if the folder holds an unfinished run that is not to be resumed, or another run.
+    """
     from accelerate import PartialState
 
     record = folder / "run.json"
@@ -160,7 +168,7 @@ def _prepare_folder(job: TrainingJob, folder: Path, resume: bool) -> str | None:
                 f"{folder} holds an unfinished run ({Path(last).name}); continue it with --resume, or choose another --out"
             )
         if PartialState().is_main_process:
-            write_json(record, job.identity)
+            write_json(record, identity)
         return None
     if not record.is_file():
         raise TrainingError(f"{record} is missing: there is no run to resume in {folder}; run without --resume")
@@ -168,7 +176,7 @@ def _prepare_folder(job: TrainingJob, folder: Path, resume: bool) -> str | None:
         stored = json.loads(record.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise TrainingError(f"{record}: cannot be read ({error}); the run cannot be resumed") from error
-    wanted = json.loads(json.dumps(job.identity))
+    wanted = json.loads(json.dumps(identity))
     differing = sorted(key for key in {*stored, *wanted} if stored.get(key) != wanted.get(key))
     if differing:
         key = differing[0]

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from loragate.errors import ConfigError, nearest
 
 OBJECTIVES = ("sft", "dft", "profit", "eaft", "talr", "mask")
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")
 PRECISIONS = ("fp32", "bf16")
+GATE_OBJECTIVES = ("entropy", "ce", "anchored", "reward")
+ON_POLICY = ("anchored", "reward")
+ANCHORS = ("base", "adapter", "mixture", "product")
+ADVANTAGES = ("mean", "std")
+# settings that only some gate objectives read; given to another they would have no effect, which is an error
+_READ_BY = {
+    "anchor": ("anchored", "reward"),
+    "beta": ("anchored",),
+    "refresh": ON_POLICY,
+    "samples_per_prompt": ON_POLICY,
+    "max_new_tokens": ON_POLICY,
+    "temperature": ("anchored",),
+    "sampling_batch_size": ON_POLICY,
+    "reward_kl": ("reward",),
+    "advantage": ("reward",),
+    "clip_ratio": ("reward",),
+}
 
 
 @dataclass(frozen=True)
@@ -132,20 +150,103 @@ class StageOneSettings(TrainSettings):
 
 @dataclass(frozen=True)
 class CalibrationSettings(TrainSettings):
-    """Stage II, training the gates by top-k entropy (the paper's values; betas, decay and clipping are ours).
+    """Stage II, training the gates (the paper's values; betas, decay and clipping are ours).
+
+    "entropy" is the paper's objective and "ce" its ablation; both read the given responses. "anchored" and "reward" are
+    extensions of ours, not SCALE: they read the prompts only and train on answers sampled from the gated model itself.
 
     Attributes:
         k: support of the entropy objective; at least the vocabulary size means the full entropy.
         max_rows: use at most this many rows after a seeded shuffle (0: all).
+        objective: entropy (the paper's), ce (its ablation), anchored or reward (extensions on sampled answers).
+        anchor: what KL pulls towards: base (λ = 0), adapter (λ = 1), mixture (half of each) or product (geometric mean).
+        beta: weight of KL(gated, anchor) beside the entropy in the objective anchored; 1 gives the cross-entropy to it.
+        refresh: sample new answers every so many steps (0: 20 for anchored, 1 for reward).
+        samples_per_prompt: answers per prompt (0: 1 for anchored, 8 for reward).
+        max_new_tokens: token limit of a sampled answer.
+        temperature: of the sampling, for anchored; reward samples at 1, as its gradient needs.
+        sampling_batch_size: sequences generated at a time.
+        reward_kl: weight of KL(gated, anchor) per token in the objective reward; 0 leaves the anchor out.
+        advantage: reward minus the group's mean (mean), or that divided by the group's deviation (std).
+        clip_ratio: clipping of the probability ratio where answers serve several steps (refresh above 1).
     """
 
     max_length: int = 4096
     k: int = 100
     max_rows: int = 20_000
+    objective: str = "entropy"
+    anchor: str = "mixture"
+    beta: float = 1.0
+    refresh: int = 0
+    samples_per_prompt: int = 0
+    max_new_tokens: int = 1024
+    temperature: float = 1.0
+    sampling_batch_size: int = 64
+    reward_kl: float = 0.0
+    advantage: str = "mean"
+    clip_ratio: float = 0.2
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.k < 2:
             raise ConfigError(f"k must be at least 2, found {self.k}")
-        if self.max_rows < 0:
-            raise ConfigError(f"max_rows must not be negative, found {self.max_rows}")
+        for name in ("max_rows", "refresh", "samples_per_prompt", "beta", "reward_kl"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, found {getattr(self, name)}")
+        for name in ("max_new_tokens", "sampling_batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, found {getattr(self, name)}")
+        for name, known in (("objective", GATE_OBJECTIVES), ("anchor", ANCHORS), ("advantage", ADVANTAGES)):
+            found = getattr(self, name)
+            if found not in known:
+                raise ConfigError(f"{name} must be one of {', '.join(known)}, found {found!r}{nearest(found, known)}")
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise ConfigError(f"temperature must be a positive number, found {self.temperature}")
+        if not 0 < self.clip_ratio < 1:
+            raise ConfigError(f"clip_ratio lies between 0 and 1, found {self.clip_ratio}")
+        defaults = {field.name: field.default for field in fields(CalibrationSettings)}
+        for name, readers in _READ_BY.items():
+            if self.objective not in readers and getattr(self, name) != defaults[name]:
+                raise ConfigError(
+                    f"{name} has no effect on the objective {self.objective!r}, only on {' and '.join(readers)}; "
+                    f"leave it out, or set the objective"
+                )
+        if self.on_policy:
+            self._check_on_policy()
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether the gates train on answers sampled from the gated model."""
+        return self.objective in ON_POLICY
+
+    @property
+    def answers_per_prompt(self) -> int:
+        """`samples_per_prompt` with the objective's default filled in."""
+        return self.samples_per_prompt or (8 if self.objective == "reward" else 1)
+
+    @property
+    def steps_per_refresh(self) -> int:
+        """`refresh` with the objective's default filled in."""
+        return self.refresh or (1 if self.objective == "reward" else 20)
+
+    def as_record(self) -> dict[str, Any]:
+        """The settings that the objective reads, for run.json and the artifact."""
+        values = {field.name: getattr(self, field.name) for field in fields(CalibrationSettings)}
+        return {name: value for name, value in values.items() if self.objective in _READ_BY.get(name, GATE_OBJECTIVES)}
+
+    def _check_on_policy(self) -> None:
+        if self.objective == "reward" and self.answers_per_prompt < 2:
+            raise ConfigError(
+                f"samples_per_prompt is {self.answers_per_prompt}; the objective 'reward' compares the answers of one "
+                "prompt with each other and needs at least 2"
+            )
+        if self.batch_size % self.answers_per_prompt:
+            raise ConfigError(
+                f"batch_size {self.batch_size} is not a multiple of samples_per_prompt {self.answers_per_prompt}; "
+                "the answers to one prompt belong into one step"
+            )
+        if self.report_to.strip() not in ("", "none"):
+            raise ConfigError(
+                f"report_to={self.report_to!r} works with the objectives entropy and ce; {self.objective!r} writes "
+                "metrics.jsonl only"
+            )

@@ -1,21 +1,21 @@
 """Stage II: train gates on a frozen base and adapter by minimising top-k predictive entropy (eq:rw-topk).
 
 Guarded on both sides: parity with the Stage-I model is measured before the first step, everything but the gates is
-hashed before and after, and the training loss is never taken as evidence of success.
+hashed before and after, and the training loss is never taken as evidence of success. The objectives "anchored" and
+"reward" are extensions of ours: they share all of this, but train on sampled answers (`on_policy.py`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from loragate.data import Collator, EncodedRows, Rows, encode_rows, load_rows
+from loragate.data import EncodedRows, Rows, encode_rows, load_rows
 from loragate.errors import ConfigError, TrainingError
 from loragate.gates import (
     GateConfig,
@@ -30,7 +30,18 @@ from loragate.gates import (
     train_gates_only,
     weights_checksum,
 )
+from loragate.generation import Sample
 from loragate.losses import ObjectiveContext, StatisticsRequest, TokenStatistics
+from loragate.training.checks import (
+    check_parity,
+    frozen_parameters,
+    measure_entropy,
+    require_only_gates_train,
+    without_dropout,
+)
+from loragate.training.guards import Guard, GuardCallback, GuardLimits, saturation
+from loragate.training.on_policy import OnPolicyJob, run_on_policy
+from loragate.training.rollouts import Reward, Sampler, as_answers
 from loragate.training.run import (
     OnStep,
     TrainingJob,
@@ -40,9 +51,8 @@ from loragate.training.run import (
     run_training,
 )
 from loragate.training.settings import CalibrationSettings
-from loragate.training.trainer import causal_model, statistics_forward
+from loragate.training.trainer import causal_model
 
-MEASURED_ROWS = 64
 PARITY_ROWS, PARITY_TOKENS = 4, 256
 
 
@@ -61,6 +71,9 @@ class CalibrationResult:
         steps, seconds, parameters, rows, response_tokens: size and cost.
         data: source and fingerprint of the rows.
         fused_head: whether the fused head served (False: full logits).
+        stopped: None, or the guard's sentence that says why training ended early; the gates are those of that step.
+        guard: readings of the guard, the first one of the starting adapter.
+        sampled: answers, tokens and seconds of sampling, where the objective samples.
     """
 
     config: GateConfig
@@ -78,13 +91,17 @@ class CalibrationResult:
     response_tokens: int
     data: dict[str, Any]
     fused_head: bool
+    stopped: str | None = None
+    guard: list[dict[str, Any]] = field(default_factory=list)
+    sampled: dict[str, float] = field(default_factory=dict)
 
     def evidence(self) -> dict[str, Any]:
         """The JSON-able record that goes into the artifact."""
+        watched = {"stopped": self.stopped, "guard": self.guard} if self.guard else {}
         return {
             "parity": self.parity.as_dict(),
             "training": {
-                "settings": asdict(self.settings),
+                "settings": self.settings.as_record(),
                 "entropy_before": self.entropy_before,
                 "entropy_after": self.entropy_after,
                 "gates": self.gates_total,
@@ -94,6 +111,8 @@ class CalibrationResult:
                 "rows": self.rows,
                 "response_tokens": self.response_tokens,
                 "data": self.data,
+                **({"sampled": self.sampled} if self.sampled else {}),
+                **watched,
             },
         }
 
@@ -101,6 +120,11 @@ class CalibrationResult:
 def entropy_loss(stats: TokenStatistics, context: ObjectiveContext | None = None) -> torch.Tensor:
     """Normalised top-k entropy per response token, the whole Stage-II objective."""
     return stats.topk_entropy
+
+
+def cross_entropy_loss(stats: TokenStatistics, context: ObjectiveContext | None = None) -> torch.Tensor:
+    """−log p of the response token: the paper's ablation "gate trained with CE"."""
+    return -stats.log_prob
 
 
 def calibrate(
@@ -115,6 +139,10 @@ def calibrate(
     resume: bool = False,
     on_step: OnStep | None = None,
     encoded: EncodedRows | None = None,
+    sampler: Sampler | None = None,
+    reward: Reward | None = None,
+    guard: GuardLimits | None = None,
+    probe: Callable[[], Sequence[Sample]] | None = None,
 ) -> CalibrationResult:
     """Attach gates to a loaded adapter and train them.
 
@@ -129,6 +157,12 @@ def calibrate(
         resume: continue the run in `run_folder`.
         on_step: progress callback.
         encoded: rows already tokenised in the order and number to be used, to share the work between calibrations.
+        sampler: draws the answers of the objectives anchored and reward with the gates as they are at the call; None
+            samples with transformers from the model in memory.
+        reward: (row, answer text, finished) to a number, for the objective reward.
+        guard: limits on what sampled answers may come to look like; training ends early beyond them, see
+            `CalibrationResult.stopped`. The objectives entropy and ce need a `probe` for it.
+        probe: samples from the model as it is, always of the same prompts.
 
     Returns:
         The result; `loragate.save_gates` writes the model as an artifact.
@@ -136,19 +170,43 @@ def calibrate(
     Raises:
         GateError: if the adapter cannot be gated.
         DataError: if a row cannot be used.
+        ConfigError: for a callable that the objective would not use, or one that it lacks.
         TrainingError: if parity fails, a frozen weight changed, or the loss is not finite.
     """
     settings = settings or CalibrationSettings()
+    callables = _Callables(sampler, reward, None if guard is None else Guard(guard), probe)
+    callables.check(settings.objective, settings.on_policy)
     name = active_adapter(peft_model, adapter_name)
     source = rows if isinstance(rows, Rows) else load_rows(list(rows))
     if encoded is None:
         source, encoded = calibration_rows(source, tokenizer, settings)
     attach_gates(peft_model, config, name)
     try:
-        return _calibrate(peft_model, tokenizer, source, encoded, config, settings, name, run_folder, resume, on_step)
+        return _calibrate(
+            peft_model, tokenizer, source, encoded, config, settings, name, run_folder, resume, on_step, callables
+        )
     except BaseException:
         detach_gates(peft_model, name)
         raise
+
+
+@dataclass(frozen=True)
+class _Callables:
+    sampler: Sampler | None
+    reward: Reward | None
+    guard: Guard | None
+    probe: Callable[[], Sequence[Sample]] | None
+
+    def check(self, objective: str, on_policy: bool) -> None:
+        if self.reward is not None and objective != "reward":
+            raise ConfigError(f"a reward has no effect on the objective {objective!r}; set objective='reward'")
+        if self.sampler is not None and not on_policy:
+            raise ConfigError(f"a sampler has no effect on the objective {objective!r}, which trains on the given rows")
+        if self.probe is not None and (on_policy or self.guard is None):
+            why = "its guard reads the answers that it samples anyway" if on_policy else "no guard would read it"
+            raise ConfigError(f"a probe has no effect here: {why}")
+        if self.guard is not None and not on_policy and self.probe is None:
+            raise ConfigError(f"a guard of the objective {objective!r} needs a probe: a callable that returns samples")
 
 
 def calibration_rows(
@@ -172,6 +230,7 @@ def _calibrate(
     run_folder: str | Path | None,
     resume: bool,
     on_step: OnStep | None,
+    callables: _Callables,
 ) -> CalibrationResult:
     began = time.monotonic()
     require_short_enough(model, encoded, rows)
@@ -187,31 +246,55 @@ def _calibrate(
     train_gates_only(model, name)
     trained: dict[str, Any] = dict(gate_parameters(model, name))
     require_only_gates_train(model, trained)
-    frozen = weights_checksum(_frozen(model))
-    job = TrainingJob(
-        model=model,
-        tokenizer=tokenizer,
-        encoded=encoded,
-        rows=rows,
-        settings=settings,
-        token_loss=entropy_loss,
-        request=request,
-        trained=trained,
-        identity={
-            "stage": "calibrate",
-            "settings": asdict(settings),
-            "gate": asdict(config),
-            "data": rows.fingerprint,
-            "tokens": encoded_fingerprint(encoded),
-            "adapter_sha256": adapter_fingerprint(model, name),
-            "frozen_weights": frozen,
-        },
-        recorder=lambda: record_gates(model, name),
-        check_gradient=True,
-    )
+    frozen = weights_checksum(frozen_parameters(model))
+    guard = callables.guard
+    identity = {
+        "stage": "calibrate",
+        "settings": settings.as_record(),
+        "gate": asdict(config),
+        "data": rows.fingerprint,
+        "tokens": encoded_fingerprint(encoded),
+        "adapter_sha256": adapter_fingerprint(model, name),
+        "frozen_weights": frozen,
+        **({} if guard is None else {"guard": asdict(guard.limits)}),
+    }
+    folder = None if run_folder is None else Path(run_folder)
+    sampled: dict[str, float] = {}
     with without_dropout(model):
-        outcome = run_training(job, None if run_folder is None else Path(run_folder), resume=resume, on_step=on_step)
-    if weights_checksum(_frozen(model)) != frozen:
+        if settings.on_policy:
+            own = OnPolicyJob(
+                model=model,
+                tokenizer=tokenizer,
+                encoded=encoded,
+                rows=rows,
+                settings=settings,
+                adapter_name=name,
+                trained=trained,
+                identity=identity,
+                sampler=callables.sampler,
+                reward=callables.reward,
+                guard=guard,
+            )
+            outcome = run_on_policy(own, folder, resume=resume, on_step=on_step)
+            sampled = own.sampled
+        else:
+            ce = settings.objective == "ce"
+            job = TrainingJob(
+                model=model,
+                tokenizer=tokenizer,
+                encoded=encoded,
+                rows=rows,
+                settings=settings,
+                token_loss=cross_entropy_loss if ce else entropy_loss,
+                request=StatisticsRequest(request.k, ("log_prob", "topk_entropy"), ("log_prob",)) if ce else request,
+                trained=trained,
+                identity=identity,
+                recorder=lambda: record_gates(model, name),
+                check_gradient=True,
+                callbacks=_guarding(model, tokenizer, encoded, name, callables),
+            )
+            outcome = run_training(job, folder, resume=resume, on_step=on_step)
+    if weights_checksum(frozen_parameters(model)) != frozen:
         raise TrainingError(
             "a frozen weight of the base or the adapter changed during calibration; the result is not used"
         )
@@ -232,104 +315,28 @@ def _calibrate(
         response_tokens=encoded.summary.response_tokens,
         data={"source": rows.source, "fingerprint": rows.fingerprint},
         fused_head=outcome.fused_head,
+        stopped=None if guard is None else guard.verdict,
+        guard=[] if guard is None else guard.as_records(),
+        sampled=sampled,
     )
 
 
-def check_parity(parity: Parity, dtype: torch.dtype) -> None:
-    """Refuse to train gates that do not start at the adapter.
-
-    In fp32, λ ≡ 1 must give the adapter and λ ≡ 0 the base up to 1e-6 of the logits, and the initial gates may move
-    logits by 1e-3 plus 1 % of the adapter's own effect. Half precision is judged against its own rounding.
-
-    Raises:
-        TrainingError: with the measured figures.
-    """
-    half = dtype in (torch.bfloat16, torch.float16)
-    rounding = (2.0**-6 if half else 1e-6) * max(parity.logit_scale, 1.0)
-    if not (parity.at_one <= rounding and parity.at_zero <= rounding):
-        raise TrainingError(
-            f"the gates do not act as they must: λ = 1 differs from the adapter by {parity.at_one:.2g} and λ = 0 from the "
-            f"base by {parity.at_zero:.2g} in logits (limit {rounding:.2g}). Another library may run LoRA layers through its "
-            "own kernels; load the model without them"
-        )
-    limit = 1e-3 + 0.01 * parity.delta + (rounding if half else 0.0)
-    if not parity.initial <= limit:
-        raise TrainingError(
-            f"the gated model does not start at the adapter: logits differ by {parity.initial:.2g} (limit {limit:.2g}); "
-            "make init_scale smaller"
-        )
-
-
-def require_only_gates_train(model: Any, trained: dict[str, Any]) -> None:
-    """Raises TrainingError unless exactly the gates require a gradient, in fp32."""
-    allowed = {id(parameter) for parameter in trained.values()}
-    extra = [
-        name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in allowed
-    ]
-    if extra:
-        raise TrainingError(f"{extra[0]} would train in Stage II, where only gates may")
-    wrong = [
-        name for name, parameter in trained.items() if parameter.dtype != torch.float32 or not parameter.requires_grad
-    ]
-    if wrong:
-        raise TrainingError(f"gate {wrong[0]} is {trained[wrong[0]].dtype} or frozen; gates must train in fp32")
-
-
-@torch.no_grad()
-def measure_entropy(
-    model: Any, encoded: EncodedRows, collator: Collator, k: int, adapter_name: str, limit: int = MEASURED_ROWS
-) -> tuple[float, dict[str, dict[str, float]], dict[str, float]]:
-    """Normalised top-k entropy over the response tokens of the first rows, and λ statistics there.
-
-    Returns:
-        (mean entropy, {module: statistics}, statistics over all modules).
-    """
+def _guarding(
+    model: Any, tokenizer: Any, encoded: EncodedRows, name: str, callables: _Callables
+) -> tuple[GuardCallback, ...]:
+    """The guard of a trainer run, its first reading taken from the gates as they start."""
+    guard, probe = callables.guard, callables.probe
+    if guard is None or probe is None:
+        return ()
     device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
-    total = count = 0.0
-    chosen = list(encoded)[:limit]
-    try:
-        with statistics_forward(model), record_gates(model, adapter_name) as recording:
-            for at in range(0, len(chosen), 8):
-                batch = {key: value.to(device) for key, value in collator(chosen[at : at + 8]).items()}
-                recording.token_mask = batch["labels"].ne(-100)
-                stats = model(
-                    input_ids=batch["input_ids"],
-                    attention_mask=batch["attention_mask"],
-                    labels=batch["labels"],
-                    statistics=StatisticsRequest(k, ("topk_entropy",), ()),
-                )
-                total += float(stats.topk_entropy.sum())
-                count += float(stats.mask.sum())
-    finally:
-        model.train(was_training)
-    if count == 0:
-        raise ConfigError("no response token in the measured rows; the responses are empty or cut by max_length")
-    return total / count, recording.statistics(), recording.total()
+    batch = {key: value.to(device) for key, value in collator_for(tokenizer)(list(encoded)[:16]).items()}
 
+    def read(step: int) -> None:
+        guard.observe(step, as_answers(probe()), lambda: saturation(model, [batch], name), complete=True)
 
-@contextmanager
-def without_dropout(model: torch.nn.Module) -> Iterator[None]:
-    """No dropout inside the context: Stage II trains on the function that will be served."""
-    changed: list[tuple[torch.nn.Module, str, float]] = []
-    for module in model.modules():
-        # attention dropout is a plain number on the attention modules of transformers
-        for name in ("p", "attention_dropout"):
-            value = getattr(module, name, None)
-            if (isinstance(module, torch.nn.Dropout) or name != "p") and isinstance(value, float) and value > 0:
-                changed.append((module, name, value))
-                setattr(module, name, 0.0)
-    try:
-        yield
-    finally:
-        for module, name, value in changed:
-            setattr(module, name, value)
+    read(0)
+    return (GuardCallback(guard, read, guard.limits.every),)
 
 
 def _cut(row: dict[str, Any], length: int) -> dict[str, Any]:
     return {key: value[:length] if isinstance(value, list) else value for key, value in row.items()}
-
-
-def _frozen(model: Any) -> list[tuple[str, torch.Tensor]]:
-    return [(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad]

@@ -83,7 +83,11 @@ class TinyBaseRecipe:
 
 
 def train_base(
-    recipe: TinyBaseRecipe, seed: int, on_progress: Progress | None = None
+    recipe: TinyBaseRecipe,
+    seed: int,
+    on_progress: Progress | None = None,
+    *,
+    write_documents: Callable[[TinyBaseRecipe, int], list[Document]] | None = None,
 ) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
     """Train a base from nothing on one thread; the same recipe and seed give the same bits on the same machine.
 
@@ -91,20 +95,13 @@ def train_base(
         recipe: shape, documents and optimiser.
         seed: decides the initial weights, the documents and their order.
         on_progress: called after every optimiser step with (steps done, steps in all, loss in nats per token).
+        write_documents: (recipe, seed) -> the documents; those of arithmetic when left out.
 
     Returns:
         The model, fp32 and in eval mode, and its tokenizer. Torch's global generator and thread count are left as found.
     """
     tokenizer = build_tokenizer()
-    documents = pretraining_documents(
-        recipe.documents,
-        seed,
-        arithmetic=recipe.arithmetic,
-        step_error=recipe.step_error,
-        answered=recipe.answered,
-        aside=recipe.aside,
-        operations=recipe.operations,
-    )
+    documents = (write_documents or arithmetic_documents)(recipe, seed)
     with _one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _new_model(recipe, tokenizer).train()
@@ -155,6 +152,19 @@ def load_base(folder: str | Path | None = None) -> tuple[Qwen2ForCausalLM, PreTr
     model = Qwen2ForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
     return model.eval(), tokenizer
+
+
+def arithmetic_documents(recipe: TinyBaseRecipe, seed: int) -> list[Document]:
+    """What a base of the arithmetic world reads."""
+    return pretraining_documents(
+        recipe.documents,
+        seed,
+        arithmetic=recipe.arithmetic,
+        step_error=recipe.step_error,
+        answered=recipe.answered,
+        aside=recipe.aside,
+        operations=recipe.operations,
+    )
 
 
 def _new_model(recipe: TinyBaseRecipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:

@@ -54,8 +54,8 @@ def demonstrations(
         step_error: chance that a step states a wrong digit; the following steps continue from it.
         sloppy: chance of an ending without a derived answer.
     """
-    _check_share("step_error", step_error)
-    _check_share("sloppy", sloppy)
+    check_share("step_error", step_error)
+    check_share("sloppy", sloppy)
     rng = random.Random(f"demonstrations/{seed}")
     rows = []
     for _ in range(count):
@@ -93,7 +93,7 @@ def pretraining_documents(
     """
     shares = {"arithmetic": arithmetic, "step_error": step_error, "answered": answered, "aside": aside}
     for name, share in shares.items():
-        _check_share(name, share)
+        check_share(name, share)
     rng = random.Random(f"pretraining/{seed}")
     documents = []
     for _ in range(count):
@@ -149,6 +149,7 @@ def _worked_steps(rng: random.Random, prompt: str, step_error: float) -> list[_S
     return worked
 
 
-def _check_share(name: str, share: float) -> None:
+def check_share(name: str, share: float) -> None:
+    """Refuse a number that is no share."""
     if not 0.0 <= share <= 1.0:
         raise ConfigError(f"found {name}={share}; expected a share between 0 and 1")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from loragate.errors import ConfigError, DataError, nearest
@@ -34,9 +35,9 @@ class Problem:
 
     Attributes:
         prompt: the user's words, for example "solve 6 * 0 - 5".
-        answer: the final digit, or the whole response of a retention item.
-        kind: "arithmetic", "reverse", "sort" or "fact".
-        operations: number of arithmetic steps; 0 for retention items.
+        answer: the final digit or letter, or the whole response of a retention item.
+        kind: "arithmetic", "commands" (the second world), "reverse", "sort" or "fact".
+        operations: number of arithmetic steps or commands; 0 for retention items.
     """
 
     prompt: str
@@ -72,7 +73,7 @@ def expression(prompt: str) -> tuple[int, list[tuple[str, int]]]:
 
 def draw_problem(rng: random.Random, split: str, operations: tuple[int, int]) -> Problem:
     """One arithmetic problem of a split; the number of operations is uniform over the given range, both ends included."""
-    _check_split(split)
+    check_split(split)
     lowest, highest = operations
     if not 1 <= lowest <= highest:
         raise ConfigError(f"found operations={operations}; expected (lowest, highest) with 1 <= lowest <= highest")
@@ -97,16 +98,26 @@ def problems(split: str, count: int, operations: tuple[int, int] = (4, 4), seed:
         DataError: the split holds fewer different problems than were asked for.
     """
     rng = random.Random(f"problems/{split}/{operations[0]}-{operations[1]}/{seed}")
+    what = f"{operations[0]} to {operations[1]} operations in the split '{split}'"
+    return different_problems(lambda: draw_problem(rng, split, operations), count, what, "operations")
+
+
+def different_problems(draw: Callable[[], Problem], count: int, what: str, longer: str) -> list[Problem]:
+    """Draw until `count` problems with different prompts were found.
+
+    Raises:
+        DataError: nothing new came for thousands of draws; `what` and `longer` word the advice.
+    """
     found: dict[str, Problem] = {}
     fruitless = 0
     while len(found) < count:
-        problem = draw_problem(rng, split, operations)
+        problem = draw()
         if problem.prompt in found:
             fruitless += 1
             if fruitless > _FRUITLESS_DRAWS:
                 raise DataError(
-                    f"found only {len(found)} different problems of {operations[0]} to {operations[1]} operations in "
-                    f"the split '{split}', expected {count}: ask for fewer, or for more operations"
+                    f"found only {len(found)} different problems of {what}, expected {count}: ask for fewer, "
+                    f"or for more {longer}"
                 )
         else:
             found[problem.prompt] = problem
@@ -131,7 +142,7 @@ _FACTS = tuple(facts())
 
 def draw_retention(rng: random.Random, split: str, kind: str) -> Problem:
     """One retention item of a kind; facts are the same in every split."""
-    _check_split(split)
+    check_split(split)
     if kind not in RETENTION_KINDS:
         raise ConfigError(f"found the retention kind '{kind}'; expected {', '.join(RETENTION_KINDS)}")
     if kind == "fact":
@@ -162,6 +173,7 @@ def retention_items(split: str, count: int, seed: int = 0) -> list[Problem]:
     return items
 
 
-def _check_split(split: str) -> None:
+def check_split(split: str) -> None:
+    """Refuse a name that is no split."""
     if split not in SPLITS:
         raise ConfigError(f"found the split '{split}'; expected {', '.join(SPLITS)}{nearest(split, SPLITS)}")

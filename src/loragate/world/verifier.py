@@ -9,6 +9,8 @@ from __future__ import annotations
 from loragate.world.problems import Problem
 from loragate.world.vocabulary import EOS
 
+WORKED_KINDS = ("arithmetic", "commands")
+
 
 def verify(problem: Problem, response_text: str, finished: bool) -> bool:
     """True if the response is right and complete.
@@ -18,14 +20,14 @@ def verify(problem: Problem, response_text: str, finished: bool) -> bool:
         response_text: the decoded response; text from the first `<eos>` on is ignored.
         finished: whether the model itself ended the response with `<eos>` rather than running into a length limit.
 
-    Arithmetic passes when the last two words are `answer N` with the right N; a retention item passes when the whole
-    response is the answer.
+    Arithmetic and commands pass when the last two words are `answer` and the right digit or letter; a retention item passes
+    when the whole response is the answer.
     """
     if not finished:
         return False
     words = response_text.split()
     if EOS in words:
         words = words[: words.index(EOS)]
-    if problem.kind == "arithmetic":
+    if problem.kind in WORKED_KINDS:
         return words[-2:] == ["answer", problem.answer]
     return words == problem.answer.split()

@@ -1,0 +1,118 @@
+"""Compare the three math graders on the hand-made pairs of `pairs.jsonl`, group by group.
+
+    python benchmarks/grading/compare_graders.py
+
+writes `benchmarks/results/grading.json` and prints the table of `docs/grading.md`. `--show NAME` lists the pairs that a
+grader judges wrongly (`--split dev` leaves the held-out ones unseen).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from loragate.evaluation.grading import GradingPool
+from loragate.evaluation.grading.graders import MATH_GRADERS, Job
+from loragate.files import write_json
+
+PAIRS = Path(__file__).parent / "pairs.jsonl"
+RESULTS = Path(__file__).parents[1] / "results" / "grading.json"
+
+
+def load_pairs(path: Path = PAIRS) -> list[dict[str, Any]]:
+    """The rows of the pair list."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def judge_all(
+    pairs: list[dict[str, Any]], name: str, workers: int | None = None
+) -> tuple[list[bool], list[str], float]:
+    """Verdict and reason on every pair, and the seconds it took, start of the workers included."""
+    grader = MATH_GRADERS[name]
+    started = time.perf_counter()
+    begun = [grader.begin(pair["response"], pair["gold"], pair.get("tolerance")) for pair in pairs]
+    with GradingPool(name, workers) as pool:
+        judged = iter(pool.run([item for item in begun if isinstance(item, Job)]))
+        grades = [next(judged) if isinstance(item, Job) else item for item in begun]
+    return [grade.correct for grade in grades], [grade.reason for grade in grades], time.perf_counter() - started
+
+
+def table(pairs: list[dict[str, Any]], verdicts: dict[str, list[bool]]) -> list[dict[str, Any]]:
+    """One row per difficulty group, split, and in all: pairs and, by grader, how many were judged rightly."""
+    groups = list(dict.fromkeys(pair["difficulty"] for pair in pairs))
+    rows = []
+    selections = [(group, [pair["difficulty"] == group for pair in pairs]) for group in groups]
+    selections += [(f"split: {name}", [pair["split"] == name for pair in pairs]) for name in ("dev", "held_out")]
+    selections += [("all", [True] * len(pairs))]
+    for name, chosen in selections:
+        row: dict[str, Any] = {"group": name, "pairs": sum(chosen)}
+        for grader, verdict in verdicts.items():
+            kept = [(said, pair["correct"]) for said, pair, use in zip(verdict, pairs, chosen) if use]
+            row[grader] = {
+                "right": sum(said == truth for said, truth in kept),
+                "false_accepts": sum(said and not truth for said, truth in kept),
+                "false_rejects": sum(truth and not said for said, truth in kept),
+            }
+        rows.append(row)
+    return rows
+
+
+def minerva_ceiling(pairs: list[dict[str, Any]], verdicts: dict[str, list[bool]]) -> dict[str, int]:
+    """How many right answers written a x 10^b each grader accepts where the gold is in e-notation."""
+    chosen = [
+        index
+        for index, pair in enumerate(pairs)
+        if pair["correct"] and "e" in pair["gold"] and pair["gold"].replace("e", "").replace("-", "").replace(".", "").isdigit()
+        and "10^" in pair["response"]
+    ]  # fmt: skip
+    return {
+        "pairs": len(chosen),
+        **{name: sum(verdict[index] for index in chosen) for name, verdict in verdicts.items()},
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--show", choices=list(MATH_GRADERS))
+    parser.add_argument("--split", choices=["dev", "held_out"])
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    pairs = [pair for pair in load_pairs() if options.split in (None, pair["split"])]
+    if options.show:
+        verdicts, reasons, _ = judge_all(pairs, options.show)
+        for pair, said, reason in zip(pairs, verdicts, reasons):
+            if said != pair["correct"]:
+                print(pair["id"], pair["split"], f"should be {pair['correct']}, said {said} ({reason})", sep="  ")
+                print("     ", repr(pair["gold"]), "<-", repr(pair["response"]), pair["note"])
+        return
+    judged = {name: judge_all(pairs, name) for name in ("default", "math_verify", "dft")}
+    verdicts_by = {name: verdicts for name, (verdicts, _, _) in judged.items()}
+    rows = table(pairs, verdicts_by)
+    print("| difficulty | pairs | default | math_verify | dft |", "|---|---|---|---|---|", sep="\n")
+    for row in rows:
+        print(f"| {row['group']} | {row['pairs']} |", *(f"{row[name]['right']} |" for name in judged))
+    ceiling = minerva_ceiling(pairs, verdicts_by)
+    print("e-notation golds, right answers written a x 10^b, accepted:", ceiling)
+    if options.split is None:
+        result = {
+            "command": "python benchmarks/grading/compare_graders.py",
+            "versions": {name: version(name) for name in ("math-verify", "latex2sympy2_extended", "sympy")},
+            "table": rows,
+            "minerva_ceiling": ceiling,
+            "wrong": {
+                name: [pair["id"] for pair, said in zip(pairs, verdicts) if said != pair["correct"]]
+                for name, verdicts in verdicts_by.items()
+            },
+        }
+        write_json(options.out, result)
+    for name, (_, _, seconds) in judged.items():
+        print(f"{name}: {seconds:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""Measure every candidate on every situation, so that selectors can be compared afterwards without a model.
+
+    python benchmarks/selection/measure.py --cache CACHE [--situations a,b] [--candidates …]
+
+For each situation (`loragate.world.situations`) the adapter is trained, then each candidate: gates for a range, anchored
+gates, gates of one training clipped to a narrower range, one λ for all modules, lower temperatures, DFT in place of SFT,
+and the gate-free ensemble of base and adapter. Every candidate answers a pool of development questions (from which
+probes are drawn) and a set of test questions. Answers and verdicts go to CACHE/answers/<situation>/<candidate>.json, one
+file each, so a stopped run goes on where it was. Costs are CPU seconds of one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import PeftModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from loragate.data import load_rows, render_prompt
+from loragate.files import write_json
+from loragate.gates import GateConfig, attach_gates, detach_gates, gate_override, record_gates
+from loragate.generation import SamplingConfig, SeededSampler, TransformersEngine
+from loragate.training import CalibrationSettings, StageOneSettings, calibrate, train_adapter
+from loragate.world.situations import SITUATIONS, Situation, base_for, demonstration_rows, questions
+
+DEV, DEV_SAMPLES = 192, 4
+TEST, TEST_SAMPLES = 160, 8
+MAX_NEW_TOKENS = 72
+BATCH = 512
+STEPS, ROWS, GATE_RATE = 157, 2048, 5e-4
+RANGES = ((-3, 1), (0, 1), (-6, 3), (-1, 2), (0, 3), (0, 6), (-4, 4))
+ANCHORED = (((-6, 3), "base"), ((-6, 3), "product"))
+CLIPS = {"no reversal": (0.0, None), "no extrapolation": (None, 1.0), "unit": (0.0, 1.0)}
+CONSTANTS = (-0.5, 0.5, 1.5, 2.0)
+
+
+class Bench:
+    """One situation with its trained adapter."""
+
+    def __init__(self, situation: Situation, cache: Path) -> None:
+        self.situation, self.cache = situation, cache
+        self.folder = cache / "answers" / situation.name
+        self.base, self.tokenizer = base_for(situation, cache / "bases")
+        self.rows = demonstration_rows(situation)
+        self.dev, self.test = questions(situation, "dev", DEV), questions(situation, "test", TEST)
+        self.model: Any = self.adapter("sft")
+
+    def adapter(self, objective: str) -> Any:
+        """The adapter trained with an objective, from the cache or now."""
+        place = self.cache / "adapters" / f"{self.situation.name}-{objective}"
+        if not (place / "adapter_config.json").is_file():
+            s = self.situation
+            settings = StageOneSettings(
+                objective=objective,
+                learning_rate=s.learning_rate,
+                batch_size=32,
+                micro_batch_size=32,
+                max_length=128,
+                seed=s.sft_seed,
+                logging_steps=64,
+            )
+            began = time.process_time()
+            result = train_adapter(copy.deepcopy(self.base), self.tokenizer, load_rows(self.rows), settings)
+            result.model.save_pretrained(str(place))
+            write_json(place / "cost.json", {"cpu_seconds": time.process_time() - began})
+        model = PeftModel.from_pretrained(copy.deepcopy(self.base), str(place))
+        return model.eval()
+
+    def ask(self, model: Any, *, temperature: float = 1.0, ensemble: bool = False) -> dict[str, Any]:
+        """Answers and verdicts on both sets, with what they cost."""
+        record: dict[str, Any] = {}
+        for name, asked, samples, seed in (
+            ("dev", self.dev, DEV_SAMPLES, 1),
+            ("test", self.test, TEST_SAMPLES, 2),
+        ):
+            began = time.process_time()
+            prompts = [render_prompt(prompt, self.tokenizer) for prompt in asked.prompts]
+            config = SamplingConfig(temperature=temperature, max_new_tokens=MAX_NEW_TOKENS, samples=samples, seed=seed)
+            if ensemble:
+                drawn = ensemble_answers(model, self.tokenizer, prompts, config)
+            else:
+                drawn = [
+                    (s.question, s.sample, s.text, s.finish_reason == "stop", len(s.token_ids))
+                    for s in TransformersEngine(model, self.tokenizer, batch_size=BATCH).generate(prompts, config)
+                ]
+            correct = np.zeros((len(prompts), samples), dtype=int)
+            answers: list[list[str | None]] = [[None] * samples for _ in prompts]
+            for question, sample, text, finished, _ in drawn:
+                correct[question, sample] = asked.verify(question, text, finished)
+                words = text.split()
+                answers[question][sample] = words[-1] if finished and words[-2:-1] == ["answer"] else None
+            record[name] = {
+                "correct": correct.tolist(),
+                "answers": answers,
+                "ended": float(np.mean([row[3] for row in drawn])),
+                "tokens": float(np.mean([row[4] for row in drawn])),
+                "cpu_seconds": time.process_time() - began,
+            }
+        return record
+
+    def keep(self, name: str, record: dict[str, Any], **more: Any) -> None:
+        """Write a candidate's answers and say so."""
+        write_json(self.folder / f"{name}.json", {"candidate": name, **more, **record})
+        score = 100 * np.mean(record["test"]["correct"])
+        print(f"{self.situation.name:16} {name:28} test {score:5.1f}", flush=True)
+
+    def done(self, name: str) -> bool:
+        return (self.folder / f"{name}.json").is_file()
+
+    def settings(self, **more: Any) -> CalibrationSettings:
+        return CalibrationSettings(
+            learning_rate=GATE_RATE,
+            batch_size=32,
+            micro_batch_size=32,
+            max_steps=STEPS,
+            max_length=128,
+            max_rows=ROWS,
+            seed=self.situation.sft_seed,
+            logging_steps=40,
+            **more,
+        )
+
+    @contextmanager
+    def gated(self, lower: float, upper: float, settings: CalibrationSettings) -> Any:
+        """The adapter with gates trained now; yields what the training says of itself."""
+        began = time.process_time()
+        config = GateConfig(lower, upper, seed=self.situation.sft_seed)
+        result = calibrate(self.model, self.tokenizer, load_rows(self.rows), config, settings)
+        try:
+            yield {
+                "training_cpu_seconds": time.process_time() - began,
+                "entropy": [result.entropy_before, result.entropy_after],
+                "gates": result.gates_total,
+                "stopped": result.stopped,
+            }
+        finally:
+            detach_gates(self.model)
+
+    def run(self, only: str = "") -> None:
+        """Everything that is not on file yet."""
+
+        def wanted(name: str) -> bool:
+            return (not only or any(part in name for part in only.split(","))) and not self.done(name)
+
+        if wanted("adapter"):
+            self.keep("adapter", self.ask(self.model))
+        for heat in (0.6, 0.3):
+            if wanted(f"adapter T={heat:g}"):
+                self.keep(f"adapter T={heat:g}", self.ask(self.model, temperature=heat))
+        if wanted("base"):
+            self.keep("base", self.ask(self.base))
+        for lower, upper in RANGES:
+            name = f"[{lower:g},{upper:g}]"
+            clips = {f"{name} {kind}": limits for kind, limits in CLIPS.items()} if (lower, upper) == (-6, 3) else {}
+            if wanted(name) or any(wanted(clip) for clip in clips):
+                with self.gated(lower, upper, self.settings()) as training:
+                    with record_gates(self.model) as recording:
+                        record = self.ask(self.model)
+                    self.keep(name, record, training=training, realised=recording.total())
+                    for clip, (minimum, maximum) in clips.items():
+                        with gate_override(self.model, minimum, maximum):
+                            self.keep(clip, self.ask(self.model), training={**training, "shared_with": name})
+        for (lower, upper), anchor in ANCHORED:
+            name = f"[{lower:g},{upper:g}] anchored {anchor}"
+            if wanted(name):
+                settings = self.settings(objective="anchored", anchor=anchor, max_new_tokens=MAX_NEW_TOKENS)
+                with self.gated(lower, upper, replace(settings, sampling_batch_size=BATCH)) as training:
+                    self.keep(name, self.ask(self.model), training=training)
+        for value in CONSTANTS:
+            name = f"λ={value:g}"
+            if wanted(name):
+                attach_gates(self.model, GateConfig(min(value, -1.0), max(value, 2.0)))
+                try:
+                    with gate_override(self.model, constant=value):
+                        self.keep(name, self.ask(self.model))
+                finally:
+                    detach_gates(self.model)
+        if wanted("ensemble"):
+            self.keep("ensemble", self.ask(self.model, ensemble=True))
+        if wanted("adapter majority"):
+            self.keep_majority()
+        if wanted("dft"):
+            self.keep("dft", self.ask(self.adapter("dft")))
+
+    def keep_majority(self) -> None:
+        """The adapter's cool answers to the development pool, for selection without labels."""
+        prompts = [render_prompt(prompt, self.tokenizer) for prompt in self.dev.prompts]
+        config = SamplingConfig(temperature=0.3, max_new_tokens=MAX_NEW_TOKENS, samples=8, seed=3)
+        answers: list[list[str | None]] = [[None] * 8 for _ in prompts]
+        for s in TransformersEngine(self.model, self.tokenizer, batch_size=BATCH).generate(prompts, config):
+            words = s.text.split()
+            ended = s.finish_reason == "stop" and words[-2:-1] == ["answer"]
+            answers[s.question][s.sample] = words[-1] if ended else None
+        gold = [item.answer for item in self.dev.items]
+        write_json(self.folder / "adapter majority.json", {"answers": answers, "gold": gold})
+
+
+class _Average(LogitsProcessor):
+    """The geometric mean of base and adapter: rows come in pairs, first half adapter, second half base."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        adapter, base = scores.float().log_softmax(dim=-1).chunk(2)
+        return ((adapter + base) / 2).repeat(2, 1)
+
+
+@torch.no_grad()
+def ensemble_answers(model: Any, tokenizer: Any, prompts: list[str], config: SamplingConfig) -> list[tuple[Any, ...]]:
+    """Answers of the product of base and adapter: both run in one batch, on the same tokens."""
+    stop = {tokenizer.eos_token_id}
+    pairs = [(question, sample) for question in range(len(prompts)) for sample in range(config.samples)]
+    drawn = []
+    for at in range(0, len(pairs), BATCH // 2):
+        part = pairs[at : at + BATCH // 2]
+        ids = [tokenizer(prompts[question], add_special_tokens=False)["input_ids"] for question, _ in part]
+        width = max(map(len, ids))
+        rows = torch.tensor([[tokenizer.pad_token_id] * (width - len(row)) + row for row in ids]).repeat(2, 1)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids]).repeat(2, 1)
+        counters = torch.tensor(part).repeat(2, 1)
+        sampler = SeededSampler(config, counters[:, 0], counters[:, 1], width, stop)
+        output = model.generate(
+            input_ids=rows,
+            attention_mask=mask,
+            adapter_names=["default"] * len(part) + ["__base__"] * len(part),
+            logits_processor=LogitsProcessorList([_Average(), sampler]),
+            generation_config=GenerationConfig(
+                do_sample=False,
+                max_new_tokens=config.max_new_tokens,
+                eos_token_id=sorted(stop),
+                pad_token_id=tokenizer.pad_token_id,
+            ),
+        )
+        assert torch.equal(output[: len(part), width:], output[len(part) :, width:]), "the two halves went apart"
+        counts, stopped = sampler.tokens_B.tolist(), sampler.stopped_B.tolist()
+        new = [row[:count] for row, count in zip(output[: len(part), width:].tolist(), counts)]
+        for pair, row, ended in zip(part, new, stopped):
+            text = tokenizer.decode(row[:-1] if ended else row, skip_special_tokens=True)
+            drawn.append((*pair, text, ended, len(row)))
+    return drawn
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--situations", default="", help="names separated by commas; all otherwise")
+    parser.add_argument("--candidates", default="", help="only candidates whose name holds one of these")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for situation in SITUATIONS:
+        if not options.situations or situation.name in options.situations.split(","):
+            bench = Bench(situation, options.cache)
+            write_json(bench.folder / "situation.json", asdict(situation))
+            bench.run(options.candidates)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""`loragate eval`: base, adapter and gated adapter side by side on the same questions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loragate.cli.arguments import Command, resolved_yaml
+from loragate.cli.display import Display, console, duration
+from loragate.cli.evaluation_inputs import (
+    EvaluationInputs,
+    chosen_tasks,
+    files_of,
+    load_inputs,
+    local_file,
+    prepare_tasks,
+)
+from loragate.errors import ConfigError, nearest
+from loragate.files import write_text
+
+EXPORTS = ("lm-eval", "inspect")
+
+
+@dataclass(frozen=True)
+class EvalOptions(EvaluationInputs):
+    """Settings of `loragate eval`.
+
+    Attributes:
+        model: gated folder, PEFT adapter or base model.
+        out: run folder; must be new or empty, or hold the run to resume.
+        controls: "cheap" also scores the adapter at lower temperatures, greedy, and with one λ; "none" does not.
+        constants: constant λ of the cheap controls, separated by commas.
+        engine: transformers (any device) or vllm (pip install "loragate[vllm]"; base and plain adapters).
+        batch_size: sequences generated at a time.
+        grader: grader of math answers in place of the tasks' own: default, math_verify or dft.
+        sandbox: where programs run: bubblewrap; namespaces and rlimits isolate less and must be asked for.
+        workers: grading processes.
+        timeout: seconds after which an answer or a program is given up.
+        export: also write lm-eval and/or inspect results, separated by commas.
+        resume: continue the unfinished evaluation in the out folder.
+    """
+
+    model: str = ""
+    out: str = ""
+    controls: str = "cheap"
+    constants: str = "0.5"
+    engine: str = "transformers"
+    batch_size: int = 64
+    grader: str = ""
+    sandbox: str = "bubblewrap"
+    workers: int = 2
+    timeout: float = 10.0
+    export: str = ""
+    resume: bool = False
+
+
+def run(options: EvalOptions) -> int:
+    """Load, prove that adapter and gates act, sample, judge, tabulate."""
+    for name in ("model", "out"):
+        if not getattr(options, name):
+            raise ConfigError(f"loragate eval needs --{name}; for example: {COMMAND.examples[0]}")
+    folder = Path(options.out)
+    require_run_folder(folder, options.resume)
+    exports = wanted_exports(options.export)
+    tasks = chosen_tasks(options)
+    from loragate.evaluation.judging import JudgeSettings, require_graders
+
+    settings = JudgeSettings(workers=options.workers, timeout_s=options.timeout, sandbox=options.sandbox)
+    own = [task for task in tasks if task.engine == "loragate"]
+    require_graders(own, options.grader, settings)
+    suites = [task.name for task in tasks if task.engine != "loragate"]
+    if suites and options.engine == "vllm":
+        raise ConfigError(
+            f"--engine vllm: {', '.join(suites)} are scored with --engine transformers only, in this version"
+        )
+    out, display = console(), Display()
+    with display.job("loading the model"):
+        loaded = load_inputs(options, options.model, options.engine)
+    with display.job("reading the questions"):
+        prepared = prepare_tasks(options, loaded, tasks)
+    evaluation = plan(options, folder, loaded, prepared, suites, settings)
+    for warning in dict.fromkeys(warning for item in prepared for warning in item.warnings):
+        out.print(f"warning: {warning}", markup=False)
+    out.print(describe_canary(evaluation.canary), markup=False)
+    evaluation.begin(options.resume)
+    write_text(folder / "config.yaml", resolved_yaml(options))
+    rows = ", ".join(variant.name for variant in evaluation.variants)
+    out.print(f"rows: {rows}; {evaluation.sample_count:,} answers to sample", markup=False)
+    try:
+        with progress(display, evaluation.sample_count) as on_event:
+            record = evaluation.run(lambda variant: loaded.engine(variant, options.batch_size), on_event)
+    except KeyboardInterrupt:
+        out.print(f"stopped; every answer so far is in {folder}. The same command with --resume goes on", markup=False)
+        raise
+    finish(out, folder, record, exports)
+    return 0
+
+
+def plan(options: EvalOptions, folder: Path, loaded: Any, prepared: list[Any], suites: list[str], settings: Any) -> Any:
+    """The evaluation, after the canary has shown that adapter and gates act."""
+    from loragate.evaluation.canary import canary
+    from loragate.evaluation.evaluate import Evaluation
+    from loragate.evaluation.variants import variants_for
+
+    constants = [_number(text) for text in options.constants.split(",") if text.strip()]
+    variants = [v for v in variants_for(loaded.kind, options.controls, constants) if loaded.can_act(v)]
+    figures: dict[str, float] = {}
+    if loaded.model is not None:
+        prompts = prepared[0].prompts if prepared else ["The quick brown fox jumps over the lazy dog."]
+        figures = canary(loaded.model, loaded.tokenizer, prompts, loaded.kind)
+    return Evaluation(
+        folder,
+        prepared,
+        variants,
+        models=loaded.names,
+        canary=figures,
+        seed=options.seed,
+        identity={"engine": options.engine, "dtype": loaded.dtype, "kind": loaded.kind, "limit": options.limit},
+        judging=settings,
+        grader=options.grader,
+        suites=suites,
+        harness=harness_for(options, loaded, suites) if suites else None,
+    )
+
+
+def harness_for(options: EvalOptions, loaded: Any, suites: list[str]) -> Any:
+    """Asks one retention suite of the model as one row."""
+    from loragate.evaluation.harness import run_harness
+    from loragate.evaluation.variants import acting
+
+    files = files_of(options, chosen_tasks(options))
+
+    def ask(variant: Any, name: str, on_progress: Any) -> Any:
+        with acting(loaded.model, variant, loaded.kind):
+            return run_harness(
+                loaded.model,
+                loaded.tokenizer,
+                [name],
+                limit=options.limit,
+                batch_size=options.batch_size,
+                seed=options.seed,
+                data={name: local_file(files[name], name)} if name in files else {},
+                max_new_tokens=options.max_new_tokens,
+                chat_template=loaded.tokenizer.chat_template is not None,
+                on_progress=on_progress,
+            )[name]
+
+    return ask
+
+
+def require_run_folder(folder: Path, resume: bool) -> None:
+    """Refuse a folder that holds anything but the evaluation to resume.
+
+    Raises:
+        ConfigError: naming the folder and what to do.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--out {folder} is a file; give a folder")
+    begun = (folder / "eval.json").is_file()
+    if resume and not begun:
+        raise ConfigError(f"--resume: there is no evaluation in {folder}; run the command without --resume")
+    if not resume and begun:
+        raise ConfigError(
+            f"--out {folder} holds an evaluation already; go on with it with --resume, or give another folder"
+        )
+    if not resume and folder.is_dir() and any(folder.iterdir()):
+        raise ConfigError(f"--out {folder} is not empty; give a new folder")
+
+
+def wanted_exports(text: str) -> list[str]:
+    """The formats of `--export`."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in EXPORTS:
+            raise ConfigError(f"--export {name}: expected {' or '.join(EXPORTS)}{nearest(name, EXPORTS)}")
+    return names
+
+
+@contextmanager
+def progress(display: Display, total: int) -> Iterator[Any]:
+    """An `on_event` that draws one bar over all rows and tasks."""
+    finished: dict[tuple[str, str, str], int] = {}
+    with display.job("sampling and grading", total) as job:
+
+        def on_event(stage: str, variant: Any, task: str, done: int, of: int) -> None:
+            finished[stage, variant.name, task] = done
+            sampled = sum(count for (kind, _, _), count in finished.items() if kind == "sampling")
+            job.advance_to(sampled, total, f"{stage} {variant.name} on {task}, {done} of {of}")
+
+        yield on_event
+
+
+def describe_canary(figures: dict[str, float]) -> str:
+    """One line on the canary."""
+    if not figures:
+        return "canary: no adapter in memory to test"
+    text = f"canary: the adapter moves logits by {figures['adapter_from_base']:.2g}"
+    if "gates_from_adapter" in figures:
+        text += (
+            f", the gates by {figures['gates_from_adapter']:.2g} more; λ = 0 is the base up to {figures['zero_from_base']:.1g} "
+            f"and λ = 1 the adapter up to {figures['one_from_adapter']:.1g}"
+        )
+    return text
+
+
+def finish(out: Any, folder: Path, record: Any, exports: list[str], name: str = "results") -> None:
+    """Write the record, its tables and exports, and show them."""
+    from loragate.evaluation.results import write_record
+    from loragate.report.scores import caption, score_markdown, score_tables
+
+    plain = record.to_json()
+    write_record(record, folder / f"{name}.json")
+    write_text(folder / f"{name}.md", score_markdown(plain))
+    for kind in exports:
+        write_exports(folder, record, kind, name)
+    for table in score_tables(plain):
+        out.print(table)
+        out.print()
+    out.print(caption(plain), markup=False)
+    out.print(f"written to {folder / name}.json and .md in {duration(record.seconds)}", markup=False)
+    out.print(next_line(folder, record), markup=False)
+
+
+def next_line(folder: Path, record: Any) -> str:
+    """What to run next: a second opinion where there is one, else a look at the answers."""
+    other = {"default": "dft", "dft": "default", "math_verify": "default"}
+    for info in record.tasks:
+        if info.grader in other:
+            return f"next: loragate regrade {folder} --grader {other[info.grader]}"
+    best = max(record.results, key=lambda row: row.avg_at_k.mean)
+    return f'next: loragate generate --model {record.models.get(best.variant, record.models["base"])} --prompt "…"'
+
+
+def write_exports(folder: Path, record: Any, kind: str, name: str) -> None:
+    """The rows of the record, controls aside, in another tool's format."""
+    from loragate.evaluation.export import to_inspect, to_lm_eval
+    from loragate.evaluation.stored import graded_samples
+    from loragate.evaluation.variants import Variant
+    from loragate.files import write_json
+
+    tasks = [info.name for info in record.tasks if not info.grader.startswith("lm-eval")]
+    for acts in dict.fromkeys(row.variant for row in record.results if row.control is None):
+        samples = {task: graded_samples(folder, record, task, Variant(acts)) for task in tasks}
+        if kind == "lm-eval":
+            write_json(folder / f"{name}-lm-eval-{acts}.json", to_lm_eval(record, samples, variant=acts))
+            continue
+        for task in tasks:
+            log = to_inspect(record, samples[task], task, variant=acts)
+            write_json(folder / "inspect" / f"{name}-{acts}-{task}.json", log)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(
+            f"--constants {text.strip()}: expected numbers separated by commas, such as -0.5,0.5"
+        ) from None
+
+
+COMMAND = Command(
+    name="eval",
+    summary="Score base, adapter and gated adapter side by side, with intervals, controls and what the difference shows.",
+    options=EvalOptions,
+    run=run,
+    examples=(
+        "loragate eval --model gated --suite math --out runs/math",
+        "loragate eval --model gated --tasks math500 --data math500=test.jsonl --limit 100 --samples 4 --out runs/quick",
+        "loragate eval --model gated --suite math --out runs/math --resume",
+    ),
+)

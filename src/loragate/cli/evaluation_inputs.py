@@ -1,0 +1,251 @@
+"""What a command that scores models needs: which tasks on which files, and a loaded model with engines for its rows.
+
+Shared by `eval` and by every later command that evaluates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loragate.cli.models import adapter_record, load_tokenizer, quiet_logging, require_not_an_adapter, require_place
+from loragate.errors import ConfigError, nearest
+
+ENGINES = ("transformers", "vllm")
+
+
+@dataclass(frozen=True)
+class EvaluationInputs:
+    """Settings shared by commands that evaluate.
+
+    Attributes:
+        suite: math, retention, code, arithmetic, tiny or all.
+        tasks: tasks by name, or your own task files, separated by commas; instead of suite, or beside it.
+        data: local files in place of hub data sets: TASK=FILE separated by commas, or a folder that holds TASK.jsonl files.
+        revision: commits of hub data sets: TASK=COMMIT separated by commas.
+        limit: first questions of each task only.
+        samples: samples per question, in place of the task's own.
+        temperature: sampling temperature, in place of the task's own.
+        max_new_tokens: token limit of an answer, in place of the task's own.
+        seed: seed of sampling, and of generated questions.
+        base: where the base model is, instead of the recorded one.
+        system: "none" renders without an injected default system message, "keep" as the template does.
+        chat_template: jinja file to use instead of the tokenizer's template.
+        dtype: auto, float32, bfloat16 or float16 of the base.
+        device: auto, cpu, cuda, cuda:1, mps.
+        trust_remote_code: allow model code from the hub to run.
+    """
+
+    suite: str = ""
+    tasks: str = ""
+    data: str = ""
+    revision: str = ""
+    limit: int | None = None
+    samples: int | None = None
+    temperature: float | None = None
+    max_new_tokens: int | None = None
+    seed: int = 0
+    base: str = ""
+    system: str = "none"
+    chat_template: str = ""
+    dtype: str = "auto"
+    device: str = "auto"
+    trust_remote_code: bool = False
+
+
+@dataclass
+class Loaded:
+    """A model to be scored.
+
+    Attributes:
+        kind: "base", "adapter" or "gated".
+        tokenizer: with its chat template.
+        names: {"base": …, "adapter": …, "gated": …} for the record.
+        model: in memory; None where vLLM loads it itself.
+        dtype: of the base.
+        positions: positions of the model; None where it has no limit.
+    """
+
+    kind: Any
+    tokenizer: Any
+    names: dict[str, str]
+    model: Any = None
+    dtype: str = ""
+    positions: int | None = None
+    _vllm: dict[str, Any] = field(default_factory=dict)
+
+    def can_act(self, variant: Any) -> bool:
+        """Whether this engine can be the row: vLLM has no constant λ."""
+        return self.model is not None or variant.constant is None
+
+    @contextmanager
+    def engine(self, variant: Any, batch_size: int) -> Iterator[Any]:
+        """The engine that answers as `variant`."""
+        if self.model is not None:
+            from loragate.evaluation.variants import acting
+            from loragate.generation import TransformersEngine
+
+            with acting(self.model, variant, self.kind):
+                yield TransformersEngine(self.model, self.tokenizer, batch_size=batch_size)
+            return
+        from loragate.generation.vllm_engine import VllmEngine
+
+        if variant.acts not in self._vllm:
+            self._vllm.clear()  # one model in memory at a time
+            adapter = self.names.get("adapter") if variant.acts == "adapter" else None
+            self._vllm[variant.acts] = VllmEngine(
+                self.names["base"], adapter, tokenizer=self.tokenizer, dtype=self.dtype, batch_size=batch_size
+            )
+        yield self._vllm[variant.acts]
+
+
+def load_inputs(options: Any, name: str, engine: str = "transformers") -> Loaded:
+    """The model and tokenizer of `--model`.
+
+    Raises:
+        ConfigError: for an unknown engine, a place that holds no model, or gates where the engine knows none.
+    """
+    if engine not in ENGINES:
+        raise ConfigError(f"--engine {engine}: expected {' or '.join(ENGINES)}{nearest(engine, ENGINES)}")
+    quiet_logging()
+    if engine == "vllm":
+        return _for_vllm(options, name)
+    from loragate.cli.generate import load_any
+
+    model, tokenizer, gated = load_any(options_with(options, name))
+    kind = "gated" if gated else "adapter" if hasattr(model, "peft_config") else "base"
+    names = {"base": model.config._name_or_path or name}
+    if kind != "base":
+        names["adapter"] = str(Path(name) / "adapter") if kind == "gated" else name
+    if kind == "gated":
+        names["gated"] = name
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return Loaded(kind, tokenizer, names, model, str(model.dtype).removeprefix("torch."), positions)
+
+
+def options_with(options: Any, name: str) -> Any:
+    """The fields that loading needs, with another model name."""
+
+    class View:
+        model = name
+        base, device, dtype = options.base, options.device, options.dtype
+        chat_template, trust_remote_code = options.chat_template, options.trust_remote_code
+
+    return View
+
+
+def _for_vllm(options: Any, name: str) -> Loaded:
+    from transformers import AutoConfig
+
+    from loragate.generation.vllm_engine import require_no_gates
+
+    require_place("model", name)
+    require_no_gates(name)
+    folder = Path(name)
+    if (folder / "adapter_config.json").is_file() or options.base:
+        base = options.base or adapter_record(name).base_model_name_or_path
+        kind, names, places = "adapter", {"base": base, "adapter": name}, [name, base]
+    else:
+        require_not_an_adapter(name)
+        kind, names, places = "base", {"base": name}, [name]
+    config = AutoConfig.from_pretrained(names["base"], trust_remote_code=options.trust_remote_code)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    tokenizer = load_tokenizer(places, chat_template=options.chat_template, trust=options.trust_remote_code)
+    return Loaded(kind, tokenizer, names, None, options.dtype, positions)
+
+
+def chosen_tasks(options: Any) -> list[Any]:
+    """The tasks of `--suite` and `--tasks`, each once.
+
+    Raises:
+        ConfigError: if neither is given, or two files define a task of one name.
+    """
+    from loragate.evaluation.tasks import load_task, suite, task_names
+
+    if not options.suite and not options.tasks:
+        raise ConfigError(
+            "say what to evaluate: --suite math, retention, code, arithmetic, tiny or all; or --tasks NAME,FILE.yaml with "
+            f"any of {', '.join(task_names())}"
+        )
+    tasks = list(suite(options.suite)) if options.suite else []
+    for name in (part.strip() for part in options.tasks.split(",")):
+        if name:
+            task = load_task(name)
+            same = [other for other in tasks if other.name == task.name]
+            if same and same[0].fingerprint != task.fingerprint:
+                raise ConfigError(
+                    f"--tasks {name}: a task called {task.name} is in the list already; rename one of them"
+                )
+            tasks += [] if same else [task]
+    return tasks
+
+
+def assignments(text: str, flag: str, known: list[str]) -> dict[str, str]:
+    """{task: value} of "TASK=VALUE,TASK=VALUE".
+
+    Raises:
+        ConfigError: for anything else, or a task that is not evaluated.
+    """
+    found: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, sign, value = part.partition("=")
+        if not sign or not value:
+            raise ConfigError(f"{flag} {part}: expected TASK=VALUE")
+        if name not in known:
+            raise ConfigError(
+                f"{flag} {part}: {name} is not among the tasks{nearest(name, known)} ({', '.join(known)})"
+            )
+        found[name] = value
+    return found
+
+
+def files_of(options: Any, tasks: list[Any]) -> dict[str, str]:
+    """Local files by task, from `--data`."""
+    names = [task.name for task in tasks]
+    if options.data and "=" not in options.data:
+        folder = Path(options.data)
+        if folder.is_file() and len(tasks) == 1:
+            return {names[0]: options.data}
+        if not folder.is_dir():
+            raise ConfigError(f"--data {options.data}: expected TASK=FILE, or a folder that holds TASK.jsonl files")
+        present = {path.name.split(".")[0] for path in folder.iterdir()}
+        return {name: options.data for name in names if name in present}
+    return assignments(options.data, "--data", names)
+
+
+def local_file(path: str, task: str) -> str:
+    """The file of a task where a folder was given."""
+    if not Path(path).is_dir():
+        return path
+    return str(next(file for file in sorted(Path(path).iterdir()) if file.name.split(".")[0] == task))
+
+
+def prepare_tasks(options: Any, loaded: Loaded, tasks: list[Any]) -> list[Any]:
+    """The tasks that we ask ourselves, with questions and rendered prompts."""
+    from loragate.evaluation.prepared import prepare
+    from loragate.evaluation.tasks import load_questions
+
+    files = files_of(options, tasks)
+    commits = assignments(options.revision, "--revision", [task.name for task in tasks])
+    prepared = []
+    for task in tasks:
+        if task.engine != "loragate":
+            continue
+        questions = load_questions(task, files.get(task.name), options.limit, options.seed, commits.get(task.name))
+        prepared.append(
+            prepare(
+                task,
+                questions,
+                loaded.tokenizer,
+                seed=options.seed,
+                positions=loaded.positions,
+                samples=options.samples,
+                temperature=options.temperature,
+                max_new_tokens=options.max_new_tokens,
+                system=options.system,
+            )
+        )
+    return prepared

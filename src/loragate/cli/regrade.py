@@ -1,0 +1,102 @@
+"""`loragate regrade`: judge stored samples with another grader, without generating again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loragate.cli.arguments import Command
+from loragate.cli.display import Display, console
+from loragate.cli.evaluate import finish, wanted_exports
+from loragate.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RegradeOptions:
+    """Settings of `loragate regrade`.
+
+    Attributes:
+        run: folder of an evaluation.
+        grader: for math answers: default, math_verify or dft; nothing judges again with the tasks' own.
+        sandbox: where programs run: bubblewrap; namespaces and rlimits isolate less and must be asked for.
+        workers: grading processes.
+        timeout: seconds after which an answer or a program is given up.
+        again: judge anew even where this grader's verdicts are on file.
+        export: also write lm-eval and/or inspect results, separated by commas.
+    """
+
+    run: str
+    grader: str = ""
+    sandbox: str = "bubblewrap"
+    workers: int = 2
+    timeout: float = 10.0
+    again: bool = False
+    export: str = ""
+
+
+def run(options: RegradeOptions) -> int:
+    """Judge, tabulate beside the earlier record, list what changed."""
+    folder = Path(options.run)
+    exports = wanted_exports(options.export)
+    from loragate.evaluation.judging import JudgeSettings, require_graders
+    from loragate.evaluation.results import read_record
+    from loragate.evaluation.stored import changed_verdicts, open_evaluation
+    from loragate.files import write_text
+
+    settings = JudgeSettings(workers=options.workers, timeout_s=options.timeout, sandbox=options.sandbox)
+    evaluation = open_evaluation(folder, options.grader, settings)
+    require_graders([prepared.task for prepared in evaluation.tasks], options.grader, settings)
+    out = console()
+    earlier = folder / "results.json"
+    before = read_record(earlier) if earlier.is_file() else None
+    if options.again:
+        evaluation.forget_grades()
+    with Display().job("grading", evaluation.sample_count) as job:
+        done: dict[tuple[str, str], int] = {}
+
+        def on_event(stage: str, variant: Any, task: str, count: int, total: int) -> None:
+            done[variant.name, task] = count
+            job.advance_to(sum(done.values()), evaluation.sample_count, f"{variant.name} on {task}")
+
+        record = evaluation.run(_no_engine, on_event)
+    name = f"results-{options.grader}" if options.grader else "results-regraded"
+    if before is not None:
+        changes = changed_verdicts(folder, evaluation, before)
+        write_text(folder / f"{name}-changes.jsonl", _lines(changes))
+        out.print(f"{len(changes)} of {evaluation.sample_count} verdicts differ from {earlier}", markup=False)
+        for change in changes[:5]:
+            out.print(_describe(change), markup=False)
+        if changes:
+            out.print(f"all of them: {folder / f'{name}-changes.jsonl'}", markup=False)
+    finish(out, folder, record, exports, name)
+    return 0
+
+
+def _no_engine(variant: Any) -> Any:
+    raise ConfigError(f"the answers of {variant.name} are not complete; finish the evaluation first with --resume")
+
+
+def _lines(rows: list[dict[str, Any]]) -> str:
+    import json
+
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def _describe(change: dict[str, Any]) -> str:
+    graders = [key for key, value in change.items() if isinstance(value, dict)]
+    said = "; ".join(
+        f"{grader}: {'right' if change[grader]['correct'] else change[grader]['reason']} ({change[grader]['extracted']!r:.60})"
+        for grader in graders
+    )
+    return f"  {change['task']} {change['question']} [{change['variant']}], gold {change['gold']!r:.60}: {said}"
+
+
+COMMAND = Command(
+    name="regrade",
+    summary="Judge the stored answers of an evaluation with another grader; nothing is generated again.",
+    options=RegradeOptions,
+    run=run,
+    examples=("loragate regrade runs/math --grader dft", "loragate regrade runs/math --grader math_verify"),
+    positional="run",
+)

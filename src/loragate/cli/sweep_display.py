@@ -1,0 +1,112 @@
+"""The live table of a sweep on a terminal, and plain lines elsewhere; both read the trials' files, see `sweep/watch.py`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from loragate.cli.display import duration
+from loragate.sweep.watch import RUNNING, TrialState, Watch
+
+BEST, FAILED_SHOWN = 5, 3
+EVERY_S = 1.0
+
+
+@contextmanager
+def live_table(folder: Path, plan: Any, out: Console | None = None) -> Iterator[None]:
+    """Show where every trial stands while the body runs."""
+    out = out or Console(stderr=True, highlight=False)
+    watch, stop = Watch(folder, plan), threading.Event()
+    began, before = time.monotonic(), sum(state.state == "finished" for state in watch.states())
+    several = len({trial.adapter for trial in plan.trials}) > 1
+
+    def title(states: Sequence[TrialState]) -> str:
+        return headline(states, before, time.monotonic() - began)
+
+    def draw() -> None:
+        with Live(console=out, auto_refresh=False, transient=True) as live:
+            while True:
+                last = stop.is_set()
+                states = watch.states()
+                live.update(states_table(states, title(states), several), refresh=True)
+                if last:
+                    return
+                stop.wait(EVERY_S)
+
+    def tell() -> None:
+        known: dict[str, str] = {state.trial.slug: state.state for state in watch.states()}
+        while True:
+            last = stop.is_set()
+            states = watch.states()
+            for state in states:
+                if known[state.trial.slug] != state.state and state.state in ("training", "finished", "failed"):
+                    out.print(line(state, title(states), several), markup=False, soft_wrap=True)
+                known[state.trial.slug] = state.state
+            if last:
+                return
+            stop.wait(EVERY_S)
+
+    thread = threading.Thread(target=draw if out.is_terminal else tell, name="live-table", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(timeout=10)
+
+
+def headline(states: Sequence[TrialState], before: int, seconds: float) -> str:
+    """ "12 of 43 finished, 2 running, about 8 min left"."""
+    counts = Counter(state.state for state in states)
+    running = sum(counts[stage] for stage in RUNNING)
+    done = counts["finished"]
+    parts = [f"{done} of {len(states)} finished", f"{running} running"]
+    if counts["failed"]:
+        parts.append(f"{counts['failed']} failed")
+    if done > before and seconds > 5 and done < len(states):
+        left = seconds / (done - before) * (len(states) - done)
+        parts.append(f"about {duration(left)} left")
+    return ", ".join(parts)
+
+
+def states_table(states: Sequence[TrialState], title: str, several: bool = False) -> Table:
+    """What runs, what failed, and the best so far."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    for column in ("Trial", "State", "Steps", "Entropy", "Probe %"):
+        table.add_column(column, justify="left" if column in ("Trial", "State") else "right", no_wrap=True)
+    running = [state for state in states if state.state in RUNNING]
+    failed = [state for state in states if state.state == "failed"][:FAILED_SHOWN]
+    scored = [state for state in states if state.score is not None]
+    best = sorted((s for s in scored if s.trial.kind == "gates"), key=lambda s: -(s.score or 0.0))[:BEST]
+    own = [state for state in scored if state.trial.kind == "adapter"]
+    for group, style in ((running, "bold"), (failed, "red"), (own, ""), (best, "")):
+        for state in group:
+            table.add_row(*(Text(cell) for cell in _cells(state, several)), style=style)
+    return table
+
+
+def line(state: TrialState, title: str, several: bool = False) -> str:
+    """One plain line about a change of state."""
+    name, _, steps, entropy, probe = _cells(state, several)
+    if state.state == "finished":
+        parts = [f"probe {probe} %"] + ([f"entropy {entropy}"] if entropy else [])
+        return f"{name}: finished, {', '.join(parts)} ({title})"
+    return f"{name}: failed, {state.error}" if state.state == "failed" else f"{name}: {state.state} {steps}".rstrip()
+
+
+def _cells(state: TrialState, several: bool) -> tuple[str, str, str, str, str]:
+    name = f"{state.trial.adapter} {state.trial.name}" if several else state.trial.name
+    steps = f"{state.done}/{state.total}" if state.total else ""
+    entropy = "" if state.entropy is None else f"{state.entropy:.3f}"
+    return name, state.state, steps, entropy, "" if state.score is None else f"{100 * state.score:.1f}"

@@ -1,0 +1,276 @@
+"""What else is said about tables of scores: averages over several tasks, pass@k, majority votes, sources of noise.
+
+Like `statistics.py`, from which every interval here is built, this is arithmetic on arrays and knows no tasks or models.
+Tasks are strata: their questions are drawn apart, so nothing is pooled across them and each task counts the same.
+
+Shapes: B tasks, Q questions (of each task its own), K samples per question.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from loragate.errors import DataError
+from loragate.evaluation.statistics import (
+    CONFIDENCE,
+    DRAWS,
+    Difference,
+    Estimate,
+    average_at_k,
+    check_scores,
+    compare,
+    paired_differences,
+    sign_flip_p,
+    without_spread,
+)
+
+Array = NDArray[np.float64]
+
+_CHUNK = 4_000_000
+"""Question draws held in memory at once by the bootstrap."""
+
+
+@dataclass(frozen=True)
+class SuiteEstimate:
+    """The mean over `tasks` tasks of their means, with standard error and 95 % interval; `questions` in all."""
+
+    mean: float
+    stderr: float
+    low: float
+    high: float
+    tasks: int
+    questions: int
+
+
+@dataclass(frozen=True)
+class VarianceSplit:
+    """Where the noise of an Avg@K comes from.
+
+    Attributes:
+        between: variance of the questions' true means; an estimate below zero is given as zero.
+        within: variance of one sample around its question's true mean, averaged over questions.
+        questions, samples: the table's shape, Q and K.
+    """
+
+    between: float
+    within: float
+    questions: int
+    samples: int
+
+    def stderr(self, samples: int | None = None) -> float:
+        """Return sqrt(between / Q + within / (Q * samples)): the standard error with `samples` per question, K if None."""
+        samples = self.samples if samples is None else samples
+        if samples < 1:
+            raise DataError(f"samples is {samples}; the standard error needs at least one sample per question.")
+        return math.sqrt((self.between + self.within / samples) / self.questions)
+
+
+def suite_average(tasks: Sequence[ArrayLike], *, seed: int = 0, draws: int = DRAWS) -> SuiteEstimate:
+    """Return the mean of the task means of B tables [Q, K], every task counting the same.
+
+    The standard error is sqrt(sum of the tasks' squared standard errors) / B. The 95 % interval is that of a stratified
+    bootstrap: in each of `draws` draws of `seed`, every task's questions are drawn anew with replacement, Q - 1 of Q so
+    that the variance is that of the unbiased estimate. A task whose questions all have the same mean would add no width;
+    the bounds that `average_at_k` gives it are added in quadrature. Tasks with scores in [0, 1] give an interval within.
+
+    Raises `DataError` for no tasks, a table that is empty, not two-dimensional or not finite, or no draws.
+    """
+    tables = [check_scores(table, f"task {index}") for index, table in enumerate(_some(tasks, "tasks"))]
+    estimates = [average_at_k(table) for table in tables]
+    means = [table.mean(axis=1) for table in tables]
+    bounds = [(estimate.low, estimate.high) for estimate in estimates]
+    mean, stderr, low, high = _stratified(means, bounds, seed, draws)
+    if all(((table >= 0) & (table <= 1)).all() for table in tables):
+        low, high = max(low, 0.0), min(high, 1.0)
+    return SuiteEstimate(mean, stderr, low, high, len(tables), sum(map(len, tables)))
+
+
+def compare_suites(
+    tasks_a: Sequence[ArrayLike], tasks_b: Sequence[ArrayLike], *, seed: int = 0, draws: int = DRAWS
+) -> Difference:
+    """Return the difference of the suite averages, a - b, of B pairs of tables [Q, K] and [Q, M], paired by question.
+
+    The interval is the stratified bootstrap's of `suite_average`, on the per-question differences. The p-value is that
+    of a sign-flip permutation test on the difference of the averages, every question of every task flipped on its own
+    and weighted as it is in the average: exact up to 12 questions in all, else from 10,000 draws of `seed`.
+
+    Raises `DataError` as `suite_average` and `compare` do, and when the numbers of tasks differ.
+    """
+    sides = _some(tasks_a, "tasks_a"), _some(tasks_b, "tasks_b")
+    if len(sides[0]) != len(sides[1]):
+        raise DataError(
+            f"tasks_a has {len(sides[0])} tasks and tasks_b has {len(sides[1])}; a paired comparison needs the same tasks "
+            "in the same order on both sides."
+        )
+    differences, bounds, limit = [], [], 0.0
+    for index, (table_a, table_b) in enumerate(zip(*sides)):
+        try:
+            values, own_limit = paired_differences(table_a, table_b)
+            differences.append(values)
+            limit = max(limit, own_limit)
+            task = compare(table_a, table_b) if without_spread(values) else Difference(0.0, 0.0, 0.0, 1.0)
+        except DataError as error:
+            raise DataError(f"task {index}: {error}") from None
+        bounds.append((task.low, task.high))
+    mean, _, low, high = _stratified(differences, bounds, seed, draws)
+    weighted = np.concatenate([values / len(values) for values in differences])
+    return Difference(mean, max(low, -limit), min(high, limit), sign_flip_p(weighted, seed))
+
+
+def pass_at_k(scores: ArrayLike, k: int) -> Estimate:
+    """Return pass@k, the chance that at least one of `k` samples is right, from `scores` [Q, K] of 0 and 1.
+
+    Per question the unbiased estimate 1 - C(K - c, k) / C(K, k) for c right samples of K (Chen et al. 2021, eq. 1); their
+    mean and its interval over questions as in `average_at_k`.
+
+    Raises `DataError` for scores that are not 0 or 1 and for a `k` outside 1..K.
+    """
+    array = _verdicts(scores, "scores")
+    samples = array.shape[1]
+    if isinstance(k, bool) or not isinstance(k, int | np.integer) or not 1 <= k <= samples:
+        raise DataError(f"k is {k!r}; pass@k needs a whole number from 1 to the {samples} samples of each question.")
+    k = int(k)
+    chance = np.array([1 - math.comb(samples - right, k) / math.comb(samples, k) for right in range(samples + 1)])
+    return _of_questions(chance[array.sum(axis=1).astype(int)], samples)
+
+
+def majority_at_k(answers: Sequence[Sequence[Hashable | None]], scores: ArrayLike) -> Estimate:
+    """Return majority@K: how often the most frequent answer of a question's K samples is right.
+
+    Args:
+        answers: the extracted answers, [Q][K]; equal answers vote together and None, no answer found, does not vote.
+        scores: verdicts 0 or 1 on the same samples, [Q, K].
+
+    Where several answers are equally frequent, the question scores the chance that one of them, picked at random, is
+    right, so the order of the samples does not matter. A question without any vote scores 0. Should a grader have judged
+    equal answers differently (after a timeout, say), the answer scores the mean of its verdicts.
+
+    Raises `DataError` for shapes that differ, answers that cannot be compared, and scores that are not 0 or 1.
+    """
+    array = _verdicts(scores, "scores")
+    if len(answers) != len(array):
+        raise DataError(
+            f"answers has {len(answers)} questions and scores has {len(array)}; give the same on both sides."
+        )
+    return _of_questions(
+        np.array([_modal_score(row, array[index], index) for index, row in enumerate(answers)]), array.shape[1]
+    )
+
+
+def dft_rounded_mean(scores: ArrayLike) -> float:
+    """Return Avg@K of `scores` [Q, K] of 0 and 1 as the DFT evaluation code computes it, as a share of 1.
+
+    That code rounds the accuracy of each of the K sample columns to one decimal in percent and averages what is left.
+    For comparison with numbers published from it only: it is off by up to 0.05 points, and `average_at_k` is exact.
+    """
+    columns = 100 * _verdicts(scores, "scores").mean(axis=0)
+    return float(np.round(columns, 1).mean()) / 100
+
+
+def variance_split(scores: ArrayLike) -> VarianceSplit:
+    """Return the variance between questions and within them of `scores` [Q, K], both at least 2.
+
+    The variance of Avg@K is Var(x_i) / Q + E[sigma_i^2] / (Q K) for true question means x_i and sample variances
+    sigma_i^2 (Miller 2024, arXiv 2411.00640): `VarianceSplit.stderr` says what more samples would buy.
+
+    Raises `DataError` as `average_at_k` does, and for one question or one sample only.
+    """
+    array = check_scores(scores, "scores")
+    if min(array.shape) < 2:
+        raise DataError(
+            f"scores has shape {array.shape}; telling the variance between questions from that within them needs at "
+            "least 2 questions with 2 samples each."
+        )
+    within = float(array.var(axis=1, ddof=1).mean())
+    between = float(array.mean(axis=1).var(ddof=1)) - within / array.shape[1]
+    return VarianceSplit(max(between, 0.0), within, *array.shape)
+
+
+def _stratified(
+    values: Sequence[Array], bounds: Sequence[tuple[float, float]], seed: int, draws: int
+) -> tuple[float, float, float, float]:
+    """Mean of the strata's means, its standard error, and low and high; `bounds` serve the strata without spread."""
+    if draws < 1:
+        raise DataError(f"draws is {draws}; the bootstrap needs at least 1, and some thousands for a steady interval.")
+    count = len(values)
+    means = [float(stratum.mean()) for stratum in values]
+    mean = sum(means) / count
+    generator = np.random.default_rng(seed)
+    resampled = np.zeros(draws)
+    variance, unseen_low, unseen_high = 0.0, 0.0, 0.0
+    for stratum, own, (low, high) in zip(values, means, bounds):
+        if without_spread(stratum):
+            unseen_low += (own - low) ** 2
+            unseen_high += (high - own) ** 2
+            resampled += own
+        else:
+            variance += float(stratum.var(ddof=1)) / len(stratum)
+            resampled += _resampled_means(stratum, generator, draws)
+    low, high = np.quantile(resampled / count, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return (
+        mean,
+        math.sqrt(variance) / count,
+        mean - math.hypot(mean - low, math.sqrt(unseen_low) / count),
+        mean + math.hypot(high - mean, math.sqrt(unseen_high) / count),
+    )
+
+
+def _resampled_means(values: Array, generator: np.random.Generator, draws: int) -> Array:
+    """Means of `draws` bootstrap draws of Q - 1 of the Q values."""
+    size = len(values) - 1
+    rows = max(1, _CHUNK // size)
+    return np.concatenate(
+        [
+            values[generator.integers(0, len(values), (min(rows, draws - start), size))].mean(axis=1)
+            for start in range(0, draws, rows)
+        ]
+    )
+
+
+def _modal_score(answers: Sequence[Hashable | None], verdicts: Array, question: int) -> float:
+    if isinstance(answers, str) or len(answers) != len(verdicts):
+        raise DataError(
+            f"answers of question {question}: found {answers!r}, expected a list of {len(verdicts)} answers."
+        )
+    votes: dict[Hashable, list[float]] = defaultdict(list)
+    for answer, verdict in zip(answers, verdicts):
+        try:
+            if answer is not None:
+                votes[answer].append(float(verdict))
+        except TypeError:
+            raise DataError(
+                f"answers of question {question}: found {answer!r}, which cannot be counted; give text, numbers or None."
+            ) from None
+    most = max(map(len, votes.values()), default=0)
+    # fsum, so that the order in which tied answers appeared cannot change the last bit
+    tied = [math.fsum(found) / most for found in votes.values() if len(found) == most]
+    return math.fsum(tied) / len(tied) if tied else 0.0
+
+
+def _of_questions(values: Array, samples: int) -> Estimate:
+    estimate = average_at_k(values[:, None])
+    return Estimate(estimate.mean, estimate.stderr, estimate.low, estimate.high, len(values), samples)
+
+
+def _verdicts(scores: ArrayLike, name: str) -> Array:
+    array = check_scores(scores, name)
+    strange = np.argwhere((array != 0) & (array != 1))
+    if len(strange):
+        question, sample = strange[0]
+        raise DataError(
+            f"{name} holds {array[question, sample]} at question {question}, sample {sample}; expected 1 for a right "
+            "answer and 0 for a wrong one."
+        )
+    return array
+
+
+def _some(tasks: Sequence[ArrayLike], name: str) -> Sequence[ArrayLike]:
+    if not len(tasks):
+        raise DataError(f"{name} is empty; give one table of scores per task.")
+    return tasks

@@ -1,0 +1,79 @@
+"""Before an evaluation: proof that the adapter and its gates act, on the evaluation's own prompts.
+
+A comparison of three models that are secretly one is the cheapest way to be wrong. The figures go into the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from loragate.errors import GateError
+from loragate.evaluation.variants import Kind
+from loragate.gates import measure_parity
+
+PROMPTS, TOKENS = 4, 256
+
+
+@torch.no_grad()
+def canary(model: Any, tokenizer: Any, prompts: Sequence[str], kind: Kind) -> dict[str, float]:
+    """Largest absolute differences in logits on the first prompts (at most 4, their last 256 tokens).
+
+    Returns:
+        {} for a base model; "adapter_from_base" for an adapter; for gates also "gates_from_adapter", "zero_from_base"
+        (λ = 0 against the model without the gated deltas) and "one_from_adapter" (λ = 1 against the plain adapter).
+
+    Raises:
+        GateError: if the adapter changes no logit, if the gates change none, or if λ = 0 is not the base or λ = 1 not
+            the adapter up to rounding.
+    """
+    if kind == "base":
+        return {}
+    ids, mask = _batch(tokenizer, prompts, next(model.parameters()).device)
+    kept = mask.bool()
+    with model.disable_adapter():
+        base = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[kept].float()
+    if kind == "adapter":
+        adapter = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[kept].float()
+        figures = {"adapter_from_base": float((adapter - base).abs().max())}
+    else:
+        parity = measure_parity(model, ids, mask)
+        gated = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[kept].float()
+        figures = {
+            "adapter_from_base": parity.delta,
+            "gates_from_adapter": parity.initial,
+            "gates_from_base": float((gated - base).abs().max()),
+            "zero_from_base": parity.at_zero,
+            "one_from_adapter": parity.at_one,
+        }
+        half = model.dtype in (torch.bfloat16, torch.float16)
+        rounding = (2.0**-6 if half else 1e-5) * max(parity.logit_scale, 1.0)
+        for figure, constant, reference in (("zero_from_base", 0, "base"), ("one_from_adapter", 1, "adapter")):
+            if not figures[figure] <= rounding:
+                raise GateError(
+                    f"canary: with λ = {constant} the gated model must be the {reference}, but logits differ by "
+                    f"{figures[figure]:.2g} (rounding explains {rounding:.2g}); nothing was scored. Another library may "
+                    "run LoRA layers through its own kernels; load the model without them"
+                )
+        if figures["gates_from_adapter"] == 0.0:
+            raise GateError(
+                "canary: the gates change no logit on the first prompts, so the gated model would be scored as the "
+                "adapter; check that the folder holds trained gates"
+            )
+    if figures["adapter_from_base"] == 0.0:
+        raise GateError(
+            "canary: the adapter changes no logit on the first prompts, so it would be scored as the base; check that it "
+            "was trained and that it belongs to this base"
+        )
+    return figures
+
+
+def _batch(tokenizer: Any, prompts: Sequence[str], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and mask [B, T], padded on the right, where causal attention does not see the padding."""
+    rows = [ids[-TOKENS:] for ids in tokenizer(list(prompts[:PROMPTS]), add_special_tokens=False)["input_ids"]]
+    width = max(map(len, rows))
+    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
+    return ids, mask

@@ -1,0 +1,339 @@
+"""An evaluation: every variant on every task, resumable at any moment, ending in one record.
+
+    folder/
+      eval.json                         what is being run; a resumed run must be the same
+      tasks/<task>.yaml                 the task's file
+    questions/<task>.jsonl            id, prompt, gold and row of every question
+      samples/<variant>/<task>.jsonl    answers, appended as they are drawn
+      grades/<grader>/<variant>/<task>.jsonl
+      results.json                      the record (`results.py`)
+
+Engines arrive as a callable, so this file neither loads models nor knows which program generates.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loragate.errors import ConfigError, DataError
+from loragate.evaluation.aggregates import compare_suites, suite_average
+from loragate.evaluation.grade import Grade
+from loragate.evaluation.harness_scores import HarnessScores
+from loragate.evaluation.judging import (
+    CODE,
+    JudgeSettings,
+    grader_for,
+    grader_version,
+    judge,
+    read_grades,
+    write_grades,
+)
+from loragate.evaluation.prepared import Prepared, write_questions
+from loragate.evaluation.results import (
+    EvaluationRecord,
+    SuiteResult,
+    TaskInfo,
+    TaskResult,
+    package_versions,
+    task_result,
+)
+from loragate.evaluation.retention import retention_result
+from loragate.evaluation.sampling import draw_samples
+from loragate.evaluation.variants import Variant
+from loragate.files import write_json, write_text
+from loragate.generation import Engine, Sample
+
+EngineFor = Callable[[Variant], AbstractContextManager[Engine]]
+Harness = Callable[[Variant, str, Callable[[int, int], None]], HarnessScores]
+OnEvent = Callable[[str, Variant, str, int, int], None]
+"""Called with (stage, variant, task, done, total); stages are "sampling", "grading" and "retention"."""
+
+
+class Evaluation:
+    """One evaluation in one folder.
+
+    Args:
+        folder: run folder.
+        tasks: prepared tasks.
+        variants: rows; the plain adapter first where there is one.
+        models: {"base": …, "adapter": …, "gated": …} for the record.
+        canary: figures of `canary`.
+        identity: further facts that a resumed run must share (engine, dtype, …).
+        judging: how answers are judged.
+        grader: in place of the math tasks' own.
+        suites: retention suites that the harness asks; scored for every row that is no control.
+        harness: asks one suite of the model as the row; given with `suites`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tasks: Sequence[Prepared],
+        variants: Sequence[Variant],
+        *,
+        models: dict[str, str],
+        canary: dict[str, float],
+        seed: int,
+        identity: dict[str, Any] | None = None,
+        judging: JudgeSettings | None = None,
+        grader: str = "",
+        suites: Sequence[str] = (),
+        harness: Harness | None = None,
+    ) -> None:
+        self.folder, self.tasks, self.variants = folder, list(tasks), list(variants)
+        self.models, self.canary, self.seed = models, canary, seed
+        self.judging, self.grader = judging or JudgeSettings(), grader
+        self.suites, self.harness = list(suites), harness
+        self.identity = json.loads(
+            json.dumps(
+                {
+                    "models": models,
+                    "seed": seed,
+                    **(identity or {}),
+                    "variants": [asdict(variant) for variant in variants],
+                    "tasks": [prepared.as_dict() for prepared in tasks],
+                    "suites": list(suites),
+                }
+            )
+        )
+        self.seconds: dict[tuple[str, str], float] = {}
+
+    def begin(self, resume: bool) -> None:
+        """Write down what is being run, or check that a resumed run is the same.
+
+        Raises:
+            ConfigError: naming the first difference.
+        """
+        path = self.folder / "eval.json"
+        if resume:
+            before = json.loads(path.read_text(encoding="utf-8"))
+            found = _first_difference(before, self.identity, "")
+            if found is not None:
+                key, old, new = found
+                raise ConfigError(
+                    f"--resume: {path} was begun with {key} = {old!r:.80}, now it is {new!r:.80}; repeat the command with the "
+                    "same settings, or choose another --out"
+                )
+            return
+        for prepared in self.tasks:
+            write_questions(self.folder, prepared)
+            write_text(
+                self.folder / "tasks" / f"{prepared.task.name}.yaml", prepared.task.path.read_text(encoding="utf-8")
+            )
+        write_json(path, self.identity)
+
+    def run(self, engine_for: EngineFor, on_event: OnEvent | None = None) -> EvaluationRecord:
+        """Sample and judge everything that is not on file yet; returns the record, which the caller writes."""
+        for variant in self.variants:
+            if all(self._complete(variant, prepared) for prepared in self.tasks):
+                continue
+            with engine_for(variant) as engine:
+                for prepared in self.tasks:
+                    self._sample(engine, variant, prepared, on_event)
+        infos = [self._info(prepared) for prepared in self.tasks]
+        results: list[TaskResult] = []
+        scores: dict[tuple[str, str], np.ndarray] = {}
+        for prepared in self.tasks:
+            for variant in self.variants:
+                results.append(self._judge(variant, prepared, scores, on_event))
+        averages = self._averages(scores)
+        for name in self.suites:
+            info, rows = self._ask_harness(name, on_event)
+            infos.append(info)
+            results += rows
+        return EvaluationRecord(
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            models=self.models,
+            tasks=tuple(infos),
+            results=tuple(results),
+            suites=averages,
+            seed=self.seed,
+            sandbox=self.judging.sandbox if any(self._grader(p) in CODE for p in self.tasks) else None,
+            versions=package_versions(),
+            seconds=sum(self.seconds.values()),
+            canary=self.canary,
+        ).with_adjusted_p()
+
+    def forget_grades(self) -> None:
+        """Drop the verdicts of this evaluation's graders, so that `run` judges every answer again."""
+        for prepared in self.tasks:
+            for variant in self.variants:
+                self._grades_path(variant, prepared).unlink(missing_ok=True)
+
+    @property
+    def sample_count(self) -> int:
+        """Answers to sample in all, those of the harness aside."""
+        return sum(
+            len(prepared.prompts) * variant.sampling(prepared.sampling).samples
+            for prepared in self.tasks
+            for variant in self.variants
+        )
+
+    def _ask_harness(self, name: str, on_event: OnEvent | None) -> tuple[TaskInfo, list[TaskResult]]:
+        assert self.harness is not None
+        rows: list[TaskResult] = []
+        adapter: np.ndarray | None = None
+        for variant in (variant for variant in self.variants if variant.control is None):
+
+            def report(done: int, total: int, variant: Variant = variant) -> None:
+                if on_event is not None:
+                    on_event("retention", variant, name, done, total)
+
+            measure = partial(self.harness, variant, name, report)
+            info, row, scores = retention_result(name, variant, self.folder, measure, adapter)
+            adapter = scores if variant.acts == "adapter" else adapter
+            rows.append(row)
+        return info, rows
+
+    def _samples_path(self, variant: Variant, prepared: Prepared) -> Path:
+        return self.folder / "samples" / variant.slug / f"{prepared.task.name}.jsonl"
+
+    def _grades_path(self, variant: Variant, prepared: Prepared) -> Path:
+        return self.folder / "grades" / self._grader(prepared) / variant.slug / f"{prepared.task.name}.jsonl"
+
+    def _complete(self, variant: Variant, prepared: Prepared) -> bool:
+        path = self._samples_path(variant, prepared)
+        wanted = len(prepared.prompts) * variant.sampling(prepared.sampling).samples
+        return path.exists() and path.read_bytes().count(b"\n") >= wanted
+
+    def _sample(self, engine: Engine, variant: Variant, prepared: Prepared, on_event: OnEvent | None) -> None:
+        began = time.monotonic()
+        name = prepared.task.name
+
+        def report(done: int, total: int) -> None:
+            if on_event is not None:
+                on_event("sampling", variant, name, done, total)
+
+        path = self._samples_path(variant, prepared)
+        draw_samples(engine, prepared.prompts, variant.sampling(prepared.sampling), path, report)
+        self.seconds[variant.name, name] = time.monotonic() - began
+
+    def _grader(self, prepared: Prepared) -> str:
+        return grader_for(prepared.task, self.grader)
+
+    def _judge(
+        self,
+        variant: Variant,
+        prepared: Prepared,
+        scores: dict[tuple[str, str], np.ndarray],
+        on_event: OnEvent | None,
+    ) -> TaskResult:
+        began = time.monotonic()
+        name, grader = prepared.task.name, self._grader(prepared)
+        sampling = variant.sampling(prepared.sampling)
+
+        class Stored:
+            """Gives nothing new: everything is on file by now."""
+
+            def generate(self, *_: Any, **__: Any) -> list[Sample]:
+                raise DataError(f"samples of {variant.name} on {name} are missing; run again with --resume")
+
+        samples = draw_samples(Stored(), prepared.prompts, sampling, self._samples_path(variant, prepared))
+        path = self._grades_path(variant, prepared)
+        grades = read_grades(path, samples)
+        if grades is None:
+
+            def report(done: int, total: int) -> None:
+                if on_event is not None:
+                    on_event("grading", variant, name, done, total)
+
+            questions = prepared.questions.questions
+            grades = judge(prepared.task, questions, samples, grader, self.judging, report)
+            write_grades(path, samples, grades)
+        scores[variant.name, name] = array = table_of(samples, grades, len(prepared.prompts), sampling.samples)
+        return task_result(
+            name,
+            variant.acts,
+            array,
+            question_ids=[question.id for question in prepared.questions.questions],
+            reasons=[grade.reason for grade in grades],
+            finish_reasons=[sample.finish_reason for sample in samples],
+            tokens=[len(sample.token_ids) for sample in samples],
+            answers=None if grader in CODE else _answers(samples, grades, len(prepared.prompts)),
+            adapter_scores=scores.get(("adapter", name)) if variant.name != "adapter" else None,
+            control=variant.control,
+            temperature=variant.temperature,
+            constant=variant.constant,
+            entropy=mean_entropy(samples),
+            seconds=self.seconds.get((variant.name, name), 0.0) + time.monotonic() - began,
+        )
+
+    def _info(self, prepared: Prepared) -> TaskInfo:
+        grader = self._grader(prepared)
+        return TaskInfo(
+            name=prepared.task.name,
+            version=str(prepared.task.version),
+            fingerprint=prepared.questions.fingerprint,
+            prompt_sha256=prepared.prompts_sha256,
+            dataset=prepared.questions.source,
+            dataset_revision=prepared.questions.revision,
+            grader=grader,
+            grader_version=grader_version(grader),
+            sampling=prepared.sampling,
+        )
+
+    def _averages(self, scores: dict[tuple[str, str], np.ndarray]) -> tuple[SuiteResult, ...]:
+        if len(self.tasks) < 2:
+            return ()
+        names = [prepared.task.name for prepared in self.tasks]
+        rows = []
+        for variant in self.variants:
+            ours = [scores[variant.name, name] for name in names]
+            comparison = None
+            if ("adapter", names[0]) in scores and variant.name != "adapter":
+                comparison = compare_suites(ours, [scores["adapter", name] for name in names])
+            rows.append(SuiteResult(variant.acts, suite_average(ours), variant.control, comparison))
+        return tuple(rows)
+
+
+def table_of(samples: Sequence[Sample], grades: Sequence[Grade], questions: int, count: int) -> np.ndarray:
+    """Scores [questions, count] of 0 and 1."""
+    array = np.zeros((questions, count))
+    for sample, grade in zip(samples, grades, strict=True):
+        array[sample.question, sample.sample] = float(grade.correct)
+    return array
+
+
+def mean_entropy(samples: Sequence[Sample]) -> float | None:
+    """Mean predictive entropy per token over all answers, nats; None where the engine does not measure it."""
+    total = tokens = 0.0
+    for sample in samples:
+        if sample.entropy is None:
+            return None
+        total += sample.entropy * len(sample.token_ids)
+        tokens += len(sample.token_ids)
+    return total / max(tokens, 1.0)
+
+
+def _answers(samples: Sequence[Sample], grades: Sequence[Grade], questions: int) -> list[list[str | None]]:
+    """Extracted answers for the vote; right answers count as one, however they are written."""
+    answers: list[list[str | None]] = [[] for _ in range(questions)]
+    for sample, grade in zip(samples, grades, strict=True):
+        answers[sample.question].append("✓" if grade.correct else grade.extracted)
+    return answers
+
+
+def _first_difference(old: Any, new: Any, key: str) -> tuple[str, Any, Any] | None:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in [*old, *(name for name in new if name not in old)]:
+            found = _first_difference(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+            if found is not None:
+                return found
+        return None
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for index, (left, right) in enumerate(zip(old, new, strict=True)):
+            found = _first_difference(left, right, f"{key}[{index}]")
+            if found is not None:
+                return found
+        return None
+    return None if old == new else (key, old, new)

@@ -1,0 +1,78 @@
+"""The process in which algebra runs: reads one job per line, answers one line, may be killed at any time.
+
+Started by `pool.py` as `python -m loragate.evaluation.grading.worker MODULE:FUNCTION MEMORY_MB`. It never outlives its
+caller: the end of its standard input ends it, and an alarm that the system delivers, even to native code, ends it when
+a job runs past its time and the caller is no longer there to kill it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+GRACE_S = 5
+
+
+def main() -> None:
+    """Serve jobs from standard input until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to handle; it then closes our input
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever a library prints must not look like a verdict
+    module, _, function = sys.argv[1].partition(":")
+    try:
+        judge = getattr(importlib.import_module(module), function)
+        _warm(function)
+    except ImportError as error:
+        _send(channel, {"failed": str(error)})
+        return
+    _limit_memory(int(sys.argv[2]))
+    _send(channel, {"ready": True})
+    for line in sys.stdin:
+        gold, text, tolerance, seconds = json.loads(line)
+        signal.alarm(int(seconds) + GRACE_S)
+        try:
+            correct, reason, extracted = judge(gold, text, tolerance)
+        except MemoryError:
+            os._exit(1)
+        except RecursionError:
+            correct, reason, extracted = False, "unparsed", text
+        signal.alarm(0)
+        _send(channel, {"correct": correct, "reason": reason, "extracted": extracted})
+
+
+def _warm(function: str) -> None:
+    """Import what the judge needs before the memory limit and the clock start."""
+    import loragate.evaluation.grading.judges as judges
+
+    if hasattr(judges, function):
+        import logging
+
+        import math_verify  # noqa: F401
+        import sympy  # noqa: F401
+
+        logging.disable(logging.CRITICAL)
+
+
+def _limit_memory(megabytes: int) -> None:
+    """Allow `megabytes` on top of what the process has mapped by now; a no-op where the system cannot tell."""
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        limit = pages * os.sysconf("SC_PAGE_SIZE") + megabytes * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _send(channel: object, message: dict[str, object]) -> None:
+    channel.write(json.dumps(message) + "\n")  # type: ignore[attr-defined]
+    channel.flush()  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,361 @@
+"""The record of an evaluation: what was measured, on what, with what, and what may be said about it.
+
+One JSON file holds everything that a report, a comparison or a later regrade needs, except the samples themselves. It is
+read strictly: an unknown key, a missing one or a value of the wrong kind is an error that names it, because a record that
+is read halfway gives a table that looks whole. Scores and shares are shares of 1, entropy is in nats per token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import platform
+import types
+import typing
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from loragate.errors import ConfigError, DataError, LoragateError, nearest
+from loragate.evaluation.aggregates import SuiteEstimate, dft_rounded_mean, majority_at_k, pass_at_k
+from loragate.evaluation.statistics import Difference, Estimate, average_at_k, check_scores, compare, holm
+from loragate.files import write_json
+from loragate.generation import SamplingConfig
+
+SCHEMA = 1
+PACKAGES = ("loragate", "torch", "transformers", "peft", "math-verify")
+Verdict = Literal["better", "worse", "no difference shown"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TaskInfo:
+    """What a task was when it was run: enough to tell whether two records may be compared.
+
+    `fingerprint` is of the questions and `prompt_sha256` of the prompt template; `sampling` is the task's own, from which
+    a control may depart in temperature.
+    """
+
+    name: str
+    version: str
+    fingerprint: str
+    prompt_sha256: str
+    dataset: str
+    dataset_revision: str | None
+    grader: str
+    grader_version: str
+    sampling: SamplingConfig
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """What one variant scored on one task.
+
+    Attributes:
+        task: its name.
+        variant: the weights that acted.
+        control: label of an untrained control ("T=0.6", "λ=0.5"), None for the variant itself.
+        temperature, constant: what the control changed: sampling temperature, one λ in place of all gates.
+        avg_at_k: the score.
+        dft_rounded: the score as the DFT evaluation code rounds it; for comparison with numbers published from it.
+        pass_at_k: by k.
+        majority_at_k: None where answers cannot vote, as with programs.
+        truncated: share of answers that met the length limit.
+        no_eos: share of answers that did not end with an end-of-sequence token; above `truncated` when answers were cut
+            at a stop string.
+        tokens: mean length of an answer.
+        entropy: mean along the answers; None where it was not measured.
+        reasons: number of samples by the grader's reason ("ok", "wrong", "no_box", ...).
+        question_ids, question_scores: per-question mean scores, in the same order in every variant.
+        comparison: difference to the plain adapter, paired by question; None for the adapter itself.
+        adjusted_p: the comparison's p after Holm's adjustment over all comparisons of the record.
+        seconds: sampling and grading.
+    """
+
+    task: str
+    variant: Literal["base", "adapter", "gated"]
+    avg_at_k: Estimate
+    dft_rounded: float
+    pass_at_k: dict[int, Estimate]
+    majority_at_k: Estimate | None
+    truncated: float
+    no_eos: float
+    tokens: float
+    entropy: float | None
+    reasons: dict[str, int]
+    question_ids: tuple[str, ...]
+    question_scores: tuple[float, ...]
+    control: str | None = None
+    temperature: float | None = None
+    constant: float | None = None
+    comparison: Difference | None = None
+    adjusted_p: float | None = None
+    seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Variant and control as printed: "gated", "adapter T=0.6"."""
+        return self.variant if self.control is None else f"{self.variant} {self.control}"
+
+    def __post_init__(self) -> None:
+        place, count, samples = f"{self.name} on {self.task}", self.avg_at_k.questions, self.avg_at_k.samples
+        if not len(self.question_ids) == len(self.question_scores) == len(set(self.question_ids)) == count:
+            raise DataError(
+                f"{place}: {len(self.question_ids)} question ids ({len(set(self.question_ids))} distinct) and "
+                f"{len(self.question_scores)} question scores; expected {count} of each, all ids distinct."
+            )
+        if not math.isclose(math.fsum(self.question_scores) / count, self.avg_at_k.mean, abs_tol=1e-9):
+            raise DataError(
+                f"{place}: the mean of question_scores is not avg_at_k.mean; the record was changed by hand."
+            )
+        if sum(self.reasons.values()) != count * samples:
+            raise DataError(
+                f"{place}: reasons count {sum(self.reasons.values())} samples, expected {count} x {samples}."
+            )
+
+
+@dataclass(frozen=True)
+class SuiteResult:
+    """The average of one variant over all tasks, and its paired difference to the adapter's."""
+
+    variant: Literal["base", "adapter", "gated"]
+    average: SuiteEstimate
+    control: str | None = None
+    comparison: Difference | None = None
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """All of an evaluation but its samples.
+
+    Attributes:
+        created: time of the evaluation's end, ISO 8601 with time zone.
+        models: {"base": id or path, "adapter": ..., "gated": ...}, as far as there were any.
+        tasks, results, suites: what was run and what came out.
+        seed: of sampling.
+        sandbox: tier in which programs ran; None if none did.
+        versions: of the packages and the machine's system; see `package_versions`.
+        seconds: of the whole evaluation.
+        canary: differences in logits that show that adapter and gates acted.
+        schema: of this file.
+    """
+
+    created: str
+    models: dict[str, str]
+    tasks: tuple[TaskInfo, ...]
+    results: tuple[TaskResult, ...]
+    seed: int
+    sandbox: str | None
+    versions: dict[str, str]
+    seconds: float
+    canary: dict[str, float]
+    suites: tuple[SuiteResult, ...] = ()
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        known = [task.name for task in self.tasks]
+        rows = Counter((result.name, result.task) for result in self.results)
+        for (name, task), count in rows.items():
+            if task not in known:
+                raise DataError(
+                    f"the result of {name} names the task {task!r}, which is not in tasks{nearest(task, known)}."
+                )
+            if count > 1:
+                raise DataError(f"{name} has {count} results on {task}; each variant is scored once per task.")
+
+    def find(self, task: str, variant: str = "gated", control: str | None = None) -> TaskResult:
+        """Return a result; raises `DataError`, naming those there are, when it is absent."""
+        for result in self.results:
+            if (result.task, result.variant, result.control) == (task, variant, control):
+                return result
+        name = variant if control is None else f"{variant} {control}"
+        found = ", ".join(f"{result.name} on {result.task}" for result in self.results) or "none"
+        raise DataError(f"the record has no result of {name} on {task}; it has: {found}.")
+
+    def with_adjusted_p(self) -> EvaluationRecord:
+        """Return the record with Holm-adjusted p-values over all comparisons among its results."""
+        compared = [index for index, result in enumerate(self.results) if result.comparison is not None]
+        adjusted = dict(zip(compared, holm([typing.cast(Difference, self.results[i].comparison).p for i in compared])))
+        results = (dataclasses.replace(result, adjusted_p=adjusted.get(i)) for i, result in enumerate(self.results))
+        return dataclasses.replace(self, results=tuple(results))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the file holds."""
+        return typing.cast(dict[str, Any], _plain(self))
+
+    @classmethod
+    def from_json(cls, value: Any, source: str = "record") -> EvaluationRecord:
+        """Return the record that `to_json` gave; `source` names it in errors.
+
+        Raises `DataError` for another schema, unknown or missing keys and values of the wrong kind.
+        """
+        schema = value.get("schema") if isinstance(value, dict) else None
+        if isinstance(schema, bool) or not isinstance(schema, int):
+            raise DataError(f"{source}: found no schema number; this is not an evaluation record of loragate.")
+        if schema != SCHEMA:
+            way_out = "upgrade loragate to read it" if schema > SCHEMA else "run the evaluation again"
+            raise DataError(f"{source}: schema {schema} is not known to this version, which reads {SCHEMA}; {way_out}.")
+        return _parse(cls, value, source)
+
+
+def write_record(record: EvaluationRecord, path: str | Path) -> None:
+    """Write the record to `path` as JSON, atomically."""
+    write_json(Path(path), record.to_json())
+
+
+def read_record(path: str | Path) -> EvaluationRecord:
+    """Return the record in a file; raises `DataError`, naming file and key, for anything else."""
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}. Run `loragate eval` to make a record.") from None
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON ({error}); restore the file or run the evaluation again.") from None
+    return EvaluationRecord.from_json(value, str(path))
+
+
+def task_result(
+    task: str,
+    variant: Literal["base", "adapter", "gated"],
+    scores: ArrayLike,
+    *,
+    question_ids: Sequence[str],
+    reasons: Sequence[str],
+    finish_reasons: Sequence[str],
+    tokens: Sequence[int],
+    answers: Sequence[Sequence[Hashable | None]] | None = None,
+    adapter_scores: ArrayLike | None = None,
+    ended: Sequence[bool] | None = None,
+    **others: Any,
+) -> TaskResult:
+    """Return what `scores` [Q, K] of 0 and 1 amount to.
+
+    Args:
+        question_ids: [Q].
+        reasons, finish_reasons, tokens: one entry per sample, Q*K in all; a finish reason "length" is a truncation.
+        answers: extracted answers [Q][K] for the majority vote; None leaves it out.
+        adapter_scores: the plain adapter's scores on the same questions, to be compared with.
+        ended: whether each sample ended with an end-of-sequence token; by default all that were not truncated.
+        others: further fields of `TaskResult`: control, temperature, constant, entropy, seconds.
+
+    Raises `DataError` for shapes that do not fit.
+    """
+    array = check_scores(scores, "scores")
+    for name, entries in (
+        ("reasons", reasons),
+        ("finish_reasons", finish_reasons),
+        ("tokens", tokens),
+        ("ended", ended),
+    ):
+        if entries is not None and len(entries) != array.size:
+            raise DataError(f"{name} has {len(entries)} entries; expected {array.size}, one per sample.")
+    truncated = float(np.mean([reason == "length" for reason in finish_reasons]))
+    samples = array.shape[1]
+    return TaskResult(
+        task=task,
+        variant=variant,
+        avg_at_k=average_at_k(array),
+        dft_rounded=dft_rounded_mean(array),
+        pass_at_k={k: pass_at_k(array, k) for k in sorted({*(2**i for i in range(samples.bit_length())), samples})},
+        majority_at_k=None if answers is None else majority_at_k(answers, array),
+        truncated=truncated,
+        no_eos=truncated if ended is None else 1 - float(np.mean(ended)),
+        tokens=float(np.mean(tokens)),
+        reasons=dict(sorted(Counter(reasons).items())),
+        question_ids=tuple(question_ids),
+        question_scores=tuple(array.mean(axis=1).tolist()),
+        comparison=None if adapter_scores is None else compare(array, adapter_scores),
+        **{"entropy": None, **others},
+    )
+
+
+def verdict(difference: Difference, alpha: float = 0.05, p: float | None = None) -> Verdict:
+    """Return what a comparison shows: "better" or "worse" only where p and the 95 % interval both say so.
+
+    `p` takes the place of the difference's own, as after Holm's adjustment. "no difference shown" does not mean equal.
+    Raises `ConfigError` for an `alpha` outside (0, 0.05], above which the interval would decide alone.
+    """
+    if not 0 < alpha <= 0.05:
+        raise ConfigError(f"alpha is {alpha}; give a level above 0 and at most 0.05, the level of the interval.")
+    if (difference.p if p is None else p) > alpha:
+        return "no difference shown"
+    return "better" if difference.low > 0 else "worse" if difference.high < 0 else "no difference shown"
+
+
+def package_versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Return the versions of Python, the system and the installed ones of `packages`, "absent" for the others."""
+    versions = {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
+    for package in packages:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "absent"
+    return versions
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses, tuples and numbers of numpy as what JSON knows; the names of fields become keys."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        raise DataError(
+            f"found {value} in a record; every figure in it must be finite, and None where it is not known."
+        )
+    return value
+
+
+def _parse(kind: Any, value: Any, place: str) -> Any:
+    """`value` as an instance of the annotation `kind`, or a `DataError` that names `place`."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return _parse_fields(typing.cast(type, kind), value, place)
+    if origin in (typing.Union, types.UnionType):
+        (inner,) = (argument for argument in arguments if argument is not type(None))
+        return None if value is None else _parse(inner, value, place)
+    if origin is Literal and value in arguments:
+        return value
+    if origin is tuple and isinstance(value, list):
+        return tuple(_parse(arguments[0], item, f"{place}[{index}]") for index, item in enumerate(value))
+    if origin is dict and isinstance(value, dict):
+        whole = arguments[0] is int
+        if whole and not all(key.isdecimal() for key in value):
+            raise DataError(f"{place}: found the keys {', '.join(value)}; expected whole numbers.")
+        return {int(key) if whole else key: _parse(arguments[1], item, f"{place}.{key}") for key, item in value.items()}
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    if kind in (int, str) and type(value) is kind:
+        return value
+    expected = (
+        " or ".join(map(repr, arguments)) if origin is Literal else getattr(origin or kind, "__name__", str(kind))
+    )
+    raise DataError(f"{place}: found {value!r:.80}, expected {expected}; restore the file or run the evaluation again.")
+
+
+def _parse_fields(kind: type[T], value: Any, place: str) -> T:
+    if not isinstance(value, dict):
+        raise DataError(f"{place}: found {value!r:.80}, expected an object with the keys of {kind.__name__}.")
+    hints = typing.get_type_hints(kind)
+    names = [item.name for item in dataclasses.fields(typing.cast(Any, kind))]
+    for key in value:
+        if key not in names:
+            raise DataError(f"{place}: unknown key {key!r}{nearest(key, names)}; remove it, or upgrade loragate.")
+    for name in names:
+        if name not in value:
+            raise DataError(f"{place}: the key {name!r} is missing; restore the file or run the evaluation again.")
+    parsed = {name: _parse(hints[name], value[name], f"{place}.{name}") for name in names}
+    try:
+        return kind(**parsed)
+    except LoragateError as error:
+        raise DataError(f"{place}: {error}") from None

@@ -1,0 +1,28 @@
+"""Programs written by a model, run where they can do no harm and judged where they cannot cheat."""
+
+from loragate.evaluation.sandbox.code import CodeTask, grade_code, grade_codes, humaneval_program, mbpp_program
+from loragate.evaluation.sandbox.extract import extract_code
+from loragate.evaluation.sandbox.limits import Limits, ProgramResult, SandboxError
+from loragate.evaluation.sandbox.programs import Checks, Item, run_program, run_programs, run_tests
+from loragate.evaluation.sandbox.self_test import available_tiers, probe
+from loragate.evaluation.sandbox.tiers import TIERS
+
+__all__ = [
+    "TIERS",
+    "Checks",
+    "CodeTask",
+    "Item",
+    "Limits",
+    "ProgramResult",
+    "SandboxError",
+    "available_tiers",
+    "extract_code",
+    "grade_code",
+    "grade_codes",
+    "humaneval_program",
+    "mbpp_program",
+    "probe",
+    "run_program",
+    "run_programs",
+    "run_tests",
+]

@@ -1,0 +1,122 @@
+"""The side of a code task that runs the model's program, and nothing else.
+
+It holds no test, no expected value and no nonce; it answers calls that arrive one by one from the process that holds
+them, and nothing it says is believed beyond the plain values it returns.
+"""
+
+import builtins
+import sys
+import types
+
+from loragate.evaluation.sandbox.harness.confine import confine, describe, flush_output, reason_of, report
+from loragate.evaluation.sandbox.harness.wire import Closed, decode, encode, receive, send
+
+
+class Server:
+    """Answers the checker's requests about one module."""
+
+    def __init__(self, module):
+        self.module = module
+        self.objects = []
+        self.numbers = {}
+
+    def handle(self, value):
+        """The form of an object that stays here; the same object always has the same number."""
+        number = self.numbers.get(id(value))
+        if number is None:
+            number = self.numbers[id(value)] = len(self.objects)
+            self.objects.append(value)
+        kind = "iterator" if hasattr(type(value), "__next__") else "callable" if callable(value) else "object"
+        return {"h": [number, kind, type(value).__name__]}
+
+    def object(self, content):
+        """The object of a handle that has come back."""
+        return self.objects[content[0]]
+
+    def answer(self, request):
+        """Return ["value", form], ["missing"] or ["raised", class names, text, reason]."""
+        try:
+            action, *parts = request
+            if action == "name":
+                (name,) = parts
+                if name not in self.module.__dict__:
+                    return ["missing"]
+                value = self.module.__dict__[name]
+            else:
+                value = self.act(action, [decode(part, self.object) for part in parts])
+            return ["value", encode(value, self.handle)]
+        except BaseException as error:
+            names = [kind.__name__ for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind]
+            return ["raised", names, describe(error), reason_of(error)]
+
+    def act(self, action, parts):
+        """Do one thing to an object that lives here."""
+        if action == "call":
+            function, positional, named = parts
+            return function(*positional, **named)
+        if action == "get":
+            return getattr(*parts)
+        if action == "set":
+            return setattr(*parts)
+        if action == "item":
+            return parts[0][parts[1]]
+        if action == "set item":
+            parts[0][parts[1]] = parts[2]
+            return None
+        if action == "length":
+            return len(parts[0])
+        if action == "iter":
+            return Iteration(iter(parts[0]))
+        if action == "next":
+            # A batch for a list's worth of values; one for what may be endless or have effects.
+            items = []
+            for item in parts[0].items if isinstance(parts[0], Iteration) else parts[0]:
+                items.append(item)
+                if len(items) >= parts[1]:
+                    break
+            return items
+        if action == "bool":
+            return bool(parts[0])
+        return str(parts[0]) if action == "str" else repr(parts[0])
+
+
+class Iteration:
+    """An iterator that crosses as an object, so that asking for it takes nothing from it."""
+
+    def __init__(self, items):
+        self.items = items
+
+
+def main(control, channel):
+    """Run the program that the host sends on `control`, then answer the checker on `channel`."""
+    request = receive(control)
+    confine(request["confine"])
+    send(control, ["ready"])
+    module = types.ModuleType("candidate")
+    sys.modules["candidate"] = module
+    try:
+        code = compile(request["source"], "<program>", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
+        report(control, error, "memory" if isinstance(error, MemoryError) else "syntax")
+        return
+    try:
+        exec(code, module.__dict__)
+    except BaseException as error:
+        reason = reason_of(error)
+        flush_output()
+        report(control, error, "error" if reason == "wrong" else reason)
+        return
+    send(channel, ["loaded"])
+    server = Server(module)
+    while True:
+        try:
+            request = receive(channel)
+        except Closed:
+            return
+        answer = server.answer(request)
+        try:
+            send(channel, answer)
+        except Closed:
+            return
+        except Exception as error:
+            send(channel, ["raised", ["ValueError"], f"a result that cannot be sent: {describe(error)}", "output"])

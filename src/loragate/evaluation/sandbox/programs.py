@@ -1,0 +1,182 @@
+"""Running programs that a model has written: one alone, one against tests that it cannot reach, or many at once."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from loragate.evaluation.sandbox.child import Child
+from loragate.evaluation.sandbox.limits import Limits, ProgramResult
+from loragate.evaluation.sandbox.self_test import root_style_of
+from loragate.evaluation.sandbox.supervise import Watch
+from loragate.evaluation.sandbox.tiers import launch
+
+# The tests of one HumanEval+ problem hold thousands of expected values, and numpy to compare them with.
+CHECKER_MEMORY_MB = 4096
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What a program is held against.
+
+    Attributes:
+        source: Python that asserts; it calls the program's functions by their names.
+        names: names that it takes from the program. Plain values are copied; all else stays in the program's process.
+        required: those of them without which it makes no sense to begin; they hide built-ins of the same name.
+        before: Python that runs first, on the side of the tests.
+    """
+
+    source: str
+    names: tuple[str, ...]
+    required: tuple[str, ...] = ()
+    before: str = ""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One program for `run_programs`: free-form, or with checks."""
+
+    source: str
+    checks: Checks | None = None
+    limits: Limits = field(default_factory=Limits)
+
+
+def run_program(
+    source: str,
+    timeout_s: float = 10,
+    tier: str = "bubblewrap",
+    *,
+    limits: Limits | None = None,
+    cancel: threading.Event | None = None,
+) -> ProgramResult:
+    """Run a program that contains its own asserts; it passes only if it ran to its end.
+
+    The exit code says nothing. A random number, fresh per run and not in the program's process until its last
+    statement is done, has to come back. A program that exits, prints or looks for the number does not pass; one that
+    sets out to imitate the harness, or whose objects claim to equal everything, can: use `run_tests` where it matters.
+
+    Args:
+        source: Python.
+        timeout_s: wall time in seconds.
+        tier: a name in `TIERS`.
+        limits: the other limits; `timeout_s` stands for its `seconds`.
+        cancel: set by another thread to kill the program.
+
+    Raises:
+        SandboxError: when the tier does not work here.
+        ConfigError: for an unknown tier or a limit that makes no sense.
+    """
+    style = root_style_of(tier)
+    return _one_process(source, replace(limits or Limits(), seconds=timeout_s), tier, style, cancel)
+
+
+def run_tests(
+    program: str,
+    checks: Checks,
+    tier: str = "bubblewrap",
+    *,
+    limits: Limits | None = None,
+    cancel: threading.Event | None = None,
+) -> ProgramResult:
+    """Hold `program` against `checks` that run in another sandboxed process.
+
+    Only calls go over, and only plain values come back, so that the program sees neither an expected value nor the
+    comparison. Changes that a function makes to its arguments stay on its side. Arguments must be built-in values (or
+    the program's own objects); a function or class that only the tests define cannot be passed.
+
+    Raises as `run_program`.
+    """
+    return _two_processes(program, checks, limits or Limits(), tier, root_style_of(tier), cancel)
+
+
+def run_programs(
+    items: Iterable[Item],
+    workers: int = 1,
+    on_progress: Callable[[int, int], None] | None = None,
+    tier: str = "bubblewrap",
+) -> list[ProgramResult]:
+    """Run many programs, `workers` at a time; the results are in the order of `items`.
+
+    `on_progress` is called with (programs done, programs in all). An interrupt kills what runs and starts no more.
+    """
+    style = root_style_of(tier)
+    cancel = threading.Event()
+
+    def work(item: Item) -> ProgramResult:
+        if item.checks is None:
+            return _one_process(item.source, item.limits, tier, style, cancel)
+        return _two_processes(item.source, item.checks, item.limits, tier, style, cancel)
+
+    return run_many(work, list(items), workers, on_progress, cancel)
+
+
+def run_many(
+    work: Callable[[Any], Any],
+    items: Sequence[Any],
+    workers: int,
+    on_progress: Callable[[int, int], None] | None,
+    cancel: threading.Event,
+) -> list[Any]:
+    """Map `work` over `items` in threads; whatever ends this early sets `cancel` and waits for the threads."""
+    with ThreadPoolExecutor(max_workers=max(workers, 1)) as pool:
+        jobs = [pool.submit(work, item) for item in items]
+        try:
+            for done, job in enumerate(as_completed(jobs), start=1):
+                job.result()
+                if on_progress is not None:
+                    on_progress(done, len(jobs))
+        except BaseException:
+            cancel.set()
+            for job in jobs:
+                job.cancel()
+            raise
+    return [job.result() for job in jobs]
+
+
+def _one_process(source: str, limits: Limits, tier: str, style: str, cancel: threading.Event | None) -> ProgramResult:
+    nonce = secrets.token_hex(16)
+    child = Child("program", launch(tier, limits, root_style=style), limits, {"source": source})
+    return _finish([child], child, child, nonce, True, tier, "one process", cancel)
+
+
+def _two_processes(
+    program: str, checks: Checks, limits: Limits, tier: str, style: str, cancel: threading.Event | None
+) -> ProgramResult:
+    nonce = secrets.token_hex(16)
+    checker_limits = replace(limits, memory_mb=max(limits.memory_mb, CHECKER_MEMORY_MB))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        candidate = Child("candidate", launch(tier, limits, root_style=style), limits, {"source": program}, ours)
+        try:
+            request: dict[str, Any] = {"before": checks.before, "names": checks.names, "required": checks.required}
+            request |= {"tests": checks.source, "nonce": nonce}
+            way = launch(tier, checker_limits, root_style=style)
+            checker = Child("checker", way, checker_limits, request, theirs)
+        except BaseException:
+            candidate.kill()
+            raise
+    return _finish([candidate, checker], checker, candidate, nonce, False, tier, "two processes", cancel)
+
+
+def _finish(
+    children: list[Child],
+    judge: Child,
+    author: Child,
+    nonce: str,
+    handed_out: bool,
+    tier: str,
+    mode: str,
+    cancel: threading.Event | None,
+) -> ProgramResult:
+    try:
+        verdict = Watch(children, judge, nonce, handed_out, cancel).verdict()
+    finally:
+        for child in children:
+            child.kill()
+    tail = author.tail.decode("utf-8", "replace")
+    return ProgramResult(verdict.reason == "ok", verdict.reason, tier, mode, verdict.seconds, verdict.detail, tail)

@@ -1,0 +1,169 @@
+"""The three tiers of isolation as command lines, and which of them work here.
+
+A tier is never exchanged for a lower one silently: what is asked for works, or there is an error which says what to
+install and which flag lowers the tier.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+import shutil
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from loragate.errors import ConfigError, nearest
+from loragate.evaluation.sandbox.limits import Limits, SandboxError
+from loragate.evaluation.sandbox.seccomp import filter_program
+
+TIERS = {
+    "bubblewrap": "no network, read-only system, private /tmp, no privileges, own processes, limits",
+    "namespaces": "no network, own processes, limits; the file system is NOT protected",
+    "rlimits": "limits only; NOT isolated",
+}
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    # Verdicts must not depend on the order of sets, nor on how many cores compute a sum.
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start one confined interpreter.
+
+    Attributes:
+        command: the words before the interpreter's.
+        uid: user id that the harness changes to, or None to keep its own.
+        count_processes: whether the kernel's limit on processes counts this program's alone.
+        filter: a filter over system calls, for `--seccomp`, or None.
+        own_files: whether it has a file tree and a /tmp of its own.
+    """
+
+    command: tuple[str, ...]
+    uid: int | None
+    count_processes: bool
+    filter: bytes | None
+    own_files: bool = False
+
+
+def known_tier(tier: str) -> str:
+    """Return `tier`; raises `ConfigError` for a name that is not one of `TIERS`."""
+    if tier not in TIERS:
+        raise ConfigError(f"There is no sandbox tier {tier!r}{nearest(tier, TIERS)}; known: {', '.join(TIERS)}")
+    return tier
+
+
+def interpreter() -> list[str]:
+    """The words that start this Python with nothing but its standard library."""
+    return [os.path.realpath(sys.executable), "-s", "-P", "-S", "-B"]
+
+
+@functools.cache
+def package_folders() -> tuple[str, ...]:
+    """The folders of installed packages, without those that .pth files add (a checkout, say)."""
+    folders = (sysconfig.get_path(name) for name in ("purelib", "platlib"))
+    return tuple(dict.fromkeys(folder for folder in folders if folder and os.path.isdir(folder)))
+
+
+def launch(tier: str, limits: Limits, *, root_style: str = "drop") -> Launch:
+    """Return how to start one program in `tier`.
+
+    `root_style` matters for root under bubblewrap: "drop" starts with full rights and changes to a user id that
+    nobody else has, fresh per program; "namespace" is for containers whose root may not, and is how other users run.
+    """
+    if tier == "rlimits":
+        # The kernel would count all processes of the user, most of which are not the program's.
+        return Launch((), None, False, None)
+    if tier == "namespaces":
+        words = "unshare --user --map-root-user --net --pid --ipc --uts --fork --mount-proc --kill-child"
+        return Launch(tuple(words.split()), None, os.geteuid() != 0, None)
+    drop = os.geteuid() == 0 and root_style == "drop"
+    return Launch(_bubblewrap(limits, drop), _unused_uid() if drop else None, True, filter_program(), True)
+
+
+def missing(tier: str) -> str | None:
+    """Return why `tier` cannot even be tried here, or None."""
+    if sys.platform != "linux" and tier != "rlimits":
+        return f"the {tier} tier needs Linux and this is {sys.platform}"
+    if os.name != "posix":
+        return f"the {tier} tier needs a POSIX system and this is {sys.platform}"
+    program = {"bubblewrap": "bwrap", "namespaces": "unshare"}.get(tier)
+    if program and not shutil.which(program):
+        package = {"bwrap": "bubblewrap", "unshare": "util-linux"}[program]
+        return f"there is no `{program}` here; install it with `apt install {package}`"
+    return None
+
+
+def refusal(tier: str, reason: str) -> SandboxError:
+    """The error for a tier that does not work, with the ways out."""
+    lower = list(TIERS)[list(TIERS).index(tier) + 1 :]
+    ways = "; ".join(f"--sandbox {name} ({TIERS[name]})" for name in lower)
+    advice = f" Mend that, or run programs with less protection: {ways}." if ways else ""
+    return SandboxError(f"Model-written programs cannot run in the sandbox tier '{tier}': {reason}.{advice}")
+
+
+def _bubblewrap(limits: Limits, drop: bool) -> tuple[str, ...]:
+    size = str(limits.file_mb * 1024 * 1024)
+    words = ["bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    if drop:
+        words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        words += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+    words += ["--ro-bind", "/usr", "/usr"]
+    for folder in ("/bin", "/lib", "/lib64", "/lib32", "/libx32"):
+        if os.path.islink(folder):
+            words += ["--symlink", os.readlink(folder), folder]
+        elif os.path.isdir(folder):
+            words += ["--ro-bind", folder, folder]
+    words += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    words += ["--ro-bind-try", "/etc/alternatives", "/etc/alternatives", "--ro-bind-try", "/nix/store", "/nix/store"]
+    words += ["--proc", "/proc", "--dev", "/dev"]
+    for folder in ("/dev/shm", "/tmp"):
+        words += ["--perms", "1777", "--size", size, "--tmpfs", folder]
+    words += _read_only_folders()
+    # The root of the new tree is a tmpfs too, without a limit of its own.
+    return (*words, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--")
+
+
+def _read_only_folders() -> list[str]:
+    """Bind the interpreter and its packages, and nothing that lies beside them."""
+    folders = [os.path.realpath(folder) for folder in (sys.base_prefix, sys.base_exec_prefix)]
+    folders += [str(Path(interpreter()[0]).parent), *package_folders()]
+    words: list[str] = []
+    bound: list[Path] = [Path("/usr")]
+    for folder in map(Path, dict.fromkeys(folders)):
+        if any(folder == outer or outer in folder.parents for outer in bound):
+            continue
+        if folder in (Path("/"), Path.home()):
+            raise SandboxError(f"Python is installed in {folder} itself, which a sandbox must not show to programs")
+        for parent in reversed(folder.parents[:-1]):
+            # Made by hand: those that bubblewrap makes cannot be passed by other users.
+            if parent not in (Path("/tmp"), *bound):
+                words += ["--perms", "0755", "--dir", str(parent)]
+        words += ["--ro-bind", str(folder), str(folder)]
+        bound.append(folder)
+    return words
+
+
+@functools.cache
+def _mapped_ids() -> tuple[int, int]:
+    """The widest stretch of user ids that exist here: first, and how many."""
+    lines = Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines()
+    stretches = [tuple(map(int, line.split())) for line in lines]
+    first, _, count = max(stretches, key=lambda stretch: stretch[2])
+    return first, min(count, 2**31 - 2)
+
+
+def _unused_uid() -> int:
+    """A user id in the upper half of what there is: it owns no file, and its processes are counted apart."""
+    first, count = _mapped_ids()
+    return first + count // 2 + secrets.randbelow(max(count // 2, 1))

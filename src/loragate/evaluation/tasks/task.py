@@ -1,0 +1,163 @@
+"""What a task is: a frozen description that says everything about how its questions are asked and judged.
+
+Two runs are comparable when their tasks have the same fingerprint. Prose (`paper`, `notes`) and the place of the file do
+not count towards it; the pinned revision does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SUITES = ("math", "code", "retention", "arithmetic", "tiny")
+METRICS = ("avg@k", "pass@1", "lm-eval")
+ENGINES = ("loragate", "lm-eval")
+# which extractors can feed a grader; the first is the default
+EXTRACTORS_OF = {
+    "default": ("boxed",),
+    "math_verify": ("boxed",),
+    "dft": ("boxed",),
+    "choice": ("choice",),
+    "exact": ("exact", "boxed"),
+    "humaneval": ("code", "completion"),
+    "mbpp": ("code",),
+    "tiny": ("none",),
+}
+# keys that a task of an engine must leave out
+WITHOUT_EFFECT = {
+    "loragate": ("harness",),
+    "lm-eval": ("columns", "system", "prompt", "raw", "generation", "extractor", "grader", "metric"),
+}
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Where the questions come from: exactly one of `hub`, `file` and `generator`.
+
+    Attributes:
+        hub: data set id on the hub, "owner/name".
+        config: configuration of the hub data set.
+        split: split of the hub data set.
+        revision: commit of the hub data set; None follows its main branch.
+        file: .jsonl, .json or .parquet file; relative to the task's file.
+        generator: "arithmetic", "tiny" or "tiny_retention".
+        rows: number of rows of the full set; None when it is open.
+        license: as stated by the card; None when none is stated.
+        schema: column -> type (see `schema`); other columns are allowed.
+    """
+
+    hub: str | None = None
+    config: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    file: str | None = None
+    generator: str | None = None
+    rows: int | None = None
+    license: str | None = None
+    schema: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How answers are sampled.
+
+    Attributes:
+        samples: samples per question.
+        temperature: 0 is greedy.
+        top_p: nucleus mass.
+        max_new_tokens: limit in tokens.
+        stop: texts that end an answer; for raw completion only.
+    """
+
+    samples: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_new_tokens: int = 1024
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Harness:
+    """A task that lm-evaluation-harness asks and scores.
+
+    Attributes:
+        task: the harness's own name of the task or group.
+        metric: the figure to report, as the harness names it.
+        num_fewshot: worked examples in the prompt.
+        max_gen_toks: limit in tokens; None for tasks scored by likelihood.
+    """
+
+    task: str
+    metric: str
+    num_fewshot: int = 0
+    max_gen_toks: int | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task, as read from its file.
+
+    Attributes:
+        name: unique short name.
+        version: raised whenever the questions, the prompt or the judging change.
+        suite: "math", "code", "retention", "arithmetic" or "tiny".
+        dataset: where the questions come from.
+        columns: our names (`id`, `question`, `gold`) -> candidates, each a column or a template; the first that a row
+            can fill is used.
+        prompt: template of the user's turn, over the row's columns and `question`.
+        system: system message, or None for none.
+        raw: plain completion, without the chat template.
+        generation: how answers are sampled.
+        extractor: "boxed", "choice", "exact", "code", "completion" or "none".
+        grader: a key of `EXTRACTORS_OF`, or "lm-eval".
+        metric: "avg@k", "pass@1" or "lm-eval".
+        engine: "loragate", or "lm-eval" for a task that the harness runs.
+        harness: set when the engine is "lm-eval".
+        variant_of: a task of which this is another form; suites leave it out.
+        paper: what the paper or its code states about this task.
+        notes: anything a reader of a score should know.
+        path: the file this was read from.
+    """
+
+    name: str
+    version: int
+    suite: str
+    dataset: Dataset
+    columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    prompt: str = ""
+    system: str | None = None
+    raw: bool = False
+    generation: Generation = field(default_factory=Generation)
+    extractor: str = "none"
+    grader: str = "lm-eval"
+    metric: str = "lm-eval"
+    engine: str = "loragate"
+    harness: Harness | None = None
+    variant_of: str | None = None
+    paper: str = ""
+    notes: str = ""
+    path: Path = Path()
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of the resolved content, without prose and place."""
+        content = self.as_dict()
+        for name in ("paper", "notes"):
+            del content[name]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able content, as results record it: written as YAML it is the same task again, wherever its file lies."""
+        content = dataclasses.asdict(dataclasses.replace(self, path=Path()))
+        for name in ("path", *WITHOUT_EFFECT[self.engine]):
+            del content[name]
+        return content
+
+    def with_revision(self, revision: str) -> Task:
+        """The same task on another revision of its hub data set."""
+        return dataclasses.replace(self, dataset=dataclasses.replace(self.dataset, revision=revision))

@@ -1,0 +1,122 @@
+"""What is scored side by side: base, adapter, gated adapter, and the controls that need no training.
+
+All of them are one model in memory under different context managers, so they share prompts, random streams and weights.
+A variant says nothing about tasks; it is a name, a temperature and what must be done to the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from loragate.errors import ConfigError, nearest
+from loragate.gates import GateConfig, attach_gates, detach_gates, gate_override, gates_disabled
+from loragate.generation import SamplingConfig
+
+Kind = Literal["base", "adapter", "gated"]
+CONTROLS = ("none", "cheap")
+COOLER = (0.6, 0.3)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of the comparison.
+
+    Attributes:
+        acts: which weights act: "base", "adapter" or "gated".
+        control: label of an untrained control ("T=0.6", "λ=0.5"); None for the weights as they are.
+        temperature: sampling temperature in place of the task's; 0 is greedy; None keeps the task's.
+        constant: one λ in place of all gates; None leaves them.
+    """
+
+    acts: Kind
+    control: str | None = None
+    temperature: float | None = None
+    constant: float | None = None
+
+    @property
+    def name(self) -> str:
+        """As printed: "gated", "adapter T=0.6"."""
+        return self.acts if self.control is None else f"{self.acts} {self.control}"
+
+    @property
+    def slug(self) -> str:
+        """As part of a file name."""
+        return self.name.replace(" ", "-").replace("=", "").replace("λ", "lambda")
+
+    def sampling(self, config: SamplingConfig) -> SamplingConfig:
+        """The task's sampling with this row's temperature; greedy decoding draws one sample."""
+        if self.temperature is None:
+            return config
+        samples = 1 if self.temperature == 0 else config.samples
+        return replace(config, temperature=self.temperature, samples=samples)
+
+
+def variants_for(kind: Kind, controls: str = "cheap", constants: Sequence[float] = (0.5,)) -> list[Variant]:
+    """The rows for a base model, a plain adapter or a gated adapter; the adapter comes first, as others refer to it.
+
+    Args:
+        kind: what was loaded.
+        controls: "cheap" adds the adapter at lower temperatures, greedy, and with one constant λ; "none" leaves them out.
+        constants: the constant λ of the cheap controls.
+
+    Raises:
+        ConfigError: for an unknown set of controls, or a constant that is a row of its own.
+    """
+    if controls not in CONTROLS:
+        raise ConfigError(f"--controls {controls}: expected {' or '.join(CONTROLS)}{nearest(controls, CONTROLS)}")
+    if kind == "base":
+        return [Variant("base")]
+    rows = [Variant("adapter"), Variant("base")]
+    if kind == "gated":
+        rows.append(Variant("gated"))
+    if controls == "cheap":
+        rows += [Variant("adapter", f"T={value:g}", temperature=value) for value in COOLER]
+        rows.append(Variant("adapter", "greedy", temperature=0.0))
+        for value in constants:
+            if value in (0, 1) or not math.isfinite(value):
+                raise ConfigError(f"--constants {value:g}: λ = 0 is the base and λ = 1 the adapter; give other numbers")
+            rows.append(Variant("adapter", f"λ={value:g}", constant=value))
+    return rows
+
+
+@contextmanager
+def acting(model: Any, variant: Variant, kind: Kind) -> Iterator[None]:
+    """The loaded model as this variant inside the context; left as it was found.
+
+    Raises:
+        ConfigError: for a variant that the loaded model cannot be.
+    """
+    if kind == "base" and variant.acts != "base":
+        raise ConfigError(f"{variant.name} cannot be scored: the model has no adapter")
+    if variant.acts == "gated" and kind != "gated":
+        raise ConfigError(f"{variant.name} cannot be scored: the adapter carries no gates")
+    if variant.acts == "base":
+        if kind == "base":
+            yield
+        else:
+            with model.disable_adapter():
+                yield
+    elif variant.constant is not None:
+        with _constant(model, variant.constant, gated=kind == "gated"):
+            yield
+    elif variant.acts == "adapter" and kind == "gated":
+        with gates_disabled(model):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def _constant(model: Any, value: float, *, gated: bool) -> Iterator[None]:
+    if not gated:
+        attach_gates(model, GateConfig(min(value, -1.0), max(value, 2.0)))
+    try:
+        with gate_override(model, constant=value):
+            yield
+    finally:
+        if not gated:
+            detach_gates(model)

@@ -1,0 +1,91 @@
+"""What every engine does before and after the model runs: token ids, stop tokens, open samples, text.
+
+The engines share these functions so that they accept the same prompts, end an answer at the same tokens and return the
+same text for the same token ids. Nothing here knows how a token is drawn or which program runs the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from loragate.errors import ConfigError, DataError
+
+
+def find_stop_token_ids(tokenizer: Any, generation_config: Any, extra: Collection[int] = ()) -> frozenset[int]:
+    """Return the end-of-sequence tokens of the tokenizer and of the model's generation config, and the `extra` ones.
+
+    Raises `ConfigError` when there is none: no answer could ever end.
+    """
+    found = set(extra)
+    for declared in (tokenizer.eos_token_id, getattr(generation_config, "eos_token_id", None)):
+        if declared is not None:
+            found.update([declared] if isinstance(declared, int) else declared)
+    if not found:
+        raise ConfigError(
+            "Neither the tokenizer nor the model's generation config names an end-of-sequence token, so no answer could "
+            "ever stop; pass stop_token_ids."
+        )
+    return frozenset(found)
+
+
+def tokenize_prompts(
+    tokenizer: Any, prompts: Sequence[str], max_new_tokens: int, positions: int | None
+) -> list[list[int]]:
+    """Return the token ids of each prompt, to which the tokenizer adds nothing.
+
+    Raises `DataError` for an empty list, an empty prompt or one that leaves fewer than `max_new_tokens` of the model's
+    `positions` (None: unlimited).
+    """
+    if isinstance(prompts, str) or not len(prompts):
+        raise DataError(f"generate was given {prompts!r}; it needs a list with at least one rendered prompt.")
+    prompt_ids: list[list[int]] = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
+    for index, ids in enumerate(prompt_ids):
+        if not ids:
+            raise DataError(f"Prompt {index} is empty: the model needs at least one token to continue from.")
+        if positions is not None and len(ids) + max_new_tokens > positions:
+            room = positions - len(ids)
+            remedy = f"set max_new_tokens to {room} or less" if room > 0 else "drop or shorten it"
+            raise DataError(
+                f"Prompt {index} has {len(ids)} tokens; with max_new_tokens={max_new_tokens} it would pass "
+                f"the model's {positions} positions: {remedy}."
+            )
+    return prompt_ids
+
+
+def pending_rows(questions: int, samples: int, pending: Collection[tuple[int, int]] | None) -> list[tuple[int, int]]:
+    """Return the (question, sample) pairs still to be drawn, in order; `pending` None means all of them.
+
+    Raises `DataError` for a pair that does not exist.
+    """
+    if pending is None:
+        return [(question, sample) for question in range(questions) for sample in range(samples)]
+    for question, sample in pending:
+        if not (0 <= question < questions and 0 <= sample < samples):
+            raise DataError(
+                f"pending names question {question}, sample {sample}, but there are {questions} prompts with {samples} "
+                "samples each; the samples on file belong to another run."
+            )
+    return sorted(set(pending))
+
+
+def split_by_question(rows: Sequence[tuple[int, int]], questions: int) -> list[list[tuple[int, int]]]:
+    """Cut ordered (question, sample) pairs after every `questions` distinct questions; each stays in one piece."""
+    parts: list[list[tuple[int, int]]] = []
+    seen: set[int] = set()
+    for row in rows:
+        if row[0] not in seen and len(seen) % questions == 0:
+            parts.append([])
+        seen.add(row[0])
+        parts[-1].append(row)
+    return parts
+
+
+def decode_answers(tokenizer: Any, token_ids: Sequence[Sequence[int]], stopped: Sequence[bool]) -> list[str]:
+    """Return the text of each answer, without special tokens and without the last token where `stopped`."""
+    texts: list[str] = tokenizer.batch_decode(
+        [list(ids[:-1] if stop else ids) for ids, stop in zip(token_ids, stopped)],
+        skip_special_tokens=True,
+        clean_up_tokenization_spaces=False,  # it would rewrite answers, such as "a . b" in code
+    )
+    return texts

@@ -1,0 +1,217 @@
+"""One list of prompts, several engines: data parallel generation.
+
+A sample depends on the run seed, its question and its index alone, so the (question, sample) pairs can be dealt out to
+any number of engines that hold the same model. `ShardedEngine` deals them out and collects; an executor says where the
+engines live: `run_here` in this process, `RayData` in a pool of Ray actors over the devices of one or many machines.
+Nothing here knows which engine it is.
+
+Ray Data's own stage for vLLM is not used: its rows carry no finish reason, and what one engine draws would take another
+way than what many draw. Ray is imported here and nowhere else in this room.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from loragate import errors
+from loragate.errors import ConfigError, LoragateError
+from loragate.generation.engine import Engine, OnProgress, Sample
+from loragate.generation.requests import pending_rows, split_by_question
+from loragate.generation.sampling import SamplingConfig
+
+Rows = list[tuple[int, int]]
+"""(question, sample) pairs that are drawn together."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a replica needs beside the rows: how to make its engine, every prompt and how to sample."""
+
+    make_engine: Callable[[], Engine]
+    prompts: tuple[str, ...]
+    config: SamplingConfig
+
+    def draw(self, engine: Engine, rows: Rows) -> list[Sample]:
+        """The samples of these rows, numbered as in the whole job."""
+        return engine.generate(self.prompts, self.config, pending=rows)
+
+
+class Executor(Protocol):
+    """Runs the parts of a job on `replicas` engines."""
+
+    def __call__(self, job: Job, parts: Sequence[Rows], replicas: int) -> Iterator[list[Sample]]:
+        """Yield the samples of each part as soon as it is drawn, in any order."""
+        ...
+
+
+class ShardedEngine:
+    """Sample with several engines at once; the samples are those of one engine.
+
+    `make_engine` returns an engine and is called once for each of the `shards` replicas, where the replica lives; for
+    Ray it must survive a copy to another process, so it loads the model instead of holding one. The replicas live as
+    long as one call of `generate`. `batch_size` is the largest number of prompts handed to a replica, and to
+    `on_samples`, together.
+
+    The guarantee of equal samples is that of the engine: exact for equal logits (see `sampling`).
+    """
+
+    def __init__(
+        self, make_engine: Callable[[], Engine], shards: int, executor: Executor, *, batch_size: int = 256
+    ) -> None:
+        for name, value in (("shards", shards), ("batch_size", batch_size)):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}; give at least 1.")
+        self.make_engine = make_engine
+        self.shards = shards
+        self.executor = executor
+        self.batch_size = batch_size
+
+    def generate(
+        self,
+        prompts: Sequence[str],
+        config: SamplingConfig,
+        on_progress: OnProgress | None = None,
+        *,
+        pending: Collection[tuple[int, int]] | None = None,
+        on_samples: Callable[[Sequence[Sample]], None] | None = None,
+    ) -> list[Sample]:
+        """Return the samples ordered by (question, sample); see `Engine.generate`.
+
+        Raises what the engines raise, and `LoragateError` when a replica was lost and samples are missing.
+        """
+        rows = pending_rows(len(prompts), config.samples, pending)
+        questions = len({question for question, _ in rows})
+        # every replica gets a part, and none more than its share
+        parts = split_by_question(rows, min(self.batch_size, max(1, -(-questions // self.shards))))
+        samples: list[Sample] = []
+        for batch in self.executor(Job(self.make_engine, tuple(prompts), config), parts, self.shards):
+            samples += batch
+            if on_samples is not None:
+                on_samples(batch)
+            if on_progress is not None:
+                on_progress(len(samples), len(rows))
+        samples.sort(key=lambda sample: (sample.question, sample.sample))
+        if [(sample.question, sample.sample) for sample in samples] != rows:
+            raise LoragateError(
+                f"{len(rows)} samples were to be drawn, but the {self.shards} replicas returned {len(samples)}; draw the "
+                "missing ones again."
+            )
+        return samples
+
+
+def run_here(job: Job, parts: Sequence[Rows], replicas: int = 1) -> Iterator[list[Sample]]:
+    """The executor without other processes: one engine, one part after another."""
+    if replicas != 1:
+        raise ConfigError(f"{replicas} shards were asked for, but this process holds one engine; use the Ray executor.")
+    engine = job.make_engine() if parts else None
+    for rows in parts:
+        assert engine is not None
+        yield job.draw(engine, rows)
+
+
+@dataclass(frozen=True)
+class RayData:
+    """The executor on a Ray cluster: Ray Data maps the parts over a pool of actors, each with an engine of its own.
+
+    It joins the cluster that the RAY_ADDRESS variable names or else starts Ray on this machine. Every machine needs the
+    same packages and files.
+
+    Attributes:
+        gpus: devices reserved for each engine; for `VllmEngine` as many as its `tensor_parallel`.
+        cpus: processor cores reserved for each engine.
+
+    Raises `ConfigError` when Ray is not installed or the cluster is too small for the replicas.
+    """
+
+    gpus: float = 1.0
+    cpus: float = 1.0
+
+    def __call__(self, job: Job, parts: Sequence[Rows], replicas: int) -> Iterator[list[Sample]]:
+        """Yield the samples of each part as soon as it is drawn, in any order."""
+        if not parts:
+            return
+        ray = _import_ray()
+        if not ray.is_initialized():
+            ray.init(logging_level="warning", log_to_driver=False)
+        self._require_room(ray.cluster_resources(), replicas)
+        context = ray.data.DataContext.get_current()
+        shown, context.enable_progress_bars = context.enable_progress_bars, False
+        try:
+            # one block per part: Ray Data hands out blocks, and a part is what a replica draws at a time
+            items = ray.data.from_items([{"rows": json.dumps(rows)} for rows in parts], override_num_blocks=len(parts))
+            drawn = items.map_batches(
+                _Replica,
+                fn_constructor_args=(job,),
+                batch_size=1,
+                compute=ray.data.ActorPoolStrategy(size=min(replicas, len(parts))),
+                num_gpus=self.gpus,
+                num_cpus=self.cpus,
+            )
+            for row in drawn.iter_rows():
+                if row["error"]:
+                    raise _error_from_text(row["error"])
+                yield [_from_text(line) for line in row["samples"].splitlines()]
+        finally:
+            context.enable_progress_bars = shown
+
+    def _require_room(self, resources: dict[str, float], replicas: int) -> None:
+        for name, each in (("GPU", self.gpus), ("CPU", self.cpus)):
+            if replicas * each > resources.get(name, 0):
+                raise ConfigError(
+                    f"{replicas} shards with {each:g} {name} each do not fit into a Ray cluster of "
+                    f"{resources.get(name, 0):g} {name}; give fewer shards or add machines."
+                )
+
+
+class _Replica:
+    """What a Ray actor holds: one engine, made where the actor runs.
+
+    An error that is addressed to a person comes back as a value, since Ray would hide it in its own.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.engine: Engine | None = None
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
+        samples: list[Sample] = []
+        error = ""
+        try:
+            if self.engine is None:
+                self.engine = self.job.make_engine()
+            for text in batch["rows"]:
+                samples += self.job.draw(self.engine, [(question, sample) for question, sample in json.loads(text)])
+        except LoragateError as found:
+            error = json.dumps([type(found).__name__, str(found)])
+        return {"samples": ["\n".join(map(_to_text, samples))], "error": [error]}
+
+
+def _to_text(sample: Sample) -> str:
+    """ASCII alone, so that no line end hides in an answer."""
+    return json.dumps(dataclasses.asdict(sample), allow_nan=False)
+
+
+def _from_text(line: str) -> Sample:
+    fields = json.loads(line)
+    return Sample(**{**fields, "token_ids": tuple(fields["token_ids"])})
+
+
+def _error_from_text(text: str) -> LoragateError:
+    name, message = json.loads(text)
+    kind = getattr(errors, name, LoragateError)
+    return kind(message) if isinstance(kind, type) and issubclass(kind, LoragateError) else LoragateError(message)
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+        import ray.data
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "ray":
+            raise
+        raise ConfigError("Ray is not installed; run: pip install loragate[sweep]") from None
+    return ray

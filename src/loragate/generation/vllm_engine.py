@@ -1,0 +1,222 @@
+"""Samples from vLLM, for a base model or a plain LoRA adapter.
+
+`VllmEngine` gives each (question, sample) a request of its own with a seed of its own, so that what is drawn does not
+depend on the order of the requests or on what was resumed, as far as vLLM's own numbers do not. It accepts the same
+prompts, stops at the same tokens and decodes with the same tokenizer as `TransformersEngine`, but its random streams
+are vLLM's: equal seeds give equal samples within an engine, not across the two. It reports no entropy.
+
+vLLM is imported here and nowhere else in this room. The facts relied upon are those of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from loragate.errors import ConfigError, LoragateError
+from loragate.generation.engine import OnProgress, Sample
+from loragate.generation.requests import (
+    decode_answers,
+    find_stop_token_ids,
+    pending_rows,
+    split_by_question,
+    tokenize_prompts,
+)
+from loragate.generation.sampling import SamplingConfig, request_seed
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM takes for `max_lora_rank`."""
+LOWEST_TEMPERATURE = 0.01
+"""vLLM raises every positive temperature below this to it."""
+
+
+class VllmEngine:
+    """Sample with vLLM from a base model, with or without a plain LoRA adapter.
+
+    Args:
+        base: folder or hub id of the base model.
+        adapter: folder of a PEFT LoRA adapter for this base.
+        tokenizer: tokenizer of the prompts; None loads the base's.
+        dtype: "auto", "float32", "bfloat16" or "float16".
+        max_model_len: positions to plan for, prompt and answer together; None takes those of the model.
+        tensor_parallel: number of devices that share one copy of the model.
+        gpu_memory_utilization: share of each device's memory that vLLM may fill.
+        max_lora_rank: ranks to make room for; None reads the adapter's. It is rounded up to a value that vLLM takes.
+        seed: seed of vLLM itself; samples depend on that of their `SamplingConfig` instead.
+        batch_size: prompts whose samples are drawn and handed to `on_samples` together.
+        stop_token_ids: tokens that end an answer beside those the tokenizer and the generation config name.
+
+    Raises `ConfigError` when vLLM is not installed, for a gated folder and for an adapter that cannot be read.
+    """
+
+    def __init__(
+        self,
+        base: str,
+        adapter: str | None = None,
+        *,
+        tokenizer: Any = None,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        tensor_parallel: int = 1,
+        gpu_memory_utilization: float = 0.9,
+        max_lora_rank: int | None = None,
+        seed: int = 0,
+        batch_size: int = 256,
+        stop_token_ids: Collection[int] | None = None,
+    ) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"batch_size is {batch_size}; give at least 1.")
+        for folder in (base, adapter):
+            if folder is not None:
+                require_no_gates(folder)
+        rank = None if adapter is None else lora_rank(adapter, max_lora_rank)
+        vllm = _import_vllm()
+        self.batch_size = batch_size
+        self.tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(base)
+        self.stop_token_ids = find_stop_token_ids(self.tokenizer, _generation_config(base), stop_token_ids or ())
+        self._lora_request = None
+        lora: dict[str, Any] = {}
+        if adapter is not None:
+            self._lora_request = vllm.lora.request.LoRARequest("adapter", 1, str(adapter))
+            # vLLM 0.32 on a CPU gives rows without an adapter the last slot's: one slot has to stay empty.
+            slots = 2 if vllm.platforms.current_platform.is_cpu() else 1
+            lora = {"enable_lora": True, "max_lora_rank": rank, "max_loras": slots}
+        self._sampling_params = vllm.SamplingParams
+        self._llm = vllm.LLM(
+            model=base,
+            skip_tokenizer_init=True,  # token ids go in and come out; the tokenizer above does the rest
+            dtype=dtype,
+            max_model_len=max_model_len,
+            tensor_parallel_size=tensor_parallel,
+            gpu_memory_utilization=gpu_memory_utilization,
+            seed=seed,
+            **lora,
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[str],
+        config: SamplingConfig,
+        on_progress: OnProgress | None = None,
+        *,
+        pending: Collection[tuple[int, int]] | None = None,
+        on_samples: Callable[[Sequence[Sample]], None] | None = None,
+    ) -> list[Sample]:
+        """Return the samples ordered by (question, sample), their entropy None; see `Engine.generate`.
+
+        Raises `DataError` for an empty list of prompts, an empty prompt or one that leaves the model too few positions,
+        and `ConfigError` for a positive temperature below 0.01.
+        """
+        if 0 < config.temperature < LOWEST_TEMPERATURE:
+            raise ConfigError(
+                f"temperature is {config.temperature}, but vLLM draws nothing between 0 and {LOWEST_TEMPERATURE}; give 0 "
+                f"for greedy decoding or at least {LOWEST_TEMPERATURE}."
+            )
+        positions = self._llm.llm_engine.model_config.max_model_len
+        prompt_ids = tokenize_prompts(self.tokenizer, prompts, config.max_new_tokens, positions)
+        rows = pending_rows(len(prompts), config.samples, pending)
+        samples: list[Sample] = []
+        for chunk in split_by_question(rows, self.batch_size):
+            batch = self._generate_chunk(prompt_ids, chunk, config)
+            samples += batch
+            if on_samples is not None:
+                on_samples(batch)
+            if on_progress is not None:
+                on_progress(len(samples), len(rows))
+        return samples
+
+    def _generate_chunk(
+        self, prompt_ids: list[list[int]], rows: list[tuple[int, int]], config: SamplingConfig
+    ) -> list[Sample]:
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": prompt_ids[question]} for question, _ in rows],
+            [self._parameters(config, question, sample) for question, sample in rows],
+            use_tqdm=False,
+            lora_request=self._lora_request,
+        )
+        completions = [output.outputs[0] for output in outputs]
+        token_ids = [tuple(completion.token_ids) for completion in completions]
+        reasons = [_finish_reason(completion.finish_reason, row) for completion, row in zip(completions, rows)]
+        texts = decode_answers(self.tokenizer, token_ids, [reason == "stop" for reason in reasons])
+        return [
+            Sample(question, sample, text, ids, reason, None)
+            for (question, sample), text, ids, reason in zip(rows, texts, token_ids, reasons)
+        ]
+
+    def _parameters(self, config: SamplingConfig, question: int, sample: int) -> Any:
+        """One request per sample: vLLM gives the n samples of a joint request seeds that cannot be resumed one by one."""
+        return self._sampling_params(
+            temperature=config.temperature,
+            top_p=config.top_p,
+            max_tokens=config.max_new_tokens,
+            seed=request_seed(config.seed, question, sample) if config.temperature > 0 else None,
+            stop_token_ids=sorted(self.stop_token_ids),
+            ignore_eos=True,  # the stop tokens above are the whole list
+            detokenize=False,
+        )
+
+
+def require_no_gates(folder: str | Path) -> None:
+    """Raise `ConfigError` for a gated-adapter folder: vLLM alone would ignore its gates."""
+    if (Path(folder) / "gate_config.json").is_file():
+        raise ConfigError(
+            f"{folder} is a gated adapter; serving gates in vLLM comes with the serving plugin. "
+            "Use --engine transformers, or give its plain adapter."
+        )
+
+
+def lora_rank(adapter: str | Path, at_least: int | None = None) -> int:
+    """Return the smallest `max_lora_rank` of vLLM that holds every rank of the adapter and `at_least`.
+
+    Raises `ConfigError` when the folder has no readable `adapter_config.json`, it is not LoRA or its rank is too high.
+    """
+    path = Path(adapter) / "adapter_config.json"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        kind = record["peft_type"]
+        needed = max(int(record["r"]), *(record.get("rank_pattern") or {}).values(), at_least or 1)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); give the folder of a PEFT adapter.") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{path} is not the configuration of a LoRA adapter ({error!r}).") from None
+    if kind != "LORA":
+        raise ConfigError(f"{path} describes an adapter of type {kind!r}; vLLM serves LORA adapters.")
+    for rank in LORA_RANKS:
+        if needed <= rank:
+            return rank
+    raise ConfigError(f"{path}: rank {needed} is above {LORA_RANKS[-1]}, the highest that vLLM serves.")
+
+
+def _import_vllm() -> Any:
+    try:
+        import vllm
+        import vllm.lora.request
+        import vllm.platforms
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "vllm":
+            raise
+        raise ConfigError("vLLM is not installed; run: pip install loragate[vllm]") from None
+    return vllm
+
+
+def _generation_config(base: str) -> GenerationConfig:
+    """The base's generation settings or, where it has no such file, what `transformers` derives from its config."""
+    try:
+        return GenerationConfig.from_pretrained(base)
+    except OSError:
+        return GenerationConfig.from_model_config(AutoConfig.from_pretrained(base))
+
+
+def _finish_reason(reported: str | None, row: tuple[int, int]) -> Literal["stop", "length"]:
+    if reported == "stop":
+        return "stop"
+    if reported == "length":
+        return "length"
+    raise LoragateError(
+        f"vLLM ended sample {row[1]} of question {row[0]} with {reported!r} instead of an answer; its log says why. "
+        "Samples that were written before stay valid: run again to draw the rest."
+    )

@@ -1,0 +1,141 @@
+"""The results of a sweep as tables and sentences, for the terminal and for Markdown, from its record (plain data)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from loragate.report.table import ABSENT, p_value, percent, points
+
+COLUMNS = ("Cell", "Probe %", "vs adapter, points", "Seeds %", "Entropy", "Ended %", "λ < 0 / > 1 %")
+ROWS = 15
+SHOWN = (0, 1, 2, 4, 5)  # the columns that fit a terminal of 80
+
+
+def sweep_tables(record: Mapping[str, Any]) -> list[Table]:
+    """One table per adapter: itself, then its cells from the best down, at most 15."""
+    tables = []
+    for choice in record["choices"]:
+        table = Table(
+            title=_title(record, choice), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False
+        )
+        for place in SHOWN:
+            title = "\n".join(COLUMNS[place].split(", "))
+            table.add_column(title, justify="right" if place else "left", no_wrap=True)
+        cells = _ranked(record, choice)
+        for name, values in _rows(choice, cells[:ROWS]):
+            style = "bold" if name == choice["picked"] else None
+            shown = [name, *(values[place - 1].replace(" (", "\n(", 1) for place in SHOWN[1:])]
+            table.add_row(*(Text(value) for value in shown), style=style)
+        left = len(cells) - ROWS
+        table.caption, table.caption_justify = (
+            _caption(record) + (f" {left} cells below are in the files." if left > 0 else ""),
+            "left",
+        )
+        tables.append(table)
+    return tables
+
+
+def sweep_markdown(record: Mapping[str, Any]) -> str:
+    """All cells of all adapters as Markdown, ending in a line end."""
+    parts = ["# Sweep"]
+    for choice in record["choices"]:
+        lines: list[Sequence[str]] = [COLUMNS, ("---", *("---:" for _ in COLUMNS[1:]))]
+        lines += [
+            (f"**{name}**" if name == choice["picked"] else name, *values)
+            for name, values in _rows(choice, _ranked(record, choice))
+        ]
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        parts.append(f"## {_title(record, choice)}\n\n{table}\n\n{choice_sentence(record, choice)}")
+    parts.append(_caption(record))
+    failures = record.get("failures") or {}
+    if failures:
+        parts.append("Not finished:\n\n" + "\n".join(f"- `{slug}`: {error}" for slug, error in failures.items()))
+    return "\n\n".join(parts) + "\n"
+
+
+def choice_sentence(record: Mapping[str, Any], choice: Mapping[str, Any]) -> str:
+    """What was chosen and what stands behind it; the oracle apart from it."""
+    own = choice["adapter_probe"]
+    size = f"{record['questions']} questions × {record['samples']} samples × {len(record['seeds'])} seeds"
+    if choice["accepted"]:
+        cell = next(c for c in record["cells"] if c["adapter"] == choice["adapter"] and c["name"] == choice["picked"])
+        difference = cell["difference"]
+        text = (
+            f"chosen: {choice['picked']}, {_interval(cell['probe'])} % on the probe ({size}) against {_interval(own)} % of the "
+            f"adapter: {points(difference['mean'])} points, p{p_value(difference['p'])}, "
+            f"{p_value(difference['p_holm']).lstrip('=')} after Holm's adjustment over {record['comparisons']} cells. "
+        )
+        text += (
+            "The mean is optimistic, because the cell was picked for it."
+            if cell["differs"]
+            else "That is not told apart from the adapter: the gain may be luck."
+        )
+    else:
+        text = f"the adapter remains: none of {choice['candidates']} cells is above its {_interval(own)} % on the probe ({size})."
+    oracle = choice["oracle"]
+    if oracle is not None:
+        regret = oracle["regret"]
+        text += (
+            f" Oracle on the test set, not used to choose: {oracle['name']} with {_interval(oracle['test'])} %; the choice has "
+            f"{_interval(oracle['chosen_test'])} % there, a regret of {points(regret['mean']).lstrip('+')} points "
+            f"({points(regret['low'])} to {points(regret['high'])}), and {points(oracle['chosen_minus_adapter']['mean'])} points "
+            "from the adapter."
+        )
+    return text
+
+
+def _rows(choice: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    ended = choice["adapter_signs"].get("finished")
+    own = [_interval(choice["adapter_probe"]), ABSENT, ABSENT, ABSENT, _share(ended), ABSENT]
+    rows = [("adapter", own)]
+    for cell in cells:
+        gates, difference = cell["gates"], cell["difference"]
+        name = cell["name"] + ("" if cell["complete"] else " (incomplete)")
+        rows.append(
+            (
+                name,
+                [
+                    _interval(cell["probe"]),
+                    f"{points(difference['mean'])} (p{p_value(difference['p_holm'])})",
+                    ", ".join(percent(mean) for mean in cell["by_seed"]) if len(cell["by_seed"]) > 1 else ABSENT,
+                    f"{cell['entropy_before']:.3f} → {cell['entropy_after']:.3f}"
+                    if cell["entropy_after"] is not None
+                    else ABSENT,
+                    _share(cell["signs"].get("finished")),
+                    f"{percent(gates['below_zero'])} / {percent(gates['above_one'])}"
+                    if "below_zero" in gates
+                    else ABSENT,
+                ],
+            )
+        )
+    return rows
+
+
+def _ranked(record: Mapping[str, Any], choice: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    mine = [cell for cell in record["cells"] if cell["adapter"] == choice["adapter"] and cell["difference"] is not None]
+    return sorted(mine, key=lambda cell: -cell["probe"]["mean"])
+
+
+def _title(record: Mapping[str, Any], choice: Mapping[str, Any]) -> str:
+    return f"{choice['adapter']}: Avg@{record['samples']} on {record['questions']} probe questions"
+
+
+def _caption(record: Mapping[str, Any]) -> str:
+    return (
+        "Ranges are 95 % intervals over questions, seeds averaged within each; they say nothing about other adapters. vs "
+        f"adapter: paired by question, p after Holm's adjustment over {record['comparisons']} comparisons. Entropy: the training "
+        "objective, no evidence of better answers. Ended: answers that the model ended itself."
+    )
+
+
+def _interval(estimate: Mapping[str, float]) -> str:
+    return f"{percent(estimate['mean'])} ({percent(estimate['low'])}–{percent(estimate['high'])})"
+
+
+def _share(value: float | None) -> str:
+    return ABSENT if value is None else percent(value)

@@ -1,0 +1,136 @@
+"""The tables of an evaluation, for the terminal and for Markdown, from the record's JSON.
+
+One table per task, with what must stand beside a score: its interval, the paired difference to the adapter and what may be
+said of it, how many answers were cut off and how many could not be judged. A last table averages over tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from loragate.report.table import ABSENT, p_value, percent, points
+
+Record = Mapping[str, Any]
+COLUMNS = ("Model", "Score %", "vs adapter, points", "Majority %", "Cut off %", "No answer %", "Tokens")
+SUITE_COLUMNS = ("Model", "Mean over tasks %", "vs adapter, points")
+JUDGED = ("ok", "wrong")
+
+
+def caption(record: Record) -> str:
+    """What the columns mean, and what was done."""
+    text = (
+        "Ranges are 95 % intervals over questions; vs adapter is paired by question, and what is shown takes Holm's "
+        "adjustment over all comparisons into account. Cut off: answers that met the length limit. No answer: nothing that "
+        "could be judged was found, for whatever reason."
+    )
+    if record["sandbox"]:
+        text += f" Programs ran in the tier {record['sandbox']}."
+    return text
+
+
+def score_tables(record: Record) -> list[Table]:
+    """One table per task and, for several tasks, their average."""
+    tables = []
+    for task in record["tasks"]:
+        table = _table(f"{task['name']} v{task['version']} · {_metric(record, task)}", COLUMNS)
+        for row in _rows_of(record, task["name"]):
+            cells = [Text("\n".join(filter(None, cell))) for cell in _cells(row)]
+            table.add_row(Text(row_name(row)), *cells, style="bold" if row["variant"] == "gated" else None)
+        tables.append(table)
+    if record["suites"]:
+        table = _table("all tasks", SUITE_COLUMNS)
+        for row in record["suites"]:
+            cells = [Text("\n".join(filter(None, cell))) for cell in _suite_cells(row)]
+            table.add_row(Text(row_name(row)), *cells, style="bold" if row["variant"] == "gated" else None)
+        tables.append(table)
+    return tables
+
+
+def score_markdown(record: Record) -> str:
+    """The same as Markdown, ending in a line end."""
+    parts = []
+    for task in record["tasks"]:
+        lines = [[row_name(row), *_joined(_cells(row))] for row in _rows_of(record, task["name"])]
+        parts.append(f"### {task['name']} v{task['version']} · {_metric(record, task)}\n\n{_markdown(COLUMNS, lines)}")
+    if record["suites"]:
+        lines = [[row_name(row), *_joined(_suite_cells(row))] for row in record["suites"]]
+        parts.append(f"### all tasks\n\n{_markdown(SUITE_COLUMNS, lines)}")
+    return "\n\n".join([*parts, caption(record)]) + "\n"
+
+
+def row_name(row: Mapping[str, Any]) -> str:
+    """ "gated", "adapter T=0.6"."""
+    return row["variant"] if row["control"] is None else f"{row['variant']} {row['control']}"
+
+
+def shown(row: Mapping[str, Any]) -> str:
+    """What a row's comparison shows: "better", "worse", "no difference shown", or nothing where there is none."""
+    versus = row["comparison"]
+    if versus is None:
+        return ""
+    if row["adjusted_p"] > 0.05:
+        return "no difference shown"
+    return "better" if versus["low"] > 0 else "worse" if versus["high"] < 0 else "no difference shown"
+
+
+def _rows_of(record: Record, task: str) -> list[Mapping[str, Any]]:
+    return [row for row in record["results"] if row["task"] == task]
+
+
+def _metric(record: Record, task: Mapping[str, Any]) -> str:
+    samples = task["sampling"]["samples"]
+    questions = _rows_of(record, task["name"])[0]["avg_at_k"]["questions"]
+    heat = task["sampling"]["temperature"]
+    return f"Avg@{samples}, {questions} questions, T = {heat:g}, grader {task['grader']}"
+
+
+def _cells(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    score = row["avg_at_k"]
+    total = sum(row["reasons"].values())
+    silent = sum(count for reason, count in row["reasons"].items() if reason not in JUDGED)
+    majority = row["majority_at_k"]
+    return [
+        (percent(score["mean"]), f"{percent(score['low'])}–{percent(score['high'])}"),
+        (*_difference(row["comparison"]), shown(row)),
+        (ABSENT if majority is None or score["samples"] == 1 else percent(majority["mean"]), ""),
+        (percent(row["truncated"]), ""),
+        (percent(silent / total), ""),
+        (f"{row['tokens']:.0f}", ""),
+    ]
+
+
+def _suite_cells(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    average = row["average"]
+    return [
+        (percent(average["mean"]), f"{percent(average['low'])}–{percent(average['high'])}"),
+        _difference(row["comparison"]),
+    ]
+
+
+def _difference(versus: Mapping[str, float] | None) -> tuple[str, str]:
+    if versus is None:
+        return ABSENT, ""
+    return f"{points(versus['mean'])}, p{p_value(versus['p'])}", f"{points(versus['low'])} to {points(versus['high'])}"
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True, show_edge=False)
+    table.title_justify = "left"
+    table.add_column(columns[0], min_width=12, overflow="fold")
+    for column in columns[1:]:
+        table.add_column("\n".join(column.rsplit(" ", 1)), justify="right", no_wrap=True)
+    return table
+
+
+def _joined(cells: Sequence[tuple[str, ...]]) -> list[str]:
+    return [f"{first} ({'; '.join(filter(None, rest))})" if any(rest) else first for first, *rest in cells]
+
+
+def _markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [columns, ["---", *("---:" for _ in columns[1:])], *lines]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)

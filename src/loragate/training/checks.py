@@ -1,0 +1,114 @@
+"""What Stage II checks and measures around its training, whichever objective trains the gates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from loragate.data import Collator, EncodedRows
+from loragate.errors import ConfigError, TrainingError
+from loragate.gates import Parity, record_gates
+from loragate.losses import StatisticsRequest
+from loragate.training.trainer import statistics_forward
+
+MEASURED_ROWS = 64
+
+
+def check_parity(parity: Parity, dtype: torch.dtype) -> None:
+    """Refuse to train gates that do not start at the adapter.
+
+    In fp32, λ ≡ 1 must give the adapter and λ ≡ 0 the base up to 1e-6 of the logits, and the initial gates may move
+    logits by 1e-3 plus 1 % of the adapter's own effect. Half precision is judged against its own rounding.
+
+    Raises:
+        TrainingError: with the measured figures.
+    """
+    half = dtype in (torch.bfloat16, torch.float16)
+    rounding = (2.0**-6 if half else 1e-6) * max(parity.logit_scale, 1.0)
+    if not (parity.at_one <= rounding and parity.at_zero <= rounding):
+        raise TrainingError(
+            f"the gates do not act as they must: λ = 1 differs from the adapter by {parity.at_one:.2g} and λ = 0 from the "
+            f"base by {parity.at_zero:.2g} in logits (limit {rounding:.2g}). Another library may run LoRA layers through its "
+            "own kernels; load the model without them"
+        )
+    limit = 1e-3 + 0.01 * parity.delta + (rounding if half else 0.0)
+    if not parity.initial <= limit:
+        raise TrainingError(
+            f"the gated model does not start at the adapter: logits differ by {parity.initial:.2g} (limit {limit:.2g}); "
+            "make init_scale smaller"
+        )
+
+
+def require_only_gates_train(model: Any, trained: dict[str, Any]) -> None:
+    """Raises TrainingError unless exactly the gates require a gradient, in fp32."""
+    allowed = {id(parameter) for parameter in trained.values()}
+    extra = [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in allowed
+    ]
+    if extra:
+        raise TrainingError(f"{extra[0]} would train in Stage II, where only gates may")
+    wrong = [
+        name for name, parameter in trained.items() if parameter.dtype != torch.float32 or not parameter.requires_grad
+    ]
+    if wrong:
+        raise TrainingError(f"gate {wrong[0]} is {trained[wrong[0]].dtype} or frozen; gates must train in fp32")
+
+
+@torch.no_grad()
+def measure_entropy(
+    model: Any, encoded: EncodedRows, collator: Collator, k: int, adapter_name: str, limit: int = MEASURED_ROWS
+) -> tuple[float, dict[str, dict[str, float]], dict[str, float]]:
+    """Normalised top-k entropy over the response tokens of the first rows, and λ statistics there.
+
+    Returns:
+        (mean entropy, {module: statistics}, statistics over all modules).
+    """
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    total = count = 0.0
+    chosen = list(encoded)[:limit]
+    try:
+        with statistics_forward(model), record_gates(model, adapter_name) as recording:
+            for at in range(0, len(chosen), 8):
+                batch = {key: value.to(device) for key, value in collator(chosen[at : at + 8]).items()}
+                recording.token_mask = batch["labels"].ne(-100)
+                stats = model(
+                    input_ids=batch["input_ids"],
+                    attention_mask=batch["attention_mask"],
+                    labels=batch["labels"],
+                    statistics=StatisticsRequest(k, ("topk_entropy",), ()),
+                )
+                total += float(stats.topk_entropy.sum())
+                count += float(stats.mask.sum())
+    finally:
+        model.train(was_training)
+    if count == 0:
+        raise ConfigError("no response token in the measured rows; the responses are empty or cut by max_length")
+    return total / count, recording.statistics(), recording.total()
+
+
+@contextmanager
+def without_dropout(model: torch.nn.Module) -> Iterator[None]:
+    """No dropout inside the context: Stage II trains on the function that will be served."""
+    changed: list[tuple[torch.nn.Module, str, float]] = []
+    for module in model.modules():
+        # attention dropout is a plain number on the attention modules of transformers
+        for name in ("p", "attention_dropout"):
+            value = getattr(module, name, None)
+            if (isinstance(module, torch.nn.Dropout) or name != "p") and isinstance(value, float) and value > 0:
+                changed.append((module, name, value))
+                setattr(module, name, 0.0)
+    try:
+        yield
+    finally:
+        for module, name, value in changed:
+            setattr(module, name, value)
+
+
+def frozen_parameters(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """Everything that does not train, by name."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad]

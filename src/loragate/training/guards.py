@@ -1,0 +1,231 @@
+"""Guard rails: what sampled answers look like while gates train, compared with the adapter they started from.
+
+The training loss cannot see a collapse; the answers can. A `Reading` counts what is visible without labels (endless
+repetition, lengths, endings, one answer to everything, gates stuck at their bounds) and a `Guard` compares readings with
+the first one. A guard is necessary, not sufficient: answers may be well formed and wrong, so what to keep is decided by
+the caller, on a probe. What makes an answer right is not known here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import torch
+from transformers import TrainerCallback
+
+from loragate.errors import ConfigError
+from loragate.gates.attach import gate_modules
+from loragate.gates.gate import Recorder, Recording
+
+
+class AnyAnswer(Protocol):
+    """What a guard reads of an answer; samples of any engine have more."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def finished(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a set of sampled answers looks like.
+
+    Attributes:
+        step: optimiser step at which the answers were complete.
+        answers: how many there were.
+        repetition: share of answers in which some n-gram occurs too often (see `repeats`).
+        length: mean number of tokens.
+        terminated: share that the model ended itself.
+        distinct: number of different answers divided by their number, over all prompts together.
+        saturated: share of λ within 1 % of the way from 1 to a bound; None where it was not measured.
+    """
+
+    step: int
+    answers: int
+    repetition: float
+    length: float
+    terminated: float
+    distinct: float
+    saturated: float | None = None
+
+
+@dataclass(frozen=True)
+class GuardLimits:
+    """How far a reading may move away from the first one.
+
+    Attributes:
+        repetition: largest rise of the share of repetitive answers.
+        terminated: largest fall of the share of ended answers.
+        length: largest factor by which the mean length may grow or shrink.
+        distinct: smallest part of the first share of distinct answers.
+        saturated: largest share of λ at a bound, whatever it was at first; 1 never stops a run.
+        answers: answers that make up one reading.
+        every: steps between readings of a probe, where training draws no answers of its own.
+    """
+
+    repetition: float = 0.2
+    terminated: float = 0.2
+    length: float = 3.0
+    distinct: float = 0.5
+    saturated: float = 1.0
+    answers: int = 256
+    every: int = 20
+
+    def __post_init__(self) -> None:
+        for name in ("repetition", "terminated", "distinct", "saturated"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"guard limit {name} is a share in [0, 1], found {getattr(self, name)}")
+        if not (math.isfinite(self.length) and self.length >= 1):
+            raise ConfigError(f"guard limit length is a factor of at least 1, found {self.length}")
+        for name in ("answers", "every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"guard limit {name} must be at least 1, found {getattr(self, name)}")
+
+
+def repeats(token_ids: Sequence[int], n: int = 6, times: int = 3) -> bool:
+    """Whether some run of `n` tokens occurs at least `times` times."""
+    counts = Counter(tuple(token_ids[at : at + n]) for at in range(len(token_ids) - n + 1))
+    return max(counts.values(), default=0) >= times
+
+
+def take_reading(answers: Sequence[AnyAnswer], step: int, saturated: float | None = None) -> Reading:
+    """The reading of some answers; a pure function.
+
+    Raises:
+        ConfigError: for no answers.
+    """
+    if not answers:
+        raise ConfigError("a guard reading needs at least one answer")
+    count = len(answers)
+    return Reading(
+        step=step,
+        answers=count,
+        repetition=sum(repeats(answer.token_ids) for answer in answers) / count,
+        length=sum(len(answer.token_ids) for answer in answers) / count,
+        terminated=sum(answer.finished for answer in answers) / count,
+        distinct=len({tuple(answer.token_ids) for answer in answers}) / count,
+        saturated=saturated,
+    )
+
+
+def breaches(start: Reading, now: Reading, limits: GuardLimits) -> list[str]:
+    """What went beyond the limits, each as a phrase with its figures; empty when all is well."""
+    found = []
+    if now.repetition > start.repetition + limits.repetition:
+        found.append(f"{now.repetition:.0%} of the answers repeat themselves, {start.repetition:.0%} at the start")
+    if now.terminated < start.terminated - limits.terminated:
+        found.append(f"{now.terminated:.0%} of the answers come to an end, {start.terminated:.0%} at the start")
+    if now.length > start.length * limits.length or now.length < start.length / limits.length:
+        found.append(f"an answer has {now.length:.1f} tokens on average, {start.length:.1f} at the start")
+    if now.distinct < start.distinct * limits.distinct:
+        found.append(f"{now.distinct:.0%} of the answers are different ones, {start.distinct:.0%} at the start")
+    if now.saturated is not None and now.saturated > limits.saturated:
+        found.append(f"{now.saturated:.0%} of the λ are at a bound (limit {limits.saturated:.0%})")
+    return found
+
+
+@dataclass
+class Guard:
+    """Collects answers into readings and remembers why to stop.
+
+    Attributes:
+        limits: what is allowed.
+        readings: all readings; the first is what the others are compared with.
+        verdict: None, or the sentence that says why training stopped.
+    """
+
+    limits: GuardLimits = field(default_factory=GuardLimits)
+    readings: list[Reading] = field(default_factory=list)
+    verdict: str | None = None
+    waiting: list[AnyAnswer] = field(default_factory=list)
+
+    def observe(
+        self,
+        step: int,
+        answers: Sequence[AnyAnswer],
+        saturation: Callable[[], float] | None = None,
+        *,
+        complete: bool = False,
+    ) -> str | None:
+        """Add answers; once there are enough (or with `complete`), take a reading and compare it.
+
+        Returns:
+            The verdict, None while all is well.
+        """
+        self.waiting += answers
+        if not self.waiting or (len(self.waiting) < self.limits.answers and not complete):
+            return self.verdict
+        reading = take_reading(self.waiting, step, None if saturation is None else saturation())
+        self.waiting = []
+        self.readings.append(reading)
+        found = breaches(self.readings[0], reading, self.limits)
+        if found:
+            self.verdict = f"stopped by the guard at step {step}: " + "; ".join(found)
+        return self.verdict
+
+    def as_records(self) -> list[dict[str, Any]]:
+        """The readings as plain dictionaries, for the result and checkpoints."""
+        return [asdict(reading) for reading in self.readings]
+
+
+class GuardCallback(TrainerCallback):
+    """Reads a probe every so many steps of a trainer run, and stops it when the guard says so."""
+
+    def __init__(self, guard: Guard, probe: Callable[[int], None], every: int) -> None:
+        self.guard, self.probe, self.every = guard, probe, every
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
+            self.probe(state.global_step)
+            if self.guard.verdict is not None:
+                control.should_training_stop = True
+
+
+class BoundRecorder(Recorder):
+    """Counts λ within a share of the way from 1 to its bound; an upper bound of 1 has no such way."""
+
+    def __init__(self, lower: float, upper: float, margin: float = 0.01) -> None:
+        super().__init__(lower, upper)
+        self.margin = margin
+        self.at_bound = self.count = 0
+
+    def update(self, lam_T: torch.Tensor) -> None:
+        values = lam_T.reshape(-1)
+        mask = None if self.owner is None else self.owner.token_mask
+        if mask is not None:
+            if mask.numel() != values.numel():
+                return
+            values = values[mask.reshape(-1).to(values.device)]
+        self.at_bound += int(at_bound(values, self.lower, self.upper, self.margin).sum())
+        self.count += values.numel()
+
+
+def at_bound(lam: torch.Tensor, lower: float, upper: float, margin: float = 0.01) -> torch.Tensor:
+    """Bool: λ has gone at least 1 − margin of the way from 1 to a bound."""
+    low = lam <= lower + margin * (1.0 - lower)
+    return low | (lam >= upper - margin * (upper - 1.0)) if upper > 1.0 else low
+
+
+@torch.no_grad()
+def saturation(model: Any, batches: Sequence[dict[str, torch.Tensor]], adapter_name: str) -> float:
+    """Share of λ at a bound over the response tokens of some collated batches, over all modules."""
+    gates = gate_modules(model, adapter_name)
+    recorders = {path: BoundRecorder(gate.config.lower, gate.config.upper) for path, gate in gates.items()}
+    recording = Recording(dict(recorders))
+    previous = {path: gate.recorder for path, gate in gates.items()}
+    try:
+        for path, gate in gates.items():
+            gate.recorder = recorders[path]
+        for batch in batches:
+            recording.token_mask = batch["labels"].ne(-100)
+            model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
+    finally:
+        for path, gate in gates.items():
+            gate.recorder = previous[path]
+    total = sum(recorder.count for recorder in recorders.values())
+    return sum(recorder.at_bound for recorder in recorders.values()) / max(total, 1)

@@ -1,0 +1,280 @@
+"""`loragate eval` and `regrade` on small local files: rows, resume, exports, and what bad input is answered with."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import loragate as lg
+from loragate.cli.main import main
+from loragate.evaluation.canary import canary
+from loragate.evaluation.results import read_record
+from loragate.evaluation.variants import Variant, acting, variants_for
+from loragate.generation import SamplingConfig
+from tiny import tiny_adapter, tiny_base, tiny_tokenizer
+
+TASK = """\
+name: words
+version: 3
+suite: math
+dataset:
+  file: words.jsonl
+  schema: {question: text, answer: text}
+columns: {question: question, gold: answer}
+prompt: "{{ question }}"
+generation: {samples: 4, temperature: 1.0, max_new_tokens: 5}
+grader: exact
+metric: avg@k
+"""
+
+
+def randomise(model):
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in lg.gate_parameters(model).values():
+            parameter.normal_(0, 0.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A base, an adapter, a gated adapter with gates that act, and a task of the user's own."""
+    root = tmp_path_factory.mktemp("evaluation")
+    tiny_base().save_pretrained(root / "base")
+    tiny_tokenizer().save_pretrained(root / "base")
+    base = tiny_base()
+    base.name_or_path = base.config._name_or_path = str(root / "base")
+    model = tiny_adapter(base=base)
+    model.peft_config["default"].base_model_name_or_path = str(root / "base")
+    model.save_pretrained(root / "adapter")
+    randomise(lg.attach_gates(model, lg.GateConfig(-3, 2)))
+    lg.save_gates(model, root / "gated", adapter_source=root / "adapter", base_id=str(root / "base"))
+    rows = [{"question": f"w{index} w{index + 1}", "answer": "w3"} for index in range(6)]
+    (root / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (root / "words.yaml").write_text(TASK)
+    return root
+
+
+def run(place, model, out, *more):
+    return main(["eval", "--model", str(place / model), "--tasks", str(place / "words.yaml"), "--out", str(out), *more])
+
+
+def fails(capsys, *argv, status=2):
+    capsys.readouterr()
+    assert main([str(argument) for argument in argv]) == status
+    captured = capsys.readouterr()
+    assert captured.err.count("loragate: error:") == 1
+    return " ".join(captured.err.split())
+
+
+def test_rows_of_each_kind():
+    assert [v.name for v in variants_for("base")] == ["base"]
+    assert [v.name for v in variants_for("adapter", "none")] == ["adapter", "base"]
+    names = [v.name for v in variants_for("gated", "cheap", [-0.5, 0.5])]
+    expected = ["adapter", "base", "gated", "adapter T=0.6", "adapter T=0.3", "adapter greedy"]
+    assert names == [*expected, "adapter λ=-0.5", "adapter λ=0.5"]
+    with pytest.raises(lg.errors.ConfigError, match="λ = 0 is the base"):
+        variants_for("gated", "cheap", [0.0])
+    with pytest.raises(lg.errors.ConfigError, match="cheap"):
+        variants_for("gated", "chaep")
+    greedy = next(v for v in variants_for("adapter") if v.control == "greedy")
+    assert greedy.sampling(SamplingConfig(samples=16)).samples == 1
+
+
+def test_a_row_is_the_model_it_names():
+    base = tiny_base()
+    ids = torch.arange(5, 15)[None]
+    plain = base(input_ids=ids).logits
+    model = tiny_adapter(base=base)
+    adapter = model(input_ids=ids).logits
+    logits = lambda: model(input_ids=ids).logits  # noqa: E731
+    with acting(model, Variant("base"), "adapter"):
+        assert torch.equal(logits(), plain)
+    with acting(model, Variant("adapter", "λ=0.5", constant=0.5), "adapter"):
+        half = logits()
+    assert not torch.allclose(half, adapter, atol=1e-3)
+    assert torch.equal(logits(), adapter), "temporary gates are taken off again"
+    randomise(lg.attach_gates(model, lg.GateConfig(-3, 2)))
+    gated = logits()
+    for variant, expected in [
+        (Variant("base"), plain),
+        (Variant("adapter"), adapter),
+        (Variant("gated"), gated),
+        (Variant("adapter", "λ=0.5", constant=0.5), half),
+    ]:
+        with acting(model, variant, "gated"):
+            assert torch.allclose(logits(), expected, atol=1e-6), variant.name
+    assert not torch.allclose(gated, adapter, atol=1e-3)
+    with pytest.raises(lg.errors.ConfigError, match="no gates"), acting(model, Variant("gated"), "adapter"):
+        pass
+
+
+def test_the_canary_refuses_what_does_not_act():
+    tokenizer, prompts = tiny_tokenizer(), ["w1 w2 w3", "w4"]
+    model = tiny_adapter()
+    assert canary(model, tokenizer, prompts, "adapter")["adapter_from_base"] > 0.1
+    assert canary(model, tokenizer, prompts, "base") == {}
+    randomise(lg.attach_gates(model, lg.GateConfig(-3, 2)))
+    figures = canary(model, tokenizer, prompts, "gated")
+    assert figures["zero_from_base"] == 0
+    assert figures["one_from_adapter"] < 1e-5
+    assert figures["gates_from_adapter"] > 0.01
+    with torch.no_grad():
+        for parameter in lg.gate_parameters(model).values():
+            parameter.zero_()
+    with pytest.raises(lg.errors.GateError, match="change no logit"):
+        canary(model, tokenizer, prompts, "gated")
+    dead = tiny_adapter(init_lora_weights=True)
+    with pytest.raises(lg.errors.GateError, match="adapter changes no logit"):
+        canary(dead, tokenizer, prompts, "adapter")
+
+
+def test_all_rows_side_by_side(place, tmp_path, capsys):
+    assert run(place, "gated", tmp_path / "run", "--export", "lm-eval,inspect") == 0
+    text = capsys.readouterr().out
+    for words in ("canary: the adapter moves logits by", "adapter T=0.6", "95 % intervals", "next: loragate"):
+        assert words in " ".join(text.split()), words
+    record = read_record(tmp_path / "run" / "results.json")
+    names = [row.name for row in record.results]
+    assert names == ["adapter", "base", "gated", "adapter T=0.6", "adapter T=0.3", "adapter greedy", "adapter λ=0.5"]
+    gated = record.find("words", "gated")
+    assert gated.avg_at_k.questions == 6
+    assert gated.avg_at_k.samples == 4
+    assert sum(gated.reasons.values()) == 24
+    assert gated.comparison is not None
+    assert gated.adjusted_p >= gated.comparison.p
+    assert record.find("words", "adapter").comparison is None
+    assert record.tasks[0].version == "3"
+    assert record.canary["gates_from_adapter"] > 0
+    assert record.versions["torch"] == torch.__version__.split("+")[0] or record.versions["torch"] == torch.__version__
+    assert "| gated |" in (tmp_path / "run" / "results.md").read_text()
+    exported = json.loads((tmp_path / "run" / "results-lm-eval-gated.json").read_text())
+    assert exported["results"]["words"]["avg_at_k,none"] == pytest.approx(gated.avg_at_k.mean)
+    assert len(list((tmp_path / "run" / "inspect").iterdir())) == 3
+
+
+def test_rows_share_prompts_and_random_streams(place, tmp_path, capsys):
+    """The base row of a gated folder is the base itself; the adapter row is the adapter itself, sample by sample."""
+    samples = {}
+    for model, rows in (("gated", ("base", "adapter")), ("adapter", ("base", "adapter")), ("base", ("base",))):
+        assert run(place, model, tmp_path / model, "--controls", "none") == 0
+        for row in rows:
+            samples[model, row] = (tmp_path / model / "samples" / row / "words.jsonl").read_text().splitlines()
+    ids = {key: [json.loads(line)["token_ids"] for line in sorted(lines)] for key, lines in samples.items()}
+    assert ids["gated", "base"] == ids["adapter", "base"] == ids["base", "base"]
+    assert ids["gated", "adapter"] == ids["adapter", "adapter"]
+    assert ids["gated", "adapter"] != ids["gated", "base"]
+
+
+def test_a_stopped_evaluation_goes_on(place, tmp_path, capsys):
+    assert run(place, "gated", tmp_path / "whole", "--batch-size", "8") == 0
+    assert run(place, "gated", tmp_path / "run", "--batch-size", "8") == 0
+    folder = tmp_path / "run"
+    (folder / "results.json").unlink()
+    kept = folder / "samples" / "gated" / "words.jsonl"
+    lines = kept.read_text().splitlines(keepends=True)
+    kept.write_text("".join(lines[:10]) + lines[10][:20])  # killed in the middle of a line
+    (folder / "samples" / "base" / "words.jsonl").unlink()
+    (folder / "grades" / "exact" / "gated" / "words.jsonl").unlink()
+    capsys.readouterr()
+    assert run(place, "gated", folder, "--resume", "--batch-size", "3") == 0
+    whole, resumed = (read_record(tmp_path / name / "results.json") for name in ("whole", "run"))
+    for left, right in zip(whole.results, resumed.results, strict=True):
+        assert (left.name, left.question_scores, left.reasons) == (right.name, right.question_scores, right.reasons)
+        assert left.entropy == pytest.approx(right.entropy, rel=1e-5)
+    assert len(kept.read_text().splitlines()) == 24
+
+
+def test_a_killed_evaluation_loses_nothing(place, tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "loragate", "eval", "--model", str(place / "gated"), "--out", str(out)]
+    command += ["--tasks", str(place / "words.yaml"), "--batch-size", "1", "--samples", "20", "--controls", "none"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    path = out / "samples" / "adapter" / "words.jsonl"
+    began = time.monotonic()
+    while not (path.exists() and path.read_bytes().count(b"\n") >= 5):
+        assert process.poll() is None, "ended before it could be killed"
+        assert time.monotonic() - began < 120
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    before = path.read_text().rpartition("\n")[0].splitlines()
+    assert len(before) >= 5
+    assert main([*command[3:], "--resume"]) == 0
+    after = path.read_text().splitlines()
+    assert after[: len(before)] == before, "nothing was drawn again"
+    keys = [(row["question"], row["sample"]) for row in map(json.loads, after)]
+    assert sorted(keys) == [(question, sample) for question in range(6) for sample in range(20)]
+
+
+def test_another_grader_without_generating(place, tmp_path, capsys):
+    assert run(place, "gated", tmp_path / "run") == 0
+    (tmp_path / "run" / "tasks" / "words.yaml").write_text(TASK.replace("grader: exact", "grader: choice"))
+    capsys.readouterr()
+    assert main(["regrade", str(tmp_path / "run")]) == 0
+    assert "verdicts differ" in capsys.readouterr().out
+    again = read_record(tmp_path / "run" / "results-regraded.json")
+    assert set(again.find("words", "gated").reasons) == {"no_answer"}
+    assert read_record(tmp_path / "run" / "results.json").tasks[0].grader == "exact", "the first record stays"
+
+
+def test_bad_input(place, tmp_path, capsys):
+    task = ("--tasks", place / "words.yaml")
+    out = tmp_path / "out"
+    model = ("--model", place / "gated")
+    assert "say what to evaluate" in fails(capsys, "eval", *model, "--out", out)
+    assert "did you mean 'math'" in fails(capsys, "eval", *model, "--out", out, "--suite", "maths")
+    assert "'math500'" in fails(capsys, "eval", *model, "--out", out, "--tasks", "math50")
+    assert "--controls all" in fails(capsys, "eval", *model, *task, "--out", out, "--controls", "all")
+    assert "has no effect" in fails(capsys, "eval", *model, *task, "--out", out, "--grader", "dft")
+    assert "unknown grader" in fails(capsys, "eval", *model, *task, "--out", out, "--grader", "mathverify")
+    assert "is not among the tasks" in fails(capsys, "eval", *model, *task, "--out", out, "--data", "wrods=a.jsonl")
+    assert "--engine vlm" in fails(capsys, "eval", *model, *task, "--out", out, "--engine", "vlm")
+    assert "--export" in fails(capsys, "eval", *model, *task, "--out", out, "--export", "csv")
+    assert not out.exists(), "nothing is left by a command that was refused"
+    missing = fails(capsys, "eval", *model, "--out", out, "--tasks", "math500", status=1)
+    assert "--data math500=FILE" in missing
+    (tmp_path / "bad.jsonl").write_text('{"question": "w1", "answer": "w3"}\n{"question": "w2"}\n')
+    message = fails(capsys, "eval", *model, *task, "--out", out, "--data", f"words={tmp_path / 'bad.jsonl'}", status=1)
+    assert "bad.jsonl:2" in message
+    assert run(place, "gated", out, "--controls", "none") == 0
+    assert "holds an evaluation already" in fails(capsys, "eval", *model, *task, "--out", out)
+    changed = fails(capsys, "eval", *model, *task, "--out", out, "--controls", "none", "--resume", "--seed", "5")
+    assert "seed = 0" in changed
+    assert "no evaluation" in fails(capsys, "eval", *model, *task, "--out", tmp_path / "new", "--resume")
+    assert "not the folder of an evaluation" in fails(capsys, "regrade", tmp_path, status=1)
+
+
+@pytest.mark.slow
+def test_every_suite_end_to_end(place, tmp_path, capsys):
+    """Every hand-made sample file, the tiny world and the generated arithmetic, for base, adapter and gates by one command."""
+    if shutil.which("bwrap") is None and not os.environ.get("LORAGATE_REQUIRE_BWRAP"):
+        pytest.skip("bubblewrap is not installed")
+    for name in ("math_verify", "lm_eval"):
+        pytest.importorskip(name, reason=f"{name} is not installed (pip install loragate[eval])")
+    samples = Path(__file__).parents[1] / "evaluation" / "samples"
+    command = ["eval", "--model", str(place / "gated"), "--suite", "all", "--data", str(samples), "--limit", "4"]
+    command += ["--samples", "2", "--max-new-tokens", "6", "--controls", "none", "--out", str(tmp_path / "run")]
+    assert main(command) == 0
+    record = read_record(tmp_path / "run" / "results.json")
+    names = {task.name for task in record.tasks}
+    expected = {"math500", "minerva", "olympiadbench", "aime24", "amc23", "humaneval", "humaneval_plus", "mbpp"}
+    assert names == expected | {"mmlu_pro", "bbh", "openbookqa", "arithmetic", "tiny", "tiny_retention"}
+    assert {row.name for row in record.results} == {"base", "adapter", "gated"}
+    assert len(record.results) == 3 * len(names)
+    assert record.sandbox == "bubblewrap"
+    assert len(record.suites) == 3
+    harness = json.loads((tmp_path / "run" / "harness" / "gated" / "openbookqa.json").read_text())
+    plain = json.loads((tmp_path / "run" / "harness" / "adapter" / "openbookqa.json").read_text())
+    assert harness["samples"][0]["loglikelihoods"] != plain["samples"][0]["loglikelihoods"]
+    capsys.readouterr()
+    assert main(["regrade", str(tmp_path / "run"), "--grader", "math_verify"]) == 0
+    again = read_record(tmp_path / "run" / "results-math_verify.json")
+    assert {task.grader for task in again.tasks} >= {"math_verify", "humaneval", "mbpp", "tiny"}

@@ -1,0 +1,183 @@
+import json
+import sys
+from collections import Counter
+from contextlib import suppress
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loragate.errors import ConfigError
+from loragate.evaluation.grading import MATH_GRADERS, grade_math, last_boxed
+from loragate.evaluation.grading.default import UnjudgedError, decide
+from loragate.evaluation.grading.dft import extract, python_expression, strip_string
+from loragate.evaluation.grading.notation import normalise
+from loragate.evaluation.grading.numbers import read_number
+from loragate.evaluation.grading.units import read_unit, split_unit
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT / "benchmarks" / "grading"))
+from compare_graders import judge_all, load_pairs, minerva_ceiling, table  # noqa: E402
+
+PAIRS = load_pairs()
+COMMITTED = json.loads((ROOT / "benchmarks" / "results" / "grading.json").read_text(encoding="utf-8"))
+
+
+def boxed(answer):
+    return f"So the answer is $\\boxed{{{answer}}}$."
+
+
+def quick(gold, answer):
+    return decide(gold, answer, None, lambda *_: None)
+
+
+def test_the_pair_list_is_well_formed():
+    assert len(PAIRS) == len({pair["id"] for pair in PAIRS}) >= 200
+    splits = Counter(pair["split"] for pair in PAIRS)
+    assert splits["held_out"] >= 60
+    assert set(splits) == {"dev", "held_out"}
+    assert 0.3 < sum(pair["correct"] for pair in PAIRS) / len(PAIRS) < 0.7
+
+
+def test_the_default_grader_gives_the_committed_verdicts():
+    verdicts, reasons, _ = judge_all(PAIRS, "default", workers=2)
+    wrong = [pair["id"] for pair, said in zip(PAIRS, verdicts) if said != pair["correct"]]
+    assert wrong == COMMITTED["wrong"]["default"]
+    assert set(reasons) <= {"ok", "wrong", "no_box", "unparsed"}
+    assert [reason == "ok" for reason in reasons] == verdicts
+
+
+@pytest.mark.parametrize("group", ["all", "split: dev", "split: held_out"])
+def test_the_default_grader_is_the_best_of_the_three(group):
+    (row,) = [row for row in COMMITTED["table"] if row["group"] == group]
+    for other in ("math_verify", "dft"):
+        assert row["default"]["right"] > row[other]["right"]
+        assert row["default"]["false_accepts"] < row[other]["false_accepts"]
+        assert row["default"]["false_rejects"] < row[other]["false_rejects"]
+
+
+@pytest.mark.slow
+def test_all_committed_numbers_are_reproduced():
+    verdicts = {name: judge_all(PAIRS, name, workers=2)[0] for name in ("default", "math_verify", "dft")}
+    assert table(PAIRS, verdicts) == COMMITTED["table"]
+    assert minerva_ceiling(PAIRS, verdicts) == COMMITTED["minerva_ceiling"]
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("no box", None),
+        (r"\boxed{1} and \boxed{2}", "2"),
+        (r"\fbox{ 3 }", "3"),
+        (r"$\boxed 5$", "5"),
+        (r"\boxed{\frac{1}{2}} {a}", r"\frac{1}{2}"),
+        (r"\boxed{\{1\}}", r"\{1\}"),
+        (r"\boxed{\boxed{4}}", "4"),
+        (r"\boxed{1} then \boxed{2", "1"),
+        (r"\boxed{2", None),
+        (r"\boxed{}", ""),
+    ],
+)
+def test_last_boxed(response, answer):
+    assert last_boxed(response) == answer
+
+
+def test_grades_say_why():
+    assert grade_math(boxed("25"), "025").reason == "ok"
+    assert grade_math("25", "25").reason == "no_box"
+    assert grade_math(boxed("1"), "2").reason == "wrong"
+    assert grade_math(boxed(r"1,\ldots,5"), "5").reason == "unparsed"
+    assert grade_math(boxed("x" * 2000), "5").reason == "unparsed"
+    assert grade_math(boxed("0.5"), "0.6", tolerance=0.1).correct
+    with pytest.raises(ConfigError, match="did you mean 'math_verify'"):
+        grade_math("", "", "math-verify")
+    assert list(MATH_GRADERS) == ["default", "math_verify", "dft"]
+
+
+@pytest.mark.parametrize(
+    "name", ["default", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dft", "math_verify"))]
+)
+def test_verdicts_repeat(name):
+    pairs = [pair for pair in PAIRS if pair["difficulty"] == "expressions"][:6]
+    first = judge_all(pairs, name, workers=2)[:2]
+    assert judge_all(pairs[::-1], name, workers=1)[0][::-1] == first[0]
+
+
+@settings(max_examples=30)
+@given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9))
+def test_different_integers_are_never_equal(one, other):
+    for gold in (str(one), f"{one}.0", f"{one:,}"):
+        for answer in (str(other), f"{other:,}", f"{other}.0", f"\\text{{{other}}}"):
+            assert quick(gold, answer) is (one == other)
+
+
+@settings(max_examples=30)
+@given(st.integers(-(10**6), 10**6), st.integers(1, 10**4))
+def test_a_fraction_equals_itself_in_every_notation(top, bottom):
+    value = Fraction(top, bottom)
+    whole, rest = divmod(abs(top), bottom)
+    sign = "-" if top < 0 else ""
+    spellings = [f"{top}/{bottom}", rf"\frac{{{top}}}{{{bottom}}}", rf"\dfrac{{{2 * top}}}{{{2 * bottom}}}"]
+    if whole:
+        spellings.append(rf"{sign}{whole}\frac{{{rest}}}{{{bottom}}}")
+    for gold in spellings:
+        assert read_number(normalise(gold)).value == value
+        for answer in spellings:
+            assert quick(gold, answer) is True
+            assert quick(gold, rf"({answer})+\frac{{1}}{{{bottom}}}") is False
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 9999), st.integers(-40, 40))
+def test_scientific_notation_is_one_number(mantissa, power):
+    decimal = f"{mantissa // 1000}.{mantissa % 1000:03d}"
+    spellings = [f"{decimal}e{power}", rf"{decimal}\times 10^{{{power}}}", rf"{decimal} \cdot 10^{{{power}}}"]
+    for gold in spellings:
+        for answer in spellings:
+            assert quick(gold, answer) is True
+        assert quick(gold, rf"{decimal}\times 10^{{{power + 1}}}") is False
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(-99, 99), min_size=2, max_size=5, unique=True), st.randoms())
+def test_lists_have_no_order_and_tuples_do(numbers, random):
+    shuffled = random.sample(numbers, len(numbers))
+    text, other = ", ".join(map(str, numbers)), ", ".join(map(str, shuffled))
+    assert quick(text, other) is True
+    assert quick(rf"\{{{text}\}}", rf"\{{{other}\}}") is True
+    assert quick(f"({text})", f"({other})") is (numbers == shuffled)
+    assert quick(f"({text})", rf"\{{{text}\}}") is False
+
+
+@settings(max_examples=60)
+@given(st.text(max_size=60))
+def test_any_text_gets_a_grade(text):
+    with suppress(UnjudgedError):
+        assert quick("5", text) in (True, False, None)
+    extract(text), strip_string(text), last_boxed("\\boxed{" + text)
+
+
+def test_units():
+    assert split_unit("5m") == ("5m", "")
+    assert split_unit(r"5\text{ cm}^2") == ("5", "cm^2")
+    assert read_unit("square inches") == read_unit("inch^2") == read_unit("in^{2}")
+    assert read_unit("km/h").kinds == read_unit("m/s").kinds
+    assert read_unit("apples") is None
+
+
+def test_dft_faults_are_kept():
+    assert strip_string(r"I_0e^{-t/\tau}") == r"I_0e^{-/\tau}"
+    assert extract("the sum of 3 and 4") == "4"
+    assert extract("The final answer is $7$. I hope it is correct. \\boxed{8}") == "7"
+    assert grade_math(boxed(r"\text{west}"), r"\text{east}", "dft").correct
+    assert grade_math(boxed("500"), "5", "dft").correct
+    assert not grade_math(boxed(r"4.5\times 10^{33}"), "4.5e33", "dft").correct
+
+
+def test_python_expressions_are_never_run():
+    assert str(python_expression("2*sqrt(3)+x^2")) == "x**2 + 2*sqrt(3)"
+    for text in ("__import__('os')", "x.__class__", "[1]", "lambda: 1", "f(1)"):
+        with pytest.raises(ValueError):
+            python_expression(text)

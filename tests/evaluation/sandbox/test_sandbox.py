@@ -1,0 +1,274 @@
+"""The sandbox as its callers see it: verdicts, limits, many at once, interrupts, and what it says where it cannot work."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from guard import need
+
+from loragate.errors import ConfigError
+from loragate.evaluation.sandbox import (
+    TIERS,
+    Checks,
+    Item,
+    Limits,
+    SandboxError,
+    available_tiers,
+    probe,
+    run_program,
+    run_programs,
+    run_tests,
+    tiers,
+)
+from loragate.evaluation.sandbox.programs import run_many
+
+TOP = "bubblewrap"
+LOWER = [pytest.param(tier, marks=pytest.mark.slow) for tier in ("namespaces", "rlimits")]
+EACH = [TOP, *LOWER]
+
+DAEMON = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(30)", MARK])
+    os._exit(0)
+os.wait()
+time.sleep(0.3)
+"""
+
+
+def alive(mark: str) -> list[int]:
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                words = (folder / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if mark.encode() in words:
+                found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.parametrize("tier", EACH)
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("assert 1 + 1 == 2", "ok"),
+        ("if __name__ == '__main__':\n    ran = True\nassert ran", "ok"),
+        ("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\nassert A(1) == A(1)", "ok"),
+        ("assert 1 + 1 == 3", "wrong"),
+        ("1 / 0", "error"),
+        ("def f(:", "syntax"),
+        ("import os\nos._exit(0)", "exit"),
+        ("raise SystemExit(0)", "exit"),
+        ("import threading\nthreading.Thread(target=__import__('time').sleep, args=(30,)).start()", "ok"),
+        ("import sys\nnonces = [v for f in sys._current_frames().values() for v in f.f_back.f_locals.values()]\n"
+         "assert not [v for v in nonces if type(v) is str and len(v) == 32]", "ok"),
+        ("import os, json\nfor fd in range(3, 20):\n    try:\n        data = json.dumps(['nonce', '0' * 32]).encode()\n"
+         "        os.write(fd, len(data).to_bytes(4, 'big') + data)\n    except OSError: pass\nassert False", "protocol"),
+    ],
+    ids=lambda value: value.split("\n")[-1][:40] if isinstance(value, str) else None,
+)  # fmt: skip
+def test_one_program(tier: str, source: str, reason: str) -> None:
+    result = run_program(source, tier=need(tier))
+    assert (result.reason, result.passed) == (reason, reason == "ok"), result
+    assert (result.tier, result.mode) == (tier, "one process")
+
+
+@pytest.mark.parametrize("tier", EACH)
+def test_time_and_output(tier: str) -> None:
+    before = time.monotonic()
+    result = run_program("print('started', flush=True)\nwhile True: pass", 0.5, need(tier))
+    assert result.reason == "timeout"
+    assert 0.5 <= result.seconds < 3
+    assert result.output == "started\n"
+    result = run_program("import sys\nprint('x' * 99_999)\nprint('end', file=sys.stderr)", tier=tier)
+    assert result.passed
+    assert len(result.output) == 2000
+    assert "end" in result.output
+    limits = Limits(output_kb=8)
+    assert run_program("print('x' * 99_999)", tier=tier, limits=limits).reason == "output"
+    assert time.monotonic() - before < 20
+
+
+@pytest.mark.parametrize("tier", [TOP, pytest.param("namespaces", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ending", ["", "while True: pass", "import os\nos._exit(0)"], ids=["ends", "loops", "exits"])
+def test_no_daemon_lives_on(tier: str, ending: str) -> None:
+    mark = f"loragate-test-{os.getpid()}-{time.monotonic_ns()}"
+    run_program(f"MARK = {mark!r}\n{DAEMON}\n{ending}", 1, need(tier))
+    for _ in range(20):
+        if not alive(mark):
+            return
+        time.sleep(0.05)
+    pytest.fail(f"still there: {alive(mark)}")
+
+
+def test_what_one_process_cannot_hold() -> None:
+    """The page on the sandbox says so: a free-form program compares inside itself."""
+    cheat = "class Equal:\n    def __eq__(self, other): return True\ndef f(x): return Equal()\n"
+    assert run_program(cheat + "assert f(1) == 2", tier=need(TOP)).passed
+    assert run_tests(cheat, Checks("assert f(1) == 2", ("f",)), TOP).reason == "wrong"
+
+
+VALUES = [
+    "None", "True", "1", "-1.5", "2**70", "-0.0", "float('inf')", "'\\ud800é'", "b'ab'", "bytearray(b'a')", "1+2j", "[1, [2]]",
+    "(1, (2,))", "{1, 2}", "frozenset({1})", "{(1, 'a'): [None]}", "range(2, 9, 3)", "...", "int",
+    "__import__('decimal').Decimal('1.10')", "__import__('fractions').Fraction(1, 3)", "__import__('datetime').date(2024, 2, 29)",
+    "__import__('datetime').datetime(2024, 2, 29, 1, 2, 3, 4)", "__import__('datetime').timedelta(1, 2, 3)",
+    "__import__('collections').deque([1, 2], 3)", "10**5000",
+]  # fmt: skip
+
+
+def test_values_cross_unchanged() -> None:
+    lines = [f"v = {value}\nw = same(v)\nassert w == v and type(w) is type(v), {value!r}" for value in VALUES]
+    lines.append("import math\nassert math.isnan(same(float('nan'))) and math.copysign(1, same(-0.0)) == -1")
+    result = run_tests("def same(x): return x", Checks("\n".join(lines), ("same",), ("same",)), need(TOP))
+    assert result.passed, result
+
+
+OBJECTS = """
+import collections, enum, itertools
+class Node:
+    def __init__(self, value): self.value, self.next = value, None
+    def double(self): return self.value * 2
+class Colour(enum.Enum):
+    RED = 1
+def count(text): return collections.Counter(text)
+def groups(pairs):
+    result = collections.defaultdict(list)
+    for key, value in pairs: result[key].append(value)
+    return result
+def squares(n): return (i * i for i in range(n))
+def naturals(): return itertools.count()
+def total(node):
+    return node.value + (total(node.next) if node.next else 0)
+def fail(x): raise ValueError("no " + x)
+def numbers():
+    import numpy
+    return [numpy.float64(0.5), numpy.int64(3), numpy.bool_(True)]
+def adder(n): return lambda x: x + n
+def same(node): return node
+LIMIT = 7
+"""
+OBJECT_CHECKS = """
+assert count("aab") == {"a": 2, "b": 1}
+assert groups([(1, 2), (1, 3)]) == {1: [2, 3]}
+assert list(squares(600)) == [i * i for i in range(600)]
+assert next(squares(3)) == 0 and 4 in squares(3)
+numbers_from = naturals()
+assert [next(numbers_from) for _ in range(3)] == [0, 1, 2]
+root = Node(1)
+root.next = Node(2)
+assert total(root) == 3 and root.next.value == 2 and root.double() == 2
+assert same(root) is root and not (root == Node(1))
+assert Colour.RED == Colour.RED and Colour.RED.value == 1
+assert adder(3)(4) == 7 and LIMIT == 7
+assert numbers() == [0.5, 3, True]
+try:
+    fail("way")
+except ValueError as error:
+    assert "no way" in str(error)
+else:
+    assert False
+"""
+
+
+def test_objects_stay_where_they_were_made() -> None:
+    names = (
+        "Node",
+        "Colour",
+        "count",
+        "groups",
+        "squares",
+        "naturals",
+        "total",
+        "fail",
+        "numbers",
+        "adder",
+        "same",
+        "LIMIT",
+    )
+    result = run_tests(OBJECTS, Checks(OBJECT_CHECKS, names, names), need(TOP))
+    assert result.passed, result
+
+
+def test_arguments_are_copies() -> None:
+    checks = Checks("values = [3, 1]\nassert f(values) == [1, 3]\nassert values == [3, 1]", ("f",))
+    assert run_tests("def f(x):\n    x.sort()\n    return x", checks, need(TOP)).passed
+
+
+def test_many_programs_keep_their_order() -> None:
+    seen: list[tuple[int, int]] = []
+    items = [Item(f"assert {n} % 2 == 0") for n in range(6)]
+    items.append(Item("def f(x): return x", Checks("assert f(1) == 1", ("f",))))
+    results = run_programs(items, 3, lambda done, total: seen.append((done, total)), tier=need(TOP))
+    assert [result.reason for result in results] == ["ok", "wrong"] * 3 + ["ok"]
+    assert seen == [(n, 7) for n in range(1, 8)]
+
+
+def test_an_interrupt_kills_what_runs() -> None:
+    mark = f"loragate-test-{os.getpid()}-{time.monotonic_ns()}"
+    loop = Item(f"MARK = {mark!r}\n{DAEMON}\nwhile True: pass", limits=Limits(seconds=60))
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    before = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_programs([Item("pass"), loop, loop, loop], 2, interrupt, tier=need(TOP))
+    assert time.monotonic() - before < 10
+    time.sleep(0.2)
+    assert alive(mark) == []
+
+
+def test_a_failure_in_one_thread_ends_all() -> None:
+    cancel = threading.Event()
+
+    def work(item: int) -> int:
+        return 1 // item
+
+    with pytest.raises(ZeroDivisionError):
+        run_many(work, [1, 0, 1], 2, None, cancel)
+    assert cancel.is_set()
+
+
+def test_a_tier_that_cannot_work_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr("loragate.evaluation.sandbox.self_test._answers", {})
+    assert "bwrap" in str(probe(TOP))
+    with pytest.raises(SandboxError, match=r"apt install bubblewrap.*--sandbox namespaces.*--sandbox rlimits"):
+        run_program("pass")
+    with pytest.raises(SandboxError, match="bwrap"):
+        run_programs([Item("pass")])
+    assert isinstance(SandboxError(""), ConfigError)
+
+
+def test_a_tier_that_breaks_its_promise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    need(TOP)
+    monkeypatch.setattr("loragate.evaluation.sandbox.self_test._answers", {})
+    plain = tiers.Launch((), None, False, None)
+    monkeypatch.setattr("loragate.evaluation.sandbox.self_test.launch", lambda *_, **__: plain)
+    reason = probe(TOP)
+    assert reason is not None
+    for part in ("open a connection", "read a file of the host", "write beside", "lived on"):
+        assert part in reason
+
+
+def test_names_and_limits_are_checked() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'bubblewrap'"):
+        run_program("pass", tier="bubblewarp")
+    for wrong in ({"seconds": 0}, {"seconds": float("nan")}, {"memory_mb": 1.5}, {"processes": True}, {"file_mb": -1}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            Limits(**wrong)
+
+
+def test_available_tiers_are_known() -> None:
+    assert set(available_tiers()) <= set(TIERS)
+    assert "rlimits" in available_tiers()

@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from loragate.errors import ConfigError
+from loragate.evaluation import tasks
+from loragate.evaluation.tasks import load_questions, load_task, suite, task_names
+from loragate.evaluation.tasks.reading import DEFINITIONS
+from loragate.evaluation.tasks.task import SUITES
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "tasks.md"
+TASK = """\
+name: sums
+version: 2
+suite: math
+dataset:
+  file: sums.jsonl
+  rows: 2
+  schema:
+    question: text
+    answer: text|number
+columns:
+  question: question
+  gold: answer
+prompt: "{{ question }} Use \\\\boxed{}."
+generation: {samples: 4, temperature: 1, max_new_tokens: 64}
+grader: default
+metric: avg@k
+"""
+HARNESS = """\
+name: letters
+version: 1
+suite: retention
+engine: lm-eval
+dataset: {hub: owner/letters, rows: 3}
+harness: {task: letters, metric: "acc,none"}
+"""
+
+
+@pytest.fixture
+def task_file(tmp_path):
+    def write(text=TASK):
+        path = tmp_path / "sums.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def changed(old, new, text=TASK):
+    assert old in text
+    return text.replace(old, new, 1)
+
+
+def test_built_in_tasks():
+    names = task_names()
+    assert [load_task(name).name for name in names] == names
+    by_suite = {name: [task.name for task in suite(name)] for name in (*SUITES, "all")}
+    assert by_suite == {
+        "math": ["aime24", "amc23", "math500", "minerva", "olympiadbench"],
+        "code": ["humaneval", "humaneval_plus", "mbpp"],
+        "retention": ["bbh", "mmlu_pro", "openbookqa"],
+        "arithmetic": ["arithmetic"],
+        "tiny": ["tiny", "tiny_retention"],
+        "all": sorted(set(names) - {"humaneval_raw", "bbh_zeroshot"}),
+    }
+    assert len({load_task(name).fingerprint for name in names}) == len(names)
+
+
+@pytest.mark.parametrize("name", task_names())
+def test_what_every_built_in_task_promises(name, tmp_path):
+    task = load_task(name)
+    assert task.notes
+    assert task.dataset.license
+    assert task.dataset.rows
+    if task.dataset.hub and not name.startswith("bbh"):
+        assert re.fullmatch("[0-9a-f]{40}", task.dataset.revision or "")
+    if task.suite == "math":
+        assert task.generation == tasks.Generation(16, 1.0, 1.0, 4096)
+        assert task.system is None
+        assert task.prompt.endswith("\nPlease reason step by step, and put your final answer within \\boxed{}.")
+    assert bool(task.generation.stop) == task.raw == (name == "humaneval_raw")
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(yaml.safe_dump(json.loads(json.dumps(task.as_dict()))), encoding="utf-8")
+    assert dataclasses.replace(load_task(copy), path=task.path) == task
+    assert task.variant_of is None or load_task(task.variant_of).suite == task.suite
+
+
+def test_retention_tasks_agree_with_the_bridge():
+    for name in ("mmlu_pro", "bbh", "bbh_zeroshot", "openbookqa"):
+        path = DEFINITIONS.parents[1] / "harness_tasks" / f"{name}.yaml"
+        bridge = yaml.safe_load(path.read_text(encoding="utf-8"))
+        harness = load_task(name).harness
+        assert (harness.task, harness.metric, harness.num_fewshot) == (bridge["harness_task"], bridge["metric"], 0)
+        assert harness.max_gen_toks == bridge["max_new_tokens"]
+
+
+def test_a_task_of_ones_own(task_file):
+    task = load_task(task_file())
+    assert (task.name, task.version, task.extractor, task.system, task.raw) == ("sums", 2, "boxed", None, False)
+    assert task.generation == tasks.Generation(4, 1.0, 1.0, 64)
+    assert task.columns == {"question": ("question",), "gold": ("answer",)}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        task.name = "other"
+
+
+def test_fingerprint_follows_content_not_prose_or_place(task_file, tmp_path):
+    first = load_task(task_file()).fingerprint
+    other = tmp_path / "elsewhere.yml"
+    other.write_text(TASK + "notes: something\npaper: silent\n", encoding="utf-8")
+    assert load_task(other).fingerprint == first
+    assert load_task(task_file(changed("temperature: 1", "temperature: 1.0"))).fingerprint == first
+    for old, new in [("version: 2", "version: 3"), ("Use", "use"), ("max_new_tokens: 64", "max_new_tokens: 65")]:
+        assert load_task(task_file(changed(old, new))).fingerprint != first
+    task = load_task("aime24")
+    assert task.with_revision("main").fingerprint != task.fingerprint
+    assert task.with_revision("main").dataset.revision == "main"
+
+
+def test_the_harness_runs_its_own_tasks(task_file):
+    task = load_task(task_file(HARNESS))
+    assert task.harness == tasks.Harness("letters", "acc,none")
+    assert (task.grader, task.metric, task.prompt) == ("lm-eval", "lm-eval", "")
+    with pytest.raises(ConfigError, match=r"letters is asked by lm-evaluation-harness"):
+        load_questions(task)
+
+
+MISTAKES = [
+    (changed("prompt:", "promt:"), r"sums.yaml: unknown key 'promt'; did you mean 'prompt'\? Known: name, version"),
+    (changed("  rows:", "  row:"), r"unknown key 'dataset.row'; did you mean 'rows'\?"),
+    (changed("samples:", "sample:"), r"unknown key 'generation.sample'; did you mean 'samples'\?"),
+    (changed("  gold:", "  target:"), r"unknown key 'columns.target'\. Known: id, question, gold"),
+    (changed("version: 2", "version: two"), r"version is 'two' \(str\), expected a whole number"),
+    (changed("version: 2", "version: true"), r"version is True \(bool\), expected a whole number"),
+    (changed("metric: avg@k", "metric: avg@k\nraw: yes please"), "raw is 'yes please' .str., expected true or false"),
+    (changed("dataset:", "dataset: sums.jsonl\nx:"), r"dataset is 'sums.jsonl' \(str\), expected a block of keys"),
+    (changed("metric: avg@k\n", ""), "sums.yaml: missing metric"),
+    (changed("name: sums\nversion: 2\n", ""), "missing name, version"),
+    (changed(", max_new_tokens: 64", ""), "missing generation.max_new_tokens"),
+    (changed("  gold: answer\n", ""), "missing columns.gold"),
+    (changed("suite: math", "suite: maths"), r"suite is 'maths'; did you mean 'math'\? Known: math, code"),
+    (changed("grader: default", "grader: dtf"), r"grader is 'dtf'; did you mean 'dft'\?"),
+    (changed("metric: avg@k", "metric: avg@8"), r"metric is 'avg@8'; did you mean 'avg@k'\? Known: avg@k, pass@1"),
+    (changed("metric: avg@k", "metric: avg@k\nengine: vllm"), "engine is 'vllm'. Known: loragate, lm-eval"),
+    (
+        changed("metric: avg@k", "metric: avg@k\nextractor: code"),
+        "extractor is 'code', but the grader 'default' reads boxed",
+    ),
+    (
+        changed("{{ question }}", "{{ qestion }}"),
+        r"prompt uses 'qestion', which the data set does not have; did you mean 'question'\?",
+    ),
+    (changed("{{ question }}", "{{ gold }}"), "prompt uses 'gold'"),
+    (changed("{{ question }}", "{{ question"), "sums.yaml: prompt: line 1 of the template"),
+    (changed("{{ question }}", "{{ question | bxed }}"), "prompt: line 1 of the template: No filter named 'bxed'"),
+    (
+        changed("gold: answer", "gold: anser"),
+        r"columns.gold names the column 'anser', which dataset.schema does not have; did you mean 'answer'\?",
+    ),
+    (changed("gold: answer", 'gold: "{{ anser }}"'), r"columns.gold uses 'anser'.*did you mean 'answer'\?"),
+    (changed("gold: answer", "gold: []"), r"columns.gold is \[\], expected columns or templates"),
+    (
+        changed("    answer: text|number", "    answer: txt|number"),
+        r"column 'answer' has the unknown type 'txt'; did you mean 'text'\?",
+    ),
+    (changed("    answer: text|number", "    answer: 3"), "dataset.schema has 'answer': 3, expected column: type"),
+    (changed("  file: sums.jsonl\n", ""), "exactly one of hub, file and generator; found none"),
+    (changed("  rows: 2", "  hub: a/b"), "exactly one of hub, file and generator; found hub and file"),
+    (changed("  rows: 2", "  split: test"), "dataset.split is for hub data sets; it has no effect with file"),
+    (changed("  file: sums.jsonl", "  generator: tinny"), r"dataset.generator is 'tinny'; did you mean 'tiny'\?"),
+    (changed("  rows: 2", "  rows: 0"), "dataset.rows is 0, expected at least 1"),
+    (changed("samples: 4", "samples: 0"), "generation.samples is 0, expected at least 1"),
+    (changed("temperature: 1", "temperature: 0"), "samples is 4, but greedy samples are all the same"),
+    (changed("temperature: 1", "temperature: -1"), "temperature is -1, expected 0 or a positive number"),
+    (changed("temperature: 1", "temperature: .nan"), "temperature is nan"),
+    (changed("samples: 4", "samples: 4, top_p: 0"), r"top_p is 0, expected a number in \(0, 1\]"),
+    (changed("samples: 4", "samples: 4, stop: ['\\n']"), "generation.stop is for raw: true"),
+    (changed("samples: 4", "samples: 4, stop: [1]"), r"generation.stop is \[1\], expected a list of texts"),
+    (changed("version: 2", "version: 2\nraw: true\nsystem: hi"), "system would have no effect with raw: true"),
+    (
+        changed("version: 2", "version: 2\nharness: {task: a, metric: b}"),
+        "harness would have no effect with engine: loragate",
+    ),
+    (changed("version: 2", "version: 2\nversion: 3"), "not valid YAML: the key 'version' appears twice"),
+    (changed("name: sums", "name: [sums"), "sums.yaml is not valid YAML"),
+    ("- a\n- b\n", "expected a block of keys"),
+    ("", "expected a block of keys"),
+    (HARNESS + "prompt: hi\n", "prompt would have no effect with engine: lm-eval"),
+    (changed(', metric: "acc,none"', "", HARNESS), "missing harness.metric"),
+    (changed("harness:", "harnes:", HARNESS), r"unknown key 'harnes'; did you mean 'harness'\?"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), MISTAKES, ids=[str(number) for number in range(len(MISTAKES))])
+def test_mistakes_are_named(task_file, text, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_task(task_file(text))
+    assert "sums.yaml" in str(caught.value)
+
+
+def test_unknown_names(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"unknown task 'math50'; did you mean 'math500'\? Known: aime24.*path of its"
+    ):
+        load_task("math50")
+    with pytest.raises(ConfigError, match=r"unknown suite 'mathh'; did you mean 'math'\? Known: math, code"):
+        suite("mathh")
+    with pytest.raises(ConfigError, match=r"there is no task file .*none.yaml"):
+        load_task(tmp_path / "none.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"cannot be read"):
+        load_task(tmp_path / "binary.yaml")
+
+
+def test_yaml_tags_run_nothing(task_file):
+    with pytest.raises(ConfigError, match=r"not valid YAML"):
+        load_task(task_file(changed("name: sums", "name: !!python/object/apply:os.getcwd []")))
+
+
+def test_the_page_lists_every_task():
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for name in task_names():
+        task = load_task(name)
+        (line,) = [line for line in text.splitlines() if line.startswith(f"| `{name}` |")]
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        where = task.dataset.hub or "generated"
+        assert where in cells[1], name
+        assert str(task.dataset.rows) == cells[2].replace(",", ""), name
+        assert task.grader in cells[4] or task.harness.task in cells[4], name
+
+
+def test_the_example_of_the_page(tmp_path):
+    text = DOCUMENT.read_text(encoding="utf-8")
+    (definition,) = re.findall(r"```yaml\n# (\S+)\n(.*?)```", text, re.S)
+    (rows,) = re.findall(r"```jsonl?\n(.*?)```", text, re.S)
+    task_path = tmp_path / definition[0]
+    task_path.write_text(definition[1], encoding="utf-8")
+    task = load_task(task_path)
+    (tmp_path / task.dataset.file).write_text(rows, encoding="utf-8")
+    loaded = load_questions(task)
+    assert loaded.warnings == ()
+    assert [question.gold for question in loaded.questions] == ["16", "1/3"]
+    assert loaded.questions[0].prompt.startswith("A tank holds")
+    assert loaded.questions[0].id == "tank"

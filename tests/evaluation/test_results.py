@@ -1,0 +1,185 @@
+"""The record of an evaluation: what it holds, that it survives the file, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from records import ADAPTER, GATED, IDS, make_record, make_result
+
+from loragate.errors import ConfigError, DataError, LoragateError
+from loragate.evaluation.aggregates import compare_suites, suite_average
+from loragate.evaluation.results import (
+    EvaluationRecord,
+    SuiteResult,
+    package_versions,
+    read_record,
+    task_result,
+    verdict,
+    write_record,
+)
+from loragate.evaluation.statistics import Difference, average_at_k, compare
+
+
+def test_a_task_result_by_hand() -> None:
+    result = make_result("gated")
+    assert result.avg_at_k == average_at_k(GATED)
+    assert set(result.pass_at_k) == {1, 2, 3}
+    assert result.pass_at_k[3].mean == pytest.approx(2 / 3)
+    assert result.majority_at_k is not None
+    assert result.majority_at_k.mean == pytest.approx(2 / 3)
+    assert result.reasons == {"no_box": 1, "ok": 5, "wrong": 3}
+    assert (result.truncated, result.no_eos) == (pytest.approx(1 / 9), pytest.approx(1 / 9))
+    assert result.tokens == 14
+    assert result.question_scores == pytest.approx((1, 2 / 3, 0))
+    assert result.comparison == compare(GATED, ADAPTER)
+    assert make_result("adapter", control="T=0.6", temperature=0.6).name == "adapter T=0.6"
+
+
+def test_a_stop_string_counts_as_no_eos() -> None:
+    result = make_result("gated", ended=[True] * 6 + [False] * 3)
+    assert (result.truncated, result.no_eos) == (pytest.approx(1 / 9), pytest.approx(1 / 3))
+
+
+def test_a_record_survives_its_file(tmp_path: Path) -> None:
+    record = make_record()
+    path = tmp_path / "results.json"
+    write_record(record, path)
+    assert read_record(path) == record
+    assert json.loads(path.read_text())["schema"] == 1
+    assert EvaluationRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
+
+
+def test_suites_and_absent_values_survive() -> None:
+    suite = SuiteResult("gated", suite_average([GATED, ADAPTER]), None, compare_suites([GATED], [ADAPTER]))
+    record = dataclasses.replace(make_record(), suites=(suite,), sandbox=None, canary={})
+    assert EvaluationRecord.from_json(record.to_json()) == record
+
+
+def test_numbers_of_numpy_become_json() -> None:
+    record = dataclasses.replace(make_record(), canary={"adapter_from_base": np.float32(0.5)})
+    assert json.loads(json.dumps(record.to_json()))["canary"] == {"adapter_from_base": 0.5}
+
+
+def test_find_names_what_there_is() -> None:
+    record = make_record()
+    assert record.find("sums", "adapter", "T=0.6").temperature == 0.6
+    with pytest.raises(DataError, match="no result of gated λ=1 on sums; it has: base on sums, adapter on sums"):
+        record.find("sums", "gated", "λ=1")
+
+
+def test_p_values_are_adjusted_over_the_record() -> None:
+    record = make_record().with_adjusted_p()
+    raw = [result.comparison.p for result in record.results if result.comparison]
+    adjusted = [result.adjusted_p for result in record.results if result.comparison]
+    assert len(raw) == 3
+    assert adjusted == [min(1.0, 3 * min(raw)) if p == min(raw) else pytest.approx(1) for p in raw]
+    assert record.find("sums", "adapter").adjusted_p is None
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "p", "expected"),
+    [
+        (0.01, 0.2, 0.01, "better"),
+        (-0.2, -0.01, 0.05, "worse"),
+        (-0.01, 0.2, 0.01, "no difference shown"),
+        (0.01, 0.2, 0.06, "no difference shown"),
+        (0.0, 0.0, 1.0, "no difference shown"),
+    ],
+)
+def test_verdict(low: float, high: float, p: float, expected: str) -> None:
+    assert verdict(Difference((low + high) / 2, low, high, p)) == expected
+
+
+def test_verdict_takes_an_adjusted_p_and_a_stricter_level() -> None:
+    difference = Difference(0.1, 0.01, 0.19, 0.02)
+    assert verdict(difference) == "better"
+    assert verdict(difference, p=0.06) == verdict(difference, alpha=0.01) == "no difference shown"
+    for alpha in (0, 0.1):
+        with pytest.raises(ConfigError, match=r"at most 0\.05"):
+            verdict(difference, alpha)
+
+
+def test_versions_name_what_is_absent() -> None:
+    versions = package_versions(("numpy", "no-such-package"))
+    assert versions["numpy"] == np.__version__
+    assert versions["no-such-package"] == "absent"
+    assert set(versions) == {"python", "platform", "numpy", "no-such-package"}
+    assert set(package_versions()) >= {"loragate", "torch", "transformers", "peft", "math-verify"}
+
+
+def changed(**changes: object) -> dict:
+    """The record as JSON with values replaced at dotted paths ("results.0.task"); None removes the key."""
+    value = make_record().to_json()
+    for path, new in changes.items():
+        *parents, last = path.split("__")
+        place = value
+        for name in parents:
+            place = place[int(name) if name.isdecimal() else name]
+        if new is None:
+            del place[last]
+        else:
+            place[last] = new
+    return value
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schema": 2}, r"r.json: schema 2 is not known.*reads 1; upgrade loragate"),
+        ({"schema": 0}, "schema 0 .*run the evaluation again"),
+        ({"schema": True}, "not an evaluation record"),
+        ({"schema": None}, "not an evaluation record"),
+        ({"secnods": 1.0}, "r.json: unknown key 'secnods'; did you mean 'seconds'"),
+        ({"seed": None}, "r.json: the key 'seed' is missing"),
+        ({"seed": "0"}, "r.json.seed: found '0', expected int"),
+        ({"seed": True}, "r.json.seed: found True, expected int"),
+        ({"seconds": "1"}, "r.json.seconds: found '1', expected float"),
+        ({"results__0__variant": "lora"}, r"r.json.results\[0\].variant: found 'lora', expected 'base' or"),
+        ({"results__0__avg_at_k__low": "x"}, r"r.json.results\[0\].avg_at_k.low: found 'x', expected float"),
+        ({"results__0__pass_at_k": {"one": 1}}, "expected whole numbers"),
+        ({"results__0__reasons": {"ok": 8}}, "reasons count 8 samples, expected 3 x 3"),
+        ({"results__0__question_scores": [1.0, 1.0, 1.0]}, "is not avg_at_k.mean"),
+        ({"results__0__question_ids": ["a", "a", "b"]}, "2 distinct"),
+        ({"results__0__task": "summs"}, "names the task 'summs'.*did you mean 'sums'"),
+        ({"results__1__variant": "base"}, "base has 2 results on sums"),
+        ({"tasks__0__sampling__temperature": -1.0}, r"r.json.tasks\[0\].sampling: temperature is -1.0"),
+        ({"tasks": {}}, "r.json.tasks: found {}, expected tuple"),
+        ({"canary": {"adapter_from_base": "much"}}, "r.json.canary.adapter_from_base: found 'much'"),
+    ],
+    ids=range(20),
+)
+def test_a_record_is_read_strictly(changes: dict, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        EvaluationRecord.from_json(changed(**changes), "r.json")
+
+
+def test_files_that_are_no_records(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"absent\.json cannot be read"):
+        read_record(tmp_path / "absent.json")
+    path = tmp_path / "results.json"
+    path.write_text("{")
+    with pytest.raises(DataError, match=r"results\.json is not JSON"):
+        read_record(path)
+    path.write_text("[]")
+    with pytest.raises(DataError, match="not an evaluation record"):
+        read_record(path)
+
+
+def test_what_is_not_finite_is_not_written(tmp_path: Path) -> None:
+    record = dataclasses.replace(make_record(), seconds=float("nan"))
+    with pytest.raises(LoragateError, match="must be finite"):
+        write_record(record, tmp_path / "results.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_entries_must_fit_the_scores() -> None:
+    with pytest.raises(DataError, match="tokens has 2 entries; expected 9"):
+        make_result("gated", tokens=[1, 2])
+    with pytest.raises(DataError, match="2 question ids"):
+        make_result("gated", question_ids=IDS[:2])
+    with pytest.raises(DataError, match="expected 1 for a right answer"):
+        task_result("t", "gated", [[0.5]], question_ids=["a"], reasons=["ok"], finish_reasons=["stop"], tokens=[1])

@@ -1,0 +1,168 @@
+"""Dealt out to several engines, the samples are those of one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from loragate.errors import ConfigError, DataError, LoragateError
+from loragate.generation import Sample, SamplingConfig, TransformersEngine
+from loragate.generation.requests import split_by_question
+from loragate.generation.sharded import (
+    Job,
+    RayData,
+    ShardedEngine,
+    _error_from_text,
+    _from_text,
+    _Replica,
+    _to_text,
+    run_here,
+)
+
+PROMPTS = [" ".join(f"w{(5 * i + 3 * j) % 20 + 4}" for j in range(1 + i % 6)) for i in range(9)]
+CONFIG = SamplingConfig(temperature=1.0, max_new_tokens=20, samples=3, seed=5)
+SAMPLE = Sample(0, 1, "zwei\n\u2028Zeilen é \x0b\x85", (6, 1), "stop", 1.0 / 3.0)
+
+
+def identities(samples: list[Sample]) -> list[tuple[Any, ...]]:
+    return [(s.question, s.sample, s.text, s.token_ids, s.finish_reason) for s in samples]
+
+
+def load_engine(folder: str, tokenizer: Any) -> TransformersEngine:
+    """An engine on the model of this folder, which leaves the number of its process behind."""
+    torch.set_num_threads(1)
+    used = Path(folder) / "processes"
+    used.mkdir(exist_ok=True)
+    (used / str(os.getpid())).touch()
+    return TransformersEngine(Qwen2ForCausalLM.from_pretrained(folder).eval(), tokenizer)
+
+
+def test_rows_are_cut_between_questions() -> None:
+    rows = [(0, 0), (0, 1), (2, 1), (3, 0), (3, 1)]
+    assert split_by_question(rows, 1) == [[(0, 0), (0, 1)], [(2, 1)], [(3, 0), (3, 1)]]
+    assert split_by_question(rows, 2) == [[(0, 0), (0, 1), (2, 1)], [(3, 0), (3, 1)]]
+    assert split_by_question(rows, 9) == [rows]
+    assert split_by_question([], 2) == []
+
+
+def test_one_shard_here_is_the_engine_itself(qwen2: Any, tokenizer: Any) -> None:
+    made: list[TransformersEngine] = []
+
+    def make_engine() -> TransformersEngine:
+        made.append(TransformersEngine(qwen2, tokenizer))
+        return made[-1]
+
+    expected = TransformersEngine(qwen2, tokenizer).generate(PROMPTS, CONFIG)
+    engine = ShardedEngine(make_engine, 1, run_here, batch_size=2)
+    batches: list[list[Sample]] = []
+    progress: list[tuple[int, int]] = []
+    got = engine.generate(
+        PROMPTS, CONFIG, lambda *step: progress.append(step), on_samples=lambda batch: batches.append(list(batch))
+    )
+    assert identities(got) == identities(expected)
+    assert len(made) == 1
+    assert [len(batch) for batch in batches] == [6, 6, 6, 6, 3]
+    assert progress == [(6, 27), (12, 27), (18, 27), (24, 27), (27, 27)]
+    pending = [(s.question, s.sample) for s in expected[5:11]]
+    assert identities(engine.generate(PROMPTS, CONFIG, pending=pending)) == identities(expected[5:11])
+    assert engine.generate(PROMPTS, CONFIG, pending=[]) == []
+    assert len(made) == 2
+
+
+def test_every_replica_gets_a_part_and_a_lost_sample_is_an_error(qwen2: Any, tokenizer: Any) -> None:
+    sizes: list[int] = []
+
+    def losing(job: Job, parts: Any, replicas: int) -> Iterator[list[Sample]]:
+        sizes.extend(len(part) for part in parts)
+        yield from run_here(job, parts[1:])
+
+    engine = ShardedEngine(lambda: TransformersEngine(qwen2, tokenizer), 4, losing)
+    with pytest.raises(LoragateError, match="27 samples were to be drawn, but the 4 replicas returned 18"):
+        engine.generate(PROMPTS, CONFIG)
+    assert sizes == [9, 9, 9]
+
+
+def test_settings_that_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_engine() -> Any:
+        raise AssertionError("no engine is needed")
+
+    with pytest.raises(ConfigError, match="shards is 0"):
+        ShardedEngine(no_engine, 0, run_here)
+    with pytest.raises(ConfigError, match="2 shards were asked for"):
+        ShardedEngine(no_engine, 2, run_here).generate(PROMPTS, CONFIG)
+    with pytest.raises(DataError, match="question 9"):
+        ShardedEngine(no_engine, 1, run_here).generate(PROMPTS, CONFIG, pending=[(9, 0)])
+    with pytest.raises(ConfigError, match="2 shards with 1 GPU each do not fit into a Ray cluster of 1 GPU"):
+        RayData()._require_room({"CPU": 8.0, "GPU": 1.0}, 2)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"pip install loragate\[ray\]"):
+        ShardedEngine(no_engine, 2, RayData()).generate(PROMPTS, CONFIG)
+
+
+@pytest.mark.parametrize("sample", [SAMPLE, replace(SAMPLE, entropy=None, text="")])
+def test_samples_survive_the_way_back(sample: Sample) -> None:
+    text = _to_text(sample)
+    assert text.splitlines() == [text]
+    assert _from_text(text) == sample
+
+
+def test_a_replica_returns_errors_as_values(qwen2: Any, tokenizer: Any) -> None:
+    def broken() -> Any:
+        raise ConfigError("no such model")
+
+    for make_engine, prompts, kind, message in (
+        (broken, PROMPTS, ConfigError, "no such model"),
+        (lambda: TransformersEngine(qwen2, tokenizer), ["w4 " * 50], DataError, "Prompt 0 has 50 tokens"),
+    ):
+        returned = _Replica(Job(make_engine, tuple(prompts), CONFIG))({"rows": ["[[0, 0], [0, 1]]"]})
+        assert returned["samples"] == [""]
+        error = _error_from_text(returned["error"][0])
+        assert type(error) is kind
+        assert str(error).startswith(message)
+    assert type(_error_from_text('["difflib", "odd"]')) is LoragateError
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[Any]:
+    ray = pytest.importorskip("ray", reason="ray is not installed (pip install loragate[sweep])")
+    pytest.importorskip("ray.data", reason="ray has no data library (pip install loragate[sweep])")
+    tests = str(Path(__file__).parent)
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join([tests, *filter(None, sys.path)])}},
+    )
+    yield ray
+    ray.shutdown()
+
+
+@pytest.mark.slow
+def test_two_ray_actors_draw_what_one_process_draws(
+    ray_cluster: Any, qwen2: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    qwen2.save_pretrained(tmp_path)
+    make_engine = partial(load_engine, str(tmp_path), tokenizer)
+    expected = make_engine().generate(PROMPTS, CONFIG)
+    used = tmp_path / "processes"
+    (used / str(os.getpid())).unlink()
+    engine = ShardedEngine(make_engine, 2, RayData(gpus=0), batch_size=2)
+    batches: list[int] = []
+    got = engine.generate(PROMPTS, CONFIG, on_samples=lambda batch: batches.append(len(batch)))
+    assert identities(got) == identities(expected)
+    assert [s.entropy for s in got] == pytest.approx([s.entropy for s in expected], abs=1e-5)
+    assert sorted(batches) == [3, 6, 6, 6, 6]
+    assert len(list(used.iterdir())) == 2
+    assert not (used / str(os.getpid())).exists()
+    with pytest.raises(DataError, match=r"^Prompt 0 has 50 tokens; .* set max_new_tokens to 14 or less\.$"):
+        engine.generate(["w4 " * 50], CONFIG)

@@ -1,0 +1,340 @@
+"""The vLLM engine: first against a stand-in for vLLM, then, where it is installed, against vLLM itself.
+
+The second part runs in the environment that `scripts/vllm_cpu_env.sh` makes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from loragate.errors import ConfigError, DataError, LoragateError
+from loragate.generation import Sample, SampleWriter, SamplingConfig, TransformersEngine, read_samples
+from loragate.generation.sampling import request_seed
+from loragate.generation.vllm_engine import VllmEngine, lora_rank, require_no_gates
+from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
+
+# vLLM's attention on a CPU starts at heads of 32
+SHAPE = {"hidden_size": 128, "intermediate_size": 192, "max_position_embeddings": 128}
+PATTERNS = {"rank_pattern": {"q_proj": 6}, "alpha_pattern": {"q_proj": 3}}
+PROMPTS = [row["messages"][0]["content"] for row in tiny_rows(24)]
+GREEDY = SamplingConfig(temperature=0, max_new_tokens=30)
+CONFIG = SamplingConfig(temperature=1.0, max_new_tokens=30, samples=4, seed=7)
+
+
+def identities(samples: list[Sample]) -> list[tuple[Any, ...]]:
+    return [(s.question, s.sample, s.text, s.token_ids, s.finish_reason) for s in samples]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A base with its tokenizer and an adapter for it, whose ranks and scales differ between modules."""
+    place = tmp_path_factory.mktemp("models")
+    tiny_base(**SHAPE).save_pretrained(place / "base")
+    tiny_tokenizer().save_pretrained(place / "base")
+    tiny_adapter(base=tiny_base(**SHAPE), **PATTERNS).save_pretrained(place / "adapter")
+    return str(place / "base"), str(place / "adapter")
+
+
+class FakeLLM:
+    """Answers with three tokens that name the request, and ends every second one with a stop token."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+        self.calls: list[tuple[list[Any], list[Any], Any]] = []
+        self.llm_engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=40))
+        self.reasons = ("stop", "length")
+
+    def generate(self, prompts: Any, params: Any, *, use_tqdm: bool, lora_request: Any) -> list[Any]:
+        assert not use_tqdm
+        self.calls.append((prompts, params, lora_request))
+        outputs = []
+        for index, prompt in enumerate(prompts):
+            reason = self.reasons[index % 2]
+            ids = [5 + prompt["prompt_token_ids"][0] % 100, 1 if reason == "stop" else 9]
+            completion = SimpleNamespace(token_ids=ids, finish_reason=reason, text="")
+            outputs.append(SimpleNamespace(outputs=[completion]))
+        return outputs
+
+
+@pytest.fixture
+def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    modules = {name: ModuleType(name) for name in ("vllm", "vllm.lora", "vllm.lora.request", "vllm.platforms")}
+    vllm: Any = modules["vllm"]
+    vllm.LLM = FakeLLM
+    vllm.SamplingParams = lambda **settings: settings
+    vllm.lora, vllm.platforms = modules["vllm.lora"], modules["vllm.platforms"]
+    vllm.lora.request = modules["vllm.lora.request"]
+    vllm.lora.request.LoRARequest = lambda *fields: fields
+    vllm.platforms.current_platform = SimpleNamespace(is_cpu=lambda: True)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return vllm
+
+
+def test_every_sample_is_a_request_with_its_own_seed(fake_vllm: Any, folders: tuple[str, str]) -> None:
+    engine = VllmEngine(folders[0], dtype="float32", stop_token_ids=[3], batch_size=10)
+    batches: list[list[Sample]] = []
+    progress: list[tuple[int, int]] = []
+    samples = engine.generate(
+        PROMPTS, CONFIG, lambda *step: progress.append(step), on_samples=lambda batch: batches.append(list(batch))
+    )
+    assert [(s.question, s.sample) for s in samples] == [(q, k) for q in range(24) for k in range(4)]
+    assert [len(batch) for batch in batches] == [40, 40, 16]
+    assert [s for batch in batches for s in batch] == samples
+    assert progress == [(40, 96), (80, 96), (96, 96)]
+    prompts, params, lora = engine._llm.calls[1]
+    assert lora is None
+    tokenizer = tiny_tokenizer()
+    assert [prompt["prompt_token_ids"] for prompt in prompts[::4]] == [
+        tokenizer(p)["input_ids"] for p in PROMPTS[10:20]
+    ]
+    assert params[5] == {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "max_tokens": 30,
+        "seed": request_seed(7, 11, 1),
+        "stop_token_ids": [1, 3],
+        "ignore_eos": True,
+        "detokenize": False,
+    }
+    seeds = [one["seed"] for _, called, _ in engine._llm.calls for one in called]
+    assert len(set(seeds)) == 96
+
+
+def test_answers_end_and_read_as_the_other_engine_has_it(fake_vllm: Any, folders: tuple[str, str]) -> None:
+    engine = VllmEngine(folders[0])
+    first, second = engine.generate(PROMPTS[:2], GREEDY)
+    assert first.finish_reason == "stop"
+    assert first.token_ids[1:] == (1,)
+    assert first.text == tiny_tokenizer().decode(first.token_ids[:1])
+    assert second.finish_reason == "length"
+    assert second.text == tiny_tokenizer().decode(second.token_ids)
+    assert first.entropy is None
+    assert engine._llm.calls[0][1][0]["seed"] is None
+    engine._llm.reasons = ("stop", "abort")
+    with pytest.raises(LoragateError, match="ended sample 0 of question 1 with 'abort'"):
+        engine.generate(PROMPTS[:2], GREEDY)
+
+
+def test_pending_samples_keep_their_seeds(fake_vllm: Any, folders: tuple[str, str]) -> None:
+    engine = VllmEngine(folders[0])
+    engine.generate(PROMPTS, CONFIG, pending=[(7, 2), (3, 1)])
+    assert [one["seed"] for one in engine._llm.calls[0][1]] == [request_seed(7, 3, 1), request_seed(7, 7, 2)]
+    assert engine.generate(PROMPTS, CONFIG, pending=[]) == []
+    with pytest.raises(DataError, match="question 24, sample 0"):
+        engine.generate(PROMPTS, CONFIG, pending=[(24, 0)])
+
+
+@pytest.mark.parametrize(("on_cpu", "slots"), [(True, 2), (False, 1)])
+def test_an_adapter_goes_with_every_request(fake_vllm: Any, folders: tuple[str, str], on_cpu: bool, slots: int) -> None:
+    fake_vllm.platforms.current_platform = SimpleNamespace(is_cpu=lambda: on_cpu)
+    engine = VllmEngine(*folders, dtype="bfloat16", max_model_len=40, tensor_parallel=2, gpu_memory_utilization=0.5)
+    engine.generate(PROMPTS[:2], GREEDY)
+    assert engine._llm.calls[0][2] == ("adapter", 1, folders[1])
+    assert engine._llm.settings == {
+        "model": folders[0],
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": 40,
+        "tensor_parallel_size": 2,
+        "gpu_memory_utilization": 0.5,
+        "seed": 0,
+        "enable_lora": True,
+        "max_lora_rank": 8,
+        "max_loras": slots,
+    }
+    assert "enable_lora" not in VllmEngine(folders[0])._llm.settings
+
+
+def test_requests_that_cannot_be_drawn(fake_vllm: Any, folders: tuple[str, str]) -> None:
+    engine = VllmEngine(folders[0])
+    with pytest.raises(DataError, match=r"Prompt 0 has 20 tokens.*40 positions: set max_new_tokens to 20 or less"):
+        engine.generate(["w4 " * 20], CONFIG)
+    with pytest.raises(ConfigError, match=r"temperature is 0\.001, but vLLM"):
+        engine.generate(PROMPTS, SamplingConfig(0.001))
+    with pytest.raises(ConfigError, match="batch_size is 0"):
+        VllmEngine(folders[0], batch_size=0)
+
+
+def test_stop_tokens_come_from_tokenizer_and_generation_config(
+    fake_vllm: Any, folders: tuple[str, str], tmp_path: Path
+) -> None:
+    base = tiny_base(**SHAPE)
+    base.generation_config.eos_token_id = [1, 4]
+    base.save_pretrained(tmp_path)
+    assert VllmEngine(str(tmp_path), tokenizer=tiny_tokenizer()).stop_token_ids == {1, 4}
+    (tmp_path / "generation_config.json").unlink()
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "eos_token_id": 2}))
+    assert VllmEngine(str(tmp_path), tokenizer=tiny_tokenizer()).stop_token_ids == {1, 2}
+
+
+def test_a_gated_folder_is_refused(tmp_path: Path) -> None:
+    require_no_gates(tmp_path)
+    (tmp_path / "gate_config.json").write_text("{}")
+    for arguments in ((str(tmp_path),), ("base", str(tmp_path))):
+        with pytest.raises(ConfigError, match=r"serving plugin\. Use --engine transformers"):
+            VllmEngine(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (None, "cannot be read"),
+        ("{", "not the configuration of a LoRA adapter"),
+        ('{"peft_type": "LORA"}', "not the configuration of a LoRA adapter"),
+        ('{"peft_type": "LORA", "r": 8, "rank_pattern": {"q": "x"}}', "not the configuration of a LoRA adapter"),
+        ('{"peft_type": "IA3", "r": 8}', "type 'IA3'"),
+        ('{"peft_type": "LORA", "r": 8, "rank_pattern": {"q_proj": 600}}', "rank 600 is above 512"),
+    ],
+)
+def test_an_adapter_that_vllm_cannot_serve(tmp_path: Path, record: str | None, message: str) -> None:
+    if record is not None:
+        (tmp_path / "adapter_config.json").write_text(record)
+    with pytest.raises(ConfigError, match=message):
+        lora_rank(tmp_path)
+
+
+def test_the_rank_is_rounded_up_to_one_that_vllm_takes(tmp_path: Path) -> None:
+    for ranks, expected in (((1, {}), 1), ((4, {}), 8), ((8, {"q_proj": 33}), 64), ((512, None), 512)):
+        record = {"peft_type": "LORA", "r": ranks[0], "rank_pattern": ranks[1]}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(record))
+        assert lora_rank(tmp_path) == expected
+        assert lora_rank(tmp_path, at_least=100) == max(expected, 128)
+
+
+def test_without_vllm_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, folders: tuple[str, str]) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ConfigError, match=r"pip install loragate\[vllm\]"):
+        VllmEngine(folders[0])
+
+
+def test_samples_without_entropy_survive_the_file(tmp_path: Path) -> None:
+    samples = [Sample(0, 0, "a", (4, 1), "stop", None)]
+    with SampleWriter(tmp_path / "samples.jsonl") as writer:
+        writer.write(samples)
+    assert read_samples(tmp_path / "samples.jsonl") == samples
+
+
+real = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vllm is not installed (scripts/vllm_cpu_env.sh)"
+)
+VLLM_SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, which starts in seconds
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+def reference(folders: tuple[str, str], adapted: bool) -> TransformersEngine:
+    base = tiny_base(**SHAPE)
+    return TransformersEngine(tiny_adapter(base=base, **PATTERNS) if adapted else base, tiny_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def vllm_settings() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in VLLM_SETTINGS.items():
+            if name not in os.environ:
+                patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
+def base_engine(vllm_settings: None, folders: tuple[str, str]) -> VllmEngine:
+    return VllmEngine(folders[0], dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def lora_engine(vllm_settings: None, folders: tuple[str, str]) -> VllmEngine:
+    return VllmEngine(*folders, dtype="float32")
+
+
+@real
+@pytest.mark.slow
+def test_greedy_equals_the_transformers_engine_for_a_base(base_engine: VllmEngine, folders: tuple[str, str]) -> None:
+    expected = reference(folders, adapted=False).generate(PROMPTS, GREEDY)
+    assert identities(base_engine.generate(PROMPTS, GREEDY)) == identities(expected)
+
+
+@real
+@pytest.mark.slow
+def test_greedy_equals_the_transformers_engine_for_an_adapter(
+    lora_engine: VllmEngine, folders: tuple[str, str]
+) -> None:
+    expected = reference(folders, adapted=True).generate(PROMPTS, GREEDY)
+    assert identities(lora_engine.generate(PROMPTS, GREEDY)) == identities(expected)
+    unadapted = reference(folders, adapted=False).generate(PROMPTS, GREEDY)
+    assert sum(a.token_ids != b.token_ids for a, b in zip(expected, unadapted)) > len(PROMPTS) / 2
+    assert {s.finish_reason for s in expected} == {"stop", "length"}
+
+
+@real
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [CONFIG, SamplingConfig(0.7, 0.8, 30, 4, 1)])
+def test_samples_do_not_depend_on_the_chunk_or_on_what_is_pending(
+    lora_engine: VllmEngine, config: SamplingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = lora_engine.generate(PROMPTS, config)
+    assert identities(lora_engine.generate(PROMPTS, config)) == identities(whole)
+    pending = [(s.question, s.sample) for s in whole[10:41]]
+    assert identities(lora_engine.generate(PROMPTS, config, pending=pending)) == identities(whole[10:41])
+    monkeypatch.setattr(lora_engine, "batch_size", 1)
+    assert identities(lora_engine.generate(PROMPTS, config)) == identities(whole)
+    assert len({s.token_ids for s in whole if s.question == 0}) > 1
+    other = lora_engine.generate(PROMPTS, SamplingConfig(config.temperature, config.top_p, 30, 4, seed=99))
+    assert sum(a.token_ids != b.token_ids for a, b in zip(whole, other)) > len(whole) / 2
+
+
+@real
+@pytest.mark.slow
+def test_answers_end_where_the_transformers_engine_ends_them(base_engine: VllmEngine) -> None:
+    samples = base_engine.generate(PROMPTS, CONFIG)
+    assert {s.finish_reason for s in samples} == {"stop", "length"}
+    for sample in samples:
+        assert 1 not in sample.token_ids[:-1]
+        assert (sample.finish_reason == "stop") == (sample.token_ids[-1] == 1)
+        assert sample.finish_reason == "stop" or len(sample.token_ids) == 30
+        assert "<eos>" not in sample.text
+
+
+@real
+@pytest.mark.slow
+def test_first_tokens_follow_the_models_distribution(base_engine: VllmEngine) -> None:
+    """Chi-square of the first token of 2,000 samples against the softmax of the model's logits."""
+    import torch
+
+    config = SamplingConfig(max_new_tokens=1, samples=2000, seed=2)
+    drawn = torch.tensor([s.token_ids[0] for s in base_engine.generate(["w5 w9"], config)])
+    with torch.no_grad():
+        prompt = torch.tensor([tiny_tokenizer()("w5 w9")["input_ids"]])
+        expected = tiny_base(**SHAPE)(prompt).logits[0, -1].double().softmax(-1) * 2000
+    observed = drawn.bincount(minlength=len(expected)).double()
+    common = expected >= 5
+    expected = torch.cat([expected[common], expected[~common].sum()[None]])
+    observed = torch.cat([observed[common], observed[~common].sum()[None]])
+    freedom = len(expected) - 1
+    assert freedom >= 5
+    assert ((observed - expected) ** 2 / expected).sum().item() < freedom + 5 * (2 * freedom) ** 0.5
+
+
+@real
+@pytest.mark.slow
+def test_the_last_position_can_be_used_and_no_further(base_engine: VllmEngine, folders: tuple[str, str]) -> None:
+    prompt = " ".join(["w4"] * 100)
+    config = SamplingConfig(0, max_new_tokens=28)
+    expected = reference(folders, adapted=False).generate([prompt], config)
+    assert identities(base_engine.generate([prompt], config)) == identities(expected)
+    with pytest.raises(DataError, match="128 positions: set max_new_tokens to 28 or less"):
+        base_engine.generate([prompt], SamplingConfig(0, max_new_tokens=29))

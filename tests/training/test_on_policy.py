@@ -1,0 +1,453 @@
+"""Stage II on sampled answers: gradients by enumeration, the sample stream, resume, guards, refusals."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+
+import loragate as lg
+from loragate.data import Collator, load_rows
+from loragate.errors import ConfigError, DataError, TrainingError
+from loragate.gates import weights_checksum
+from loragate.generation import Sample, SamplingConfig, TransformersEngine
+from loragate.training import CalibrationSettings, calibration_rows
+from loragate.training.guards import GuardLimits
+from loragate.training.on_policy import learning_rate_factor
+from loragate.training.on_policy_loss import policy_loss
+from loragate.training.rollouts import (
+    Answer,
+    as_training_row,
+    draw_answers,
+    engine_sampler,
+    group_advantages,
+    stream_seed,
+    training_prompts,
+)
+from loragate.training.scoring import ResponseScorer
+from tiny import tiny_adapter, tiny_base, tiny_rows
+
+CONFIG = lg.GateConfig(-3, 2)
+SHARED = {"batch_size": 8, "micro_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1, "k": 20, "max_length": 64}
+ANCHORED = CalibrationSettings(**SHARED, objective="anchored", refresh=2, max_new_tokens=6, max_steps=6)
+REWARD = CalibrationSettings(**SHARED, objective="reward", samples_per_prompt=4, max_new_tokens=6, max_steps=6)
+
+
+def short(row, text, finished):
+    return -float(len(text.split()))
+
+
+def even_words(row, text, finished):
+    return sum(int(word[1:]) % 2 == 0 for word in text.split() if word[1:].isdigit()) / 6
+
+
+def gates(model):
+    return {name: parameter.detach().clone() for name, parameter in lg.gate_parameters(model).items()}
+
+
+def prompts_of(tokenizer, rows, settings, positions=None):
+    source, encoded = calibration_rows(load_rows(rows), tokenizer, settings)
+    return training_prompts(encoded, source, tokenizer, settings.max_new_tokens, positions)
+
+
+@pytest.mark.parametrize("anchor", ["base", "adapter", "mixture", "product"])
+def test_anchored_training_lowers_its_loss_and_changes_gates_only(tokenizer, rows, anchor):
+    model = tiny_adapter()
+    before = weights_checksum(model.named_parameters())
+    settings = CalibrationSettings(
+        **{**SHARED, "learning_rate": 2e-3}, objective="anchored", anchor=anchor, max_steps=8, max_new_tokens=6
+    )
+    result = lg.calibrate(model, tokenizer, rows, CONFIG, settings)
+    first, last = result.history[0], result.history[-1]
+    assert first["loss"] == pytest.approx(first["entropy"] + first["kl"], rel=1e-4)
+    if anchor == "adapter":
+        # up to rounding the adapter is its own anchor at the start
+        assert first["kl"] == pytest.approx(0, abs=1e-5)
+    else:
+        assert sum(record["loss"] for record in result.history[-3:]) / 3 < first["loss"]
+    assert {"grad_norm", "learning_rate", "gate_below_zero", "answer_length", "finished"} <= set(last)
+    assert result.steps == 8
+    assert result.sampled["answers"] == 64
+    assert result.evidence()["training"]["sampled"]["answers"] == 64
+    assert result.evidence()["training"]["settings"]["anchor"] == anchor
+    assert model.training is False
+    lg.detach_gates(model)
+    assert weights_checksum(model.named_parameters()) == before
+
+
+def test_micro_batches_do_not_matter(tokenizer, rows):
+    for settings, reward in ((ANCHORED, None), (REWARD, short)):
+        results = []
+        for micro in (8, 1):
+            model = tiny_adapter()
+            options = {**settings.as_record(), "micro_batch_size": micro, "max_steps": 3}
+            lg.calibrate(model, tokenizer, rows, CONFIG, CalibrationSettings(**options), reward=reward)
+            results.append(gates(model))
+        for name in results[0]:
+            torch.testing.assert_close(results[0][name], results[1][name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_answers_follow_from_seed_refresh_and_gates(tokenizer, rows):
+    prompts = prompts_of(tokenizer, rows, REWARD)
+    model = tiny_adapter()
+    lg.attach_gates(model, CONFIG)
+    draws = {
+        (refresh, batch): draw_answers(prompts, [0, 1, 2, 1], engine_sampler(model, tokenizer, batch), REWARD, refresh)
+        for refresh in (0, 1)
+        for batch in (3, 64)
+    }
+    assert draws[0, 3] == draws[0, 64]
+    assert draws[0, 3] != draws[1, 3]
+    first = draws[0, 3]
+    assert [answer.prompt for answer in first] == [0] * 4 + [1] * 4 + [2] * 4 + [1] * 4
+    assert first[4:8] != first[12:16], "the same prompt drawn twice gets answers of its own"
+    assert stream_seed(1, 2) != stream_seed(2, 1)
+    assert stream_seed(1, 2) == stream_seed(1, 2)
+
+
+def test_prompts_are_what_the_rows_train_after(tokenizer):
+    rows = tiny_rows(5)
+    conversation = rows[0]["messages"] + tiny_rows(1, seed=8)[0]["messages"]
+    rows.append({"messages": conversation})
+    settings = CalibrationSettings(**{**SHARED, "batch_size": 4}, objective="anchored", max_new_tokens=6)
+    prompts = prompts_of(tokenizer, rows, settings)
+    source = load_rows(rows).shuffled(settings.seed)
+    assert len(prompts) == 6
+    for prompt in prompts:
+        messages = source[prompt.row]["messages"]
+        rendered = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+        assert list(prompt.ids) == tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        assert tokenizer(prompt.text, add_special_tokens=False)["input_ids"] == list(prompt.ids)
+    row = as_training_row(Answer(2, (9, 8, 1), "", True), prompts)
+    count = len(prompts[2].ids)
+    assert row["labels"] == [-100] * count + [9, 8, 1]
+    assert row["input_ids"] == [*prompts[2].ids, 9, 8, 1]
+    longest = max(len(prompt.ids) for prompt in prompts)
+    fewer = prompts_of(tokenizer, rows, settings, positions=longest + 5)
+    assert 0 < len(fewer) < 6
+    with pytest.raises(DataError, match="nothing can be sampled: 6 of 6 prompts leave no room for 6 new tokens"):
+        prompts_of(tokenizer, rows, settings, positions=6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reward"),
+    [
+        (ANCHORED, None),
+        (REWARD, even_words),
+        (CalibrationSettings(**{**REWARD.as_record(), "refresh": 3, "reward_kl": 0.1}), even_words),
+    ],
+    ids=["anchored", "reward", "reward-stale"],
+)
+def test_resume_continues_bit_for_bit(tokenizer, rows, tmp_path, settings, reward):
+    settings = CalibrationSettings(**{**settings.as_record(), "save_steps": 1})
+    options = {"reward": reward, "guard": GuardLimits(answers=16, distinct=0)}
+    whole = tiny_adapter()
+    complete = lg.calibrate(whole, tokenizer, rows, CONFIG, settings, run_folder=tmp_path / "whole", **options)
+
+    class Killed(Exception):
+        pass
+
+    def kill(report):
+        if report.step == 4 and report.values:
+            raise Killed
+
+    model = tiny_adapter()
+    with pytest.raises(Killed):
+        lg.calibrate(model, tokenizer, rows, CONFIG, settings, run_folder=tmp_path / "run", on_step=kill, **options)
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+    suffixes = {path.suffix for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert suffixes <= {".json", ".jsonl", ".safetensors"}
+    with pytest.raises(TrainingError, match="continue it with --resume"):
+        lg.calibrate(model, tokenizer, rows, CONFIG, settings, run_folder=tmp_path / "run", **options)
+    other = CalibrationSettings(**{**settings.as_record(), "max_new_tokens": 7})
+    with pytest.raises(TrainingError, match=r"another run: 'settings.max_new_tokens' was 6, now 7"):
+        lg.calibrate(model, tokenizer, rows, CONFIG, other, run_folder=tmp_path / "run", resume=True, **options)
+    resumed = lg.calibrate(
+        model, tokenizer, rows, CONFIG, settings, run_folder=tmp_path / "run", resume=True, **options
+    )
+    assert resumed.steps == complete.steps == 6
+    for name, parameter in gates(model).items():
+        assert torch.equal(parameter, gates(whole)[name]), name
+    assert resumed.history == complete.history
+    assert resumed.guard == complete.guard
+    assert len(resumed.guard) > 1
+    assert resumed.sampled["answers"] == complete.sampled["answers"]
+    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in logged] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_torn_checkpoint_is_passed_over(tokenizer, rows, tmp_path):
+    settings = CalibrationSettings(**{**ANCHORED.as_record(), "save_steps": 1, "max_steps": 3})
+    whole = tiny_adapter()
+    lg.calibrate(whole, tokenizer, rows, CONFIG, settings, run_folder=tmp_path)
+    (tmp_path / "checkpoint-3" / "trainer_state.json").unlink()
+    model = tiny_adapter()
+    lg.calibrate(model, tokenizer, rows, CONFIG, settings, run_folder=tmp_path, resume=True)
+    for name, parameter in gates(model).items():
+        assert torch.equal(parameter, gates(whole)[name])
+    (tmp_path / "checkpoint-3" / "optimizer.safetensors").write_bytes(b"nothing")
+    with pytest.raises(TrainingError, match="remove its folder and resume again"):
+        lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, settings, run_folder=tmp_path, resume=True)
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tokenizer, rows, tmp_path):
+    def interrupt(report):
+        if report.step == 2 and not report.values:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    model = tiny_adapter()
+    with pytest.raises(TrainingError, match=r"stopped by Ctrl-C at step [23] of 6; .*--resume"):
+        lg.calibrate(model, tokenizer, rows, CONFIG, ANCHORED, run_folder=tmp_path, on_step=interrupt)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert lg.calibrate(model, tokenizer, rows, CONFIG, ANCHORED, run_folder=tmp_path, resume=True).steps == 6
+
+
+def test_the_policy_gradient_is_that_of_the_expected_reward(tokenizer):
+    """All answers of two tokens are enumerated, each weighted with its probability in place of being sampled."""
+    model = tiny_adapter(base=tiny_base(vocab_size=8, pad_token_id=0))
+    lg.attach_gates(model, lg.GateConfig(-3, 2, init_scale=0.05))
+    parameters = list(lg.gate_parameters(model).values())
+    prompt = [3, 5, 7]
+    pairs = torch.cartesian_prod(torch.arange(8), torch.arange(8))
+    ids = torch.cat((torch.tensor(prompt).expand(64, 3), pairs), 1)
+    rewards = torch.randn(64, generator=torch.Generator().manual_seed(2))
+    log_p = torch.log_softmax(model(input_ids=ids).logits[:, 2:4], -1).gather(-1, pairs.unsqueeze(-1)).squeeze(-1)
+    probability = log_p.sum(-1).exp()
+    assert float(probability.sum()) == pytest.approx(1, abs=1e-5)
+    exact = torch.autograd.grad((probability * rewards).sum(), parameters, retain_graph=True)
+    for baseline in (0.0, 0.7):
+        advantage = (probability.detach() * (rewards - baseline)).repeat_interleave(2)
+        loss, clipped = policy_loss(log_p.flatten(), advantage, None, 0.2)
+        assert not clipped.any()
+        found = torch.autograd.grad(loss.sum(), parameters, retain_graph=True)
+        for one, other in zip(found, exact, strict=True):
+            torch.testing.assert_close(one, -other, rtol=1e-3, atol=1e-6)
+
+
+def test_clipping_takes_the_gradient_away_on_the_far_side_only():
+    before = torch.zeros(4)
+    log_p = torch.tensor([0.5, 0.5, -0.5, -0.5], requires_grad=True)
+    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    loss, clipped = policy_loss(log_p, advantage, before, 0.2)
+    assert clipped.tolist() == [True, False, False, True]
+    ratio = log_p.detach().exp()
+    assert loss.tolist() == pytest.approx([-1.2, float(ratio[1]), -float(ratio[2]), 0.8])
+    loss.sum().backward()
+    assert log_p.grad.tolist() == pytest.approx([0.0, float(ratio[1]), -float(ratio[2]), 0.0])
+
+
+def test_advantages_are_relative_to_the_group():
+    assert group_advantages([1, 0, 0, 1], "mean") == [0.5, -0.5, -0.5, 0.5]
+    assert group_advantages([3, 0, 0, 3], "std") == pytest.approx([1, -1, -1, 1])
+    assert group_advantages([0.3] * 3, "std") == [0.0] * 3
+
+
+GOOD, BAD = (20, 21, 22, 1), (90, 91, 92, 1)
+
+
+def preference(model, tokenizer, rows):
+    """Mean log p of the good answer's tokens minus that of the bad one's, over the prompts."""
+    prompts = prompts_of(tokenizer, rows, REWARD)
+    scorer = ResponseScorer(model, "default")
+    sums = []
+    for ids in (GOOD, BAD):
+        batch = Collator(0)([as_training_row(Answer(index, ids, "", True), prompts) for index in range(len(prompts))])
+        with torch.no_grad():
+            sums.append(float(scorer.statistics(scorer.states(batch), batch, 20).log_prob.mean()))
+    return sums[0] - sums[1]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"refresh": 2, "advantage": "std"}, {"reward_kl": 0.01, "anchor": "adapter"}], ids=str
+)
+def test_rewarded_answers_become_likelier(tokenizer, rows, options):
+    settings = CalibrationSettings(**{**REWARD.as_record(), "learning_rate": 5e-3, "max_steps": 4, **options})
+
+    def sampler(prompts, config):
+        return [
+            Sample(question, index, "", GOOD if index % 2 else BAD, "stop", 0.0)
+            for question in range(len(prompts))
+            for index in range(config.samples)
+        ]
+
+    fresh = tiny_adapter()
+    lg.attach_gates(fresh, CONFIG)
+    for sign in (1, -1):
+        answers = iter(range(10_000))
+        model = tiny_adapter()
+        result = lg.calibrate(
+            model,
+            tokenizer,
+            rows,
+            CONFIG,
+            settings,
+            sampler=sampler,
+            reward=lambda row, text, finished, answers=answers, sign=sign: sign * float(next(answers) % 2),
+        )
+        moved = preference(model, tokenizer, rows) - preference(fresh, tokenizer, rows)
+        assert sign * moved > 0.05
+        assert result.history[0]["reward"] == sign * 0.5
+        assert ("kl" in result.history[-1]) == ("reward_kl" in options)
+
+
+def test_equal_rewards_teach_nothing(tokenizer, rows):
+    model = tiny_adapter()
+    result = lg.calibrate(model, tokenizer, rows, CONFIG, REWARD, reward=lambda row, text, finished: 1.0)
+    fresh = tiny_adapter()
+    lg.attach_gates(fresh, CONFIG)
+    for name, parameter in gates(model).items():
+        assert torch.equal(parameter, gates(fresh)[name])
+    assert {record["loss"] for record in result.history} == {0.0}
+
+
+def test_rewards_see_the_whole_row(tokenizer):
+    rows = [{**row, "gold": index} for index, row in enumerate(tiny_rows(8))]
+    seen = []
+
+    def reward(row, text, finished):
+        seen.append((row["gold"], row["messages"][0]["content"], type(text), type(finished)))
+        return 0.0
+
+    lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, REWARD, reward=reward)
+    assert {gold for gold, *_ in seen} == set(range(8))
+    assert all(rows[gold]["messages"][0]["content"] == content for gold, content, *_ in seen)
+    assert {kinds for _, _, *kinds in map(tuple, seen) for kinds in [tuple(kinds)]} == {(str, bool)}
+    with pytest.raises(TrainingError, match=r"the reward of an answer to .* is nan"):
+        lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, REWARD, reward=lambda row, text, finished: float("nan"))
+
+
+def test_a_sampler_from_outside_is_used_and_checked(tokenizer, rows):
+    model = tiny_adapter()
+    engine = TransformersEngine(model, tokenizer, batch_size=16)
+    calls = []
+
+    def sampler(prompts, config):
+        calls.append((len(prompts), config))
+        return engine.generate(prompts, config)
+
+    own = lg.calibrate(model, tokenizer, rows, CONFIG, ANCHORED, sampler=sampler)
+    default = lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, ANCHORED)
+    assert [count for count, _ in calls] == [16, 16, 16]
+    assert calls[0][1] == SamplingConfig(max_new_tokens=6, seed=stream_seed(ANCHORED.seed, 0))
+    assert [record["loss"] for record in own.history] == [record["loss"] for record in default.history]
+    with pytest.raises(TrainingError, match="returned 15 answers for 16 prompts"):
+        lg.calibrate(
+            tiny_adapter(), tokenizer, rows, CONFIG, ANCHORED, sampler=lambda *given: engine.generate(*given)[1:]
+        )
+
+
+def looping(count):
+    return [Sample(index, 0, "", (7,) * 40, "length", 0.0) for index in range(count)]
+
+
+def test_a_guard_stops_an_on_policy_run(tokenizer, rows):
+    engine_of = {}
+
+    def sampler(prompts, config):
+        first = config.seed == stream_seed(ANCHORED.seed, 0)
+        engine = engine_of.setdefault("engine", TransformersEngine(model, tokenizer))
+        return engine.generate(prompts, config) if first else looping(len(prompts))
+
+    model = tiny_adapter()
+    result = lg.calibrate(model, tokenizer, rows, CONFIG, ANCHORED, sampler=sampler, guard=GuardLimits(answers=16))
+    assert result.steps == 2
+    assert result.stopped.startswith("stopped by the guard at step 2: 100% of the answers repeat themselves, 0% at")
+    assert [reading["step"] for reading in result.guard] == [0, 2]
+    assert result.evidence()["training"]["stopped"] == result.stopped
+    assert lg.gate_parameters(model), "the caller decides what becomes of the gates"
+
+
+def test_small_steps_are_watched_from_the_adapter_on(tokenizer, rows):
+    result = lg.calibrate(
+        tiny_adapter(), tokenizer, rows, CONFIG, REWARD, reward=short, guard=GuardLimits(answers=20, distinct=0)
+    )
+    assert result.stopped is None
+    # 20 answers drawn before training, then windows of at least 20 out of steps of 8
+    assert [(reading["step"], reading["answers"]) for reading in result.guard] == [(0, 20), (2, 24), (5, 24)]
+    assert result.sampled["answers"] == 20 + 6 * 8
+
+
+def test_a_guard_stops_a_trainer_run_through_its_probe(tokenizer, rows):
+    settings = CalibrationSettings(**{**SHARED, "batch_size": 4})
+    calls = []
+
+    def probe():
+        calls.append(1)
+        ended = [Sample(index, 0, "", (index, 5, 1), "stop", 0.0) for index in range(8)]
+        return ended if len(calls) < 3 else looping(8)
+
+    result = lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, settings, guard=GuardLimits(every=2), probe=probe)
+    assert result.steps == 4
+    assert [reading["step"] for reading in result.guard] == [0, 2, 4]
+    assert "0% of the answers come to an end, 100% at the start" in result.stopped
+    assert result.guard[0]["saturated"] == 0.0
+
+
+def test_gates_trained_with_cross_entropy(tokenizer, rows):
+    settings = CalibrationSettings(**{**SHARED, "learning_rate": 0.05}, objective="ce", max_steps=20)
+    model = tiny_adapter()
+    result = lg.calibrate(model, tokenizer, rows, CONFIG, settings)
+    first, last = result.history[0], result.history[-2]
+    assert first["loss"] == pytest.approx(first["nll"], rel=1e-5)
+    assert last["nll"] < first["nll"] - 0.05
+    assert "topk_entropy" in last
+
+
+def test_callables_and_settings_without_effect_are_refused(tokenizer, rows):
+    plain = CalibrationSettings(**SHARED)
+    for settings, options, words in [
+        (plain, {"reward": short}, "a reward has no effect on the objective 'entropy'"),
+        (plain, {"sampler": looping}, "a sampler has no effect"),
+        (plain, {"guard": GuardLimits()}, "needs a probe"),
+        (plain, {"probe": looping}, "no guard would read it"),
+        (ANCHORED, {"reward": short}, "a reward has no effect on the objective 'anchored'"),
+        (ANCHORED, {"probe": looping, "guard": GuardLimits()}, "answers that it samples anyway"),
+        (REWARD, {}, "needs a reward"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, settings, **options)
+    for options, words in [
+        ({"objective": "anchord"}, "did you mean 'anchored'"),
+        ({"anchor": "base"}, "anchor has no effect on the objective 'entropy'"),
+        ({"objective": "reward", "beta": 2.0}, "beta has no effect on the objective 'reward'"),
+        ({"objective": "reward", "temperature": 0.7}, "temperature has no effect"),
+        ({"objective": "reward", "samples_per_prompt": 1}, "needs at least 2"),
+        ({"objective": "reward", "batch_size": 12}, "not a multiple of samples_per_prompt 8"),
+        ({"objective": "anchored", "anchor": "bas"}, "anchor must be one of"),
+        ({"objective": "anchored", "report_to": "wandb"}, "writes metrics.jsonl only"),
+        ({"objective": "anchored", "beta": -1.0}, "beta must not be negative"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            CalibrationSettings(**options)
+
+
+def test_several_processes_are_refused(tokenizer, rows, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="runs in one process"):
+        lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, ANCHORED)
+
+
+def test_checkpointing_and_bf16_change_little(tokenizer, rows):
+    plain = lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, ANCHORED)
+    for options, tolerance in [({"gradient_checkpointing": True}, 1e-6), ({"precision": "bf16"}, 0.03)]:
+        model = tiny_adapter()
+        settings = CalibrationSettings(**{**ANCHORED.as_record(), **options, "max_steps": 2})
+        result = lg.calibrate(model, tokenizer, rows, CONFIG, settings)
+        assert not model.is_gradient_checkpointing
+        assert {parameter.dtype for parameter in lg.gate_parameters(model).values()} == {torch.float32}
+        expected = plain.history[0]["loss"]
+        assert result.history[0]["loss"] == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "constant_with_warmup"])
+def test_schedules_are_those_of_transformers(schedule):
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    theirs = get_scheduler(schedule, optimizer, num_warmup_steps=3, num_training_steps=10)
+    for step in range(10):
+        assert learning_rate_factor(schedule, step, 3, 10) == pytest.approx(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()
