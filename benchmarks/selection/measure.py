@@ -29,7 +29,11 @@ from loragate.files import write_json
 from loragate.gates import GateConfig, attach_gates, detach_gates, gate_override, record_gates
 from loragate.generation import SamplingConfig, SeededSampler, TransformersEngine
 from loragate.training import CalibrationSettings, StageOneSettings, calibrate, train_adapter
+from loragate.world.commands import apply_command, programme
+from loragate.world.problems import Problem, apply_operator, expression
 from loragate.world.situations import SITUATIONS, Situation, base_for, demonstration_rows, questions
+from loragate.world.verifier import verify
+from loragate.world.vocabulary import DIGITS
 
 DEV, DEV_SAMPLES = 192, 4
 TEST, TEST_SAMPLES = 160, 8
@@ -38,6 +42,19 @@ BATCH = 512
 STEPS, ROWS, GATE_RATE = 157, 2048, 5e-4
 RANGES = ((-3, 1), (0, 1), (-6, 3), (-1, 2), (0, 3), (0, 6), (-4, 4))
 ANCHORED = (((-6, 3), "base"), ((-6, 3), "product"))
+# with --extra: the objectives on sampled answers, varied one setting at a time
+EXTRA: dict[str, tuple[tuple[float, float], dict[str, Any]]] = {
+    "[-6,3] anchored mixture": ((-6, 3), {"objective": "anchored", "anchor": "mixture"}),
+    "[-6,3] anchored adapter": ((-6, 3), {"objective": "anchored", "anchor": "adapter"}),
+    "[-6,3] anchored product beta 0.3": ((-6, 3), {"objective": "anchored", "anchor": "product", "beta": 0.3}),
+    "[-6,3] anchored product beta 3": ((-6, 3), {"objective": "anchored", "anchor": "product", "beta": 3.0}),
+    "[-6,3] anchored product refresh 5": ((-6, 3), {"objective": "anchored", "anchor": "product", "refresh": 5}),
+    "[-6,3] anchored product refresh 80": ((-6, 3), {"objective": "anchored", "anchor": "product", "refresh": 80}),
+    "[0,6] anchored product": ((0, 6), {"objective": "anchored", "anchor": "product"}),
+    "[-3,1] anchored product": ((-3, 1), {"objective": "anchored", "anchor": "product"}),
+    "[-6,3] reward": ((-6, 3), {"objective": "reward"}),
+    "[0,6] reward": ((0, 6), {"objective": "reward"}),
+}
 CLIPS = {"no reversal": (0.0, None), "no extrapolation": (None, 1.0), "unit": (0.0, 1.0)}
 CONSTANTS = (-0.5, 0.5, 1.5, 2.0)
 
@@ -129,11 +146,11 @@ class Bench:
         )
 
     @contextmanager
-    def gated(self, lower: float, upper: float, settings: CalibrationSettings) -> Any:
+    def gated(self, lower: float, upper: float, settings: CalibrationSettings, **options: Any) -> Any:
         """The adapter with gates trained now; yields what the training says of itself."""
         began = time.process_time()
         config = GateConfig(lower, upper, seed=self.situation.sft_seed)
-        result = calibrate(self.model, self.tokenizer, load_rows(self.rows), config, settings)
+        result = calibrate(self.model, self.tokenizer, load_rows(self.rows), config, settings, **options)
         try:
             yield {
                 "training_cpu_seconds": time.process_time() - began,
@@ -143,6 +160,19 @@ class Bench:
             }
         finally:
             detach_gates(self.model)
+
+    def run_extra(self) -> None:
+        """The varied objectives; the reward is the world's own verdict on training problems."""
+
+        def reward(row: Any, text: str, finished: bool) -> float:
+            return float(verify(solved(row["messages"][0]["content"]), text, finished))
+
+        for name, ((lower, upper), more) in EXTRA.items():
+            if not self.done(name):
+                settings = self.settings(max_new_tokens=MAX_NEW_TOKENS, sampling_batch_size=BATCH, **more)
+                options = {"reward": reward} if settings.objective == "reward" else {}
+                with self.gated(lower, upper, settings, **options) as training:
+                    self.keep(name, self.ask(self.model), training=training)
 
     def run(self, only: str = "") -> None:
         """Everything that is not on file yet."""
@@ -203,6 +233,19 @@ class Bench:
         write_json(self.folder / "adapter majority.json", {"answers": answers, "gold": gold})
 
 
+def solved(prompt: str) -> Problem:
+    """The problem of a training prompt, worked out again, as demonstrations keep no clean answer."""
+    if prompt.startswith("solve"):
+        value, steps = expression(prompt)
+        for operator, operand in steps:
+            value = apply_operator(value, operator, operand)
+        return Problem(prompt, DIGITS[value], "arithmetic", len(steps))
+    letter, commands = programme(prompt)
+    for command in commands:
+        letter = apply_command(letter, command)
+    return Problem(prompt, letter, "commands", len(commands))
+
+
 class _Average(LogitsProcessor):
     """The geometric mean of base and adapter: rows come in pairs, first half adapter, second half base."""
 
@@ -250,6 +293,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--situations", default="", help="names separated by commas; all otherwise")
+    parser.add_argument("--extra", action="store_true", help="the objectives on sampled answers, varied")
     parser.add_argument("--candidates", default="", help="only candidates whose name holds one of these")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -257,7 +301,10 @@ def main() -> None:
         if not options.situations or situation.name in options.situations.split(","):
             bench = Bench(situation, options.cache)
             write_json(bench.folder / "situation.json", asdict(situation))
-            bench.run(options.candidates)
+            if options.extra:
+                bench.run_extra()
+            else:
+                bench.run(options.candidates)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,256 @@
+"""Compare rules that choose a range, from the answers that `measure.py` kept; no model is loaded.
+
+    python benchmarks/selection/compare_rules.py --cache CACHE --split tune|test|all [--out FILE.json]
+
+Each rule sees a probe of 64 development questions × 4 samples, drawn with replacement from the pool 1,000 times, and picks;
+the pick is then judged on the test questions. Regret against the oracle is the best test score among the seven plain
+ranges and the adapter, minus the pick's (so the oracle is flattered by its own noise, and regret is overstated); gain is the
+pick's minus the adapter's. A switch is harmful where the pick's test score lies below the adapter's. Cost is counted in
+plain trainings (CPU seconds, relative to the mean plain training of the same situation).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loragate.files import write_json
+from loragate.world.situations import SITUATIONS
+
+PROBE, DRAWS, SEED = 64, 1000, 0
+PLAIN = ("[-3,1]", "[0,1]", "[-6,3]", "[-1,2]", "[0,3]", "[0,6]", "[-4,4]")
+CLIPPED = ("[-6,3] no reversal", "[-6,3] no extrapolation", "[-6,3] unit")
+BESIDE = ("base", "adapter T=0.6", "adapter T=0.3", "dft", "ensemble")
+CONSTANTS = ("λ=-0.5", "λ=0.5", "λ=1.5", "λ=2")
+
+
+@dataclass
+class Situation:
+    """One situation's answers.
+
+    Attributes:
+        dev: {candidate: [questions, samples]} verdicts on the pool; test the same on the test questions.
+        agree: {candidate: [questions, samples]} agreement with the adapter's cool majority on the pool; NaN rows where
+            there is no majority.
+        cost: {candidate: trainings}.
+        fall: {candidate: fall of the training entropy}.
+        majority_right: share of the pool's questions whose majority answer is right.
+    """
+
+    name: str
+    split: str
+    dev: dict[str, np.ndarray] = field(default_factory=dict)
+    test: dict[str, np.ndarray] = field(default_factory=dict)
+    agree: dict[str, np.ndarray] = field(default_factory=dict)
+    cost: dict[str, float] = field(default_factory=dict)
+    fall: dict[str, float] = field(default_factory=dict)
+    majority_right: float = float("nan")
+
+    def score(self, candidate: str) -> float:
+        """Test score in points."""
+        return 100 * float(self.test[candidate].mean())
+
+    @property
+    def oracle(self) -> float:
+        """The best plain range or the adapter, in points."""
+        return max(self.score(name) for name in ("adapter", *PLAIN))
+
+
+def load(cache: Path, split: str) -> list[Situation]:
+    """The situations of a split whose answers are complete."""
+    found = []
+    for known in SITUATIONS:
+        folder = cache / "answers" / known.name
+        if (split != "all" and known.split != split) or not (folder / "dft.json").is_file():
+            continue
+        one = Situation(known.name, known.split)
+        majority = json.loads((folder / "adapter majority.json").read_text(encoding="utf-8"))
+        answers = [Counter(a for a in row if a is not None).most_common(1) for row in majority["answers"]]
+        common = [row[0][0] if row else None for row in answers]
+        one.majority_right = float(np.mean([a == gold.split()[-1] for a, gold in zip(common, majority["gold"])]))
+        for path in sorted(folder.glob("*.json")):
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if "candidate" not in record:
+                continue
+            name = record["candidate"]
+            one.dev[name] = np.array(record["dev"]["correct"], dtype=float)
+            one.test[name] = np.array(record["test"]["correct"], dtype=float)
+            one.agree[name] = np.array(
+                [
+                    [np.nan if c is None else float(a == c) for a in row]
+                    for row, c in zip(record["dev"]["answers"], common)
+                ]
+            )
+            training = record.get("training")
+            if training:
+                one.cost[name] = training["training_cpu_seconds"]
+                one.fall[name] = training["entropy"][0] - training["entropy"][1]
+        unit = float(np.mean([one.cost[name] for name in PLAIN]))
+        one.cost = {name: seconds / unit for name, seconds in one.cost.items()}
+        found.append(one)
+    return found
+
+
+Pick = Callable[[Situation, np.ndarray], list[str]]
+"""(situation, drawn questions [draws, probe]) to the pick of each draw."""
+
+
+def best_on_probe(candidates: tuple[str, ...], *, table: str = "dev", margin: float = 0.0) -> Pick:
+    """Highest mean on the probe; the adapter wins ties, and unless a candidate leads by `margin` standard errors."""
+
+    def pick(situation: Situation, drawn: np.ndarray) -> list[str]:
+        names = ["adapter", *candidates]
+        per_question = np.stack([np.nanmean(getattr(situation, table)[name], axis=1) for name in names])
+        sampled = np.nan_to_num(per_question, nan=0.0)[:, drawn]
+        means = sampled.mean(axis=2)
+        best = means.argmax(axis=0)  # the first of equals, so the adapter wins ties
+        if margin:
+            lead = np.take_along_axis(sampled, best[None, :, None], axis=0)[0] - sampled[0]
+            error = lead.std(axis=1, ddof=1) / np.sqrt(lead.shape[1])
+            best = np.where(lead.mean(axis=1) > margin * error, best, 0)
+        return [names[index] for index in best]
+
+    return pick
+
+
+def always(candidate: str) -> Pick:
+    """A fixed range, whatever the probe says."""
+    return lambda situation, drawn: [candidate] * len(drawn)
+
+
+def lowest_entropy(candidates: tuple[str, ...]) -> Pick:
+    """The range whose training met its objective best: what must never select."""
+    return lambda s, drawn: [max(candidates, key=lambda name: s.fall[name])] * len(drawn)
+
+
+THREE = ("[-3,1]", "[0,1]", "[-6,3]")
+RULES: dict[str, tuple[Pick, tuple[str, ...]]] = {
+    "always [-6,3]": (always("[-6,3]"), ("[-6,3]",)),
+    "always [-3,1]": (always("[-3,1]"), ("[-3,1]",)),
+    "always [0,1]": (always("[0,1]"), ("[0,1]",)),
+    "lowest training entropy of 7": (lowest_entropy(PLAIN), PLAIN),
+    "probe, [-3,1] [0,1]": (best_on_probe(THREE[:2]), THREE[:2]),
+    "probe, [-3,1] [0,1] [-6,3]": (best_on_probe(THREE), THREE),
+    "probe, [0,1] [-6,3] [0,6]": (best_on_probe(("[0,1]", "[-6,3]", "[0,6]")), ("[0,1]", "[-6,3]", "[0,6]")),
+    "probe, [-3,1] [0,1] [0,6]": (best_on_probe(("[-3,1]", "[0,1]", "[0,6]")), ("[-3,1]", "[0,1]", "[0,6]")),
+    "probe, [-3,1] [-6,3] [0,6]": (best_on_probe(("[-3,1]", "[-6,3]", "[0,6]")), ("[-3,1]", "[-6,3]", "[0,6]")),
+    "probe, all 7": (best_on_probe(PLAIN), PLAIN),
+    "probe, [-6,3] and its clips (one training)": (best_on_probe(("[-6,3]", *CLIPPED)), ("[-6,3]",)),
+    "probe, [-3,1] [0,1] [0,6], lead of 1 SE": (
+        best_on_probe(("[-3,1]", "[0,1]", "[0,6]"), margin=1.0),
+        ("[-3,1]", "[0,1]", "[0,6]"),
+    ),
+    "probe, [-6,3] anchored product": (best_on_probe(("[-6,3] anchored product",)), ("[-6,3] anchored product",)),
+    "probe, [-6,3] anchored base": (best_on_probe(("[-6,3] anchored base",)), ("[-6,3] anchored base",)),
+    "probe, [0,6] and anchored product": (
+        best_on_probe(("[0,6]", "[-6,3] anchored product")),
+        ("[0,6]", "[-6,3] anchored product"),
+    ),
+    "agreement, [-3,1] [0,1] [-6,3]": (best_on_probe(THREE, table="agree"), THREE),
+    "agreement, [-3,1] [0,1] [0,6]": (
+        best_on_probe(("[-3,1]", "[0,1]", "[0,6]"), table="agree"),
+        ("[-3,1]", "[0,1]", "[0,6]"),
+    ),
+    "agreement, all 7": (best_on_probe(PLAIN, table="agree"), PLAIN),
+    "probe, one λ for all": (best_on_probe(CONSTANTS), ()),
+}
+
+
+def judge(rule: Pick, situations: list[Situation], trained: tuple[str, ...]) -> dict[str, Any]:
+    """What a rule does on each situation, and over them."""
+    rows = {}
+    for one in situations:
+        generator = np.random.default_rng(SEED)
+        drawn = generator.integers(len(one.dev["adapter"]), size=(DRAWS, PROBE))
+        picks = rule(one, drawn)
+        scores = np.array([one.score(name) for name in picks])
+        rows[one.name] = {
+            "regret": float(one.oracle - scores.mean()),
+            "gain": float(scores.mean() - one.score("adapter")),
+            "gain_p5": float(np.quantile(scores, 0.05) - one.score("adapter")),
+            "harmful": float(np.mean(scores < one.score("adapter"))),
+            "picks": dict(Counter(picks).most_common(4)),
+        }
+    regrets = np.array([row["regret"] for row in rows.values()])
+    gains = np.array([row["gain"] for row in rows.values()])
+    costs = [sum(one.cost[name] for name in trained) for one in situations]
+    return {
+        "mean_regret": float(regrets.mean()),
+        "regret_interval": _over_situations(regrets),
+        "worst_regret": float(regrets.max()),
+        "mean_gain": float(gains.mean()),
+        "gain_interval": _over_situations(gains),
+        "worst_gain": float(gains.min()),
+        "harmful": float(np.mean([row["harmful"] for row in rows.values()])),
+        "cost": float(np.mean(costs)) if costs else 0.0,
+        "situations": rows,
+    }
+
+
+def _over_situations(values: np.ndarray) -> list[float]:
+    """95 % bootstrap interval of the mean over situations, which share bases and so are not independent."""
+    generator = np.random.default_rng(SEED)
+    means = values[generator.integers(len(values), size=(4000, len(values)))].mean(axis=1)
+    return [float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))]
+
+
+def table(situations: list[Situation]) -> list[str]:
+    """Test scores of every candidate."""
+    names = ["adapter", *PLAIN, *CLIPPED, "[-6,3] anchored base", "[-6,3] anchored product", *CONSTANTS, *BESIDE]
+    lines = ["| | " + " | ".join(one.name for one in situations) + " |", "|---|" + "---:|" * len(situations)]
+    for name in names:
+        cells = [f"{one.score(name):.1f}" if name in one.test else "–" for one in situations]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines.append("| majority right | " + " | ".join(f"{100 * one.majority_right:.0f}" for one in situations) + " |")
+    return lines
+
+
+def triples(situations: list[Situation]) -> list[tuple[float, float, tuple[str, ...]]]:
+    """(mean regret, worst regret, ranges) of every choice of three plain ranges, best first."""
+    found = []
+    for ranges in itertools.combinations(PLAIN, 3):
+        result = judge(best_on_probe(ranges), situations, ranges)
+        found.append((result["mean_regret"], result["worst_regret"], ranges))
+    return sorted(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--split", default="tune", choices=("tune", "test", "all"))
+    parser.add_argument("--triples", action="store_true", help="also rank all choices of three ranges (tune only)")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    situations = load(options.cache, options.split)
+    print("\n".join(table(situations)))
+    print()
+    results = {name: judge(rule, situations, trained) for name, (rule, trained) in RULES.items()}
+    print("| rule | cost | mean regret | worst | mean gain | worst | harmful switch |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    for name, found in results.items():
+        low, high = found["regret_interval"]
+        print(
+            f"| {name} | {found['cost']:.1f} | {found['mean_regret']:.1f} ({low:.1f} to {high:.1f}) | "
+            f"{found['worst_regret']:.1f} | {found['mean_gain']:+.1f} | {found['worst_gain']:+.1f} | "
+            f"{100 * found['harmful']:.1f} % |"
+        )
+    if options.triples:
+        if options.split != "tune":
+            parser.error("--triples chooses ranges, which is done on the tune situations only")
+        for mean, worst, ranges in triples(situations)[:8]:
+            print(f"{mean:5.2f} {worst:5.2f} {' '.join(ranges)}")
+    if options.out:
+        scores = {one.name: {name: one.score(name) for name in one.test} for one in situations}
+        write_json(options.out, {"split": options.split, "scores": scores, "rules": results})
+
+
+if __name__ == "__main__":
+    main()
