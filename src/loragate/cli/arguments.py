@@ -64,8 +64,8 @@ def parse(command: Command, argv: list[str]) -> tuple[Any, argparse.Namespace]:
     # "--range -3,1" would be read as two flags
     joined: list[str] = []
     for argument in argv:
-        if joined and joined[-1] == "--range" and re.match(r"-\d", argument):
-            joined[-1] = f"--range={argument}"
+        if joined and joined[-1] in ("--range", "--ranges", "--constants") and re.match(r"-\d", argument):
+            joined[-1] = f"{joined[-1]}={argument}"
         else:
             joined.append(argument)
     namespace = parser.parse_args(joined)

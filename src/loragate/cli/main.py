@@ -20,6 +20,7 @@ COMMANDS = {
     "inspect": ("inspect", "what of an adapter can be gated, at what cost, and will its answers end"),
     "sft": ("sft", "Stage I: train a LoRA or DoRA adapter (sft, dft, profit, eaft, talr, mask)"),
     "calibrate": ("calibrate", "Stage II: gate a finished adapter by entropy, from prompts and responses"),
+    "sweep": ("sweep", "many ranges, seeds, adapters and objectives, on Ray or one after the other"),
     "generate": ("generate", "text from a gated adapter, a plain adapter or a base"),
     "eval": ("evaluate", "base, adapter and gated adapter side by side, and what the difference shows"),
     "regrade": ("regrade", "judge the stored answers of an evaluation with another grader"),

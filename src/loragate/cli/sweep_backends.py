@@ -44,10 +44,10 @@ class OnRay:
 
     def describe(self) -> str:
         address, found = os.environ.get("RAY_ADDRESS"), self.resources
-        gpus = f", {found.gpus:g} GPUs" if found.gpus else ""
+        gpus = f", {found.gpus:g} GPU" if found.gpus else ""
         many = f"{found.workers} at a time" if found.workers else "as many at a time as fit"
         return (
-            f"on {'the Ray cluster ' + address if address else 'a local Ray'}, {many} ({found.cpus:g} CPUs{gpus} each)"
+            f"on {'the Ray cluster ' + address if address else 'a local Ray'}, {many} ({found.cpus:g} CPU{gpus} each)"
         )
 
     def __enter__(self) -> OnRay:

@@ -28,7 +28,8 @@ def live_table(folder: Path, plan: Any, out: Console | None = None) -> Iterator[
     """Show where every trial stands while the body runs."""
     out = out or Console(stderr=True, highlight=False)
     watch, stop = Watch(folder, plan), threading.Event()
-    began, before = time.monotonic(), sum(state.state == "finished" for state in watch.states())
+    began, known = time.monotonic(), {state.trial.slug: state.state for state in watch.states()}
+    before = sum(state == "finished" for state in known.values())
     several = len({trial.adapter for trial in plan.trials}) > 1
 
     def title(states: Sequence[TrialState]) -> str:
@@ -45,7 +46,6 @@ def live_table(folder: Path, plan: Any, out: Console | None = None) -> Iterator[
                 stop.wait(EVERY_S)
 
     def tell() -> None:
-        known: dict[str, str] = {state.trial.slug: state.state for state in watch.states()}
         while True:
             last = stop.is_set()
             states = watch.states()

@@ -1,0 +1,273 @@
+"""`loragate sweep`: any grid of ranges × seeds × adapters × objectives, and what the probe makes of it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loragate.cli.arguments import Command, resolved_yaml
+from loragate.cli.display import console, duration
+from loragate.cli.options import RunOptions
+from loragate.errors import ConfigError, LoragateError, nearest
+from loragate.files import write_json, write_text
+from loragate.training.settings import CalibrationSettings
+
+RUNNERS = ("auto", "ray", "sequential")
+
+
+@dataclass(frozen=True)
+class SweepOptions(RunOptions, CalibrationSettings):
+    """Settings of `loragate sweep`.
+
+    Attributes:
+        adapter: finished PEFT LoRA adapter, folder or hub id.
+        adapters: several of them on one base, separated by commas, instead of adapter.
+        ranges: "grid" for the paper's 42, or ranges separated by semicolons, as in --ranges="-3,1;0,1;-6,3".
+        seeds: seeds of gates and row order, separated by commas.
+        objectives: entropy, ce, anchored; separated by commas.
+        probe: questions that decide: .jsonl, .json or .parquet with prompt and answer, at least 32.
+        probe_task: task (name or file) whose prompt and grader are used for probe and test, which then have that task's columns.
+        probe_grader: how answers are judged without a task: default (math), math_verify, dft, exact, choice or tiny.
+        probe_samples: samples per probe question.
+        probe_temperature: sampling temperature of probe and test; take the one you will use.
+        probe_max_new_tokens: token limit of an answer; 0 takes 512, or what the model's positions leave.
+        test: questions of the same kind, answered by every cell for the oracle; never used to choose.
+        test_samples: samples per test question; 0 takes probe_samples.
+        runner: auto takes Ray where it is installed; ray; sequential.
+        workers: trials at a time on this machine; 0 takes what fits. On a cluster 0 leaves it to Ray.
+        gpus_per_trial: GPUs of one trial on Ray; 0.5 lets two share one. By default 1 where there is a GPU.
+        cpus_per_trial: CPUs, and threads, of one trial on Ray.
+        base: base model instead of the one the adapter names.
+        tau: gate temperature.
+        init_scale: size of the initial perturbation of the gate weights.
+        granularity: token, module or global.
+        complete_gradient: let the gate's gradient reach its input (a variant; the paper's gate detaches it).
+        gate_modules: gate only these modules (names separated by commas); all LoRA linears otherwise.
+        save_steps: write a checkpoint every so many steps, from which a killed trial goes on.
+        seed: without effect here; use seeds.
+        objective: without effect here; use objectives.
+    """
+
+    adapter: str = ""
+    adapters: str = ""
+    ranges: str = "-3,1;0,1;-6,3"
+    seeds: str = "0"
+    objectives: str = "entropy"
+    probe: str = ""
+    probe_task: str = ""
+    probe_grader: str = "default"
+    probe_samples: int = 4
+    probe_temperature: float = 1.0
+    probe_max_new_tokens: int = 0
+    test: str = ""
+    test_samples: int = 0
+    runner: str = "auto"
+    workers: int = 0
+    gpus_per_trial: float | None = None
+    cpus_per_trial: int = 1
+    base: str = ""
+    tau: float = 1.0
+    init_scale: float = 1e-6
+    granularity: str = "token"
+    complete_gradient: bool = False
+    gate_modules: str = ""
+    save_steps: int = 25
+
+    def __post_init__(self) -> None:
+        """Each objective's settings are checked when they are made (`sweep_materials.py`), not their union."""
+
+
+def run(options: SweepOptions) -> int:
+    """Plan, run what is not finished, choose, write the best."""
+    check(options)
+    folder = Path(options.out)
+    require_sweep_folder(folder, options.resume)
+    from loragate.cli.models import quiet_logging
+    from loragate.cli.sweep_display import live_table
+    from loragate.cli.sweep_materials import prepare
+    from loragate.sweep.records import finished, held
+
+    quiet_logging()
+    out = console()
+    materials, plan = prepare(options)
+    backend = choose_backend(options, out)
+    with held(folder / "lock", 0.0, f"another sweep is running in {folder}; wait for it to end, or stop it"):
+        plan.begin(folder, options.resume)
+        write_text(folder / "config.yaml", resolved_yaml(options))
+        done = finished(folder, plan)
+        pending = [trial for trial in plan.trials if trial.slug not in done]
+        again = f", {len(done)} of them finished before" if done else ""
+        out.print(f"{len(plan.trials)} trials{again}; {backend.describe()}", markup=False)
+        try:
+            with backend:
+                with live_table(folder, plan):
+                    backend.run(materials, plan, folder, pending)
+                return finish(options, out, folder, plan, materials, backend)
+        except KeyboardInterrupt:
+            count = len(finished(folder, plan))
+            out.print(
+                f"stopped; {count} of {len(plan.trials)} trials are finished and the others keep their checkpoints in {folder}. "
+                "The same command with --resume goes on",
+                markup=False,
+            )
+            raise
+
+
+def check(options: SweepOptions) -> None:
+    """Refuse what can be seen to be wrong before anything is loaded."""
+    wanted = [name for name in ("data", "probe", "out") if not getattr(options, name)]
+    if not (options.adapter or options.adapters):
+        wanted.insert(0, "adapter")
+    if wanted:
+        flags = ", ".join(f"--{name}" for name in wanted)
+        raise ConfigError(f"loragate sweep needs {flags}; for example: {COMMAND.examples[0]}")
+    if options.adapter and options.adapters:
+        raise ConfigError("give --adapter for one adapter or --adapters for several, not both")
+    for name, instead in (("seed", "seeds"), ("objective", "objectives")):
+        if getattr(options, name) != getattr(CalibrationSettings(), name):
+            raise ConfigError(f"--{name} has no effect on a sweep; use --{instead}")
+    if options.runner not in RUNNERS:
+        raise ConfigError(
+            f"--runner must be one of {', '.join(RUNNERS)}, found {options.runner!r}{nearest(options.runner, RUNNERS)}"
+        )
+    if options.workers < 0 or options.cpus_per_trial < 1 or (options.gpus_per_trial or 0) < 0:
+        raise ConfigError("--workers and --gpus-per-trial must not be negative, and --cpus-per-trial at least 1")
+    if options.test_samples and not options.test:
+        raise ConfigError("--test-samples has no effect without --test FILE")
+    for name in ("data", "probe", "test"):
+        value = getattr(options, name)
+        looks_local = value.endswith((".jsonl", ".json", ".parquet", ".gz"))
+        if value and (name != "data" or looks_local) and not Path(value).is_file():
+            raise ConfigError(f"--{name} {value}: no such file")
+
+
+def require_sweep_folder(folder: Path, resume: bool) -> None:
+    """Refuse a folder that holds anything but the sweep to resume.
+
+    Raises:
+        ConfigError: naming the folder and what to do.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--out {folder} is a file; give a folder")
+    begun = (folder / "sweep.json").is_file()
+    if resume and not begun:
+        raise ConfigError(f"--resume: there is no sweep in {folder}; run the command without --resume")
+    if not resume and begun:
+        raise ConfigError(f"--out {folder} holds a sweep already; go on with it with --resume, or give another folder")
+    present = sorted(path.name for path in folder.iterdir() if path.name != "lock") if folder.is_dir() else []
+    if not resume and present:
+        raise ConfigError(f"--out {folder} is not empty (it holds {', '.join(present[:3])}); choose another folder")
+
+
+def choose_backend(options: SweepOptions, out: Any) -> Any:
+    """What runs the trials; "auto" says so where Ray is absent.
+
+    Raises:
+        ConfigError: for --runner ray without Ray.
+    """
+    from loragate.cli.sweep_backends import OnRay, Sequential
+
+    if options.runner == "sequential":
+        return Sequential()
+    try:
+        return OnRay(options)
+    except ConfigError:
+        if options.runner == "ray":
+            raise
+        out.print(
+            'Ray is not installed, so the trials run one after the other (pip install "loragate[sweep]" for several at a time)',
+            markup=False,
+        )
+        return Sequential()
+
+
+def finish(options: SweepOptions, out: Any, folder: Path, plan: Any, materials: Any, backend: Any) -> int:
+    """Choose, write results, table, heat maps and the best gates; say what comes next."""
+    from loragate.report.cells import sweep_markdown, sweep_tables
+    from loragate.report.heatmap import heat_maps
+    from loragate.sweep.outcome import summarise
+    from loragate.sweep.records import FAILED, finished, read_json, trial_folder
+
+    results = finished(folder, plan)
+    summary = summarise(plan, results)
+    failures = {}
+    for trial in plan.trials:
+        if trial.slug not in results:
+            note = read_json(trial_folder(folder, trial) / FAILED)
+            failures[trial.slug] = str(note.get("error", "its worker was lost, several times"))
+    summary["failures"] = failures
+    write_json(folder / "sweep_results.json", summary)
+    write_text(folder / "sweep_results.md", sweep_markdown(summary))
+    for name, draw in heat_maps(summary).items():
+        for suffix in ("png", "svg"):
+            draw(folder / f"{name}.{suffix}")
+    for table in sweep_tables(summary):
+        out.print(table)
+    for slug, error in list(failures.items())[:3]:
+        out.print(f"failed: {slug}: {error}", markup=False)
+    spent = sum(summary["seconds"].values())
+    out.print(
+        f"written to {folder / 'sweep_results.json'}, .md and heatmap*.png; {duration(spent)} of work", markup=False
+    )
+    if failures:
+        raise LoragateError(
+            f"{len(failures)} of {len(plan.trials)} trials are not finished, so nothing was chosen; repeat the command with "
+            "--resume to try them again"
+        )
+    for choice in summary["choices"]:
+        conclude(options, out, folder, plan, materials, backend, summary, choice)
+    return 0
+
+
+def conclude(
+    options: SweepOptions, out: Any, folder: Path, plan: Any, materials: Any, backend: Any, summary: Any, choice: Any
+) -> None:
+    """Write the chosen gates of one adapter, or say that it remains."""
+    from loragate.report.cells import choice_sentence
+    from loragate.report.table import percent
+    from loragate.sweep.outcome import selection_record
+
+    out.print(choice_sentence(summary, choice), markup=False)
+    source = materials.adapters[choice["adapter"]]
+    if not choice["accepted"]:
+        out.print(f"next: loragate eval --model {shlex.quote(source)} --suite math --out runs/adapter", markup=False)
+        return
+    trial = next(
+        trial
+        for trial in plan.trials
+        if (trial.adapter, trial.lower, trial.upper, trial.objective, trial.seed)
+        == tuple(choice[name] for name in ("adapter", "lower", "upper", "objective", "seed"))
+    )
+    best = folder / "best" if len(summary["choices"]) == 1 else folder / "best" / choice["adapter"]
+    if not (best / "gate_config.json").is_file():
+        record = selection_record(summary, choice)
+        low, high = choice["adapter_probe"]["mean"], record["evidence"][choice["picked"]]["mean"]
+        card = (
+            f"---\nlibrary_name: loragate\nbase_model: {json.dumps(materials.base)}\ntags: [lora, peft, loragate, scale]\n---\n\n"
+            f"# {best.name}\n\nEntropy gates in {choice['picked']} on `{source}`, picked by a sweep of {choice['candidates']} "
+            f"cells: {percent(high)} % on {summary['questions']} probe questions against {percent(low)} % of the plain adapter "
+            "in `adapter/`. The first figure is optimistic, because the cell was picked for it; measure both on other "
+            "questions, also at a lower sampling temperature.\n"
+        )
+        backend.write_best(materials, plan, folder, trial, best.resolve(), record, materials.base, card)
+    out.print(f"written to {best} (seed {choice['seed']})", markup=False)
+    out.print(f"next: loragate eval --model {shlex.quote(str(best))} --suite math --out runs/best", markup=False)
+
+
+COMMAND = Command(
+    name="sweep",
+    summary="Calibrate over a grid of ranges, seeds, adapters and objectives, score every cell on a probe, and keep the best.",
+    options=SweepOptions,
+    run=run,
+    examples=(
+        'loragate sweep --adapter path/to/adapter --data train.jsonl --ranges="-3,1;0,1;-6,3" --probe probe.jsonl '
+        "--out runs/sweep",
+        "loragate sweep --adapter path/to/adapter --data train.jsonl --ranges grid --seeds 0,1,2 --probe probe.jsonl "
+        "--gpus-per-trial 0.5 --out runs/grid",
+        "loragate sweep --adapter path/to/adapter --data train.jsonl --ranges grid --seeds 0,1,2 --probe probe.jsonl "
+        "--gpus-per-trial 0.5 --out runs/grid --resume",
+    ),
+)

@@ -1,0 +1,108 @@
+"""A tiny base, two adapters, rows and questions on disk, and a sweep's command line over them."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from tiny import VOCABULARY, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
+
+QUESTIONS = 33
+
+
+def make_place(root: Path) -> Path:
+    """Files of everything that a sweep needs; the answers are words that the adapters often give."""
+    tiny_base().save_pretrained(root / "base")
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(root / "base")
+    (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny_rows(24)))
+    for name, seed in (("one", 0), ("two", 7)):
+        model = tiny_adapter(seed)
+        model.peft_config["default"].base_model_name_or_path = str(root / "base")
+        model.save_pretrained(root / name)
+    for name, seed in (("probe", 1), ("test", 2)):
+        write_questions(root / f"{name}.jsonl", tokenizer, seed)
+    return root
+
+
+def write_questions(path: Path, tokenizer, seed: int) -> None:
+    """Questions of random words; the gold is one answer that the first adapter samples."""
+    from loragate.generation import SamplingConfig, TransformersEngine
+
+    draw = random.Random(seed)
+    prompts = [
+        " ".join(f"w{draw.randrange(VOCABULARY - 5)}" for _ in range(draw.randint(7, 9))) for _ in range(QUESTIONS)
+    ]
+    texts = [f"<user> {prompt} <assistant> " for prompt in prompts]
+    config = SamplingConfig(temperature=0.4, max_new_tokens=1, seed=99)
+    samples = TransformersEngine(tiny_adapter(0), tokenizer).generate(texts, config)
+    rows = [{"prompt": p, "answer": sample.text or "w1"} for p, sample in zip(prompts, samples, strict=True)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def arguments(place: Path, out: Path, *more: str, ranges: str = "-3,2;0,1", seeds: str = "0,1") -> list[str]:
+    """`loragate sweep …` without the program's name; few steps, one-word answers."""
+    return [
+        "sweep",
+        *("--adapter", str(place / "one")),
+        *("--data", str(place / "train.jsonl")),
+        *("--probe", str(place / "probe.jsonl")),
+        *("--probe-grader", "exact"),
+        *("--probe-samples", "2"),
+        *("--probe-max-new-tokens", "1"),
+        *("--probe-temperature", "0.4"),
+        f"--ranges={ranges}",
+        *("--seeds", seeds),
+        *("--learning-rate", "5e-2"),
+        *("--batch-size", "8"),
+        *("--k", "20"),
+        *("--save-steps", "2"),
+        *("--logging-steps", "1"),
+        *("--out", str(out)),
+        *more,
+    ]
+
+
+def numbers(out: Path) -> dict[str, dict]:
+    """{slug: everything of its result.json that does not depend on time or place}."""
+    found = {}
+    for path in sorted((out / "trials").glob("*/result.json")):
+        record = json.loads(path.read_text())
+        for name in ("seconds", "attempt"):
+            record.pop(name)
+        record["training"].pop("seconds", None)
+        found[path.parent.name] = record
+    return found
+
+
+def stamps(out: Path) -> dict[str, tuple[int, int, int]]:
+    """{slug: (inode, time of change, attempts)} of the finished trials."""
+    found = {}
+    for path in sorted((out / "trials").glob("*/result.json")):
+        stat = path.stat()
+        attempts = (path.parent / "attempts.jsonl").read_text().count("\n")
+        found[path.parent.name] = (stat.st_ino, stat.st_mtime_ns, attempts)
+    return found
+
+
+def attempts(out: Path) -> int:
+    """How often any trial was started."""
+    return sum(path.read_text().count("\n") for path in (out / "trials").glob("*/attempts.jsonl"))
+
+
+def sweep(argv: list[str]) -> int:
+    """Run the command in this process."""
+    from loragate.cli.arguments import parse
+    from loragate.cli.sweep import COMMAND
+
+    return COMMAND.run(parse(COMMAND, argv[1:])[0])
+
+
+COMMAND_LINE = (
+    "import sys, torch; torch.set_num_threads(1)\n"
+    "from loragate.cli.arguments import parse\n"
+    "from loragate.cli.sweep import COMMAND\n"
+    "sys.exit(COMMAND.run(parse(COMMAND, sys.argv[2:])[0]))"
+)
+"""For `python -c`, followed by what `arguments` gives."""

@@ -1,0 +1,60 @@
+"""The live table on a terminal and the plain lines elsewhere, from the same files."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+from test_records import result
+
+from loragate.cli.sweep_display import headline, live_table, states_table
+from loragate.errors import LoragateError
+from loragate.sweep import SweepPlan
+from loragate.sweep.plan import make_trials
+from loragate.sweep.records import Status, note_failure, trial_folder, write_result
+from loragate.sweep.watch import TrialState
+
+PLAN = SweepPlan(make_trials(["a"], [(-3.0, 1.0), (0.0, 1.0), (-6.0, 3.0)], [0], ["entropy"]), {"data": 1})
+
+
+def shown(folder, terminal):
+    out = Console(file=io.StringIO(), force_terminal=terminal, width=100, highlight=False)
+    places = [trial_folder(folder, trial) for trial in PLAN.trials]
+    for place in places:
+        place.mkdir(parents=True)
+    with live_table(folder, PLAN, out):
+        Status(places[2])("training", 3, 10, 0.25)
+        note_failure(places[3], LoragateError("no disk"))
+        write_result(folder, PLAN, result())
+    return out.file.getvalue()
+
+
+def test_a_terminal_has_a_table(tmp_path):
+    text = shown(tmp_path, True)
+    for part in (
+        "1 of 4 finished, 1 running, 1 failed",
+        "[0,1] entropy, seed 0",
+        "3/10",
+        "0.250",
+        "75.0",
+        "[-6,3] entropy",
+    ):
+        assert part in text
+
+
+def test_elsewhere_a_line_per_change(tmp_path):
+    lines = shown(tmp_path, False).splitlines()
+    assert sorted(line.split(" (")[0] for line in lines) == [
+        "[-3,1] entropy, seed 0: finished, probe 75.0 %, entropy 0.500",
+        "[-6,3] entropy, seed 0: failed, no disk",
+        "[0,1] entropy, seed 0: training 3/10",
+    ]
+    assert any("(1 of 4 finished" in line for line in lines)
+
+
+def test_many_trials_stay_short_and_the_rest_is_estimated():
+    trials = make_trials(["a"], [(-float(n), 1.0) for n in range(100)], [0], ["entropy"])
+    states = [TrialState(trial, "finished", score=0.5) for trial in trials[:51]]
+    states += [TrialState(trial, "waiting") for trial in trials[51:]]
+    assert states_table(states, "").row_count == 6
+    assert headline(states, 1, 100.0) == "51 of 101 finished, 0 running, about 1 min 40 s left"

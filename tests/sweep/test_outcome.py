@@ -1,0 +1,107 @@
+"""Cells, choice and oracle from hand-made scores."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from loragate.evaluation import average_at_k, compare
+from loragate.evaluation.statistics import holm
+from loragate.sweep import SweepPlan, Trial
+from loragate.sweep.outcome import selection_record, summarise
+from loragate.sweep.plan import make_trials
+from loragate.sweep.records import Scored, TrialResult
+
+RANGES = [(-3.0, 1.0), (0.0, 1.0), (-6.0, 3.0)]
+PLAN = SweepPlan(make_trials(["a"], RANGES, [0, 1], ["entropy"]), {"x": 1})
+
+
+def scored(mean, seed):
+    return Scored((np.random.default_rng(seed).random((40, 4)) < mean).astype(float), {"finished": 1.0}, "", "q")
+
+
+def results(means, tests=None, plan=PLAN):
+    """{slug: result}; `means` is {(lower, upper): share right}, (1, 1) being the adapter."""
+    found = {}
+    for number, trial in enumerate(plan.trials):
+        key = (trial.lower, trial.upper)
+        test = None if tests is None else scored(tests[key], 1000 + number)
+        training = (
+            {}
+            if trial.kind == "adapter"
+            else {"entropy_before": 0.4, "entropy_after": 0.2, "gates": {"below_zero": 0.1}}
+        )
+        found[trial.slug] = TrialResult(trial, scored(means[key], number), test, training, {}, {"training": 2.0})
+    return found
+
+
+MEANS = {(1.0, 1.0): 0.3, (-3.0, 1.0): 0.7, (0.0, 1.0): 0.35, (-6.0, 3.0): 0.05}
+
+
+def test_seeds_are_averaged_within_questions_and_holm_covers_all_cells():
+    found = results(MEANS)
+    summary = summarise(PLAN, found)
+    assert [cell["name"] for cell in summary["cells"]] == ["[-3,1]", "[0,1]", "[-6,3]"]
+    cell = summary["cells"][0]
+    both = np.concatenate([found[f"a_entropy_-3_1_seed{seed}"].probe.scores for seed in (0, 1)], axis=1)
+    own = found["a_untouched"].probe.scores
+    estimate = average_at_k(both)
+    assert (cell["probe"]["mean"], cell["probe"]["low"]) == (estimate.mean, estimate.low)
+    assert cell["probe"]["questions"] == 40
+    assert cell["answers"] == 40 * 4 * 2
+    assert cell["difference"]["p"] == compare(both, own).p
+    adjusted = holm([cell["difference"]["p"] for cell in summary["cells"]])
+    assert [cell["difference"]["p_holm"] for cell in summary["cells"]] == adjusted
+    assert [cell["differs"] for cell in summary["cells"]] == [True, False, True]
+    assert summary["seconds"]["training"] == 14.0
+    json.dumps(summary, allow_nan=False)
+
+
+def test_the_best_cell_is_chosen_on_the_probe_and_the_oracle_on_the_test_set():
+    tests = {(1.0, 1.0): 0.3, (-3.0, 1.0): 0.4, (0.0, 1.0): 0.9, (-6.0, 3.0): 0.1}
+    summary = summarise(PLAN, results(MEANS, tests))
+    choice = summary["choices"][0]
+    assert (choice["picked"], choice["accepted"], choice["lower"], choice["seed"]) == ("[-3,1]", True, -3.0, 0)
+    oracle = choice["oracle"]
+    assert oracle["name"] == "[0,1]"
+    assert oracle["regret"]["mean"] == pytest.approx(oracle["test"]["mean"] - oracle["chosen_test"]["mean"])
+    assert oracle["regret"]["mean"] > 0.3
+    record = selection_record(summary, choice)
+    assert record["method"].startswith("sweep")
+    assert (record["cells"], record["n"], record["range"]) == (3, 320, [-3.0, 1.0])
+
+
+def test_the_adapter_remains_where_nothing_beats_it_and_on_a_tie():
+    low = {**MEANS, (1.0, 1.0): 0.99}
+    choice = summarise(PLAN, results(low, low))["choices"][0]
+    assert (choice["picked"], choice["accepted"], choice["oracle"]["name"]) == ("adapter", False, "adapter")
+    assert choice["oracle"]["regret"] == {"mean": 0.0, "low": 0.0, "high": 0.0, "p": 1.0}
+    nothing = dict.fromkeys(MEANS, 0.0)
+    assert summarise(PLAN, results(nothing))["choices"][0]["picked"] == "adapter"
+
+
+def test_a_cell_that_lacks_a_seed_is_shown_but_not_chosen():
+    found = results(MEANS)
+    del found["a_entropy_-3_1_seed1"]
+    summary = summarise(PLAN, found)
+    assert summary["cells"][0]["complete"] is False
+    assert summary["choices"][0]["picked"] != "[-3,1]"
+    assert summary["missing"] == ["a_entropy_-3_1_seed1"]
+
+
+def test_each_adapter_has_its_own_baseline():
+    plan = SweepPlan(make_trials(["a", "b"], RANGES[:1], [0], ["entropy", "anchored"]), {})
+    found = results(MEANS, plan=plan)
+    slug = Trial.untouched("b").slug
+    found[slug] = TrialResult(found[slug].trial, scored(1.0, 1))
+    summary = summarise(plan, found)
+    assert [choice["accepted"] for choice in summary["choices"]] == [True, False]
+    assert summary["comparisons"] == 4
+    assert {cell["name"] for cell in summary["cells"]} == {"[-3,1]", "[-3,1] anchored"}
+
+
+def test_nothing_finished_yet():
+    summary = summarise(PLAN, {})
+    assert (summary["choices"], summary["cells"], len(summary["missing"])) == ([], [], 7)

@@ -1,0 +1,104 @@
+"""Ranges, trials, labels, and the identity file that a resumed sweep is compared with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from loragate.errors import ConfigError, DataError
+from loragate.sweep import GRID, SweepPlan, Trial, parse_ranges
+from loragate.sweep.plan import label_adapters, make_trials, place_fingerprint
+
+
+def plan(**identity):
+    return SweepPlan(
+        make_trials(["a"], [(-3.0, 1.0), (0.0, 1.0)], [0, 1], ["entropy"]), identity or {"data": {"rows": 3}}
+    )
+
+
+def test_the_grid_is_the_papers():
+    assert parse_ranges("grid") == GRID
+    assert len(set(GRID)) == 42
+    assert {lower for lower, _ in GRID} == {-6, -5, -4, -3, -2, -1, 0}
+    assert {upper for _, upper in GRID} == {1, 2, 3, 4, 5, 6}
+
+
+def test_ranges_are_read():
+    assert parse_ranges("-3,1;0,1; [-6, 3]") == ((-3.0, 1.0), (0.0, 1.0), (-6.0, 3.0))
+    assert parse_ranges("-0,1;") == ((0.0, 1.0),)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("gird", "'gird', which is not two numbers"),
+        ("-3,1;0", "'0', which is not two numbers"),
+        ("-3,1,0,1", "not two numbers"),
+        ("1,-3", "wrong way round"),
+        ("0.5,1", "lower bound must be"),
+        ("0,nan", "must be a finite number"),
+        ("0,1;-3,1;0,1.0", "0,1.0 stands there twice"),
+    ],
+)
+def test_what_is_no_range_is_named(text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_ranges(text)
+
+
+def test_trials_are_the_product_and_each_adapter_comes_first():
+    trials = make_trials(["a", "b"], [(-3.0, 1.0), (0.0, 1.5)], [0, 7], ["entropy", "anchored"])
+    assert len(trials) == 2 * (1 + 2 * 2 * 2)
+    assert trials[0] == Trial.untouched("a")
+    assert trials[9] == Trial.untouched("b")
+    assert [trial.kind for trial in trials].count("adapter") == 2
+    slugs = [trial.slug for trial in trials]
+    assert len(set(slugs)) == len(slugs)
+    assert slugs[1] == "a_entropy_-3_1_seed0"
+    assert slugs[-1] == "b_anchored_0_1.5_seed7"
+    assert slugs[0] == "a_untouched"
+
+
+@pytest.mark.parametrize(("seeds", "objectives", "word"), [([0, 0], ["entropy"], "seed 0"), ([0], [], "no objective")])
+def test_a_trial_runs_once(seeds, objectives, word):
+    with pytest.raises(ConfigError, match=word):
+        make_trials(["a"], [(0.0, 1.0)], seeds, objectives)
+
+
+def test_adapters_have_short_labels(tmp_path):
+    for name in ("x/run", "y/run"):
+        (tmp_path / name).mkdir(parents=True)
+    places = [str(tmp_path / "x/run"), str(tmp_path / "y/run"), "owner/my lora"]
+    assert list(label_adapters(places)) == ["run", "run-2", "my-lora"]
+    with pytest.raises(ConfigError, match="given twice"):
+        label_adapters([str(tmp_path / "x/run"), str(tmp_path / "x/../x/run")])
+    with pytest.raises(ConfigError, match="no adapter"):
+        label_adapters([])
+
+
+def test_a_place_is_known_by_its_content(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(bytes(9 << 20))
+    assert place_fingerprint(str(tmp_path / "one")) == place_fingerprint(str(tmp_path / "two"))
+    (tmp_path / "two" / "adapter_model.safetensors").write_bytes(bytes((9 << 20) - 1) + b"x")
+    assert place_fingerprint(str(tmp_path / "one")) != place_fingerprint(str(tmp_path / "two"))
+    assert place_fingerprint("owner/name") == "owner/name"
+
+
+def test_the_same_sweep_is_resumed_and_another_is_refused(tmp_path):
+    plan().begin(tmp_path, resume=False)
+    plan().begin(tmp_path, resume=True)
+    assert json.loads((tmp_path / "sweep.json").read_text())["fingerprint"] == plan().fingerprint
+    other = plan(data={"rows": 4})
+    assert other.fingerprint != plan().fingerprint
+    with pytest.raises(ConfigError, match=r"begun with data\.rows = 3, now it is 4"):
+        other.begin(tmp_path, resume=True)
+    fewer = SweepPlan(plan().trials[:2], plan().identity)
+    with pytest.raises(ConfigError, match=r"trials\.a_entropy_0_1_seed0"):
+        fewer.begin(tmp_path, resume=True)
+    (tmp_path / "sweep.json").write_text("{")
+    with pytest.raises(DataError, match="cannot be read"):
+        plan().begin(tmp_path, resume=True)

@@ -1,0 +1,158 @@
+"""Ray: the same numbers as without it, lost workers are replaced, a lost driver leaves no process and no gap.
+
+The tests that start Ray are slow; a local Ray needs half a minute on a busy machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from places import COMMAND_LINE, arguments, attempts, numbers, stamps, sweep
+
+from loragate.errors import ConfigError
+
+pytest.importorskip("ray.tune", reason="ray[tune] is not installed")
+psutil = pytest.importorskip("psutil", reason="psutil is not installed")
+
+EPOCHS = ("--epochs", "6")
+AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+ON_RAY = ("--runner", "ray", "--workers", "2", *EPOCHS)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(place, tmp_path_factory):
+    """The sweep of the slow tests, without Ray."""
+    out = tmp_path_factory.mktemp("undisturbed") / "sweep"
+    assert sweep(arguments(place, out, "--runner", "sequential", *EPOCHS)) == 0
+    return out
+
+
+def start(place, out, *more):
+    """A driver in its own process, its lines in a file beside `out`."""
+    log = (out.parent / "log.txt").open("a")
+    command = [sys.executable, "-c", COMMAND_LINE, *arguments(place, out, *ON_RAY, *more)]
+    return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def wait_for(what, driver, seconds=240.0):
+    """Wait until `what()` is true."""
+    until = time.monotonic() + seconds
+    while not what():
+        assert driver.poll() is None, "the driver ended early"
+        assert time.monotonic() < until, "waited too long"
+        time.sleep(0.02)
+
+
+def alive(processes):
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_worker_keeps_its_base_from_trial_to_trial(place, swept, tmp_path):
+    """What Tune calls, without starting Ray."""
+    from loragate.cli.arguments import parse
+    from loragate.cli.sweep import COMMAND
+    from loragate.cli.sweep_materials import prepare
+    from loragate.sweep.ray_tune import SweepTrial
+
+    argv = arguments(place, tmp_path / "out", "--test", str(place / "test.jsonl"))
+    materials, plan = prepare(parse(COMMAND, argv[1:])[0])
+    worker = object.__new__(SweepTrial)
+    first, second = (trial for trial in plan.trials if trial.slug.endswith(("untouched", "0_1_seed1")))
+    worker.setup({"trial": asdict(first)}, parts=(materials, plan, str(tmp_path / "out")))
+    assert worker.step() == {"done": True, "failed": False}
+    base = worker.runner.base
+    assert worker.reset_config({"trial": asdict(second)}) is True
+    assert worker.step() == {"done": True, "failed": False}
+    assert worker.runner.base is base
+    assert worker.runner.loads == 1
+    found, whole = numbers(tmp_path / "out"), numbers(swept)
+    assert found == {slug: whole[slug] for slug in found}
+    assert len(found) == 2
+    json.dumps({"trial": asdict(first)})  # a trial is plain data on its way to a worker
+
+
+def test_resources_follow_from_flags_and_machine(monkeypatch):
+    from loragate.cli.sweep import SweepOptions
+    from loragate.cli.sweep_backends import resources_for
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert resources_for(SweepOptions()).workers == 2
+    shared = resources_for(SweepOptions(gpus_per_trial=0.5, cpus_per_trial=4))
+    assert (shared.workers, shared.cpus, shared.gpus) == (4, 4.0, 0.5)
+    assert resources_for(SweepOptions(device="cpu", workers=3)).gpus == 0
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    assert (resources_for(SweepOptions()).workers, resources_for(SweepOptions()).gpus) == (4, 0.0)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert (resources_for(SweepOptions()).workers, resources_for(SweepOptions()).gpus) == (0, 1.0)
+
+
+def test_a_cluster_that_does_not_answer_is_named(place, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS=127\.0\.0\.1:1"):
+        sweep(arguments(place, tmp_path / "out", "--runner", "ray", "--gpus-per-trial", "0"))
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_replaced_and_the_numbers_are_the_same(place, undisturbed, tmp_path):
+    out = tmp_path / "out"
+    driver = start(place, out)
+    files = [out / "trials" / f"one_entropy_{bounds}_seed0" / "run" / "metrics.jsonl" for bounds in ("-3_2", "0_1")]
+    wait_for(lambda: any(path.is_file() and path.read_text().count("\n") >= 4 for path in files), driver)
+    running = next(path.parent.parent for path in files if path.is_file() and path.read_text().count("\n") >= 4)
+    process = json.loads((running / "attempts.jsonl").read_text().splitlines()[-1])["process"]
+    assert process in {child.pid for child in psutil.Process(driver.pid).children(recursive=True)}
+    os.kill(process, signal.SIGKILL)
+    assert driver.wait(timeout=300) == 0, (tmp_path / "log.txt").read_text()
+    assert numbers(out) == numbers(undisturbed)
+    lines = (running / "attempts.jsonl").read_text().splitlines()
+    assert len(lines) == 2, "the trial was started again, once"
+    processes = {json.loads(p.read_text().splitlines()[-1])["process"] for p in out.glob("trials/*/attempts.jsonl")}
+    assert len(processes) <= 3, "workers are kept from trial to trial"
+    assert not (out / ".tune").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_driver_leaves_no_process_and_goes_on(place, undisturbed, tmp_path):
+    draw = np.random.default_rng(11)
+    out = tmp_path / "out"
+    known: dict = {}
+    agents: list = []
+    for kill in range(2):
+        driver = start(place, out, *(["--resume"] if kill else []))
+        began = attempts(out)
+        wait_for(lambda began=began: attempts(out) > began, driver)
+        time.sleep(float(draw.uniform(0.0, 2.0)))
+        children = psutil.Process(driver.pid).children(recursive=True)
+        assert len(children) >= 4, "Ray's own processes and the workers"
+        # two helpers of the raylet take a minute or two to see that they are alone, and then end by themselves
+        agents += [child for child in children if child.name() in AGENTS]
+        children = [child for child in children if child not in agents]
+        driver.kill()
+        driver.wait()
+        until = time.monotonic() + 60
+        while alive(children) and time.monotonic() < until:
+            time.sleep(0.2)
+        assert alive(children) == []
+        now = stamps(out)
+        assert known.items() <= now.items(), "a finished trial was touched"
+        known = now
+        if len(known) == 5:
+            break
+    driver = start(place, out, "--resume")
+    assert driver.wait(timeout=300) == 0, (tmp_path / "log.txt").read_text()
+    assert known.items() <= stamps(out).items()
+    assert numbers(out) == numbers(undisturbed)
+    until = time.monotonic() + 240
+    while alive(agents) and time.monotonic() < until:
+        time.sleep(1)
+    assert alive(agents) == []

@@ -1,0 +1,108 @@
+"""What makes a trial finished, what does not, and who may work in a folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from loragate.errors import LoragateError
+from loragate.sweep import SweepPlan, Trial
+from loragate.sweep.records import (
+    Scored,
+    Status,
+    TrialResult,
+    held,
+    note_attempt,
+    note_failure,
+    read_result,
+    trial_folder,
+    write_result,
+)
+from loragate.sweep.watch import Watch
+
+TRIAL = Trial("a", -3.0, 1.0, 0, "entropy")
+PLAN = SweepPlan((Trial.untouched("a"), TRIAL), {"data": 1})
+
+
+def result():
+    scored = Scored(np.array([[0.0, 1.0], [1.0, 1.0]]), {"finished": 1.0}, "abc", "questions")
+    return TrialResult(
+        TRIAL, scored, None, {"steps": 3, "entropy_after": 0.5}, {"m": {"mean": 1.0}}, {"training": 1.23456}
+    )
+
+
+def test_a_result_reads_as_it_was_written(tmp_path):
+    assert read_result(tmp_path, PLAN, TRIAL) is None
+    write_result(tmp_path, PLAN, result())
+    found = read_result(tmp_path, PLAN, TRIAL)
+    assert found.probe.scores.tolist() == [[0, 1], [1, 1]]
+    assert (found.trial, found.test, found.modules, found.seconds) == (
+        TRIAL,
+        None,
+        {"m": {"mean": 1.0}},
+        {"training": 1.235},
+    )
+
+
+def test_only_a_valid_result_of_this_trial_in_this_sweep_counts(tmp_path):
+    write_result(tmp_path, PLAN, result())
+    path = trial_folder(tmp_path, TRIAL) / "result.json"
+    good = json.loads(path.read_text())
+    assert read_result(tmp_path, SweepPlan(PLAN.trials, {"data": 2}), TRIAL) is None
+    for change in ({"sweep": "x"}, {"version": 2}, {"trial": {**good["trial"], "seed": 1}}, {"probe": None}):
+        path.write_text(json.dumps({**good, **change}))
+        assert read_result(tmp_path, PLAN, TRIAL) is None, change
+    for scores in ([], [0.0, 1.0], [[0.0], [1.0, 1.0]], [[None]]):
+        path.write_text(json.dumps({**good, "probe": {**good["probe"], "scores": scores}}))
+        assert read_result(tmp_path, PLAN, TRIAL) is None, scores
+    path.write_text(json.dumps(good)[:-9])
+    assert read_result(tmp_path, PLAN, TRIAL) is None
+
+
+def test_attempts_are_counted_in_spite_of_a_torn_line(tmp_path):
+    assert note_attempt(tmp_path, base_loads=1)["attempt"] == 1
+    with (tmp_path / "attempts.jsonl").open("a") as file:
+        file.write('{"attempt": 2, "st')
+    assert note_attempt(tmp_path)["attempt"] == 3
+    lines = (tmp_path / "attempts.jsonl").read_text().splitlines()
+    assert [json.loads(lines[i])["attempt"] for i in (0, 2)] == [1, 3]
+
+
+def test_states_are_read_from_files_and_old_ones_count_as_waiting(tmp_path):
+    place = trial_folder(tmp_path, TRIAL)
+    place.mkdir(parents=True)
+    watch = Watch(tmp_path, PLAN)
+    Status(place)("training", 3, 10, 0.25)
+    own, state = watch.states()
+    assert (own.state, state.state, state.done, state.total, state.entropy) == ("waiting", "training", 3, 10, 0.25)
+    later = Watch(tmp_path, PLAN)
+    later.began += 3600
+    assert later.states()[1].state == "waiting"
+    note_failure(place, LoragateError("no disk"))
+    assert (watch.states()[1].state, watch.states()[1].error) == ("failed", "no disk")
+    write_result(tmp_path, PLAN, result())
+    state = watch.states()[1]
+    assert (state.state, state.score, state.done) == ("finished", 0.75, 3)
+
+
+def test_one_process_at_a_time(tmp_path):
+    pytest.importorskip("fcntl", reason="no such locks on Windows")
+    code = (
+        "import sys; from pathlib import Path; from loragate.sweep.records import held\n"
+        "from loragate.errors import LoragateError\n"
+        "try:\n"
+        "    with held(Path(sys.argv[1]), 0.0, 'taken'): print('held')\n"
+        "except LoragateError as error: print(error)"
+    )
+
+    def other():
+        command = [sys.executable, "-c", code, str(tmp_path / "lock")]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    with held(tmp_path / "lock", 0.0, "mine"):
+        assert other() == "taken"
+    assert other() == "held"

@@ -1,0 +1,264 @@
+"""The command in this process: files, choice, resuming, and what bad input is answered with."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from places import COMMAND_LINE, arguments, attempts, numbers, stamps, sweep
+
+import loragate as lg
+from loragate.errors import ConfigError, DataError, LoragateError
+
+
+def test_a_finished_sweep_is_complete(swept):
+    assert {path.name for path in (swept / "trials").iterdir()} == {
+        "one_untouched",
+        *(f"one_entropy_{bounds}_seed{seed}" for bounds in ("-3_2", "0_1") for seed in (0, 1)),
+    }
+    found = numbers(swept)
+    assert len(found) == 5
+    scores = [np.array(record["probe"]["scores"]) for record in found.values()]
+    assert all(table.shape == (33, 2) for table in scores)
+    assert len({table.tobytes() for table in scores}) > 2, "the cells must differ, or the tests show nothing"
+    assert len({record["probe"]["answers_sha256"] for record in found.values()}) == 5
+    assert 0 < found["one_untouched"]["probe"]["scores"].count([1.0, 1.0]) < 33
+    assert found["one_untouched"]["training"] == {}
+    trained = found["one_entropy_-3_2_seed0"]
+    assert trained["training"]["steps"] == 3
+    assert trained["training"]["settings"]["seed"] == 0
+    assert len(trained["gates"]) == 14
+    assert found["one_entropy_-3_2_seed1"]["training"]["settings"]["seed"] == 1
+    summary = json.loads((swept / "sweep_results.json").read_text())
+    assert [cell["seeds"] for cell in summary["cells"]] == [[0, 1], [0, 1]]
+    assert summary["choices"][0]["oracle"] is not None
+    assert "Oracle on the test set" in (swept / "sweep_results.md").read_text()
+    assert (swept / "heatmap.png").read_bytes().startswith(b"\x89PNG")
+    assert (swept / "heatmap.svg").exists()
+    attempts = [json.loads(path.read_text()) for path in (swept / "trials").glob("*/attempts.jsonl")]
+    assert {attempt["base_loads"] for attempt in attempts} == {1}
+
+
+def test_nothing_finished_runs_again_and_what_is_lost_is_made_again(place, swept, tmp_path, capsys):
+    out = tmp_path / "copy"
+    shutil.copytree(swept, out)
+    lost = out / "trials" / "one_entropy_0_1_seed1"
+    (lost / "result.json").unlink()
+    (out / "trials" / "one_entropy_0_1_seed0" / "result.json").write_text("{torn")
+    before = stamps(out)
+    again = arguments(place, out, "--runner", "sequential", "--test", str(place / "test.jsonl"), "--resume")
+    assert sweep(again) == 0
+    assert "5 trials, 3 of them finished before" in capsys.readouterr().out
+    after = stamps(out)
+    kept = set(before) - {"one_entropy_0_1_seed0"}
+    assert {slug: after[slug] for slug in kept} == {slug: before[slug] for slug in kept}
+    assert numbers(out) == numbers(swept)
+
+
+def test_another_sweep_is_not_resumed(place, swept):
+    first = ("--runner", "sequential", "--resume")
+    with pytest.raises(ConfigError, match=r"begun with test\.|begun with test ="):
+        sweep(arguments(place, swept, *first))
+    both = (*first, "--test", str(place / "test.jsonl"))
+    with pytest.raises(ConfigError, match=r"training\.entropy\.learning_rate = 0.05, now it is 0.01"):
+        sweep(arguments(place, swept, *both, "--learning-rate", "0.01"))
+    with pytest.raises(ConfigError, match=r"trials\."):
+        sweep(arguments(place, swept, *both, seeds="0,1,2"))
+    with pytest.raises(ConfigError, match="holds a sweep already"):
+        sweep(arguments(place, swept, "--runner", "sequential"))
+
+
+def test_adapters_and_objectives_and_the_base_as_it_was(place, swept, tmp_path):
+    """The trials of the first adapter come out the same after another one was on the base."""
+    out = tmp_path / "two"
+    argv = arguments(place, out, "--runner", "sequential", "--test", str(place / "test.jsonl"), ranges="0,1", seeds="0")
+    argv[1:3] = ["--adapters", f"{place / 'two'},{place / 'one'}", "--objectives", "entropy,ce"]
+    assert sweep(argv) == 0
+    found, alone = numbers(out), numbers(swept)
+    assert len(found) == 6
+    for slug in ("one_untouched", "one_entropy_0_1_seed0"):
+        for part in ("probe", "test", "gates"):
+            assert found[slug][part] == alone[slug][part]
+    assert (
+        found["one_ce_0_1_seed0"]["probe"]["answers_sha256"]
+        != alone["one_entropy_0_1_seed0"]["probe"]["answers_sha256"]
+    )
+    assert (out / "heatmap_one_ce.png").exists()
+
+
+def test_the_best_cell_is_written_and_can_be_loaded(place, swept, tmp_path, capsys):
+    from loragate.cli.arguments import parse
+    from loragate.cli.sweep import COMMAND
+    from loragate.cli.sweep_materials import prepare
+    from loragate.generation import SamplingConfig, TransformersEngine
+    from loragate.sweep.sequential import write_best
+    from tiny import tiny_tokenizer
+
+    argv = arguments(place, swept, "--test", str(place / "test.jsonl"))
+    materials, plan = prepare(parse(COMMAND, argv[1:])[0])
+    trial = next(trial for trial in plan.trials if trial.slug == "one_entropy_-3_2_seed0")
+    write_best(materials, plan, swept, trial, tmp_path / "gates", {"method": "sweep"}, str(place / "base"), "card")
+    model = lg.load_gated(tmp_path / "gates")
+    rows = [json.loads(line) for line in (place / "probe.jsonl").read_text().splitlines()]
+    prompts = [f"<user> {row['prompt']} <assistant> " for row in rows]
+    samples = TransformersEngine(model, tiny_tokenizer()).generate(prompts, SamplingConfig(0.0, max_new_tokens=1))
+    lines = [
+        json.dumps({"prompt": row["prompt"], "answer": s.text or "w1"}) for row, s in zip(rows, samples, strict=True)
+    ]
+    probe = tmp_path / "probe.jsonl"
+    probe.write_text("\n".join(lines) + "\n")
+
+    out = tmp_path / "sweep"
+    argv = arguments(place, out, "--runner", "sequential", ranges="-3,2", seeds="0")
+    argv[argv.index("--probe") + 1] = str(probe)
+    assert sweep(argv) == 0
+    text = capsys.readouterr().out
+    assert "chosen: [-3,2]" in text
+    assert f"next: loragate eval --model {out / 'best'}" in text
+    record = json.loads((out / "best" / "gate_config.json").read_text())
+    assert record["selection"]["method"].startswith("sweep")
+    assert (record["selection"]["cells"], record["selection"]["n"]) == (1, 66)
+    assert record["gate"]["lower"] == -3
+    best = lg.load_gated(out / "best")
+    for name, value in lg.gate_parameters(best).items():
+        assert value.equal(lg.gate_parameters(model)[name])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--runner", "rey"], "did you mean 'ray'"),
+        (["--seed", "1"], "--seed has no effect on a sweep; use --seeds"),
+        (["--objective", "anchored"], "use --objectives"),
+        (["--objectives", "entropie"], "did you mean 'entropy'"),
+        (["--objectives", "reward"], "a reward is a Python callable"),
+        (["--objectives", "entropy,entropy"], "entropy is given twice"),
+        (["--beta", "0.5"], "beta has no effect on the objective 'entropy'"),
+        (["--ranges=0,1;0,1"], "stands there twice"),
+        (["--ranges=1,0"], "wrong way round"),
+        (["--seeds", "0,x"], "whole numbers"),
+        (["--seeds", "3,3"], "seed 3 is given twice"),
+        (["--probe", "nowhere.jsonl"], "no such file"),
+        (["--adapters", "x,y"], "not both"),
+        (["--test-samples", "3"], "no effect without --test"),
+        (["--granularity", "tokens"], "granularity must be one of"),
+        (["--k", "1"], "k must be at least 2"),
+        (["--resume"], "there is no sweep in"),
+        (["--probe-grader", "exakt"], "did you mean 'exact'"),
+    ],
+)
+def test_bad_input_is_named_before_anything_is_loaded(place, tmp_path, more, message):
+    with pytest.raises(LoragateError, match=message):
+        sweep(arguments(place, tmp_path / "out", *more))
+    assert not (tmp_path / "out" / "sweep.json").exists()
+
+
+def test_bad_questions_and_folders(place, tmp_path):
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join((place / "probe.jsonl").read_text().splitlines(keepends=True)[:31]))
+    with pytest.raises(ConfigError, match="has 31 questions"):
+        sweep(arguments(place, tmp_path / "out", "--probe", str(few)))
+    with pytest.raises(DataError, match="33 of 33 probe questions are also among the probe's"):
+        sweep(arguments(place, tmp_path / "out", "--test", str(place / "probe.jsonl")))
+    bare = tmp_path / "bare.jsonl"
+    bare.write_text("".join(json.dumps({"prompt": f"w1 w{i}"}) + "\n" for i in range(40)))
+    with pytest.raises(ConfigError, match="has no answers"):
+        sweep(arguments(place, tmp_path / "out", "--probe", str(bare)))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "letter.txt").write_text("x")
+    with pytest.raises(ConfigError, match=r"not empty \(it holds letter.txt\)"):
+        sweep(arguments(place, tmp_path / "full"))
+    with pytest.raises(ConfigError, match="needs --adapter, --data, --probe, --out"):
+        sweep(["sweep"])
+
+
+def test_a_failed_trial_is_told_and_the_others_go_on(place, tmp_path, capsys, monkeypatch):
+    from loragate.sweep import trials
+
+    real = trials.calibrate
+
+    def sometimes(model, tokenizer, rows, config, *rest, **more):
+        if config.lower == -3:
+            raise LoragateError("this one does not work")
+        return real(model, tokenizer, rows, config, *rest, **more)
+
+    monkeypatch.setattr(trials, "calibrate", sometimes)
+    out = tmp_path / "out"
+    argv = arguments(place, out, "--runner", "sequential", seeds="0")
+    with pytest.raises(LoragateError, match=r"1 of 3 trials are not finished, so nothing was chosen.*--resume"):
+        sweep(argv)
+    assert "failed: one_entropy_-3_2_seed0: this one does not work" in capsys.readouterr().out
+    before = stamps(out)
+    assert len(before) == 2
+    monkeypatch.undo()
+    assert sweep([*argv, "--resume"]) == 0
+    assert before.items() < stamps(out).items()
+
+
+def test_auto_runs_sequentially_where_ray_is_absent(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "loragate.sweep.ray_tune", raising=False)
+    with pytest.raises(ConfigError, match=r'pip install "loragate\[sweep\]"'):
+        sweep(arguments(place, tmp_path / "out", "--runner", "ray"))
+    assert sweep(arguments(place, tmp_path / "out", ranges="0,1", seeds="0")) == 0
+    assert capsys.readouterr().out.count("Ray is not installed") == 1
+
+
+def test_ctrl_c_leaves_a_sweep_that_goes_on(place, tmp_path, monkeypatch):
+    from loragate.sweep import trials
+
+    out = tmp_path / "out"
+    argv = arguments(
+        place, out, "--runner", "sequential", "--epochs", "4", "--save-steps", "0", ranges="-3,2", seeds="0"
+    )
+    real, asked = trials.Status.__call__, []
+
+    def interrupt(self, stage, done=0, total=0, entropy=None):
+        if stage == "training" and done == 5 and not asked:
+            asked.append(True)  # a second Ctrl-C would stop without a checkpoint
+            os.kill(os.getpid(), signal.SIGINT)
+        real(self, stage, done, total, entropy)
+
+    monkeypatch.setattr(trials.Status, "__call__", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(argv)
+    run = out / "trials" / "one_entropy_-3_2_seed0" / "run"
+    assert [path.name for path in run.glob("checkpoint-*")] in (["checkpoint-5"], ["checkpoint-6"])
+    monkeypatch.undo()
+    assert sweep([*argv, "--resume"]) == 0
+    other = tmp_path / "other"
+    assert sweep([part if part != str(out) else str(other) for part in argv]) == 0
+    assert numbers(out) == numbers(other)
+
+
+@pytest.mark.slow
+def test_a_driver_killed_at_random_moments_loses_nothing(place, tmp_path):
+    """SIGKILL at random moments; finished trials stay untouched, and the scores are those of an undisturbed run."""
+    draw = np.random.default_rng(7)
+    out, other = tmp_path / "out", tmp_path / "other"
+    more = ("--runner", "sequential", "--epochs", "6")
+    known: dict = {}
+    for kill in range(4):
+        argv = arguments(place, out, *more, *(["--resume"] if kill else []))
+        driver = subprocess.Popen([sys.executable, "-c", COMMAND_LINE, *argv], stdout=-3, stderr=-3)
+        began = attempts(out)
+        while driver.poll() is None and attempts(out) <= began:
+            time.sleep(0.02)
+        time.sleep(float(draw.uniform(0.0, 1.5)))
+        driver.kill()
+        driver.wait()
+        now = stamps(out)
+        assert known.items() <= now.items(), "a finished trial was touched"
+        known = now
+    assert sweep(arguments(place, out, *more, "--resume")) == 0
+    assert known.items() <= stamps(out).items()
+    assert sweep(arguments(place, other, *more)) == 0
+    assert numbers(out) == numbers(other)
+    assert (out / "sweep_results.json").exists()
