@@ -10,7 +10,7 @@ import loragate
 SOURCE = Path(loragate.__file__).parent
 # lowest floor first; a room may import rooms before it
 FLOORS = ["files", "errors", "version", "gates", "losses", "data", "world", "generation", "training", "evaluation"]
-FLOORS += ["selection", "sweep", "analysis", "report", "cli"]
+FLOORS += ["selection", "sweep", "analysis", "report", "serving", "cli"]
 # heavy or optional libraries, and the rooms that may import them at module level or inside functions
 RESERVED = {
     "trl": {"training"},
@@ -18,11 +18,13 @@ RESERVED = {
     "accelerate": {"training", "cli"},
     "matplotlib": {"report"},
     "ray": {"generation", "sweep"},
-    "vllm": {"generation"},
+    "vllm": {"generation", "serving"},
     "lm_eval": {"evaluation"},
     "math_verify": {"evaluation"},
 }
 SIDEWAYS = {("report", "*"), ("world", "*"), ("gates", "losses"), ("data", "gates"), ("generation", "gates")}
+# serving knows gates (and vLLM) alone
+SIDEWAYS |= {("serving", room) for room in FLOORS[4:] if room != "serving"}
 
 
 def room_of(path):

@@ -1,6 +1,9 @@
 """Compare rules that choose a range, from the answers that `measure.py` kept; no model is loaded.
 
-    python benchmarks/selection/compare_rules.py --cache CACHE --split tune|test|all [--out FILE.json]
+    python benchmarks/selection/compare_rules.py --split tune|test|all [--out FILE.json]
+
+reads the committed verdicts, benchmarks/results/selection_verdicts.jsonl.gz; --cache CACHE takes the answers of a measurement
+of your own instead, and --pack FILE writes those as such a file.
 
 Each rule sees a probe of 64 development questions × 4 samples, drawn with replacement from the pool 1,000 times, and picks;
 the pick is then judged on the test questions. Regret against the oracle is the best test score among the seven plain
@@ -12,6 +15,7 @@ plain trainings (CPU seconds, relative to the mean plain training of the same si
 from __future__ import annotations
 
 import argparse
+import gzip
 import itertools
 import json
 from collections import Counter
@@ -25,6 +29,7 @@ import numpy as np
 from loragate.files import write_json
 from loragate.world.situations import SITUATIONS
 
+VERDICTS = Path(__file__).parents[1] / "results" / "selection_verdicts.jsonl.gz"
 PROBE, DRAWS, SEED = 64, 1000, 0
 PLAIN = ("[-3,1]", "[0,1]", "[-6,3]", "[-1,2]", "[0,3]", "[0,6]", "[-4,4]")
 CLIPPED = ("[-6,3] no reversal", "[-6,3] no extrapolation", "[-6,3] unit")
@@ -64,12 +69,62 @@ class Situation:
         return max(self.score(name) for name in ("adapter", *PLAIN))
 
 
-def load(cache: Path, split: str) -> list[Situation]:
-    """The situations of a split whose answers are complete."""
+def load(verdicts: Path, split: str) -> list[Situation]:
+    """The situations of a split from a file of verdicts."""
+    found: dict[str, Situation] = {}
+    with gzip.open(verdicts, "rt", encoding="utf-8") as lines:
+        for line in lines:
+            row = json.loads(line)
+            if split not in ("all", row["split"]):
+                continue
+            one = found.setdefault(row["situation"], Situation(row["situation"], row["split"]))
+            one.majority_right = row["majority_right"]
+            name = row["candidate"]
+            for key, table in (("dev", one.dev), ("test", one.test), ("agree", one.agree)):
+                bits = [{"0": 0.0, "1": 1.0, "-": np.nan}[bit] for bit in row[key]]
+                table[name] = np.array(bits).reshape(-1, row["samples"]["test" if key == "test" else "dev"])
+            if row["training"]:
+                one.cost[name], one.fall[name] = row["training"]["cpu_seconds"], row["training"]["fall"]
+    for one in found.values():
+        _in_trainings(one)
+    return list(found.values())
+
+
+def _in_trainings(one: Situation) -> None:
+    unit = float(np.mean([one.cost[name] for name in PLAIN]))
+    one.cost = {name: seconds / unit for name, seconds in one.cost.items()}
+
+
+def pack(cache: Path, path: Path) -> None:
+    """Write the verdicts of a measurement as one line of JSON per candidate, gzipped."""
+
+    def bits(table: np.ndarray) -> str:
+        return "".join("-" if np.isnan(value) else str(int(value)) for value in table.reshape(-1))
+
+    # no time stamp in the file, so that equal verdicts give equal bytes
+    with path.open("wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", mtime=0) as file:
+        for one in from_answers(cache):
+            for name in one.dev:
+                row = {
+                    "situation": one.name,
+                    "split": one.split,
+                    "candidate": name,
+                    "majority_right": one.majority_right,
+                    "samples": {"dev": one.dev[name].shape[1], "test": one.test[name].shape[1]},
+                    "dev": bits(one.dev[name]),
+                    "agree": bits(one.agree[name]),
+                    "test": bits(one.test[name]),
+                    "training": {"cpu_seconds": one.cost[name], "fall": one.fall[name]} if name in one.cost else None,
+                }
+                file.write((json.dumps(row) + "\n").encode())
+
+
+def from_answers(cache: Path) -> list[Situation]:
+    """The situations whose answers are complete in a cache of `measure.py`; costs in CPU seconds."""
     found = []
     for known in SITUATIONS:
         folder = cache / "answers" / known.name
-        if (split != "all" and known.split != split) or not (folder / "dft.json").is_file():
+        if not (folder / "dft.json").is_file():
             continue
         one = Situation(known.name, known.split)
         majority = json.loads((folder / "adapter majority.json").read_text(encoding="utf-8"))
@@ -93,8 +148,6 @@ def load(cache: Path, split: str) -> list[Situation]:
             if training:
                 one.cost[name] = training["training_cpu_seconds"]
                 one.fall[name] = training["entropy"][0] - training["entropy"][1]
-        unit = float(np.mean([one.cost[name] for name in PLAIN]))
-        one.cost = {name: seconds / unit for name, seconds in one.cost.items()}
         found.append(one)
     return found
 
@@ -224,12 +277,20 @@ def triples(situations: list[Situation]) -> list[tuple[float, float, tuple[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--cache", type=Path, help="answers of measure.py, in place of the committed verdicts")
+    parser.add_argument("--pack", type=Path, help="write the verdicts of --cache to this .jsonl.gz file")
     parser.add_argument("--split", default="tune", choices=("tune", "test", "all"))
     parser.add_argument("--triples", action="store_true", help="also rank all choices of three ranges (tune only)")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    situations = load(options.cache, options.split)
+    if options.pack:
+        pack(options.cache, options.pack)
+    if options.cache:
+        situations = [one for one in from_answers(options.cache) if options.split in ("all", one.split)]
+        for one in situations:
+            _in_trainings(one)
+    else:
+        situations = load(VERDICTS, options.split)
     print("\n".join(table(situations)))
     print()
     results = {name: judge(rule, situations, trained) for name, (rule, trained) in RULES.items()}

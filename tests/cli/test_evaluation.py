@@ -1,5 +1,7 @@
 """`loragate eval` and `regrade` on small local files: rows, resume, exports, and what bad input is answered with."""
 
+import errno
+import importlib.util
 import json
 import os
 import shutil
@@ -7,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +18,11 @@ import torch
 import loragate as lg
 from loragate.cli.main import main
 from loragate.evaluation.canary import canary
+from loragate.evaluation.grade import Grade
+from loragate.evaluation.judging import JudgeSettings, judged_by, read_grades, write_grades
 from loragate.evaluation.results import read_record
 from loragate.evaluation.variants import Variant, acting, variants_for
-from loragate.generation import SamplingConfig
+from loragate.generation import Sample, SampleWriter, SamplingConfig
 from tiny import tiny_adapter, tiny_base, tiny_tokenizer
 
 TASK = """\
@@ -173,6 +178,44 @@ def test_rows_share_prompts_and_random_streams(place, tmp_path, capsys):
     assert ids["gated", "adapter"] != ids["gated", "base"]
 
 
+def drawn(folder):
+    """Token ids by row, question and sample."""
+    found = {}
+    for path in sorted(folder.glob("samples/*/words.jsonl")):
+        for row in map(json.loads, path.read_text().splitlines()):
+            found[path.parent.name, row["question"], row["sample"]] = row["token_ids"]
+    return found
+
+
+def test_a_replica_is_the_row_it_stands_for(place, tmp_path, capsys, monkeypatch):
+    """The executor is this process; that Ray deals out the same is the engine's own test, and the slow one below."""
+    assert run(place, "gated", tmp_path / "one") == 0
+    monkeypatch.setattr("loragate.generation.sharded.require_ray", lambda: None)
+
+    def here(self, job, parts, replicas):
+        engines = [job.make_engine() for _ in range(replicas)]
+        for index, rows in enumerate(parts):
+            yield job.draw(engines[index % replicas], rows)
+
+    monkeypatch.setattr("loragate.generation.RayData.__call__", here)
+    assert run(place, "gated", tmp_path / "two", "--replicas", "2", "--batch-size", "4") == 0
+    one, two = drawn(tmp_path / "one"), drawn(tmp_path / "two")
+    assert one == two
+    assert len(one) == 6 * (6 * 4 + 1)
+    rows = [[ids for (row, *_), ids in one.items() if row == name] for name in ("adapter", "base", "gated")]
+    assert rows[0] != rows[1] != rows[2] != rows[0]
+
+
+@pytest.mark.slow
+def test_replicas_on_ray(place, tmp_path, capsys):
+    pytest.importorskip("ray", reason="ray is not installed (pip install loragate[sweep])")
+    if (os.cpu_count() or 1) < 2:
+        pytest.skip("two replicas take two processor cores")
+    for name, more in (("one", ()), ("two", ("--replicas", "2", "--device", "cpu", "--batch-size", "4"))):
+        assert run(place, "gated", tmp_path / name, "--controls", "none", *more) == 0
+    assert drawn(tmp_path / "one") == drawn(tmp_path / "two")
+
+
 def test_a_stopped_evaluation_goes_on(place, tmp_path, capsys):
     assert run(place, "gated", tmp_path / "whole", "--batch-size", "8") == 0
     assert run(place, "gated", tmp_path / "run", "--batch-size", "8") == 0
@@ -214,6 +257,98 @@ def test_a_killed_evaluation_loses_nothing(place, tmp_path):
     assert sorted(keys) == [(question, sample) for question in range(6) for sample in range(20)]
 
 
+def full_after(writes):
+    """A `SampleWriter` whose disk is full after so many batches, in the middle of a line."""
+
+    class Writer(SampleWriter):
+        left = writes
+
+        def write(self, samples):
+            if Writer.left == 0:
+                self._file.write('{"question": 1, "sam')
+                self._file.flush()
+                broken = self._file
+
+                class Full:
+                    def write(self, text):
+                        raise OSError(errno.ENOSPC, "No space left on device")
+
+                    def close(self):
+                        broken.close()
+                        raise OSError(errno.ENOSPC, "No space left on device")
+
+                self._file = Full()
+            Writer.left -= 1
+            super().write(samples)
+
+    return Writer
+
+
+def interrupted_after(writes):
+    class Writer(SampleWriter):
+        left = writes
+
+        def write(self, samples):
+            if Writer.left == 0:
+                raise KeyboardInterrupt
+            Writer.left -= 1
+            super().write(samples)
+
+    return Writer
+
+
+@pytest.mark.parametrize("stop", ["full", "ctrl-c"])
+def test_a_full_disk_and_ctrl_c_leave_a_resumable_run(place, tmp_path, capsys, monkeypatch, stop):
+    more = ("--controls", "none", "--batch-size", "6")
+    assert run(place, "gated", tmp_path / "whole", *more) == 0
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "loragate.evaluation.sampling.SampleWriter", {"full": full_after, "ctrl-c": interrupted_after}[stop](6)
+        )
+        assert run(place, "gated", tmp_path / "run", *more) == {"full": 1, "ctrl-c": 130}[stop]
+    captured = capsys.readouterr()
+    text = " ".join((captured.out + captured.err).split())
+    assert "--resume" in text
+    assert {"full": "disk is full", "ctrl-c": "stopped"}[stop] in text
+    assert run(place, "gated", tmp_path / "run", *more, "--resume") == 0
+    whole, resumed = (read_record(tmp_path / name / "results.json") for name in ("whole", "run"))
+    for left, right in zip(whole.results, resumed.results, strict=True):
+        assert (left.name, left.question_scores, left.reasons) == (right.name, right.question_scores, right.reasons)
+
+
+def test_a_run_that_stopped_while_it_began_goes_on(place, tmp_path, capsys):
+    assert run(place, "base", tmp_path / "run") == 0
+    for name in ("questions", "tasks", "samples", "grades"):
+        shutil.rmtree(tmp_path / "run" / name)
+    assert run(place, "base", tmp_path / "run", "--resume") == 0
+    assert (tmp_path / "run" / "questions" / "words.jsonl").is_file()
+
+
+def test_verdicts_of_other_limits_are_not_taken_over(place, tmp_path, capsys):
+    """Exact comparison has neither limits nor a sandbox; what matters to it is who judged."""
+    settings = JudgeSettings()
+    samples = [Sample(0, 0, "a\u2028b", (1,), "stop", None), Sample(0, 1, "", (1,), "stop", None)]
+    grades = [Grade(True, "a\u2028b", "ok"), Grade(False, None, "no_answer")]
+    path = tmp_path / "grades.jsonl"
+    for grader in ("exact", "default", "humaneval"):
+        write_grades(path, samples, grades, judged_by(grader, settings))
+        assert read_grades(path, samples, judged_by(grader, settings)) == read_grades(path, samples) == grades
+        slower, lower = replace(settings, timeout_s=20.0), replace(settings, sandbox="rlimits")
+        assert (read_grades(path, samples, judged_by(grader, slower)) is None) == (grader != "exact")
+        assert (read_grades(path, samples, judged_by(grader, lower)) is None) == (grader == "humaneval")
+    assert read_grades(path, samples[:1]) is None
+
+
+def test_one_question_one_sample(place, tmp_path, capsys):
+    assert run(place, "gated", tmp_path / "run", "--limit", "1", "--samples", "1") == 0
+    row = read_record(tmp_path / "run" / "results.json").find("words", "gated")
+    assert (row.avg_at_k.low, row.avg_at_k.high) == (0, 1)
+    assert row.verdict == "no difference shown"
+    assert set(row.pass_at_k) == {1}
+    assert "(no difference shown)" in (tmp_path / "run" / "results.md").read_text().replace("; no", " (no")
+
+
 def test_another_grader_without_generating(place, tmp_path, capsys):
     assert run(place, "gated", tmp_path / "run") == 0
     (tmp_path / "run" / "tasks" / "words.yaml").write_text(TASK.replace("grader: exact", "grader: choice"))
@@ -223,6 +358,21 @@ def test_another_grader_without_generating(place, tmp_path, capsys):
     again = read_record(tmp_path / "run" / "results-regraded.json")
     assert set(again.find("words", "gated").reasons) == {"no_answer"}
     assert read_record(tmp_path / "run" / "results.json").tasks[0].grader == "exact", "the first record stays"
+
+
+def test_judging_again_is_compared_with_what_was_judged_before(place, tmp_path, capsys):
+    assert run(place, "base", tmp_path / "run") == 0
+    path = tmp_path / "run" / "grades" / "exact" / "base" / "words.jsonl"
+    text = path.read_text()
+    assert text.count('"correct": false') > 1
+    path.write_text(text.replace('"correct": false', '"correct": true', 1))
+    assert main(["regrade", str(tmp_path / "run")]) == 0
+    assert "0 of 24 verdicts differ" in capsys.readouterr().out, "verdicts on file are used again"
+    assert main(["regrade", str(tmp_path / "run"), "--again"]) == 0
+    assert "1 of 24 verdicts differ" in capsys.readouterr().out
+    (change,) = map(json.loads, (tmp_path / "run" / "results-regraded-changes.jsonl").read_text().splitlines())
+    assert change["before"]["correct"]
+    assert not change["now"]["correct"]
 
 
 def test_bad_input(place, tmp_path, capsys):
@@ -237,6 +387,23 @@ def test_bad_input(place, tmp_path, capsys):
     assert "unknown grader" in fails(capsys, "eval", *model, *task, "--out", out, "--grader", "mathverify")
     assert "is not among the tasks" in fails(capsys, "eval", *model, *task, "--out", out, "--data", "wrods=a.jsonl")
     assert "--engine vlm" in fails(capsys, "eval", *model, *task, "--out", out, "--engine", "vlm")
+    assert "so all 3 samples" in fails(
+        capsys, "eval", *model, *task, "--out", out, "--temperature", "0", "--samples", "3"
+    )
+    assert "samples is 0" in fails(capsys, "eval", *model, *task, "--out", out, "--samples", "0")
+    assert "--replicas 0" in fails(capsys, "eval", *model, *task, "--out", out, "--replicas", "0")
+    assert "--vllm-memory 2" in fails(capsys, "eval", *model, *task, "--out", out, "--vllm-memory", "2")
+    if importlib.util.find_spec("vllm") is None:
+        assert "vLLM is not installed" in fails(capsys, "eval", *model, *task, "--out", out, "--engine", "vllm")
+    retention = fails(capsys, "eval", *model, "--out", out, "--tasks", "openbookqa", "--samples", "3")
+    assert "have no effect: openbookqa" in retention
+    (tmp_path / "empty").mkdir()
+    assert "of none of the tasks" in fails(capsys, "eval", *model, *task, "--out", out, "--data", tmp_path / "empty")
+    (tmp_path / "up.yaml").write_text(TASK.replace("name: words", "name: ../words"))
+    assert "name is '../words'" in fails(capsys, "eval", *model, "--tasks", tmp_path / "up.yaml", "--out", out)
+    (place / "other.yaml").write_text(TASK.replace("version: 3", "version: 4"))
+    both = f"{place / 'words.yaml'},{place / 'other.yaml'}"
+    assert "rename one of them" in fails(capsys, "eval", *model, "--tasks", both, "--out", out)
     assert "--export" in fails(capsys, "eval", *model, *task, "--out", out, "--export", "csv")
     assert not out.exists(), "nothing is left by a command that was refused"
     missing = fails(capsys, "eval", *model, "--out", out, "--tasks", "math500", status=1)
@@ -278,3 +445,7 @@ def test_every_suite_end_to_end(place, tmp_path, capsys):
     assert main(["regrade", str(tmp_path / "run"), "--grader", "math_verify"]) == 0
     again = read_record(tmp_path / "run" / "results-math_verify.json")
     assert {task.grader for task in again.tasks} >= {"math_verify", "humaneval", "mbpp", "tiny"}
+    assert {task.name for task in again.tasks} == names, "retention suites are taken over"
+    assert any("subsets have no question" in warning for warning in record.warnings)
+    changed = " ".join(command).replace("--limit 4", "--limit 3").split()
+    assert "limit = 4" in fails(capsys, *changed, "--resume")

@@ -363,7 +363,7 @@ def test_quickstart(tmp_path, capsys):
     arguments = ["quickstart", "--out", str(out), "--questions", "10", "--samples", "2", "--ranges", "0,1"]
     assert main(arguments) == 0
     text = capsys.readouterr().out
-    assert "next: loragate eval" in text
+    assert "next: loragate generate" in text
     results = json.loads((out / "results.json").read_text())
     names = [row["name"] for row in results["table"]]
     for name in ("base", "LoRA", "LoRA, T = 0.3", "DFT", "SCALE [0,1]"):

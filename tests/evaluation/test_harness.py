@@ -18,6 +18,7 @@ from loragate.evaluation import compare
 from loragate.evaluation.harness import run_harness
 from loragate.evaluation.harness_answers import Answer, greedy_answers, stop_token_ids
 from loragate.evaluation.harness_rows import DEFINITIONS, load_questions, load_suite, suite_names
+from loragate.evaluation.tasks import load_task
 from loragate.generation import SamplingConfig, TransformersEngine
 from tiny import VOCABULARY, tiny_adapter, tiny_base, tiny_tokenizer
 
@@ -464,3 +465,26 @@ def test_every_definition_is_complete():
         fields = yaml.safe_load(path.read_text(encoding="utf-8"))
         assert set(fields) == {field.name for field in dataclasses.fields(load_suite(path.stem))}
         assert fields["name"] == path.stem
+
+
+def test_suites_are_read_at_the_commit_of_their_task(monkeypatch):
+    """docs/tasks.md promises it; without a pin the main branch is followed."""
+    asked = []
+
+    def refuse(source, *, split, revision):
+        asked.append((source, revision))
+        raise DataError("no connection.")
+
+    monkeypatch.setattr("loragate.evaluation.harness_rows.load_rows", refuse)
+    for name in suite_names():
+        with pytest.raises(DataError, match=f"--data {name}=FILE"):
+            load_questions(load_suite(name))
+        source, revision = asked[-1]
+        dataset = load_task(name).dataset
+        assert source.split(":")[0] == dataset.hub
+        assert revision == dataset.revision
+    with pytest.raises(DataError):
+        load_questions(load_suite("openbookqa"), revision="abc")
+    assert asked[-1][1] == "abc"
+    with pytest.raises(ConfigError, match="has no effect on the local"):
+        load_questions(load_suite("openbookqa"), "rows.jsonl", revision="abc")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from records import ADAPTER, GATED, IDS, make_record, make_result
+from rich.console import Console
 
 from loragate.errors import ConfigError, DataError, LoragateError
-from loragate.evaluation.aggregates import compare_suites, suite_average
+from loragate.evaluation.aggregates import SuiteEstimate, compare_suites, suite_average
 from loragate.evaluation.results import (
     EvaluationRecord,
     SuiteResult,
@@ -22,6 +24,8 @@ from loragate.evaluation.results import (
     write_record,
 )
 from loragate.evaluation.statistics import Difference, average_at_k, compare
+from loragate.report.reading import read_results
+from loragate.report.scores import caption, score_markdown, score_tables
 
 
 def test_a_task_result_by_hand() -> None:
@@ -40,7 +44,7 @@ def test_a_task_result_by_hand() -> None:
 
 
 def test_a_stop_string_counts_as_no_eos() -> None:
-    result = make_result("gated", ended=[True] * 6 + [False] * 3)
+    result = make_result("gated", finish_reasons=["stop"] * 6 + ["stop_text"] * 2 + ["length"])
     assert (result.truncated, result.no_eos) == (pytest.approx(1 / 9), pytest.approx(1 / 3))
 
 
@@ -78,6 +82,17 @@ def test_p_values_are_adjusted_over_the_record() -> None:
     assert len(raw) == 3
     assert adjusted == [min(1.0, 3 * min(raw)) if p == min(raw) else pytest.approx(1) for p in raw]
     assert record.find("sums", "adapter").adjusted_p is None
+    for result in record.results:
+        expected = result.comparison and verdict(result.comparison, p=result.adjusted_p)
+        assert result.verdict == expected
+
+
+def test_averages_are_adjusted_among_themselves() -> None:
+    average = SuiteEstimate(0.5, 0.1, 0.4, 0.6, 2, 9)
+    rows = [SuiteResult("base", average, None, Difference(0.1, 0.05, 0.15, p)) for p in (0.03, 0.01)]
+    record = dataclasses.replace(make_record(), suites=(SuiteResult("adapter", average), *rows)).with_adjusted_p()
+    assert [row.adjusted_p for row in record.suites] == [None, 0.03, 0.02]
+    assert [row.verdict for row in record.suites] == [None, "better", "better"]
 
 
 @pytest.mark.parametrize(
@@ -92,6 +107,22 @@ def test_p_values_are_adjusted_over_the_record() -> None:
 )
 def test_verdict(low: float, high: float, p: float, expected: str) -> None:
     assert verdict(Difference((low + high) / 2, low, high, p)) == expected
+
+
+@pytest.mark.parametrize("low", [-0.02, 0.0, 0.01])
+@pytest.mark.parametrize("p", [0.01, 0.05, 0.051])
+def test_the_report_in_words_follows_the_same_rule(low: float, p: float) -> None:
+    """The report reads plain rows and may not import this room; the rule must still be one."""
+    for sign in (1, -1):
+        ends = sorted((sign * low, sign * 0.2))
+        difference = Difference(sum(ends) / 2, *ends, p)
+        score = {"mean": 0.5, "low": 0.4, "high": 0.6}
+        rows = [
+            {"name": "LoRA", "group": "baseline", "accuracy": score},
+            {"name": "SCALE", "group": "scale", "accuracy": score, "versus_lora": dataclasses.asdict(difference)},
+        ]
+        words = {"better": "SCALE is better", "worse": "SCALE is worse", "no difference shown": "No difference between"}
+        assert read_results(rows)[0].startswith(words[verdict(difference)])
 
 
 def test_verdict_takes_an_adjusted_p_and_a_stricter_level() -> None:
@@ -183,3 +214,22 @@ def test_entries_must_fit_the_scores() -> None:
         make_result("gated", question_ids=IDS[:2])
     with pytest.raises(DataError, match="expected 1 for a right answer"):
         task_result("t", "gated", [[0.5]], question_ids=["a"], reasons=["ok"], finish_reasons=["stop"], tokens=[1])
+
+
+def test_the_table_fits_80_columns() -> None:
+    record = make_record().with_adjusted_p().to_json()
+    record["warnings"] = ["the set is not whole"]
+    wide = {"mean": -0.5, "low": -0.888, "high": 1.0, "p": 0.0001}
+    for row in record["results"]:
+        row["comparison"], row["verdict"], row["no_eos"], row["truncated"] = wide, "no difference shown", 1.0, 0.999
+        row["avg_at_k"] |= {"mean": 1.0, "low": 0.888, "high": 1.0}
+        row["tokens"] = 4096.0
+    output = Console(file=io.StringIO(), width=80)
+    for table in score_tables(record):
+        output.print(table)
+    lines = output.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not any("…" in line for line in lines)
+    assert sum("4096" in line for line in lines) == len(record["results"]), "no column is left out"
+    assert "warning: the set is not whole" in caption(record)
+    assert "warning: the set is not whole" in score_markdown(record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -186,3 +187,32 @@ def test_engine_refuses_a_model_that_cannot_stop_and_an_empty_batch(
     with pytest.raises(ConfigError, match="pass stop_token_ids"):
         TransformersEngine(qwen2, make_tokenizer(pad_token="<pad>"))
     assert TransformersEngine(qwen2, make_tokenizer(), stop_token_ids=[3]).stop_token_ids == {3}
+
+
+def test_a_stop_text_ends_the_answer_and_changes_no_token_before_it(model: Any, tokenizer: Any) -> None:
+    """The answers are those without stop texts, cut; a text may be spelled by several tokens or by part of one."""
+    config = SamplingConfig(temperature=1.0, max_new_tokens=16, samples=3, seed=3)
+    whole = TransformersEngine(model, tokenizer, batch_size=5).generate(PROMPTS, config)
+    long = next(sample for sample in whole if len(sample.text) > 12)
+    for stop in (long.text[5:9], long.text[6:7], "no such text"):
+        cut = TransformersEngine(model, tokenizer, batch_size=5).generate(
+            PROMPTS, replace(config, stop=(stop, "absent"))
+        )
+        ended = 0
+        for before, after in zip(whole, cut, strict=True):
+            place = before.text.find(stop)
+            if place < 0:
+                assert after.token_ids == before.token_ids
+                assert after.finish_reason == before.finish_reason
+                continue
+            ended += 1
+            assert after.finish_reason == "stop_text"
+            assert after.text == before.text[:place]
+            assert after.token_ids == before.token_ids[: len(after.token_ids)]
+            assert stop in tokenizer.decode(after.token_ids, skip_special_tokens=True)
+            assert stop not in tokenizer.decode(after.token_ids[:-1], skip_special_tokens=True)
+            assert after.entropy is not None
+        assert (ended > 0) == (stop != "no such text")
+    assert SamplingConfig(stop=["a"]).stop == ("a",)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="stop is"):
+        SamplingConfig(stop=("",))

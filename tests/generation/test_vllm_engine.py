@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,7 +21,7 @@ import pytest
 from loragate.errors import ConfigError, DataError, LoragateError
 from loragate.generation import Sample, SampleWriter, SamplingConfig, TransformersEngine, read_samples
 from loragate.generation.sampling import request_seed
-from loragate.generation.vllm_engine import VllmEngine, lora_rank, require_no_gates
+from loragate.generation.vllm_engine import VllmEngine, lora_rank
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 # vLLM's attention on a CPU starts at heads of 32
@@ -67,7 +69,8 @@ class FakeLLM:
 
 @pytest.fixture
 def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    modules = {name: ModuleType(name) for name in ("vllm", "vllm.lora", "vllm.lora.request", "vllm.platforms")}
+    names = ("vllm", "vllm.lora", "vllm.lora.request", "vllm.lora.worker_manager", "vllm.platforms", "vllm.plugins")
+    modules = {name: ModuleType(name) for name in names}
     vllm: Any = modules["vllm"]
     vllm.LLM = FakeLLM
     vllm.SamplingParams = lambda **settings: settings
@@ -75,6 +78,8 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     vllm.lora.request = modules["vllm.lora.request"]
     vllm.lora.request.LoRARequest = lambda *fields: fields
     vllm.platforms.current_platform = SimpleNamespace(is_cpu=lambda: True)
+    modules["vllm.lora.worker_manager"].WorkerLoRAManager = type("Manager", (), {})  # type: ignore[attr-defined]
+    modules["vllm.plugins"].load_general_plugins = lambda: None  # type: ignore[attr-defined]
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     return vllm
@@ -123,6 +128,18 @@ def test_answers_end_and_read_as_the_other_engine_has_it(fake_vllm: Any, folders
     engine._llm.reasons = ("stop", "abort")
     with pytest.raises(LoragateError, match="ended sample 0 of question 1 with 'abort'"):
         engine.generate(PROMPTS[:2], GREEDY)
+
+
+def test_a_stop_text_cuts_what_was_drawn(fake_vllm: Any, folders: tuple[str, str]) -> None:
+    engine = VllmEngine(folders[0])
+    whole = engine.generate(PROMPTS[:2], GREEDY)
+    for stop in (whole[0].text[1:], whole[1].text[:1]):
+        cut = engine.generate(PROMPTS[:2], replace(GREEDY, stop=(stop,)))
+        for before, after in zip(whole, cut, strict=True):
+            place = before.text.find(stop)
+            assert after.text == (before.text if place < 0 else before.text[:place])
+            assert (after.finish_reason == "stop_text") == (place >= 0)
+            assert after.token_ids == before.token_ids[: len(after.token_ids)]
 
 
 def test_pending_samples_keep_their_seeds(fake_vllm: Any, folders: tuple[str, str]) -> None:
@@ -178,12 +195,22 @@ def test_stop_tokens_come_from_tokenizer_and_generation_config(
     assert VllmEngine(str(tmp_path), tokenizer=tiny_tokenizer()).stop_token_ids == {1, 2}
 
 
-def test_a_gated_folder_is_refused(tmp_path: Path) -> None:
-    require_no_gates(tmp_path)
+def test_a_gated_folder_needs_the_plugin(fake_vllm: Any, folders: tuple[str, str], tmp_path: Path) -> None:
     (tmp_path / "gate_config.json").write_text("{}")
-    for arguments in ((str(tmp_path),), ("base", str(tmp_path))):
-        with pytest.raises(ConfigError, match=r"serving plugin\. Use --engine transformers"):
-            VllmEngine(*arguments)
+    shutil.copytree(folders[1], tmp_path / "adapter")
+    with pytest.raises(ConfigError, match="not a base model"):
+        VllmEngine(str(tmp_path))
+    with pytest.raises(ConfigError, match="has not loaded loragate's plugin"):
+        VllmEngine(folders[0], str(tmp_path))
+    manager = sys.modules["vllm.lora.worker_manager"].WorkerLoRAManager
+    manager.loragate_gates = "vLLM 9 cannot serve gates"
+    with pytest.raises(ConfigError, match=r"is a gated adapter\. vLLM 9 cannot serve gates\."):
+        VllmEngine(folders[0], str(tmp_path))
+    manager.loragate_gates = ""
+    engine = VllmEngine(folders[0], str(tmp_path))
+    engine.generate(PROMPTS[:2], GREEDY)
+    assert engine._llm.calls[0][2] == ("adapter", 1, str(tmp_path))
+    assert engine._llm.settings["max_lora_rank"] == 8
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 from loragate.cli.arguments import Command
 from loragate.cli.models import check_batching, quiet_logging, require_free_out, require_reporters
 from loragate.cli.options import RunOptions
-from loragate.cli.selecting import CAUTIOUS, SelectionOptions, build_probe, candidates_of
+from loragate.cli.selecting import SelectionOptions, build_probe, build_retention, candidates_of, cautious_candidate
 from loragate.errors import ConfigError
 from loragate.training.settings import CalibrationSettings
 
@@ -53,30 +53,22 @@ def run(options: CalibrateOptions) -> int:
         **{field.name: getattr(options, field.name) for field in fields(CalibrationSettings)}
     )
     accepting = options.unverified and options.resume and calibration.is_unaccepted(folder)
-    if not accepting:
-        require_free_out(folder, options.resume)
+    if accepting:
+        quiet_logging()
+        return calibration.accept(options, folder, candidates[0])
+    require_free_out(folder, options.resume)
     require_reporters(options.report_to)
     check_batching(settings)
     quiet_logging()
-    job = calibration.prepare(options, settings, folder, aside=not options.probe and not options.unverified)
-    if accepting:
-        return calibration.accept(job, candidates[0])
+    job = calibration.prepare(options, settings, folder, candidates)
     if options.unverified:
         return calibration.train_as_given(job, candidates[0])
     with job.display.job("preparing the probe") as shown:
-        probe, why = build_probe(
-            options,
-            job.model,
-            job.tokenizer,
-            job.engine,
-            job.rows,
-            job.spare,
-            settings,
-            lambda done, total: shown.advance_to(done, total),
-        )
+        retention = build_retention(job)
+        probe, why = build_probe(job, lambda done, total: shown.advance_to(done, total))
     if probe is None:
-        return calibration.train_without_evidence(job, type(candidates[0])(*CAUTIOUS), why)
-    return calibration.choose_and_write(job, probe, candidates)
+        return calibration.train_without_evidence(job, cautious_candidate(options, candidates), why)
+    return calibration.choose_and_write(job, probe, retention, candidates)
 
 
 COMMAND = Command(

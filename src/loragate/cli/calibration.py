@@ -6,13 +6,12 @@ evidence; and gates that were trained but stay off because there was none.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-
+from loragate.cli.acceptance import is_unaccepted as is_unaccepted
+from loragate.cli.acceptance import keep_unaccepted, put_on, read_unaccepted
 from loragate.cli.arguments import resolved_yaml
 from loragate.cli.calibration_report import (
     model_card,
@@ -31,18 +30,24 @@ from loragate.cli.models import (
     load_tokenizer,
     pick_device,
 )
-from loragate.cli.selecting import accept_command
+from loragate.cli.rewards import reward_of
+from loragate.cli.selecting import Asked, accept_command, read_files
 from loragate.data import Rows, load_rows
 from loragate.errors import ConfigError
-from loragate.files import write_atomically, write_json, write_text
-from loragate.gates import attach_gates, examine_adapter, gate_parameters, require_gateable, save_gates
+from loragate.files import write_text
+from loragate.gates import (
+    examine_adapter,
+    gate_parameters,
+    require_gateable,
+    save_gates,
+)
 from loragate.gates.config import GateConfig
-from loragate.gates.schema import read_gate_config
 from loragate.generation import TransformersEngine
 from loragate.selection.candidate import Candidate
 from loragate.selection.questions import set_aside
-from loragate.selection.transaction import Transaction, load_gate_values
+from loragate.selection.transaction import Transaction, load_gate_values, settings_of
 from loragate.training import calibrate, calibration_rows
+from loragate.training.guards import GuardLimits
 
 UNVERIFIED = "given by the user without a probe; not compared with the plain adapter"
 OFF = "trained without evidence, so the gates are off (λ = 1); accept them with --unverified"
@@ -57,6 +62,7 @@ class Job:
         model, tokenizer: base with the plain adapter.
         rows, encoded: what is trained on.
         spare: rows set aside as probe prompts; None where they are not needed.
+        asked, retained: questions of --probe and --retention-probe.
         base_name: as it was loaded.
         engine: answers with the model as it stands.
     """
@@ -71,32 +77,79 @@ class Job:
     rows: Rows
     encoded: Any
     spare: Rows | None
+    asked: Asked | None
+    retained: Asked | None
     base_name: str
     engine: Any
 
     @property
-    def calibrate_options(self) -> dict[str, Any]:
-        """What the objective needs beside the rows."""
-        return {"reward": reward_of(self.options, self.rows)} if self.settings.objective == "reward" else {}
+    def positions(self) -> int | None:
+        """Positions of the model; None where it has no limit."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    def calibrate_options(self, settings: Any) -> dict[str, Any]:
+        """What a training with these settings needs beside the rows."""
+        options: dict[str, Any] = {}
+        if settings.objective == "reward":
+            options["reward"] = reward_of(self.options, self.rows)
+        if settings.on_policy and self.options.guard:
+            options["guard"] = GuardLimits()
+        return options
 
 
-def prepare(options: Any, settings: Any, folder: Path, *, aside: bool) -> Job:
-    """Read the rows, load the model, show what will be trained on."""
+def prepare(options: Any, settings: Any, folder: Path, candidates: list[Candidate]) -> Job:
+    """Read and check rows and questions, load the model, show what will be trained on."""
     out, display = console(), Display()
     rows = load_rows(options.data, split=options.split or None, revision=options.revision or None)
+    if any(candidate.objective == "reward" for candidate in candidates):
+        reward_of(options, rows)
     record = adapter_record(options.adapter)
-    base_name = options.base or record.base_model_name_or_path
-    if not base_name:
-        raise ConfigError(f"{options.adapter} does not name its base model; say which with --base")
+    base_name = base_of(options, record)
     tokenizer = load_tokenizer(
         [options.adapter, base_name], chat_template=options.chat_template, trust=options.trust_remote_code
     )
     spare = None
     with display.job("reading the data"):
-        if aside:
+        everything = rows
+        if not options.probe and not options.unverified:
             rows, spare = set_aside(rows.shuffled(settings.seed))
         rows, encoded = calibration_rows(rows, tokenizer, settings, options.system)
+        asked, retained = read_files(options, everything, raw=encoded.summary.plain == encoded.summary.rows)
     show_data(out, encoded, tokenizer)
+    model = load_model(options, record, base_name, display)
+    warn_about_endings(out, tokenizer, encoded, model.get_base_model())
+    gateable = require_gateable(examine_adapter(model, "default", gate_config(options, 0, 1).target_modules))
+    keep_configuration(options, folder)
+    out.print(f"gating {len(gateable)} modules, {settings.steps(len(encoded))} steps for each range")
+    engine = TransformersEngine(model, tokenizer, batch_size=settings.sampling_batch_size)
+    return Job(
+        options,
+        settings,
+        folder,
+        out,
+        display,
+        model,
+        tokenizer,
+        rows,
+        encoded,
+        spare,
+        asked,
+        retained,
+        base_name,
+        engine,
+    )
+
+
+def base_of(options: Any, record: Any) -> str:
+    """The base model to load: the one given, or the one the adapter names."""
+    base_name = options.base or record.base_model_name_or_path
+    if not base_name:
+        raise ConfigError(f"{options.adapter} does not name its base model; say which with --base")
+    return str(base_name)
+
+
+def load_model(options: Any, record: Any, base_name: str, display: Display) -> Any:
+    """Base with the plain adapter, on its device."""
     device = pick_device(options.device)
     with display.job("loading the model"):
         base = load_base(
@@ -106,29 +159,24 @@ def prepare(options: Any, settings: Any, folder: Path, *, aside: bool) -> Job:
             device=device,
             trust=options.trust_remote_code,
         )
-        model = load_adapter(base, options.adapter)
-    warn_about_endings(out, tokenizer, encoded, base)
-    gateable = require_gateable(examine_adapter(model, "default", gate_config(options, 0, 1).target_modules))
-    keep_configuration(options, folder)
-    out.print(f"gating {len(gateable)} modules, {settings.steps(len(encoded))} steps for each range")
-    engine = TransformersEngine(model, tokenizer, batch_size=settings.sampling_batch_size)
-    return Job(options, settings, folder, out, display, model, tokenizer, rows, encoded, spare, base_name, engine)
+        return load_adapter(base, options.adapter)
 
 
 def train(job: Job, candidate: Candidate) -> dict[str, Any]:
     """Train one range into the run folder; returns its record. The model stays gated."""
+    settings = settings_of(job.settings, candidate.objective)
     with job.display.job(f"calibrating {candidate.name}") as shown:
         result = calibrate(
             job.model,
             job.tokenizer,
             job.rows,
             gate_config(job.options, candidate.lower, candidate.upper),
-            job.settings,
+            settings,
             run_folder=job.folder / "run",
-            resume=job.options.resume,
+            resume=job.options.resume and (job.folder / "run" / "run.json").is_file(),
             encoded=job.encoded,
             on_step=lambda report: shown.advance_to(report.step, report.total, _note(report.values)),
-            **job.calibrate_options,
+            **job.calibrate_options(settings),
         )
     return result.evidence()
 
@@ -142,15 +190,15 @@ def train_as_given(job: Job, candidate: Candidate) -> int:
 
 
 def train_without_evidence(job: Job, candidate: Candidate, why: str) -> int:
-    """Train the most cautious range and leave it off, because nothing can show whether it helps."""
+    """Train one range and leave it off, because nothing can show whether it helps."""
     job.out.print(f"no evidence can be had here: {why}", markup=False)
     evidence = train(job, candidate)
     report_training(job.out, evidence)
-    kept = job.folder / "run" / "unaccepted"
     gates = {name: value.detach().cpu().clone() for name, value in gate_parameters(job.model).items()}
     if is_main_process():
-        write_atomically(kept / "gates.safetensors", lambda path: save_file(gates, path))
-        write_json(kept / "evidence.json", {"range": [candidate.lower, candidate.upper], **evidence})
+        keep_unaccepted(
+            job.model, job.folder, candidate, gate_config(job.options, *candidate.bounds), gates, evidence, why
+        )
     load_gate_values(job.model, {})
     evidence["selection"] = {**_no_evidence(candidate, OFF, accepted=False), "why": why}
     write_artifact(job, candidate, evidence)
@@ -163,28 +211,33 @@ def train_without_evidence(job: Job, candidate: Candidate, why: str) -> int:
     return 0
 
 
-def is_unaccepted(folder: Path) -> bool:
-    """Whether the folder holds gates that were trained and left off."""
-    return (folder / "gate_config.json").is_file() and (folder / "run" / "unaccepted" / "evidence.json").is_file()
-
-
-def accept(job: Job, candidate: Candidate) -> int:
+def accept(options: Any, folder: Path, candidate: Candidate) -> int:
     """Switch on gates that were trained before and left off."""
-    kept = job.folder / "run" / "unaccepted"
-    stored = json.loads((kept / "evidence.json").read_text(encoding="utf-8"))
-    lower, upper = stored.pop("range")
-    trained = Candidate(float(lower), float(upper), candidate.objective)
-    if trained != candidate:
-        raise ConfigError(f"{job.folder} holds gates of {trained.name}, not of {candidate.name}; give another --out")
-    attach_gates(job.model, gate_config(job.options, candidate.lower, candidate.upper))
-    load_gate_values(job.model, load_file(kept / "gates.safetensors"))
-    before = read_gate_config(job.folder)["selection"]
-    evidence = {**stored, "selection": {**_no_evidence(candidate, UNVERIFIED, accepted=True), "why": before.get("why")}}
-    write_artifact(job, candidate, evidence, overwrite=True)
+    record = read_unaccepted(folder, candidate)
+    out, display = console(), Display()
+    adapter = adapter_record(options.adapter)
+    base_name = base_of(options, adapter)
+    model = load_model(options, adapter, base_name, display)
+    put_on(model, folder, record)
+    selection = {**_no_evidence(candidate, UNVERIFIED, accepted=True), "why": record["why"]}
+    evidence = {**record["evidence"], "selection": selection}
+    config = GateConfig(**record["gate"])
+    (folder / "gate_config.json").unlink(missing_ok=True)  # written again last; until then nothing can be loaded
+    save_gates(
+        model,
+        folder,
+        adapter_source=folder / "adapter",
+        k=evidence["training"]["settings"]["k"],
+        base_id=options.base_id or lasting_name(base_name),
+        evidence=evidence,
+        card=model_card(folder.name, base_name, options.adapter, config, evidence),
+    )
+    out.print(f"the gates of {candidate.name} are on; nothing shows that they help", markup=False)
+    say_written(out, folder)
     return 0
 
 
-def choose_and_write(job: Job, probe: Any, candidates: list[Candidate]) -> int:
+def choose_and_write(job: Job, probe: Any, retention: Any, candidates: list[Candidate]) -> int:
     """Train every candidate, keep the best on the probe, or the adapter."""
     transaction = Transaction(
         job.model,
@@ -196,18 +249,19 @@ def choose_and_write(job: Job, probe: Any, candidates: list[Candidate]) -> int:
         probe,
         job.engine,
         job.folder / "run" / "candidates",
-        **job.calibrate_options,
+        retention,
+        job.calibrate_options,
     )
     names = ["adapter", *(candidate.name for candidate in candidates)]
     with job.display.job(f"trying {len(candidates)} ranges", len(names)) as shown:
 
         def on_event(name: str, stage: str, done: int, total: int, note: str) -> None:
-            share = (done / max(total, 1)) * (0.8 if stage == "training" else 0.2) + (0.8 if stage == "probing" else 0)
-            steps = round(1000 * (names.index(name) + share))
+            begin, length = {"training": (0.0, 0.8), "probing": (0.8, 0.15), "retention": (0.95, 0.05)}[stage]
+            steps = round(1000 * (names.index(name) + begin + length * done / max(total, 1)))
             shown.advance_to(steps, 1000 * len(names), f"{stage} {name} {done}/{total} {note}".rstrip())
 
         selection = transaction.run(candidates, on_event, resume=job.options.resume)
-    report_selection(job.out, selection)
+    report_selection(job.out, selection.as_record())
     transaction.put_on(selection, candidates[0])
     picked = selection.candidate or candidates[0]
     evidence = {"selection": selection.as_record()}
@@ -218,65 +272,34 @@ def choose_and_write(job: Job, probe: Any, candidates: list[Candidate]) -> int:
     return 0
 
 
-def write_artifact(job: Job, candidate: Candidate, evidence: dict[str, Any], *, overwrite: bool = False) -> None:
+def write_artifact(job: Job, candidate: Candidate, evidence: dict[str, Any]) -> None:
     """The gated folder, and the line that says what to run next."""
     if is_main_process():
+        options = job.options
+        card = model_card(
+            job.folder.name,
+            job.base_name,
+            options.adapter,
+            gate_config(options, candidate.lower, candidate.upper),
+            evidence,
+        )
         save_gates(
             job.model,
             job.folder,
-            adapter_source=None if overwrite else adapter_folder(job.options.adapter),
+            adapter_source=adapter_folder(options.adapter),
             k=job.settings.k,
-            base_id=job.options.base_id or lasting_name(job.base_name),
+            base_id=options.base_id or lasting_name(job.base_name),
             evidence=evidence,
-            card=model_card(
-                job.folder.name,
-                job.base_name,
-                job.options.adapter,
-                gate_config(job.options, candidate.lower, candidate.upper),
-                evidence,
-            ),
+            card=card,
         )
         job.tokenizer.save_pretrained(str(job.folder / "adapter" / "tokenizer"))
-        job.out.print(f"written to {job.folder}; its adapter/ is the plain adapter to compare with", markup=False)
-        job.out.print(
-            f"next: loragate eval --model {job.folder} --suite math --out runs/{job.folder.name}", markup=False
-        )
+        say_written(job.out, job.folder)
 
 
-def reward_of(options: Any, rows: Rows) -> Any:
-    """Reward 1 for a right answer: rows must carry an answer, judged by the probe's grader.
-
-    Raises:
-        ConfigError: if a row has no answer.
-    """
-    from loragate.evaluation import grade_math
-    from loragate.evaluation.judging import MATH
-    from loragate.evaluation.tasks.extractors import grade_choice, grade_exact
-    from loragate.evaluation.tasks.tiny import grade_tiny
-    from loragate.selection.questions import ANSWERS
-
-    def answer(row: Any) -> Any:
-        return next((row[name] for name in ANSWERS if row.get(name) is not None), None)
-
-    missing = [index for index in range(len(rows)) if answer(rows[index]) is None]
-    if missing:
-        raise ConfigError(
-            f"{rows.where(missing[0])}: --objective reward needs an answer in every row ({', '.join(ANSWERS)}), to compare "
-            "sampled answers with"
-        )
-
-    def reward(row: Any, text: str, finished: bool) -> float:
-        gold = str(answer(row))
-        if options.probe_grader == "tiny":
-            return float(grade_tiny(row, text, finished).correct)
-        if not finished:
-            return 0.0
-        if options.probe_grader in MATH:
-            return float(grade_math(text, gold, options.probe_grader).correct)
-        grade = grade_choice(text, gold) if options.probe_grader == "choice" else grade_exact(text, gold)
-        return float(grade.correct)
-
-    return reward
+def say_written(out: Any, folder: Path) -> None:
+    """Where the result is, and what to run next."""
+    out.print(f"written to {folder}; its adapter/ is the plain adapter to compare with", markup=False)
+    out.print(f"next: loragate eval --model {folder} --suite math --out runs/{folder.name}", markup=False)
 
 
 def keep_configuration(options: Any, folder: Path) -> None:

@@ -77,26 +77,31 @@ def report_training(out: Any, evidence: dict[str, Any]) -> None:
     )
 
 
-def report_selection(out: Any, selection: Any) -> None:
-    """The candidates on the probe, and what remains."""
-    record = selection.as_record()
+def report_selection(out: Any, record: dict[str, Any]) -> None:
+    """The candidates on the probe, what speaks against them, and what remains."""
     probe = record["probe"]
     against = "the labels" if probe["kind"] == "labelled" else "the adapter's own majority at T = 0.3"
     out.print(f"on {probe['questions']} probe questions × {probe['samples']}, scored against {against}:", markup=False)
     for name, found in record["evidence"].items():
         signs = record["signs"][name]
-        mark = "←" if name == record["picked"] else " "
+        mark = "←" if name == record["picked"] else "not eligible" if name in record["vetoed"] else ""
         out.print(
             f"  {name:<16} {percent(found['mean']):>5} % ({percent(found['low'])}–{percent(found['high'])})  "
-            f"ended {100 * signs['finished']:.0f} %, {signs['tokens']:.0f} tokens {mark}",
+            f"ended {100 * signs['finished']:.0f} %, {signs['tokens']:.0f} tokens {mark}".rstrip(),
             markup=False,
         )
+    for phrase in record["warnings"].get("adapter", ()):
+        out.print(f"warning: {phrase}", markup=False)
+    for name, reason in record["vetoed"].items():
+        out.print(f"{name} is not eligible: it {reason}", markup=False)
     if record["accepted"]:
         out.print(f"picked {record['picked']}", markup=False)
         lead = record["evidence"][record["picked"]]["mean"] - record["evidence"]["adapter"]["mean"]
         out.print(
             f"  {100 * lead:+.1f} points over the adapter on the questions it was picked on, so a little flattered"
         )
+        for phrase in record["warnings"].get(record["picked"], ()):  # the adapter's own stand above
+            out.print(f"warning: {record['picked']}: {phrase}", markup=False)
     else:
         out.print(
             "nothing beat the adapter on the probe, so the adapter remains: the folder holds zero gates (λ = 1), which answer "
@@ -125,14 +130,23 @@ def model_card(name: str, base: str, adapter: str, gate: Any, evidence: dict[str
     return (
         f"---\nlibrary_name: loragate\nbase_model: {json.dumps(base)}\ntags: [lora, peft, loragate, scale]\n---\n\n"
         f"# {name}\n\n"
-        f"LoRA adapter `{adapter}` on `{base}` with entropy gates: for each token and module the adapter's delta is "
-        f"scaled by λ in [{gate.lower:g}, {gate.upper:g}].\n\n"
+        f"LoRA adapter `{adapter}` on `{base}` {acting(gate, evidence['selection'])}\n\n"
         '```python\nimport loragate as lg\n\nmodel = lg.load_gated("path/to/this/folder")\n```\n\n'
         f"| | |\n|---|---|\n{table}\n\n"
         f"{candidates_table(evidence['selection'])}"
         "Lower entropy is the training objective and no evidence of better answers. Compare with the plain adapter in "
         "`adapter/`, also at a lower sampling temperature, before relying on it.\n"
     )
+
+
+def acting(gate: Any, selection: dict[str, Any]) -> str:
+    """What the gates do, or that they do nothing."""
+    if selection["accepted"]:
+        return (
+            "with entropy gates: for each token and module the adapter's delta is scaled by λ in "
+            f"[{gate.lower:g}, {gate.upper:g}]."
+        )
+    return "with gates that are off: λ = 1 everywhere, so this folder answers exactly as the plain adapter does."
 
 
 def objective_in_words(settings: dict[str, Any]) -> str:
@@ -149,7 +163,8 @@ def objective_in_words(settings: dict[str, Any]) -> str:
 def how_chosen(selection: dict[str, Any]) -> str:
     """One sentence."""
     if "probe" not in selection:
-        return selection.get("reason") or "given by the user; not compared with the plain adapter"
+        why = f" ({selection['why']})" if selection.get("why") else ""
+        return (selection.get("reason") or "given by the user; not compared with the plain adapter") + why
     probe = selection["probe"]
     against = "labels" if probe["kind"] == "labelled" else "the adapter's own majority answers, without labels"
     outcome = (
@@ -165,7 +180,14 @@ def candidates_table(selection: dict[str, Any]) -> str:
     """The evidence as Markdown; nothing where there is none."""
     if "probe" not in selection:
         return ""
-    lines = ["| candidate | score on the probe, % | 95 % interval |", "|---|---:|---:|"]
+    retained = selection.get("retention", {}).get("evidence", {})
+    head, rule = "| candidate | score on the probe, % | 95 % interval |", "|---|---:|---:|"
+    lines = [head + " retention, % |", rule + "---:|"] if retained else [head, rule]
     for name, found in selection["evidence"].items():
-        lines.append(f"| {name} | {percent(found['mean'])} | {percent(found['low'])}–{percent(found['high'])} |")
-    return "\n".join(lines) + "\n\nThe picked candidate's score is flattered by the choice.\n\n"
+        line = f"| {name} | {percent(found['mean'])} | {percent(found['low'])}–{percent(found['high'])} |"
+        lines.append(line + (f" {percent(retained[name]['mean'])} |" if retained else ""))
+    notes = [f"{name} was not eligible: it {reason}." for name, reason in selection["vetoed"].items()]
+    if selection["accepted"]:
+        notes += [f"Warning: {phrase}." for phrase in selection["warnings"].get(selection["picked"], ())]
+        notes.append("The picked candidate's score is flattered by the choice.")
+    return "\n".join(lines) + "\n\n" + "".join(f"{note}\n\n" for note in notes)

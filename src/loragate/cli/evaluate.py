@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loragate.cli.arguments import Command, resolved_yaml
 from loragate.cli.display import Display, console, duration
+from loragate.cli.evaluation_engines import Engines
 from loragate.cli.evaluation_inputs import (
     EvaluationInputs,
+    assignments,
     chosen_tasks,
     files_of,
     load_inputs,
@@ -33,8 +35,11 @@ class EvalOptions(EvaluationInputs):
         out: run folder; must be new or empty, or hold the run to resume.
         controls: "cheap" also scores the adapter at lower temperatures, greedy, and with one λ; "none" does not.
         constants: constant λ of the cheap controls, separated by commas.
-        engine: transformers (any device) or vllm (pip install "loragate[vllm]"; base and plain adapters).
-        batch_size: sequences generated at a time.
+        engine: transformers (any device) or vllm (pip install "loragate[vllm]").
+        batch_size: sequences generated at a time; with vLLM or replicas, questions whose answers are drawn together.
+        replicas: copies of the model that answer at once, on the devices of a Ray cluster (pip install "loragate[sweep]").
+        vllm_memory: share of a device's memory that vLLM may fill.
+        tensor_parallel: devices that share one copy of the model in vLLM.
         grader: grader of math answers in place of the tasks' own: default, math_verify or dft.
         sandbox: where programs run: bubblewrap; namespaces and rlimits isolate less and must be asked for.
         workers: grading processes.
@@ -49,6 +54,9 @@ class EvalOptions(EvaluationInputs):
     constants: str = "0.5"
     engine: str = "transformers"
     batch_size: int = 64
+    replicas: int = 1
+    vllm_memory: float = 0.9
+    tensor_parallel: int = 1
     grader: str = ""
     sandbox: str = "bubblewrap"
     workers: int = 2
@@ -76,12 +84,20 @@ def run(options: EvalOptions) -> int:
         raise ConfigError(
             f"--engine vllm: {', '.join(suites)} are scored with --engine transformers only, in this version"
         )
+    if not own and (options.samples is not None or options.temperature is not None):
+        raise ConfigError(
+            f"--samples and --temperature have no effect: {', '.join(suites)} are answered greedily, or not generated at all"
+        )
     out, display = console(), Display()
     with display.job("loading the model"):
         loaded = load_inputs(options, options.model, options.engine)
+        engines = Engines(options, loaded)
+    if loaded.note:
+        out.print(loaded.note, markup=False)
     with display.job("reading the questions"):
         prepared = prepare_tasks(options, loaded, tasks)
-    evaluation = plan(options, folder, loaded, prepared, suites, settings)
+        retention = describe_suites(options, loaded, tasks)
+    evaluation = plan(options, folder, loaded, prepared, retention, settings)
     for warning in dict.fromkeys(warning for item in prepared for warning in item.warnings):
         out.print(f"warning: {warning}", markup=False)
     out.print(describe_canary(evaluation.canary), markup=False)
@@ -90,8 +106,8 @@ def run(options: EvalOptions) -> int:
     rows = ", ".join(variant.name for variant in evaluation.variants)
     out.print(f"rows: {rows}; {evaluation.sample_count:,} answers to sample", markup=False)
     try:
-        with progress(display, evaluation.sample_count) as on_event:
-            record = evaluation.run(lambda variant: loaded.engine(variant, options.batch_size), on_event)
+        with closing(engines), progress(display, evaluation.sample_count) as on_event:
+            record = evaluation.run(engines, on_event)
     except KeyboardInterrupt:
         out.print(f"stopped; every answer so far is in {folder}. The same command with --resume goes on", markup=False)
         raise
@@ -99,7 +115,9 @@ def run(options: EvalOptions) -> int:
     return 0
 
 
-def plan(options: EvalOptions, folder: Path, loaded: Any, prepared: list[Any], suites: list[str], settings: Any) -> Any:
+def plan(
+    options: EvalOptions, folder: Path, loaded: Any, prepared: list[Any], retention: dict[str, Any], settings: Any
+) -> Any:
     """The evaluation, after the canary has shown that adapter and gates act."""
     from loragate.evaluation.canary import canary
     from loragate.evaluation.evaluate import Evaluation
@@ -118,20 +136,54 @@ def plan(options: EvalOptions, folder: Path, loaded: Any, prepared: list[Any], s
         models=loaded.names,
         canary=figures,
         seed=options.seed,
-        identity={"engine": options.engine, "dtype": loaded.dtype, "kind": loaded.kind, "limit": options.limit},
+        identity={
+            "engine": options.engine,
+            "dtype": loaded.dtype,
+            "kind": loaded.kind,
+            "limit": options.limit,
+            "retention": retention,
+        },
         judging=settings,
         grader=options.grader,
-        suites=suites,
-        harness=harness_for(options, loaded, suites) if suites else None,
+        suites=list(retention),
+        harness=harness_for(options, loaded) if retention else None,
     )
 
 
-def harness_for(options: EvalOptions, loaded: Any, suites: list[str]) -> Any:
+def describe_suites(options: EvalOptions, loaded: Any, tasks: list[Any]) -> dict[str, Any]:
+    """What each retention suite is asked, its rows read and checked before anything is sampled."""
+    from loragate.data import template_hash
+    from loragate.evaluation.retention import describe_suite
+
+    files, commits = files_of(options, tasks), commits_of(options, tasks)
+    return {
+        task.name: {
+            **describe_suite(
+                task.name,
+                local_file(files[task.name], task.name) if task.name in files else None,
+                options.limit,
+                options.max_new_tokens,
+                commits.get(task.name),
+            ),
+            "chat_template": template_hash(loaded.tokenizer),
+        }
+        for task in tasks
+        if task.engine != "loragate"
+    }
+
+
+def commits_of(options: EvalOptions, tasks: list[Any]) -> dict[str, str]:
+    """{task: commit} of `--revision`."""
+    return assignments(options.revision, "--revision", [task.name for task in tasks])
+
+
+def harness_for(options: EvalOptions, loaded: Any) -> Any:
     """Asks one retention suite of the model as one row."""
     from loragate.evaluation.harness import run_harness
     from loragate.evaluation.variants import acting
 
-    files = files_of(options, chosen_tasks(options))
+    tasks = chosen_tasks(options)
+    files, commits = files_of(options, tasks), commits_of(options, tasks)
 
     def ask(variant: Any, name: str, on_progress: Any) -> Any:
         with acting(loaded.model, variant, loaded.kind):
@@ -143,6 +195,7 @@ def harness_for(options: EvalOptions, loaded: Any, suites: list[str]) -> Any:
                 batch_size=options.batch_size,
                 seed=options.seed,
                 data={name: local_file(files[name], name)} if name in files else {},
+                revisions={name: commits[name]} if name in commits else {},
                 max_new_tokens=options.max_new_tokens,
                 chat_template=loaded.tokenizer.chat_template is not None,
                 on_progress=on_progress,

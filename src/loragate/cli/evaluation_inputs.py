@@ -5,9 +5,7 @@ Shared by `eval` and by every later command that evaluates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +65,7 @@ class Loaded:
         model: in memory; None where vLLM loads it itself.
         dtype: of the base.
         positions: positions of the model; None where it has no limit.
+        note: what a person must know about what was loaded; empty mostly.
     """
 
     kind: Any
@@ -75,31 +74,11 @@ class Loaded:
     model: Any = None
     dtype: str = ""
     positions: int | None = None
-    _vllm: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
 
     def can_act(self, variant: Any) -> bool:
         """Whether this engine can be the row: vLLM has no constant λ."""
         return self.model is not None or variant.constant is None
-
-    @contextmanager
-    def engine(self, variant: Any, batch_size: int) -> Iterator[Any]:
-        """The engine that answers as `variant`."""
-        if self.model is not None:
-            from loragate.evaluation.variants import acting
-            from loragate.generation import TransformersEngine
-
-            with acting(self.model, variant, self.kind):
-                yield TransformersEngine(self.model, self.tokenizer, batch_size=batch_size)
-            return
-        from loragate.generation.vllm_engine import VllmEngine
-
-        if variant.acts not in self._vllm:
-            self._vllm.clear()  # one model in memory at a time
-            adapter = self.names.get("adapter") if variant.acts == "adapter" else None
-            self._vllm[variant.acts] = VllmEngine(
-                self.names["base"], adapter, tokenizer=self.tokenizer, dtype=self.dtype, batch_size=batch_size
-            )
-        yield self._vllm[variant.acts]
 
 
 def load_inputs(options: Any, name: str, engine: str = "transformers") -> Loaded:
@@ -111,11 +90,17 @@ def load_inputs(options: Any, name: str, engine: str = "transformers") -> Loaded
     if engine not in ENGINES:
         raise ConfigError(f"--engine {engine}: expected {' or '.join(ENGINES)}{nearest(engine, ENGINES)}")
     quiet_logging()
+    note = gates_are_off(name)
     if engine == "vllm":
-        return _for_vllm(options, name)
+        return _for_vllm(options, name, note)
     from loragate.cli.generate import load_any
 
     model, tokenizer, gated = load_any(options_with(options, name))
+    if gated and note:
+        from loragate.gates import detach_gates
+
+        model, gated = detach_gates(model), False
+        name = str(Path(name) / "adapter")
     kind = "gated" if gated else "adapter" if hasattr(model, "peft_config") else "base"
     names = {"base": model.config._name_or_path or name}
     if kind != "base":
@@ -123,7 +108,28 @@ def load_inputs(options: Any, name: str, engine: str = "transformers") -> Loaded
     if kind == "gated":
         names["gated"] = name
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return Loaded(kind, tokenizer, names, model, str(model.dtype).removeprefix("torch."), positions)
+    return Loaded(kind, tokenizer, names, model, str(model.dtype).removeprefix("torch."), positions, note)
+
+
+def gates_are_off(name: str) -> str:
+    """Why a gated folder holds the plain adapter, as one sentence; empty for anything else.
+
+    Where calibration kept the adapter, or was left without evidence, the folder's gates are zero. Scoring them as a row
+    of their own would compare the adapter with itself.
+    """
+    from loragate.gates.schema import read_gate_config, read_tensors
+
+    folder = Path(name)
+    if not (folder / "gate_config.json").is_file():
+        return ""
+    record = read_gate_config(folder)
+    selection = record.get("selection")
+    if not isinstance(selection, dict) or selection.get("accepted") is not False:
+        return ""
+    if any(bool(values.any()) for values in read_tensors(folder, record).values()):
+        return ""  # whatever the record says, these gates act
+    why = selection.get("reason") or "nothing beat the adapter on the probe when the range was chosen"
+    return f"the gates of {name} are off: {why}. It is scored as the plain adapter that it is"
 
 
 def options_with(options: Any, name: str) -> Any:
@@ -137,24 +143,33 @@ def options_with(options: Any, name: str) -> Any:
     return View
 
 
-def _for_vllm(options: Any, name: str) -> Loaded:
+def _for_vllm(options: Any, name: str, note: str) -> Loaded:
     from transformers import AutoConfig
 
-    from loragate.generation.vllm_engine import require_no_gates
+    from loragate.generation.vllm_engine import has_gates, require_gate_plugin
 
     require_place("model", name)
-    require_no_gates(name)
+    recorded, gated = "", {}
+    if has_gates(name):
+        from loragate.gates.schema import read_gate_config
+
+        recorded = str(read_gate_config(Path(name))["base"]["id"])
+        if not note:
+            require_gate_plugin(name)
+            gated = {"gated": name}
+        name = str(Path(name) / "adapter")
     folder = Path(name)
     if (folder / "adapter_config.json").is_file() or options.base:
-        base = options.base or adapter_record(name).base_model_name_or_path
-        kind, names, places = "adapter", {"base": base, "adapter": name}, [name, base]
+        base = options.base or recorded or adapter_record(name).base_model_name_or_path
+        kind, names = "gated" if gated else "adapter", {"base": base, "adapter": name, **gated}
+        places = [f"{name}/tokenizer", name, base]
     else:
         require_not_an_adapter(name)
         kind, names, places = "base", {"base": name}, [name]
     config = AutoConfig.from_pretrained(names["base"], trust_remote_code=options.trust_remote_code)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     tokenizer = load_tokenizer(places, chat_template=options.chat_template, trust=options.trust_remote_code)
-    return Loaded(kind, tokenizer, names, None, options.dtype, positions)
+    return Loaded(kind, tokenizer, names, None, options.dtype, positions, note)
 
 
 def chosen_tasks(options: Any) -> list[Any]:
@@ -180,6 +195,13 @@ def chosen_tasks(options: Any) -> list[Any]:
                     f"--tasks {name}: a task called {task.name} is in the list already; rename one of them"
                 )
             tasks += [] if same else [task]
+    for task in tasks:
+        built_in = task.name in task_names() and load_task(task.name).fingerprint == task.fingerprint
+        if task.engine != "loragate" and not built_in:
+            raise ConfigError(
+                f"{task.path}: tasks with engine: lm-eval are built in, as their rows are checked here; leave the engine out "
+                "and name an extractor and a grader"
+            )
     return tasks
 
 
@@ -211,16 +233,29 @@ def files_of(options: Any, tasks: list[Any]) -> dict[str, str]:
             return {names[0]: options.data}
         if not folder.is_dir():
             raise ConfigError(f"--data {options.data}: expected TASK=FILE, or a folder that holds TASK.jsonl files")
-        present = {path.name.split(".")[0] for path in folder.iterdir()}
-        return {name: options.data for name in names if name in present}
+        found = {name: options.data for name in names if _files_in(folder, name)}
+        if not found:
+            raise ConfigError(
+                f"--data {options.data}: the folder holds a file of none of the tasks; expected {names[0]}.jsonl, .json or "
+                ".parquet, and so on"
+            )
+        return found
     return assignments(options.data, "--data", names)
 
 
 def local_file(path: str, task: str) -> str:
     """The file of a task where a folder was given."""
-    if not Path(path).is_dir():
-        return path
-    return str(next(file for file in sorted(Path(path).iterdir()) if file.name.split(".")[0] == task))
+    inside = _files_in(Path(path), task) if Path(path).is_dir() else []
+    return str(inside[0]) if inside else path
+
+
+def _files_in(folder: Path, task: str) -> list[Path]:
+    """The task's own files, or its folder of subsets, in a folder of data."""
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if path.name.split(".")[0] == task and (path.is_dir() or path.suffix in (".jsonl", ".json", ".parquet", ".gz"))
+    ]
 
 
 def prepare_tasks(options: Any, loaded: Loaded, tasks: list[Any]) -> list[Any]:

@@ -202,7 +202,7 @@ def run(options: InspectOptions) -> int:
     if refused or not cost:
         out.print("next: this adapter cannot be gated as it is; see the reasons above")
         return 1
-    out.print(f"next: loragate calibrate --adapter {found['adapter']} --data FILE --range=0,1 --out DIR", markup=False)
+    out.print(f"next: loragate calibrate --adapter {found['adapter']} --data FILE --probe FILE --out DIR", markup=False)
     return 0
 
 

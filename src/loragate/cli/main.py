@@ -24,6 +24,7 @@ COMMANDS = {
     "generate": ("generate", "text from a gated adapter, a plain adapter or a base"),
     "eval": ("evaluate", "base, adapter and gated adapter side by side, and what the difference shows"),
     "regrade": ("regrade", "judge the stored answers of an evaluation with another grader"),
+    "serve": ("serve", "an OpenAI-compatible server for gated adapters, plain adapters and the base"),
     "doctor": ("doctor", "versions, devices and optional parts"),
 }
 
@@ -73,7 +74,7 @@ def overview() -> str:
         "examples:\n"
         "  loragate quickstart\n"
         "  loragate inspect path/to/adapter\n"
-        "  loragate calibrate --adapter path/to/adapter --data train.jsonl --range=0,1 --out gated\n\n"
+        "  loragate calibrate --adapter path/to/adapter --data train.jsonl --probe probe.jsonl --out gated\n\n"
         "loragate COMMAND --help describes a command; every option is also a key of its --config FILE."
     )
 

@@ -41,7 +41,7 @@ def run(options: RegradeOptions) -> int:
     exports = wanted_exports(options.export)
     from loragate.evaluation.judging import JudgeSettings, require_graders
     from loragate.evaluation.results import read_record
-    from loragate.evaluation.stored import changed_verdicts, open_evaluation
+    from loragate.evaluation.stored import changed_verdicts, open_evaluation, stored_verdicts
     from loragate.files import write_text
 
     settings = JudgeSettings(workers=options.workers, timeout_s=options.timeout, sandbox=options.sandbox)
@@ -49,7 +49,8 @@ def run(options: RegradeOptions) -> int:
     require_graders([prepared.task for prepared in evaluation.tasks], options.grader, settings)
     out = console()
     earlier = folder / "results.json"
-    before = read_record(earlier) if earlier.is_file() else None
+    known = {info.name: info.grader for info in read_record(earlier).tasks} if earlier.is_file() else {}
+    before = stored_verdicts(evaluation, known)
     if options.again:
         evaluation.forget_grades()
     with Display().job("grading", evaluation.sample_count) as job:
@@ -61,8 +62,8 @@ def run(options: RegradeOptions) -> int:
 
         record = evaluation.run(_no_engine, on_event)
     name = f"results-{options.grader}" if options.grader else "results-regraded"
-    if before is not None:
-        changes = changed_verdicts(folder, evaluation, before)
+    if before:
+        changes = changed_verdicts(evaluation, before)
         write_text(folder / f"{name}-changes.jsonl", _lines(changes))
         out.print(f"{len(changes)} of {evaluation.sample_count} verdicts differ from {earlier}", markup=False)
         for change in changes[:5]:
@@ -84,10 +85,9 @@ def _lines(rows: list[dict[str, Any]]) -> str:
 
 
 def _describe(change: dict[str, Any]) -> str:
-    graders = [key for key, value in change.items() if isinstance(value, dict)]
     said = "; ".join(
-        f"{grader}: {'right' if change[grader]['correct'] else change[grader]['reason']} ({change[grader]['extracted']!r:.60})"
-        for grader in graders
+        f"{found['grader']}: {'right' if found['correct'] else found['reason']} ({found['extracted']!r:.60})"
+        for found in (change["before"], change["now"])
     )
     return f"  {change['task']} {change['question']} [{change['variant']}], gold {change['gold']!r:.60}: {said}"
 

@@ -8,13 +8,14 @@ none        no evidence can be had: one range is trained, and stays off until it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+import os
+import shlex
+from dataclasses import dataclass, fields
 from typing import Any
 
 from loragate.cli.models import parse_range
 from loragate.errors import ConfigError, nearest
-from loragate.training.settings import GATE_OBJECTIVES
+from loragate.training.settings import GATE_OBJECTIVES, ON_POLICY
 
 CAUTIOUS = (0.0, 1.0)
 
@@ -32,19 +33,27 @@ class SelectionOptions:
         probe_samples: samples per probe question.
         probe_temperature: sampling temperature of the probe; take the one you will use.
         probe_max_new_tokens: token limit of a probe answer; 0 takes 512, or what the model's positions leave.
-        exclude: file of evaluation rows; a probe that shares a prompt with it is refused.
+        probe_sandbox: where the programs of a code probe run: bubblewrap; namespaces and rlimits isolate less.
+        exclude: file of evaluation rows; a probe that shares a question with it is refused.
+        retention_probe: labelled questions of what must not be lost; a range that clearly loses on them is not picked.
+        retention_task: task (name or file) of the retention probe; without it a file of prompts and answers.
+        guard: stop the training of anchored or reward when sampled answers repeat, never end or grow out of shape.
         unverified: accept the gates of --range=L,U without a probe.
     """
 
     range: str = "auto"
-    ranges: str = "-3,1;0,1;-6,3"
+    ranges: str = "-3,1;0,1;0,6"
     probe: str = ""
     probe_task: str = ""
     probe_grader: str = "default"
     probe_samples: int = 4
     probe_temperature: float = 1.0
     probe_max_new_tokens: int = 0
+    probe_sandbox: str = "bubblewrap"
     exclude: str = ""
+    retention_probe: str = ""
+    retention_task: str = ""
+    guard: bool = True
     unverified: bool = False
 
 
@@ -52,7 +61,8 @@ def candidates_of(options: Any) -> list[Any]:
     """The candidates: of `--ranges`, or the one range that was given.
 
     Raises:
-        ConfigError: for what is no range, or a range without evidence that was not accepted.
+        ConfigError: for what is no range, a range without evidence that was not accepted, a flag without effect, or
+            several processes.
     """
     from loragate.selection.candidate import Candidate
 
@@ -67,9 +77,12 @@ def candidates_of(options: Any) -> list[Any]:
             "it started from in 5 of 8 situations while its training loss fell as it should. Give --probe FILE (at least 32 "
             "prompts with answers), leave --range out to have it chosen, or accept the gates as they come with --unverified"
         )
-    for name in ("probe_task", "exclude"):
-        if getattr(options, name) and not options.probe:
-            raise ConfigError(f"--{name.replace('_', '-')} has no effect without --probe FILE")
+    if not options.unverified and int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+        raise ConfigError(
+            f"ranges are chosen in one process, and this is one of {os.environ['WORLD_SIZE']}; start loragate without a "
+            "distributed launcher, or train one range on all of them with --range=L,U --unverified"
+        )
+    _require_effect(options, automatic)
     texts = [part for part in options.ranges.split(";") if part.strip()] if automatic else [options.range]
     found = []
     for text in texts:
@@ -82,59 +95,183 @@ def candidates_of(options: Any) -> list[Any]:
         raise ConfigError(f"--ranges {options.ranges}: a range stands there twice")
     if not found:
         raise ConfigError("--ranges is empty; give at least one range")
+    if not options.guard and not any(candidate.objective in ON_POLICY for candidate in found):
+        raise ConfigError(f"--no-guard has no effect: only {' and '.join(ON_POLICY)} are watched by the guard")
     return found
 
 
-def build_probe(
-    options: Any, model: Any, tokenizer: Any, engine: Any, rows: Any, spare: Any, settings: Any, on_progress: Any
-) -> tuple[Any, str]:
+def cautious_candidate(options: Any, candidates: list[Any]) -> Any:
+    """What is trained where no evidence can be had: the range that was asked for, else the most cautious one."""
+    if options.range.strip().lower() != "auto":
+        return candidates[0]
+    return type(candidates[0])(*CAUTIOUS, options.objective)
+
+
+def _require_effect(options: Any, automatic: bool) -> None:
+    """Refuse flags that would be ignored, and numbers that cannot be used."""
+    usual = SelectionOptions()
+    changed = [
+        item.name for item in fields(SelectionOptions) if getattr(options, item.name) != getattr(usual, item.name)
+    ]
+    for name, needed in (("probe_task", "probe"), ("retention_task", "retention_probe")):
+        if name in changed and not getattr(options, needed):
+            raise ConfigError(f"{_flag(name)} has no effect without {_flag(needed)} FILE")
+    if options.exclude and not (options.probe or options.retention_probe):
+        raise ConfigError("--exclude has no effect without --probe FILE")
+    if "ranges" in changed and not automatic:
+        raise ConfigError(f"--ranges has no effect beside --range={options.range}; leave out one of them")
+    if "probe_grader" in changed and options.probe_task and options.objective != "reward":
+        raise ConfigError(f"--probe-grader has no effect: the task {options.probe_task} names its own grader")
+    asking = ("probe_samples", "probe_temperature", "probe_max_new_tokens", "probe_sandbox", "probe_grader")
+    for name in (*asking, "retention_probe"):
+        if name in changed and options.unverified and (name, options.objective) != ("probe_grader", "reward"):
+            raise ConfigError(f"{_flag(name)} has no effect with --unverified, which asks no probe")
+    if (
+        options.probe_samples < 1
+        or options.probe_max_new_tokens < 0
+        or not 0 <= options.probe_temperature < float("inf")
+    ):
+        raise ConfigError(
+            "--probe-samples must be at least 1, --probe-max-new-tokens and --probe-temperature must not be negative"
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Questions of a file, before the model is there.
+
+    Attributes:
+        file: where they come from.
+        task: how they are asked and judged.
+        questions: new to the training rows.
+        labelled: whether their answers are known.
+    """
+
+    file: str
+    task: Any
+    questions: list[Any]
+    labelled: bool
+
+
+def read_files(options: Any, rows: Any, *, raw: bool) -> tuple[Asked | None, Asked | None]:
+    """The questions of --probe and --retention-probe, checked before a model is loaded.
+
+    Args:
+        rows: all training rows, with which they must not share questions.
+        raw: the training rows are plain text, so the questions of a plain file are too.
+
+    Raises:
+        DataError, ConfigError: naming what cannot be used.
+    """
+    if not (options.probe or options.retention_probe):
+        return None, None
+    from loragate.data import load_rows
+    from loragate.evaluation.judging import require_graders
+    from loragate.selection.disjoint import prompts_of, prompts_to_exclude, require_disjoint
+    from loragate.selection.questions import read_probe
+
+    taken = [(prompts_of(rows), "the training rows")]
+    if options.exclude:
+        name = f"the rows of {options.exclude}"
+        taken.append((prompts_to_exclude(load_rows(options.exclude), name), name))
+
+    def read(file: str, task_name: str) -> Asked:
+        task, questions, labelled = read_probe(file, task_name, options.probe_grader, raw=raw)
+        require_graders([task], "", _judging(options))
+        for texts, what in taken:
+            require_disjoint(questions, texts, what)
+        return Asked(file, task, questions, labelled)
+
+    probe = read(options.probe, options.probe_task) if options.probe else None
+    retention = read(options.retention_probe, options.retention_task) if options.retention_probe else None
+    if retention is not None and not retention.labelled:
+        raise ConfigError(f"--retention-probe {retention.file} has no answers; what must not be lost needs labels")
+    return probe, retention
+
+
+def build_probe(job: Any, on_progress: Any) -> tuple[Any, str]:
     """(probe, "") or (None, why no evidence can be had).
 
     Args:
-        rows: training rows, with which a probe must not share prompts.
-        spare: rows set aside, whose prompts serve where no probe is given; None where one is.
+        job: `calibration.Job`; its `asked` questions are used, else prompts of its `spare` rows.
     """
-    from loragate.data import load_rows
-    from loragate.evaluation.judging import JudgeSettings, require_graders
-    from loragate.evaluation.prompts import render_questions
-    from loragate.generation import SamplingConfig
-    from loragate.selection.probe import agreement_probe, labelled_probe, require_disjoint
-    from loragate.selection.questions import held_out_prompts, probe_task, prompts_of, read_probe
+    from loragate.errors import DataError
+    from loragate.evaluation.judging import require_graders
+    from loragate.selection.probe import MIN_QUESTIONS, agreement_probe
+    from loragate.selection.questions import held_out_prompts, probe_task
 
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    judging = JudgeSettings()
-    if options.probe:
-        task, questions, labelled = read_probe(options.probe, options.probe_task, options.probe_grader)
-        require_graders([task], "", judging)
-        require_disjoint(questions, prompts_of(rows), "the training rows")
-        if options.exclude:
-            require_disjoint(questions, prompts_of(load_rows(options.exclude)), f"the rows of {options.exclude}")
-        prompts = render_questions(task, questions, tokenizer, options.system)
-        source = options.probe
+    options = job.options
+    if job.asked is not None:
+        task, questions, source = job.asked.task, job.asked.questions, job.asked.file
+        prompts = _render(job, job.asked)
+        if job.asked.labelled:
+            return _labelled(job, job.asked, prompts), ""
     else:
-        labelled, source = False, f"{len(spare)} rows of {options.data}, set aside"
+        source = f"{len(job.spare)} rows of {options.data}, set aside"
+        if len(job.spare) < MIN_QUESTIONS:
+            return None, (
+                f"a tenth of {options.data} leaves {len(job.spare)} prompts to set aside, and {MIN_QUESTIONS} are needed"
+            )
+        positions = job.positions
         limit = options.probe_max_new_tokens or 512
-        if positions is not None:
-            limit = min(limit, positions // 2)
-        questions, prompts = held_out_prompts(
-            spare,
-            tokenizer,
-            max_length=settings.max_length,
-            max_new_tokens=limit,
-            positions=positions,
-            system=options.system,
-        )
+        limit = limit if positions is None else max(1, min(limit, positions // 2))
         task = probe_task(options.probe_grader, labelled=False)
-        require_graders([task], "", judging)
-    sampling = SamplingConfig(
+        require_graders([task], "", _judging(options))
+        try:
+            questions, prompts = held_out_prompts(
+                job.spare,
+                job.tokenizer,
+                max_length=job.settings.max_length,
+                max_new_tokens=limit,
+                positions=positions,
+                system=options.system,
+            )
+        except DataError as error:
+            return None, str(error)
+    kept = job.folder / "run" / "candidates" / "majority.json"
+    sampling = _sampling(job, task, prompts)
+    return agreement_probe(task, questions, prompts, job.engine, sampling, _judging(options), source, on_progress, kept)
+
+
+def build_retention(job: Any) -> Any:
+    """The retention probe, or None where none was given."""
+    return None if job.retained is None else _labelled(job, job.retained, _render(job, job.retained))
+
+
+def _labelled(job: Any, asked: Asked, prompts: list[str]) -> Any:
+    from loragate.selection.probe import labelled_probe
+
+    sampling = _sampling(job, asked.task, prompts)
+    return labelled_probe(asked.task, asked.questions, prompts, sampling, _judging(job.options), asked.file)
+
+
+def _render(job: Any, asked: Asked) -> list[str]:
+    from loragate.evaluation.prompts import render_questions
+
+    return render_questions(asked.task, asked.questions, job.tokenizer, job.options.system)
+
+
+def _judging(options: Any) -> Any:
+    from loragate.evaluation.judging import JudgeSettings
+
+    return JudgeSettings(sandbox=options.probe_sandbox)
+
+
+def _sampling(job: Any, task: Any, prompts: list[str]) -> Any:
+    from loragate.generation import SamplingConfig
+
+    options = job.options
+    return SamplingConfig(
         temperature=options.probe_temperature,
-        max_new_tokens=answer_limit(options.probe_max_new_tokens, positions, prompts, tokenizer),
+        top_p=task.generation.top_p,
+        max_new_tokens=answer_limit(options.probe_max_new_tokens, job.positions, prompts, job.tokenizer),
         samples=options.probe_samples if options.probe_temperature else 1,
         seed=options.seed + 1,
     )
-    if labelled:
-        return labelled_probe(task, questions, prompts, sampling, judging, source), ""
-    return agreement_probe(task, questions, prompts, engine, sampling, judging, source, on_progress)
 
 
 def answer_limit(wanted: int, positions: int | None, prompts: list[str], tokenizer: Any) -> int:
@@ -154,13 +291,12 @@ def answer_limit(wanted: int, positions: int | None, prompts: list[str], tokeniz
 
 
 def accept_command(options: Any, candidate: Any) -> str:
-    """The command that switches on what was trained without evidence."""
-    return (
-        f"loragate calibrate --adapter {options.adapter} --data {options.data} --out {options.out} "
-        f"--range={candidate.lower:g},{candidate.upper:g} --unverified --resume"
-    )
-
-
-def stored_candidate(folder: Path, candidate: Any) -> bool:
-    """Whether this candidate was trained to its end in the folder."""
-    return (folder / candidate.slug / "result.json").is_file()
+    """The command that switches on what was trained without evidence; it names all that loading needs."""
+    usual = type(options)()
+    words = ["loragate", "calibrate", "--adapter", options.adapter, "--data", options.data, "--out", options.out]
+    for name in ("base", "base_id", "chat_template", "dtype", "device"):
+        if getattr(options, name) != getattr(usual, name):
+            words += [_flag(name), getattr(options, name)]
+    words += ["--trust-remote-code"] if options.trust_remote_code else []
+    words += [f"--range={candidate.lower:g},{candidate.upper:g}", "--unverified", "--resume"]
+    return shlex.join(words)

@@ -101,7 +101,7 @@ def run(options: SftOptions) -> int:
         out.print(f"done in {duration(result.seconds)}: {result.steps} steps of {settings.objective}{fall}")
         out.print(f"written to {folder}")
         out.print(
-            f"next: loragate calibrate --adapter {folder} --data {options.data} --range=0,1 --out {folder}-gated",
+            f"next: loragate calibrate --adapter {folder} --data {options.data} --probe FILE --out {folder}-gated",
             markup=False,
         )
     return 0

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from loragate.evaluation.grade import Grade
     from loragate.evaluation.grading import MATH_GRADERS, GradingPool, grade_math
     from loragate.evaluation.run import SuiteScores, run_suite
+    from loragate.evaluation.sandbox import ProgramResult, run_program
     from loragate.evaluation.statistics import Difference, Estimate, average_at_k, compare, holm
 
 __all__ = [
@@ -20,11 +21,13 @@ __all__ = [
     "Estimate",
     "Grade",
     "GradingPool",
+    "ProgramResult",
     "SuiteScores",
     "average_at_k",
     "compare",
     "grade_math",
     "holm",
+    "run_program",
     "run_suite",
 ]
 
@@ -34,11 +37,13 @@ _EXPORTS = {
     "Grade": "grade",
     "GradingPool": "grading",
     "MATH_GRADERS": "grading",
+    "ProgramResult": "sandbox",
     "SuiteScores": "run",
     "average_at_k": "statistics",
     "compare": "statistics",
     "grade_math": "grading",
     "holm": "statistics",
+    "run_program": "sandbox",
     "run_suite": "run",
 }
 

@@ -3,9 +3,10 @@
     folder/
       eval.json                         what is being run; a resumed run must be the same
       tasks/<task>.yaml                 the task's file
-    questions/<task>.jsonl            id, prompt, gold and row of every question
+      questions/<task>.jsonl            id, prompt, gold and row of every question
       samples/<variant>/<task>.jsonl    answers, appended as they are drawn
       grades/<grader>/<variant>/<task>.jsonl
+      harness/<variant>/<suite>.json    what lm-evaluation-harness measured
       results.json                      the record (`results.py`)
 
 Engines arrive as a callable, so this file neither loads models nor knows which program generates.
@@ -35,6 +36,7 @@ from loragate.evaluation.judging import (
     grader_for,
     grader_version,
     judge,
+    judged_by,
     read_grades,
     write_grades,
 )
@@ -72,7 +74,7 @@ class Evaluation:
         judging: how answers are judged.
         grader: in place of the math tasks' own.
         suites: retention suites that the harness asks; scored for every row that is no control.
-        harness: asks one suite of the model as the row; given with `suites`.
+        harness: asks one suite of the model as the row; None where all suites are measured and on file.
     """
 
     def __init__(
@@ -124,18 +126,23 @@ class Evaluation:
                     f"--resume: {path} was begun with {key} = {old!r:.80}, now it is {new!r:.80}; repeat the command with the "
                     "same settings, or choose another --out"
                 )
-            return
+        else:
+            write_json(path, self.identity)  # first of all: with it the folder can be resumed
         for prepared in self.tasks:
             write_questions(self.folder, prepared)
             write_text(
                 self.folder / "tasks" / f"{prepared.task.name}.yaml", prepared.task.path.read_text(encoding="utf-8")
             )
-        write_json(path, self.identity)
 
     def run(self, engine_for: EngineFor, on_event: OnEvent | None = None) -> EvaluationRecord:
         """Sample and judge everything that is not on file yet; returns the record, which the caller writes."""
-        for variant in self.variants:
+        # rows with the same weights follow one another, as changing them can mean loading them
+        for variant in sorted(self.variants, key=lambda variant: variant.acts):
             if all(self._complete(variant, prepared) for prepared in self.tasks):
+                for prepared in self.tasks:
+                    if on_event is not None:
+                        count = self._count(variant, prepared)
+                        on_event("sampling", variant, prepared.task.name, count, count)
                 continue
             with engine_for(variant) as engine:
                 for prepared in self.tasks:
@@ -147,8 +154,9 @@ class Evaluation:
             for variant in self.variants:
                 results.append(self._judge(variant, prepared, scores, on_event))
         averages = self._averages(scores)
+        warnings = [warning for prepared in self.tasks for warning in prepared.warnings]
         for name in self.suites:
-            info, rows = self._ask_harness(name, on_event)
+            info, rows = self._ask_harness(name, on_event, warnings)
             infos.append(info)
             results += rows
         return EvaluationRecord(
@@ -162,6 +170,7 @@ class Evaluation:
             versions=package_versions(),
             seconds=sum(self.seconds.values()),
             canary=self.canary,
+            warnings=tuple(dict.fromkeys(warnings)),
         ).with_adjusted_p()
 
     def forget_grades(self) -> None:
@@ -173,14 +182,14 @@ class Evaluation:
     @property
     def sample_count(self) -> int:
         """Answers to sample in all, those of the harness aside."""
-        return sum(
-            len(prepared.prompts) * variant.sampling(prepared.sampling).samples
-            for prepared in self.tasks
-            for variant in self.variants
-        )
+        return sum(self._count(variant, prepared) for prepared in self.tasks for variant in self.variants)
 
-    def _ask_harness(self, name: str, on_event: OnEvent | None) -> tuple[TaskInfo, list[TaskResult]]:
-        assert self.harness is not None
+    def _count(self, variant: Variant, prepared: Prepared) -> int:
+        return len(prepared.prompts) * variant.sampling(prepared.sampling).samples
+
+    def _ask_harness(
+        self, name: str, on_event: OnEvent | None, warnings: list[str]
+    ) -> tuple[TaskInfo, list[TaskResult]]:
         rows: list[TaskResult] = []
         adapter: np.ndarray | None = None
         for variant in (variant for variant in self.variants if variant.control is None):
@@ -189,8 +198,9 @@ class Evaluation:
                 if on_event is not None:
                     on_event("retention", variant, name, done, total)
 
-            measure = partial(self.harness, variant, name, report)
-            info, row, scores = retention_result(name, variant, self.folder, measure, adapter)
+            measure = None if self.harness is None else partial(self.harness, variant, name, report)
+            info, row, scores, found = retention_result(name, variant, self.folder, measure, adapter)
+            warnings += found
             adapter = scores if variant.acts == "adapter" else adapter
             rows.append(row)
         return info, rows
@@ -203,8 +213,7 @@ class Evaluation:
 
     def _complete(self, variant: Variant, prepared: Prepared) -> bool:
         path = self._samples_path(variant, prepared)
-        wanted = len(prepared.prompts) * variant.sampling(prepared.sampling).samples
-        return path.exists() and path.read_bytes().count(b"\n") >= wanted
+        return path.exists() and path.read_bytes().count(b"\n") >= self._count(variant, prepared)
 
     def _sample(self, engine: Engine, variant: Variant, prepared: Prepared, on_event: OnEvent | None) -> None:
         began = time.monotonic()
@@ -240,7 +249,8 @@ class Evaluation:
 
         samples = draw_samples(Stored(), prepared.prompts, sampling, self._samples_path(variant, prepared))
         path = self._grades_path(variant, prepared)
-        grades = read_grades(path, samples)
+        judge_now = judged_by(grader, self.judging)
+        grades = read_grades(path, samples, judge_now)
         if grades is None:
 
             def report(done: int, total: int) -> None:
@@ -249,7 +259,7 @@ class Evaluation:
 
             questions = prepared.questions.questions
             grades = judge(prepared.task, questions, samples, grader, self.judging, report)
-            write_grades(path, samples, grades)
+            write_grades(path, samples, grades, judge_now)
         scores[variant.name, name] = array = table_of(samples, grades, len(prepared.prompts), sampling.samples)
         return task_result(
             name,

@@ -42,6 +42,7 @@ def run_harness(
     batch_size: int = 8,
     seed: int = 0,
     data: Mapping[str, str] | None = None,
+    revisions: Mapping[str, str] | None = None,
     max_new_tokens: int | None = None,
     chat_template: bool = True,
     on_progress: OnProgress | None = None,
@@ -53,6 +54,7 @@ def run_harness(
         limit: first questions of each subset only.
         seed: recorded and handed to the harness; answers are greedy, so nothing is drawn.
         data: suite -> local file of its rows, read instead of the hub.
+        revisions: suite -> commit of its hub data set, in place of the pinned one.
         max_new_tokens: token limit of an answer; None takes the suite's own (2048 for MMLU-Pro, 1024 for BBH).
         chat_template: render each prompt as one user turn. The harness's task description stands at the beginning of
             that turn, not in a system message, and no default system message is slipped in.
@@ -66,7 +68,10 @@ def run_harness(
     _check(tasks, data, limit, batch_size, max_new_tokens, chat_template, tokenizer)
     suites = [load_suite(name, max_new_tokens) for name in dict.fromkeys(tasks)]
     lm_eval = _import_harness()
-    questions = {suite.name: load_questions(suite, data.get(suite.name), limit) for suite in suites}
+    commits = dict(revisions or {})
+    questions = {
+        suite.name: load_questions(suite, data.get(suite.name), limit, commits.get(suite.name)) for suite in suites
+    }
     meter = _Meter(on_progress, sum(_requests(item.row) for part in questions.values() for item in part.items))
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loragate-harness-")))

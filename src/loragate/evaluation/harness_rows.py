@@ -17,6 +17,7 @@ import yaml
 
 from loragate.data import Rows, load_rows
 from loragate.errors import ConfigError, DataError, nearest
+from loragate.evaluation.tasks import load_task
 
 DEFINITIONS = Path(__file__).parent / "harness_tasks"
 # asked for by habit; these run code, which needs the sandbox
@@ -61,13 +62,14 @@ class Questions:
     """All questions of a suite in the order in which they are scored.
 
     `source` is the file, folder or hub id; `fingerprints` holds the SHA-256 of each source read; `missing` the subsets
-    without a question.
+    without a question; `revision` is the commit or branch that was read from the hub, None for files and unpinned sets.
     """
 
     items: list[Question]
     source: str
     fingerprints: dict[str, str]
     missing: list[str]
+    revision: str | None = None
 
 
 def suite_names() -> list[str]:
@@ -100,18 +102,26 @@ def load_suite(name: str, max_new_tokens: int | None = None) -> Suite:
     return dataclasses.replace(suite, max_new_tokens=max_new_tokens)
 
 
-def load_questions(suite: Suite, source: str | None = None, limit: int | None = None) -> Questions:
+def load_questions(
+    suite: Suite, source: str | None = None, limit: int | None = None, revision: str | None = None
+) -> Questions:
     """Read and check the questions of a suite.
 
     Args:
         source: a local file, or for a suite whose subsets are separate on the hub also a folder with one file per
             subset. With it no connection is opened. None reads the hub.
         limit: the first questions of each subset only.
+        revision: of the hub data set; None takes the commit that the task's file pins, if any.
 
     Raises:
+        ConfigError: for a revision beside a local source.
         DataError: for rows that cannot be read or used; the message names the file and line.
     """
-    parts = _parts(suite, source)
+    if source is not None and revision is not None:
+        raise ConfigError(f"{suite.name}: found revision={revision!r}, which has no effect on the local {source}")
+    if source is None and revision is None:
+        revision = load_task(suite.name).dataset.revision
+    parts = _parts(suite, source, revision)
     found: dict[str, list[Question]] = {}
     seen: dict[str, str] = {}
     for fixed_subset, rows in parts:
@@ -133,15 +143,19 @@ def load_questions(suite: Suite, source: str | None = None, limit: int | None = 
         source=source or suite.hub,
         fingerprints={rows.source: rows.fingerprint for _, rows in parts},
         missing=[subset for subset in order if subset not in found],
+        revision=revision,
     )
 
 
-def _parts(suite: Suite, source: str | None) -> list[tuple[str | None, Rows]]:
+def _parts(suite: Suite, source: str | None, revision: str | None) -> list[tuple[str | None, Rows]]:
     """The sources of a suite, each with its subset, or None where a column names it."""
     if source is None:
         subsets: tuple[str | None, ...] = suite.subsets if "{subset}" in suite.hub else (None,)
         try:
-            return [(subset, load_rows(suite.hub.format(subset=subset), split=suite.split)) for subset in subsets]
+            return [
+                (subset, load_rows(suite.hub.format(subset=subset), split=suite.split, revision=revision))
+                for subset in subsets
+            ]
         except DataError as error:
             raise DataError(
                 f"{suite.name}: {error} Without a connection give a local file, --data {suite.name}=FILE.jsonl (or "

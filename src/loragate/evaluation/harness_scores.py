@@ -125,6 +125,7 @@ def collect_scores(
             "max_new_tokens": suite.max_new_tokens,
             "until": suite.override.get("generation_kwargs", {}).get("until"),
             "source": questions.source,
+            "revision": questions.revision,
             "rows": questions.fingerprints,
         },
         warnings=tuple(_warnings(suite, questions, [a for key, a in answers.items() if key[0] in names], cut_choices)),

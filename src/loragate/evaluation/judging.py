@@ -108,6 +108,14 @@ def grader_version(grader: str) -> str:
     )
 
 
+def judged_by(grader: str, settings: JudgeSettings) -> dict[str, Any]:
+    """What verdicts on file must share to be used again: grader, versions, limits and, for programs, the sandbox's tier."""
+    kept: dict[str, Any] = {"grader": grader, "version": grader_version(grader)}
+    if grader in (*MATH, *CODE):
+        kept |= {"timeout_s": float(settings.timeout_s), "memory_mb": settings.memory_mb}
+    return kept | ({"sandbox": settings.sandbox} if grader in CODE else {})
+
+
 def with_answer(task: Task, question: Question, answer: str) -> Question:
     """The question with another reference answer, for graders that read it from the gold or from the row."""
     return replace(question, gold=answer, row={**question.row, "answer": answer})
@@ -166,8 +174,11 @@ def _judge_text(task: Task, grader: str, question: Question, sample: Sample) -> 
     return grade_exact(sample.text, question.gold, task.extractor)
 
 
-def write_grades(path: Path, samples: Sequence[Sample], grades: Sequence[Grade]) -> None:
-    """One JSON line per sample: question, sample, correct, extracted, reason; the file appears whole or not at all."""
+def write_grades(path: Path, samples: Sequence[Sample], grades: Sequence[Grade], judge: Mapping[str, Any]) -> None:
+    """A line that says who judged (`judged_by`), then one per sample: question, sample, correct, extracted, reason.
+
+    The file appears whole or not at all.
+    """
     lines = (
         json.dumps(
             {
@@ -181,11 +192,14 @@ def write_grades(path: Path, samples: Sequence[Sample], grades: Sequence[Grade])
         )
         for sample, grade in zip(samples, grades, strict=True)
     )
-    write_text(path, "".join(line + "\n" for line in lines))
+    write_text(path, "".join(line + "\n" for line in (json.dumps({"judged_by": judge}), *lines)))
 
 
-def read_grades(path: Path, samples: Sequence[Sample]) -> list[Grade] | None:
+def read_grades(path: Path, samples: Sequence[Sample], judge: Mapping[str, Any] | None = None) -> list[Grade] | None:
     """The grades of these samples in their order, or None where the file is absent or judges other samples.
+
+    Args:
+        judge: given, grades by another than this (`judged_by`) are left aside too.
 
     Raises:
         DataError: naming the line that is not a grade.
@@ -193,9 +207,14 @@ def read_grades(path: Path, samples: Sequence[Sample]) -> list[Grade] | None:
     if not path.exists():
         return None
     found: dict[tuple[int, int], Grade] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    # not splitlines: an extracted answer may hold unusual line separators, which JSON leaves as they are
+    for number, line in enumerate(path.read_text(encoding="utf-8").rstrip("\n").split("\n"), start=1):
         try:
             row: Mapping[str, Any] = json.loads(line)
+            if number == 1 and "judged_by" in row:
+                if judge is not None and row["judged_by"] != dict(judge):
+                    return None
+                continue
             found[row["question"], row["sample"]] = Grade(bool(row["correct"]), row["extracted"], str(row["reason"]))
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path}, line {number}: not a grade ({error}); delete the file and grade again") from None

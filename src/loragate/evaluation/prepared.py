@@ -47,6 +47,7 @@ class Prepared:
             "revision": self.questions.revision,
             "prompts_sha256": self.prompts_sha256,
             "sampling": asdict(self.sampling),
+            "warnings": list(self.warnings),
         }
 
 
@@ -69,11 +70,12 @@ def prepare(
         samples, temperature, max_new_tokens: in place of the task's own.
 
     Raises:
+        ConfigError: for settings that cannot be used, such as several greedy samples.
         DataError: if a prompt leaves no room for an answer.
     """
     own = task.generation
     prompts = render_questions(task, questions.questions, tokenizer, system)
-    limit = max_new_tokens or own.max_new_tokens
+    limit = own.max_new_tokens if max_new_tokens is None else max_new_tokens
     warnings = list(questions.warnings)
     lengths = [len(ids) for ids in tokenizer(prompts, add_special_tokens=False)["input_ids"]]
     if positions is not None and max(lengths) + limit > positions:
@@ -86,8 +88,10 @@ def prepare(
         )
         limit = room
     heat = own.temperature if temperature is None else temperature
-    count = 1 if heat == 0 else samples or own.samples
-    sampling = SamplingConfig(temperature=heat, top_p=own.top_p, max_new_tokens=limit, samples=count, seed=seed)
+    count = samples if samples is not None else 1 if heat == 0 else own.samples
+    sampling = SamplingConfig(
+        temperature=heat, top_p=own.top_p, max_new_tokens=limit, samples=count, seed=seed, stop=own.stop
+    )
     return Prepared(task, questions, tuple(prompts), sampling, tuple(warnings))
 
 

@@ -30,7 +30,7 @@ from loragate.files import write_json
 from loragate.generation import SamplingConfig
 
 SCHEMA = 1
-PACKAGES = ("loragate", "torch", "transformers", "peft", "math-verify")
+PACKAGES = ("loragate", "torch", "transformers", "peft", "vllm", "math-verify", "sympy", "lm_eval")
 Verdict = Literal["better", "worse", "no difference shown"]
 T = TypeVar("T")
 
@@ -68,14 +68,15 @@ class TaskResult:
         pass_at_k: by k.
         majority_at_k: None where answers cannot vote, as with programs.
         truncated: share of answers that met the length limit.
-        no_eos: share of answers that did not end with an end-of-sequence token; above `truncated` when answers were cut
-            at a stop string.
+        no_eos: share of answers that did not end with an end-of-sequence token; above `truncated` where answers ended at
+            a stop text.
         tokens: mean length of an answer.
         entropy: mean along the answers; None where it was not measured.
         reasons: number of samples by the grader's reason ("ok", "wrong", "no_box", ...).
         question_ids, question_scores: per-question mean scores, in the same order in every variant.
         comparison: difference to the plain adapter, paired by question; None for the adapter itself.
         adjusted_p: the comparison's p after Holm's adjustment over all comparisons of the record.
+        verdict: what the comparison shows, by `verdict` with the adjusted p.
         seconds: sampling and grading.
     """
 
@@ -97,6 +98,7 @@ class TaskResult:
     constant: float | None = None
     comparison: Difference | None = None
     adjusted_p: float | None = None
+    verdict: Verdict | None = None
     seconds: float = 0.0
 
     @property
@@ -123,12 +125,17 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """The average of one variant over all tasks, and its paired difference to the adapter's."""
+    """The average of one variant over the tasks, those of the harness aside, and its paired difference to the adapter's.
+
+    `adjusted_p` and `verdict` are those of `TaskResult`, adjusted over the record's averages.
+    """
 
     variant: Literal["base", "adapter", "gated"]
     average: SuiteEstimate
     control: str | None = None
     comparison: Difference | None = None
+    adjusted_p: float | None = None
+    verdict: Verdict | None = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +151,7 @@ class EvaluationRecord:
         versions: of the packages and the machine's system; see `package_versions`.
         seconds: of the whole evaluation.
         canary: differences in logits that show that adapter and gates acted.
+        warnings: what a reader of the scores should know, in sentences.
         schema: of this file.
     """
 
@@ -157,6 +165,7 @@ class EvaluationRecord:
     seconds: float
     canary: dict[str, float]
     suites: tuple[SuiteResult, ...] = ()
+    warnings: tuple[str, ...] = ()
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -180,11 +189,8 @@ class EvaluationRecord:
         raise DataError(f"the record has no result of {name} on {task}; it has: {found}.")
 
     def with_adjusted_p(self) -> EvaluationRecord:
-        """Return the record with Holm-adjusted p-values over all comparisons among its results."""
-        compared = [index for index, result in enumerate(self.results) if result.comparison is not None]
-        adjusted = dict(zip(compared, holm([typing.cast(Difference, self.results[i].comparison).p for i in compared])))
-        results = (dataclasses.replace(result, adjusted_p=adjusted.get(i)) for i, result in enumerate(self.results))
-        return dataclasses.replace(self, results=tuple(results))
+        """Return the record with Holm-adjusted p-values and verdicts: over all its results, and over all its averages."""
+        return dataclasses.replace(self, results=_adjusted(self.results), suites=_adjusted(self.suites))
 
     def to_json(self) -> dict[str, Any]:
         """Return what the file holds."""
@@ -203,6 +209,9 @@ class EvaluationRecord:
             way_out = "upgrade loragate to read it" if schema > SCHEMA else "run the evaluation again"
             raise DataError(f"{source}: schema {schema} is not known to this version, which reads {SCHEMA}; {way_out}.")
         return _parse(cls, value, source)
+
+
+Row = TypeVar("Row", TaskResult, SuiteResult)
 
 
 def write_record(record: EvaluationRecord, path: str | Path) -> None:
@@ -232,31 +241,24 @@ def task_result(
     tokens: Sequence[int],
     answers: Sequence[Sequence[Hashable | None]] | None = None,
     adapter_scores: ArrayLike | None = None,
-    ended: Sequence[bool] | None = None,
     **others: Any,
 ) -> TaskResult:
     """Return what `scores` [Q, K] of 0 and 1 amount to.
 
     Args:
         question_ids: [Q].
-        reasons, finish_reasons, tokens: one entry per sample, Q*K in all; a finish reason "length" is a truncation.
+        reasons, finish_reasons, tokens: one entry per sample, Q*K in all; a finish reason "length" is a truncation, and
+            all but "stop" are no end of sequence.
         answers: extracted answers [Q][K] for the majority vote; None leaves it out.
         adapter_scores: the plain adapter's scores on the same questions, to be compared with.
-        ended: whether each sample ended with an end-of-sequence token; by default all that were not truncated.
         others: further fields of `TaskResult`: control, temperature, constant, entropy, seconds.
 
     Raises `DataError` for shapes that do not fit.
     """
     array = check_scores(scores, "scores")
-    for name, entries in (
-        ("reasons", reasons),
-        ("finish_reasons", finish_reasons),
-        ("tokens", tokens),
-        ("ended", ended),
-    ):
-        if entries is not None and len(entries) != array.size:
+    for name, entries in (("reasons", reasons), ("finish_reasons", finish_reasons), ("tokens", tokens)):
+        if len(entries) != array.size:
             raise DataError(f"{name} has {len(entries)} entries; expected {array.size}, one per sample.")
-    truncated = float(np.mean([reason == "length" for reason in finish_reasons]))
     samples = array.shape[1]
     return TaskResult(
         task=task,
@@ -265,8 +267,8 @@ def task_result(
         dft_rounded=dft_rounded_mean(array),
         pass_at_k={k: pass_at_k(array, k) for k in sorted({*(2**i for i in range(samples.bit_length())), samples})},
         majority_at_k=None if answers is None else majority_at_k(answers, array),
-        truncated=truncated,
-        no_eos=truncated if ended is None else 1 - float(np.mean(ended)),
+        truncated=float(np.mean([reason == "length" for reason in finish_reasons])),
+        no_eos=float(np.mean([reason != "stop" for reason in finish_reasons])),
         tokens=float(np.mean(tokens)),
         reasons=dict(sorted(Counter(reasons).items())),
         question_ids=tuple(question_ids),
@@ -287,6 +289,15 @@ def verdict(difference: Difference, alpha: float = 0.05, p: float | None = None)
     if (difference.p if p is None else p) > alpha:
         return "no difference shown"
     return "better" if difference.low > 0 else "worse" if difference.high < 0 else "no difference shown"
+
+
+def _adjusted(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The rows with p-values adjusted over their comparisons, and what each comparison then shows."""
+    compared = [(index, row.comparison) for index, row in enumerate(rows) if row.comparison is not None]
+    changed = list(rows)
+    for (index, difference), p in zip(compared, holm([difference.p for _, difference in compared])):
+        changed[index] = dataclasses.replace(rows[index], adjusted_p=p, verdict=verdict(difference, p=p))
+    return tuple(changed)
 
 
 def package_versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:

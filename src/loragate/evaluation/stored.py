@@ -6,17 +6,21 @@ Neither the model nor the data set is needed: questions, prompts, task files and
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from loragate.errors import DataError
 from loragate.evaluation.evaluate import Evaluation
+from loragate.evaluation.grade import Grade
 from loragate.evaluation.judging import JudgeSettings, grader_for, read_grades
 from loragate.evaluation.prepared import Prepared, read_questions
 from loragate.evaluation.results import EvaluationRecord, read_record
+from loragate.evaluation.retention import all_measured
 from loragate.evaluation.tasks import Questions, load_task
 from loragate.evaluation.variants import Variant
-from loragate.generation import SamplingConfig, read_samples
+from loragate.generation import Sample, SamplingConfig, read_samples
 
 
 def open_evaluation(folder: Path, grader: str = "", judging: JudgeSettings | None = None) -> Evaluation:
@@ -43,6 +47,7 @@ def open_evaluation(folder: Path, grader: str = "", judging: JudgeSettings | Non
             seed=identity["seed"],
             judging=judging,
             grader=grader,
+            suites=[name for name in identity["suites"] if all_measured(folder, name, variants)],
         )
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: not what this version writes ({error}); run the evaluation again") from None
@@ -56,6 +61,7 @@ def _prepared(folder: Path, row: dict[str, Any]) -> Prepared:
         Questions(questions, row["source"], row["revision"], row["questions"]),
         tuple(question.prompt for question in questions),
         SamplingConfig(**row["sampling"]),
+        tuple(row["warnings"]),
     )
 
 
@@ -87,23 +93,36 @@ def graded_samples(folder: Path, record: EvaluationRecord, task: str, variant: V
     ]
 
 
-def changed_verdicts(folder: Path, evaluation: Evaluation, before: EvaluationRecord) -> list[dict[str, Any]]:
-    """Answers that the evaluation's grader and the earlier record's grader judge differently."""
+Verdicts = dict[tuple[str, str], tuple[str, list[Grade]]]
+"""(task, variant) to the grader's name and its grades, in the order of the samples."""
+
+
+def stored_verdicts(evaluation: Evaluation, graders: Mapping[str, str]) -> Verdicts:
+    """The verdicts on file by the grader named for each task; tasks and rows that it has not judged are left out."""
+    found: Verdicts = {}
+    for prepared in evaluation.tasks:
+        name = prepared.task.name
+        for variant in evaluation.variants:
+            path = evaluation.folder / "grades" / graders.get(name, "") / variant.slug / f"{name}.jsonl"
+            if name in graders and path.is_file():
+                grades = read_grades(path, _samples(evaluation, variant, name))
+                if grades is not None:
+                    found[name, variant.name] = graders[name], grades
+    return found
+
+
+def changed_verdicts(evaluation: Evaluation, before: Verdicts) -> list[dict[str, Any]]:
+    """Answers that the evaluation's grader judges differently than `before`, which was read before it judged."""
+    now = stored_verdicts(evaluation, {p.task.name: grader_for(p.task, evaluation.grader) for p in evaluation.tasks})
     changes: list[dict[str, Any]] = []
-    graders = {info.name: info.grader for info in before.tasks}
     for prepared in evaluation.tasks:
         name, questions = prepared.task.name, prepared.questions.questions
-        new = grader_for(prepared.task, evaluation.grader)
         for variant in evaluation.variants:
-            samples = read_samples(folder / "samples" / variant.slug / f"{name}.jsonl")
-            before_path, now_path = (
-                folder / "grades" / grader / variant.slug / f"{name}.jsonl" for grader in (graders[name], new)
-            )
-            earlier, later = read_grades(before_path, samples), read_grades(now_path, samples)
-            if earlier is None or later is None:
+            if not {(name, variant.name)} <= before.keys() & now.keys():
                 continue
-            for sample, old, now in zip(samples, earlier, later, strict=True):
-                if old.correct != now.correct:
+            (old_grader, earlier), (new_grader, later) = before[name, variant.name], now[name, variant.name]
+            for sample, old, new in zip(_samples(evaluation, variant, name), earlier, later, strict=True):
+                if old.correct != new.correct:
                     question = questions[sample.question]
                     changes.append(
                         {
@@ -112,8 +131,12 @@ def changed_verdicts(folder: Path, evaluation: Evaluation, before: EvaluationRec
                             "question": question.id,
                             "sample": sample.sample,
                             "gold": question.gold,
-                            graders[name]: {"correct": old.correct, "extracted": old.extracted, "reason": old.reason},
-                            new: {"correct": now.correct, "extracted": now.extracted, "reason": now.reason},
+                            "before": {"grader": old_grader, **asdict(old)},
+                            "now": {"grader": new_grader, **asdict(new)},
                         }
                     )
     return changes
+
+
+def _samples(evaluation: Evaluation, variant: Variant, task: str) -> list[Sample]:
+    return read_samples(evaluation.folder / "samples" / variant.slug / f"{task}.jsonl")

@@ -11,14 +11,21 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 
 from loragate.errors import ConfigError
-from loragate.generation.requests import decode_answers, find_stop_token_ids, pending_rows, tokenize_prompts
+from loragate.generation.requests import (
+    FinishReason,
+    find_stop_token_ids,
+    finish_answers,
+    pending_rows,
+    stop_detector,
+    tokenize_prompts,
+)
 from loragate.generation.sampling import SamplingConfig, SeededSampler
 
 OnProgress = Callable[[int, int], None]
@@ -31,7 +38,8 @@ class Sample:
 
     `question` is the index of its prompt, `sample` the index among the samples of that prompt. `token_ids` holds every
     generated token, the stop token included; `text` is without it and without special tokens. `finish_reason` is "stop"
-    when the model ended the answer and "length" when `max_new_tokens` did. `entropy` is the mean over the generated
+    when the model ended the answer, "stop_text" when a text of `SamplingConfig.stop` did, which is not part of `text`, and
+    "length" when `max_new_tokens` did. `entropy` is the mean over the generated
     tokens of the full-vocabulary entropy at temperature 1, in nats, or None from an engine that does not measure it.
     """
 
@@ -39,7 +47,7 @@ class Sample:
     sample: int
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
     entropy: float | None
 
 
@@ -116,7 +124,10 @@ class TransformersEngine:
         pad_id = _pad_token_id(self.tokenizer, self.stop_token_ids)
         input_ids, attention_mask = _pad_left([prompt_ids[question] for question, _ in rows], pad_id)
         counters = torch.tensor(rows, dtype=torch.int64)
-        sampler = SeededSampler(config, counters[:, 0], counters[:, 1], input_ids.shape[1], self.stop_token_ids)
+        spells_stop = stop_detector(self.tokenizer, config.stop)
+        sampler = SeededSampler(
+            config, counters[:, 0], counters[:, 1], input_ids.shape[1], self.stop_token_ids, spells_stop
+        )
         output_ids = self.model.generate(
             input_ids=input_ids.to(self.model.device),
             attention_mask=attention_mask.to(self.model.device),
@@ -131,13 +142,11 @@ class TransformersEngine:
         )
         new_ids = output_ids[:, input_ids.shape[1] :].tolist()
         token_ids = [row[:count] for row, count in zip(new_ids, sampler.tokens_B.tolist())]
-        stopped = sampler.stopped_B.tolist()
-        texts = decode_answers(self.tokenizer, token_ids, stopped)
+        stopped = (sampler.stopped_B & ~sampler.ended_by_text_B).tolist()
+        answers = finish_answers(self.tokenizer, token_ids, stopped, config.stop)
         return [
-            Sample(question, index, text, tuple(ids), "stop" if stop else "length", entropy)
-            for (question, index), text, ids, stop, entropy in zip(
-                rows, texts, token_ids, stopped, sampler.mean_entropy().tolist()
-            )
+            Sample(question, index, text, ids, reason, entropy)
+            for (question, index), (ids, text, reason), entropy in zip(rows, answers, sampler.mean_entropy().tolist())
         ]
 
 

@@ -6,10 +6,13 @@ same text for the same token ids. Nothing here knows how a token is drawn or whi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal
 
 from loragate.errors import ConfigError, DataError
+
+FinishReason = Literal["stop", "stop_text", "length"]
+"""Ended by a stop token, by a text of `SamplingConfig.stop`, or by the token limit."""
 
 
 def find_stop_token_ids(tokenizer: Any, generation_config: Any, extra: Collection[int] = ()) -> frozenset[int]:
@@ -89,3 +92,47 @@ def decode_answers(tokenizer: Any, token_ids: Sequence[Sequence[int]], stopped: 
         clean_up_tokenization_spaces=False,  # it would rewrite answers, such as "a . b" in code
     )
     return texts
+
+
+def first_stop(text: str, stop: Sequence[str]) -> int | None:
+    """Return where the first of the texts `stop` begins in `text`, or None where there is none."""
+    return min((place for place in map(text.find, stop) if place >= 0), default=None)
+
+
+def stop_detector(tokenizer: Any, stop: Sequence[str]) -> Callable[[list[int]], bool] | None:
+    """Return a test whether the last tokens of an answer have just completed one of the texts `stop`."""
+    if not stop:
+        return None
+    window = max(len(text.encode()) for text in stop) + 1  # a token may be a single byte
+
+    def spells_stop(ids: list[int]) -> bool:
+        return first_stop(_decode(tokenizer, ids[-window:]), stop) is not None
+
+    return spells_stop
+
+
+def finish_answers(
+    tokenizer: Any, token_ids: Sequence[Sequence[int]], stopped: Sequence[bool], stop: Sequence[str] = ()
+) -> list[tuple[tuple[int, ...], str, FinishReason]]:
+    """Return (token ids, text, finish reason) of each answer; text and tokens end where the first of `stop` does.
+
+    The text is without the stop text; the tokens are those up to the one that completes it.
+    """
+    answers: list[tuple[tuple[int, ...], str, FinishReason]] = []
+    for ids, text, ended in zip(token_ids, decode_answers(tokenizer, token_ids, stopped), stopped):
+        place = first_stop(text, stop)
+        if place is None:
+            answers.append((tuple(ids), text, "stop" if ended else "length"))
+            continue
+        low, high = 1, len(ids)  # a longer beginning holds the stop text where a shorter one does
+        while low < high:
+            middle = (low + high) // 2
+            found = first_stop(_decode(tokenizer, ids[:middle]), stop) is not None
+            low, high = (low, middle) if found else (middle + 1, high)
+        answers.append((tuple(ids[:low]), text[:place], "stop_text"))
+    return answers
+
+
+def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    text: str = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text

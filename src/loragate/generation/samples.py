@@ -7,14 +7,16 @@ what it answers.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from loragate.errors import DataError
+from loragate.errors import DataError, LoragateError
 from loragate.generation.engine import Sample
 
 _FIELDS = {field.name for field in dataclasses.fields(Sample)}
@@ -36,15 +38,26 @@ class SampleWriter:
         self._file = self.path.open("a", encoding="utf-8", newline="\n")
 
     def write(self, samples: Iterable[Sample]) -> None:
-        """Append the samples and flush them to the operating system."""
-        for sample in samples:
-            line = json.dumps(dataclasses.asdict(sample), ensure_ascii=False, allow_nan=False)
-            self._file.write(line + "\n")
-        self._file.flush()
+        """Append the samples and flush them to the operating system.
+
+        Raises `LoragateError` when the disk is full; a later run can go on behind the last whole line.
+        """
+        lines = [json.dumps(dataclasses.asdict(sample), ensure_ascii=False, allow_nan=False) for sample in samples]
+        try:
+            self._file.write("".join(line + "\n" for line in lines))
+            self._file.flush()
+        except OSError as error:
+            reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
+            raise LoragateError(
+                f"{self.path} cannot take more samples: {reason}. Those written before are kept: make room, and run the "
+                "same command with --resume"
+            ) from error
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        # what could not be written was reported by `write`; a line cut short is cut off by the next writer
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def __enter__(self) -> SampleWriter:
         return self

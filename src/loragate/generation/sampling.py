@@ -14,7 +14,7 @@ Shapes: B rows, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,8 @@ class SamplingConfig:
 
     `temperature` 0 is greedy decoding; `top_p` keeps the smallest set of most likely tokens that holds this mass (after
     the temperature); `max_new_tokens` counts the stop token; `samples` is the number of samples per prompt; `seed` names
-    the random stream.
+    the random stream; `stop` are texts that end an answer, itself not part of it, for prompts that are completed
+    without a chat template.
 
     Raises `ConfigError` for a value that cannot be used.
     """
@@ -41,8 +42,12 @@ class SamplingConfig:
     max_new_tokens: int = 256
     samples: int = 1
     seed: int = 0
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", tuple(self.stop))  # JSON gives a list
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise ConfigError(f"stop is {self.stop!r}; give texts that are not empty.")
         for name in ("max_new_tokens", "samples", "seed"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
@@ -151,18 +156,22 @@ class SeededSampler(LogitsProcessor):
         samples_B: Tensor,
         prompt_length: int,
         stop_token_ids: Collection[int],
+        spells_stop: Callable[[list[int]], bool] | None = None,
     ) -> None:
         self.config = config
+        self.spells_stop = spells_stop
         # Counters and state stay on the CPU: some accelerators have neither int64 products nor float64.
         self.questions_B = questions_B
         self.samples_B = samples_B
         self.prompt_length = prompt_length
         self.stop_ids = torch.tensor(sorted(stop_token_ids), dtype=torch.int64)
         self.stopped_B = torch.zeros(len(questions_B), dtype=torch.bool)
+        self.ended_by_text_B = torch.zeros(len(questions_B), dtype=torch.bool)
         self.tokens_B = torch.zeros(len(questions_B), dtype=torch.int64)
         self.entropy_B = torch.zeros(len(questions_B), dtype=torch.float64)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._end_rows_at_stop_texts(input_ids)
         entropy_B = torch.special.entr(scores.float().softmax(dim=-1)).sum(dim=-1).cpu().double()
         running_B = ~self.stopped_B
         self._refuse_non_finite(entropy_B, running_B)
@@ -176,12 +185,22 @@ class SeededSampler(LogitsProcessor):
             uniforms_B = uniform(self.config.seed, self.questions_B, self.samples_B, position)
             device = "cpu" if scores.device.type == "mps" else scores.device
             chosen_B = draw(scores.to(device), uniforms_B.to(device), self.config.temperature, self.config.top_p)
+        if self.ended_by_text_B.any():
+            chosen_B = torch.where(self.ended_by_text_B.to(chosen_B.device), int(self.stop_ids[0]), chosen_B)
         self.stopped_B |= torch.isin(chosen_B.cpu(), self.stop_ids)
         return torch.full_like(scores, -torch.inf).scatter_(-1, chosen_B.to(scores.device)[:, None], 0.0)
 
     def mean_entropy(self) -> Tensor:
         """Return the mean entropy per generated token of each row, [B] float64, in nats."""
         return self.entropy_B / self.tokens_B
+
+    def _end_rows_at_stop_texts(self, input_ids: Tensor) -> None:
+        """A row whose text is complete is done: `generate` is given a stop token for it, which nobody counts."""
+        if self.spells_stop is None:
+            return
+        for row, ids in enumerate(input_ids[:, self.prompt_length :].tolist()):
+            if not self.stopped_B[row] and self.spells_stop(ids):
+                self.stopped_B[row] = self.ended_by_text_B[row] = True
 
     def _refuse_non_finite(self, entropy_B: Tensor, running_B: Tensor) -> None:
         broken_B = running_B & ~entropy_B.isfinite()

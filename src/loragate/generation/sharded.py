@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -135,6 +136,7 @@ class RayData:
         if not parts:
             return
         ray = _import_ray()
+        logging.getLogger("ray.data").setLevel(logging.WARNING)  # a plan and a summary of every call, otherwise
         if not ray.is_initialized():
             ray.init(logging_level="warning", log_to_driver=False)
         self._require_room(ray.cluster_resources(), replicas)
@@ -204,6 +206,11 @@ def _error_from_text(text: str) -> LoragateError:
     name, message = json.loads(text)
     kind = getattr(errors, name, LoragateError)
     return kind(message) if isinstance(kind, type) and issubclass(kind, LoragateError) else LoragateError(message)
+
+
+def require_ray() -> None:
+    """Raise `ConfigError` when Ray is not installed."""
+    _import_ray()
 
 
 def _import_ray() -> Any:

@@ -1,27 +1,30 @@
-"""Samples from vLLM, for a base model or a plain LoRA adapter.
+"""Samples from vLLM, for a base model, a plain LoRA adapter or, with the serving plugin, a gated adapter.
 
 `VllmEngine` gives each (question, sample) a request of its own with a seed of its own, so that what is drawn does not
 depend on the order of the requests or on what was resumed, as far as vLLM's own numbers do not. It accepts the same
 prompts, stops at the same tokens and decodes with the same tokenizer as `TransformersEngine`, but its random streams
-are vLLM's: equal seeds give equal samples within an engine, not across the two. It reports no entropy.
+are vLLM's: equal seeds give equal samples within an engine, not across the two. It reports no entropy. Texts that end an
+answer are looked for when it is done, as vLLM, given token ids, decodes none: such an answer costs what an unending one does.
 
 vLLM is imported here and nowhere else in this room. The facts relied upon are those of vLLM 0.32.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from loragate.errors import ConfigError, LoragateError
 from loragate.generation.engine import OnProgress, Sample
 from loragate.generation.requests import (
-    decode_answers,
     find_stop_token_ids,
+    finish_answers,
     pending_rows,
     split_by_question,
     tokenize_prompts,
@@ -30,16 +33,17 @@ from loragate.generation.sampling import SamplingConfig, request_seed
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes for `max_lora_rank`."""
+NOT_INSTALLED = "vLLM is not installed; run: pip install loragate[vllm]"
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises every positive temperature below this to it."""
 
 
 class VllmEngine:
-    """Sample with vLLM from a base model, with or without a plain LoRA adapter.
+    """Sample with vLLM from a base model, with or without a plain or gated LoRA adapter.
 
     Args:
         base: folder or hub id of the base model.
-        adapter: folder of a PEFT LoRA adapter for this base.
+        adapter: folder of a PEFT LoRA adapter for this base, or of a gated adapter.
         tokenizer: tokenizer of the prompts; None loads the base's.
         dtype: "auto", "float32", "bfloat16" or "float16".
         max_model_len: positions to plan for, prompt and answer together; None takes those of the model.
@@ -50,7 +54,8 @@ class VllmEngine:
         batch_size: prompts whose samples are drawn and handed to `on_samples` together.
         stop_token_ids: tokens that end an answer beside those the tokenizer and the generation config name.
 
-    Raises `ConfigError` when vLLM is not installed, for a gated folder and for an adapter that cannot be read.
+    Raises `ConfigError` when vLLM is not installed, for an adapter that cannot be read, and for a gated folder where
+    the serving plugin is absent or does not support this vLLM.
     """
 
     def __init__(
@@ -70,11 +75,14 @@ class VllmEngine:
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size is {batch_size}; give at least 1.")
-        for folder in (base, adapter):
-            if folder is not None:
-                require_no_gates(folder)
-        rank = None if adapter is None else lora_rank(adapter, max_lora_rank)
+        if has_gates(base):
+            raise ConfigError(f"{base} is a gated adapter, not a base model; give it as the adapter of its base.")
+        rank = None
+        if adapter is not None:
+            rank = lora_rank(Path(adapter) / "adapter" if has_gates(adapter) else adapter, max_lora_rank)
         vllm = _import_vllm()
+        if adapter is not None and has_gates(adapter):
+            require_gate_plugin(adapter)
         self.batch_size = batch_size
         self.tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(base)
         self.stop_token_ids = find_stop_token_ids(self.tokenizer, _generation_config(base), stop_token_ids or ())
@@ -86,16 +94,22 @@ class VllmEngine:
             slots = 2 if vllm.platforms.current_platform.is_cpu() else 1
             lora = {"enable_lora": True, "max_lora_rank": rank, "max_loras": slots}
         self._sampling_params = vllm.SamplingParams
-        self._llm = vllm.LLM(
-            model=base,
-            skip_tokenizer_init=True,  # token ids go in and come out; the tokenizer above does the rest
-            dtype=dtype,
-            max_model_len=max_model_len,
-            tensor_parallel_size=tensor_parallel,
-            gpu_memory_utilization=gpu_memory_utilization,
-            seed=seed,
-            **lora,
-        )
+        try:
+            self._llm = vllm.LLM(
+                model=base,
+                skip_tokenizer_init=True,  # token ids go in and come out; the tokenizer above does the rest
+                dtype=dtype,
+                max_model_len=max_model_len,
+                tensor_parallel_size=tensor_parallel,
+                gpu_memory_utilization=gpu_memory_utilization,
+                seed=seed,
+                **lora,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise LoragateError(
+                f"vLLM could not start with {base} ({error}). What it printed above says why; where memory is short, let it "
+                f"fill less than {gpu_memory_utilization:g} of it, or plan for fewer positions."
+            ) from error
 
     def generate(
         self,
@@ -129,6 +143,12 @@ class VllmEngine:
                 on_progress(len(samples), len(rows))
         return samples
 
+    def close(self) -> None:
+        """End vLLM's processes and free the devices, which dropping the engine does only some time later."""
+        shutdown = getattr(self._llm.llm_engine.engine_core, "shutdown", None)
+        if shutdown is not None:
+            shutdown()
+
     def _generate_chunk(
         self, prompt_ids: list[list[int]], rows: list[tuple[int, int]], config: SamplingConfig
     ) -> list[Sample]:
@@ -139,12 +159,12 @@ class VllmEngine:
             lora_request=self._lora_request,
         )
         completions = [output.outputs[0] for output in outputs]
-        token_ids = [tuple(completion.token_ids) for completion in completions]
-        reasons = [_finish_reason(completion.finish_reason, row) for completion, row in zip(completions, rows)]
-        texts = decode_answers(self.tokenizer, token_ids, [reason == "stop" for reason in reasons])
+        token_ids = [completion.token_ids for completion in completions]
+        stopped = [_stopped(completion.finish_reason, row) for completion, row in zip(completions, rows)]
+        answers = finish_answers(self.tokenizer, token_ids, stopped, config.stop)
         return [
             Sample(question, sample, text, ids, reason, None)
-            for (question, sample), text, ids, reason in zip(rows, texts, token_ids, reasons)
+            for (question, sample), (ids, text, reason) in zip(rows, answers)
         ]
 
     def _parameters(self, config: SamplingConfig, question: int, sample: int) -> Any:
@@ -160,13 +180,30 @@ class VllmEngine:
         )
 
 
-def require_no_gates(folder: str | Path) -> None:
-    """Raise `ConfigError` for a gated-adapter folder: vLLM alone would ignore its gates."""
-    if (Path(folder) / "gate_config.json").is_file():
+def has_gates(folder: str | Path) -> bool:
+    """Whether a folder is a gated adapter."""
+    return (Path(folder) / "gate_config.json").is_file()
+
+
+def require_gate_plugin(folder: str | Path) -> None:
+    """Raise `ConfigError` unless vLLM has loaded loragate's serving plugin, and the plugin supports this vLLM.
+
+    The plugin leaves its verdict on vLLM's own class, so that this room need not know it.
+    """
+    _import_vllm()
+    from vllm.lora.worker_manager import WorkerLoRAManager
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    verdict = getattr(WorkerLoRAManager, "loragate_gates", None)
+    if verdict is None:
         raise ConfigError(
-            f"{folder} is a gated adapter; serving gates in vLLM comes with the serving plugin. "
-            "Use --engine transformers, or give its plain adapter."
+            f"{folder} is a gated adapter, and vLLM has not loaded loragate's plugin: install loragate into vLLM's "
+            "environment (pip install loragate[vllm]) and let VLLM_PLUGINS name loragate or be unset. Or use "
+            "--engine transformers."
         )
+    if verdict:
+        raise ConfigError(f"{folder} is a gated adapter. {verdict}.")
 
 
 def lora_rank(adapter: str | Path, at_least: int | None = None) -> int:
@@ -191,7 +228,14 @@ def lora_rank(adapter: str | Path, at_least: int | None = None) -> int:
     raise ConfigError(f"{path}: rank {needed} is above {LORA_RANKS[-1]}, the highest that vLLM serves.")
 
 
+def require_vllm() -> None:
+    """Raise `ConfigError` when vLLM is not installed; it is not imported for that."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(NOT_INSTALLED)
+
+
 def _import_vllm() -> Any:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its start alone is some hundred lines
     try:
         import vllm
         import vllm.lora.request
@@ -199,7 +243,7 @@ def _import_vllm() -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "vllm":
             raise
-        raise ConfigError("vLLM is not installed; run: pip install loragate[vllm]") from None
+        raise ConfigError(NOT_INSTALLED) from None
     return vllm
 
 
@@ -211,11 +255,9 @@ def _generation_config(base: str) -> GenerationConfig:
         return GenerationConfig.from_model_config(AutoConfig.from_pretrained(base))
 
 
-def _finish_reason(reported: str | None, row: tuple[int, int]) -> Literal["stop", "length"]:
-    if reported == "stop":
-        return "stop"
-    if reported == "length":
-        return "length"
+def _stopped(reported: str | None, row: tuple[int, int]) -> bool:
+    if reported in ("stop", "length"):
+        return reported == "stop"
     raise LoragateError(
         f"vLLM ended sample {row[1]} of question {row[0]} with {reported!r} instead of an answer; its log says why. "
         "Samples that were written before stay valid: run again to draw the rest."

@@ -18,6 +18,8 @@ from loragate.report.table import Row, p_value, percent, points
 Order = Literal["above", "below", "unclear"]
 
 CHEAP = {"temperature": "lower temperature", "greedy": "greedy decoding", "global": "one global λ"}
+LEVEL = 0.05
+"""A difference is called better or worse where its p is at most this and its interval excludes zero."""
 NOTABLE_TRUNCATION = 0.05
 """Share of answers from which truncation is held to matter."""
 
@@ -60,14 +62,12 @@ def _verdict(gated: Row, adapter: Row | None, adapter_name: str) -> str:
         f"{_score(gated)} against {_score(adapter)}, a difference of {points(versus['mean'])} points "
         f"(95 % interval {points(versus['low'])} to {points(versus['high'])}, p{p_value(versus['p'])})"
     )
-    if versus["low"] > 0:
+    decided = versus["p"] <= LEVEL  # with the interval, the rule of evaluation records
+    if decided and versus["low"] > 0:
         return f"{gated['name']} is better than {adapter_name}: {size}."
-    if versus["high"] < 0:
+    if decided and versus["high"] < 0:
         return f"{gated['name']} is worse than {adapter_name}: {size}. Use {adapter_name} without these gates."
-    return (
-        f"No difference between {gated['name']} and {adapter_name} is shown: {size}. The interval includes zero, which "
-        "does not prove them equal."
-    )
+    return f"No difference between {gated['name']} and {adapter_name} is shown: {size}. That does not prove them equal."
 
 
 def _against_cheap_controls(rows: Sequence[Row], gated: Row, adapter: Row | None, adapter_name: str) -> list[str]:

@@ -16,7 +16,7 @@ from rich.text import Text
 from loragate.report.table import ABSENT, p_value, percent, points
 
 Record = Mapping[str, Any]
-COLUMNS = ("Model", "Score %", "vs adapter, points", "Majority %", "Cut off %", "No answer %", "Tokens")
+COLUMNS = ("Model", "Score %", "vs adapter, points", "Majority %", "Cut off\nno EOS %", "No\nanswer %", "Tokens")
 SUITE_COLUMNS = ("Model", "Mean over tasks %", "vs adapter, points")
 JUDGED = ("ok", "wrong")
 
@@ -25,12 +25,13 @@ def caption(record: Record) -> str:
     """What the columns mean, and what was done."""
     text = (
         "Ranges are 95 % intervals over questions; vs adapter is paired by question, and what is shown takes Holm's "
-        "adjustment over all comparisons into account. Cut off: answers that met the length limit. No answer: nothing that "
-        "could be judged was found, for whatever reason."
+        "adjustment over all comparisons into account. Cut off: answers that met the length limit; below it, where it "
+        "differs, no EOS: answers without an end of sequence. No answer: nothing that could be judged was found, for "
+        "whatever reason."
     )
     if record["sandbox"]:
         text += f" Programs ran in the tier {record['sandbox']}."
-    return text
+    return "\n".join([text, *(f"warning: {warning}" for warning in record["warnings"])])
 
 
 def score_tables(record: Record) -> list[Table]:
@@ -39,13 +40,13 @@ def score_tables(record: Record) -> list[Table]:
     for task in record["tasks"]:
         table = _table(f"{task['name']} v{task['version']} · {_metric(record, task)}", COLUMNS)
         for row in _rows_of(record, task["name"]):
-            cells = [Text("\n".join(filter(None, cell))) for cell in _cells(row)]
+            cells = [_stacked(cell) for cell in _cells(row)]
             table.add_row(Text(row_name(row)), *cells, style="bold" if row["variant"] == "gated" else None)
         tables.append(table)
     if record["suites"]:
-        table = _table("all tasks", SUITE_COLUMNS)
+        table = _table(_suite_title(record), SUITE_COLUMNS)
         for row in record["suites"]:
-            cells = [Text("\n".join(filter(None, cell))) for cell in _suite_cells(row)]
+            cells = [_stacked(cell) for cell in _suite_cells(row)]
             table.add_row(Text(row_name(row)), *cells, style="bold" if row["variant"] == "gated" else None)
         tables.append(table)
     return tables
@@ -59,8 +60,8 @@ def score_markdown(record: Record) -> str:
         parts.append(f"### {task['name']} v{task['version']} · {_metric(record, task)}\n\n{_markdown(COLUMNS, lines)}")
     if record["suites"]:
         lines = [[row_name(row), *_joined(_suite_cells(row))] for row in record["suites"]]
-        parts.append(f"### all tasks\n\n{_markdown(SUITE_COLUMNS, lines)}")
-    return "\n\n".join([*parts, caption(record)]) + "\n"
+        parts.append(f"### {_suite_title(record)}\n\n{_markdown(SUITE_COLUMNS, lines)}")
+    return "\n\n".join([*parts, *caption(record).split("\n")]) + "\n"
 
 
 def row_name(row: Mapping[str, Any]) -> str:
@@ -68,14 +69,10 @@ def row_name(row: Mapping[str, Any]) -> str:
     return row["variant"] if row["control"] is None else f"{row['variant']} {row['control']}"
 
 
-def shown(row: Mapping[str, Any]) -> str:
-    """What a row's comparison shows: "better", "worse", "no difference shown", or nothing where there is none."""
-    versus = row["comparison"]
-    if versus is None:
-        return ""
-    if row["adjusted_p"] > 0.05:
-        return "no difference shown"
-    return "better" if versus["low"] > 0 else "worse" if versus["high"] < 0 else "no difference shown"
+def _suite_title(record: Record) -> str:
+    count = record["suites"][0]["average"]["tasks"]
+    apart = ", those of lm-eval apart" if count < len(record["tasks"]) else ""
+    return f"average of {count} tasks{apart}"
 
 
 def _rows_of(record: Record, task: str) -> list[Mapping[str, Any]]:
@@ -96,9 +93,9 @@ def _cells(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
     majority = row["majority_at_k"]
     return [
         (percent(score["mean"]), f"{percent(score['low'])}–{percent(score['high'])}"),
-        (*_difference(row["comparison"]), shown(row)),
+        _difference(row),
         (ABSENT if majority is None or score["samples"] == 1 else percent(majority["mean"]), ""),
-        (percent(row["truncated"]), ""),
+        (percent(row["truncated"]), percent(row["no_eos"]) if row["no_eos"] != row["truncated"] else ""),
         (percent(silent / total), ""),
         (f"{row['tokens']:.0f}", ""),
     ]
@@ -108,14 +105,17 @@ def _suite_cells(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
     average = row["average"]
     return [
         (percent(average["mean"]), f"{percent(average['low'])}–{percent(average['high'])}"),
-        _difference(row["comparison"]),
+        _difference(row),
     ]
 
 
-def _difference(versus: Mapping[str, float] | None) -> tuple[str, str]:
+def _difference(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Difference, interval and the record's verdict on it."""
+    versus = row["comparison"]
     if versus is None:
-        return ABSENT, ""
-    return f"{points(versus['mean'])}, p{p_value(versus['p'])}", f"{points(versus['low'])} to {points(versus['high'])}"
+        return (ABSENT,)
+    interval = f"{points(versus['low'])} to {points(versus['high'])}"
+    return f"{points(versus['mean'])}, p{p_value(versus['p'])}", interval, row["verdict"] or ""
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
@@ -123,8 +123,14 @@ def _table(title: str, columns: Sequence[str]) -> Table:
     table.title_justify = "left"
     table.add_column(columns[0], min_width=12, overflow="fold")
     for column in columns[1:]:
-        table.add_column("\n".join(column.rsplit(" ", 1)), justify="right", no_wrap=True)
+        heading = column if "\n" in column else "\n".join(column.rsplit(" ", 1))
+        table.add_column(heading, justify="right", no_wrap=True)
     return table
+
+
+def _stacked(cell: Sequence[str]) -> Text:
+    """The parts of a cell under one another; the longest verdict takes two lines, or 80 columns would not hold the table."""
+    return Text("\n".join(filter(None, cell)).replace("difference shown", "difference\nshown"))
 
 
 def _joined(cells: Sequence[tuple[str, ...]]) -> list[str]:
@@ -132,5 +138,9 @@ def _joined(cells: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rows = [columns, ["---", *("---:" for _ in columns[1:])], *lines]
+    rows = [
+        [column.replace("\n", ", " if "EOS" in column else " ") for column in columns],
+        ["---", *("---:" for _ in columns[1:])],
+        *lines,
+    ]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)

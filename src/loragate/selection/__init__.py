@@ -2,8 +2,11 @@
 
     candidate     a range and an objective to try
     choose        the pick: best mean, ties to the adapter
+    disjoint      whether questions are also among other rows
     probe         questions with labels, or judged by the adapter's own majority (agreement)
     questions     probe questions from files and from rows that were set aside
+    retention     a second probe that may veto and never win
+    outcome       what candidates did, and the record of it
     transaction   train → probe → keep or fall back, resumable
 
 What needs torch is imported on first use, so that a command line can be checked without it.
@@ -18,10 +21,11 @@ from loragate.selection.candidate import Candidate
 from loragate.selection.choose import Choice, choose
 
 if TYPE_CHECKING:
+    from loragate.selection.outcome import Selection
     from loragate.selection.probe import Probe
-    from loragate.selection.transaction import Selection, Transaction
+    from loragate.selection.transaction import Transaction
 
-_EXPORTS = {"Probe": "probe", "Selection": "transaction", "Transaction": "transaction"}
+_EXPORTS = {"Probe": "probe", "Selection": "outcome", "Transaction": "transaction"}
 
 __all__ = ["Candidate", "Choice", "Probe", "Selection", "Transaction", "choose"]
 

@@ -15,6 +15,7 @@ from loragate.errors import DataError
 
 MIN_EXTRACTED = 0.5
 MIN_QUESTIONS = 32
+MIN_VOTES = 2
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Majority:
     """The adapter's majority answers.
 
     Attributes:
-        answers: the most frequent extracted answer of each question, None where no sample had one.
+        answers: the most frequent extracted answer of each question, None where no two samples gave the same one.
         share: mean share of samples that gave the majority answer, over the questions that have one.
         extracted: share of all samples from which an answer could be taken.
     """
@@ -40,6 +41,8 @@ class Majority:
 def majority(extracted: Sequence[Sequence[str | None]]) -> Majority:
     """The majority answer of each question, [questions][samples]; of equally frequent ones the first seen.
 
+    An answer that was given once is no majority: free text, which never comes twice, must not pass for agreement.
+
     Raises:
         DataError: for no questions, or a question without samples.
     """
@@ -51,10 +54,10 @@ def majority(extracted: Sequence[Sequence[str | None]]) -> Majority:
     for row in extracted:
         given = [answer for answer in row if answer is not None]
         found, total = found + len(given), total + len(row)
-        if not given:
+        answer, count = Counter(given).most_common(1)[0] if given else ("", 0)
+        if count < MIN_VOTES:
             answers.append(None)
             continue
-        answer, count = Counter(given).most_common(1)[0]
         answers.append(answer)
         shares.append(count / len(row))
     return Majority(answers, sum(shares) / len(shares) if shares else 0.0, found / total)
@@ -71,5 +74,8 @@ def why_unusable(found: Majority) -> str | None:
             f"(at least {100 * MIN_EXTRACTED:.0f} % are needed)"
         )
     if len(found.usable) < MIN_QUESTIONS:
-        return f"only {len(found.usable)} questions have a majority answer (at least {MIN_QUESTIONS} are needed)"
+        return (
+            f"only {len(found.usable)} questions have an answer on which samples of the adapter agree (at least "
+            f"{MIN_QUESTIONS} are needed)"
+        )
     return None

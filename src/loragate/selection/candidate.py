@@ -25,6 +25,11 @@ class Candidate:
         return f"[{self.lower:g},{self.upper:g}]{kind}"
 
     @property
+    def bounds(self) -> tuple[float, float]:
+        """(L, U)."""
+        return self.lower, self.upper
+
+    @property
     def slug(self) -> str:
         """As part of a path."""
         return f"{self.objective}_{self.lower:g}_{self.upper:g}"

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -19,11 +19,17 @@ import numpy as np
 from loragate.errors import DataError
 from loragate.evaluation import judging
 from loragate.evaluation.tasks import Question, Task
+from loragate.files import write_json
 from loragate.generation import Engine, OnProgress, Sample, SamplingConfig
 from loragate.selection.agreement import Majority, majority, why_unusable
+from loragate.selection.disjoint import key_of
+from loragate.selection.disjoint import require_disjoint as require_disjoint
+from loragate.training.guards import Reading, take_reading
+from loragate.training.rollouts import as_answers
 
 MIN_QUESTIONS = 32
 COOL, COOL_SAMPLES = 0.3, 8
+TINY_COLUMNS = ("kind", "operations")
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,13 @@ class ProbeScores:
             "finished": float(np.mean(finished)),
             "tokens": float(np.mean(lengths)),
             "distinct": float(np.mean(distinct)),
+            "read": float(np.mean([answer is not None for answer in self.extracted])),
         }
+
+    @property
+    def reading(self) -> Reading:
+        """The same answers as a guard sees them."""
+        return take_reading(as_answers(self.samples), 0)
 
 
 @dataclass(frozen=True)
@@ -92,14 +104,9 @@ class Probe:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over prompts, reference answers and sampling."""
-        content = [
-            list(self.prompts),
-            [q.gold for q in self.questions],
-            dataclasses.asdict(self.sampling),
-            self.task.grader,
-        ]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        """SHA-256 over prompts, reference answers, rows (tests of programs stand there), task and sampling."""
+        asked = [[prompt, q.gold, q.row] for prompt, q in zip(self.prompts, self.questions, strict=True)]
+        return _digest([asked, dataclasses.asdict(self.sampling), self.task.fingerprint])
 
     def as_dict(self) -> dict[str, Any]:
         """What the artifact records of the probe."""
@@ -109,6 +116,8 @@ class Probe:
             "questions": len(self.questions),
             "samples": self.sampling.samples,
             "temperature": self.sampling.temperature,
+            "max_new_tokens": self.sampling.max_new_tokens,
+            "plain_text": self.task.raw,
             "grader": self.task.grader,
             "task": f"{self.task.name} v{self.task.version}",
         }
@@ -129,13 +138,17 @@ def labelled_probe(
     """A probe with answers; `prompts` are rendered, one per question.
 
     Raises:
-        DataError: for fewer than 32 questions.
+        DataError: for fewer than 32 different questions, or a row that lacks what its grader reads.
     """
-    if len(questions) < MIN_QUESTIONS:
+    different = len({key_of(prompt) for prompt in prompts})
+    if different < MIN_QUESTIONS:
+        repeated = f" ({len(questions)} rows)" if different < len(questions) else ""
         raise DataError(
-            f"the probe {source} has {len(questions)} questions; fewer than {MIN_QUESTIONS} cannot tell ranges apart, so "
-            "nothing would be picked on them"
+            f"the probe {source} has {different} different questions{repeated}; fewer than {MIN_QUESTIONS} cannot tell "
+            "ranges apart, so nothing would be picked on them"
         )
+    if why := _why_not_judged(task, questions):
+        raise DataError(why)
     return Probe("labelled", task, tuple(questions), tuple(prompts), sampling, judge_settings, source)
 
 
@@ -148,36 +161,45 @@ def agreement_probe(
     judge_settings: judging.JudgeSettings,
     source: str,
     on_progress: OnProgress | None = None,
+    kept: Path | None = None,
 ) -> tuple[Probe | None, str]:
     """A probe without answers: the adapter's majority at T = 0.3 stands in for them.
 
     Args:
         prompts: rendered, one per question.
         adapter: answers as the untouched adapter.
+        kept: file in which its extracted answers are kept, so that a resumed selection has the same majority though
+            another batch rounds differently.
 
     Returns:
         (the probe, "") or (None, why agreement cannot select here).
     """
     if task.grader in judging.CODE:
         return None, "programs have no extractable answer that could agree"
-    cool = dataclasses.replace(sampling, temperature=COOL, samples=COOL_SAMPLES, seed=sampling.seed + 1)
-    samples = adapter.generate(prompts, cool, on_progress)
-    # an impossible gold: only what can be extracted matters here
-    blank = [dataclasses.replace(question, gold=judging.NOTHING) for question in questions]
-    extracted: list[list[str | None]] = [[] for _ in questions]
-    for sample, grade in zip(samples, judging.judge(task, blank, samples, task.grader, judge_settings), strict=True):
-        extracted[sample.question].append(grade.extracted)
-    found = majority(extracted)
-    why = why_unusable(found)
-    if why is not None:
+    if why := _why_not_judged(task, questions):
         return None, why
-    kept = found.usable
+    cool = dataclasses.replace(sampling, temperature=COOL, samples=COOL_SAMPLES, seed=sampling.seed + 1)
+    made_from = _digest([list(prompts), dataclasses.asdict(cool), task.fingerprint])
+    extracted = _kept_answers(kept, made_from)
+    if extracted is None:
+        extracted = [[] for _ in questions]
+        samples = adapter.generate(prompts, cool, on_progress)
+        # an impossible gold: only what can be extracted matters here
+        blank = [judging.with_answer(task, question, judging.NOTHING) for question in questions]
+        grades = judging.judge(task, blank, samples, task.grader, judge_settings)
+        for sample, grade in zip(samples, grades, strict=True):
+            extracted[sample.question].append(grade.extracted)
+        if kept is not None:
+            write_json(kept, {"made_from": made_from, "extracted": extracted})
+    found = majority(extracted)
+    if why := why_unusable(found):
+        return None, why
     return (
         Probe(
             "agreement",
             task,
-            tuple(judging.with_answer(task, questions[index], str(found.answers[index])) for index in kept),
-            tuple(prompts[index] for index in kept),
+            tuple(judging.with_answer(task, questions[index], str(found.answers[index])) for index in found.usable),
+            tuple(prompts[index] for index in found.usable),
             sampling,
             judge_settings,
             source,
@@ -187,20 +209,25 @@ def agreement_probe(
     )
 
 
-def require_disjoint(questions: Sequence[Question], others: Sequence[str], what: str) -> None:
-    """Refuse a probe that shares prompts with other rows (letters and digits compared, case ignored).
-
-    Raises:
-        DataError: naming the first shared question and how many there are.
-    """
-    seen = {_key(text) for text in others}
-    shared = [question for question in questions if _key(question.prompt) in seen]
-    if shared:
-        raise DataError(
-            f"{shared[0].place}: {len(shared)} of {len(questions)} probe questions are also among {what}; a range picked on "
-            "questions that were trained on, or that the result is reported on, means nothing. Take other questions"
-        )
+def _why_not_judged(task: Task, questions: Sequence[Question]) -> str | None:
+    """What a row lacks that its grader reads, or None."""
+    for question in questions if task.grader == "tiny" else ():
+        if missing := [name for name in ("prompt", *TINY_COLUMNS) if name not in question.row]:
+            return f"{question.place}: the grader tiny reads the column {missing[0]!r}, which this row has not"
+    return None
 
 
-def _key(text: str) -> str:
-    return re.sub(r"\W+", "", text).lower()
+def _kept_answers(path: Path | None, made_from: str) -> list[list[str | None]] | None:
+    if path is None or not path.is_file():
+        return None
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["made_from"] == made_from:
+            return [list(row) for row in record["extracted"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: not what this version writes ({error}); delete it to ask the adapter again") from None
+    return None
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

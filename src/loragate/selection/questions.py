@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,23 @@ from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.judging import MATH, TEXT
 from loragate.evaluation.tasks import Question, Task, load_questions, load_task
 from loragate.evaluation.tasks.task import EXTRACTORS_OF, Dataset, Generation
+from loragate.selection.disjoint import PROMPTS, key_of
+from loragate.selection.disjoint import prompts_of as prompts_of
 from loragate.training.rollouts import training_prompts
 
-PROMPTS = ("prompt", "question", "problem", "instruction")
 ANSWERS = ("answer", "gold", "target")
 GRADERS = (*MATH, *TEXT)
 HELD_OUT = 64
 
 
-def probe_task(grader: str = "default", file: str = "", *, labelled: bool = True) -> Task:
+def probe_task(grader: str = "default", file: str = "", *, labelled: bool = True, raw: bool = False) -> Task:
     """A task for a plain file of prompts and answers; the prompt column is the user's turn, as it stands.
+
+    Args:
+        grader: how answers are judged.
+        file: recorded as the task's file.
+        labelled: whether there are answers.
+        raw: prompts are completed as plain text, without the chat template.
 
     Raises:
         ConfigError: for a grader that needs more than an answer.
@@ -34,6 +40,7 @@ def probe_task(grader: str = "default", file: str = "", *, labelled: bool = True
         dataset=Dataset(file=file or None),
         columns={"question": PROMPTS, "gold": ANSWERS if labelled else PROMPTS},
         prompt="{{ question }}",
+        raw=raw,
         generation=Generation(samples=4),
         extractor=EXTRACTORS_OF[grader][0],
         grader=grader,
@@ -42,7 +49,7 @@ def probe_task(grader: str = "default", file: str = "", *, labelled: bool = True
 
 
 def read_probe(
-    file: str, task_name: str = "", grader: str = "default", limit: int | None = None
+    file: str, task_name: str = "", grader: str = "default", limit: int | None = None, *, raw: bool = False
 ) -> tuple[Task, list[Question], bool]:
     """The questions of a probe file.
 
@@ -51,6 +58,7 @@ def read_probe(
         task_name: a task whose prompt, columns and grader are used, by name or file; the file has its schema then.
         grader: how answers are judged where no task is named.
         limit: first questions only.
+        raw: the prompts are plain text to complete, where no task is named.
 
     Returns:
         (task, questions, whether they are labelled).
@@ -58,17 +66,25 @@ def read_probe(
     Raises:
         DataError: if some rows have an answer and others have not, or a row cannot be used.
     """
+    if not Path(file).expanduser().is_file():
+        raise DataError(f"found no file {file}; a probe is a local .jsonl, .json or .parquet file")
     if task_name:
         task = load_task(task_name)
         return task, load_questions(task, file, limit).questions, True
     rows = load_rows(file)
+    for index, row in enumerate(rows):
+        used = next((name for name in PROMPTS if row.get(name) is not None), "")
+        if used == "instruction" and row.get("input"):
+            raise DataError(
+                f"{rows.where(index)}: the column 'input' would be left out; write the whole question into one column 'prompt'"
+            )
     with_answer = [any(row.get(name) is not None for name in ANSWERS) for row in rows]
     if any(with_answer) and not all(with_answer):
         missing = with_answer.index(False)
         raise DataError(
             f"{rows.where(missing)}: no answer, though other rows have one; give all of them an answer, or none"
         )
-    task = probe_task(grader, labelled=all(with_answer))
+    task = probe_task(grader, labelled=all(with_answer), raw=raw)
     return task, load_questions(task, Path(file), limit).questions, all(with_answer)
 
 
@@ -82,28 +98,32 @@ def held_out_prompts(
     """
     encoded = encode_rows(rows, tokenizer, max_length=max_length, system=system)
     prompts = training_prompts(encoded, rows, tokenizer, max_new_tokens, positions)
-    questions = [Question(str(item.row), item.text, "", {}, rows.where(item.row)) for item in prompts]
+    questions = [Question(str(item.row), item.text, "", dict(rows[item.row]), rows.where(item.row)) for item in prompts]
     return questions, [item.text for item in prompts]
 
 
 def set_aside(rows: Rows, count: int = HELD_OUT) -> tuple[Rows, Rows]:
-    """(rows to calibrate on, rows set aside): the last `count`, but never more than a tenth."""
-    kept = len(rows) - min(count, len(rows) // 10)
-    return rows.take(max(kept, 1)), rows[max(kept, 1) :]
+    """(rows to calibrate on, rows set aside): the last `count`, but never more than a tenth.
+
+    Rows that repeat a prompt stay together: of those set aside one remains as a question, and the others are left out
+    of the calibration, so that no question was trained on. Fewer than ten rows set nothing aside.
+    """
+    keys = [tuple(map(key_of, prompts_of([row]))) for row in rows]
+    wanted = min(count, len(rows) // 10)
+    aside: dict[tuple[str, ...], int] = {}
+    taken = 0  # rows that calibration loses; a prompt with more rows than are left to take stays where it is
+    rows_of: dict[tuple[str, ...], int] = {}
+    for key in keys:
+        rows_of[key] = rows_of.get(key, 0) + 1
+    for index in range(len(rows) - 1, -1, -1):
+        key = keys[index]
+        if key and key not in aside and taken + rows_of[key] <= wanted:
+            aside[key] = index
+            taken += rows_of[key]
+    kept = [index for index, key in enumerate(keys) if key not in aside]
+    return _view_of(rows, kept), _view_of(rows, sorted(aside.values()))
 
 
-def prompts_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The user's words in training rows of any format, for the comparison with a probe."""
-    texts = []
-    for row in rows:
-        for name in ("messages", "conversations"):
-            for turn in row.get(name) or ():
-                if turn.get("role", turn.get("from")) in ("user", "human"):
-                    texts.append(str(turn.get("content", turn.get("value", ""))))
-        for name in PROMPTS:
-            value = row.get(name)
-            if isinstance(value, str):
-                texts.append(value)
-            elif isinstance(value, list):
-                texts += [str(turn.get("content", "")) for turn in value if isinstance(turn, dict)]
-    return texts
+def _view_of(rows: Rows, indices: list[int]) -> Rows:
+    """These rows, which keep their places."""
+    return rows._view([rows._order[index] for index in indices])

@@ -2,18 +2,23 @@
 
     folder/<candidate>/run/              log and checkpoints of its training
     folder/<candidate>/gates.safetensors
+    folder/<candidate>/trained.json      record of its training; from here on it is not trained again
     folder/<candidate>/result.json       what it did on the probe; written last, so it marks the candidate as finished
     folder/adapter/result.json           the untouched adapter, always a candidate
 
 Where nothing beats the adapter, the gates that remain are zero: λ = 1 everywhere, bit for bit the adapter, in every program
-that can load gates. Nothing here prints, and training's own loss is never looked at.
+that can load gates. Nothing here prints, and training's own loss is never looked at. One process: several would each have to
+sample the probe.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,71 +29,28 @@ from safetensors.torch import load_file, save_file
 from loragate.data import EncodedRows, Rows
 from loragate.errors import ConfigError, DataError
 from loragate.files import write_atomically, write_json
-from loragate.gates import GateConfig, attach_gates, detach_gates, gate_parameters
+from loragate.gates import GateConfig, adapter_fingerprint, attach_gates, detach_gates, gate_parameters
+from loragate.gates.attach import active_adapter
+from loragate.gates.fingerprint import base_weight_samples
 from loragate.generation import Engine
 from loragate.selection.candidate import Candidate
-from loragate.selection.choose import Choice, choose
+from loragate.selection.choose import choose
+from loragate.selection.outcome import ADAPTER, Outcome, Selection
 from loragate.selection.probe import Probe
+from loragate.selection.retention import vetoes
 from loragate.training import CalibrationSettings, calibrate
+from loragate.training.guards import Reading
+from loragate.training.run import encoded_fingerprint
 
-ADAPTER = "adapter"
 OnEvent = Callable[[str, str, int, int, str], None]
-"""Called with (candidate, stage, done, total, note); stages are "training" and "probing"."""
+"""Called with (candidate, stage, done, total, note); stages are "training", "probing" and "retention"."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What one candidate did.
-
-    Attributes:
-        name: of the candidate, "adapter" for the untouched one.
-        scores: float64 [questions, samples] on the probe.
-        signs: what its answers look like (`ProbeScores.signs`).
-        evidence: record of its training (`CalibrationResult.evidence`); empty for the adapter.
-        gates: its tensors; empty for the adapter.
-        seconds: of training and probing.
-    """
-
-    name: str
-    scores: np.ndarray
-    signs: dict[str, float]
-    evidence: dict[str, Any] = field(default_factory=dict)
-    gates: dict[str, torch.Tensor] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Selection:
-    """What was chosen, and everything it was chosen from.
-
-    Attributes:
-        choice: pick and evidence.
-        candidate: the picked candidate; None where the adapter remains.
-        outcomes: by name, the adapter among them.
-        probe: description of the questions.
-    """
-
-    choice: Choice
-    candidate: Candidate | None
-    outcomes: dict[str, Outcome]
-    probe: dict[str, Any]
-
-    def as_record(self) -> dict[str, Any]:
-        """What the artifact keeps under "selection"."""
-        trainings = [outcome for outcome in self.outcomes.values() if outcome.evidence]
-        return {
-            "method": f"best of {len(trainings)} on a {self.probe['kind']} probe, the adapter among the candidates",
-            "accepted": self.choice.accepted,
-            "picked": self.choice.name,
-            "probe": self.probe,
-            "evidence": self.choice.evidence,
-            "signs": {name: outcome.signs for name, outcome in self.outcomes.items()},
-            "cost": {
-                "trainings": len(trainings),
-                "training_seconds": round(sum(o.seconds.get("training", 0.0) for o in self.outcomes.values()), 1),
-                "probing_seconds": round(sum(o.seconds.get("probing", 0.0) for o in self.outcomes.values()), 1),
-            },
-        }
+def settings_of(settings: CalibrationSettings, objective: str) -> CalibrationSettings:
+    """The settings for a candidate's objective; what only other objectives read goes back to its default."""
+    read = set(CalibrationSettings(objective=objective).as_record()) - {"objective"}
+    given = {item.name: getattr(settings, item.name) for item in fields(settings) if item.name in read}
+    return CalibrationSettings(**given, objective=objective)
 
 
 class Transaction:
@@ -102,7 +64,8 @@ class Transaction:
         probe: the questions.
         engine: answers with the model as it stands.
         folder: where candidates are kept.
-        calibrate_options: passed on to `calibrate` (sampler, reward, guard, …).
+        retention: a second labelled probe, on which a candidate must not lose.
+        calibrate_options: from a candidate's settings to further arguments of `calibrate` (sampler, reward, guard, …).
     """
 
     def __init__(
@@ -116,12 +79,21 @@ class Transaction:
         probe: Probe,
         engine: Engine,
         folder: Path,
-        **calibrate_options: Any,
+        retention: Probe | None = None,
+        calibrate_options: Callable[[CalibrationSettings], Mapping[str, Any]] | None = None,
     ) -> None:
         self.model, self.tokenizer, self.rows, self.encoded = model, tokenizer, rows, encoded
         self.settings, self.gate_config, self.probe = settings, gate_config, probe
-        self.engine, self.folder, self.calibrate_options = engine, folder, calibrate_options
-        self.data = rows.fingerprint
+        self.engine, self.folder, self.retention = engine, folder, retention
+        self.calibrate_options = calibrate_options or (lambda _: {})
+        self.common = {
+            "probe": probe.fingerprint,
+            "retention": None if retention is None else retention.fingerprint,
+            "data": rows.fingerprint,
+            "tokens": encoded_fingerprint(encoded),
+            "adapter": adapter_fingerprint(model, active_adapter(model)),
+            "base": hashlib.sha256(json.dumps(base_weight_samples(model)).encode()).hexdigest(),
+        }
 
     def run(
         self, candidates: Sequence[Candidate], on_event: OnEvent | None = None, *, resume: bool = False
@@ -131,34 +103,55 @@ class Transaction:
         The model is left ungated; `put_on` attaches what was chosen.
 
         Raises:
-            ConfigError: for no candidates, or two of one name.
+            ConfigError: for no candidates, two of one name, several processes, or earlier candidates in the folder that
+                are not to be resumed.
+            DataError: if what is resumed was made with another probe, other rows, settings, gates or models.
         """
         if not candidates or len({candidate.slug for candidate in candidates}) != len(candidates):
             raise ConfigError(f"candidate ranges must be given, each once; found {[c.name for c in candidates]}")
+        if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+            raise ConfigError("ranges are chosen in one process; start the command without a distributed launcher")
+        if not resume and any(self.folder.glob("*/*.json")):
+            raise ConfigError(
+                f"{self.folder} holds candidates of an earlier run; go on with --resume, or choose another --out"
+            )
+        for candidate in candidates:
+            settings_of(self.settings, candidate.objective)  # a setting that does not fit shows before any training
         outcomes = {ADAPTER: self._adapter(on_event)}
         for candidate in candidates:
             outcomes[candidate.name] = self._try(candidate, on_event, resume)
-        choice = choose({name: outcome.scores for name, outcome in outcomes.items()}, ADAPTER)
+        kept = {name: o.retention for name, o in outcomes.items() if o.retention is not None}
+        vetoed = vetoes(kept, ADAPTER) if kept else {}
+        choice = choose({name: outcome.scores for name, outcome in outcomes.items()}, ADAPTER, vetoed)
         picked = next((candidate for candidate in candidates if candidate.name == choice.name), None)
-        return Selection(choice, picked, outcomes, self.probe.as_dict())
+        retention = None if self.retention is None else self.retention.as_dict()
+        return Selection(choice, picked, outcomes, self.probe.as_dict(), retention)
 
     def put_on(self, selection: Selection, reference: Candidate) -> None:
         """Attach the chosen gates, or zero gates in the range of `reference` where the adapter remains."""
         candidate = selection.candidate or reference
-        attach_gates(self.model, self.gate_config(candidate.lower, candidate.upper))
+        attach_gates(self.model, self.gate_config(*candidate.bounds), active_adapter(self.model))
         load_gate_values(self.model, selection.outcomes[candidate.name].gates if selection.candidate else {})
 
     def _adapter(self, on_event: OnEvent | None) -> Outcome:
-        path = self.folder / ADAPTER / "result.json"
-        found = self._finished(path, ADAPTER)
-        return found or self._probed(ADAPTER, path, on_event)
+        place = self.folder / ADAPTER
+        return self._finished(place, self.common) or self._probed(ADAPTER, place, self.common, on_event, {}, 0.0)
 
     def _try(self, candidate: Candidate, on_event: OnEvent | None, resume: bool) -> Outcome:
         place = self.folder / candidate.slug
-        found = self._finished(place / "result.json", candidate.name)
+        settings, config = settings_of(self.settings, candidate.objective), self.gate_config(*candidate.bounds)
+        options = dict(self.calibrate_options(settings))
+        guard = options.get("guard")
+        made_from = {
+            **self.common,
+            "settings": settings.as_record(),
+            "gates": asdict(config),
+            "guard": None if guard is None else asdict(guard),
+        }
+        found = self._finished(place, made_from)
         if found is not None:
             return replace(found, gates=load_file(place / "gates.safetensors"))
-        begun = (place / "run" / "run.json").is_file()
+        trained = _read(place / "trained.json", made_from)
 
         def report(step: Any) -> None:
             if on_event is not None:
@@ -166,78 +159,108 @@ class Transaction:
                 note = "" if entropy is None else f"entropy {entropy:.3f}"
                 on_event(candidate.name, "training", step.step, step.total, note)
 
-        result = calibrate(
-            self.model,
-            self.tokenizer,
-            self.rows,
-            self.gate_config(candidate.lower, candidate.upper),
-            replace(self.settings, objective=candidate.objective),
-            run_folder=place / "run",
-            resume=resume and begun,
-            on_step=report,
-            encoded=self.encoded,
-            **self.calibrate_options,
-        )
-        try:
+        if trained is None:
+            result = calibrate(
+                self.model,
+                self.tokenizer,
+                self.rows,
+                config,
+                settings,
+                run_folder=place / "run",
+                resume=resume and (place / "run" / "run.json").is_file(),
+                on_step=report,
+                encoded=self.encoded,
+                **options,
+            )
             gates = {name: value.detach().cpu().clone() for name, value in gate_parameters(self.model).items()}
             write_atomically(place / "gates.safetensors", lambda path: save_file(gates, path))
-            outcome = self._probed(candidate.name, place / "result.json", on_event, result.evidence(), result.seconds)
+            trained = {"made_from": made_from, "evidence": result.evidence(), "seconds": result.seconds}
+            write_json(place / "trained.json", trained)
+        else:
+            gates = load_file(place / "gates.safetensors")
+            attach_gates(self.model, config, active_adapter(self.model))
+            load_gate_values(self.model, gates)
+        try:
+            outcome = self._probed(
+                candidate.name, place, made_from, on_event, trained["evidence"], float(trained["seconds"])
+            )
             return replace(outcome, gates=gates)
         finally:
-            detach_gates(self.model)
+            detach_gates(self.model, active_adapter(self.model))
 
     def _probed(
         self,
         name: str,
-        path: Path,
+        place: Path,
+        made_from: dict[str, Any],
         on_event: OnEvent | None,
-        evidence: dict[str, Any] | None = None,
-        training_seconds: float = 0.0,
+        evidence: dict[str, Any],
+        training_seconds: float,
     ) -> Outcome:
-        import time
-
-        def report(done: int, total: int) -> None:
-            if on_event is not None:
-                on_event(name, "probing", done, total, "")
+        def reporter(stage: str) -> Callable[[int, int], None]:
+            return lambda done, total: on_event(name, stage, done, total, "") if on_event is not None else None
 
         began = time.monotonic()
-        found = self.probe.score(self.engine, report)
+        found = self.probe.score(self.engine, reporter("probing"))
+        retained = None if self.retention is None else self.retention.score(self.engine, reporter("retention")).scores
         seconds = {"training": training_seconds, "probing": time.monotonic() - began}
-        write_json(
-            path,
-            {
-                "name": name,
-                "made_from": self._made_from(),
-                "scores": found.scores.tolist(),
-                "signs": found.signs,
-                "evidence": evidence or {},
-                "seconds": seconds,
-            },
-        )
-        return Outcome(name, found.scores, found.signs, evidence or {}, {}, seconds)
+        record = {
+            "name": name,
+            "made_from": made_from,
+            "scores": found.scores.tolist(),
+            "signs": found.signs,
+            "reading": asdict(found.reading),
+            "retention": None if retained is None else retained.tolist(),
+            "evidence": evidence,
+            "seconds": seconds,
+        }
+        write_json(place / "result.json", record)
+        return Outcome(name, found.scores, found.signs, found.reading, retained, evidence, {}, seconds)
 
-    def _made_from(self) -> dict[str, Any]:
-        """What a finished candidate must share with this transaction."""
-        settings = {**self.settings.as_record(), "objective": None}
-        return {"probe": self.probe.fingerprint, "data": self.data, "training": settings}
-
-    def _finished(self, path: Path, name: str) -> Outcome | None:
-        if not path.is_file():
+    def _finished(self, place: Path, made_from: dict[str, Any]) -> Outcome | None:
+        kept = _read(place / "result.json", made_from)
+        if kept is None:
             return None
         try:
-            kept = json.loads(path.read_text(encoding="utf-8"))
-            before, now = kept["made_from"], json.loads(json.dumps(self._made_from()))
-            if differing := [key for key in now if before.get(key) != now[key]]:
-                raise DataError(
-                    f"{path} was made with another {' and another '.join(differing)}; repeat the command with the same settings, "
-                    "or choose another --out"
-                )
-            scores = np.array(kept["scores"], dtype=float)
-            return Outcome(name, scores, kept["signs"], kept["evidence"], {}, kept["seconds"])
+            retained = None if kept["retention"] is None else np.array(kept["retention"], dtype=float)
+            return Outcome(
+                kept["name"],
+                np.array(kept["scores"], dtype=float),
+                kept["signs"],
+                Reading(**kept["reading"]),
+                retained,
+                kept["evidence"],
+                {},
+                kept["seconds"],
+            )
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{path}: not what this version writes ({error}); delete {path.parent} to measure again"
-            ) from None
+            raise _unreadable(place / "result.json", error) from None
+
+
+def _read(path: Path, made_from: dict[str, Any]) -> dict[str, Any] | None:
+    """A record of this transaction, or None where there is none yet.
+
+    Raises:
+        DataError: for a record of another one.
+    """
+    if not path.is_file():
+        return None
+    try:
+        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        before, now = kept["made_from"], json.loads(json.dumps(made_from))
+        differing = [key for key in now if before.get(key) != now[key]]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _unreadable(path, error) from None
+    if differing:
+        raise DataError(
+            f"{path} was made with another {' and another '.join(differing)}; repeat the command with the same settings, or "
+            "choose another --out"
+        )
+    return kept
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path}: not what this version writes ({error}); delete {path.parent} to measure again")
 
 
 def load_gate_values(model: Any, values: dict[str, torch.Tensor]) -> None:

@@ -175,7 +175,7 @@ class CalibrationSettings(TrainSettings):
     k: int = 100
     max_rows: int = 20_000
     objective: str = "entropy"
-    anchor: str = "mixture"
+    anchor: str = "product"
     beta: float = 1.0
     refresh: int = 0
     samples_per_prompt: int = 0

@@ -1,5 +1,6 @@
 import json
 import sys
+import time
 from collections import Counter
 from contextlib import suppress
 from fractions import Fraction
@@ -181,3 +182,13 @@ def test_python_expressions_are_never_run():
     for text in ("__import__('os')", "x.__class__", "[1]", "lambda: 1", "f(1)"):
         with pytest.raises(ValueError):
             python_expression(text)
+
+
+def test_an_answer_stuck_on_open_boxes_costs_no_time() -> None:
+    """What a model that repeats itself writes: looked at in the caller's process, where nothing can be killed."""
+    began = time.perf_counter()
+    assert last_boxed(r"\boxed{" * 20_000) is None
+    assert last_boxed(r"\boxed{7} " + r"\boxed{" * 20_000) == "7"
+    assert time.perf_counter() - began < 2
+    assert last_boxed(r"} \boxed{\{a\} {b}} {") == r"\{a\} {b}"
+    assert last_boxed(r"\\boxed{1} and \boxed{2") == "1"

@@ -7,6 +7,7 @@ in two ways, or that holds a setting without effect, is refused.
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,10 @@ def _task(content: dict[str, Any], path: Path) -> Task:
     content = _block(content, TASK_KEYS, path)
     _need(content, ("name", "version", "suite"), path)
     engine = content.get("engine", "loragate")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", content["name"]):
+        raise ConfigError(
+            f"{path}: name is {content['name']!r}; files are called by it: letters, digits, '_', '-', '.'"
+        )
     _one_of(engine, ENGINES, path, "engine")
     _one_of(content["suite"], SUITES, path, "suite")
     _need(content, NEEDED[engine], path)

@@ -1,0 +1,127 @@
+"""Where the answers of a row come from: the model in memory, vLLM, or several copies of either as replicas on Ray.
+
+Shared by commands that evaluate; `evaluation_inputs.py` says what is loaded, this file who answers with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from loragate.cli.evaluation_inputs import Loaded, load_inputs
+from loragate.errors import ConfigError
+
+
+class Engines:
+    """Called with a row, the context in which an engine answers as this row.
+
+    Args:
+        options: of the command: model, engine, batch_size, replicas, vllm_memory, tensor_parallel and what loading needs.
+        loaded: what `load_inputs` gave for them.
+
+    Raises:
+        ConfigError: for a number that cannot be used, and where vLLM or Ray is needed and not installed.
+    """
+
+    def __init__(self, options: Any, loaded: Loaded) -> None:
+        self.options, self.loaded = options, loaded
+        self._kept: tuple[str, Any] | None = None
+        for name in ("replicas", "tensor_parallel", "batch_size"):
+            if getattr(options, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least 1")
+        if not 0 < options.vllm_memory <= 1:
+            raise ConfigError(f"--vllm-memory {options.vllm_memory:g}: expected a share above 0 and at most 1")
+        if options.engine == "vllm":
+            from loragate.generation.vllm_engine import require_vllm
+
+            require_vllm()
+        if options.replicas > 1:
+            from loragate.generation.sharded import require_ray
+
+            require_ray()
+
+    @contextmanager
+    def __call__(self, variant: Any) -> Iterator[Any]:
+        """The engine that answers as `variant`."""
+        if self.options.replicas > 1:
+            yield self._sharded(variant)
+        elif self.loaded.model is None:
+            yield self._vllm(variant)
+        else:
+            from loragate.evaluation.variants import acting
+            from loragate.generation import TransformersEngine
+
+            with acting(self.loaded.model, variant, self.loaded.kind):
+                yield TransformersEngine(
+                    self.loaded.model, self.loaded.tokenizer, batch_size=int(self.options.batch_size)
+                )
+
+    def _vllm(self, variant: Any) -> Any:
+        if self._kept is None or self._kept[0] != variant.acts:
+            self.close()  # one model in memory at a time
+            self._kept = variant.acts, self._make(variant)()
+        return self._kept[1]
+
+    def close(self) -> None:
+        """End vLLM, where it runs."""
+        if self._kept is not None:
+            self._kept[1].close()
+            self._kept = None
+
+    def _sharded(self, variant: Any) -> Any:
+        from loragate.generation import RayData, ShardedEngine
+
+        executor = RayData(gpus=self._gpus())
+        return ShardedEngine(
+            self._make(variant), self.options.replicas, executor, batch_size=int(self.options.batch_size)
+        )
+
+    def _make(self, variant: Any) -> Callable[[], Any]:
+        """Makes the engine of a row from names alone, so that another process can."""
+        options, names = self.options, self.loaded.names
+        if options.engine != "vllm":
+            return partial(RowEngine, options, _anywhere(options.model), variant)
+        from loragate.generation import VllmEngine
+
+        return partial(
+            VllmEngine,
+            _anywhere(names["base"]),
+            None if variant.acts == "base" else _anywhere(names[variant.acts]),
+            tokenizer=self.loaded.tokenizer,
+            dtype=options.dtype,
+            batch_size=options.batch_size,
+            gpu_memory_utilization=options.vllm_memory,
+            tensor_parallel=options.tensor_parallel,
+        )
+
+    def _gpus(self) -> int:
+        import torch
+
+        if not torch.cuda.is_available() or self.options.device == "cpu":
+            return 0
+        return int(self.options.tensor_parallel) if self.options.engine == "vllm" else 1
+
+
+class RowEngine:
+    """A model of its own that answers as `variant`; what a replica makes from names alone."""
+
+    def __init__(self, options: Any, model: str, variant: Any) -> None:
+        from loragate.generation import TransformersEngine
+
+        self.loaded, self.variant = load_inputs(options, model), variant
+        self.engine = TransformersEngine(self.loaded.model, self.loaded.tokenizer, batch_size=options.batch_size)
+
+    def generate(self, *arguments: Any, **keywords: Any) -> Any:
+        """As `Engine.generate`."""
+        from loragate.evaluation.variants import acting
+
+        with acting(self.loaded.model, self.variant, self.loaded.kind):
+            return self.engine.generate(*arguments, **keywords)
+
+
+def _anywhere(place: str) -> str:
+    """A folder by its whole path, as another process may start elsewhere; a hub id as it is."""
+    return str(Path(place).resolve()) if Path(place).exists() else place

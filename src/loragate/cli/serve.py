@@ -1,0 +1,241 @@
+"""`loragate serve`: an OpenAI-compatible server for a gated adapter, its plain adapter and its base."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from loragate.cli.arguments import Command
+from loragate.cli.display import console
+from loragate.cli.models import require_place
+from loragate.errors import ConfigError, nearest
+
+ENGINES = ("auto", "vllm", "transformers")
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Settings of `loragate serve`.
+
+    Attributes:
+        model: gated folder or PEFT adapter; with --engine transformers also a base model.
+        base: where the base model is, instead of the recorded one.
+        host: address to listen on; 127.0.0.1 is this machine alone.
+        port: port to listen on.
+        engine: auto (vllm where it is installed), vllm or transformers.
+        adapters: more adapters to serve beside, gated or plain: NAME=FOLDER separated by commas (vllm).
+        dynamic: let clients load and unload adapters while the server runs (vllm); for trusted clients only.
+        verify: measure log-probs of vLLM against transformers, print them and stop; the exit status tells.
+        max_model_len: positions to plan for, prompt and answer together; 0 takes the model's (vllm).
+        tensor_parallel: devices that share the model (vllm).
+        vllm_memory: share of a device's memory that vLLM may fill.
+        vllm_args: further arguments of vLLM's server, as one text.
+        system: "none" renders without an injected default system message, "keep" as the template does (transformers).
+        chat_template: jinja file to use instead of the tokenizer's template.
+        dtype: auto, float32, bfloat16 or float16 of the base.
+        device: auto, cpu, cuda, cuda:1, mps (transformers).
+        trust_remote_code: allow model code from the hub to run.
+    """
+
+    model: str
+    base: str = ""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    engine: str = "auto"
+    adapters: str = ""
+    dynamic: bool = False
+    verify: bool = False
+    max_model_len: int = 0
+    tensor_parallel: int = 1
+    vllm_memory: float = 0.9
+    vllm_args: str = ""
+    system: str = "none"
+    chat_template: str = ""
+    dtype: str = "auto"
+    device: str = "auto"
+    trust_remote_code: bool = False
+
+
+def run(options: ServeOptions) -> int:
+    """Serve until Ctrl-C."""
+    if options.engine not in ENGINES:
+        raise ConfigError(f"--engine {options.engine}: expected {', '.join(ENGINES)}{nearest(options.engine, ENGINES)}")
+    if not 0 <= options.port <= 65535:
+        raise ConfigError(f"--port {options.port}: expected a number from 0 to 65535")
+    require_place("model", options.model)
+    installed = importlib.util.find_spec("vllm") is not None
+    is_adapter = any((Path(options.model) / name).is_file() for name in ("gate_config.json", "adapter_config.json"))
+    with_vllm = options.engine == "vllm" or options.verify or (options.engine == "auto" and installed and is_adapter)
+    if with_vllm:
+        if not installed:
+            raise ConfigError("vLLM is not installed; run: pip install loragate[vllm], or use --engine transformers")
+        if options.verify:
+            from loragate.cli.serve_verify import verify
+
+            return verify(options, *served_folders(options))
+        return serve_vllm(options)
+    for name in ("adapters", "dynamic", "max_model_len", "vllm_args"):
+        if getattr(options, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no effect without vLLM; leave it out, or use --engine vllm"
+            )
+    return serve_transformers(options)
+
+
+def served_folders(options: ServeOptions) -> tuple[str, dict[str, str]]:
+    """The base, and the folder of each adapter by its served name."""
+    from loragate.cli.models import adapter_record
+    from loragate.gates.schema import read_gate_config
+
+    folder = Path(options.model).resolve()
+    if (folder / "gate_config.json").is_file():
+        base = options.base or str(read_gate_config(folder)["base"]["id"])
+        adapters = {"gated": str(folder), "adapter": str(folder / "adapter")}
+    else:
+        base = options.base or str(adapter_record(str(folder)).base_model_name_or_path)
+        adapters = {"adapter": str(folder)}
+    if not base:
+        raise ConfigError(f"{folder} does not say on which base it was trained; name it with --base")
+    require_place("base model", base)
+    for part in filter(None, (part.strip() for part in options.adapters.split(","))):
+        name, sign, place = part.partition("=")
+        present = any((Path(place) / file).is_file() for file in ("gate_config.json", "adapter_config.json"))
+        if not sign or not present:
+            raise ConfigError(f"--adapters {part}: expected NAME=FOLDER with the folder of a gated or plain adapter")
+        if name in (*adapters, "base"):
+            raise ConfigError(f"--adapters {part}: the name {name} is taken; choose another")
+        adapters[name] = str(Path(place).resolve())
+    return base, adapters
+
+
+def prepare_vllm(adapters: dict[str, str]) -> int:
+    """Check plugin, version and folders before vLLM starts; returns the rank to make room for."""
+    from loragate.generation.vllm_engine import has_gates, lora_rank, require_gate_plugin
+    from loragate.serving import read_folder
+
+    rank = 1
+    for folder in adapters.values():
+        if has_gates(folder):
+            require_gate_plugin(folder)
+            read_folder(folder)
+        rank = max(rank, lora_rank(Path(folder) / "adapter" if has_gates(folder) else folder))
+    return rank
+
+
+def serve_vllm(options: ServeOptions) -> int:
+    """vLLM's own server as a child, until Ctrl-C."""
+    import shlex
+
+    from loragate.serving.vllm_server import server_command, start, stop, wait_until_healthy
+
+    base, adapters = served_folders(options)
+    extra = ["--dtype", options.dtype, "--tensor-parallel-size", str(options.tensor_parallel)]
+    extra += ["--gpu-memory-utilization", f"{options.vllm_memory:g}"]
+    extra += ["--max-model-len", str(options.max_model_len)] if options.max_model_len else []
+    extra += ["--chat-template", options.chat_template] if options.chat_template else []
+    extra += ["--trust-remote-code"] if options.trust_remote_code else []
+    own = Path(options.model) / "adapter" if "gated" in adapters else Path(options.model)
+    tokenizer = next((place for place in (own / "tokenizer", own) if (place / "tokenizer_config.json").is_file()), None)
+    extra += ["--tokenizer", str(tokenizer)] if tokenizer else []
+    rank = prepare_vllm(adapters)
+    command = server_command(
+        base,
+        adapters,
+        host=options.host,
+        port=options.port,
+        max_lora_rank=rank,
+        extra=[*extra, *shlex.split(options.vllm_args)],
+    )
+    out = console()
+    out.print("starting vLLM: " + shlex.join(command), markup=False)
+    end_on_terminate()
+    began, process = time.monotonic(), start(command, dynamic=options.dynamic)
+    try:
+        wait_until_healthy(process, address(options.host, options.port))
+        out.print(f"ready after {time.monotonic() - began:.0f} s", markup=False)
+        print_clients(options.host, options.port, ["base", *adapters])
+        status = process.wait()
+    except KeyboardInterrupt:
+        stop(process)
+        out.print("stopped", markup=False)
+        return 0
+    finally:
+        stop(process)
+    if status:
+        print(f"loragate: vLLM ended with status {status}; its log above says why", file=sys.stderr)
+    return 1 if status else 0
+
+
+def serve_transformers(options: ServeOptions) -> int:
+    """Our own small server over the model in memory, until Ctrl-C."""
+    from loragate.cli.evaluation_inputs import load_inputs
+    from loragate.cli.serve_transformers import transformers_app
+    from loragate.serving.http_app import make_server
+
+    loaded = load_inputs(options, options.model)
+    if loaded.note:
+        console().print(loaded.note, markup=False)
+    app = transformers_app(loaded.model, loaded.tokenizer, loaded.kind, system=options.system)
+    server = make_server(app, options.host, options.port)
+    end_on_terminate()
+    print_clients(options.host, server.server_address[1], list(app.models))
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        console().print("stopped", markup=False)
+    finally:
+        server.server_close()
+    return 0
+
+
+def end_on_terminate() -> None:
+    """Treat the signal of `kill` and of service managers as Ctrl-C, so that no child is left behind."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
+def address(host: str, port: int) -> str:
+    """The URL at which a client on this machine finds the server."""
+    local = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
+    return f"http://{local}:{port}"
+
+
+def print_clients(host: str, port: int, names: list[str]) -> None:
+    """Lines to paste: curl, and Python's openai client."""
+    url = address(host, port)
+    request: dict[str, object] = {"model": "gated" if "gated" in names else names[-1], "max_tokens": 64}
+    request["messages"] = [{"role": "user", "content": "Hello"}]
+    body = json.dumps(request)
+    lines = [
+        f"serving {', '.join(names)} at {url}/v1 (Ctrl-C stops)",
+        "",
+        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+        "",
+        "from openai import OpenAI",
+        f'client = OpenAI(base_url="{url}/v1", api_key="none")',
+        f"print(client.chat.completions.create(**{request!r}).choices[0].message.content)",
+    ]
+    print("\n".join(lines), flush=True)
+
+
+COMMAND = Command(
+    name="serve",
+    summary="Serve a gated adapter, its plain adapter and its base over the OpenAI protocol.",
+    options=ServeOptions,
+    run=run,
+    positional="model",
+    examples=(
+        "loragate serve gated",
+        "loragate serve gated --port 8080 --adapters math=other-gated,style=plain-adapter",
+        "loragate serve gated --engine transformers",
+        "loragate serve gated --verify",
+    ),
+)

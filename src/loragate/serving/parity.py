@@ -1,0 +1,148 @@
+"""Does the server compute what transformers computes? Log-probs of every prompt and generated token, side by side.
+
+The served side decodes greedily, all adapters in one batch; the reference model is then run over the very same tokens,
+so that one early difference does not hide the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Served:
+    """One answer of the server.
+
+    Attributes:
+        prompt_ids, token_ids: what was given and what was generated.
+        prompt_logprobs: of prompt tokens 1 onwards, in nats; the first has none.
+        logprobs: of the generated tokens.
+    """
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    prompt_logprobs: tuple[float, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far served answers lie from the reference.
+
+    Attributes:
+        prompt, generated: largest absolute difference of a log-prob, in nats.
+        tokens: generated tokens compared.
+        mismatches: generated tokens that are not the reference's own most likely one.
+        close_calls: of these, where the reference's two best lie within 1e-3 of each other, so that rounding decides.
+    """
+
+    prompt: float
+    generated: float
+    tokens: int
+    mismatches: int
+    close_calls: int
+
+
+def open_llm(base: str, adapters: Mapping[str, str], *, max_lora_rank: int, **settings: Any) -> tuple[Any, list[Any]]:
+    """An offline `vllm.LLM` with room for all adapters at once, and a `LoRARequest` for each.
+
+    Args:
+        base: folder or hub id.
+        adapters: {name: folder}, gated or plain.
+        max_lora_rank: a rank that vLLM takes.
+        **settings: further arguments of `vllm.LLM`.
+    """
+    import os
+
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    import vllm
+    from vllm.lora.request import LoRARequest
+
+    llm = vllm.LLM(
+        model=base,
+        skip_tokenizer_init=True,
+        enable_lora=True,
+        max_loras=max(1, len(adapters)),
+        max_lora_rank=max_lora_rank,
+        enable_prefix_caching=True,
+        **settings,
+    )
+    return llm, [LoRARequest(name, place, folder) for place, (name, folder) in enumerate(adapters.items(), 1)]
+
+
+def greedy(
+    llm: Any,
+    prompts: Sequence[Sequence[int]],
+    adapters: Sequence[Any],
+    max_new_tokens: int,
+    prompt_logprobs: bool = True,
+) -> list[list[Served]]:
+    """Every prompt under every adapter, all in one batch, greedily, with log-probs.
+
+    Args:
+        llm: a `vllm.LLM` with LoRA on.
+        prompts: token ids.
+        adapters: a `LoRARequest` or None (the base) each.
+        max_new_tokens: generated for each; stop tokens are ignored.
+        prompt_logprobs: vLLM computes a whole prompt anew to report these, past its prefix cache.
+
+    Returns:
+        One list per adapter, with one `Served` per prompt.
+    """
+    import vllm
+
+    sampling = vllm.SamplingParams(
+        temperature=0,
+        max_tokens=max_new_tokens,
+        logprobs=0,
+        prompt_logprobs=0 if prompt_logprobs else None,
+        ignore_eos=True,
+        detokenize=False,
+    )
+    requests = [{"prompt_token_ids": list(ids)} for _ in adapters for ids in prompts]
+    owners = [adapter for adapter in adapters for _ in prompts]
+    served = [_served(out) for out in llm.generate(requests, sampling, lora_request=owners, use_tqdm=False)]
+    return [served[start : start + len(prompts)] for start in range(0, len(served), len(prompts))]
+
+
+def _served(output: Any) -> Served:
+    prompt, completion = tuple(output.prompt_token_ids), output.outputs[0]
+    told = output.prompt_logprobs or []
+    return Served(
+        prompt,
+        tuple(completion.token_ids),
+        tuple(at[token].logprob for at, token in zip(told[1:], prompt[1:])),
+        tuple(at[token].logprob for at, token in zip(completion.logprobs, completion.token_ids)),
+    )
+
+
+def compare(model: Any, served: Sequence[Served]) -> Agreement:
+    """The served answers against a transformers model (base, PeftModel or gated PeftModel)."""
+    prompt = generated = 0.0
+    tokens = mismatches = close_calls = 0
+    device = next(model.parameters()).device
+    for answer in served:
+        ids = torch.tensor([answer.prompt_ids + answer.token_ids], device=device)
+        with torch.no_grad():
+            logits_TV = model(ids).logits[0].float().cpu()
+        logprobs_TV = logits_TV.log_softmax(-1)
+        own_T = logprobs_TV[:-1].gather(-1, ids[0, 1:].cpu().unsqueeze(-1)).squeeze(-1)
+        cut = len(answer.prompt_ids) - 1
+        if answer.prompt_logprobs:
+            prompt = max(prompt, _furthest(own_T[:cut], answer.prompt_logprobs))
+        generated = max(generated, _furthest(own_T[cut:], answer.logprobs))
+        best_T2 = logits_TV[cut:-1].topk(2, dim=-1)
+        other_T = best_T2.indices[:, 0] != torch.tensor(answer.token_ids)
+        tokens += len(answer.token_ids)
+        mismatches += int(other_T.sum())
+        close_calls += int((other_T & (best_T2.values[:, 0] - best_T2.values[:, 1] < 1e-3)).sum())
+    return Agreement(prompt, generated, tokens, mismatches, close_calls)
+
+
+def _furthest(reference_T: torch.Tensor, found: Sequence[float]) -> float:
+    return float((reference_T - torch.tensor(found)).abs().max())

@@ -1,0 +1,114 @@
+"""From the modules of an artifact to the slots of vLLM's layers.
+
+vLLM renames modules and packs several into one layer. Each gate is given its layer and slice before the adapter is
+activated; a gate that finds none is refused, because the adapter would then act there at full strength.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from loragate.errors import ArtifactError
+from loragate.gates.fingerprint import compare_base_samples, config_fingerprint
+from loragate.gates.schema import CONFIG
+from loragate.serving.folder import FolderGates
+from loragate.serving.layers import GateMixin
+
+
+@dataclass(frozen=True)
+class PlacedGates:
+    """Where each gate goes: (layer name, slice, weight or None, bias), with (τ, L, U) for all."""
+
+    entries: tuple[tuple[str, int, torch.Tensor | None, float], ...]
+    settings: tuple[float, float, float]
+
+    def fill(self, modules: dict[str, Any], index: int) -> None:
+        """Put the gates into slot `index`, which the layers have just reset."""
+        for layer, piece, weight, bias in self.entries:
+            modules[layer].set_gate(index, piece, weight, bias, self.settings)
+
+
+def place_gates(gates: FolderGates, manager: Any, complete: bool = True) -> PlacedGates:
+    """The gates of a folder, laid out over the layers of a LoRA manager.
+
+    Args:
+        gates: checked gates.
+        manager: vLLM's `LoRAModelManager`, its layers gated.
+        complete: whether this process holds all layers; with pipeline parallelism it holds some.
+
+    Raises:
+        ArtifactError: for a gate without a layer, of another width, or made on another base.
+    """
+    where = gates.folder / CONFIG
+    _check_base(gates, manager)
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    mapper = mapper.get_rename_mapper() if mapper is not None else None
+    slots = _slices(manager)
+    entries: list[tuple[str, int, torch.Tensor | None, float]] = []
+    for path, bias in gates.biases.items():
+        name = _vllm_name(path, mapper)
+        found = slots.get(name)
+        if found is None:
+            if complete:
+                raise ArtifactError(f"{where}: {path} cannot be gated in vLLM: {_why_not(name, manager)}")
+            continue
+        layer, pieces = found
+        weight = gates.weights.get(path)
+        width = manager.modules[layer].gate_width()
+        if weight is not None and weight.numel() != width:
+            raise ArtifactError(
+                f"{where}: the gate of {path} reads {weight.numel()} features, the base has {width} there"
+            )
+        entries += [(layer, piece, weight, float(bias)) for piece in pieces]
+    config = gates.config
+    return PlacedGates(tuple(entries), (float(config.tau), float(config.lower), float(config.upper)))
+
+
+def _slices(manager: Any) -> dict[str, tuple[str, range]]:
+    """{name of an adapted module: (its layer, the slices of it)}."""
+    found: dict[str, tuple[str, range]] = {}
+    for name, module in manager.modules.items():
+        if not isinstance(module, GateMixin):
+            continue
+        count = module.gate_weight.shape[1]  # type: ignore[attr-defined]
+        parts = manager.packed_modules.get(name)
+        if parts is None:
+            found[name] = (name, range(count))
+        elif len(parts) == count:
+            found |= {part: (name, range(piece, piece + 1)) for piece, part in enumerate(parts)}
+    return found
+
+
+def _vllm_name(path: str, mapper: Any) -> str:
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    return parse_fine_tuned_lora_name(f"base_model.model.{path}.lora_A.weight", mapper)[0]
+
+
+def _why_not(name: str, manager: Any) -> str:
+    parent = next((layer for layer, parts in manager.packed_modules.items() if name in parts), name)
+    module = manager.modules.get(parent)
+    if module is None:
+        return f"vLLM has no LoRA layer called {name} in this model (or its --lora-target-modules leave it out)"
+    return f"its layer is a {type(module).__name__}, which has no gates"
+
+
+def _check_base(gates: FolderGates, manager: Any) -> None:
+    where, base = gates.folder / CONFIG, gates.base
+    named = base.get("id") or "unnamed"
+    config = getattr(manager.model, "config", None)
+    if config is not None and config_fingerprint(SimpleNamespace(config=config)) != base["config_sha256"]:  # type: ignore[arg-type]
+        raise ArtifactError(f"{where}: these gates were made on a base of another architecture ({named})")
+    # norms are the weights that vLLM neither packs, shards, pads nor quantises
+    norms = {name: values for name, values in base["weights"]["values"].items() if "norm" in name}
+    served = dict(manager.model.named_parameters())
+    known = {name: values for name, values in norms.items() if name in served}
+    if known:
+        model: Any = SimpleNamespace(named_parameters=lambda: [(name, served[name]) for name in known])
+        difference = compare_base_samples(model, {"dtype": base["weights"]["dtype"], "values": known})
+        if difference is not None:
+            raise ArtifactError(f"{where}: these gates were made on another base ({named}): {difference}")

@@ -1,0 +1,214 @@
+"""The vLLM plugin: `LoRARequest(name, id, GATED_FOLDER)` and `--lora-modules name=GATED_FOLDER` are served with gates.
+
+vLLM calls `register` in every process it starts. Linear LoRA layers get gates beside A and B; loading an adapter reads
+the gates that lie beside it; activating it fills its slot. Plain adapters, and the base, keep their numbers. Where the
+plugin cannot work (another vLLM version, a hook that moved) gated folders are refused with the reason and everything
+else is left alone. Without the plugin, vLLM finds no adapter at the top of a gated folder and refuses it too.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from loragate.errors import LoragateError
+from loragate.serving.versions import missing_hook, vllm_version, why_unsupported
+from loragate.version import __version__
+
+logger = logging.getLogger("vllm.loragate")
+MARK = "loragate_gates"
+"""Attribute of vLLM's WorkerLoRAManager: "" where gates are served, otherwise the reason why not."""
+
+
+def register() -> None:
+    """Entry point of `vllm.general_plugins`; may be called many times, and never raises."""
+    try:
+        from vllm.lora.worker_manager import WorkerLoRAManager
+
+        if hasattr(WorkerLoRAManager, MARK):
+            return
+        reason = why_unsupported(vllm_version())
+        if reason is None and (hook := missing_hook()) is not None:
+            reason = (
+                f"this build of vLLM {vllm_version()} differs from the one that loragate {__version__} knows ({hook}); "
+                "gates cannot be served in it"
+            )
+        if reason is None:
+            _install()
+        else:
+            _refuse(reason)
+        setattr(WorkerLoRAManager, MARK, reason or "")
+    except Exception:
+        # an exception here would end vLLM for those who serve no gates; without hooks it refuses gated folders itself
+        logger.exception("the loragate plugin could not be set up; gated adapters will be refused")
+
+
+def _install() -> None:
+    import vllm.lora.utils as lora_utils
+    from vllm.config import VllmConfig
+    from vllm.lora.model_manager import LRUCacheLoRAModelManager
+    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from loragate.serving.layers import gated_class
+
+    class GatedLoRAModelManager(LRUCacheLoRAModelManager):
+        """Fills the gates of a slot together with its A and B."""
+
+        def activate_adapter(self, lora_id: int) -> bool:
+            try:
+                activated = super().activate_adapter(lora_id)
+                gates = getattr(self._registered_adapters.cache.get(lora_id), "loragate", None)
+                if activated and gates is not None:
+                    gates.fill(self.modules, self.lora_index_to_id.index(lora_id))
+            except Exception:
+                # vLLM marks the adapter as active before its slot is filled: left so, it would be served half-loaded
+                self.remove_adapter(lora_id)
+                raise
+            return activated
+
+    lora_utils._all_lora_classes = type(lora_utils._all_lora_classes)(
+        gated_class(cls) for cls in lora_utils._all_lora_classes
+    )
+    LRUCacheWorkerLoRAManager._manager_cls = GatedLoRAModelManager
+    WorkerLoRAManager._load_adapter = _loading(WorkerLoRAManager._load_adapter)
+    LRUCacheWorkerLoRAManager.add_adapter = _adding(LRUCacheWorkerLoRAManager.add_adapter)
+    InputProcessor._validate_lora = _validating(InputProcessor._validate_lora)
+    VllmConfig.compute_hash = _hashing(VllmConfig.compute_hash)
+
+
+def _loading(original: Any) -> Any:
+    """`_load_adapter` that reads gates beside the adapter, and refuses them before anything is activated."""
+
+    @functools.wraps(original)
+    def load(self: Any, lora_request: Any) -> Any:
+        from vllm.lora.utils import get_adapter_absolute_path
+
+        from loragate.serving.folder import is_gated, read_folder
+        from loragate.serving.placing import place_gates
+
+        folder = Path(get_adapter_absolute_path(lora_request.lora_path))
+        if not is_gated(folder):
+            _remember(self, lora_request, "")
+            return original(self, lora_request)
+        try:
+            gates = read_folder(folder)
+            _remember(self, lora_request, gates.digest)
+            placed = place_gates(gates, self._adapter_manager, _holds_all_layers())
+        except LoragateError as error:
+            raise ValueError(str(error)) from error
+        lora = original(self, _at(lora_request, gates.adapter))
+        lora.loragate, lora.loragate_folder = placed, lora_request.lora_path
+        return lora
+
+    return load
+
+
+def _adding(original: Any) -> Any:
+    """`add_adapter` that notices an id given to another folder; vLLM would go on with the one it has."""
+
+    @functools.wraps(original)
+    def add(self: Any, lora_request: Any) -> bool:
+        from loragate.serving.folder import is_gated
+
+        held = self._adapter_manager.list_adapters().get(lora_request.lora_int_id)
+        if held is not None:
+            before = getattr(held, "loragate_folder", None)
+            changed = before != lora_request.lora_path
+            if changed and (before is not None or is_gated(lora_request.lora_path)):
+                self._adapter_manager.remove_adapter(lora_request.lora_int_id)
+        return original(self, lora_request)
+
+    return add
+
+
+def _validating(original: Any) -> Any:
+    """The front end's check of a request: what is wrong with a gated folder is this request's error, not the engine's."""
+
+    @functools.wraps(original)
+    def validate(self: Any, lora_request: Any) -> None:
+        original(self, lora_request)
+        if lora_request is None:
+            return
+        from loragate.serving.folder import is_gated, read_folder, stamp
+
+        folder = Path(os.path.expanduser(lora_request.lora_path))
+        if not is_gated(folder):
+            return
+        checked = self.__dict__.setdefault("_loragate_checked", {})
+        now = stamp(folder)
+        key = (lora_request.lora_name, lora_request.lora_path)
+        if checked.get(key) != now:
+            try:
+                _remember(self, lora_request, read_folder(folder).digest)
+            except LoragateError as error:
+                raise ValueError(str(error)) from error
+            checked[key] = now
+
+    return validate
+
+
+def _hashing(original: Any) -> Any:
+    """The key of vLLM's compile cache with the plugin in it: a graph made without gates must not be taken for one with."""
+
+    @functools.wraps(original)
+    def compute_hash(self: Any, *args: Any, **kwargs: Any) -> str:
+        import hashlib
+
+        text = f"{original(self, *args, **kwargs)}:loragate {__version__}"
+        return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+    return compute_hash
+
+
+def _remember(owner: Any, lora_request: Any, digest: str) -> None:
+    """Refuse other gates under a name and folder that were served before.
+
+    The keys of vLLM's prefix cache hold the adapter's name and path, not its values: blocks of the old gates would be
+    taken for the new ones'.
+    """
+    known = owner.__dict__.setdefault("_loragate_digests", {})
+    before = known.setdefault((lora_request.lora_name, lora_request.lora_path), digest)
+    if before != digest:
+        raise LoragateError(
+            f"{lora_request.lora_path}: the folder has changed since it was served as {lora_request.lora_name!r}. vLLM's "
+            "prefix cache cannot tell the two apart: put the new gates into a folder of their own, or load them under "
+            "another name"
+        )
+
+
+def _at(lora_request: Any, folder: Path) -> Any:
+    """The request with another path (LoRARequest is a msgspec struct)."""
+    import copy
+
+    moved = copy.copy(lora_request)
+    moved.lora_path = str(folder)
+    return moved
+
+
+def _holds_all_layers() -> bool:
+    from vllm.distributed import get_pp_group
+
+    return get_pp_group().world_size == 1
+
+
+def _refuse(reason: str) -> None:
+    """Name the reason when a gated folder comes; plain adapters are vLLM's own affair."""
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+    original = getattr(WorkerLoRAManager, "_load_adapter", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def load(self: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
+        from loragate.serving.folder import is_gated
+
+        if is_gated(getattr(lora_request, "lora_path", "")):
+            raise ValueError(reason)
+        return original(self, lora_request, *args, **kwargs)
+
+    WorkerLoRAManager._load_adapter = load

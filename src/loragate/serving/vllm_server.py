@@ -1,0 +1,85 @@
+"""vLLM's own OpenAI-compatible server as a child process: its command line, its start, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+
+from loragate.errors import LoragateError
+
+
+def server_command(
+    base: str,
+    adapters: Mapping[str, str],
+    *,
+    host: str,
+    port: int,
+    max_lora_rank: int,
+    base_name: str = "base",
+    extra: Sequence[str] = (),
+) -> list[str]:
+    """Command line of the server: the base as `base_name`, each adapter folder (gated or plain) under its name.
+
+    The module is started rather than the program `vllm`, which the CPU builds of other publishers do not bring.
+    """
+    return [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", base, "--served-model-name", base_name, "--host", host, "--port", str(port)),
+        *("--enable-lora", "--max-lora-rank", str(max_lora_rank), "--max-loras", str(len(adapters))),
+        *("--lora-modules", *(f"{name}={folder}" for name, folder in adapters.items())),
+        *extra,
+    ]
+
+
+def start(command: Sequence[str], *, dynamic: bool = False) -> subprocess.Popen[bytes]:
+    """Start the server in a group of its own, so that Ctrl-C reaches it through us alone and it can end in order."""
+    environment = dict(os.environ)
+    environment.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if dynamic:
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
+    return subprocess.Popen(list(command), env=environment, start_new_session=True)
+
+
+def wait_until_healthy(process: subprocess.Popen[bytes], url: str, timeout_s: float = 1800.0) -> None:
+    """Return when `url`/health answers.
+
+    Raises:
+        LoragateError: if the process ends, or nothing answers in time.
+    """
+    until = time.monotonic() + timeout_s
+    while time.monotonic() < until:
+        if process.poll() is not None:
+            raise LoragateError(
+                f"vLLM ended with status {process.returncode} before it was ready; its log above says why"
+            )
+        try:
+            # a proxy of the environment is for the outside, not for this machine
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            with opener.open(f"{url}/health", timeout=5) as reply:
+                if reply.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            pass
+        time.sleep(0.5)
+    raise LoragateError(f"vLLM did not answer at {url}/health within {timeout_s:g} seconds")
+
+
+def stop(process: subprocess.Popen[bytes], patience_s: float = 30.0) -> None:
+    """End the server and its workers: politely first."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    # workers that outlived their parent
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)

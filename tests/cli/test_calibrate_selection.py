@@ -1,0 +1,370 @@
+"""`loragate calibrate` choosing its range: the four paths, what is written, what is refused, and resuming after a kill."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import loragate as lg
+from loragate.cli.main import main
+from loragate.evaluation.results import read_record
+from loragate.generation import SamplingConfig, TransformersEngine
+from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
+
+POOL = [f"w{i} w{i + 1} w{i + 2} w{i + 3} w{i + 4} w{i + 5} w{i + 6}" for i in range(80)]
+TRAINING = [
+    "--batch-size",
+    "10",
+    "--micro-batch-size",
+    "10",
+    "--max-length",
+    "64",
+    "--k",
+    "20",
+    "--learning-rate",
+    "5e-2",
+]
+GREEDY = ["--probe-grader", "exact", "--probe-temperature", "0", "--probe-max-new-tokens", "1"]
+LETTERS = ["--probe-grader", "choice", "--probe-max-new-tokens", "4"]
+TASK = """\
+name: words
+version: 1
+suite: math
+dataset: {file: words.jsonl, schema: {prompt: text, answer: text}}
+columns: {question: [prompt], gold: [answer]}
+prompt: "{{ question }}"
+generation: {samples: 2, temperature: 1.0, max_new_tokens: 3}
+grader: exact
+metric: avg@k
+"""
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def first_words(model):
+    """What a model answers greedily to the pool's prompts, one word each; "" where it ends at once."""
+    prompts = [f"<user> {prompt} <assistant> " for prompt in POOL]
+    samples = TransformersEngine(model, tiny_tokenizer()).generate(prompts, SamplingConfig(0.0, 1.0, 1))
+    return [sample.text for sample in samples]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A base, an adapter, rows, and probes whose labels are the adapter's own words or those of [-3,1]."""
+    root = tmp_path_factory.mktemp("selection")
+    tiny_base().save_pretrained(root / "base")
+    tiny_tokenizer().save_pretrained(root / "base")
+    model = tiny_adapter()
+    model.peft_config["default"].base_model_name_or_path = str(root / "base")
+    model.save_pretrained(root / "adapter")
+    write(root / "train.jsonl", tiny_rows(20))
+    write(root / "many.jsonl", tiny_rows(700, seed=4))
+    (root / "words.yaml").write_text(TASK)
+    assert calibrate(root, root / "known", "--range=-3,1", "--unverified") == 0
+    words = {"adapter": first_words(model), "gated": first_words(lg.load_gated(root / "known"))}
+    asked = [i for i in range(len(POOL)) if words["adapter"][i] and words["gated"][i]][:40]
+    assert len(asked) == 40
+    assert any(words["adapter"][i] != words["gated"][i] for i in asked), "the test needs gates that change an answer"
+    for name, answers in words.items():
+        write(root / f"{name}.jsonl", [{"prompt": POOL[i], "answer": answers[i]} for i in asked])
+    write(root / "bare.jsonl", [{"prompt": POOL[i]} for i in asked])
+    return root
+
+
+def calibrate(place, out, *more, data="train.jsonl"):
+    common = ["calibrate", "--adapter", str(place / "adapter"), "--data", str(place / data), *TRAINING]
+    return main([*common, "--out", str(out), *map(str, more)])
+
+
+def fails(capsys, place, out, *more, status=2, data="train.jsonl"):
+    capsys.readouterr()
+    assert calibrate(place, out, *more, data=data) == status
+    captured = capsys.readouterr()
+    assert captured.err.count("loragate: error:") == 1
+    assert "Traceback" not in captured.err
+    return " ".join(captured.err.split())
+
+
+def said(capsys):
+    return " ".join(capsys.readouterr().out.split())
+
+
+def selection_of(folder):
+    return json.loads((folder / "gate_config.json").read_text())["selection"]
+
+
+def is_the_adapter(place, folder):
+    """Loads, answers bit for bit as the plain adapter, and generates."""
+    ids = torch.arange(5, 25).reshape(2, 10)
+    gated = lg.load_gated(folder)
+    from peft import PeftModel
+
+    base = tiny_base()
+    plain = PeftModel.from_pretrained(base, place / "adapter").eval()
+    with torch.no_grad():
+        same = torch.equal(gated(input_ids=ids).logits, plain(input_ids=ids).logits)
+    return same and main(["generate", "--model", str(folder), "--prompt", "w1", "--max-new-tokens", "2"]) == 0
+
+
+def test_a_range_is_picked_on_labels(place, tmp_path, capsys):
+    out = tmp_path / "gated"
+    assert calibrate(place, out, "--probe", place / "gated.jsonl", *GREEDY, "--ranges=0,1;-3,1") == 0
+    text = said(capsys)
+    record = selection_of(out)
+    assert record["probe"]["kind"] == "labelled"
+    assert record["evidence"]["[-3,1]"]["mean"] == 1.0, "its own answers are the labels"
+    assert record["evidence"]["adapter"]["mean"] < 1.0
+    assert (record["accepted"], record["picked"]) == (True, "[-3,1]")
+    assert record["cost"]["trainings"] == 2
+    assert "scored against the labels" in text
+    assert "picked [-3,1]" in text
+    assert "| [-3,1] | 100.0 |" in (out / "README.md").read_text()
+    trained = load_file(out / "run" / "candidates" / "entropy_-3_1" / "gates.safetensors")
+    gates = load_file(out / "gates.safetensors")
+    assert all(torch.equal(gates[name], value) for name, value in trained.items())
+    assert json.loads((out / "gate_config.json").read_text())["training"]["steps"] == 2
+
+
+def test_a_retention_probe_stands_in_the_evidence(place, tmp_path, capsys):
+    out = tmp_path / "gated"
+    flags = ("--ranges=-3,1", "--retention-probe", place / "adapter.jsonl")
+    assert calibrate(place, out, "--probe", place / "gated.jsonl", *GREEDY, *flags) == 0
+    record = selection_of(out)
+    assert record["retention"]["evidence"]["adapter"]["mean"] == 1.0
+    difference = record["retention"]["against_adapter"]["[-3,1]"]
+    vetoed = difference["mean"] < -0.02 and difference["high"] < 0
+    assert ("[-3,1]" in record["vetoed"]) is vetoed
+    assert record["accepted"] is not vetoed
+    assert "retention, %" in (out / "README.md").read_text()
+
+
+def test_the_guard_watches_the_objectives_that_sample(place, tmp_path):
+    flags = [
+        "--probe",
+        place / "adapter.jsonl",
+        *GREEDY,
+        "--range=0,1",
+        "--objective",
+        "anchored",
+        "--max-new-tokens",
+        "4",
+    ]
+    for name, more, watched in (("on", [], True), ("off", ["--no-guard"], False)):
+        assert calibrate(place, tmp_path / name, *flags, *more) == 0
+        stored = tmp_path / name / "run" / "candidates" / "anchored_0_1" / "result.json"
+        training = json.loads(stored.read_text())["evidence"]["training"]
+        assert bool(training.get("guard")) is watched
+
+
+def test_the_adapter_stays_where_nothing_beats_it(place, tmp_path, capsys):
+    out = tmp_path / "gated"
+    assert calibrate(place, out, "--probe", place / "adapter.jsonl", *GREEDY, "--range=-3,1") == 0
+    assert "nothing beat the adapter" in said(capsys)
+    record = selection_of(out)
+    assert (record["accepted"], record["picked"]) == (False, "adapter")
+    assert record["evidence"]["adapter"]["mean"] == 1.0
+    assert is_the_adapter(place, out)
+    card = (out / "README.md").read_text()
+    assert "gates that are off" in card
+    assert "nothing beat the adapter" in card
+    capsys.readouterr()
+    write(place / "words.jsonl", [{"prompt": f"w{i}", "answer": "w3"} for i in range(3)])
+    run = ["eval", "--model", str(out), "--tasks", str(place / "words.yaml"), "--controls", "none"]
+    assert main([*run, "--out", str(tmp_path / "run")]) == 0
+    text = said(capsys)
+    assert "the gates of" in text
+    assert "are off: nothing beat the adapter" in text
+    results = read_record(tmp_path / "run" / "results.json")
+    assert [row.name for row in results.results] == ["adapter", "base"]
+    assert results.models["adapter"] == str(out / "adapter")
+
+
+def test_gates_that_act_are_scored_as_gates_whatever_the_record_says(place, tmp_path):
+    from loragate.cli.evaluation_inputs import gates_are_off
+
+    assert gates_are_off(str(place / "known")) == ""
+    assert gates_are_off(str(place / "adapter")) == ""
+    config = json.loads((place / "known" / "gate_config.json").read_text())
+    config["selection"]["accepted"] = False
+    for name in ("gates.safetensors",):
+        (tmp_path / name).write_bytes((place / "known" / name).read_bytes())
+    (tmp_path / "gate_config.json").write_text(json.dumps(config))
+    assert gates_are_off(str(tmp_path)) == ""
+
+
+def test_a_probe_without_labels_is_judged_by_agreement(place, tmp_path, capsys):
+    out = tmp_path / "gated"
+    assert calibrate(place, out, "--probe", place / "bare.jsonl", *GREEDY, "--ranges=-3,1") == 0
+    record = selection_of(out)
+    assert record["probe"]["kind"] == "agreement"
+    assert record["probe"]["questions"] >= 32
+    assert 0 < record["probe"]["majority_share"] <= 1
+    assert "the adapter's own majority" in said(capsys)
+    assert "without labels" in (out / "README.md").read_text()
+
+
+def test_without_a_probe_prompts_are_set_aside(place, tmp_path, capsys):
+    out = tmp_path / "gated"
+    assert calibrate(place, out, *GREEDY, "--ranges=0,1", "--max-rows", "20", data="many.jsonl") == 0
+    record = selection_of(out)
+    assert record["probe"]["kind"] == "agreement"
+    assert record["probe"]["source"].startswith("64 rows of")
+    assert "20 rows" in said(capsys)
+
+
+def test_without_evidence_gates_stay_off_until_they_are_accepted(place, tmp_path, capsys):
+    out = tmp_path / "my gates"
+    assert calibrate(place, out, *LETTERS, "--max-rows", "20", data="many.jsonl") == 0
+    text = said(capsys)
+    assert "only 0 % of the adapter's samples" in text, "no letter can be read from random words"
+    record = selection_of(out)
+    assert record["accepted"] is False
+    assert "only 0 %" in record["why"]
+    assert is_the_adapter(place, out)
+    card = (out / "README.md").read_text()
+    assert "gates that are off" in card
+    assert "only 0 %" in card
+    command = "loragate calibrate" + text.partition("loragate calibrate")[2].partition("--resume")[0] + "--resume"
+    words = shlex.split(command)
+    assert str(out) in words, "a path with a space is quoted"
+    wrong = [word.replace("--range=0,1", "--range=-3,1") for word in words[1:]]
+    capsys.readouterr()
+    assert main(wrong) == 2
+    assert "accept them with --range=0,1" in " ".join(capsys.readouterr().err.split())
+    assert main(words[1:]) == 0
+    accepted = selection_of(out)
+    assert accepted["accepted"] is True
+    assert accepted["evidence"].startswith("none")
+    kept = load_file(out / "run" / "unaccepted" / "gates.safetensors")
+    on = load_file(out / "gates.safetensors")
+    assert all(torch.equal(on[name], value) for name, value in kept.items())
+    assert any(bool(value.any()) for value in on.values())
+    assert not is_the_adapter(place, out)
+    assert "[0, 1]" in (out / "README.md").read_text()
+    assert json.loads((out / "gate_config.json").read_text())["k"] == 20
+    capsys.readouterr()
+    assert main(words[1:]) == 2, "accepted once"
+    assert "already holds a gated adapter" in " ".join(capsys.readouterr().err.split())
+
+
+def test_accepting_names_the_same_adapter(place, tmp_path, capsys):
+    out = tmp_path / "gated"
+    assert calibrate(place, out, "--granularity", "module", data="train.jsonl") == 0
+    assert "leaves 2 prompts to set aside, and 32 are needed" in said(capsys)
+    other = tiny_adapter(seed=9)
+    other.peft_config["default"].base_model_name_or_path = str(place / "base")
+    other.save_pretrained(tmp_path / "other")
+    accept = [
+        "calibrate",
+        "--data",
+        str(place / "train.jsonl"),
+        "--out",
+        str(out),
+        "--range=0,1",
+        "--unverified",
+        "--resume",
+    ]
+    capsys.readouterr()
+    assert main([*accept, "--adapter", str(tmp_path / "other")]) == 2
+    assert "gates of another adapter" in " ".join(capsys.readouterr().err.split())
+    assert (out / "gate_config.json").is_file(), "nothing was changed"
+    (out / "gate_config.json").unlink()  # as after a kill in the middle of accepting
+    assert main([*accept, "--adapter", str(place / "adapter")]) == 0
+    record = json.loads((out / "gate_config.json").read_text())
+    assert record["gate"]["granularity"] == "module", "the gates' own settings, not the flags'"
+    assert not any(name.endswith(".weight") for name in load_file(out / "gates.safetensors"))
+
+
+def test_flags_that_would_be_ignored_are_refused(place, tmp_path, capsys):
+    probe, given = ("--probe", place / "adapter.jsonl"), ("--range=0,1", "--unverified")
+    cases = [
+        (("--range=0,1",), "accept the gates as they come with --unverified"),
+        (("--unverified",), "--unverified accepts one range"),
+        ((*given, *probe), "leave out one of --unverified and --probe"),
+        ((*given, "--probe-samples", "2"), "--probe-samples has no effect with --unverified"),
+        ((*given, "--retention-probe", "x"), "--retention-probe has no effect with --unverified"),
+        ((*probe, "--range=0,1", "--ranges=0,2"), "--ranges has no effect beside"),
+        ((*probe, "--ranges=0,1;0,1"), "stands there twice"),
+        ((*probe, "--ranges=0,1@anchord"), "did you mean 'anchored'"),
+        (("--probe-task", "math500"), "--probe-task has no effect without --probe"),
+        (("--retention-task", "math500"), "--retention-task has no effect without --retention-probe"),
+        (("--exclude", "x.jsonl"), "--exclude has no effect"),
+        ((*probe, "--probe-task", "math500", "--probe-grader", "exact"), "names its own grader"),
+        ((*probe, "--no-guard"), "--no-guard has no effect"),
+        ((*probe, "--probe-temperature", "-1"), "must not be negative"),
+    ]
+    for flags, words in cases:
+        assert words in fails(capsys, place, tmp_path / "out", *flags), flags
+    assert not (tmp_path / "out").exists()
+
+
+def test_several_processes_are_refused_before_anything_is_loaded(place, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = fails(capsys, place, tmp_path / "out", "--probe", place / "adapter.jsonl")
+    assert "chosen in one process, and this is one of 2" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_probes_that_show_nothing_are_refused(place, tmp_path, capsys):
+    rows = [json.loads(line) for line in (place / "adapter.jsonl").read_text().splitlines()]
+    trained = json.loads((place / "train.jsonl").read_text().splitlines()[6])["messages"][0]["content"]
+    leaking = write(tmp_path / "leaking.jsonl", [*rows[:33], {"prompt": trained.upper(), "answer": "w1"}])
+    message = fails(capsys, place, tmp_path / "out", "--probe", leaking, *GREEDY, status=1)
+    assert "leaking.jsonl:34: 1 of 34 probe questions are also among the training rows" in message
+    evaluation = write(tmp_path / "test.jsonl", [{"question": "w5 w6"}, {"question": f" {rows[2]['prompt']} "}])
+    flags = ("--probe", place / "adapter.jsonl", *GREEDY, "--exclude", evaluation)
+    assert "adapter.jsonl:3: 1 of 40" in fails(capsys, place, tmp_path / "out", *flags, status=1)
+    unknown = write(tmp_path / "unknown.jsonl", [{"text": "w5 w6"}])
+    flags = (*flags[:-1], unknown)
+    assert "no prompts were found in the rows of" in fails(capsys, place, tmp_path / "out", *flags, status=1)
+    few = write(tmp_path / "few.jsonl", rows[:31])
+    assert "31 different questions" in fails(capsys, place, tmp_path / "few", "--probe", few, *GREEDY, status=1)
+    flags = ("--probe", place / "adapter.jsonl", *GREEDY, "--retention-probe", place / "bare.jsonl")
+    assert "has no answers" in fails(capsys, place, tmp_path / "out", *flags)
+    flags = ("--probe", place / "adapter.jsonl", *GREEDY[:-1], "40000")
+    assert "lower --probe-max-new-tokens" in fails(capsys, place, tmp_path / "long", *flags)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_selection_goes_on(place, tmp_path):
+    out = tmp_path / "gated"
+    probe = ["--probe", str(place / "gated.jsonl"), *GREEDY]
+    command = [*("calibrate", "--adapter", str(place / "adapter"), "--data", str(place / "train.jsonl")), *TRAINING]
+    command += ["--out", str(out), *probe]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "loragate", *command],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    first = out / "run" / "candidates" / "entropy_-3_1" / "result.json"
+    began = time.monotonic()
+    while not first.is_file():
+        assert process.poll() is None, "ended before it could be killed"
+        assert time.monotonic() - began < 120
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (out / "gate_config.json").exists()
+    finished = {path: path.stat().st_mtime_ns for path in Path(out / "run" / "candidates").glob("*/result.json")}
+    assert main(command) != 0, "an unfinished selection is not begun again by accident"
+    assert main([*command, "--resume"]) == 0
+    assert all(path.stat().st_mtime_ns == written for path, written in finished.items()), "nothing was done again"
+    whole = tmp_path / "whole"
+    assert calibrate(place, whole, *probe) == 0
+    left, right = selection_of(out), selection_of(whole)
+    assert (left["picked"], left["evidence"], left["signs"]) == (right["picked"], right["evidence"], right["signs"])
+    for name, value in load_file(whole / "gates.safetensors").items():
+        assert torch.equal(load_file(out / "gates.safetensors")[name], value)

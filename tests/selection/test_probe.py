@@ -1,0 +1,206 @@
+"""The probe: what it scores, what it refuses, and how a majority becomes one."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from selection_kit import probe, questions, sample
+
+from loragate.errors import DataError
+from loragate.evaluation.judging import JudgeSettings
+from loragate.evaluation.tasks import Question, load_task
+from loragate.generation import SamplingConfig
+from loragate.selection.disjoint import key_of, prompts_of, prompts_to_exclude, require_disjoint, shared_with
+from loragate.selection.probe import COOL, COOL_SAMPLES, ProbeScores, agreement_probe, labelled_probe
+from loragate.selection.questions import probe_task
+
+JUDGE = JudgeSettings()
+SAMPLING = SamplingConfig(samples=2, seed=5)
+
+
+class Told:
+    """An engine that gives the texts it was told, [questions][samples]."""
+
+    def __init__(self, texts):
+        self.texts, self.asked = texts, []
+
+    def generate(self, prompts, config, on_progress=None, **_):
+        self.asked.append((list(prompts), config))
+        return [
+            sample(q, i, self.texts[q][i % len(self.texts[q])])
+            for q in range(len(prompts))
+            for i in range(config.samples)
+        ]
+
+
+def agreement(texts, tmp_path=None, task=None, asked=None):
+    asked = asked or questions(len(texts))
+    engine = Told(texts)
+    kept = None if tmp_path is None else tmp_path / "majority.json"
+    prompts = [question.prompt for question in asked]
+    found = agreement_probe(
+        task or probe_task("exact", labelled=False), asked, prompts, engine, SAMPLING, JUDGE, "x", None, kept
+    )
+    return found, engine
+
+
+def test_scores_are_ordered_by_question_and_sample():
+    texts = [["w3", "w9"]] + [["w9", " w3 "]] + [["w9", "w9"]] * 30
+    found = probe().score(Told(texts))
+    assert found.scores.shape == (32, 2)
+    assert found.scores[:3].tolist() == [[1, 0], [0, 1], [0, 0]]
+    assert found.extracted[:3] == ["w3", "w9", "w9"]
+
+
+def test_signs_and_reading():
+    samples = [
+        *(sample(0, 0, "a", 2), sample(0, 1, "b", 4, finished=False)),
+        *(sample(1, 0, "a", 2), sample(1, 1, "a", 4)),
+    ]
+    found = ProbeScores(np.zeros((2, 2)), samples, [None] * 4)
+    assert found.signs == {"finished": 0.75, "tokens": 3.0, "distinct": 0.75}
+    reading = found.reading
+    assert (reading.answers, reading.terminated, reading.length, reading.distinct) == (4, 0.75, 3.0, 0.5)
+
+
+def test_a_greedy_probe_has_one_sample():
+    asked = questions()
+    greedy = SamplingConfig(temperature=0.0, samples=1)
+    one = labelled_probe(probe_task("exact"), asked, [q.prompt for q in asked], greedy, JUDGE, "x")
+    assert one.score(Told([["w3"]] * 32)).scores.mean() == 1
+
+
+def test_fewer_than_32_different_questions_are_refused():
+    for asked, words in (
+        (questions(31), "31 different questions;"),
+        (questions(31) + questions(5), r"31 .* \(36 rows\)"),
+    ):
+        with pytest.raises(DataError, match=words):
+            labelled_probe(probe_task("exact"), asked, [q.prompt for q in asked], SAMPLING, JUDGE, "x")
+
+
+def test_rows_that_the_tiny_grader_cannot_read():
+    with pytest.raises(DataError, match=r"probe.jsonl:1: the grader tiny reads the column 'kind'"):
+        labelled_probe(probe_task("tiny"), questions(), [q.prompt for q in questions()], SAMPLING, JUDGE, "x")
+    (found, why), _ = agreement([["w3"]] * 32, task=probe_task("tiny", labelled=False))
+    assert found is None
+    assert "the column 'kind'" in why
+
+
+def test_the_fingerprint_sees_what_decides_a_score():
+    base = probe()
+    other = [
+        probe(33),
+        probe(samples=3),
+        probe(seed=2),
+        dataclasses.replace(base, task=probe_task("choice")),
+        dataclasses.replace(base, questions=(dataclasses.replace(base.questions[0], gold="w4"), *base.questions[1:])),
+        dataclasses.replace(
+            base, questions=(dataclasses.replace(base.questions[0], row={"test": "2"}), *base.questions[1:])
+        ),
+    ]
+    assert probe().fingerprint == base.fingerprint
+    assert len({item.fingerprint for item in [base, *other]}) == 7
+
+
+def test_the_majority_becomes_the_label():
+    texts = [["w3"] * 6 + ["w9"] * 2] * 20 + [["w5"]] * 15 + [[f"w{i}" for i in range(8)]] * 5
+    (found, why), engine = agreement(texts)
+    assert why == ""
+    assert found.kind == "agreement"
+    assert [q.gold for q in found.questions] == ["w3"] * 20 + ["w5"] * 15, "no majority, no question"
+    assert len(found.prompts) == 35
+    assert found.as_dict()["majority_share"] == pytest.approx((20 * 0.75 + 15) / 35)
+    ((_, config),) = engine.asked
+    assert (config.temperature, config.samples) == (COOL, COOL_SAMPLES)
+    assert config.seed != SAMPLING.seed
+    assert found.score(Told([["w3"]] * 35)).scores.mean() == pytest.approx(20 / 35)
+
+
+def test_agreement_that_cannot_select_says_why():
+    free_text = [[f"w{q} w{i}" for i in range(8)] for q in range(40)]
+    for texts, words in ((free_text, "only 0 questions"), ([[""]] * 40, "only 0 % of")):
+        (found, why), _ = agreement(texts)
+        assert found is None
+        assert words in why
+    (found, why), engine = agreement([["w3"]] * 32, task=load_task("mbpp"))
+    assert found is None
+    assert "programs" in why
+    assert engine.asked == []
+
+
+def test_the_majority_is_kept_for_a_resumed_selection(tmp_path):
+    (first, _), engine = agreement([["w3"]] * 32, tmp_path)
+    (again, _), silent = agreement([["w4"]] * 32, tmp_path)
+    assert (len(engine.asked), len(silent.asked)) == (1, 0)
+    assert again.fingerprint == first.fingerprint
+    (other, _), asked = agreement([["w4"]] * 33, tmp_path)
+    assert len(asked.asked) == 1, "other questions are asked again"
+    assert other.questions[0].gold == "w4"
+    (tmp_path / "majority.json").write_text("{")
+    with pytest.raises(DataError, match=r"majority.json.*delete it"):
+        agreement([["w3"]] * 32, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "same"),
+    [
+        ("What is 2 + 3?", "what  is\n2+3", True),
+        ("What is 2 + 3?", "What is 2 - 3?", False),
+        ("add 1 23", "add 12 3", False),
+        ("ＡＢＣ １", "abc 1", True),
+        ('"Sort the list."', "sort the list", True),
+    ],
+)
+def test_what_counts_as_the_same_question(left, right, same):
+    assert (key_of(left) == key_of(right)) is same
+
+
+def test_shared_questions_are_found_in_every_row_format():
+    rows = [
+        {"messages": [{"role": "user", "content": "first Question"}, {"role": "assistant", "content": "an answer"}]},
+        {"conversations": [{"from": "human", "value": "second question"}, {"from": "gpt", "value": "another answer"}]},
+        {"prompt": "third question", "completion": "x"},
+        {"prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "fourth question"}]},
+        {"instruction": "Translate", "input": "fifth question", "output": "x"},
+    ]
+    texts = prompts_of(rows)
+    assert texts == [
+        "first Question",
+        "second question",
+        "third question",
+        "fourth question",
+        "Translate\nfifth question",
+    ]
+
+    def question(text, row=None):
+        return Question("0", text, "", row or {}, "probe.jsonl:4")
+
+    for text in (
+        "first question",
+        "SECOND  question.",
+        "third question",
+        "fourth question?",
+        "translate fifth question",
+    ):
+        assert shared_with([question(text)], texts), text
+    for text in ("an answer", "be brief", "translate", "sixth question", "?"):
+        assert not shared_with([question(text)], [*texts, "", "!"]), text
+    with pytest.raises(DataError, match=r"probe.jsonl:4: 1 of 2 probe questions are also among the training rows"):
+        require_disjoint([question("new"), question("Third question")], texts, "the training rows")
+    require_disjoint([question("new")], [], "nothing at all")
+
+
+def test_wrapped_questions_are_recognised():
+    long = "A train leaves at nine and another one leaves at ten; when do the two of them meet on the way?"
+    asked = Question("0", f"Solve this.\n{long}", "", {"problem": long}, "p:1")
+    assert shared_with([asked], [long.upper()]), "a task's template does not hide the row's own question"
+    bare = Question("0", long, "", {}, "p:1")
+    assert shared_with([bare], [f"{long}\nPlease reason step by step."]), "nor does the template of the training rows"
+    short = Question("0", "w1 w2", "", {}, "p:1")
+    assert not shared_with([short], ["w1 w2 w3"])
+
+
+def test_a_check_against_nothing_is_refused():
+    with pytest.raises(DataError, match=r"no prompts were found in test.jsonl.*prompt, question"):
+        prompts_to_exclude([{"text": "w1"}], "test.jsonl")

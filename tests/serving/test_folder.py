@@ -1,0 +1,136 @@
+"""A gated folder read from its files alone: same identity as in memory, refused when anything is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import loragate as lg
+from loragate.errors import ArtifactError
+from loragate.serving import read_folder
+from loragate.serving.folder import is_gated, stamp
+from tiny import tiny_adapter
+
+
+def write(folder: Path, lora: dict | None = None, **gate) -> Path:
+    model = tiny_adapter(**(lora or {}))
+    lg.attach_gates(model, lg.GateConfig(**{"lower": -3, "upper": 2, **gate}))
+    for parameter in lg.gate_parameters(model).values():
+        parameter.data.normal_()
+    return lg.save_gates(model, folder, base_id="base")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write(tmp_path / "gated")
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {},
+        {"rank_pattern": {"q_proj": 6}, "alpha_pattern": {"v_proj": 3}},
+        {"use_rslora": True},
+        {"lora_alpha": 5, "target_modules": ["q_proj", "down_proj"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+    ],
+    ids=["all-linear", "patterns", "rslora", "two", "embedding"],
+)
+def test_the_adapter_is_known_again_from_its_file(tmp_path: Path, lora: dict) -> None:
+    gates = read_folder(write(tmp_path / "gated", lora))
+    assert gates.config.lower == -3
+    assert set(gates.weights) == set(gates.biases)
+    assert all(path.endswith("_proj") for path in gates.biases)
+
+
+@pytest.mark.parametrize("granularity", ["module", "global"])
+def test_gates_without_weights(tmp_path: Path, granularity: str) -> None:
+    gates = read_folder(write(tmp_path / "gated", granularity=granularity))
+    assert gates.weights == {}
+    assert len(gates.biases) == 14
+    assert len({float(bias) for bias in gates.biases.values()}) == (14 if granularity == "module" else 1)
+
+
+def test_gates_on_some_modules(tmp_path: Path) -> None:
+    gates = read_folder(write(tmp_path / "gated", target_modules=["o_proj"]))
+    assert sorted(gates.biases) == [f"model.layers.{layer}.self_attn.o_proj" for layer in (0, 1)]
+
+
+def test_the_digest_follows_gates_and_adapter(tmp_path: Path) -> None:
+    digests = set()
+    for name, lora, tau in (("a", {}, 1.0), ("b", {}, 2.0), ("c", {"seed": 1}, 1.0)):
+        torch.manual_seed(0)
+        digests.add(read_folder(write(tmp_path / name, lora, tau=tau)).digest)
+    assert len(digests) == 3
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    assert read_folder(tmp_path / "copy").digest == read_folder(tmp_path / "a").digest
+
+
+def test_a_rewritten_folder_has_another_stamp(folder: Path) -> None:
+    before = stamp(folder)
+    assert len(before) == 4
+    weights = folder / "adapter" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes() + b" ")
+    assert stamp(folder) != before
+    assert is_gated(folder)
+    assert not is_gated(folder / "adapter")
+
+
+def other_adapter(folder: Path) -> None:
+    path = folder / "adapter" / "adapter_model.safetensors"
+    state = load_file(path)
+    name = next(iter(state))
+    state[name] = state[name] + 1
+    save_file(state, path)
+
+
+def other_alpha(folder: Path) -> None:
+    path = folder / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "lora_alpha": 9}))
+
+
+def edit(**changes):
+    def change(folder: Path) -> None:
+        path = folder / "gate_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+def drop_module(folder: Path) -> None:
+    path = folder / "gate_config.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "modules": record["modules"][1:]}))
+
+
+def more_kinds(folder: Path) -> None:
+    path = folder / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "modules_to_save": ["lm_head"]}))
+
+
+MALFORMED = {
+    "cut gates": (lambda f: (f / "gates.safetensors").write_bytes(b"x"), "sha256"),
+    "no gates": (lambda f: (f / "gates.safetensors").unlink(), "incomplete"),
+    "no adapter": (lambda f: shutil.rmtree(f / "adapter"), "adapter_config.json"),
+    "no weights": (lambda f: (f / "adapter" / "adapter_model.safetensors").unlink(), "not a readable safetensors"),
+    "other adapter": (other_adapter, "another adapter"),
+    "other alpha": (other_alpha, "another adapter"),
+    "schema": (edit(schema_version=99), "schema version 99"),
+    "extra module": (edit(modules=["model.layers.9.x"]), "no gate for module"),
+    "module left out": (drop_module, "no gate for module"),
+    "modules to save": (more_kinds, "modules_to_save"),
+    "not json": (lambda f: (f / "gate_config.json").write_text("{"), "not valid JSON"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_folder_is_refused(folder: Path, name: str) -> None:
+    spoil, message = MALFORMED[name]
+    spoil(folder)
+    with pytest.raises(ArtifactError, match=message):
+        read_folder(folder)

@@ -1,0 +1,108 @@
+"""λ per token and slot: against the gates' own map, with padding, without an adapter, in parts, and compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loragate.errors import LoragateError
+from loragate.gates import gate_coefficient
+from loragate.serving import SUPPORTED_RANGE, TESTED_VERSIONS, why_unsupported
+from loragate.serving.layers import slot_coefficients
+from loragate.serving.plugin import _remember
+
+SLOTS, SLICES, WIDTH = 3, 2, 16
+RANGES = [(-6.0, 3.0, 1.0), (-1.0, 2.0, 0.5), (1.0, 1.0, 1.0)]
+
+
+def stacks() -> tuple[torch.Tensor, torch.Tensor]:
+    """Two gated slots and one without gates."""
+    torch.manual_seed(0)
+    weight = torch.randn(SLOTS, SLICES, WIDTH)
+    constants = torch.zeros(SLOTS, SLICES, 4)
+    for slot, (lower, upper, tau) in enumerate(RANGES):
+        for piece in range(SLICES):
+            constants[slot, piece] = torch.tensor([0.1 * (piece - slot), tau, lower, upper])
+    weight[2] = 0
+    constants[2, :, 0] = 0
+    return weight, constants
+
+
+def expected(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    weight, constants = stacks()
+    rows = []
+    for piece in range(SLICES):
+        row = []
+        for token, slot in zip(x, slots.tolist()):
+            if slot < 0:
+                row.append(torch.tensor(0.0))
+                continue
+            lower, upper, tau = RANGES[slot]
+            logit = token.float() @ weight[slot, piece] + constants[slot, piece, 0]
+            row.append(gate_coefficient(logit, lower, upper, tau))
+        rows.append(torch.stack(row))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_each_token_has_the_gate_of_its_slot(dtype: torch.dtype) -> None:
+    x = torch.randn(40, WIDTH).to(dtype)
+    slots = torch.arange(40) % 4 - 1
+    found = slot_coefficients(x, slots, *stacks())
+    torch.testing.assert_close(found, expected(x, slots), rtol=1e-5, atol=2e-6)
+    assert (found[:, slots == 2] == 1).all()
+    assert (found[:, slots == -1] == 0).all()
+    assert (found < 0).any()
+    assert (found > 1).any()
+
+
+def test_padding_with_arbitrary_indices_disturbs_nobody() -> None:
+    x = torch.randn(6, WIDTH)
+    slots = torch.tensor([0, 1, 2, -1, 1 << 40, -(1 << 40)])
+    x[4:] = torch.nan
+    found = slot_coefficients(x, slots, *stacks())
+    torch.testing.assert_close(found[:, :4], expected(x[:4], slots[:4]), rtol=1e-5, atol=2e-6)
+
+
+def test_a_row_parallel_layer_adds_its_parts_before_the_map() -> None:
+    x, slots = torch.randn(9, WIDTH), torch.arange(9) % 3
+    weight, constants = stacks()
+    half = WIDTH // 2
+    other = torch.einsum("td,tnd->tn", x[:, half:], weight[slots][..., half:])
+    found = slot_coefficients(x[:, :half], slots, weight[..., :half].contiguous(), constants, lambda part: part + other)
+    torch.testing.assert_close(found, expected(x, slots), rtol=1e-5, atol=2e-6)
+
+
+def test_gates_changed_in_place_are_seen_by_a_compiled_graph() -> None:
+    weight, constants = stacks()
+    graph = torch.compile(slot_coefficients, fullgraph=True, dynamic=True, backend="eager")
+    for tokens in (5, 9, 33):
+        x, slots = torch.randn(tokens, WIDTH), torch.arange(tokens) % 4 - 1
+        torch.testing.assert_close(graph(x, slots, weight, constants), expected(x, slots), rtol=1e-5, atol=2e-6)
+    weight[0], constants[0] = 0, torch.tensor([0.0, 1.0, 1.0, 1.0])
+    assert (graph(x, slots, weight, constants)[:, slots == 0] == 1).all()
+
+
+def test_versions() -> None:
+    for version in (*TESTED_VERSIONS, "0.32.0+cpu", "0.32.7"):
+        assert why_unsupported(version) is None
+    for version in ("0.31.9", "0.33.0", "1.32.0", "", "main"):
+        assert SUPPORTED_RANGE in (why_unsupported(version) or "")
+
+
+def test_other_gates_under_a_served_name_and_folder_are_refused() -> None:
+    class Owner:
+        pass
+
+    class Request:
+        lora_name, lora_path = "math", "/adapters/math"
+
+    class Elsewhere(Request):
+        lora_path = "/adapters/math-2"
+
+    owner = Owner()
+    _remember(owner, Request, "one")
+    _remember(owner, Request, "one")
+    _remember(owner, Elsewhere, "two")
+    with pytest.raises(LoragateError, match="changed since it was served as 'math'"):
+        _remember(owner, Request, "two")

@@ -1,0 +1,354 @@
+"""Gated folders in vLLM itself, against transformers: needs vLLM (scripts/vllm_cpu_env.sh)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import loragate as lg
+from loragate.serving.parity import compare, greedy
+from tiny import tiny_adapter, tiny_base, tiny_tokenizer
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vllm is not installed (scripts/vllm_cpu_env.sh)"
+    ),
+]
+
+# vLLM's attention on a CPU starts at heads of 32
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+}
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, which starts in seconds
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+# a gated folder each: seed of its adapter, gate settings
+GATES: dict[str, tuple[int, dict[str, Any]]] = {
+    "wide": (1, {"lower": -6, "upper": 3}),
+    "narrow": (2, {"lower": -1, "upper": 2, "tau": 0.5}),
+    "module": (3, {"lower": -3, "upper": 2, "granularity": "module"}),
+    "global": (4, {"lower": -3, "upper": 2, "granularity": "global"}),
+    "some": (5, {"lower": -3, "upper": 2, "target_modules": ["k_proj", "up_proj", "o_proj"]}),
+}
+PROMPTS = [[5 + (7 * row + 11 * place) % 150 for place in range(36 + row)] for row in range(4)]
+TOLERANCE = 1e-4
+
+
+def lora_model(name: str) -> Any:
+    seed = GATES[name][0] if name in GATES else 0
+    # a random adapter of full strength under L = -6 multiplies rounding errors by a hundred
+    patterns = {"rank_pattern": {"q_proj": 6}, "alpha_pattern": {"v_proj": 3}}
+    return tiny_adapter(seed=seed, base=tiny_base(**SHAPE), lora_alpha=2, **patterns)
+
+
+def gated_model(name: str) -> Any:
+    model = lora_model(name)
+    lg.attach_gates(model, lg.GateConfig(**GATES[name][1]))
+    torch.manual_seed(GATES[name][0] + 10)
+    for key, parameter in lg.gate_parameters(model).items():
+        parameter.data.normal_(0, 0.15 if key.endswith("weight") else 0.7)
+    return model
+
+
+def reference(name: str) -> Any:
+    if name == "base":
+        return tiny_base(**SHAPE)
+    return lora_model(name) if name == "plain" else gated_model(name)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("served")
+    tiny_base(**SHAPE).save_pretrained(place / "base")
+    tiny_tokenizer().save_pretrained(place / "base")
+    lora_model("plain").save_pretrained(place / "plain")
+    for name in GATES:
+        lg.save_gates(gated_model(name), place / name, base_id=str(place / "base"))
+    return place
+
+
+@pytest.fixture(scope="module")
+def settings() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SETTINGS.items():
+            if name not in os.environ:
+                patch.setenv(name, value)
+        yield
+
+
+def start(folders: Path, **options: Any) -> Any:
+    import vllm
+
+    return vllm.LLM(
+        model=str(folders / "base"),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enable_lora=True,
+        max_lora_rank=8,
+        **options,
+    )
+
+
+def request(folders: Path, name: str, number: int | None = None) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    if name == "base":
+        return None
+    return LoRARequest(name, number or 1 + ["plain", *GATES].index(name), str(folders / name))
+
+
+@pytest.fixture(scope="module")
+def llm(settings: None, folders: Path) -> Any:
+    """All slots are filled by a batch of three adapters; prefix caching is on."""
+    return start(folders, max_loras=3, enable_prefix_caching=True, block_size=32)
+
+
+@pytest.fixture(scope="module")
+def small(settings: None, folders: Path) -> Any:
+    """One slot, prompts cut into pieces, no prefix cache."""
+    return start(
+        folders, max_loras=1, enable_prefix_caching=False, max_num_batched_tokens=24, max_num_seqs=4, max_model_len=128
+    )
+
+
+def check(folders: Path, engine: Any, names: list[str], **options: Any) -> None:
+    served = greedy(engine, PROMPTS, [request(folders, name) for name in names], 24, **options)
+    for name, answers in zip(names, served):
+        found = compare(reference(name), answers)
+        print(name, found)
+        assert found.tokens == 24 * len(PROMPTS)
+        assert found.prompt <= TOLERANCE, name
+        assert found.generated <= TOLERANCE, name
+        assert found.mismatches == 0, name
+
+
+def test_base_plain_and_two_gated_adapters_in_one_batch(folders: Path, llm: Any) -> None:
+    check(folders, llm, ["base", "plain", "wide", "narrow"])
+
+
+def test_module_global_and_partial_gates(folders: Path, llm: Any) -> None:
+    check(folders, llm, ["module", "global", "some", "base"])
+
+
+def test_a_plain_adapter_in_a_slot_that_was_gated(folders: Path, llm: Any) -> None:
+    check(folders, llm, ["wide", "narrow", "module"])
+    check(folders, llm, ["plain", "base"])
+
+
+def test_hits_of_the_prefix_cache(folders: Path, llm: Any) -> None:
+    names = ["base", "plain", "wide", "narrow"]
+    adapters = [request(folders, name) for name in names]
+    before = greedy(llm, PROMPTS, adapters, 24, prompt_logprobs=False)
+    check(folders, llm, names, prompt_logprobs=False)
+    import vllm
+
+    again = llm.generate(
+        {"prompt_token_ids": PROMPTS[0]},
+        vllm.SamplingParams(max_tokens=1, detokenize=False),
+        lora_request=adapters[2],
+        use_tqdm=False,
+    )[0]
+    assert again.num_cached_tokens > 0
+    assert len({tuple(answers[0].token_ids) for answers in before}) == len(names)
+
+
+def test_one_slot_chunked_prefill_without_prefix_cache(folders: Path, small: Any) -> None:
+    check(folders, small, ["wide", "base", "plain", "narrow"])
+
+
+def test_gates_act_on_every_decoded_token(folders: Path, llm: Any) -> None:
+    """Where the gated model and its plain adapter give different log-probs, vLLM has the gated one's."""
+    (answers,) = greedy(llm, PROMPTS, [request(folders, "wide")], 24)
+    gated, plain = gated_model("wide"), lora_model("wide")
+    for answer in answers:
+        ids = torch.tensor([answer.prompt_ids + answer.token_ids])
+        cut = len(answer.prompt_ids) - 1
+        with torch.no_grad():
+            both = [model(ids).logits[0, cut:-1].log_softmax(-1) for model in (gated, plain)]
+        chosen = [one.gather(-1, ids[0, cut + 1 :, None])[:, 0] for one in both]
+        assert ((chosen[0] - chosen[1]).abs() > 100 * TOLERANCE).float().mean() > 0.9
+        assert (chosen[0] - torch.tensor(answer.logprobs)).abs().max() <= TOLERANCE
+
+
+def test_gates_of_zero_change_no_bit_of_a_plain_adapter(folders: Path, llm: Any, tmp_path: Path) -> None:
+    from vllm.lora.request import LoRARequest
+
+    model = lora_model("plain")
+    lg.attach_gates(model, lg.GateConfig(lower=-6, upper=3))
+    for parameter in lg.gate_parameters(model).values():
+        parameter.data.zero_()
+    lg.save_gates(model, tmp_path / "zero", base_id=str(folders / "base"))
+    plain, zero = greedy(llm, PROMPTS, [request(folders, "plain"), LoRARequest("z", 77, str(tmp_path / "zero"))], 24)
+    assert plain == zero
+
+
+@pytest.fixture
+def copied(folders: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(folders / "wide", tmp_path / "copy")
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    path = folder / "gate_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_malformed_folder_is_this_request_s_error(folders: Path, llm: Any, copied: Path) -> None:
+    from vllm.lora.request import LoRARequest
+
+    (copied / "gates.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"gates\.safetensors: its sha256"):
+        greedy(llm, PROMPTS[:1], [LoRARequest("bad", 50, str(copied))], 4)
+    with pytest.raises(ValueError, match=r"gates\.safetensors: its sha256"):
+        llm.llm_engine.add_lora(LoRARequest("bad", 50, str(copied)))
+    assert 50 not in llm.llm_engine.list_loras()
+    check(folders, llm, ["base", "wide"])
+
+
+def test_gates_for_another_base_are_refused_when_loaded(folders: Path, llm: Any, copied: Path) -> None:
+    from vllm.lora.request import LoRARequest
+
+    base = json.loads((copied / "gate_config.json").read_text())["base"]
+    edit(copied, base={**base, "config_sha256": "0"})
+    with pytest.raises(ValueError, match="another architecture"):
+        llm.llm_engine.add_lora(LoRARequest("bad", 51, str(copied)))
+    norm = next(name for name in base["weights"]["values"] if "norm" in name)
+    values = {**base["weights"]["values"], norm: [0.5, 0.5, 0.5, 0.5]}
+    edit(copied, base={**base, "weights": {**base["weights"], "values": values}})
+    with pytest.raises(ValueError, match="another base"):
+        llm.llm_engine.add_lora(LoRARequest("bad", 51, str(copied)))
+    check(folders, llm, ["wide"])
+
+
+def test_a_failed_activation_leaves_nothing_half_loaded(
+    folders: Path, llm: Any, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.lora.request import LoRARequest
+
+    from loragate.serving.placing import PlacedGates
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PlacedGates, "fill", fail)
+        with pytest.raises(RuntimeError, match="no memory left"):
+            llm.llm_engine.add_lora(LoRARequest("half", 52, str(copied)))
+    assert 52 not in llm.llm_engine.list_loras()
+    (answers,) = greedy(llm, PROMPTS, [LoRARequest("half", 52, str(copied))], 24)
+    assert compare(gated_model("wide"), answers).generated <= TOLERANCE
+
+
+def test_a_folder_written_anew_is_refused_under_its_old_name(folders: Path, llm: Any, copied: Path) -> None:
+    """vLLM's prefix cache knows name and path only: the old gates' blocks would be taken for the new ones'."""
+    from vllm.lora.request import LoRARequest
+
+    greedy(llm, PROMPTS, [LoRARequest("mine", 60, str(copied))], 4)
+    shutil.rmtree(copied)
+    shutil.copytree(folders / "narrow", copied)
+    with pytest.raises(ValueError, match="changed since it was served as 'mine'"):
+        greedy(llm, PROMPTS, [LoRARequest("mine", 60, str(copied))], 4)
+    (answers,) = greedy(llm, PROMPTS, [LoRARequest("other", 61, str(copied))], 24)
+    assert compare(gated_model("narrow"), answers).generated <= TOLERANCE
+
+
+def test_an_id_that_moves_to_another_folder_gets_its_gates(folders: Path, llm: Any) -> None:
+    for name in ("wide", "narrow", "plain", "wide"):
+        (answers,) = greedy(llm, PROMPTS, [request(folders, name, 70)], 24)
+        assert compare(reference(name), answers).generated <= TOLERANCE, name
+
+
+def test_the_compile_cache_knows_the_plugin(llm: Any) -> None:
+    from vllm.config import VllmConfig
+
+    config = llm.llm_engine.vllm_config
+    assert config.compute_hash() != VllmConfig.compute_hash.__wrapped__(config)
+
+
+TASK = """
+name: words
+version: 1
+suite: math
+dataset: {file: words.jsonl, schema: {question: text, answer: text}}
+columns: {question: question, gold: answer}
+prompt: "{{ question }}"
+generation: {samples: 1, temperature: 0, max_new_tokens: 12}
+grader: exact
+metric: avg@k
+"""
+
+
+def test_eval_scores_base_adapter_and_gated_rows(settings: None, folders: Path, tmp_path: Path) -> None:
+    """The answers of all three rows are those of the transformers engine."""
+    from loragate.cli.main import main
+
+    rows = [{"question": f"w{index} w{2 * index}", "answer": "w3"} for index in range(6)]
+    (tmp_path / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "words.yaml").write_text(TASK)
+    answers = []
+    for engine in ("transformers", "vllm"):
+        out = tmp_path / engine
+        command = ["eval", "--model", str(folders / "wide"), "--tasks", str(tmp_path / "words.yaml"), "--out", str(out)]
+        command += ["--engine", engine, "--controls", "none", "--dtype", "float32", "--device", "cpu"]
+        assert main(command) == 0
+        found = {}
+        for row in ("base", "adapter", "gated"):
+            lines = (out / "samples" / row / "words.jsonl").read_text().splitlines()
+            found[row] = [(one["question"], one["token_ids"]) for one in map(json.loads, lines) if "token_ids" in one]
+        answers.append(found)
+    assert answers[0] == answers[1]
+    assert all(len(row) == 6 for row in answers[0].values())
+    assert len({json.dumps(row) for row in answers[0].values()}) == 3
+
+
+WITHOUT = """
+import sys, vllm
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import WorkerLoRAManager
+from loragate.serving import versions
+if sys.argv[2]:
+    versions.TESTED_VERSIONS, versions._BELOW = ("0.1",), (0, 1)
+llm = vllm.LLM(model=sys.argv[1] + "/base", skip_tokenizer_init=True, dtype="float32", enable_lora=True, max_lora_rank=8)
+sampling = vllm.SamplingParams(temperature=0, max_tokens=4, detokenize=False)
+ids = {"prompt_token_ids": [5, 6, 7]}
+print("plain", llm.generate(ids, sampling, lora_request=LoRARequest("p", 1, sys.argv[1] + "/plain"))[0].outputs[0].token_ids)
+print("mark", getattr(WorkerLoRAManager, "loragate_gates", "absent"))
+try:
+    llm.llm_engine.add_lora(LoRARequest("g", 2, sys.argv[1] + "/wide"))
+    print("SERVED")
+except Exception as error:
+    print("refused", type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize("plugin", ["absent", "unsupported"])
+def test_vllm_without_the_plugin_refuses_a_gated_folder(settings: None, folders: Path, plugin: str) -> None:
+    environment = {**os.environ, **({"VLLM_PLUGINS": ""} if plugin == "absent" else {})}
+    arguments = [sys.executable, "-c", WITHOUT, str(folders), "x" if plugin == "unsupported" else ""]
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert "SERVED" not in done.stdout
+    assert "plain [" in done.stdout, done.stderr[-2000:]
+    if plugin == "absent":
+        assert "mark absent" in done.stdout
+        assert "refused LoRAAdapterNotFoundError" in done.stdout
+    else:
+        assert "refused ValueError vLLM 0.32" in done.stdout
+        assert "supports vllm>=0.32,<0.33" in done.stdout
