@@ -58,7 +58,7 @@ def test_signs_and_reading():
         *(sample(1, 0, "a", 2), sample(1, 1, "a", 4)),
     ]
     found = ProbeScores(np.zeros((2, 2)), samples, [None] * 4)
-    assert found.signs == {"finished": 0.75, "tokens": 3.0, "distinct": 0.75}
+    assert found.signs == {"finished": 0.75, "tokens": 3.0, "distinct": 0.75, "read": 0.0}
     reading = found.reading
     assert (reading.answers, reading.terminated, reading.length, reading.distinct) == (4, 0.75, 3.0, 0.5)
 

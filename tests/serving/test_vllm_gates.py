@@ -319,6 +319,53 @@ def test_eval_scores_base_adapter_and_gated_rows(settings: None, folders: Path, 
     assert len({json.dumps(row) for row in answers[0].values()}) == 3
 
 
+TWO_RANKS = """
+import sys
+from loragate.serving.parity import greedy, open_llm
+
+if __name__ == "__main__":
+    place, prompts = sys.argv[1], [[5 + (7 * row + 11 * at) % 150 for at in range(36 + row)] for row in range(4)]
+    names = ["plain", "wide", "narrow", "module"]
+    llm, requests = open_llm(
+        place + "/base",
+        {name: place + "/" + name for name in names},
+        max_lora_rank=8,
+        dtype="float32",
+        tensor_parallel_size=2,
+        fully_sharded_loras=sys.argv[2] == "sharded",
+    )
+    answers = greedy(llm, prompts, [None, *requests], 24)
+    import pathlib
+
+    pathlib.Path(sys.argv[3]).write_text(repr([[vars(one) for one in row] for row in answers]))
+"""
+
+
+@pytest.mark.parametrize("adapters", ["whole", "sharded"])
+def test_two_ranks_share_the_model(folders: Path, tmp_path: Path, adapters: str) -> None:
+    """Row-parallel layers (o_proj, down_proj) see half of the input each; w·h is summed before the map."""
+    import ast
+
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one processor: two ranks need one each")
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    script, out = tmp_path / "ranks.py", tmp_path / "answers.txt"
+    script.write_text(TWO_RANKS)
+    environment = {**os.environ, **SETTINGS, "VLLM_CPU_OMP_THREADS_BIND": f"{first}|{second}"}
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    command = [sys.executable, str(script), str(folders), adapters, str(out)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    from loragate.serving.parity import Served
+
+    rows = ast.literal_eval(out.read_text())
+    for name, answers in zip(["base", "plain", "wide", "narrow", "module"], rows):
+        found = compare(reference(name), [Served(**one) for one in answers])
+        print(adapters, name, found)
+        assert max(found.prompt, found.generated) <= TOLERANCE, name
+        assert found.mismatches == 0, name
+
+
 WITHOUT = """
 import sys, vllm
 from vllm.lora.request import LoRARequest

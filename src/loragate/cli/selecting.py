@@ -42,7 +42,7 @@ class SelectionOptions:
     """
 
     range: str = "auto"
-    ranges: str = "-3,1;0,1;0,6"
+    ranges: str = "0,1;-6,3;0,6"
     probe: str = ""
     probe_task: str = ""
     probe_grader: str = "default"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import signal
+import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -93,6 +94,10 @@ def served_folders(options: ServeOptions) -> tuple[str, dict[str, str]]:
     from loragate.gates.schema import read_gate_config
 
     folder = Path(options.model).resolve()
+    if not any((folder / file).is_file() for file in ("gate_config.json", "adapter_config.json")):
+        raise ConfigError(
+            f"{options.model} is no local folder of a gated or plain adapter, which vLLM is to serve here"
+        )
     if (folder / "gate_config.json").is_file():
         base = options.base or str(read_gate_config(folder)["base"]["id"])
         adapters = {"gated": str(folder), "adapter": str(folder / "adapter")}
@@ -111,6 +116,33 @@ def served_folders(options: ServeOptions) -> tuple[str, dict[str, str]]:
             raise ConfigError(f"--adapters {part}: the name {name} is taken; choose another")
         adapters[name] = str(Path(place).resolve())
     return base, adapters
+
+
+def base_revision(options: ServeOptions) -> str:
+    """The commit of the base that the gates were made on; empty where another base is named, or none is recorded."""
+    from loragate.gates.schema import read_gate_config
+
+    if options.base or not (Path(options.model) / "gate_config.json").is_file():
+        return ""
+    return str(read_gate_config(Path(options.model))["base"].get("revision") or "")
+
+
+def free_port(host: str, port: int) -> int:
+    """`port` if it can be bound, or any free one for 0.
+
+    Raises:
+        ConfigError: where something else listens; its answers would be taken for ours.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"--port {port}: {host} cannot be served from ({error.strerror}); give another"
+            ) from error
+        return int(probe.getsockname()[1])
 
 
 def prepare_vllm(adapters: dict[str, str]) -> int:
@@ -142,12 +174,14 @@ def serve_vllm(options: ServeOptions) -> int:
     own = Path(options.model) / "adapter" if "gated" in adapters else Path(options.model)
     tokenizer = next((place for place in (own / "tokenizer", own) if (place / "tokenizer_config.json").is_file()), None)
     extra += ["--tokenizer", str(tokenizer)] if tokenizer else []
+    extra += ["--revision", base_revision(options)] if base_revision(options) else []
     rank = prepare_vllm(adapters)
+    port = free_port(options.host, options.port)
     command = server_command(
         base,
         adapters,
         host=options.host,
-        port=options.port,
+        port=port,
         max_lora_rank=rank,
         extra=[*extra, *shlex.split(options.vllm_args)],
     )
@@ -156,9 +190,9 @@ def serve_vllm(options: ServeOptions) -> int:
     end_on_terminate()
     began, process = time.monotonic(), start(command, dynamic=options.dynamic)
     try:
-        wait_until_healthy(process, address(options.host, options.port))
+        wait_until_healthy(process, address(options.host, port))
         out.print(f"ready after {time.monotonic() - began:.0f} s", markup=False)
-        print_clients(options.host, options.port, ["base", *adapters])
+        print_clients(options.host, port, ["base", *adapters])
         status = process.wait()
     except KeyboardInterrupt:
         stop(process)

@@ -21,7 +21,7 @@ def verify(options: Any, base: str, adapters: dict[str, str]) -> int:
     16 bits the figures are printed and not judged: both programs round, in different places.
     """
     from loragate.cli.models import dtype_argument, pick_device, quiet_logging
-    from loragate.cli.serve import prepare_vllm
+    from loragate.cli.serve import base_revision, prepare_vllm
     from loragate.serving.parity import compare, greedy, open_llm
 
     quiet_logging()
@@ -39,6 +39,7 @@ def verify(options: Any, base: str, adapters: dict[str, str]) -> int:
             tensor_parallel_size=options.tensor_parallel,
             gpu_memory_utilization=options.vllm_memory,
             trust_remote_code=options.trust_remote_code,
+            revision=base_revision(options) or None,
         )
     names = ["base", *adapters]
     try:

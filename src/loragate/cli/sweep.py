@@ -53,7 +53,7 @@ class SweepOptions(RunOptions, CalibrationSettings):
 
     adapter: str = ""
     adapters: str = ""
-    ranges: str = "-3,1;0,1;0,6"
+    ranges: str = "0,1;-6,3;0,6"
     seeds: str = "0"
     objectives: str = "entropy"
     probe: str = ""

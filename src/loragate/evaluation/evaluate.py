@@ -52,7 +52,7 @@ from loragate.evaluation.results import (
 from loragate.evaluation.retention import retention_result
 from loragate.evaluation.sampling import draw_samples
 from loragate.evaluation.variants import Variant
-from loragate.files import write_json, write_text
+from loragate.files import first_difference, write_json, write_text
 from loragate.generation import Engine, Sample
 
 EngineFor = Callable[[Variant], AbstractContextManager[Engine]]
@@ -119,7 +119,7 @@ class Evaluation:
         path = self.folder / "eval.json"
         if resume:
             before = json.loads(path.read_text(encoding="utf-8"))
-            found = _first_difference(before, self.identity, "")
+            found = first_difference(before, self.identity)
             if found is not None:
                 key, old, new = found
                 raise ConfigError(
@@ -331,19 +331,3 @@ def _answers(samples: Sequence[Sample], grades: Sequence[Grade], questions: int)
     for sample, grade in zip(samples, grades, strict=True):
         answers[sample.question].append("✓" if grade.correct else grade.extracted)
     return answers
-
-
-def _first_difference(old: Any, new: Any, key: str) -> tuple[str, Any, Any] | None:
-    if isinstance(old, dict) and isinstance(new, dict):
-        for name in [*old, *(name for name in new if name not in old)]:
-            found = _first_difference(old.get(name), new.get(name), f"{key}.{name}" if key else name)
-            if found is not None:
-                return found
-        return None
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        for index, (left, right) in enumerate(zip(old, new, strict=True)):
-            found = _first_difference(left, right, f"{key}[{index}]")
-            if found is not None:
-                return found
-        return None
-    return None if old == new else (key, old, new)

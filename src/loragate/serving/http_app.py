@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -169,11 +170,15 @@ def make_server(app: App, host: str, port: int) -> ThreadingHTTPServer:
         def log_message(self, format: str, *args: Any) -> None:
             logger.debug(format, *args)
 
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = 512  # the standard 5 turns away clients that come together
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
     try:
-        server = ThreadingHTTPServer((host, port), Handler)
+        server = Server((host, port), Handler)
     except OSError as error:
         raise LoragateError(f"{host}:{port} cannot be served from ({error.strerror}); give another --port") from error
-    server.daemon_threads = True
     return server
 
 

@@ -62,7 +62,10 @@ def open_llm(base: str, adapters: Mapping[str, str], *, max_lora_rank: int, **se
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     import vllm
     from vllm.lora.request import LoRARequest
+    from vllm.platforms import current_platform
 
+    if current_platform.is_cpu():
+        settings.setdefault("block_size", 32)  # its own 128 would leave short prompts out of the prefix cache
     llm = vllm.LLM(
         model=base,
         skip_tokenizer_init=True,

@@ -74,7 +74,7 @@ def _slices(manager: Any) -> dict[str, tuple[str, range]]:
     for name, module in manager.modules.items():
         if not isinstance(module, GateMixin):
             continue
-        count = module.gate_weight.shape[1]  # type: ignore[attr-defined]
+        count = module.gate_weight.shape[1]
         parts = manager.packed_modules.get(name)
         if parts is None:
             found[name] = (name, range(count))

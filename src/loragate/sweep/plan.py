@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from loragate.errors import ConfigError, DataError, GateError
-from loragate.evaluation.evaluate import _first_difference
-from loragate.files import write_json
+from loragate.files import first_difference, write_json
 from loragate.gates.signed_map import check_range
 
 RECORD = "sweep.json"
@@ -115,7 +114,7 @@ class SweepPlan:
                 f"{path}: cannot be read ({error}); the sweep cannot be resumed, choose another --out"
             ) from error
         without = {"fingerprint": None}  # follows from the rest and says nothing to a person
-        found = _first_difference({**stored, **without}, {**wanted, **without}, "")
+        found = first_difference({**stored, **without}, {**wanted, **without})
         if found is not None:
             key, before, now = found
             raise ConfigError(

@@ -1,0 +1,261 @@
+"""`loragate serve` as a user runs it: a process that answers, says how to be called, and ends on Ctrl-C."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import loragate as lg
+from loragate.cli.main import main
+from loragate.cli.serve import ServeOptions, base_revision, free_port
+from loragate.errors import ConfigError
+from loragate.generation import SamplingConfig, TransformersEngine
+from loragate.serving.vllm_server import server_command
+from tiny import tiny_adapter, tiny_base, tiny_tokenizer
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 192, "max_position_embeddings": 128, "initializer_range": 0.1}
+SEEDS = {"gated": 1, "second": 2}
+PROMPTS = ["w5 w9 w20", "w7 w7", "w100 w3 w50 w51"]
+NEW_TOKENS = 16
+vllm_only = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vllm is not installed (scripts/vllm_cpu_env.sh)"
+)
+
+
+def model_of(name: str) -> Any:
+    base = tiny_base(**SHAPE)
+    if name == "base":
+        return base
+    seed = SEEDS.get(name, SEEDS["gated"])
+    model = tiny_adapter(seed=seed, base=base, lora_alpha=2)
+    if name in SEEDS:
+        lg.attach_gates(model, lg.GateConfig(lower=-3, upper=2))
+        torch.manual_seed(seed)
+        for parameter in lg.gate_parameters(model).values():
+            parameter.data.normal_(0, 0.3)
+    return model
+
+
+def expected(name: str) -> list[str]:
+    samples = TransformersEngine(model_of(name), tiny_tokenizer()).generate(PROMPTS, SamplingConfig(0, 1, NEW_TOKENS))
+    return [sample.text for sample in samples]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("serve")
+    tiny_base(**SHAPE).save_pretrained(place / "base")
+    tiny_tokenizer().save_pretrained(place / "base")
+    for name in SEEDS:
+        lg.save_gates(model_of(name), place / name, base_id=str(place / "base"))
+    return place
+
+
+class Running:
+    """A server process and what it printed."""
+
+    def __init__(self, *arguments: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        environment = {
+            **os.environ,
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        command = [sys.executable, "-m", "loragate", "serve", *arguments, "--port", str(self.port)]
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self.ready = threading.Event()
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
+
+    def read(self) -> None:
+        for line in self.process.stdout or ():
+            self.lines.append(line)
+            if line.startswith("print(client"):
+                self.ready.set()
+        self.ready.set()
+
+    def wait(self, seconds: float) -> Running:
+        assert self.ready.wait(seconds), "".join(self.lines)[-4000:]
+        assert self.process.poll() is None, "".join(self.lines)[-4000:]
+        return self
+
+    def call(self, path: str, body: Any = None) -> tuple[int, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        url = f"http://127.0.0.1:{self.port}{path}"
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(request, timeout=120) as reply:
+                text = reply.read()
+                status = reply.status
+        except urllib.error.HTTPError as error:
+            text, status = error.read(), error.code
+        try:
+            return status, json.loads(text)
+        except ValueError:
+            return status, text.decode()
+
+    def complete(self, model: str, prompt: str) -> str:
+        body = {"model": model, "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0}
+        status, reply = self.call("/v1/completions", body)
+        assert status == 200, reply
+        return str(reply["choices"][0]["text"])
+
+    def end(self) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        return self.process.wait(90)
+
+
+def check_clients(server: Running, names: list[str]) -> None:
+    """Every name answers as its own model, alone and among others."""
+    right = {name: expected("gated" if name == "gated" else name) for name in names}
+    for name in names:
+        assert [server.complete(name, prompt).strip() for prompt in PROMPTS] == right[name], name
+    jobs = [(name, place) for _ in range(4) for place in range(len(PROMPTS)) for name in names]
+    with ThreadPoolExecutor(16) as pool:
+        texts = list(pool.map(lambda job: server.complete(job[0], PROMPTS[job[1]]).strip(), jobs))
+    assert texts == [right[name][place] for name, place in jobs]
+    printed = "".join(server.lines)
+    assert f"curl http://127.0.0.1:{server.port}/v1/chat/completions" in printed
+    assert f'OpenAI(base_url="http://127.0.0.1:{server.port}/v1"' in printed
+
+
+@pytest.mark.slow
+def test_transformers_server(folders: Path) -> None:
+    server = Running(str(folders / "gated"), "--engine", "transformers")
+    try:
+        check_clients(server.wait(120), ["base", "adapter", "gated"])
+        assert server.call("/health")[0] == 200
+    finally:
+        status = server.end()
+    assert status == 0, "".join(server.lines)[-2000:]
+
+
+@pytest.fixture(scope="module")
+def vllm_server(folders: Path) -> Iterator[Running]:
+    server = Running(
+        *(str(folders / "gated"), "--engine", "vllm", "--dtype", "float32", "--dynamic"),
+        *("--adapters", f"same={folders / 'gated'}"),
+    )
+    yield server.wait(300)
+    server.end()
+
+
+@vllm_only
+@pytest.mark.slow
+def test_vllm_server(vllm_server: Running) -> None:
+    status, reply = vllm_server.call("/v1/models")
+    assert status == 200
+    assert [card["id"] for card in reply["data"]] == ["base", "gated", "adapter", "same"]
+    check_clients(vllm_server, ["base", "adapter", "gated"])
+
+
+@vllm_only
+@pytest.mark.slow
+def test_adapters_come_and_go_while_the_server_runs(vllm_server: Running, folders: Path, tmp_path: Path) -> None:
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    assert vllm_server.call(load, {"lora_name": "second", "lora_path": str(folders / "second")})[0] == 200
+    assert [vllm_server.complete("second", prompt).strip() for prompt in PROMPTS] == expected("second")
+    assert vllm_server.call(unload, {"lora_name": "second"})[0] == 200
+    assert vllm_server.call("/v1/completions", {"model": "second", "prompt": "w1"})[0] == 404
+    status, reply = vllm_server.call(load, {"lora_name": "none", "lora_path": str(tmp_path / "none")})
+    assert status == 404, reply
+    (tmp_path / "gate_config.json").write_text('{"format": "loragate", "schema_version": 99}')
+    status, reply = vllm_server.call(load, {"lora_name": "bad", "lora_path": str(tmp_path)})
+    assert status == 500
+    assert "schema version 99 is not known" in json.dumps(reply)
+    assert vllm_server.complete("gated", PROMPTS[0]).strip() == expected("gated")[0]
+
+
+@vllm_only
+@pytest.mark.slow
+def test_ctrl_c_ends_the_server_and_its_children(vllm_server: Running) -> None:
+    assert vllm_server.end() == 0
+    assert "stopped" in "".join(vllm_server.lines[-5:])
+    with pytest.raises(urllib.error.URLError):
+        vllm_server.call("/health")
+
+
+@vllm_only
+@pytest.mark.slow
+def test_verify(folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in (("VLLM_CPU_OMP_THREADS_BIND", "nobind"), ("VLLM_CPU_KVCACHE_SPACE", "1")):
+        monkeypatch.setenv(name, value)
+    second = f"second={folders / 'second'}"
+    assert main(["serve", str(folders / "gated"), "--verify", "--adapters", second, "--dtype", "float32"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count(" 0 of 256") == 4
+    assert "agrees: the bound is 0.0001" in printed
+
+
+def fails(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    capsys.readouterr()
+    assert main([str(argument) for argument in argv]) == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_settings_that_cannot_be(folders: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    gated = folders / "gated"
+    assert "did you mean 'vllm'" in fails(capsys, "serve", gated, "--engine", "vlm")
+    assert "--port 70000" in fails(capsys, "serve", gated, "--port", "70000")
+    assert "does not exist" in fails(capsys, "serve", tmp_path / "none")
+    assert "--dynamic has no effect" in fails(capsys, "serve", gated, "--engine", "transformers", "--dynamic")
+    if importlib.util.find_spec("vllm") is None:
+        assert "vLLM is not installed" in fails(capsys, "serve", gated, "--engine", "vllm")
+        assert "vLLM is not installed" in fails(capsys, "serve", gated, "--verify")
+
+
+def test_a_port_in_use_is_named_before_vllm_starts() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--port {port}"):
+            free_port("127.0.0.1", port)
+    assert free_port("127.0.0.1", 0) > 0
+
+
+def test_the_base_is_taken_at_its_recorded_commit(folders: Path, tmp_path: Path) -> None:
+    shutil.copy(folders / "gated" / "gate_config.json", tmp_path)
+    assert base_revision(ServeOptions(str(tmp_path))) == ""
+    record = json.loads((tmp_path / "gate_config.json").read_text())
+    record["base"]["revision"] = "abc"
+    (tmp_path / "gate_config.json").write_text(json.dumps(record))
+    assert base_revision(ServeOptions(str(tmp_path))) == "abc"
+    assert base_revision(ServeOptions(str(tmp_path), base="other")) == ""
+
+
+def test_the_command_line_of_vllm() -> None:
+    command = server_command("b", {"gated": "/g", "adapter": "/g/adapter"}, host="::1", port=81, max_lora_rank=16)
+    text = " ".join(command)
+    assert "--model b --served-model-name base --host ::1 --port 81" in text
+    assert "--enable-lora --max-lora-rank 16 --max-loras 2 --lora-modules gated=/g adapter=/g/adapter" in text
