@@ -17,7 +17,7 @@ from loragate.version import __version__
 
 REQUIRED = {
     "torch": "2.8",
-    "transformers": "5.20",
+    "transformers": "5.19",
     "peft": "0.21",
     "trl": "1.16",
     "accelerate": "1.12",
