@@ -104,7 +104,7 @@ def test_settings_that_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="2 shards with 1 GPU each do not fit into a Ray cluster of 1 GPU"):
         RayData()._require_room({"CPU": 8.0, "GPU": 1.0}, 2)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"pip install loragate\[ray\]"):
+    with pytest.raises(ConfigError, match=r"pip install loragate\[sweep\]"):
         ShardedEngine(no_engine, 2, RayData()).generate(PROMPTS, CONFIG)
 
 
