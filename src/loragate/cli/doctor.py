@@ -24,6 +24,10 @@ REQUIRED = {
     "datasets": "4.0",
 }
 OPTIONAL = {
+    "math_verify": 'math answers in eval and calibrate (pip install "loragate[eval]")',
+    "lm_eval": 'retention suites (pip install "loragate[eval]")',
+    "ray": 'sweeps on several processes, replicas (pip install "loragate[sweep]")',
+    "vllm": 'fast sampling and serving (pip install "loragate[vllm]", in an environment of its own)',
     "tensorboard": "logging to TensorBoard (--report-to tensorboard)",
     "trackio": "logging to Trackio",
     "wandb": "logging to Weights & Biases",
@@ -45,6 +49,8 @@ class DoctorOptions:
 def findings() -> dict[str, Any]:
     """Versions, devices, optional parts and problems as plain data."""
     import torch
+
+    from loragate.evaluation.sandbox import available_tiers
 
     versions = {name: _version(name) for name in [*REQUIRED, "safetensors", "tokenizers", "matplotlib"]}
     devices = [f"cpu ({os.cpu_count()} cores, {torch.get_num_threads()} threads)"]
@@ -71,6 +77,7 @@ def findings() -> dict[str, Any]:
         "versions": versions,
         "devices": devices,
         "optional": {name: _version(name) for name in OPTIONAL},
+        "sandbox": available_tiers(),
         "free_disk_gib": round(free, 1),
         "offline": os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"),
         "problems": problems,
@@ -90,6 +97,9 @@ def run(options: DoctorOptions) -> int:
     print("optional parts:")
     for name, purpose in OPTIONAL.items():
         print(f"  {name:<14} {found['optional'][name] or 'not installed'}: {purpose}")
+    tiers = ", ".join(found["sandbox"]) or "none"
+    hint = "" if "bubblewrap" in found["sandbox"] else " (install bubblewrap to run programs of models safely)"
+    print(f"sandbox for programs: {tiers}{hint}")
     print(
         f"disk: {found['free_disk_gib']} GiB free; hub: {'offline' if found['offline'] else 'reachable if the network is'}"
     )
@@ -103,7 +113,7 @@ def _version(name: str) -> str | None:
     if importlib.util.find_spec(name) is None:
         return None
     try:
-        return importlib.metadata.version(name)
+        return importlib.metadata.version(name.replace("_", "-"))
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
 
