@@ -349,7 +349,7 @@ def test_a_killed_selection_goes_on(place, tmp_path):
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    first = out / "run" / "candidates" / "entropy_-3_1" / "result.json"
+    first = out / "run" / "candidates" / "entropy_0_1" / "result.json"
     began = time.monotonic()
     while not first.is_file():
         assert process.poll() is None, "ended before it could be killed"

@@ -136,6 +136,8 @@ def ray_cluster() -> Iterator[Any]:
     ray = pytest.importorskip("ray", reason="ray is not installed (pip install loragate[sweep])")
     pytest.importorskip("ray.data", reason="ray has no data library (pip install loragate[sweep])")
     tests = str(Path(__file__).parent)
+    if ray.is_initialized():  # another file of the same test process may have left it running
+        ray.shutdown()
     ray.init(
         num_cpus=2,
         include_dashboard=False,
