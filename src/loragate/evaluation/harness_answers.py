@@ -7,8 +7,7 @@ cut at its beginning, and that is counted. Nothing here knows tasks or the harne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from loragate.data import ending_health
+from loragate.generation.engine import own_generation_settings
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def greedy_answers(
     kept = [ids[-(max_length - reserve) :] for ids in prompts]
     order = sorted(range(len(prompts)), key=lambda index: (-len(kept[index]), index))
     answers: dict[int, Answer] = {}
-    with torch.no_grad(), _own_generation_settings(model):
+    with torch.no_grad(), own_generation_settings(model):
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
             budgets = [min(max_new_tokens, max_length - len(kept[row])) for row in rows]
@@ -133,17 +133,3 @@ class _StopStrings(StoppingCriteria):
                 if any(stop in text for stop in self.stops):
                     self.lengths[row] = input_ids.shape[1] - self.width
         return torch.tensor([length is not None for length in self.lengths], device=input_ids.device)
-
-
-@contextmanager
-def _own_generation_settings(model: Any) -> Iterator[None]:
-    """Hide the model's generation settings, from which `generate` would fill in what is left open here."""
-    owners = [model, *([model.get_base_model()] if hasattr(model, "get_base_model") else [])]
-    kept = [owner.generation_config for owner in owners]
-    for owner in owners:
-        owner.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        for owner, settings in zip(owners, kept):
-            owner.generation_config = settings

@@ -108,7 +108,7 @@ class TransformersEngine:
         # Neighbours of similar length waste little padding; the longest come first, so that memory fails early if at all.
         rows.sort(key=lambda row: (-len(prompt_ids[row[0]]), row))
         samples: list[Sample] = []
-        with torch.no_grad(), _evaluation_mode(self.model), _own_generation_settings(self.model):
+        with torch.no_grad(), _evaluation_mode(self.model), own_generation_settings(self.model):
             for start in range(0, len(rows), self.batch_size):
                 batch = self._generate_batch(prompt_ids, rows[start : start + self.batch_size], config)
                 samples += batch
@@ -179,7 +179,7 @@ def _evaluation_mode(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _own_generation_settings(model: Any) -> Iterator[None]:
+def own_generation_settings(model: Any) -> Iterator[None]:
     """Hide the model's generation settings, from which `generate` fills in all that a caller left open.
 
     A `PeftModel` keeps its own reference and copies it onto the model that it wraps, so both are set and restored.
