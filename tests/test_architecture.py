@@ -10,7 +10,7 @@ import loragate
 SOURCE = Path(loragate.__file__).parent
 # lowest floor first; a room may import rooms before it
 FLOORS = ["files", "errors", "version", "gates", "losses", "data", "world", "generation", "training", "evaluation"]
-FLOORS += ["selection", "sweep", "analysis", "report", "serving", "cli"]
+FLOORS += ["selection", "sweep", "analysis", "report", "conversion", "serving", "recipes", "cli"]
 # heavy or optional libraries, and the rooms that may import them at module level or inside functions
 RESERVED = {
     "trl": {"training"},
