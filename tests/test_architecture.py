@@ -17,6 +17,8 @@ RESERVED = {
     "datasets": {"data", "training"},
     "accelerate": {"training", "cli"},
     "matplotlib": {"report"},
+    "gradio": {"report"},
+    "jinja2": {"report", "evaluation"},
     "ray": {"generation", "sweep"},
     "vllm": {"generation", "serving"},
     "lm_eval": {"evaluation"},

@@ -165,8 +165,8 @@ def test_what_cannot_be_drawn(tmp_path: Path) -> None:
     cell = {"lower": 0.0, "upper": 1.0, **estimate(0.5), "differs": False, "chosen": False, "oracle": False}
     with pytest.raises(DataError, match="a range twice"):
         heat_map({**data, "cells": [cell, cell]}, tmp_path / "a.png")
-    with pytest.raises(ConfigError, match=r"ends in \.png or \.svg"):
-        heat_map({**data, "cells": [cell]}, tmp_path / "a.pdf")
+    with pytest.raises(ConfigError, match=r"ends in"):
+        heat_map({**data, "cells": [cell]}, tmp_path / "a.jpeg")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -33,7 +33,7 @@ class Command:
         options: frozen dataclass of its settings; fields without default are required.
         run: called with an instance of `options`; returns the exit status.
         examples: lines that work when pasted.
-        positional: name of the field that may be given without a flag, or None.
+        positional: name of the field that may be given without a flag, or None; a field of type tuple takes several.
     """
 
     name: str
@@ -68,13 +68,15 @@ def parse(command: Command, argv: list[str]) -> tuple[Any, argparse.Namespace]:
             joined[-1] = f"{joined[-1]}={argument}"
         else:
             joined.append(argument)
-    namespace = parser.parse_args(joined)
+    several = command.positional is not None and field_kinds(command.options)[command.positional] is tuple
+    # words may then stand before and after flags
+    namespace = parser.parse_intermixed_args(joined) if several else parser.parse_args(joined)
     values = read_config(Path(namespace.config), command) if namespace.config else {}
     kinds = field_kinds(command.options)
     for name in kinds:
         given = getattr(namespace, name)
-        if given is not None:
-            values[name] = given
+        if given is not None and given != []:
+            values[name] = tuple(given) if isinstance(given, list) else given
     missing = [
         field.name
         for field in dataclasses.fields(command.options)
@@ -107,9 +109,12 @@ def build_parser(command: Command) -> argparse.ArgumentParser:
         shown = "" if default in (dataclasses.MISSING, None, "") else f" [{_shown(default)}]"
         text = (texts.get(name, "") + shown).replace("%", "%%")
         if name == command.positional:
-            parser.add_argument(name, nargs="?", help=text, metavar=name.upper())
+            several = kind is tuple
+            parser.add_argument(name, nargs="*" if several else "?", help=text, metavar=name.upper())
         elif kind is bool:
             parser.add_argument(_flag(name), dest=name, default=None, action=argparse.BooleanOptionalAction, help=text)
+        elif kind is tuple:
+            parser.add_argument(_flag(name), dest=name, default=None, action="append", help=text, metavar="TEXT")
         else:
             convert = _converter(name, kind)
             parser.add_argument(_flag(name), dest=name, default=None, type=convert, help=text, metavar=_meta(kind))
@@ -145,15 +150,27 @@ def read_config(path: Path, command: Command) -> dict[str, Any]:
         return {}
     if not isinstance(loaded, dict):
         raise ConfigError(f"--config {path}: expected keys and values, found {type(loaded).__name__}")
+    return checked_values(loaded, command, f"--config {path}")
+
+
+def checked_values(loaded: dict[Any, Any], command: Command, where: str) -> dict[str, Any]:
+    """Keys and values of a YAML mapping, checked against the command's settings and converted to their types.
+
+    Args:
+        where: opens every error message.
+
+    Raises:
+        ConfigError: naming the key, what was found and the nearest known key.
+    """
     kinds = field_kinds(command.options)
     values: dict[str, Any] = {}
     for key, value in loaded.items():
         name = str(key).replace("-", "_")
         if name not in kinds:
             raise ConfigError(
-                f"--config {path}: unknown key '{key}'{nearest(name, kinds)} (loragate {command.name} --help lists them)"
+                f"{where}: unknown key '{key}'{nearest(name, kinds)} (loragate {command.name} --help lists them)"
             )
-        values[name] = _from_yaml(path, str(key), value, kinds[name])
+        values[name] = _from_yaml(where, str(key), value, kinds[name])
     return values
 
 
@@ -188,10 +205,14 @@ def help_texts(options: type) -> dict[str, str]:
     return texts
 
 
-def _from_yaml(path: Path, key: str, value: Any, kind: Any) -> Any:
+def _from_yaml(place: str, key: str, value: Any, kind: Any) -> Any:
     if value is None:
         return None
-    where = f"--config {path}: key '{key}'"
+    where = f"{place}: key '{key}'"
+    if kind is tuple:
+        if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
+            raise ConfigError(f"{where} must be a list of texts, found {value!r}")
+        return tuple(value)
     if kind is dict:
         if not isinstance(value, dict):
             raise ConfigError(f"{where} must be a mapping, found {value!r}")

@@ -10,7 +10,7 @@ from loragate.gates.attach import (
     train_gates_only,
 )
 from loragate.gates.config import GateConfig
-from loragate.gates.control import gate_override, gates_disabled, record_gates
+from loragate.gates.control import gate_override, gates_disabled, record_gates, trace_gates
 from loragate.gates.eligibility import Verdict, examine_adapter, require_gateable
 from loragate.gates.fingerprint import adapter_fingerprint, weights_checksum
 from loragate.gates.loading import load_gated
@@ -37,6 +37,7 @@ __all__ = [
     "record_gates",
     "require_gateable",
     "save_gates",
+    "trace_gates",
     "train_gates_only",
     "weights_checksum",
 ]

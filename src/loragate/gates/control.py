@@ -1,7 +1,7 @@
-"""Looking at λ and laying something over it, without touching a parameter: three context managers.
+"""Looking at λ and laying something over it, without touching a parameter: four context managers.
 
 `gate_override` makes the paper's inference interventions (max(λ,0), min(λ,1), clip) and the constant-λ control;
-`record_gates` collects λ statistics; `gates_disabled` runs the plain Stage-I adapter through PEFT's own code.
+`record_gates` collects λ statistics, `trace_gates` every single λ; `gates_disabled` runs the plain Stage-I adapter through PEFT's own code.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
 from loragate.errors import GateError
 from loragate.gates.attach import active_adapter, gate_modules
 from loragate.gates.eligibility import lora_layers
-from loragate.gates.gate import Override, Recorder, Recording
+from loragate.gates.gate import Override, Recorder, Recording, Trace
 
 
 @contextmanager
@@ -67,6 +67,26 @@ def record_gates(peft_model: nn.Module, adapter_name: str | None = None) -> Iter
         for path, gate in gates.items():
             gate.recorder = recorders[path]
         yield recording
+    finally:
+        for path, gate in gates.items():
+            gate.recorder = previous[path]
+
+
+@contextmanager
+def trace_gates(peft_model: nn.Module, adapter_name: str | None = None) -> Iterator[dict[str, list[Tensor]]]:
+    """Keep every λ of the forward passes inside the context (as applied, overrides included).
+
+    Yields:
+        {module path: one tensor per forward pass}, each [batch, sequence], fp32 on the CPU. For a few short texts: it
+        holds modules × tokens numbers. A recording that runs outside is suspended meanwhile.
+    """
+    gates = gate_modules(peft_model, adapter_name)
+    traces = {path: Trace() for path in gates}
+    previous = {path: gate.recorder for path, gate in gates.items()}
+    try:
+        for path, gate in gates.items():
+            gate.recorder = traces[path]
+        yield {path: trace.values for path, trace in traces.items()}
     finally:
         for path, gate in gates.items():
             gate.recorder = previous[path]

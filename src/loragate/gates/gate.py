@@ -38,7 +38,7 @@ class SignedGate(nn.Module):
         weight: [d_in] fp32, or None for module and global granularity.
         bias: [1] fp32; one shared parameter for global granularity.
         override: what is laid over λ at present, None in normal use.
-        recorder: sums over λ, None when nothing is recorded.
+        recorder: what takes note of λ, None when nothing is recorded.
     """
 
     weight: nn.Parameter | None
@@ -55,7 +55,7 @@ class SignedGate(nn.Module):
         start = 0.0 if config.granularity == "token" else -config.init_scale
         self.bias = shared_bias if shared_bias is not None else nn.Parameter(torch.full((1,), start))
         self.override: Override | None = None
-        self.recorder: Recorder | None = None
+        self.recorder: Recorder | Trace | None = None
 
     def _apply(self, fn, recurse: bool = True):
         """Follow moves between devices, but stay fp32 whatever dtype the model is cast to."""
@@ -138,6 +138,17 @@ class Recorder:
         ]
         added = torch.stack(parts)
         self.sums = added if self.sums is None else self.sums + added
+
+
+class Trace:
+    """Every λ of one module, one tensor per forward pass."""
+
+    def __init__(self) -> None:
+        self.values: list[torch.Tensor] = []
+
+    def update(self, lam_T: torch.Tensor) -> None:
+        """Keep the λ of one forward pass, [...]."""
+        self.values.append(lam_T.detach().float().cpu())
 
 
 class Recording:

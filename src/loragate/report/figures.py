@@ -1,4 +1,4 @@
-"""Figures of results, training and gates, as PNG or SVG.
+"""Figures of results, training and gates, as PNG, SVG or PDF.
 
 Each function draws plain data and writes one file; the file appears whole or not at all. Colours are those of Okabe and
 Ito (qualitative) and ColorBrewer's PuOr (diverging), which colour-blind readers can tell apart. matplotlib is imported
@@ -34,6 +34,7 @@ LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000
 DASHES = ("-", "--", ":", "-.")
 SHARES = {"below_zero": ("λ < 0", "#7B4DA0"), "zero_to_one": ("0 to 1", "#D9D9D9"), "above_one": ("λ > 1", "#E08214")}
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+KINDS = ("png", "svg", "pdf")
 STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
@@ -49,7 +50,7 @@ def accuracy_bars(rows: Sequence[Row], path: str | Path) -> None:
     """Draw the accuracy of every row (see `table.py`) as a bar with its 95 % interval and value.
 
     Rows keep their order and are coloured by group; a row that was not run keeps its place and says so.
-    Raises `DataError` without rows and `ConfigError` for a file name that is neither .png nor .svg.
+    Raises `DataError` without rows and `ConfigError` for a file name of another kind than png, svg or pdf.
     """
     if not rows:
         raise DataError("accuracy_bars was given no rows; evaluate at least one method first.")
@@ -101,7 +102,7 @@ def entropy_curve(
 
     `log_records` is {label: records}, such as one entry per range, or a single list of records, which is then divided by
     their "range" if they have one. Records without "step" or "topk_entropy" are other entries of the log and are left out.
-    Raises `DataError` when no point is left and `ConfigError` for a file name that is neither .png nor .svg.
+    Raises `DataError` when no point is left and `ConfigError` for a file name of another kind than png, svg or pdf.
     """
     curves = _curves(log_records)
     from matplotlib import rc_context
@@ -137,7 +138,7 @@ def lambda_map(stats: Mapping[str, Mapping[str, float]], path: str | Path) -> No
     `stats` is {module path: {"mean", "below_zero", "zero_to_one", "above_one"}}. The layer is the first integer in the
     path and the kind its last component; modules that share both, such as experts, are averaged, and so are the shares
     over the modules of a layer. The colours are centred at 1, where a gate leaves the adapter as it was.
-    Raises `DataError` without modules and `ConfigError` for a file name that is neither .png nor .svg.
+    Raises `DataError` without modules and `ConfigError` for a file name of another kind than png, svg or pdf.
     """
     if not stats:
         raise DataError("lambda_map was given no modules; record gates on a gated model first.")
@@ -233,13 +234,13 @@ def _save(figure: Figure, path: str | Path) -> None:
     """Write the figure in the format of the suffix: to a temporary file beside `path`, which then takes its name."""
     path = Path(path)
     kind = path.suffix.lower().lstrip(".")
-    if kind not in ("png", "svg"):
-        raise ConfigError(f"A figure cannot be written to {path}: give a file name that ends in .png or .svg.")
+    if kind not in KINDS:
+        raise ConfigError(f"A figure cannot be written to {path}: give a file name that ends in .png, .svg or .pdf.")
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
-            metadata = {"Date": None} if kind == "svg" else None
+            metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
             figure.savefig(file, format=kind, dpi=160, metadata=metadata)
             file.flush()
             os.fsync(file.fileno())

@@ -27,18 +27,20 @@ LEAST_REACH = 0.05
 def heat_maps(record: Mapping[str, Any]) -> dict[str, Callable[[str | Path], None]]:
     """{file name without suffix: draws it to a path}, one per adapter and objective of a sweep's record."""
     drawings: dict[str, Callable[[str | Path], None]] = {}
-    groups = list(dict.fromkeys((cell["adapter"], cell["objective"]) for cell in record["cells"]))
-    for adapter, objective in groups:
-        choice = next((item for item in record["choices"] if item["adapter"] == adapter), None)
-        if choice is None:  # the adapter itself was not scored yet
-            continue
-        parts = [
-            adapter if len({group[0] for group in groups}) > 1 else "",
-            objective if len({group[1] for group in groups}) > 1 else "",
-        ]
+    adapters = {cell["adapter"] for cell in record["cells"]}
+    objectives = {cell["objective"] for cell in record["cells"]}
+    for adapter, objective, choice in map_groups(record):
+        parts = [adapter if len(adapters) > 1 else "", objective if len(objectives) > 1 else ""]
         name = "_".join(["heatmap", *filter(None, parts)])
-        drawings[name] = partial(heat_map, _data(record, choice, adapter, objective))
+        drawings[name] = partial(heat_map, map_data(record, choice, adapter, objective))
     return drawings
+
+
+def map_groups(record: Mapping[str, Any]) -> list[tuple[str, str, Mapping[str, Any]]]:
+    """(adapter, objective, choice) of every map of a sweep's record; without adapters that were not scored yet."""
+    choices = {choice["adapter"]: choice for choice in record["choices"]}
+    groups = dict.fromkeys((cell["adapter"], cell["objective"]) for cell in record["cells"])
+    return [(adapter, objective, choices[adapter]) for adapter, objective in groups if adapter in choices]
 
 
 def heat_map(data: Mapping[str, Any], path: str | Path) -> None:
@@ -46,13 +48,13 @@ def heat_map(data: Mapping[str, Any], path: str | Path) -> None:
 
     `data` is {"title", "caption", "adapter": mean, "cells": [{"lower", "upper", "mean", "low", "high", "differs", "chosen",
     "oracle"}]}; means and bounds are shares of 1.
-    Raises `DataError` without cells or for a range that is there twice, and `ConfigError` for a file name that is neither
-    .png nor .svg.
+    Raises `DataError` without cells or for a range that is there twice, and `ConfigError` for a file name of another
+    kind than png, svg or pdf.
     """
     cells = list(data["cells"])
     if not cells:
         raise DataError("heat_map was given no cells; finish at least one trial first.")
-    columns, rows, places = _layout(cells)
+    columns, rows, places = layout_of(cells)
     if len(set(places)) < len(places):
         raise DataError("heat_map was given a range twice; give one cell per range.")
     differences = np.full((len(rows), len(columns)), np.nan)
@@ -107,7 +109,7 @@ def heat_map(data: Mapping[str, Any], path: str | Path) -> None:
         _save(figure, path)
 
 
-def _data(record: Mapping[str, Any], choice: Mapping[str, Any], adapter: str, objective: str) -> dict[str, Any]:
+def map_data(record: Mapping[str, Any], choice: Mapping[str, Any], adapter: str, objective: str) -> dict[str, Any]:
     """What `heat_map` draws, out of a sweep's record."""
     oracle = choice["oracle"]
     mine = [cell for cell in record["cells"] if (cell["adapter"], cell["objective"]) == (adapter, objective)]
@@ -156,7 +158,7 @@ def _data(record: Mapping[str, Any], choice: Mapping[str, Any], adapter: str, ob
     }
 
 
-def _layout(cells: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str], list[tuple[int, int]]]:
+def layout_of(cells: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str], list[tuple[int, int]]]:
     """Column labels, row labels and the (row, column) of each cell: a grid where the ranges fill half of one."""
     lowers = sorted({cell["lower"] for cell in cells})
     uppers = sorted({cell["upper"] for cell in cells})

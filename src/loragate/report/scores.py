@@ -38,8 +38,8 @@ def score_tables(record: Record) -> list[Table]:
     """One table per task and, for several tasks, their average."""
     tables = []
     for task in record["tasks"]:
-        table = _table(f"{task['name']} v{task['version']} · {_metric(record, task)}", COLUMNS)
-        for row in _rows_of(record, task["name"]):
+        table = _table(f"{task['name']} v{task['version']} · {metric(record, task)}", COLUMNS)
+        for row in rows_of(record, task["name"]):
             cells = [_stacked(cell) for cell in _cells(row)]
             table.add_row(Text(row_name(row)), *cells, style="bold" if row["variant"] == "gated" else None)
         tables.append(table)
@@ -56,8 +56,8 @@ def score_markdown(record: Record) -> str:
     """The same as Markdown, ending in a line end."""
     parts = []
     for task in record["tasks"]:
-        lines = [[row_name(row), *_joined(_cells(row))] for row in _rows_of(record, task["name"])]
-        parts.append(f"### {task['name']} v{task['version']} · {_metric(record, task)}\n\n{_markdown(COLUMNS, lines)}")
+        lines = [[row_name(row), *_joined(_cells(row))] for row in rows_of(record, task["name"])]
+        parts.append(f"### {task['name']} v{task['version']} · {metric(record, task)}\n\n{_markdown(COLUMNS, lines)}")
     if record["suites"]:
         lines = [[row_name(row), *_joined(_suite_cells(row))] for row in record["suites"]]
         parts.append(f"### {_suite_title(record)}\n\n{_markdown(SUITE_COLUMNS, lines)}")
@@ -75,15 +75,22 @@ def _suite_title(record: Record) -> str:
     return f"average of {count} tasks{apart}"
 
 
-def _rows_of(record: Record, task: str) -> list[Mapping[str, Any]]:
+def rows_of(record: Record, task: str) -> list[Mapping[str, Any]]:
+    """The results of one task, in the record's order."""
     return [row for row in record["results"] if row["task"] == task]
 
 
-def _metric(record: Record, task: Mapping[str, Any]) -> str:
+def metric(record: Record, task: Mapping[str, Any]) -> str:
+    """ "Avg@16, 500 questions, T = 1, grader default"."""
     samples = task["sampling"]["samples"]
-    questions = _rows_of(record, task["name"])[0]["avg_at_k"]["questions"]
+    questions = rows_of(record, task["name"])[0]["avg_at_k"]["questions"]
     heat = task["sampling"]["temperature"]
     return f"Avg@{samples}, {questions} questions, T = {heat:g}, grader {task['grader']}"
+
+
+def score_cells(row: Mapping[str, Any]) -> list[str]:
+    """The cells of a row behind its name, as text."""
+    return _joined(_cells(row))
 
 
 def _cells(row: Mapping[str, Any]) -> list[tuple[str, ...]]:

@@ -1,0 +1,174 @@
+"""Token by token through a few answers: what each model thought of them and what every gate did.
+
+Every text is read by the model that wrote it (log-probability, entropy, top candidates), by base and plain adapter on the
+same prefixes (ΔH, the paper's diagnostic) and by the gated model for its λ. The record is what the report's token view
+draws; it is JSON through and through, λ as bytes in base64.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from loragate.gates import active_adapter, attached_config, gates_disabled, trace_gates
+from loragate.generation import Sample
+
+SCHEMA = 1
+CANDIDATES = 5
+VARIANTS = ("base", "adapter", "gated")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sample with what wrote it and what the grader said (None: it was not graded)."""
+
+    variant: str
+    sample: Sample
+    correct: bool | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt as it was rendered, its gold answer if there is one, and the answers to look at."""
+
+    id: str
+    prompt: str
+    gold: str
+    answers: Sequence[Answer]
+
+
+def trace_answers(
+    peft_model: Any,
+    tokenizer: Any,
+    questions: Sequence[Question],
+    *,
+    max_tokens: int = 512,
+    adapter_name: str | None = None,
+    on_question: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """The trace record of some answers.
+
+    Args:
+        peft_model: base with a gated adapter, in memory.
+        tokenizer: the base's; prompts are tokenised without added special tokens, as for generation.
+        questions: prompts with answers of "base", "adapter" or "gated".
+        max_tokens: of an answer that is traced; what lies beyond is left out and counted in "cut".
+        adapter_name: None for the active adapter.
+        on_question: called with (done, all).
+
+    Returns:
+        {"schema", "kind", "lower", "upper", "modules", "questions"}; per answer "tokens", "log_prob", "entropy",
+        "delta_entropy" (nats), "top" and "gates": uint8 [modules, tokens] in base64, λ = L + (U − L) · byte / 255.
+    """
+    name = active_adapter(peft_model, adapter_name)
+    config = attached_config(peft_model, name)
+    readers: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "base": peft_model.disable_adapter,
+        "adapter": lambda: gates_disabled(peft_model, name),
+        "gated": nullcontext,
+    }
+    was_training = peft_model.training
+    peft_model.eval()
+    modules: list[str] = []
+    records = []
+    try:
+        with torch.no_grad():
+            for done, question in enumerate(questions, 1):
+                prompt_ids = tokenizer(question.prompt, add_special_tokens=False)["input_ids"]
+                answers = []
+                for answer in question.answers:
+                    ids = list(answer.sample.token_ids)[:max_tokens]
+                    if not ids:
+                        continue
+                    read = {key: _read(peft_model, prompt_ids, ids, enter) for key, enter in readers.items()}
+                    with trace_gates(peft_model, name) as traced:
+                        _logits(peft_model, prompt_ids, ids)
+                    modules = list(traced)
+                    # the λ that made position t stands at the position before it, whose logits chose the token
+                    lam_MT = torch.stack([values[0].reshape(-1)[-len(ids) - 1 : -1] for values in traced.values()])
+                    answers.append(_record(tokenizer, answer, ids, read, lam_MT, config.lower, config.upper))
+                records.append(
+                    {"id": question.id, "prompt": question.prompt, "gold": question.gold, "answers": answers}
+                )
+                if on_question is not None:
+                    on_question(done, len(questions))
+    finally:
+        peft_model.train(was_training)
+    return {
+        "schema": SCHEMA,
+        "kind": "token traces",
+        "lower": config.lower,
+        "upper": config.upper,
+        "modules": modules,
+        "questions": records,
+    }
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """The text that each token adds, so that joined they give the answer with its spaces.
+
+    A token that ends inside a character adds nothing by itself; its own decoding is shown instead.
+    """
+    texts, before = [], ""
+    for count in range(1, len(ids) + 1):
+        now = tokenizer.decode(list(ids[:count]), clean_up_tokenization_spaces=False)
+        whole = now.startswith(before) and not now.endswith("\ufffd")
+        texts.append(now[len(before) :] if whole else tokenizer.decode([ids[count - 1]]))
+        before = now
+    return texts
+
+
+def _logits(model: Any, prompt_ids: Sequence[int], ids: Sequence[int]) -> torch.Tensor:
+    """fp32 logits [T, V] of the positions that chose the tokens `ids`."""
+    device = next(model.parameters()).device
+    tokens = torch.tensor([[*prompt_ids, *ids]], device=device)
+    return model(input_ids=tokens, logits_to_keep=len(ids) + 1).logits[0, :-1].float()
+
+
+def _read(
+    model: Any, prompt_ids: Sequence[int], ids: Sequence[int], enter: Callable[[], AbstractContextManager[Any]]
+) -> dict[str, Any]:
+    with enter():
+        log_p_TV = torch.log_softmax(_logits(model, prompt_ids, ids), -1)
+    chosen_T = log_p_TV.gather(-1, torch.tensor(ids, device=log_p_TV.device).unsqueeze(-1)).squeeze(-1)
+    top = log_p_TV.topk(min(CANDIDATES, log_p_TV.shape[-1]), -1)
+    return {
+        "log_prob": chosen_T.tolist(),
+        "entropy": -(log_p_TV.exp() * log_p_TV).sum(-1),
+        "top": (top.indices.tolist(), top.values.exp().tolist()),
+    }
+
+
+def _record(
+    tokenizer: Any,
+    answer: Answer,
+    ids: Sequence[int],
+    read: Mapping[str, Mapping[str, Any]],
+    lam_MT: torch.Tensor,
+    lower: float,
+    upper: float,
+) -> dict[str, Any]:
+    own = read[answer.variant]
+    bytes_MT = ((lam_MT - lower) / (upper - lower) * 255).round().clamp(0, 255).to(torch.uint8)
+    indices, values = own["top"]
+    return {
+        "variant": answer.variant,
+        "verdict": None if answer.correct is None else {"correct": answer.correct, "reason": answer.reason},
+        "finish_reason": answer.sample.finish_reason,
+        "cut": len(answer.sample.token_ids) - len(ids),
+        "tokens": token_texts(tokenizer, ids),
+        "log_prob": own["log_prob"],
+        "entropy": own["entropy"].tolist(),
+        "delta_entropy": (read["adapter"]["entropy"] - read["base"]["entropy"]).tolist(),
+        "top": [
+            [[tokenizer.decode([token]), value] for token, value in zip(tokens, probabilities, strict=True)]
+            for tokens, probabilities in zip(indices, values, strict=True)
+        ],
+        "gates": base64.b64encode(bytes_MT.numpy().tobytes()).decode(),
+    }

@@ -1,0 +1,49 @@
+"""What a page is made of: sections of blocks, each block a kind that the template knows and plain data.
+
+- text: {"paragraphs": [str]}
+- scores: {"columns": [str], "rows": [{"name", "group", "estimate": {mean, low, high} or None, "not_run": bool, "cells":
+  [str]}], "caption": str}
+- table: {"columns": [str], "rows": [[str]], "caption": str}, and "plain" where all cells are words
+- curves: {"chart": a chart of `charts.py`, "columns": [str], "rows": [[str]]}
+- map: {"columns": [str], "rows": [{"name": str, "cells": [{"text", "note", "background", "ink", "mark"} or None]}],
+  "caption": str, "corner": str}
+- tokens: {"questions": int, "left_out": int}; the traces themselves are given to `build_page`
+
+Numbers arrive as text where they are only shown; "estimate" carries shares of 1, from which bars are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+KINDS = ("text", "scores", "table", "curves", "map", "tokens")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One table, chart or paragraph.
+
+    Attributes:
+        kind: one of `KINDS`.
+        data: what the kind shows, see the module's table.
+        title: heading above it; empty for none.
+    """
+
+    kind: str
+    data: Mapping[str, Any]
+    title: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"unknown kind of block {self.kind!r}")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page with an entry in its contents."""
+
+    anchor: str
+    title: str
+    blocks: tuple[Block, ...] = field(default_factory=tuple)

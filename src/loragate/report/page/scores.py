@@ -1,0 +1,177 @@
+"""Sections of scores: of an evaluation, of a quickstart, of a sweep; and what stands beside a score."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from loragate.report.cells import choice_sentence
+from loragate.report.heatmap import layout_of, map_data, map_groups
+from loragate.report.page.charts import difference_colour
+from loragate.report.page.content import Block, Section
+from loragate.report.scores import COLUMNS as SCORE_COLUMNS
+from loragate.report.scores import caption, metric, row_name, rows_of, score_cells
+from loragate.report.table import ABSENT, p_value, percent, points
+
+Record = Mapping[str, Any]
+_LEAST_REACH = 0.05
+
+
+def evaluation_section(record: Record, anchor: str, title: str) -> Section:
+    """Scores per task of an evaluation's record, with intervals, controls, termination and how answers were judged."""
+    blocks = []
+    columns = [column.replace("\n", " ") for column in SCORE_COLUMNS[2:]]
+    for task in record["tasks"]:
+        rows = [
+            {
+                "name": row_name(row),
+                "group": _group(row["variant"], row["control"]),
+                "estimate": row["avg_at_k"],
+                "not_run": False,
+                "cells": score_cells(row)[1:],
+            }
+            for row in rows_of(record, task["name"])
+        ]
+        blocks.append(
+            Block("scores", {"rows": rows, "columns": columns, "caption": metric(record, task)}, task["name"])
+        )
+    if record["suites"]:
+        rows = [
+            {
+                "name": row_name(row),
+                "group": _group(row["variant"], row["control"]),
+                "estimate": row["average"],
+                "not_run": False,
+                "cells": [_difference(row["comparison"])],
+            }
+            for row in record["suites"]
+        ]
+        count = record["suites"][0]["average"]["tasks"]
+        blocks.append(
+            Block("scores", {"rows": rows, "columns": columns[:1], "caption": ""}, f"Average of {count} tasks")
+        )
+    blocks.append(Block("text", {"paragraphs": caption(record).split("\n")}))
+    return Section(anchor, title, tuple(blocks))
+
+
+def evaluation_statements(record: Record) -> list[str]:
+    """What the record's own verdicts say of the gated model, task by task, and what the controls say to it."""
+    statements = []
+    for task in record["tasks"]:
+        rows = rows_of(record, task["name"])
+        adapter = next((row for row in rows if row["variant"] == "adapter" and row["control"] is None), None)
+        for row in rows:
+            if row["variant"] != "gated" or row["control"] is not None:
+                continue
+            versus = row["comparison"]
+            if versus is None or adapter is None:
+                statements.append(f"On {task['name']}, the adapter was not run, so no verdict on the gates is given.")
+                continue
+            size = (
+                f"{percent(row['avg_at_k']['mean'])} % against {percent(adapter['avg_at_k']['mean'])} % of the adapter "
+                f"({points(versus['mean'])} points, 95 % interval {points(versus['low'])} to {points(versus['high'])})"
+            )
+            statements.append(f"On {task['name']}, gated is {_verdict_words(row['verdict'])}: {size}.")
+            controls = [other for other in rows if other["control"] is not None]
+            best = max(controls, key=lambda other: other["avg_at_k"]["mean"], default=None)
+            if best is None:
+                statements.append(f"On {task['name']}, no cheap control was run (lower temperature, one λ).")
+            elif best["avg_at_k"]["mean"] >= row["avg_at_k"]["mean"]:
+                statements.append(
+                    f"On {task['name']}, {row_name(best)} needs no training and scores {percent(best['avg_at_k']['mean'])} %."
+                )
+    return statements
+
+
+def quickstart_section(rows: Sequence[Record], anchor: str, title: str) -> Section:
+    """The table of a quickstart (rows as `report/table.py` describes them)."""
+    shown = [
+        {
+            "name": row["name"],
+            "group": row["group"],
+            "estimate": row.get("accuracy"),
+            "not_run": bool(row.get("not_run")),
+            "cells": [
+                _difference(row.get("versus_lora")),
+                _estimate(row.get("retention")),
+                _number(row.get("truncated"), percent),
+                _number(row.get("entropy"), lambda value: f"{value:.2f}"),
+                _number(row.get("tokens"), lambda value: f"{value:.0f}"),
+            ],
+        }
+        for row in rows
+    ]
+    columns = ["vs LoRA, points", "Retention %", "Cut off %", "Entropy, nats", "Tokens"]
+    return Section(anchor, title, (Block("scores", {"rows": shown, "columns": columns, "caption": ""}),))
+
+
+def selection_section(selection: Record, anchor: str, title: str) -> Section:
+    """The evidence on which a range was chosen, as the artifact's record keeps it."""
+    evidence = selection.get("evidence") or {}
+    rows = [
+        {
+            "name": name + (" (chosen)" if name == selection.get("name") else ""),
+            "group": "baseline" if name == "adapter" else "scale",
+            "estimate": value,
+            "not_run": False,
+            "cells": [],
+        }
+        for name, value in evidence.items()
+        if isinstance(value, Mapping) and {"mean", "low", "high"} <= set(value)
+    ]
+    blocks = [Block("text", {"paragraphs": [f"Method: {selection.get('method', 'not recorded')}."]})]
+    if rows:
+        blocks.append(
+            Block("scores", {"rows": rows, "columns": [], "caption": "On the probe; the chosen one is optimistic."})
+        )
+    return Section(anchor, title, tuple(blocks))
+
+
+def sweep_section(record: Record, anchor: str, title: str) -> Section:
+    """Heat maps of a sweep's record and what was chosen."""
+    blocks = []
+    for adapter, objective, choice in map_groups(record):
+        data = map_data(record, choice, adapter, objective)
+        columns, names, places = layout_of(data["cells"])
+        reach = max([_LEAST_REACH, *(abs(cell["mean"] - data["adapter"]) for cell in data["cells"])])
+        grid: list[list[dict[str, str] | None]] = [[None] * len(columns) for _ in names]
+        for cell, (row, column) in zip(data["cells"], places, strict=True):
+            background, ink = difference_colour(cell["mean"] - data["adapter"], reach)
+            half = (cell["high"] - cell["low"]) / 2
+            grid[row][column] = {
+                "text": percent(cell["mean"]),
+                "note": f"±{percent(half)}" + ("" if cell["differs"] else " ·"),
+                "background": background,
+                "ink": ink,
+                "mark": "chosen" if cell["chosen"] else "oracle" if cell["oracle"] else "",
+            }
+        rows = [{"name": name, "cells": cells} for name, cells in zip(names, grid, strict=True)]
+        block = {"columns": columns, "rows": rows, "caption": data["caption"], "corner": "U ↓ · L →"}
+        blocks.append(Block("map", block, data["title"]))
+        blocks.append(Block("text", {"paragraphs": [choice_sentence(record, choice)]}))
+    return Section(anchor, title, tuple(blocks))
+
+
+def _group(variant: str, control: str | None) -> str:
+    if control is not None or variant == "base":
+        return "control"
+    return {"adapter": "baseline", "gated": "scale"}.get(variant, "intervention")
+
+
+def _verdict_words(verdict: str | None) -> str:
+    words = {"better": "better than the adapter", "worse": "worse than the adapter"}
+    return words.get(verdict or "", "not told apart from the adapter")
+
+
+def _difference(versus: Mapping[str, float] | None) -> str:
+    if versus is None:
+        return ABSENT
+    return f"{points(versus['mean'])} ({points(versus['low'])} to {points(versus['high'])}), p{p_value(versus['p'])}"
+
+
+def _estimate(value: Mapping[str, float] | None) -> str:
+    return ABSENT if value is None else f"{percent(value['mean'])} ({percent(value['low'])}–{percent(value['high'])})"
+
+
+def _number(value: float | None, show: Any) -> str:
+    return ABSENT if value is None else show(value)

@@ -1,0 +1,114 @@
+"""The paper's figures, drawn from our own runs: entropy before and after, where λ lies, training time.
+
+Beside `figures.py` and `heatmap.py`, which draw scores, curves and ranges. The same rules: plain data in, one file out, no
+number that was not measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from loragate.errors import DataError
+from loragate.report.figures import SHARES, STYLE, _figure, _grid, _save
+
+BEFORE, AFTER, TIME = "#999999", "#D55E00", "#56B4E9"
+
+
+def entropy_bars(pairs: Mapping[str, tuple[float, float]], path: str | Path) -> None:
+    """Top-k entropy of the response tokens before and after gating, one pair of bars per calibration.
+
+    Args:
+        pairs: {label: (before, after)}, each divided by log k, teacher-forced.
+        path: .png, .svg or .pdf.
+
+    Raises:
+        DataError: without pairs.
+        ConfigError: for another kind of file.
+    """
+    if not pairs:
+        raise DataError("entropy_bars was given no calibration; calibrate an adapter first.")
+    from matplotlib import rc_context
+
+    with rc_context(STYLE):
+        figure = _figure(max(4.0, 1.4 + 1.1 * len(pairs)), 3.6)
+        axes = figure.subplots()
+        places = range(len(pairs))
+        for offset, number, colour, label in ((-0.2, 0, BEFORE, "adapter"), (0.2, 1, AFTER, "gated")):
+            heights = [pair[number] for pair in pairs.values()]
+            bars = axes.bar([place + offset for place in places], heights, 0.38, color=colour, label=label)
+            axes.bar_label(bars, fmt="%.3f", fontsize=8, padding=2)
+        axes.set_xticks(list(places), list(pairs), rotation=20 if len(pairs) > 4 else 0)
+        axes.set_ylabel("top-k entropy / log k")
+        axes.set_title("Entropy before and after gating (its fall shows no better answers)")
+        axes.margins(y=0.15)
+        _grid(axes, "y")
+        figure.legend(loc="outside upper right", ncols=2, frameon=False)
+        _save(figure, path)
+
+
+def gate_shares(shares: Mapping[str, Mapping[str, float]], path: str | Path) -> None:
+    """Where λ lies, in per cent of tokens over all gated modules: one stacked bar per gated model.
+
+    Args:
+        shares: {label: {"below_zero", "zero_to_one", "above_one"}}, shares of 1.
+        path: .png, .svg or .pdf.
+    """
+    if not shares:
+        raise DataError("gate_shares was given no gates; record them on a gated model first.")
+    from matplotlib import rc_context
+
+    with rc_context(STYLE):
+        figure = _figure(7.0, 1.5 + 0.45 * len(shares))
+        axes = figure.subplots()
+        reached = [0.0] * len(shares)
+        for key, (label, colour) in SHARES.items():
+            widths = [100 * values[key] for values in shares.values()]
+            bars = axes.barh(range(len(shares)), widths, left=reached, height=0.7, color=colour, label=label)
+            ink = "white" if key == "below_zero" else "black"
+            axes.bar_label(
+                bars, [f"{w:.1f}" if w >= 6 else "" for w in widths], label_type="center", fontsize=9, color=ink
+            )
+            reached = [a + b for a, b in zip(reached, widths, strict=True)]
+        axes.set_yticks(range(len(shares)), list(shares))
+        axes.invert_yaxis()
+        axes.set_xlim(0, 100)
+        axes.set_xlabel("% of (token, module) pairs")
+        axes.tick_params(axis="y", length=0)
+        figure.legend(loc="outside upper center", ncols=3, frameon=False)
+        _save(figure, path)
+
+
+def time_bars(times: Sequence[tuple[str, str, float]], path: str | Path) -> None:
+    """Training time in minutes.
+
+    Args:
+        times: (label, "stage one" or "stage two", seconds), in the order to be drawn.
+        path: .png, .svg or .pdf.
+    """
+    if not times:
+        raise DataError("time_bars was given no training; train an adapter or gates first.")
+    from matplotlib import rc_context
+    from matplotlib.patches import Patch
+
+    colours: dict[str, Any] = {"stage one": TIME, "stage two": AFTER}
+    with rc_context(STYLE):
+        figure = _figure(7.0, 1.5 + 0.4 * len(times))
+        axes = figure.subplots()
+        minutes = [seconds / 60 for _, _, seconds in times]
+        bars = axes.barh(range(len(times)), minutes, height=0.7, color=[colours[stage] for _, stage, _ in times])
+        axes.bar_label(bars, fmt="%.1f", fontsize=9, padding=3)
+        axes.set_yticks(range(len(times)), [label for label, _, _ in times])
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        axes.set_xlabel("minutes of training (one run each; loading and evaluation left out)")
+        _grid(axes, "x")
+        present = [stage for stage in colours if any(stage == at for _, at, _ in times)]
+        figure.legend(
+            handles=[Patch(color=colours[stage], label=stage) for stage in present],
+            loc="outside upper center",
+            ncols=2,
+            frameon=False,
+        )
+        _save(figure, path)

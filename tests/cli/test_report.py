@@ -1,0 +1,105 @@
+"""`loragate report` from folders to file."""
+
+import json
+
+import pytest
+
+from loragate.cli.main import main
+from loragate.cli.report_sources import find_sources
+from loragate.errors import DataError
+from pages import quickstart_record, traces
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A folder as a quickstart leaves it."""
+    folder = tmp_path / "run"
+    (folder / "adapters" / "sft" / "run").mkdir(parents=True)
+    (folder / "gated").mkdir()
+    (folder / "results.json").write_text(json.dumps(quickstart_record()))
+    (folder / "tokens.json").write_text(json.dumps(traces()))
+    (folder / "adapters" / "sft" / "run" / "run.json").write_text(json.dumps({"stage": "sft"}))
+    log = [{"step": 1, "nll": 2.0}, {"step": 2, "nll": 1.5}, {"step": 2, "train_runtime": 90.0}]
+    lines = "".join(json.dumps(record) + "\n" for record in log)
+    (folder / "adapters" / "sft" / "run" / "metrics.jsonl").write_text(lines + '{"step": 3, "nl')
+    gate = {
+        "gate": {"lower": -6.0, "upper": 3.0},
+        "base": {"id": "org/base"},
+        "adapter": {"sha256": "a" * 64},
+        "parity": {"initial": 1e-5},
+        "selection": {"method": "best on a probe", "name": "[-6,3]", "accepted": True, "evidence": {}},
+        "training": {"entropy_before": 0.3, "entropy_after": 0.1, "steps": 3},
+    }
+    (folder / "gated" / "gate_config.json").write_text(json.dumps(gate))
+    return folder
+
+
+def test_a_folder_becomes_one_file(run, tmp_path, capsys):
+    out = tmp_path / "report.html"
+    assert main(["report", str(run), "--out", str(out)]) == 0
+    text = out.read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>")
+    assert "chosen by: best on a probe" in text
+    assert "org/base" in text
+    assert "run/adapters/sft" in text
+    assert 'id="traces"' in text
+    assert "opens in any browser" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "run"]
+
+
+def test_sources_are_recognised_by_their_files(run):
+    kinds = sorted((source.kind, source.name) for source in find_sources(run))
+    assert kinds == [
+        ("artifact", "run/gated"),
+        ("quickstart", "run"),
+        ("traces", "run"),
+        ("training", "run/adapters/sft"),
+    ]
+    training = next(source for source in find_sources(run) if source.kind == "training")
+    assert len(training.record["history"]) == 3
+
+
+def test_an_existing_report_is_not_overwritten_unasked(run, tmp_path, capsys):
+    out = tmp_path / "report.html"
+    out.write_text("mine")
+    assert main(["report", str(run), "--out", str(out)]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert out.read_text() == "mine"
+    assert main(["report", str(run), "--out", str(out), "--overwrite"]) == 0
+    assert out.read_text() != "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "needs at least one RUN"),
+        (["absent"], "does not exist"),
+        (["empty"], "holds nothing that a report can show"),
+        (["broken"], "cannot be read as JSON"),
+        (["empty", "--out", "a.pdf"], "HTML"),
+    ],
+)
+def test_bad_input(tmp_path, monkeypatch, capsys, arguments, told):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "results.json").write_text("{")
+    assert main(["report", *arguments]) in (1, 2)
+    assert told in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.html"))
+
+
+def test_a_broken_log_line_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnot json\n{"step": 2}\n')
+    with pytest.raises(DataError, match="line 2 is not JSON"):
+        find_sources(tmp_path)
+
+
+def test_figures_come_as_svg_and_pdf(run, tmp_path, capsys):
+    folder = tmp_path / "figures"
+    assert main(["report", str(run), "--figures", str(folder)]) == 0
+    names = sorted(path.stem for path in folder.glob("*.svg"))
+    assert names == ["entropy", "gate_shares", "gates_run", "scores_run", "training_run", "training_time"]
+    assert sorted(path.stem for path in folder.glob("*.pdf")) == names
+    assert all(path.read_bytes().startswith(b"%PDF") for path in folder.glob("*.pdf"))
+    assert "entropy.svg" in capsys.readouterr().out

@@ -1,0 +1,87 @@
+"""Records for the tests of the page, hostile strings included."""
+
+import base64
+
+HOSTILE = '</script><script>window.stolen=1</script><img src=x onerror="window.stolen=2">&amp;\u2028" onmouseover="window.stolen=3'
+
+
+def estimate(mean):
+    return {"mean": mean, "low": mean - 0.05, "high": mean + 0.05}
+
+
+def quickstart_rows():
+    versus = {"mean": 0.1, "low": 0.05, "high": 0.15, "p": 0.001}
+    shared = {"retention": estimate(0.9), "truncated": 0.01, "entropy": 0.5, "tokens": 20.0}
+    return [
+        {"name": "base", "group": "control", "accuracy": estimate(0.3), "versus_lora": versus, **shared},
+        {"name": "LoRA", "group": "baseline", "accuracy": estimate(0.2), "versus_lora": None, **shared},
+        {"name": HOSTILE, "group": "scale", "accuracy": estimate(0.4), "versus_lora": versus, **shared},
+        {"name": "random gates", "group": "control", "accuracy": None, "retention": None, "not_run": True},
+    ]
+
+
+def quickstart_record():
+    stats = {
+        f"model.layers.{layer}.mlp.{kind}": {
+            "tokens": 10.0,
+            "mean": mean,
+            "below_zero": 0.3,
+            "zero_to_one": 0.4,
+            "above_one": 0.3,
+        }
+        for layer, mean in ((0, -0.5), (1, 1.7))
+        for kind in ("gate_proj", "down_proj")
+    }
+    history = [
+        {
+            "step": step,
+            "topk_entropy": 0.3 / step,
+            "gate_mean": 1.0,
+            "gate_below_zero": 0.1 * step,
+            "gate_above_one": 0.0,
+        }
+        for step in (1, 2, 3)
+    ]
+    training = {
+        "entropy_before": 0.3,
+        "entropy_after": 0.1,
+        "seconds": 12.0,
+        "steps": 3,
+        "gates": stats["model.layers.0.mlp.gate_proj"],
+    }
+    return {
+        "schema": 1,
+        "picked": "[-6,3]",
+        "table": quickstart_rows(),
+        "reading": [f"SCALE is better. {HOSTILE}"],
+        "realised_gates": stats,
+        "calibrations": {"[-6,3]": {"training": training, "history": history}},
+        "versions": {"torch": "0"},
+    }
+
+
+def traces(questions=2, tokens=5, modules=("model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj")):
+    """Module 0 has λ = L at every token, module 1 has λ = U."""
+    gates = base64.b64encode(bytes([0] * tokens + [255] * tokens)).decode()
+    answer = {
+        "finish_reason": "length",
+        "tokens": [HOSTILE, " a", "\n", "", " b"][:tokens] + [" x"] * (tokens - 5),
+        "log_prob": [-1.25] * tokens,
+        "entropy": [0.5] * tokens,
+        "delta_entropy": [-0.5] * tokens,
+        "top": [[[HOSTILE, 0.75], [" a", 0.25]]] * tokens,
+        "gates": gates,
+    }
+    answers = [
+        {**answer, "variant": variant, "verdict": {"correct": variant == "gated", "reason": HOSTILE}}
+        for variant in ("base", "adapter", "gated")
+    ]
+    question = {"id": "0", "prompt": f"what is {HOSTILE}", "gold": HOSTILE, "answers": answers}
+    return {
+        "schema": 1,
+        "kind": "token traces",
+        "lower": -6.0,
+        "upper": 3.0,
+        "modules": list(modules),
+        "questions": [question] * questions,
+    }

@@ -1,0 +1,99 @@
+"""The explorer in a real headless Chromium, on a tiny gated adapter: ask, recolour, move a bound."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+import loragate as lg
+from loragate.cli.explore import ExploreOptions, Session, explorer_of
+from loragate.errors import ConfigError
+from loragate.report.explorer import Ask, build_explorer, launch
+from loragate.report.page.spans import lambdas
+from tiny import tiny_adapter, tiny_tokenizer
+
+gradio = pytest.importorskip("gradio", reason="gradio is not installed (pip install loragate[explore])")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def session():
+    model = tiny_adapter()
+    lg.attach_gates(model, lg.GateConfig(-6, 3))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in lg.gate_parameters(model).values():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+    return Session(model.eval(), tiny_tokenizer(), raw=True, system="none")
+
+
+def test_answers_are_those_of_the_three_models(session):
+    record = session.respond(Ask("one two", 0.0, 6, 0, -6.0, 3.0))
+    answers = {answer["variant"]: answer for answer in record["questions"][0]["answers"]}
+    assert list(answers) == ["base", "adapter", "gated"]
+    plain = session.respond(Ask("one two", 0.0, 6, 0, 1.0, 1.0))
+    assert plain["token_ids"]["gated"] == record["token_ids"]["adapter"]
+    off = session.respond(Ask("one two", 0.0, 6, 0, 0.0, 0.0))
+    assert off["token_ids"]["gated"] == record["token_ids"]["base"]
+
+
+def test_rereading_keeps_the_answers_and_changes_lambda(session):
+    record = session.respond(Ask("one two", 1.0, 6, 3, -6.0, 3.0))
+    again = session.reread(record, 0.0, 1.0)
+    assert again["token_ids"] == record["token_ids"]
+    count = len(record["modules"])
+    before, after = (lambdas(r["questions"][0]["answers"][2], count, -6.0, 3.0) for r in (record, again))
+    assert any(value < -0.1 for row in before for value in row)
+    step = 9 / 255
+    assert all(-step <= value <= 1 + step for row in after for value in row)
+    # the first module reads the embeddings, which no gate changes; later ones see other inputs
+    assert after[0] == pytest.approx([min(max(value, 0.0), 1.0) for value in before[0]], abs=step)
+
+
+def test_a_folder_without_gates_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no gated folder"):
+        explorer_of(ExploreOptions(model=str(tmp_path)))
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (apt install chromium)")
+def test_in_the_browser(session):
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed (pip install playwright)"
+    )
+    from loragate.gates.attach import gate_modules
+
+    modules = list(gate_modules(session.model))
+    page = build_explorer(
+        session.respond, session.reread, lower=-6, upper=3, modules=modules, prompt="one two", max_new_tokens=6
+    )
+    address = launch(page, 0, wait=False)
+    assert address.startswith("http://127.0.0.1:")
+    requests, errors = [], []
+    colours_of = (
+        "() => JSON.stringify([...document.querySelectorAll(\"span[title*='λ']\")].map(s => s.style.backgroundColor))"
+    )
+    try:
+        with playwright.sync_playwright() as program:
+            browser = program.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+            tab = browser.new_page()
+            tab.on("request", lambda request: requests.append(request.url))
+            tab.on("pageerror", lambda error: errors.append(str(error)))
+            tab.goto(address)
+            tab.get_by_role("button", name="Compare").click()
+            tab.wait_for_selector("span[title*='λ']", timeout=60_000)
+            assert tab.locator("span[title*='λ']").count() >= 3
+            gates = tab.evaluate(colours_of)
+            tab.get_by_label("Colour").click()
+            tab.get_by_role("option", name="entropy", exact=True).click()
+            tab.wait_for_function(f"before => ({colours_of})() !== before", arg=gates, timeout=60_000)
+            entropy = tab.evaluate(colours_of)
+            tab.get_by_label("range slider for λ at least").focus()
+            tab.keyboard.press("End")
+            tab.get_by_role("button", name="Compare").click()
+            tab.wait_for_function(f"before => ({colours_of})() !== before", arg=entropy, timeout=60_000)
+            browser.close()
+    finally:
+        page.close()
+    assert [url for url in requests if not url.startswith((address, "data:", "blob:"))] == []
+    assert errors == []

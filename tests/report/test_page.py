@@ -1,0 +1,237 @@
+"""The page as text: what is escaped, what is embedded, what is refused."""
+
+import base64
+import hashlib
+import html.parser
+import itertools
+import json
+import re
+
+import pytest
+from pages import HOSTILE, estimate, quickstart_record, quickstart_rows, traces
+
+from loragate.errors import LoragateError
+from loragate.report.page import Block, Section, build_page
+from loragate.report.page.build import safe_json
+from loragate.report.page.charts import lambda_colour, line_chart, ticks
+from loragate.report.page.scores import evaluation_statements, quickstart_section, sweep_section
+from loragate.report.page.tokens import embedded
+from loragate.report.page.training import gates_section, training_section
+
+
+class Reader(html.parser.HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.scripts, self.attributes, self.text, self.tags, self.inside = [], [], [], [], None
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        self.inside = tag
+        if tag == "script":
+            self.scripts.append([dict(attrs), ""])
+
+    def handle_data(self, data):
+        if self.inside == "script":
+            self.scripts[-1][1] += data
+        else:
+            self.text.append(data)
+
+    def handle_endtag(self, tag):
+        self.inside = None
+
+
+def whole_page():
+    record = quickstart_record()
+    data, left = embedded(traces())
+    tokens = Section("tokens", "Tokens", (Block("tokens", {"questions": 2, "left_out": left}),))
+    histories = {HOSTILE: record["calibrations"]["[-6,3]"]["history"]}
+    sections = [
+        quickstart_section(record["table"], "scores", HOSTILE),
+        gates_section(record["realised_gates"], -6, 3, "gates", "Gates"),
+        training_section(histories, "training", "Training"),
+        tokens,
+    ]
+    return build_page(HOSTILE, record["reading"], sections, traces=data, footer=HOSTILE)
+
+
+def test_hostile_text_stays_text():
+    page = whole_page()
+    reader = Reader()
+    reader.feed(page)
+    assert len(reader.scripts) == 2
+    kinds = [attributes.get("type") for attributes, _ in reader.scripts]
+    assert kinds == ["application/json", None]
+    assert json.loads(reader.scripts[0][1])["questions"][0]["answers"][0]["tokens"][0] == HOSTILE
+    assert "img" not in reader.tags
+    assert not [name for name, _ in reader.attributes if name.startswith("on")]
+    assert sum(HOSTILE in text for text in reader.text) >= 4
+
+
+def test_only_the_pages_own_script_may_run_and_nothing_is_loaded():
+    page = whole_page()
+    reader = Reader()
+    reader.feed(page)
+    digest = base64.b64encode(hashlib.sha256(reader.scripts[1][1].encode()).digest()).decode()
+    policy = dict(reader.attributes).get("content", "")
+    policies = [value for name, value in reader.attributes if name == "content" and "script-src" in (value or "")]
+    assert len(policies) == 1, policy
+    assert f"'sha256-{digest}'" in policies[0]
+    assert "default-src 'none'" in policies[0]
+    addresses = [value for name, value in reader.attributes if name in ("src", "href") and not value.startswith("#")]
+    assert addresses == ["data:,"]
+    assert "@import" not in page
+    assert "url(" not in page
+
+
+def test_a_row_that_was_not_run_says_so():
+    page = build_page("t", [], [quickstart_section(quickstart_rows(), "scores", "Scores")])
+    assert re.search(r"random gates</th>\s*<td class=\"absent\">not run", page)
+
+
+def test_the_json_block_cannot_be_ended():
+    assert "<" not in safe_json({"a": HOSTILE})
+    assert ">" not in safe_json({"a": HOSTILE})
+    assert json.loads(safe_json({"a": HOSTILE})) == {"a": HOSTILE}
+    with pytest.raises(ValueError):
+        safe_json(float("nan"))
+
+
+def test_traces_are_cut_to_the_limit_and_the_cut_is_told():
+    record = traces(questions=40, tokens=200)
+    size = len(safe_json(record["questions"][0]))
+    data, left = embedded(record, limit=10 * size)
+    assert 5 <= len(data["questions"]) <= 12
+    assert left == 40 - len(data["questions"])
+    whole, none = embedded(record, limit=100 * size)
+    assert (len(whole["questions"]), none) == (40, 0)
+
+
+def test_a_page_that_grows_too_large_is_refused():
+    block = Block("text", {"paragraphs": ["x" * 3_100_000]})
+    with pytest.raises(LoragateError, match="more than 3 MB"):
+        build_page("t", [], [Section("a", "b", (block,))])
+
+
+def test_unknown_blocks_are_refused():
+    with pytest.raises(ValueError, match="unknown kind"):
+        Block("video", {})
+
+
+def test_the_chart_holds_every_point_and_a_zero_line():
+    chart = str(line_chart({"one": [(0, 1.0), (10, 0.5)], "two": [(5, 0.75)]}, x_label="step", y_label="loss"))
+    assert [len(found.split()) for found in re.findall(r'points="([^"]*)"', chart)] == [2, 1]
+    assert chart.count("<circle") == 1
+    assert ">0</text>" in chart
+    heights = [float(pair.split(",")[1]) for pair in re.findall(r'points="([^"]*)"', chart)[0].split()]
+    assert heights[0] < heights[1]
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 157), (0.0, 0.037), (-3, 2)])
+def test_ticks_are_round_and_inside(low, high):
+    values = ticks(low, high)
+    assert 2 <= len(values) <= 6
+    assert all(low - 1e-9 <= value <= high + 1e-9 for value in values)
+    steps = {round(b - a, 9) for a, b in itertools.pairwise(values)}
+    assert len(steps) == 1
+
+
+def luminance(colour):
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("value", [-6, -3, -0.5, 0, 0.4, 1, 1.5, 2.2, 3])
+def test_numbers_can_be_read_on_their_colours(value):
+    background, ink = lambda_colour(value, -6, 3)
+    lights = sorted((luminance(background), 1.0 if ink == "#fff" else 0.0))
+    assert (lights[1] + 0.05) / (lights[0] + 0.05) >= 4.5  # WCAG AA
+
+
+def test_one_is_neutral_and_the_ends_differ():
+    assert lambda_colour(1, -6, 3)[0] == "#ececec"
+    assert len({lambda_colour(value, -6, 3)[0] for value in (-6, 0, 1, 3)}) == 4
+
+
+def evaluation(gated, verdict, control):
+    def row(variant, mean, control=None):
+        versus = (
+            None
+            if variant == "adapter" and control is None
+            else {"mean": mean - 0.3, "low": mean - 0.4, "high": mean - 0.2, "p": 0.01}
+        )
+        return {
+            "task": "t",
+            "variant": variant,
+            "control": control,
+            "avg_at_k": estimate_of(mean),
+            "comparison": versus,
+            "verdict": verdict,
+        }
+
+    rows = [row("adapter", 0.3), row("gated", gated), row("adapter", control, "T=0.3")]
+    return {"tasks": [{"name": "t"}], "results": rows}
+
+
+def estimate_of(mean):
+    return {"mean": mean, "low": mean - 0.05, "high": mean + 0.05, "questions": 10, "samples": 4}
+
+
+def test_the_summary_names_the_verdict_and_the_cheaper_control():
+    better = evaluation_statements(evaluation(0.5, "better", 0.4))
+    assert better == [
+        "On t, gated is better than the adapter: 50.0 % against 30.0 % of the adapter (+20.0 points, 95 % interval +10.0 "
+        "to +30.0)."
+    ]
+    cheaper = evaluation_statements(evaluation(0.5, "better", 0.6))
+    assert cheaper[1] == "On t, adapter T=0.3 needs no training and scores 60.0 %."
+    assert "worse than the adapter" in evaluation_statements(evaluation(0.1, "worse", 0.2))[0]
+    assert "not told apart" in evaluation_statements(evaluation(0.31, "no difference shown", 0.2))[0]
+
+
+def test_a_sweep_marks_the_chosen_and_the_oracle_cell():
+    def cell(lower, upper, mean):
+        return {
+            "adapter": "a",
+            "objective": "entropy",
+            "lower": lower,
+            "upper": upper,
+            "name": f"[{lower:g},{upper:g}]",
+            "probe": estimate(mean),
+            "differs": mean > 0.5,
+            "difference": {"mean": mean - 0.3, "p": 0.01, "p_holm": 0.02},
+            "complete": True,
+        }
+
+    oracle = {
+        "name": "[-6,3]",
+        "test": estimate(0.6),
+        "chosen_test": estimate(0.5),
+        "regret": {"mean": 0.1, "low": 0.0, "high": 0.2},
+        "chosen_minus_adapter": {"mean": 0.2},
+    }
+    choice = {
+        "adapter": "a",
+        "adapter_probe": estimate(0.3),
+        "accepted": True,
+        "picked": "[0,1]",
+        "candidates": 2,
+        "oracle": oracle,
+    }
+    record = {
+        "cells": [cell(0, 1, 0.55), cell(-6, 3, 0.45)],
+        "choices": [choice],
+        "seeds": [0],
+        "questions": 40,
+        "samples": 4,
+        "comparisons": 2,
+    }
+    section = sweep_section(record, "ranges", "Ranges")
+    cells = {row["name"]: row["cells"][0] for row in section.blocks[0].data["rows"]}
+    assert cells["[0, 1]"]["mark"] == "chosen"
+    assert cells["[−6, 3]"]["mark"] == "oracle"
+    assert cells["[0, 1]"]["text"] == "55.0"
+    assert "·" not in cells["[0, 1]"]["note"]
+    assert "·" in cells["[−6, 3]"]["note"]
+    assert cells["[0, 1]"]["background"] != cells["[−6, 3]"]["background"]

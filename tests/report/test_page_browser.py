@@ -1,0 +1,167 @@
+"""The report in a real headless Chromium: every control used, no console message, nothing stolen, fits a phone."""
+
+import base64
+import shutil
+
+import pytest
+from pages import quickstart_record, traces
+from test_page import whole_page
+
+from loragate.cli.report import page as report_page
+from loragate.cli.report_sources import Source
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (apt install chromium)")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as program:
+        browser = program.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """opens(text, **context options) -> page; fails on any console message, error or request beyond the file."""
+    pages, heard = [], []
+
+    def opens(text, **options):
+        file = tmp_path / "report.html"
+        file.write_text(text, encoding="utf-8")
+        context = browser.new_context(**options)
+        page = context.new_page()
+        page.on("console", lambda message: heard.append(message.text))
+        page.on("pageerror", lambda error: heard.append(str(error)))
+        page.on(
+            "request",
+            lambda request: None if request.url.startswith(("file://", "data:")) else heard.append(request.url),
+        )
+        page.goto(file.as_uri())
+        pages.append(context)
+        return page
+
+    yield opens
+    for context in pages:
+        context.close()
+    assert heard == []
+
+
+def test_every_control_works_and_hostile_text_does_nothing(opened):
+    page = opened(whole_page())
+    for box in ("#token-question", "#token-colour"):
+        for value in page.locator(f"{box} option").evaluate_all("options => options.map(o => o.value)"):
+            page.select_option(box, value)
+            assert page.locator(".answer").count() == 3
+    page.select_option("#token-colour", "gates")
+    for index in range(page.locator("#token-module option").count()):
+        page.select_option("#token-module", index=index)
+    for token in page.locator(".token").all():
+        token.hover()
+    for summary in page.locator("details > summary").all():
+        summary.click()
+    assert page.locator("details[open]").count() == page.locator("details").count() > 0
+    for link in page.locator("nav a").all():
+        link.click()
+    assert page.evaluate("window.stolen") is None
+    assert page.locator("img").count() == 0
+
+
+def test_the_token_view_shows_the_numbers_of_the_record(opened):
+    page = opened(whole_page())
+    page.select_option("#token-module", label="model.layers.0.mlp.up_proj")
+    first = page.locator(".stream").nth(2).locator(".token").nth(1)
+    first.hover()
+    told = page.locator("#token-details").inner_text()
+    assert "Gated token 2 of 5" in told
+    assert "log-probability -1.250" in told
+    assert "entropy 0.500" in told
+    assert "ΔH -0.500" in told
+    assert "-6.000" in told
+    assert "0.750" in told
+    assert "negative" in first.get_attribute("class")
+    page.select_option("#token-module", label="all modules, mean")
+    page.locator(".stream").nth(2).locator(".token").nth(1).hover()
+    assert "-1.500" in page.locator("#token-details").inner_text()
+    assert "✓ right" in page.locator(".answer").nth(2).inner_text()
+    assert "✗ wrong" in page.locator(".answer").nth(0).inner_text()
+
+
+def test_the_keyboard_reaches_every_token(opened):
+    page = opened(whole_page())
+    stream = page.locator(".stream").nth(1)
+    stream.focus()
+    for expected in (1, 2, 3):
+        page.keyboard.press("ArrowRight")
+        assert f"token {expected} of 5" in page.locator("#token-details").inner_text()
+        assert stream.get_attribute("aria-activedescendant") == f"token-1-{expected - 1}"
+    page.keyboard.press("End")
+    assert "token 5 of 5" in page.locator("#token-details").inner_text()
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowLeft")
+    assert "token 1 of 5" in page.locator("#token-details").inner_text()
+    assert page.locator('[role="option"][aria-selected="true"]').count() == 1
+
+
+def test_everything_that_can_be_used_has_a_name(opened):
+    page = opened(whole_page())
+    tree = page.locator("body").aria_snapshot()
+    for line in tree.splitlines():
+        for role in ("combobox", "listbox", "region", "link", "heading"):
+            if line.strip().startswith(f"- {role}"):
+                assert '"' in line, line
+    assert 'combobox "Question"' in tree
+    assert 'combobox "Colour"' in tree
+    assert 'combobox "Module"' in tree
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read_in_both_colour_schemes(opened, scheme):
+    page = opened(whole_page(), color_scheme=scheme)
+    pairs = page.evaluate(
+        """() => ['body', '.statements li', 'caption, .note', 'nav a', '.tick', 'thead th'].map(where => {
+            const element = document.querySelector(where);
+            if (!element) return null;
+            const style = getComputedStyle(element);
+            return [where, style.fill !== 'rgb(0, 0, 0)' && element.tagName === 'text' ? style.fill : style.color,
+                    getComputedStyle(document.body).backgroundColor];
+        }).filter(Boolean)"""
+    )
+    assert len(pairs) >= 4
+    for where, ink, paper in pairs:
+        assert contrast(ink, paper) >= 4.5, where
+    assert ("rgb(21, 21, 26)" in pairs[0][2]) == (scheme == "dark")
+
+
+def test_a_phone_shows_it_without_sideways_scrolling(opened):
+    page = opened(whole_page(), viewport={"width": 360, "height": 740})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    boxes = page.locator("select").evaluate_all("boxes => boxes.map(box => box.getBoundingClientRect().right)")
+    assert max(boxes) <= 360
+
+
+def test_without_scripts_the_numbers_are_there(opened):
+    page = opened(whole_page(), java_script_enabled=False)
+    assert "40.0" in page.locator("#scores").inner_text()
+
+
+def test_the_report_of_a_quickstart(opened, tmp_path):
+    record, names = quickstart_record(), tmp_path / "results.json"
+    sources = [Source("quickstart", names, record, "run"), Source("traces", tmp_path / "tokens.json", traces(), "run")]
+    page = opened(report_page(sources, "A report"))
+    assert page.title() == "A report"
+    assert page.locator("#summary li").first.inner_text().startswith("SCALE is better.")
+    assert page.locator(".map td.negative").count() == 2
+    png = page.screenshot(full_page=True)
+    assert len(base64.b64encode(png)) > 10_000
+
+
+def contrast(one, other):
+    lights = []
+    for colour in (one, other):
+        parts = [int(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
+        linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        lights.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
+    return (max(lights) + 0.05) / (min(lights) + 0.05)
