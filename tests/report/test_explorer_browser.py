@@ -1,6 +1,5 @@
 """The explorer in a real headless Chromium, on a tiny gated adapter: ask, recolour, move a bound."""
 
-import json
 import shutil
 
 import pytest
@@ -84,14 +83,16 @@ def test_in_the_browser(session):
             tab.wait_for_selector("span[title*='λ']", timeout=60_000)
             assert tab.locator("span[title*='λ']").count() >= 3
             gates = tab.evaluate(colours_of)
+            tab.get_by_label("range slider for λ at least").focus()
+            tab.keyboard.press("End")  # every λ is 3 now
+            tab.get_by_role("button", name="Compare").click()
+            tab.wait_for_function(f"before => ({colours_of})() !== before", arg=gates, timeout=60_000)
+            extrapolated = tab.evaluate(colours_of)
+            assert "214, 118, 20" in extrapolated
+            assert "123, 77, 160" not in extrapolated
             tab.get_by_label("Colour").click()
             tab.get_by_role("option", name="entropy", exact=True).click()
-            tab.wait_for_function(f"before => ({colours_of})() !== before", arg=gates, timeout=60_000)
-            entropy = tab.evaluate(colours_of)
-            tab.get_by_label("range slider for λ at least").focus()
-            tab.keyboard.press("End")
-            tab.get_by_role("button", name="Compare").click()
-            tab.wait_for_function(f"before => ({colours_of})() !== before", arg=entropy, timeout=60_000)
+            tab.wait_for_function(f"before => ({colours_of})() !== before", arg=extrapolated, timeout=60_000)
             browser.close()
     finally:
         page.close()

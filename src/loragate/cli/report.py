@@ -64,7 +64,7 @@ def run(options: ReportOptions) -> int:
 def page(sources: Sequence[Source], title: str) -> str:
     """The HTML of some sources: what answers the question first, where things came from last."""
     from loragate.report.page import Block, Section, build_page
-    from loragate.report.page.diagnosis import diagnosis_section
+    from loragate.report.page.diagnosis import TITLES, diagnosis_section
     from loragate.report.page.scores import evaluation_section, quickstart_section, selection_section, sweep_section
     from loragate.report.page.tokens import embedded
     from loragate.report.page.training import gates_section, provenance_section, training_section
@@ -95,7 +95,7 @@ def page(sources: Sequence[Source], title: str) -> str:
         add(training_section, "training", "Training", source, histories)
     traces, left_out = None, 0
     for source in of.get("diagnosis", []):
-        add(diagnosis_section, "diagnosis", _diagnosis_title(source.record), source, source.record)
+        add(diagnosis_section, "diagnosis", TITLES[source.record["kind"]], source, source.record)
     for number, source in enumerate(of.get("traces", [])):
         if number:
             raise ConfigError(
@@ -189,15 +189,6 @@ def provenance(sources: Sequence[Source]) -> list[tuple[str, str]]:
 def _bounds(name: str) -> tuple[float, float]:
     lower, upper = name.strip("[]").split(",")
     return float(lower), float(upper)
-
-
-def _diagnosis_title(record: Any) -> str:
-    return {
-        "entropy": "Entropy: adapter against base",
-        "gates": "Gates on generated text",
-        "interventions": "Interventions on the gates",
-        "alignment": "Does entropy point the right way?",
-    }.get(record.get("kind", ""), "Diagnosis")
 
 
 COMMAND = Command(

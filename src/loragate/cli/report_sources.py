@@ -14,10 +14,11 @@ from typing import Any
 from loragate.errors import DataError
 
 TRACES = "tokens.json"
+DIAGNOSES = ("entropy.json", "gates.json", "interventions.json", "alignment.json")
 DEPTHS = ("", "*/", "*/*/", "*/*/*/")
 PATTERNS = [
     depth + name
-    for name in ("results*.json", "sweep_results.json", "gate_config.json", "diagnosis-*.json", TRACES, "metrics.jsonl")
+    for name in ("results*.json", "sweep_results.json", "gate_config.json", *DIAGNOSES, TRACES, "metrics.jsonl")
     for depth in DEPTHS
 ]
 KNOWN = (
@@ -25,7 +26,7 @@ KNOWN = (
     "an evaluation or a quickstart (results.json)",
     "a sweep (sweep_results.json)",
     "a training (run/metrics.jsonl)",
-    "a diagnosis (diagnosis-*.json, tokens.json)",
+    "a diagnosis (entropy.json, gates.json, interventions.json, alignment.json, tokens.json)",
 )
 
 
@@ -82,8 +83,10 @@ def _file(file: Path, name: str) -> list[Source]:
         return [Source("training", file, record, name.removesuffix("/run"))]
     if file.name == TRACES:
         return [Source("traces", file, _json(file), name)]
-    if file.name.startswith("diagnosis-") and file.suffix == ".json":
-        return [Source("diagnosis", file, _json(file), name)]
+    if file.name in DIAGNOSES:
+        record = _json(file)
+        known = isinstance(record, dict) and {"kind", "conclusion"} <= set(record)
+        return [Source("diagnosis", file, record, name)] if known else []
     if file.name.startswith("results") and file.suffix == ".json":
         record = _json(file)
         if isinstance(record, dict) and "table" in record and "calibrations" in record:

@@ -43,6 +43,7 @@ from loragate.gates.fingerprint import (
     compare_base_samples,
     config_fingerprint,
 )
+from loragate.gates.quantised import quantization_of, storage_warning
 from loragate.gates.schema import (
     ADAPTER,
     CARD,
@@ -111,6 +112,7 @@ def save_gates(
             "id": base_id or getattr(peft_config, "base_model_name_or_path", None) or "",
             "revision": base_revision or getattr(peft_config, "revision", None),
             "config_sha256": config_fingerprint(peft_model),
+            "quantization": quantization_of(peft_model),
             "weights": base_weight_samples(peft_model),
         },
         "adapter": {
@@ -207,6 +209,8 @@ def load_gates(peft_model: nn.Module, folder: str | Path, adapter_name: str | No
         raise
     for parameter in gate_parameters(peft_model, name).values():
         parameter.requires_grad_(False)
+    if told := storage_warning(record["base"].get("quantization"), quantization_of(peft_model)):
+        logger.warning(told)
     return peft_model
 
 

@@ -1,7 +1,8 @@
 """Looking at λ and laying something over it, without touching a parameter: four context managers.
 
 `gate_override` makes the paper's inference interventions (max(λ,0), min(λ,1), clip) and the constant-λ control;
-`record_gates` collects λ statistics, `trace_gates` every single λ; `gates_disabled` runs the plain Stage-I adapter through PEFT's own code.
+`record_gates` collects λ statistics, `trace_gates` every single λ; `gates_disabled` runs the plain Stage-I adapter through
+PEFT's own code.
 """
 
 from __future__ import annotations

@@ -63,9 +63,14 @@ def adapter_fingerprint(model: nn.Module, adapter_name: str) -> str:
 
 
 def _update(digest: Any, tensor: torch.Tensor) -> None:
-    values = tensor.detach().to(device="cpu", dtype=torch.float32).contiguous()
+    values = _whole(tensor).detach().to(device="cpu", dtype=torch.float32).contiguous()
     digest.update(json.dumps(list(values.shape)).encode())
     digest.update(values.numpy().tobytes())
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All values of a tensor that FSDP2 has sharded; then every process must ask."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def config_fingerprint(model: nn.Module) -> str:
@@ -141,7 +146,7 @@ def weights_checksum(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(parameters, key=lambda item: item[0]):
-        words = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        words = _whole(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
         total = 0
         for start in range(0, words.numel(), 1 << 24):
             part = words[start : start + (1 << 24)].to(torch.int64)

@@ -13,6 +13,7 @@ import torch
 from peft.tuners.lora.layer import LoraVariant
 
 from loragate.errors import GateError
+from loragate.gates.quantised import rounds_delta
 
 _NO_MERGE = (
     "a gated adapter cannot be merged: its strength differs from token to token, so no single weight matrix equals it. "
@@ -54,6 +55,9 @@ class GatedLora(LoraVariant):
             module.lora_B[active_adapter].weight,
             module.scaling[active_adapter],
         )
+        if rounds_delta(module) and not torch.is_autocast_enabled():
+            # as PEFT does it there for a plain adapter, so that λ = 1 stays equal to it bit for bit
+            delta = delta.to(result.dtype)
         return add_delta(result, delta)
 
 

@@ -75,6 +75,44 @@ def line_chart(curves: Mapping[str, Sequence[tuple[float, float]]], *, x_label: 
     return Markup("").join(parts) + Markup('<ul class="legend">{}</ul>').format(legend)
 
 
+def column_chart(edges: Sequence[float], counts: Sequence[float], label: str) -> Markup:
+    """A histogram: one column per pair of neighbouring edges, the share of all counts as its height."""
+    total = sum(counts) or 1
+    high = max([*(count / total for count in counts), 1e-12])
+    low_x, high_x = edges[0], edges[-1]
+
+    def across(x: float) -> float:
+        return LEFT + (x - low_x) / (high_x - low_x) * (WIDTH - LEFT - RIGHT)
+
+    floor = HEIGHT - BOTTOM
+    parts = [
+        Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}" class="chart">').format(
+            WIDTH, HEIGHT, f"Histogram of {label}"
+        )
+    ]
+    for value in ticks(0, 100 * high):
+        at = f"{floor - value / (100 * high) * (floor - TOP):.1f}"
+        parts.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, at, at))
+        parts.append(Markup('<text class="tick end" x="{}" y="{}" dy="4">{:g} %</text>').format(LEFT - 7, at, value))
+    for start, end, count in zip(edges, edges[1:], counts, strict=False):
+        height = count / total / high * (floor - TOP)
+        parts.append(
+            Markup('<rect class="column" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"/>').format(
+                across(start), floor - height, max(across(end) - across(start) - 1, 0.5), height
+            )
+        )
+    for value in ticks(low_x, high_x, 8):
+        parts.append(
+            Markup('<text class="tick middle" x="{:.1f}" y="{}">{:g}</text>').format(across(value), floor + 17, value)
+        )
+    parts.append(
+        Markup('<text class="tick middle" x="{}" y="{}">{}</text>').format(
+            (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, label
+        )
+    )
+    return Markup("").join([*parts, Markup("</svg>")])
+
+
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers from low to high, about so many."""
     span = high - low

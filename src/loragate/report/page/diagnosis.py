@@ -1,18 +1,182 @@
-"""Sections of diagnoses, from the records of `loragate diagnose` (plain data)."""
+"""Sections of diagnoses, from the records of `loragate diagnose` (plain data; `docs/diagnostics.md` has their schemas)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from loragate.report.page.content import Section
+from loragate.report.page.charts import column_chart
+from loragate.report.page.content import Block, Section
+from loragate.report.page.training import gates_section
+from loragate.report.table import ABSENT, p_value, percent, points
+
+Record = Mapping[str, Any]
+TITLES = {
+    "delta entropy": "Entropy: adapter against base",
+    "realised gates": "Gates on generated text",
+    "interventions": "Interventions on the gates",
+    "alignment": "Does entropy point the right way?",
+}
 
 
-def diagnosis_section(record: Mapping[str, Any], anchor: str, title: str) -> Section:
-    """What one diagnosis found."""
-    return Section(anchor, title, ())
+def diagnosis_section(record: Record, anchor: str, title: str) -> Section:
+    """What one diagnosis found; its conclusion in words first."""
+    blocks = [Block("text", {"paragraphs": list(record["conclusion"])}), *_BLOCKS[record["kind"]](record)]
+    return Section(anchor, title, tuple(blocks))
 
 
-def diagnosis_statements(record: Mapping[str, Any]) -> list[str]:
-    """Its conclusions in plain words."""
-    return list(record.get("conclusions", ()))
+def diagnosis_statements(record: Record) -> list[str]:
+    """Its first conclusion, for the summary."""
+    return list(record["conclusion"][:1])
+
+
+def _entropy(record: Record) -> list[Block]:
+    blocks = []
+    if record["classes"]:
+        rows = [
+            [
+                item["name"],
+                f"{item['tokens']:,}",
+                _nats(item["base"]),
+                _nats(item["adapter"]),
+                _nats(item.get("gated")),
+                _nats(item["delta"], "+.3f"),
+                percent(item["negative"]["mean"]),
+                percent(item["positive"]["mean"]),
+            ]
+            for item in record["classes"]
+        ]
+        columns = ["tokens", "number", "H base", "H adapter", "H gated", "ΔH", "ΔH < 0, %", "ΔH > 0, %"]
+        blocks.append(
+            _table(columns, rows, "Entropy in nats per token, with 95 % intervals over rows", "By token class")
+        )
+    if record["distribution"]:
+        blocks.append(_histogram(record["distribution"], "ΔH, nats", "Distribution of ΔH"))
+    if record["interventions"]:
+        blocks += _scores(record["interventions"], "versus the adapter, points")
+    return blocks
+
+
+def _gates(record: Record) -> list[Block]:
+    stats = {item["module"]: {"tokens": item["all"]["count"], **item["all"]} for item in record["modules"]}
+    blocks = list(gates_section(stats, record["lower"], record["upper"], "", "").blocks)
+    rows = [
+        [
+            name,
+            f"{shares['count']:,}",
+            f"{shares['mean']:+.2f}",
+            *(percent(shares[key]) for key in ("below_zero", "zero_to_one", "above_one", "at_lower", "at_upper")),
+        ]
+        for name, shares in {"all": record["all"], **record["by_class"]}.items()
+    ]
+    columns = ["tokens", "coefficients", "mean λ", "λ < 0, %", "0 to 1, %", "λ > 1, %", "at L, %", "at U, %"]
+    blocks.append(_table(columns, rows, "", "By token class"))
+    blocks.append(_histogram(record["histogram"], "λ", "Distribution of λ"))
+    return blocks
+
+
+def _interventions(record: Record) -> list[Block]:
+    blocks = _scores(record["rows"], "versus the gates as they are, points")
+    if record["left_out"]:
+        blocks.append(Block("text", {"paragraphs": [f"Left out: {', '.join(map(str, record['left_out']))}."]}))
+    return blocks
+
+
+def _alignment(record: Record) -> list[Block]:
+    rows = [_alignment_row(record["all"]), *(_alignment_row(item) for item in record["modules"])]
+    columns = ["module", "angle", "cosine", "ρ", "condition ρ < 1", "stopped-gradient error, %", "top-k tail error, %"]
+    caption = (
+        f"Direction of gate training against the direction of the task value ({record['value_of']}); {record['tokens']:,} "
+        f"tokens of {record['rows']} rows, k = {record['k']}"
+    )
+    blocks = [_table(columns, rows, caption, "By module")]
+    if record["checkpoints"]:
+        steps = [
+            [str(item.get("step", number)), *_alignment_row(item["all"])[1:]]
+            for number, item in enumerate(record["checkpoints"])
+        ]
+        blocks.append(_table(["step", *columns[1:]], steps, "", "Over training"))
+    if record["coordinates"]:
+        rows = [
+            [item["name"], f"{item['coordinates']:,}", _share(item["share"]), _share(item["weighted"])]
+            for item in record["coordinates"]
+        ]
+        names = ["where", "number of λ", "right way, %", "weighted by what they matter, %"]
+        blocks.append(
+            _table(names, rows, "Single λ for which entropy and task value agree on the sign", "Single coefficients")
+        )
+    return blocks
+
+
+def _alignment_row(item: Record) -> list[str]:
+    total, stopped = item["total"], item["stopped_error"]
+    cosine, rho = total["cosine"], total["rho"]
+    return [
+        item["name"],
+        _or_absent(total["angle"], lambda value: f"{value:.0f}°"),
+        _or_absent(cosine, lambda value: f"{value['mean']:.2f} ({value['low']:.2f} to {value['high']:.2f})"),
+        _or_absent(rho, lambda value: f"{value['mean']:.2f} ({value['low']:.2f} to {value['high']:.2f})"),
+        str(total["verdict"]),
+        _or_absent(stopped, percent),
+        _or_absent(item["tail_error"], percent),
+    ]
+
+
+_BLOCKS: dict[str, Callable[[Record], list[Block]]] = {
+    "delta entropy": _entropy,
+    "realised gates": _gates,
+    "interventions": _interventions,
+    "alignment": _alignment,
+}
+
+
+def _scores(rows: Sequence[Record], versus: str) -> list[Block]:
+    """One block of bars per task, from rows with score, low, high, difference, …"""
+    blocks = []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        shown = [
+            {
+                "name": row["name"],
+                "group": {"base": "control", "adapter": "baseline", "gated": "scale"}.get(row["name"], "intervention"),
+                "estimate": {"mean": row["score"], "low": row["low"], "high": row["high"]},
+                "not_run": False,
+                "cells": [_difference(row), row.get("verdict") or ABSENT],
+            }
+            for row in rows
+            if row["task"] == task
+        ]
+        blocks.append(Block("scores", {"rows": shown, "columns": [versus, "verdict"], "caption": ""}, task))
+    return blocks
+
+
+def _difference(row: Record) -> str:
+    if row.get("difference") is None:
+        return ABSENT
+    interval = f"{points(row['difference_low'])} to {points(row['difference_high'])}"
+    return f"{points(row['difference'])} ({interval}), p{p_value(row['p'])}"
+
+
+def _histogram(data: Record, label: str, title: str) -> Block:
+    edges, counts = data["edges"], data["counts"]
+    rows = [
+        [f"{low:.3g} to {high:.3g}", f"{count:,}"] for low, high, count in zip(edges, edges[1:], counts, strict=False)
+    ]
+    return Block(
+        "curves", {"chart": column_chart(edges, counts, label), "columns": [label, "number"], "rows": rows}, title
+    )
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str, title: str) -> Block:
+    return Block("table", {"columns": list(columns), "rows": [list(row) for row in rows], "caption": caption}, title)
+
+
+def _nats(value: Mapping[str, float] | None, form: str = ".3f") -> str:
+    return ABSENT if value is None else f"{value['mean']:{form}} ({value['low']:{form}} to {value['high']:{form}})"
+
+
+def _share(value: Mapping[str, float] | None) -> str:
+    return ABSENT if value is None else f"{percent(value['mean'])} ({percent(value['low'])}–{percent(value['high'])})"
+
+
+def _or_absent(value: Any, show: Callable[[Any], str]) -> str:
+    return ABSENT if value is None else show(value)

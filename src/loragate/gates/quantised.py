@@ -1,0 +1,56 @@
+"""How the base under an adapter is stored: in plain floats, in 8 or 4 bits, or by another method.
+
+Gates read activations and scale the adapter's delta, so they work on a quantised base as on a plain one. What differs is the
+activations: gates are recorded with the storage they were trained on, and a reader is told when it is another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+NONE, EIGHT_BIT, FOUR_BIT = "none", "8bit", "4bit"
+# bitsandbytes layers of PEFT, which round a plain delta to the base's dtype before it is added
+_ROUNDING_LAYERS = ("Linear4bit", "Linear8bitLt")
+
+
+def quantization_of(model: nn.Module) -> str:
+    """ "none", "8bit", "4bit", or the name of another method ("gptq", "awq", …), from the model's configuration."""
+    return quantization_of_config(getattr(model, "config", None))
+
+
+def quantization_of_config(config: Any) -> str:
+    """The same of a configuration, before anything is loaded."""
+    record = getattr(config, "quantization_config", None)
+    if record is None:
+        return NONE
+    record = record if isinstance(record, dict) else record.to_dict()
+    method = record.get("quant_method") or ""
+    method = str(getattr(method, "value", method)).lower()
+    for key, name in (("load_in_8bit", EIGHT_BIT), ("load_in_4bit", FOUR_BIT)):
+        if record.get(key) or record.get(f"_{key}"):
+            return name
+    return method or "an unnamed method"
+
+
+def rounds_delta(layer: nn.Module) -> bool:
+    """Whether PEFT rounds this layer's delta to the output's dtype before adding it."""
+    return type(layer).__name__ in _ROUNDING_LAYERS
+
+
+def describe_storage(name: str) -> str:
+    """ "an unquantised base", "a 4bit base", …"""
+    if name == NONE:
+        return "an unquantised base"
+    return f"{'an' if name[:1] in '8aeiou' else 'a'} {name} base"
+
+
+def storage_warning(recorded: str | None, found: str) -> str | None:
+    """What to tell who loads gates on a base that is stored in another way; None where there is nothing to tell."""
+    if recorded is None or recorded == found:
+        return None
+    return (
+        f"these gates were calibrated on {describe_storage(recorded)} and are loaded on {describe_storage(found)}: they read "
+        "slightly other activations, so answers differ a little. Evaluate again before you rely on earlier scores"
+    )

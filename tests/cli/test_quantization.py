@@ -1,0 +1,123 @@
+"""`--quantization` on the commands: bases in 8 and 4 bits on a CPU, and what is refused before anything is loaded."""
+
+import importlib.util
+import json
+
+import pytest
+import torch
+
+from loragate.cli import quantization
+from loragate.cli.main import main
+from loragate.cli.models import dtype_argument, load_base
+from loragate.gates.quantised import quantization_of
+from tiny import tiny_base, tiny_rows, tiny_tokenizer
+
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="8- and 4-bit bases need bitsandbytes"
+)
+COMMON = ["--batch-size", "4", "--micro-batch-size", "4", "--max-length", "64", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    root = tmp_path_factory.mktemp("quantization")
+    tiny_base(hidden_size=64, intermediate_size=128).save_pretrained(root / "base")
+    tiny_tokenizer().save_pretrained(root / "base")
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny_rows(16)))
+    return root
+
+
+def fails(capsys, *argv):
+    capsys.readouterr()
+    assert main([str(argument) for argument in argv]) == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("storage", ["4bit", "8bit"])
+def test_all_the_way(storage, place, tmp_path, capsys):
+    flag = ["--quantization", storage]
+    data = ["--data", str(place / "rows.jsonl"), *COMMON, *flag]
+    assert main(["sft", "--model", str(place / "base"), *data, "--out", str(tmp_path / "adapter")]) == 0
+    calibrate = [
+        "calibrate",
+        "--adapter",
+        str(tmp_path / "adapter"),
+        *data,
+        "--range=-3,2",
+        "--unverified",
+        "--k",
+        "20",
+    ]
+    assert main([*calibrate, "--out", str(tmp_path / "gated")]) == 0
+    record = json.loads((tmp_path / "gated" / "gate_config.json").read_text())
+    assert record["base"]["quantization"] == storage
+    assert "quantization: " + storage in (tmp_path / "gated" / "run" / "config.yaml").read_text()
+    prompt = ["--prompt", "w1 w2", "--max-new-tokens", "4", "--device", "cpu"]
+    capsys.readouterr()
+    assert main(["generate", "--model", str(tmp_path / "gated"), *prompt, *flag]) == 0
+    assert "calibrated on" not in capsys.readouterr().err
+    assert main(["generate", "--model", str(tmp_path / "gated"), *prompt]) == 0
+    assert "are loaded on an unquantised base" in " ".join(capsys.readouterr().err.split())
+    assert main(["generate", "--model", str(tmp_path / "adapter"), *prompt, *flag]) == 0
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("storage", ["4bit", "8bit"])
+def test_bases_and_stored_checkpoints(storage, place, tmp_path):
+    dtype = dtype_argument("auto", "cpu", storage)
+    model = load_base(str(place / "base"), dtype=dtype, device="cpu", quantization=storage)
+    assert quantization_of(model) == storage
+    assert model.model.norm.weight.dtype == dtype
+    model.save_pretrained(tmp_path / "stored")
+    again = load_base(str(tmp_path / "stored"), dtype=dtype, device="cpu")
+    assert quantization_of(again) == storage
+    with pytest.raises(quantization.ConfigError, match=f"{storage} base already"):
+        load_base(str(tmp_path / "stored"), dtype=dtype, quantization="4bit")
+
+
+@needs_bitsandbytes
+def test_dtypes():
+    assert dtype_argument("auto", "cpu") == torch.float32
+    assert dtype_argument("auto", "cpu", "4bit") == torch.float32
+    assert dtype_argument("auto", "cpu", "8bit") == torch.bfloat16
+    assert dtype_argument("float16", "cpu", "8bit") == torch.float16
+    arguments = quantization._bitsandbytes("4bit", torch.bfloat16)
+    assert arguments.bnb_4bit_quant_type == "nf4"
+    assert arguments.bnb_4bit_use_double_quant
+    assert arguments.bnb_4bit_compute_dtype == torch.bfloat16
+
+
+def commands(place, out):
+    run = ["--data", place / "rows.jsonl", "--out", out]
+    return {
+        "sft": ["sft", "--model", place / "base", *run],
+        "calibrate": ["calibrate", "--adapter", place / "absent", "--range=0,1", "--unverified", *run],
+        "generate": ["generate", "--model", place / "base", "--prompt", "w1"],
+        "eval": ["eval", "--model", place / "base", "--suite", "tiny", "--out", out],
+        "serve": ["serve", place / "base", "--engine", "transformers"],
+    }
+
+
+@pytest.mark.parametrize("command", ["sft", "calibrate", "generate", "eval", "serve"])
+def test_refused_at_start(command, place, tmp_path, capsys, monkeypatch):
+    line = commands(place, tmp_path / "out")[command]
+    assert "--quantization 4bits: expected none, 8bit, 4bit; did you mean '4bit'?" in fails(
+        capsys, *line, "--quantization", "4bits"
+    )
+    eight = [*line, "--device", "cpu", "--quantization", "8bit"]
+    assert "float32 would be a false promise" in fails(capsys, *eight, "--dtype", "float32")
+    with monkeypatch.context() as patch:
+        patch.setattr(quantization.importlib.util, "find_spec", lambda name: None)
+        assert "pip install bitsandbytes" in fails(capsys, *eight)
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        monkeypatch.setenv("FSDP_VERSION", "2")
+        assert "8bit base cannot be sharded with fsdp2" in fails(capsys, *eight)
+    assert not (tmp_path / "out").exists()
+
+
+def test_vllm_loads_its_own_base(place, tmp_path, capsys):
+    line = commands(place, tmp_path / "out")["eval"]
+    assert "has no effect with vLLM" in fails(capsys, *line, "--engine", "vllm", "--quantization", "4bit")

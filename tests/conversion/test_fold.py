@@ -1,0 +1,207 @@
+"""Gates of one λ per module folded into plain adapters: the same function, in any family, scale and granularity."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+
+import loragate as lg
+from loragate.cli.main import main
+from loragate.conversion.fold import constant_coefficients, fold_adapter, needs_uniform
+from loragate.errors import ArtifactError, GateError
+from loragate.gates.gate import Override
+from tiny import VOCABULARY, tiny_adapter, tiny_base
+
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.2}
+FAMILIES = {
+    "qwen2": lambda: tf.Qwen2Config(**SHAPE, num_key_value_heads=2),
+    "llama": lambda: tf.LlamaConfig(**SHAPE, num_key_value_heads=2),
+    "gemma2": lambda: tf.Gemma2Config(**SHAPE, num_key_value_heads=2, head_dim=8),
+    "phi3": lambda: tf.Phi3Config(**SHAPE, num_key_value_heads=2, pad_token_id=0),
+    "gpt_neox": lambda: tf.GPTNeoXConfig(**SHAPE),
+    "gpt2": lambda: tf.GPT2Config(**GPT2),
+}
+IDS = torch.tensor([[5, 9, 20, 33, 7, 100, 101, 8]])
+
+
+def gated(base: Any, granularity: str = "module", **lora: Any) -> Any:
+    """A model whose λ lie between −3 and 2, some of them negative."""
+    model = tiny_adapter(base=base, **lora)
+    lg.attach_gates(model, lg.GateConfig(-3, 2, granularity=granularity, target_modules=lora.get("target_modules")))
+    torch.manual_seed(4)
+    for parameter in lg.gate_parameters(model).values():
+        parameter.data.normal_(0, 0.7)
+    return model
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def export(model: Any, place: Path, *more: str) -> Path:
+    folder = lg.save_gates(model, place / "gated", base_id="base")
+    assert main(["export", str(folder), "--out", str(place / "out"), *more]) == 0
+    return place / "out"
+
+
+@pytest.mark.parametrize("uniform", [[], ["--uniform"]], ids=["as-is", "uniform"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family(name: str, uniform: list[str], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base = tf.AutoModelForCausalLM.from_config(FAMILIES[name]()).eval()
+    base.save_pretrained(tmp_path / "base")
+    model = gated(base)
+    expected = logits(model)
+    with lg.gates_disabled(model):
+        assert (logits(model) - expected).abs().max() > 0.01
+    out = export(model, tmp_path, *uniform)
+    again = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
+    found = logits(PeftModel.from_pretrained(again, str(out)).eval())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+LORA: dict[str, dict[str, Any]] = {
+    "rslora": {"use_rslora": True},
+    "patterns": {"rank_pattern": {"q_proj": 6, r"layers\.1\.mlp\.up_proj": 2}, "alpha_pattern": {"v_proj": 3}},
+    "both": {"use_rslora": True, "rank_pattern": {"q_proj": 6}, "alpha_pattern": {"q_proj": 3}},
+    "two modules": {"target_modules": ["q_proj", "down_proj"], "lora_alpha": 5},
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"], "rank_pattern": {"q_proj": 6}},
+}
+
+
+@pytest.mark.parametrize("uniform", [[], ["--uniform"]], ids=["as-is", "uniform"])
+@pytest.mark.parametrize("granularity", ["module", "global"])
+@pytest.mark.parametrize("name", LORA)
+def test_every_kind_of_scale(name: str, granularity: str, uniform: list[str], tmp_path: Path) -> None:
+    lora = dict(LORA[name])
+    base = tiny_base(tie_word_embeddings=False)
+    model = tiny_adapter(base=base, **lora)
+    lg.attach_gates(model, lg.GateConfig(-3, 2, granularity=granularity))
+    torch.manual_seed(4)
+    for parameter in lg.gate_parameters(model).values():
+        parameter.data.normal_(0, 0.7)
+    expected = logits(model)
+    out = export(model, tmp_path, *uniform)
+    again = PeftModel.from_pretrained(tiny_base(tie_word_embeddings=False), str(out)).eval()
+    torch.testing.assert_close(logits(again), expected, rtol=1e-4, atol=1e-4)
+    config = json.loads((out / "adapter_config.json").read_text())
+    state = load_file(out / "adapter_model.safetensors")
+    assert not any("lora_gate" in key for key in state)
+    if uniform:
+        assert needs_uniform(config) == []
+        assert config["r"] == config["lora_alpha"]
+        ranks = {tensor.shape[0] for key, tensor in state.items() if key.endswith(("lora_A.weight", "embedding_A"))}
+        assert ranks == {config["r"]}
+
+
+def test_clipped_and_constant_gates(tmp_path: Path) -> None:
+    model = gated(tiny_base())
+    folder = lg.save_gates(model, tmp_path / "gated", base_id="base")
+    for place, override in (
+        (f"{folder}@unit", {"minimum": 0.0, "maximum": 1.0}),
+        (f"{folder}@clip=-0.5:", {"minimum": -0.5}),
+        (f"{folder}@constant=-0.5", {"constant": -0.5}),
+    ):
+        out = tmp_path / place.rpartition("@")[2]
+        assert main(["export", place, "--out", str(out)]) == 0
+        with lg.gate_override(model, **override):
+            expected = logits(model)
+        found = logits(PeftModel.from_pretrained(tiny_base(), str(out)).eval())
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_token_gates_are_refused_and_a_constant_folds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = gated(tiny_base(), "token")
+    folder = lg.save_gates(model, tmp_path / "gated", base_id="base")
+    for place in (str(folder), f"{folder}@unit"):
+        assert main(["export", place, "--out", str(tmp_path / "out")]) == 1
+        said = " ".join(capsys.readouterr().err.split())
+        assert "λ differs from token to token in 14 of 14 modules" in said
+        assert "--constant 0.5" in said
+        assert "--granularity module" in said
+    assert not (tmp_path / "out").exists()
+    assert main(["export", str(folder), "--constant", "0.5", "--out", str(tmp_path / "out")]) == 0
+    with lg.gate_override(model, constant=0.5):
+        expected = logits(model)
+    found = logits(PeftModel.from_pretrained(tiny_base(), str(tmp_path / "out")).eval())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "λ is one constant, 0.5" in card
+    assert "Learned gates" in card
+    assert main(["export", f"{folder}@off", "--constant", "0.5", "--out", str(tmp_path / "two")]) == 2
+    assert "give one of the two" in capsys.readouterr().err
+
+
+def test_gates_of_zero_fold_to_the_very_adapter(tmp_path: Path) -> None:
+    model = lg.attach_gates(tiny_adapter(), lg.GateConfig(-6, 3))
+    for parameter in lg.gate_parameters(model).values():
+        parameter.data.zero_()
+    folder = lg.save_gates(model, tmp_path / "gated", base_id="base")
+    assert main(["export", str(folder), "--out", str(tmp_path / "out")]) == 0
+    before = load_file(folder / "adapter" / "adapter_model.safetensors")
+    after = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_a_plain_adapter_is_scaled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_adapter()
+    model.save_pretrained(tmp_path / "plain")
+    assert main(["export", str(tmp_path / "plain"), "--out", str(tmp_path / "out")]) == 1
+    assert "a plain PEFT adapter without gates" in " ".join(capsys.readouterr().err.split())
+    assert main(["export", str(tmp_path / "plain"), "--constant", "0.25", "--out", str(tmp_path / "out")]) == 0
+    lg.attach_gates(model, lg.GateConfig(-1, 2))
+    with lg.gate_override(model, constant=0.25):
+        expected = logits(model)
+    found = logits(PeftModel.from_pretrained(tiny_base(), str(tmp_path / "out")).eval())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_sixteen_bit_factors_become_fp32_where_λ_acts(tmp_path: Path) -> None:
+    """λ·B rounded to bf16 would be off by a third of a per cent; what λ leaves alone keeps its bits."""
+    base = tiny_base()
+    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]))
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    path = "model.layers.0.self_attn.q_proj"
+    fold_adapter(tmp_path / "half", {path: 0.7}, tmp_path / "out")
+    before = load_file(tmp_path / "half" / "adapter_model.safetensors")
+    after = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    key = f"base_model.model.{path}.lora_B.weight"
+    assert torch.equal(after[key], before[key].float() * 0.7)
+    assert all(torch.equal(before[other], after[other]) for other in before if other != key)
+
+
+def test_what_cannot_be_folded(tmp_path: Path) -> None:
+    config = lg.GateConfig(-3, 2)
+    with pytest.raises(GateError, match="in 1 of 2 modules"):
+        constant_coefficients(config, {"a": torch.ones(3)}, {"a": torch.zeros(1), "b": torch.zeros(1)})
+    assert constant_coefficients(config, {"a": torch.zeros(3)}, {"a": torch.zeros(1)}) == {"a": 1.0}
+    assert constant_coefficients(config, {"a": torch.ones(3)}, {"a": torch.zeros(1)}, Override(constant=2.0)) == {
+        "a": 2
+    }
+    tiny_adapter().save_pretrained(tmp_path)
+    with pytest.raises(ArtifactError, match=r"no factor of model\.nowhere"):
+        fold_adapter(tmp_path, {"model.nowhere": 0.5}, tmp_path / "out")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"x")
+    with pytest.raises(ArtifactError, match="not a readable safetensors"):
+        fold_adapter(tmp_path, {}, tmp_path / "out")
+    (tmp_path / "adapter_config.json").write_text("[]")
+    with pytest.raises(ArtifactError, match="not a readable configuration"):
+        fold_adapter(tmp_path, {}, tmp_path / "out")

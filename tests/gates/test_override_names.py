@@ -1,0 +1,60 @@
+"""Overrides by name: what each means, what stands before the @, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loragate.errors import ConfigError
+from loragate.gates.gate import Override
+from loragate.gates.override_names import parse_override, split_folder, split_name
+
+KNOWN = {
+    "off": Override(constant=1.0),
+    "unit": Override(0.0, 1.0),
+    "noreverse": Override(minimum=0.0),
+    "noextrapolate": Override(maximum=1.0),
+    "constant=-0.5": Override(constant=-0.5),
+    "clip=-1:2": Override(-1.0, 2.0),
+    "clip=:1": Override(maximum=1.0),
+    "clip=0.5:": Override(minimum=0.5),
+}
+
+
+@pytest.mark.parametrize("text", KNOWN)
+def test_what_a_name_means(text: str) -> None:
+    assert parse_override(text) == KNOWN[text]
+    assert split_name(f"math@{text}") == ("math", KNOWN[text])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("unti", "did you mean 'unit'"),
+        ("", "no known override"),
+        ("constant", "no known override"),
+        ("constant=nan", "finite number, found 'nan'"),
+        ("constant=", "finite number, found ''"),
+        ("clip=2:1", "write @clip=1:2"),
+        ("clip=:", "no known override"),
+        ("clip=1", "no known override"),
+        ("off=1", "no known override"),
+    ],
+)
+def test_what_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_override(text)
+
+
+def test_a_folder_may_have_an_at_sign_of_its_own(tmp_path: Path) -> None:
+    own = tmp_path / "gates@unit"
+    own.mkdir()
+    assert split_folder(own) == (str(own), None)
+    assert split_folder(f"{own}@off") == (str(own), KNOWN["off"])
+    assert split_folder(tmp_path / "no@where" / "x") == (str(tmp_path / "no@where" / "x"), None)
+    assert split_folder(f"{tmp_path}@unit") == (str(tmp_path), KNOWN["unit"])
+    assert split_folder("owner/name@constant=2") == ("owner/name", Override(constant=2.0))
+    assert split_folder("owner/name@v2") == ("owner/name@v2", None)
+    with pytest.raises(ConfigError, match="did you mean 'unit'"):
+        split_folder(f"{tmp_path}@unitt")

@@ -1,0 +1,200 @@
+"""Gates on 8- and 4-bit bases and on half-precision ones: parity, fp32 gates, the artifact, and what a reader is told."""
+
+import json
+import logging
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+import loragate as lg
+from loragate.errors import ArtifactError, GateError
+from loragate.gates.quantised import quantization_of, quantization_of_config, storage_warning
+from loragate.training import CalibrationSettings, StageOneSettings, train_adapter
+from tiny import tiny_base, tiny_rows
+
+SETTINGS = {"batch_size": 8, "micro_batch_size": 4, "learning_rate": 0.05, "logging_steps": 1, "max_length": 64}
+
+
+def four_bit(compute=torch.float32):
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+    )
+
+
+CASES = {
+    "4bit-fp32": lambda: {"quantization_config": four_bit(), "dtype": torch.float32},
+    "4bit-bf16": lambda: {"quantization_config": four_bit(torch.bfloat16), "dtype": torch.bfloat16},
+    "8bit-bf16": lambda: {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "dtype": torch.bfloat16},
+    "bf16": lambda: {"dtype": torch.bfloat16},
+    "fp16": lambda: {"dtype": torch.float16},
+}
+QUANTISED = [name for name in CASES if "bit" in name]
+
+
+def arguments(case):
+    if case in QUANTISED:
+        pytest.importorskip("bitsandbytes", reason="8- and 4-bit bases need bitsandbytes")
+    return CASES[case]()
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    # bitsandbytes says at every 8-bit product that it casts its input
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A base of widths that bitsandbytes packs, and an adapter on it, saved."""
+    root = tmp_path_factory.mktemp("quantised")
+    base = tiny_base(hidden_size=64, intermediate_size=128, initializer_range=0.1)
+    base.save_pretrained(root / "base")
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(base, config)
+    model.peft_config["default"].base_model_name_or_path = str(root / "base")
+    model.save_pretrained(root / "adapter")
+    return root
+
+
+def loaded(place, case):
+    base = AutoModelForCausalLM.from_pretrained(place / "base", **arguments(case))
+    return PeftModel.from_pretrained(base, place / "adapter").eval()
+
+
+@torch.no_grad()
+def logits_of(model, token_ids):
+    return model(input_ids=token_ids).logits.float()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parity_and_fp32_gates(case, place, token_ids):
+    model = loaded(place, case)
+    assert quantization_of(model) == (case.split("-")[0] if case in QUANTISED else "none")
+    assert quantization_of(model.get_base_model()) == quantization_of(model)
+    plain = logits_of(model, token_ids)
+    with model.disable_adapter():
+        bare = logits_of(model, token_ids)
+    assert (plain - bare).abs().max() > 0.1
+    lg.attach_gates(model, lg.GateConfig(-3, 2))
+    assert {parameter.dtype for parameter in lg.gate_parameters(model).values()} == {torch.float32}
+    with lg.gate_override(model, constant=1.0):
+        assert torch.equal(logits_of(model, token_ids), plain)
+    with lg.gate_override(model, constant=0.0):
+        assert torch.equal(logits_of(model, token_ids), bare)
+    with pytest.raises(GateError, match="cannot be merged"):
+        model.merge_and_unload()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_calibration_moves_only_fp32_gates(case, place, tokenizer, token_ids, tmp_path):
+    model = loaded(place, case)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    settings = CalibrationSettings(**SETTINGS, max_steps=2, k=20)
+    result = lg.calibrate(model, tokenizer, tiny_rows(16), lg.GateConfig(-3, 2), settings)
+    assert result.steps == 2
+    assert result.parity.at_one == 0
+    gates = lg.gate_parameters(model)
+    assert {parameter.dtype for parameter in gates.values()} == {torch.float32}
+    moved = [name for name, value in gates.items() if (value.detach().abs() > 1e-4).any()]
+    assert len(moved) == len(gates)
+    after = dict(model.named_parameters())
+    for name, value in before.items():
+        assert after[name].dtype == value.dtype
+        assert torch.equal(after[name], value), name
+    gated = logits_of(model, token_ids)
+
+    # saved, and loaded on the same storage
+    lg.save_gates(model, tmp_path / "gated", adapter_source=place / "adapter")
+    record = json.loads((tmp_path / "gated" / "gate_config.json").read_text())
+    assert record["base"]["quantization"] == quantization_of(model)
+    again = lg.load_gated(tmp_path / "gated", **arguments(case))
+    torch.testing.assert_close(logits_of(again, token_ids), gated, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("case", QUANTISED)
+def test_another_storage_is_told(case, place, tokenizer, tmp_path, caplog):
+    model = loaded(place, case)
+    lg.attach_gates(model, lg.GateConfig(-3, 2))
+    lg.save_gates(model, tmp_path / "quantised", adapter_source=place / "adapter")
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(place / "base"), place / "adapter")
+    lg.attach_gates(plain, lg.GateConfig(-3, 2))
+    lg.save_gates(plain, tmp_path / "plain", adapter_source=place / "adapter")
+    name = case.split("-")[0]
+    with caplog.at_level(logging.WARNING, "loragate"):
+        logging.getLogger("loragate").propagate = True
+        lg.load_gated(tmp_path / "quantised")
+        assert (
+            f"calibrated on a{'n' if name == '8bit' else ''} {name} base and are loaded on an unquantised base"
+            in caplog.text
+        )
+        caplog.clear()
+        lg.load_gated(tmp_path / "plain", **arguments(case))
+        assert "calibrated on an unquantised base and are loaded on a" in caplog.text
+        caplog.clear()
+        lg.load_gated(tmp_path / "plain")
+        assert caplog.text == ""
+
+
+@pytest.mark.parametrize("case", QUANTISED)
+def test_another_base_is_refused_also_where_it_is_quantised(case, place, tmp_path):
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(place / "base"), place / "adapter")
+    lg.attach_gates(plain, lg.GateConfig(-3, 2))
+    lg.save_gates(plain, tmp_path / "gated", adapter_source=place / "adapter")
+    tiny_base(seed=7, hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "other")
+    with pytest.raises(ArtifactError, match="another base"):
+        lg.load_gated(tmp_path / "gated", base=tmp_path / "other", **arguments(case))
+
+
+@pytest.mark.parametrize("case", QUANTISED)
+def test_stage_one_trains_fp32_factors(case, place, tokenizer):
+    base = AutoModelForCausalLM.from_pretrained(place / "base", **arguments(case))
+    result = train_adapter(base, tokenizer, tiny_rows(16), StageOneSettings(**SETTINGS))
+    assert result.steps == 2
+    factors = {name: p for name, p in result.model.named_parameters() if "lora_" in name}
+    assert {parameter.dtype for parameter in factors.values()} == {torch.float32}
+    assert all(bool(value.any()) for name, value in factors.items() if "lora_B" in name)
+
+
+def test_a_checkpoint_that_is_stored_in_4_bits(place, tmp_path, token_ids):
+    base = AutoModelForCausalLM.from_pretrained(place / "base", **arguments("4bit-fp32"))
+    base.save_pretrained(tmp_path / "stored")
+    assert quantization_of_config(AutoConfig.from_pretrained(tmp_path / "stored")) == "4bit"
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "stored")
+    assert quantization_of(stored) == "4bit"
+    torch.testing.assert_close(logits_of(stored, token_ids), logits_of(base, token_ids))
+    model = PeftModel.from_pretrained(stored, place / "adapter")
+    lg.attach_gates(model, lg.GateConfig(-3, 2))
+    lg.save_gates(model, tmp_path / "gated", adapter_source=place / "adapter")
+    again = lg.load_gated(tmp_path / "gated", base=tmp_path / "stored")
+    torch.testing.assert_close(logits_of(again, token_ids), logits_of(model, token_ids))
+
+
+def test_storage_of_a_configuration():
+    class Config:
+        quantization_config = None
+
+    config = Config()
+    assert quantization_of_config(config) == "none"
+    for record, expected in (
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "8bit"),
+        ({"quant_method": "bitsandbytes", "_load_in_4bit": True}, "4bit"),
+        ({"quant_method": "GPTQ", "bits": 4}, "gptq"),
+    ):
+        config.quantization_config = record
+        assert quantization_of_config(config) == expected
+
+
+def test_nothing_is_told_where_nothing_was_recorded():
+    assert storage_warning(None, "4bit") is None
+    assert storage_warning("4bit", "4bit") is None
+    assert "a gptq base" in storage_warning("gptq", "none")
