@@ -91,11 +91,8 @@ def _alignment(record: Record) -> list[Block]:
     )
     blocks = [_table(columns, rows, caption, "By module")]
     if record["checkpoints"]:
-        steps = [
-            [str(item.get("step", number)), *_alignment_row(item["all"])[1:]]
-            for number, item in enumerate(record["checkpoints"])
-        ]
-        blocks.append(_table(["step", *columns[1:]], steps, "", "Over training"))
+        steps = [_alignment_row(item) for item in record["checkpoints"]]
+        blocks.append(_table(["point", *columns[1:]], steps, "", "Over training"))
     if record["coordinates"]:
         rows = [
             [item["name"], f"{item['coordinates']:,}", _share(item["share"]), _share(item["weighted"])]

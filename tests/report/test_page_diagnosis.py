@@ -1,0 +1,96 @@
+"""Sections of diagnoses, from records as `loragate diagnose` writes them (cut down)."""
+
+import pytest
+
+from loragate.report.page import build_page
+from loragate.report.page.diagnosis import TITLES, diagnosis_section, diagnosis_statements
+
+
+def interval(mean):
+    return {"mean": mean, "low": mean - 0.1, "high": mean + 0.1}
+
+
+def score(name, mean, difference=None):
+    row = {"name": name, "task": "t", "score": mean, "low": mean - 0.05, "high": mean + 0.05, "verdict": None}
+    versus = {"difference": difference, "difference_low": None, "difference_high": None, "p": None}
+    if difference is not None:
+        versus |= {"difference_low": difference - 0.05, "difference_high": difference + 0.05, "p": 0.02}
+        row["verdict"] = "better"
+    return {**row, **versus}
+
+
+SHARES = {
+    "count": 100,
+    "mean": -0.5,
+    "std": 1.0,
+    "below_zero": 0.5,
+    "zero_to_one": 0.3,
+    "above_one": 0.2,
+    "at_lower": 0.01,
+    "at_upper": 0.0,
+}
+TERMS = {"angle": 60.0, "cosine": interval(0.5), "rho": interval(0.8), "verdict": "holds"}
+POINT = {"name": "all", "total": TERMS, "stopped_error": 0.05, "tail_error": None}
+RECORDS = {
+    "delta entropy": {
+        "classes": [
+            {
+                "name": "all",
+                "tokens": 1234,
+                "base": interval(0.5),
+                "adapter": interval(1.0),
+                "gated": None,
+                "delta": interval(0.5),
+                "negative": interval(0.2),
+                "positive": interval(0.7),
+            }
+        ],
+        "distribution": {"edges": [-1.0, 0.0, 1.0], "counts": [25, 75]},
+        "interventions": [score("adapter", 0.3), score("negative", 0.4, 0.1)],
+    },
+    "realised gates": {
+        "lower": -6.0,
+        "upper": 3.0,
+        "all": SHARES,
+        "by_class": {"digits": SHARES},
+        "modules": [{"module": "model.layers.0.mlp.up_proj", "all": SHARES}],
+        "histogram": {"edges": [-6.0, 0.0, 3.0], "counts": [1, 3]},
+    },
+    "interventions": {"rows": [score("gated", 0.3), score("unit", 0.4, 0.1)], "left_out": ["off"]},
+    "alignment": {
+        "value_of": "reward",
+        "tokens": 10,
+        "rows": 2,
+        "k": 100,
+        "all": POINT,
+        "modules": [{**POINT, "name": "m", "total": {**TERMS, "rho": None, "cosine": None, "angle": None}}],
+        "checkpoints": [{**POINT, "name": "step 5"}],
+        "coordinates": [{"name": "all", "coordinates": 7, "share": interval(0.9), "weighted": None}],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", sorted(TITLES))
+def test_each_kind_has_its_section(kind):
+    record = {**RECORDS[kind], "kind": kind, "conclusion": ["It does <b>this</b>.", "And that."]}
+    page = build_page("t", diagnosis_statements(record), [diagnosis_section(record, "d", TITLES[kind])])
+    assert page.count("It does &lt;b&gt;this&lt;/b&gt;.") == 2
+    assert page.count("And that.") == 1
+    shown = {
+        "delta entropy": ["1,234", "0.500 (0.400 to 0.600)", "20.0", "70.0", "75", "+10.0 (+5.0 to +15.0), p=0.020"],
+        "realised gates": ["−0.50", "digits", "50.0", "30.0", "Distribution of λ"],
+        "interventions": ["+10.0 (+5.0 to +15.0), p=0.020", "Left out: off."],
+        "alignment": ["60°", "0.50 (0.40 to 0.60)", "0.80 (0.70 to 0.90)", "5.0", "step 5", "90.0 (80.0–100.0)"],
+    }[kind]
+    for text in shown:
+        assert text in page, text
+
+
+def test_histogram_columns_have_the_heights_of_their_shares():
+    from loragate.report.page.charts import column_chart
+
+    chart = str(column_chart([0, 1, 2], [1, 3], "x"))
+    import re
+
+    heights = [float(value) for value in re.findall(r'class="column"[^>]*height="([^"]*)"', chart)]
+    assert heights[1] == pytest.approx(3 * heights[0], rel=0.01)
