@@ -44,16 +44,14 @@ RANGES = ((-3, 1), (0, 1), (-6, 3), (-1, 2), (0, 3), (0, 6), (-4, 4))
 ANCHORED = (((-6, 3), "base"), ((-6, 3), "product"))
 # with --extra: the objectives on sampled answers, varied one setting at a time
 EXTRA: dict[str, tuple[tuple[float, float], dict[str, Any]]] = {
-    "[-6,3] anchored mixture": ((-6, 3), {"objective": "anchored", "anchor": "mixture"}),
     "[-6,3] anchored adapter": ((-6, 3), {"objective": "anchored", "anchor": "adapter"}),
+    "[-6,3] anchored mixture": ((-6, 3), {"objective": "anchored", "anchor": "mixture"}),
     "[-6,3] anchored product beta 0.3": ((-6, 3), {"objective": "anchored", "anchor": "product", "beta": 0.3}),
     "[-6,3] anchored product beta 3": ((-6, 3), {"objective": "anchored", "anchor": "product", "beta": 3.0}),
+    "[0,6] anchored product": ((0, 6), {"objective": "anchored", "anchor": "product"}),
+    "[-6,3] reward": ((-6, 3), {"objective": "reward"}),
     "[-6,3] anchored product refresh 5": ((-6, 3), {"objective": "anchored", "anchor": "product", "refresh": 5}),
     "[-6,3] anchored product refresh 80": ((-6, 3), {"objective": "anchored", "anchor": "product", "refresh": 80}),
-    "[0,6] anchored product": ((0, 6), {"objective": "anchored", "anchor": "product"}),
-    "[-3,1] anchored product": ((-3, 1), {"objective": "anchored", "anchor": "product"}),
-    "[-6,3] reward": ((-6, 3), {"objective": "reward"}),
-    "[0,6] reward": ((0, 6), {"objective": "reward"}),
 }
 CLIPS = {"no reversal": (0.0, None), "no extrapolation": (None, 1.0), "unit": (0.0, 1.0)}
 CONSTANTS = (-0.5, 0.5, 1.5, 2.0)
@@ -161,14 +159,14 @@ class Bench:
         finally:
             detach_gates(self.model)
 
-    def run_extra(self) -> None:
+    def run_extra(self, only: str = "") -> None:
         """The varied objectives; the reward is the world's own verdict on training problems."""
 
         def reward(row: Any, text: str, finished: bool) -> float:
             return float(verify(solved(row["messages"][0]["content"]), text, finished))
 
         for name, ((lower, upper), more) in EXTRA.items():
-            if not self.done(name):
+            if (not only or any(part in name for part in only.split(","))) and not self.done(name):
                 settings = self.settings(max_new_tokens=MAX_NEW_TOKENS, sampling_batch_size=BATCH, **more)
                 options = {"reward": reward} if settings.objective == "reward" else {}
                 with self.gated(lower, upper, settings, **options) as training:
@@ -215,22 +213,24 @@ class Bench:
                     detach_gates(self.model)
         if wanted("ensemble"):
             self.keep("ensemble", self.ask(self.model, ensemble=True))
-        if wanted("adapter majority"):
-            self.keep_majority()
+        for who in ("adapter", "base"):
+            if wanted(f"{who} majority"):
+                self.keep_majority(who)
         if wanted("dft"):
             self.keep("dft", self.ask(self.adapter("dft")))
 
-    def keep_majority(self) -> None:
-        """The adapter's cool answers to the development pool, for selection without labels."""
+    def keep_majority(self, who: str) -> None:
+        """The cool answers of adapter or base to the development pool, for selection without labels."""
+        model = self.model if who == "adapter" else self.base
         prompts = [render_prompt(prompt, self.tokenizer) for prompt in self.dev.prompts]
         config = SamplingConfig(temperature=0.3, max_new_tokens=MAX_NEW_TOKENS, samples=8, seed=3)
         answers: list[list[str | None]] = [[None] * 8 for _ in prompts]
-        for s in TransformersEngine(self.model, self.tokenizer, batch_size=BATCH).generate(prompts, config):
+        for s in TransformersEngine(model, self.tokenizer, batch_size=BATCH).generate(prompts, config):
             words = s.text.split()
             ended = s.finish_reason == "stop" and words[-2:-1] == ["answer"]
             answers[s.question][s.sample] = words[-1] if ended else None
         gold = [item.answer for item in self.dev.items]
-        write_json(self.folder / "adapter majority.json", {"answers": answers, "gold": gold})
+        write_json(self.folder / f"{who} majority.json", {"answers": answers, "gold": gold})
 
 
 def solved(prompt: str) -> Problem:
@@ -302,7 +302,7 @@ def main() -> None:
             bench = Bench(situation, options.cache)
             write_json(bench.folder / "situation.json", asdict(situation))
             if options.extra:
-                bench.run_extra()
+                bench.run_extra(options.candidates)
             else:
                 bench.run(options.candidates)
 

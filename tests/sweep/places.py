@@ -72,6 +72,7 @@ def numbers(out: Path) -> dict[str, dict]:
         for name in ("seconds", "attempt"):
             record.pop(name)
         record["training"].pop("seconds", None)
+        record["training"].get("sampled", {}).pop("seconds", None)
         found[path.parent.name] = record
     return found
 

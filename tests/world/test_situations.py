@@ -25,12 +25,19 @@ def test_the_list_spans_what_it_promises():
     assert len(SITUATIONS) >= 12
     assert len({s.name for s in SITUATIONS}) == len(SITUATIONS)
     assert len({replace(s, name="", split="tune") for s in SITUATIONS}) == len(SITUATIONS)
-    assert Counter(s.split for s in SITUATIONS)["test"] == 4
+    assert Counter(s.split for s in SITUATIONS) == {"tune": 10, "test": 4, "test2": 4}
     assert sum(s.world == "commands" for s in SITUATIONS) >= 3
-    assert {s.world for s in SITUATIONS if s.split == "test"} == set(WORLDS)
-    assert {s.lacks_format for s in SITUATIONS if s.split == "test"} == {True, False}
-    assert {s.lacks_format for s in SITUATIONS if s.split == "tune"} == {True, False}
-    assert len({base_name(s) for s in SITUATIONS}) <= 8
+    for split in ("test", "test2"):
+        assert {s.world for s in SITUATIONS if s.split == split} == set(WORLDS)
+    for split in ("tune", "test", "test2"):
+        assert {s.lacks_format for s in SITUATIONS if s.split == split} == {True, False}
+    assert len({base_name(s) for s in SITUATIONS}) <= 12
+
+
+def test_the_splits_that_judge_share_no_base_with_any_other():
+    bases = {split: {base_name(s) for s in SITUATIONS if s.split == split} for split in ("tune", "test", "test2")}
+    assert not bases["test"] & bases["tune"]
+    assert not bases["test2"] & (bases["tune"] | bases["test"])
 
 
 @BY_NAME
