@@ -18,7 +18,7 @@ RESERVED = {
     "accelerate": {"training", "cli"},
     "matplotlib": {"report"},
     "gradio": {"report"},
-    "jinja2": {"report", "evaluation"},
+    "jinja2": {"report", "evaluation", "gates"},
     "ray": {"generation", "sweep"},
     "vllm": {"generation", "serving"},
     "lm_eval": {"evaluation"},

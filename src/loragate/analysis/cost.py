@@ -1,4 +1,4 @@
-"""What a calibration step costs, counted from shapes before anything is run.
+"""What a training step costs, counted from shapes before anything is run.
 
 Multiplications and additions of matrix products are counted (2 per weight and token); element-wise work is not. The
 frozen base needs no weight gradients, so a Stage-II step is one forward and one activation backward of the body, plus
@@ -21,6 +21,8 @@ class StepCost:
         lora_parameters: Σ r (d_in + d_out).
         body_parameters: weights of the linear layers the tokens pass through, without the head.
         head_parameters: vocabulary × hidden.
+        body_forward: FLOPs per token of one forward of the body, which gradient checkpointing adds to either step.
+        stage_one_head: FLOPs per token of a LoRA step with this package's head, which projects response positions only.
     """
 
     stage_two: float
@@ -29,11 +31,23 @@ class StepCost:
     lora_parameters: int
     body_parameters: int
     head_parameters: int
+    body_forward: float = 0.0
+    stage_one_head: float = 0.0
 
     @property
     def ratio(self) -> float:
         """Stage II ÷ LoRA step."""
         return self.stage_two / self.stage_one
+
+    def per_token(self, stage: str, recompute: bool = False) -> float:
+        """FLOPs per token of a step as this package runs it.
+
+        Args:
+            stage: "sft" or "calibrate".
+            recompute: with gradient checkpointing, which runs the body's forward twice.
+        """
+        step = self.stage_two if stage == "calibrate" else self.stage_one_head
+        return step + (self.body_forward if recompute else 0.0)
 
 
 def step_cost(
@@ -67,4 +81,14 @@ def step_cost(
     sparse_head = response_share * (2 * head_parameters + 2 * k * hidden)
     stage_two = forward + activation_backward + sparse_head + 2 * gates + 2 * gates
     stage_one = forward + activation_backward + 2 * lora + 4 * head_parameters
-    return StepCost(float(stage_two), float(stage_one), gates, lora, body_parameters, head_parameters)
+    stage_one_head = forward + activation_backward + 2 * lora + response_share * 4 * head_parameters
+    return StepCost(
+        float(stage_two),
+        float(stage_one),
+        gates,
+        lora,
+        body_parameters,
+        head_parameters,
+        float(forward),
+        float(stage_one_head),
+    )

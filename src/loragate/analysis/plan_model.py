@@ -1,0 +1,217 @@
+"""A model as a plan sees it: built from its configuration alone, on the meta device, with LoRA and gates on it.
+
+Nothing is downloaded but the configuration and no weight is allocated, so a 70B model takes a second or two. Counts are
+those of the real modules, not of a formula, so that families with biases, shared embeddings or experts come out right.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from loragate.errors import ConfigError, LoragateError
+from loragate.gates import GateConfig
+from loragate.gates.eligibility import examine_adapter, lora_layers
+from loragate.gates.gate import SignedGate
+from loragate.gates.variant import GatedLora
+
+STAGES = ("sft", "calibrate")
+LINEAR = (nn.Linear, Conv1D)  # GPT-2 keeps the weights of its linear layers transposed
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Numbers of parameters, and the shapes that cost and memory follow from.
+
+    Attributes:
+        base, lora, gates: parameters of the base, of the LoRA factors and of the gates (0 for Stage I).
+        linear: weights of the base's linear layers and experts, without the output head: what is quantised.
+        linear_rows: their output rows, for the scales of 8-bit weights.
+        active: of these, the weights that one token passes through (fewer than `linear` with experts).
+        head: vocabulary × hidden.
+        block: parameters of the largest decoder layer.
+        root: parameters outside the decoder layers (embeddings, head, final norm).
+        largest_linear: weights of the largest single linear layer.
+        modules: (d_in, d_out, rank) of every adapted linear layer.
+        layers, hidden, vocabulary, attention_width: of the configuration; the last is heads × head size.
+    """
+
+    base: int
+    lora: int
+    gates: int
+    linear: int
+    linear_rows: int
+    active: int
+    head: int
+    block: int
+    root: int
+    largest_linear: int
+    modules: list[tuple[int, int, int]]
+    layers: int
+    hidden: int
+    vocabulary: int
+    attention_width: int
+
+    def trained(self, stage: str) -> int:
+        """Parameters that get gradients and optimiser state."""
+        return self.gates if stage == "calibrate" else self.lora
+
+
+def read_config(name: str, *, revision: str = "", trust: bool = False) -> Any:
+    """The transformers configuration behind a hub id, a model folder or a config.json.
+
+    Raises:
+        ConfigError: for a file that is no model configuration.
+        LoragateError: if the configuration cannot be fetched.
+    """
+    from transformers import AutoConfig
+
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ConfigError(f"{name} holds no config.json; give a model folder, a config.json or a hub id")
+    if path.is_file():
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{name}: not a readable JSON file ({error})") from error
+        if not isinstance(values, dict) or "model_type" not in values:
+            raise ConfigError(f"{name}: no key 'model_type', so it is not the config.json of a transformers model")
+        try:
+            return AutoConfig.for_model(values.pop("model_type"), **values)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{name}: {str(error).splitlines()[0]}") from error
+    if path.suffix == ".json" or (name.count("/") != 1 and not path.is_dir()):
+        raise ConfigError(f"model {name} does not exist (a hub id is written owner/name)")
+    try:
+        return AutoConfig.from_pretrained(name, revision=revision or None, trust_remote_code=trust)
+    except (OSError, ValueError) as error:
+        raise LoragateError(f"the configuration of {name} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def base_dtype(config: Any, dtype: str = "auto") -> torch.dtype:
+    """The dtype the base is loaded in: the checkpoint's own for "auto"."""
+    chosen = getattr(config.get_text_config(), "dtype", None) if dtype == "auto" else getattr(torch, dtype)
+    if isinstance(chosen, str):
+        chosen = getattr(torch, chosen)
+    return chosen or torch.float32
+
+
+def build_on_meta(
+    config: Any, *, stage: str, rank: int = 16, targets: str = "all-linear", dtype: torch.dtype | None = None
+) -> Any:
+    """A PeftModel on the meta device with LoRA factors, and for Stage II gates; only what trains requires a gradient.
+
+    Raises:
+        ConfigError: for an architecture that is no causal language model, or targets that match nothing.
+    """
+    from transformers import AutoModelForCausalLM
+
+    names: Any = targets if targets == "all-linear" else [part.strip() for part in targets.split(",") if part.strip()]
+    record = LoraConfig(r=rank, lora_alpha=rank, target_modules=names, task_type="CAUSAL_LM")
+    try:
+        with torch.device("meta"):
+            base = AutoModelForCausalLM.from_config(config, dtype=dtype or base_dtype(config))
+            model: Any = get_peft_model(base, record)
+    except ValueError as error:
+        raise ConfigError(f"the model cannot be planned: {str(error).splitlines()[0][:300]}") from error
+    if stage == "calibrate":
+        _attach_on_meta(model)
+    return model
+
+
+def _attach_on_meta(model: Any) -> None:
+    """`attach_gates` refuses a model without weights, rightly; a plan needs the modules only."""
+    gate = GateConfig(-1.0, 2.0)
+    paths = {verdict.path for verdict in examine_adapter(model, "default") if verdict.status == "gate"}
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for path, layer in lora_layers(model, "default"):
+        if path in paths:
+            with torch.device("meta"):
+                layer.lora_gate = nn.ModuleDict({"default": SignedGate(layer.in_features, gate, path)})
+            layer.lora_variant["default"] = GatedLora()
+
+
+def count_parameters(model: Any, config: Any) -> Parameters:
+    """Counts of a model made by `build_on_meta`."""
+    text = config.get_text_config()
+    causal = model.get_base_model()
+    head = causal.get_output_embeddings()
+    named = list(model.named_parameters())
+    lora = sum(p.numel() for name, p in named if ".lora_A." in name or ".lora_B." in name)
+    gates = sum(p.numel() for name, p in named if ".lora_gate." in name)
+    own = [(name, p) for name, p in named if ".lora_" not in name]
+    linears = [
+        module.weight
+        for name, module in causal.named_modules()
+        if isinstance(module, LINEAR) and module is not head and ".lora_" not in name
+    ]
+    # fused experts are 3-dimensional parameters; a token passes only the experts it is routed to
+    fused = [p for _, p in own if p.dim() == 3]
+    linear = sum(weight.numel() for weight in linears)
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
+    routed = sum(p.numel() for p in fused) * getattr(text, "num_experts_per_tok", 1) // experts
+    blocks = [
+        sum(p.numel() for name, p in layer.named_parameters() if ".lora_" not in name)
+        for layer in decoder_layers(causal)
+    ]
+    base = sum(p.numel() for _, p in own)
+    heads = getattr(text, "num_attention_heads", 0)
+    size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
+    return Parameters(
+        base=base,
+        lora=lora,
+        gates=gates,
+        linear=linear + sum(p.numel() for p in fused),
+        linear_rows=sum(weight.shape[0] for weight in linears) + sum(p.shape[0] * p.shape[1] for p in fused),
+        active=linear + routed,
+        head=head.weight.numel(),
+        block=max(blocks, default=0),
+        root=base - sum(blocks),
+        largest_linear=max((weight.numel() for weight in [*linears, *fused]), default=0),
+        modules=[
+            (layer.in_features, layer.out_features, layer.r["default"])
+            for _, layer in lora_layers(model, "default")
+            if isinstance(layer.get_base_layer(), LINEAR)
+        ],
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        vocabulary=head.weight.shape[0],
+        attention_width=heads * size,
+    )
+
+
+def decoder_layers(causal: Any) -> list[nn.Module]:
+    """The repeated layers of a causal LM: the longest module list of its backbone."""
+    lists = [list(module) for module in causal.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=[])
+
+
+def with_layers(config: Any, layers: int) -> Any:
+    """The same configuration with fewer (or more) decoder layers."""
+    changed = copy.deepcopy(config)
+    text = changed.get_text_config()
+    before = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == before and before > 1:
+            setattr(text, name, [value[index % before] for index in range(layers)])
+    text.num_hidden_layers = layers
+    return changed
+
+
+def layer_period(config: Any) -> int:
+    """After how many decoder layers their kinds repeat (1 where all are alike)."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or [""]
+    for period in range(1, len(kinds) + 1):
+        if all(kind == kinds[index % period] for index, kind in enumerate(kinds)):
+            return period
+    return 1

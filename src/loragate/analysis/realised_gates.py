@@ -1,0 +1,307 @@
+"""What the gates do on generated tokens: realised λ per layer, module type and token class.
+
+An answer is read again with the gated model, and every λ that took part in choosing one of its tokens is counted: the λ
+of all modules at the position whose logits the token was drawn from ("written", the default), or at the position where
+the token itself is read ("read"). Teacher-forced λ are those of the generation up to rounding. Shares follow the paper's
+table: λ < 0 reverses the delta, 0 ≤ λ ≤ 1 suppresses or keeps it, λ > 1 extrapolates it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from loragate.analysis.bootstrap import Interval, ratio
+from loragate.analysis.delta_entropy import Histogram
+from loragate.analysis.reading import Reader, Row, batches, counted
+from loragate.analysis.record import SCHEMA, About
+from loragate.analysis.token_classes import CLASSES, TokenClasses
+from loragate.gates import attached_config, trace_gates
+
+Position = Literal["written", "read"]
+POSITIONS: tuple[Position, ...] = ("written", "read")
+# One tenth of a per cent of the way from an end counts as saturated: tanh has no gradient left there.
+_MARGIN = 1e-3
+_STATISTICS = ("count", "below", "above", "at_lower", "at_upper", "sum", "squares")
+LEAST = 50
+
+
+@dataclass(frozen=True)
+class Shares:
+    """λ over some coefficients; shares of 1.
+
+    Attributes:
+        count: number of coefficients (one per module and token).
+        below_zero, zero_to_one, above_one: shares of λ < 0, 0 ≤ λ ≤ 1, λ > 1.
+        at_lower, at_upper: shares within a thousandth of the way from 1 to the end; the upper one is 0 where U = 1.
+    """
+
+    count: int
+    mean: float
+    std: float
+    below_zero: float
+    zero_to_one: float
+    above_one: float
+    at_lower: float
+    at_upper: float
+
+
+@dataclass(frozen=True)
+class ModuleGates:
+    """One gated module. `layer` is None outside numbered layers; `type` is the last part of the name."""
+
+    module: str
+    layer: int | None
+    type: str
+    all: Shares
+    by_class: dict[str, Shares]
+    histogram: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GatesRecord:
+    """`gates.json`.
+
+    Attributes:
+        about: models, source, seed, versions.
+        lower, upper: the range.
+        position: "written" or "read".
+        answers, tokens: what was read.
+        token_counts: tokens by class.
+        below_zero, zero_to_one, above_one: shares over all coefficients with intervals over answers' questions.
+        all, by_class, by_layer, by_type, modules: λ by token class, layer, module type and module.
+        histogram: of λ over all coefficients; 0 and 1 are edges.
+        conclusion: what it says, in sentences.
+    """
+
+    about: About
+    lower: float
+    upper: float
+    position: Position
+    answers: int
+    tokens: int
+    token_counts: dict[str, int]
+    below_zero: Interval
+    zero_to_one: Interval
+    above_one: Interval
+    all: Shares
+    by_class: dict[str, Shares]
+    by_layer: dict[str, Shares]
+    by_type: dict[str, Shares]
+    modules: tuple[ModuleGates, ...]
+    histogram: Histogram
+    conclusion: tuple[str, ...]
+    kind: str = "realised gates"
+    schema: int = SCHEMA
+
+
+def histogram_edges(lower: float, upper: float, per_unit: int = 4) -> np.ndarray:
+    """Edges from L to U with 0 and 1 among them, about `per_unit` bins for each unit of λ."""
+    parts = [np.linspace(0.0, 1.0, per_unit + 1)]
+    if lower < 0:
+        parts.insert(0, np.linspace(lower, 0.0, max(1, round(-lower * per_unit)) + 1)[:-1])
+    if upper > 1:
+        parts.append(np.linspace(1.0, upper, max(1, round((upper - 1) * per_unit)) + 1)[1:])
+    return np.concatenate(parts)
+
+
+class GateCounts:
+    """Sums over realised λ, filled batch by batch.
+
+    Attributes:
+        sums: [modules, classes, statistics] float64.
+        bins: [modules, bins] int64.
+        groups: [groups, (count, below, above)] by the caller's group of each row (question), for intervals.
+    """
+
+    def __init__(self, modules: Sequence[str], lower: float, upper: float, groups: int) -> None:
+        self.modules, self.lower, self.upper = list(modules), lower, upper
+        self.edges = histogram_edges(lower, upper)
+        self.sums = np.zeros((len(self.modules), len(CLASSES), len(_STATISTICS)))
+        self.bins = np.zeros((len(self.modules), len(self.edges) - 1), dtype=np.int64)
+        self.groups = np.zeros((groups, 3))
+        self.token_counts = np.zeros(len(CLASSES), dtype=np.int64)
+
+    def add(self, lam_MT: np.ndarray, classes_T: np.ndarray, groups_T: np.ndarray) -> None:
+        """Count λ [modules, tokens] of tokens with these classes and groups."""
+        values = lam_MT.astype(np.float64)
+        margin_low, margin_high = _MARGIN * (1.0 - self.lower), _MARGIN * (self.upper - 1.0)
+        above_end = (values >= self.upper - margin_high) & (self.upper > 1.0)
+        parts = [
+            np.ones_like(values),
+            values < 0,
+            values > 1,
+            values <= self.lower + margin_low,
+            above_end,
+            values,
+            values * values,
+        ]
+        member_TC = (classes_T[:, None] == np.arange(len(CLASSES))[None]).astype(np.float64)
+        for index, part in enumerate(parts):
+            self.sums[:, :, index] += part @ member_TC
+        for column, part in enumerate(parts[:3]):
+            self.groups[:, column] += np.bincount(groups_T, part.sum(0), minlength=len(self.groups))
+        clipped = np.clip(values, self.lower, self.upper)
+        for module, row in enumerate(clipped):
+            self.bins[module] += np.histogram(row, self.edges)[0]
+        self.token_counts += member_TC.sum(0).astype(np.int64)
+
+
+def count_gates(
+    model: Any,
+    rows: Sequence[Row],
+    groups: Sequence[int],
+    classes: TokenClasses,
+    pad_token_id: int,
+    position: Position = "written",
+    batch_size: int = 16,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> GateCounts:
+    """Realised λ of the gated model on the response tokens of `rows`.
+
+    Args:
+        groups: of each row, from 0; rows of one group (answers to one question) are drawn together for intervals.
+    """
+    reader, config = Reader(model), attached_config(model)
+    found: GateCounts | None = None
+    for done, batch in enumerate(batches(rows, pad_token_id, batch_size, reader.device), 1):
+        with torch.no_grad(), trace_gates(model) as traced:
+            reader.causal(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
+        mask = counted(batch).cpu()
+        ids = batch["labels"][:, 1:].cpu()[mask].numpy()
+        shift = 0 if position == "written" else 1
+        width = mask.shape[1]
+        whole = {
+            path: values[0] for path, values in traced.items() if values and values[0].shape == (len(mask), width + 1)
+        }
+        lam_MT = np.stack([values[:, shift : shift + width][mask].numpy() for values in whole.values()])
+        if found is None:
+            found = GateCounts(list(whole), config.lower, config.upper, max(groups) + 1)
+        at = mask.nonzero()[:, 0].numpy() + (done - 1) * batch_size
+        found.add(lam_MT, classes.indices(ids), np.asarray(groups)[at])
+        if on_progress is not None:
+            on_progress(min(done * batch_size, len(rows)), len(rows))
+    assert found is not None
+    return found
+
+
+def summarise(counts: GateCounts, about: About, position: Position, answers: int, seed: int = 0) -> GatesRecord:
+    """The record of what was counted."""
+    places = [_place(path) for path in counts.modules]
+    layers = sorted({layer for layer, _ in places if layer is not None})
+    types = list(dict.fromkeys(kind for _, kind in places))
+    modules = tuple(
+        ModuleGates(
+            module=path,
+            layer=layer,
+            type=kind,
+            all=_shares(counts.sums[index].sum(0)),
+            by_class=_by_class(counts.sums[index]),
+            histogram=tuple(counts.bins[index].tolist()),
+        )
+        for index, (path, (layer, kind)) in enumerate(zip(counts.modules, places, strict=True))
+    )
+
+    def over(chosen: Callable[[int | None, str], bool]) -> Shares:
+        picked = [index for index, place in enumerate(places) if chosen(*place)]
+        return _shares(counts.sums[picked].sum((0, 1)))
+
+    total = counts.groups.sum(0)
+    shares = [ratio(counts.groups[:, column], counts.groups[:, 0], seed=seed) for column in (1, 2)]
+    middle = ratio(counts.groups[:, 0] - counts.groups[:, 1] - counts.groups[:, 2], counts.groups[:, 0], seed=seed)
+    assert shares[0] is not None
+    assert shares[1] is not None
+    assert middle is not None
+    assert total[0] > 0
+    record = GatesRecord(
+        about=about,
+        lower=counts.lower,
+        upper=counts.upper,
+        position=position,
+        answers=answers,
+        tokens=int(counts.token_counts.sum()),
+        token_counts={name: int(n) for name, n in zip(CLASSES, counts.token_counts, strict=True) if n},
+        below_zero=shares[0],
+        zero_to_one=middle,
+        above_one=shares[1],
+        all=_shares(counts.sums.sum((0, 1))),
+        by_class=_by_class(counts.sums.sum(0)),
+        by_layer={str(layer): over(lambda at, _, layer=layer: at == layer) for layer in layers},  # type: ignore[misc]
+        by_type={kind: over(lambda _, name, kind=kind: name == kind) for kind in types},  # type: ignore[misc]
+        modules=modules,
+        histogram=Histogram(tuple(counts.edges.tolist()), tuple(counts.bins.sum(0).tolist())),
+        conclusion=(),
+    )
+    return replace(record, conclusion=conclude(record))
+
+
+def conclude(record: GatesRecord) -> tuple[str, ...]:
+    """What the gates do, in sentences."""
+    everything = record.all
+    text = [
+        f"On {record.tokens:,} tokens of {record.answers} answers the gates reverse the delta (λ < 0) in "
+        f"{100 * everything.below_zero:.1f} %, keep it within [0, 1] in {100 * everything.zero_to_one:.1f} % and extrapolate "
+        f"it (λ > 1) in {100 * everything.above_one:.1f} % of the coefficients; the mean λ is {everything.mean:.2f}."
+    ]
+    for verb, name, possible, end in (
+        ("reverse", "below_zero", record.lower < 0, "starts at 0"),
+        ("extrapolate", "above_one", record.upper > 1, "ends at 1"),
+    ):
+        if not possible:
+            text.append(f"They cannot {verb}: the range {end}.")
+            continue
+        found = most(record, name)
+        if found is None:
+            text.append(f"They {verb} nowhere.")
+            continue
+        module, kind, shares = found
+        place = f"layer {module.layer} {module.type}" if module.layer is not None else module.module
+        text.append(
+            f"They {verb} most in {place} on {kind} ({100 * getattr(shares, name):.0f} % of {shares.count} coefficients)."
+        )
+    ends = everything.at_lower + everything.at_upper
+    text.append(
+        f"{100 * ends:.1f} % of the coefficients are saturated ({100 * everything.at_lower:.1f} % at L = {record.lower:g}, "
+        f"{100 * everything.at_upper:.1f} % at U = {record.upper:g}): there tanh has no slope left and training cannot move "
+        "them."
+        if ends > 0
+        else "No coefficient is saturated at an end of the range."
+    )
+    return tuple(text)
+
+
+def most(record: GatesRecord, name: str) -> tuple[ModuleGates, str, Shares] | None:
+    """The module and token class with the largest share, among those with at least 50 coefficients (or all, if none)."""
+    cells = [(module, kind, shares) for module in record.modules for kind, shares in module.by_class.items()]
+    frequent = [cell for cell in cells if cell[2].count >= LEAST] or cells
+    best = max(frequent, key=lambda cell: getattr(cell[2], name))
+    return best if getattr(best[2], name) > 0 else None
+
+
+def _place(path: str) -> tuple[int | None, str]:
+    number = re.search(r"\.(\d+)\.", path)
+    return (int(number.group(1)) if number else None), path.rsplit(".", 1)[-1]
+
+
+def _by_class(sums_CX: np.ndarray) -> dict[str, Shares]:
+    return {name: _shares(row) for name, row in zip(CLASSES, sums_CX, strict=True) if row[0] > 0}
+
+
+def _shares(sums: np.ndarray) -> Shares:
+    count, below, above, lower, upper, total, squares = sums.tolist()
+    mean = total / count
+    return Shares(
+        count=int(count),
+        mean=mean,
+        std=max(squares / count - mean * mean, 0.0) ** 0.5,
+        below_zero=below / count,
+        zero_to_one=1.0 - (below + above) / count,
+        above_one=above / count,
+        at_lower=lower / count,
+        at_upper=upper / count,
+    )

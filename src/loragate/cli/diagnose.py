@@ -1,0 +1,156 @@
+"""`loragate diagnose`: look at what an adapter and its gates do. Five looks, one set of settings, one record each.
+
+This file holds the settings and says which look uses which; the looks have a file each.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, fields
+
+from loragate.cli.arguments import Command
+from loragate.cli.evaluation_inputs import EvaluationInputs
+from loragate.errors import ConfigError, nearest
+
+LOOKS = ("entropy", "gates", "interventions", "alignment", "tokens")
+# settings that not every look uses, and the looks that do; a setting that would have no effect is refused
+USED_BY = {
+    "rows": ("entropy", "alignment"),
+    "max_rows": ("entropy", "alignment"),
+    "max_length": ("entropy", "alignment", "tokens"),
+    "run": ("gates", "alignment", "tokens"),
+    "of": ("gates", "alignment"),
+    "answers": ("gates", "alignment"),
+    "suppress": ("entropy",),
+    "threshold": ("entropy",),
+    "prompt_too": ("entropy",),
+    "position": ("gates",),
+    "interventions": ("interventions",),
+    "value": ("alignment",),
+    "reference": ("alignment",),
+    "positions": ("alignment",),
+    "actions": ("alignment",),
+    "rollouts": ("alignment",),
+    "k": ("alignment",),
+    "checkpoints": ("alignment",),
+}
+
+
+@dataclass(frozen=True)
+class DiagnoseOptions(EvaluationInputs):
+    """Settings of `loragate diagnose`.
+
+    Attributes:
+        what: entropy, gates, interventions, alignment or tokens.
+        model: gated folder; for entropy also a plain adapter.
+        out: run folder; must be new or empty, or hold the run to resume.
+        rows: (entropy, alignment) prompts and responses to read, in the formats of calibrate's --data.
+        max_rows: (entropy, alignment) first rows, or answers, to read; 256 for entropy, 48 for alignment.
+        max_length: (entropy, alignment) longest row in tokens.
+        run: (gates, alignment, tokens) folder of `loragate eval` whose stored answers are read: all tasks, or those of --tasks.
+        of: (gates, alignment) whose answers: gated, adapter or base; gated for gates, adapter for alignment.
+        answers: (gates, alignment) answers to read per question.
+        suppress: (entropy) signs of ΔH at which the delta is switched off: negative and/or positive.
+        threshold: (entropy) nats that ΔH must exceed.
+        prompt_too: (entropy) also switch off inside the prompt, not only where tokens of the answer are predicted.
+        position: (gates) "written" counts λ where a token is predicted, "read" where it is read.
+        interventions: (interventions) overrides of λ, separated by commas: noreverse, noextrapolate, unit, off,
+            constant=0.5, clip=-1:2; the first four if empty.
+        value: (alignment) what the task value is made of: reference, reward or rollouts.
+        reference: (alignment) with --value reference: base, adapter, or a model with the same vocabulary.
+        positions: (alignment) with --value rollouts: positions per answer.
+        actions: (alignment) with --value rollouts: likeliest tokens tried at each position.
+        rollouts: (alignment) with --value rollouts: completions of each token tried, by the plain adapter.
+        k: (alignment) support of the entropy objective; 0 takes the one that the gates were trained with.
+        checkpoints: (alignment) run folder of a calibration, whose checkpoints are measured too.
+        batch_size: sequences at a time.
+        grader: grader of math answers in place of the tasks' own: default, math_verify or dft.
+        sandbox: where programs run: bubblewrap; namespaces and rlimits isolate less and must be asked for.
+        workers: grading processes.
+        timeout: seconds after which an answer or a program is given up.
+        resume: continue the unfinished sampling in the out folder.
+    """
+
+    what: str = ""
+    model: str = ""
+    out: str = ""
+    rows: str = ""
+    max_rows: int | None = None
+    max_length: int = 4096
+    run: str = ""
+    of: str = ""
+    answers: int = 4
+    suppress: str = "negative,positive"
+    threshold: float = 0.0
+    prompt_too: bool = False
+    position: str = "written"
+    interventions: str = ""
+    value: str = "reference"
+    reference: str = "base"
+    positions: int = 4
+    actions: int = 8
+    rollouts: int = 4
+    k: int = 0
+    checkpoints: str = ""
+    batch_size: int = 64
+    grader: str = ""
+    sandbox: str = "bubblewrap"
+    workers: int = 2
+    timeout: float = 10.0
+    resume: bool = False
+
+
+def run(options: DiagnoseOptions) -> int:
+    """Check what was asked for, then hand over to the look."""
+    if options.what not in LOOKS:
+        found = f"found {options.what!r}{nearest(options.what, LOOKS)}" if options.what else "none was given"
+        raise ConfigError(f"loragate diagnose needs one of {', '.join(LOOKS)}; {found}. For example: {EXAMPLES[0]}")
+    for name in ("model", "out"):
+        if not getattr(options, name):
+            raise ConfigError(f"loragate diagnose {options.what} needs --{name}; for example: {example(options.what)}")
+    require_used(options)
+    for name in ("answers", "positions", "actions", "rollouts", "batch_size", "max_length"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least 1")
+    if options.max_rows is not None and options.max_rows < 2:
+        raise ConfigError(f"--max-rows {options.max_rows}: give at least 2, intervals are over rows")
+    return importlib.import_module(f"loragate.cli.diagnose_{options.what}").run(options)
+
+
+def require_used(options: DiagnoseOptions) -> None:
+    """Refuse a setting that this look does not use.
+
+    Raises:
+        ConfigError: naming the setting and the looks that use it.
+    """
+    for field in fields(options):
+        looks = USED_BY.get(field.name, LOOKS)
+        if options.what not in looks and getattr(options, field.name) != field.default:
+            raise ConfigError(
+                f"--{field.name.replace('_', '-')} has no effect on `loragate diagnose {options.what}`; it belongs to "
+                f"{' and '.join(looks)}"
+            )
+
+
+def example(what: str) -> str:
+    """A line that works for one look."""
+    return next(line for line in EXAMPLES if line.split()[2] == what)
+
+
+EXAMPLES = (
+    "loragate diagnose entropy --model gated --rows held-out.jsonl --suite math --limit 100 --out runs/entropy",
+    "loragate diagnose gates --model gated --run runs/math --out runs/gates",
+    "loragate diagnose interventions --model gated --suite math --out runs/interventions",
+    "loragate diagnose alignment --model gated --rows held-out.jsonl --reference base --out runs/alignment",
+    "loragate diagnose tokens --model gated --run runs/math --limit 8 --out runs/tokens",
+    "loragate diagnose alignment --model gated --value rollouts --run runs/math --checkpoints gated --out runs/rollouts",
+)
+
+COMMAND = Command(
+    name="diagnose",
+    summary="Look at what adapter and gates do: entropy (ΔH), gates (realised λ), interventions, alignment, tokens.",
+    options=DiagnoseOptions,
+    run=run,
+    examples=EXAMPLES,
+    positional="what",
+)

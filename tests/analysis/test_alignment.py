@@ -1,0 +1,238 @@
+"""Directions, task values, coordinates and terms on a gated transformer, against autograd on full logits."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import loragate as lg
+from loragate.analysis import record as records
+from loragate.analysis.alignment import all_terms
+from loragate.analysis.alignment_record import AlignmentRecord, conclude, mean_direction, updates
+from loragate.analysis.coordinates import CoordinateSums
+from loragate.analysis.directions import (
+    NAMES,
+    differentiable_gates,
+    gate_input_gradient,
+    merged,
+    parameter_slices,
+    row_directions,
+)
+from loragate.analysis.reading import Reader, answer_rows, batches
+from loragate.analysis.task_values import (
+    Branch,
+    DenseValues,
+    branches,
+    leave_one_out,
+    reference_values,
+    reward_values,
+    rollout_values,
+    some_positions,
+)
+from loragate.analysis.token_classes import TokenClasses
+from loragate.data import encode_rows
+from loragate.generation import Sample, SamplingConfig, TransformersEngine
+from tiny import tiny_adapter, tiny_rows, tiny_tokenizer
+
+K = 20
+
+
+def gated(scale=0.3):
+    peft = lg.attach_gates(tiny_adapter(), lg.GateConfig(-2, 3))
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for parameter in lg.gate_parameters(peft).values():
+            parameter.normal_(0, scale)
+    return peft
+
+
+def material(count=4):
+    tokenizer = tiny_tokenizer()
+    rows = list(encode_rows(tiny_rows(count), tokenizer, max_length=64))
+    return tokenizer, rows
+
+
+def autograd_directions(peft, row, values):
+    """The four directions from full logits by autograd."""
+    ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])
+    kept = labels[1:] >= 0
+    found = {}
+    for name in NAMES:
+        with gate_input_gradient(peft, detached=name == "entropy_semi"):
+            z = peft(input_ids=ids, use_cache=False).logits[0, :-1][kept]
+        top = z.detach().topk(K, -1).indices
+        if name.startswith("entropy"):
+            scalar = -math.log(K) * lg.topk_entropy(z, K).sum()
+        elif name == "value_topk":
+            scalar = (torch.softmax(z.gather(-1, top), -1) * values.values.gather(-1, top)).sum()
+        else:
+            scalar = (torch.softmax(z, -1) * values.values).sum()
+        gradients = torch.autograd.grad(scalar, list(lg.gate_parameters(peft).values()))
+        found[name] = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    return found
+
+
+def measured(peft, rows, tokenizer):
+    reader, found = Reader(peft), []
+    with peft.disable_adapter():
+        values = [reference_values(reader, row, tokenizer.pad_token_id) for row in rows]
+    with differentiable_gates(peft):
+        for row, value in zip(rows, values, strict=True):
+            (batch,) = batches([row], tokenizer.pad_token_id, 1, "cpu")
+            found.append(row_directions(reader, batch, value, K))
+    return found, values
+
+
+def test_directions_are_the_gradients():
+    peft, (tokenizer, rows) = gated(), material(2)
+    found, values = measured(peft, rows, tokenizer)
+    assert Reader(peft).fused
+    for row, value, direction in zip(rows, values, found, strict=True):
+        with differentiable_gates(peft):
+            expected = autograd_directions(peft, row, value)
+        for name in NAMES:
+            assert torch.allclose(direction.vectors[name], expected[name], rtol=2e-3, atol=2e-5), name
+        assert direction.tokens == sum(label >= 0 for label in row["labels"])
+    assert not torch.allclose(found[0].vectors["entropy"], found[0].vectors["entropy_semi"], rtol=1e-3)
+
+
+def test_reference_values_are_log_probabilities_of_the_model_that_acts():
+    peft, (tokenizer, rows) = gated(), material(1)
+    _, (values,) = measured(peft, rows, tokenizer)
+    labels = torch.tensor(rows[0]["labels"])
+    with torch.no_grad(), peft.disable_adapter():
+        z = peft(input_ids=torch.tensor([rows[0]["input_ids"]])).logits[0, :-1][labels[1:] >= 0]
+    assert torch.allclose(values.values, torch.log_softmax(z, -1), atol=1e-5)
+
+
+def test_terms_record_and_updates(tmp_path):
+    peft, (tokenizer, rows) = gated(), material(5)
+    found, values = measured(peft, rows, tokenizer)
+    slices = parameter_slices(peft)
+    assert max(place.stop for place in slices.values()) == len(found[0].vectors["value"])
+    terms = all_terms(found, slices)
+    assert len(terms) == 1 + len(slices)
+    v, g = (mean_direction(found, name) for name in ("value", "entropy_semi"))
+    assert terms[0].total.cosine.mean == pytest.approx(float(v @ g / (v.norm() * g.norm())), rel=1e-5)
+    assert terms[0].gain.mean == pytest.approx(float(v @ g), rel=1e-5)
+    assert terms[0].total.cosine.low <= terms[0].total.cosine.mean <= terms[0].total.cosine.high
+    sums = CoordinateSums(peft)
+    classes = TokenClasses(tokenizer, {tokenizer.eos_token_id})
+    with differentiable_gates(peft):
+        for row, value in zip(rows, values, strict=True):
+            (batch,) = batches([row], tokenizer.pad_token_id, 1, "cpu")
+            sums.add(Reader(peft), batch, value, K, classes)
+    agreement = sums.summary(range(5))
+    assert agreement[0].name == "all"
+    assert {"prompt", "end"} <= {row.name for row in agreement}
+    points = {"a": torch.zeros(len(v)), "b": v.float()}
+    (update,) = updates(points, {"a": {"value": v, "entropy_semi": g}})
+    assert update.gain == pytest.approx(float(v @ v), rel=1e-5)
+    assert update.cosine == pytest.approx(1.0)
+    record = AlignmentRecord(
+        records.about({}, "rows", 0, {}, 1.0),
+        "reference",
+        "the base",
+        5,
+        9,
+        K,
+        0.5,
+        terms[0],
+        terms[1:],
+        (),
+        (update,),
+        agreement,
+        (),
+    )
+    assert conclude(record)[0].startswith("At these gates")
+    records.write(record, tmp_path / "alignment.json")
+    assert records.read(AlignmentRecord, tmp_path / "alignment.json") == record
+
+
+def test_a_value_that_is_the_logits_agrees_everywhere():
+    """eq:rw-signal-decomposition with ε = 0: r = z/β makes both directions one, and every coordinate's sign right."""
+    peft, (tokenizer, rows) = gated(), material(1)
+    reader = Reader(peft)
+    (batch,) = batches(rows, tokenizer.pad_token_id, 1, "cpu")
+    with torch.no_grad():
+        values = DenseValues(reader.logits(reader.states(batch)) / 2.5)
+    sums = CoordinateSums(peft)
+    with differentiable_gates(peft):
+        found = row_directions(reader, batch, values, K)
+        sums.add(reader, batch, values, K, TokenClasses(tokenizer, {1}))
+    assert torch.allclose(found.vectors["entropy"], 2.5 * found.vectors["value_topk"], rtol=1e-3, atol=1e-5)
+    assert sums.summary([0])[0].weighted.mean > 0.999
+    assert found.top_is_best == found.tokens
+
+
+def test_rows_of_one_question_are_merged():
+    peft, (tokenizer, rows) = gated(), material(3)
+    found, _ = measured(peft, rows, tokenizer)
+    together = merged(found, [7, 2, 7])
+    assert [row.tokens for row in together] == [found[0].tokens + found[2].tokens, found[1].tokens]
+    assert torch.equal(together[0].vectors["value"], found[0].vectors["value"] + found[2].vectors["value"])
+
+
+def test_reward_values_give_the_policy_gradient():
+    """eq:rw-is-sft: at the policy that wrote the answer, ∇V is (R − b)∇ log μ(y)."""
+    peft, tokenizer = gated(), tiny_tokenizer()
+    prompts = ["w1 w2"]
+    sample = TransformersEngine(peft, tokenizer).generate(prompts, SamplingConfig(max_new_tokens=5, seed=2))[0]
+    (row,) = answer_rows(tokenizer, prompts, [sample])
+    reader = Reader(peft)
+    values = reward_values(reader, row, 1.0, 0.25, tokenizer.pad_token_id)
+    (batch,) = batches([row], tokenizer.pad_token_id, 1, "cpu")
+    with differentiable_gates(peft):
+        found = row_directions(reader, batch, values, K)
+        with gate_input_gradient(peft, detached=False):
+            z = peft(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0, :-1]
+        kept = torch.tensor(row["labels"])[1:] >= 0
+        log_prob = torch.log_softmax(z[kept], -1).gather(-1, torch.tensor(sample.token_ids)[:, None]).sum()
+        gradients = torch.autograd.grad(0.75 * log_prob, list(lg.gate_parameters(peft).values()))
+    expected = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    assert torch.allclose(found.vectors["value"], expected, rtol=5e-3, atol=5e-5)
+    assert leave_one_out([0, 0, 0, 1], [1.0, 0.0, 0.0, 1.0]) == [0.0, 0.5, 0.5, 0.5]
+
+
+def test_rollouts_complete_and_grade_every_branch():
+    peft, tokenizer = gated(), tiny_tokenizer()
+    prompts = ["w1 w2", "w5 w6 w7"]
+    samples = TransformersEngine(peft, tokenizer).generate(prompts, SamplingConfig(max_new_tokens=5, seed=2))
+    rows = answer_rows(tokenizer, prompts, samples)
+    lengths = [len(row["input_ids"]) - len(sample.token_ids) for row, sample in zip(rows, samples, strict=True)]
+    rows = [some_positions(row, 2, np.random.default_rng(0)) for row in rows]
+    assert all(sum(label >= 0 for label in row["labels"]) == 2 for row in rows)
+    tried = branches(Reader(peft), rows, lengths, 3, tokenizer.pad_token_id)
+    assert len(tried) == 2 * 2 * 3
+    seen = []
+
+    def grade(answers):
+        seen.extend(answers)
+        # right where the answer's first token has an even id
+        return [answer.token_ids[0] % 2 == 0 for _, answer in answers]
+
+    sampling = SamplingConfig(max_new_tokens=6, samples=2, seed=1)
+    values = rollout_values(peft, tokenizer, tried, grade, sampling, {tokenizer.eos_token_id}, positions=64)
+    finished = sum(branch.action == tokenizer.eos_token_id for branch in tried)
+    assert len(seen) == 2 * (len(tried) - finished) + finished, "an answer that is complete needs no completion"
+    assert all(isinstance(answer, Sample) and 1 <= len(answer.token_ids) <= 6 for _, answer in seen)
+    for index, table in values.items():
+        assert table.values.shape == table.actions.shape == (2, 3)
+        assert torch.equal(table.elsewhere, table.values.mean(-1))
+        dense = table.table(0, 2, torch.zeros(2, 160))
+        assert torch.equal(dense.gather(-1, table.actions), table.values)
+        mine = [branch for branch in tried if branch.row == index]
+        for at, branch in enumerate(mine):
+            first = branch.token_ids[branch.prompt_length]
+            assert float(table.values[at // 3, at % 3]) == float(first % 2 == 0)
+    ended = Branch(0, 0, tokenizer.eos_token_id, 2, (3, 4, tokenizer.eos_token_id))
+    complete = rollout_values(
+        peft,
+        tokenizer,
+        [ended],
+        lambda found: [a.finish_reason == "stop" for _, a in found],
+        sampling,
+        {tokenizer.eos_token_id},
+    )
+    assert float(complete[0].values) == 1.0

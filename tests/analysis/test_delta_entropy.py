@@ -1,0 +1,111 @@
+"""ΔH on teacher-forced prefixes: against full logits, by class, with records that come back as they went."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import loragate as lg
+from loragate.analysis import record as records
+from loragate.analysis.delta_entropy import ALL, EntropyRecord, by_class, conclude, distribution, measure, write_tokens
+from loragate.analysis.token_classes import TokenClasses
+from loragate.data import encode_rows
+from loragate.errors import ConfigError, DataError
+from tiny import tiny_adapter, tiny_rows, tiny_tokenizer
+
+
+def encoded(count=6):
+    tokenizer = tiny_tokenizer()
+    return tokenizer, list(encode_rows(tiny_rows(count), tokenizer, max_length=64))
+
+
+def test_delta_is_the_difference_of_full_entropies():
+    """eq:rw-delta-entropy at every response token, whatever the batch size."""
+    tokenizer, rows = encoded()
+    peft = lg.attach_gates(tiny_adapter(), lg.GateConfig(-2, 2))
+    with torch.no_grad():
+        for parameter in lg.gate_parameters(peft).values():
+            parameter.normal_(0, 0.4)
+    found = measure(peft, "gated", rows, tokenizer.pad_token_id, batch_size=4)
+    for index, row in enumerate(rows):
+        ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])
+        kept = labels[1:] >= 0
+
+        def entropies(ids=ids, kept=kept):
+            with torch.no_grad():
+                return torch.special.entr(peft(input_ids=ids).logits[0, :-1][kept].softmax(-1)).sum(-1).numpy()
+
+        gated = entropies()
+        with lg.gate_override(peft, constant=1.0):
+            adapter = entropies()
+        with peft.disable_adapter():
+            base = entropies()
+        at = found.rows == index
+        assert np.allclose(found.delta[at], adapter - base, atol=1e-5)
+        assert np.allclose(found.entropy["gated"][at], gated, atol=1e-5)
+        assert found.token_ids[at].tolist() == labels[labels >= 0].tolist()
+
+
+def test_table_record_and_tokens(tmp_path):
+    tokenizer, rows = encoded()
+    peft = tiny_adapter()
+    found = measure(peft, "adapter", rows, tokenizer.pad_token_id)
+    classes = TokenClasses(tokenizer, {tokenizer.eos_token_id})
+    table = by_class(found, classes)
+    assert table[0].name == ALL
+    assert table[0].tokens == sum(row.tokens for row in table[1:]) == len(found.token_ids)
+    assert table[0].delta.mean == pytest.approx(found.delta.mean())
+    assert table[0].negative.mean + table[0].positive.mean == pytest.approx(1.0)
+    assert table[0].gated is None
+    assert {row.name for row in table[1:]} == {"mixed", "end"}, "the tokens of the test are w0, w1, …"
+    histogram, quantiles = distribution(found.delta)
+    assert sum(histogram.counts) == len(found.delta)
+    record = EntropyRecord(
+        about=records.about({"base": "b"}, "rows", 0, {"threshold": 0.0}, 1.0),
+        rows=len(rows),
+        tokens=len(found.token_ids),
+        threshold=0.0,
+        classes=table,
+        distribution=histogram,
+        quantiles=quantiles,
+        interventions=(),
+        conclusion=conclude(table, ()),
+    )
+    records.write(record, tmp_path / "entropy.json")
+    assert records.read(EntropyRecord, tmp_path / "entropy.json") == record
+    assert "raises the entropy" in record.conclusion[0] or "lowers the entropy" in record.conclusion[0]
+    write_tokens(tmp_path / "tokens.jsonl", tokenizer, rows, found, classes)
+    lines = [json.loads(line) for line in (tmp_path / "tokens.jsonl").read_text().splitlines()]
+    assert len(lines) == len(rows)
+    for line in lines:
+        assert len(line["tokens"]) == len(line["delta_entropy"]) == len(line["adapter_log_prob"]) > 0
+        assert line["classes"][-1] == "end"
+
+
+def test_records_are_read_strictly(tmp_path):
+    path = tmp_path / "entropy.json"
+    record = EntropyRecord(records.about({}, "rows", 0, {}, 1.0), 0, 0, 0.0, (), None, {}, (), ("nothing",))
+    records.write(record, path)
+    plain = json.loads(path.read_text())
+
+    def message(**changed):
+        path.write_text(json.dumps({**plain, **changed}))
+        with pytest.raises(DataError) as caught:
+            records.read(EntropyRecord, path)
+        return str(caught.value)
+
+    assert "unknown key 'row'; did you mean 'rows'?" in message(row=1)
+    assert "found schema 9" in message(schema=9)
+    assert "found kind 'alignment'" in message(kind="alignment")
+    assert "entropy.json.tokens: found 'many', expected int" in message(tokens="many")
+    del plain["tokens"]
+    assert "the key 'tokens' is missing" in message()
+    path.write_text("{")
+    with pytest.raises(DataError, match="not JSON"):
+        records.read(EntropyRecord, path)
+
+
+def test_a_base_alone_has_no_delta():
+    with pytest.raises(ConfigError, match="no adapter"):
+        measure(None, "base", [], 0)

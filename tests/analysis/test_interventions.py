@@ -1,0 +1,73 @@
+"""Interventions: which are run, what they do to λ, and how they are compared."""
+
+import pytest
+import torch
+
+import loragate as lg
+from loragate.analysis.interventions import InterventionRow, acting_as, choose, conclude, without_effect
+from loragate.errors import ConfigError
+from loragate.evaluation.variants import Variant
+from loragate.gates import trace_gates
+from loragate.gates.override_names import parse_override
+from tiny import tiny_adapter
+
+
+def test_the_papers_four_by_default_and_no_row_without_effect():
+    chosen, left_out = choose("", lg.GateConfig(-6, 3))
+    assert [item.name for item in chosen] == ["noreverse", "noextrapolate", "unit", "off"]
+    assert left_out == []
+    chosen, left_out = choose("", lg.GateConfig(0, 1))
+    assert [item.name for item in chosen] == ["off"]
+    assert len(left_out) == 3
+    chosen, left_out = choose("", lg.GateConfig(-3, 1))
+    assert [item.name for item in chosen] == ["noreverse", "unit", "off"]
+    assert "λ never leaves [-3, 1]" in left_out[0]
+    assert without_effect(parse_override("constant=0.5"), lg.GateConfig(0, 1)) == ""
+    assert without_effect(parse_override("clip=-1:2"), lg.GateConfig(0, 1))
+
+
+def test_what_is_asked_for_by_name_must_have_an_effect():
+    with pytest.raises(ConfigError, match="would repeat the gates as they are"):
+        choose("noreverse", lg.GateConfig(0, 3))
+    with pytest.raises(ConfigError, match="twice"):
+        choose("unit,unit", lg.GateConfig(-1, 3))
+    with pytest.raises(ConfigError, match="unit"):
+        choose("unti", lg.GateConfig(-1, 3))
+
+
+def test_rows_act_as_they_say():
+    peft = lg.attach_gates(tiny_adapter(), lg.GateConfig(-6, 3))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in lg.gate_parameters(peft).values():
+            parameter.normal_(0, 0.5)
+    chosen, _ = choose("noreverse,noextrapolate,unit,constant=0.5", lg.GateConfig(-6, 3))
+    ids, seen = torch.arange(4, 14)[None], {}
+    for variant in (Variant("gated"), *[item.variant for item in chosen]):
+        with torch.no_grad(), acting_as(peft, variant, chosen), trace_gates(peft) as traced:
+            peft(input_ids=ids)
+        seen[variant.name] = torch.cat([values[0].reshape(-1) for values in traced.values()])
+    assert seen["gated"].min() < 0
+    assert seen["gated"].max() > 1
+    assert seen["gated noreverse"].min() == 0
+    assert seen["gated noreverse"].max() > 1
+    assert seen["gated noextrapolate"].max() == 1
+    assert (seen["gated unit"].min(), seen["gated unit"].max()) == (0, 1)
+    assert (seen["gated constant=0.5"] == 0.5).all()
+
+
+def row(name, score, difference=None, verdict=None):
+    ends = (None, None) if difference is None else (difference - 0.01, difference + 0.01)
+    p = None if difference is None else 0.01
+    return InterventionRow(name, name, "t", score, score, score, difference, *ends, p, verdict, 0.0, None, 5.0)
+
+
+def test_conclusions_say_what_taking_away_shows():
+    rows = [row("gated", 0.4), row("noreverse", 0.2, -0.2, "worse"), row("noextrapolate", 0.5, 0.1, "better")]
+    rows += [row("unit", 0.4, 0.0, "no difference shown")]
+    text = " ".join(conclude(rows, ["off: why"]))
+    assert "reversal helps: without it the score is 20.0 %" in text
+    assert "extrapolation hurts" in text
+    assert "leaving [0, 1] makes no difference that can be shown" in text
+    assert "the highest score is 50.0 %, of noextrapolate" in text
+    assert "off: why" in text

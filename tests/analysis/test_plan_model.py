@@ -1,0 +1,116 @@
+"""A model on the meta device: counts equal those of the real model, files are read with clear errors."""
+
+import json
+
+import pytest
+import torch
+
+import loragate as lg
+from loragate.analysis.plan_model import (
+    base_dtype,
+    build_on_meta,
+    count_parameters,
+    layer_period,
+    read_config,
+    with_layers,
+)
+from loragate.errors import ConfigError
+from tiny import tiny_adapter, tiny_base
+
+LLAMA_70B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 131072,
+}
+
+
+def counted(config, **options):
+    return count_parameters(build_on_meta(config, **options), config)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_counts_are_those_of_the_real_model(tied):
+    real = tiny_adapter(base=tiny_base(tie_word_embeddings=tied))
+    own = sum(p.numel() for name, p in real.named_parameters() if "lora_" not in name)
+    lora = sum(p.numel() for name, p in real.named_parameters() if "lora_" in name)
+    linears = [module.base_layer.weight for name, module in real.named_modules() if hasattr(module, "base_layer")]
+    lg.attach_gates(real, lg.GateConfig(-1, 2))
+    found = counted(real.config, stage="calibrate", rank=4)
+    assert (found.base, found.lora) == (own, lora)
+    assert found.gates == sum(p.numel() for p in lg.gate_parameters(real).values())
+    assert found.linear == found.active == sum(weight.numel() for weight in linears)
+    assert found.linear_rows == sum(weight.shape[0] for weight in linears)
+    assert found.head == 160 * 32
+    assert found.root + 2 * found.block == own
+    assert counted(real.config, stage="sft", rank=4).gates == 0
+
+
+def test_experts_are_counted_once_and_used_in_part():
+    config = read_config_of(
+        model_type="mixtral",
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    )
+    found = counted(config, stage="sft", rank=2)
+    experts = 2 * 8 * 3 * 16 * 24
+    assert found.linear - found.active == experts - experts * 2 // 8
+
+
+def read_config_of(**values):
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+def test_a_70b_model_from_a_file(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_70B))
+    for name in (str(path), str(tmp_path)):
+        config = read_config(name)
+        assert base_dtype(config) == torch.bfloat16
+    assert base_dtype(config, "float32") == torch.float32
+    found = counted(config, stage="calibrate")
+    assert found.base == 70_553_706_496
+    assert found.gates == 80 * (6 * (8192 + 1) + 28672 + 1)
+    assert found.lora == 80 * 16 * (2 * (8192 + 8192) + 2 * (8192 + 1024) + 3 * (8192 + 28672))
+
+
+def test_what_is_no_model_is_refused(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("{]")
+    with pytest.raises(ConfigError, match=r"a\.json: not a readable JSON file"):
+        read_config(str(path))
+    path.write_text('{"hidden_size": 3}')
+    with pytest.raises(ConfigError, match="no key 'model_type'"):
+        read_config(str(path))
+    path.write_text('{"model_type": "lama"}')
+    with pytest.raises(ConfigError, match=r"a\.json: .*lama"):
+        read_config(str(path))
+    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+        read_config(str(tmp_path))
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_config(str(tmp_path / "nothing.json"))
+    with pytest.raises(ConfigError, match="cannot be planned"):
+        build_on_meta(tiny_base().config, stage="sft", targets="nothing_of_the_kind")
+
+
+def test_layers_can_be_cut_in_whole_periods():
+    config = tiny_base().config
+    assert layer_period(config) == 1
+    config.layer_types = ["sliding_attention", "full_attention"] * 3
+    config.num_hidden_layers = 6
+    assert layer_period(config) == 2
+    cut = with_layers(config, 4)
+    assert (cut.num_hidden_layers, len(cut.layer_types), len(config.layer_types)) == (4, 4, 6)

@@ -1,0 +1,190 @@
+"""Memory by strategy, time, the choice, and what is said when nothing fits."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from loragate.analysis.plan import Request, make_plan
+from loragate.analysis.plan_launch import launch_command
+from loragate.analysis.plan_machines import GPUS, find_gpu
+from loragate.analysis.plan_memory import gpu_memory, weight_bytes
+from loragate.analysis.plan_model import build_on_meta, count_parameters
+from loragate.analysis.plan_time import cost_of, estimate_time
+from loragate.analysis.plan_trace import Footprint
+from loragate.errors import ConfigError
+from tiny import tiny_adapter, tiny_base
+
+NOTHING = Footprint(0, 0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def parameters():
+    config = tiny_base().config
+    return count_parameters(build_on_meta(config, stage="sft", rank=4), config)
+
+
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory):
+    config = tiny_base(hidden_size=64, num_hidden_layers=4, max_position_embeddings=4096).config
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    path.write_text(json.dumps({**config.to_dict(), "torch_dtype": "bfloat16"}, default=str))
+    return str(path)
+
+
+def memory(parameters, strategy, gpus=1, stage="sft", **options):
+    return gpu_memory(parameters, NOTHING, stage=stage, strategy=strategy, gpus=gpus, dtype=torch.bfloat16, **options)
+
+
+def test_sharding_divides_the_base_and_ddp_keeps_it_whole(parameters):
+    alone, ddp = memory(parameters, "single"), memory(parameters, "ddp", 4)
+    assert alone.weights == ddp.weights == 2 * parameters.base
+    assert ddp.gradients - alone.gradients == 4 * parameters.lora, "DDP's buckets"
+    fsdp = memory(parameters, "fsdp2", 4)
+    assert fsdp.weights == alone.weights / 4
+    assert fsdp.gathered == 2 * (parameters.root + 2 * parameters.block)
+    assert fsdp.optimizer == alone.optimizer / 4 == 8 * parameters.lora / 4
+    assert memory(parameters, "zero3", 4).gathered == 2 * parameters.base, "all of it below the live limit"
+
+
+def test_gates_stay_whole_where_the_base_is_sharded():
+    config = tiny_base().config
+    counts = count_parameters(build_on_meta(config, stage="calibrate", rank=4), config)
+    fsdp = memory(counts, "fsdp2", 4, stage="calibrate")
+    assert fsdp.optimizer == 8 * counts.gates
+    assert fsdp.adapter == 4 * (counts.lora / 4 + counts.gates)
+
+
+def test_bytes_of_quantised_weights(parameters):
+    full = weight_bytes(parameters, torch.bfloat16, "none")
+    rest = full - 2 * parameters.linear
+    assert weight_bytes(parameters, torch.bfloat16, "8bit") == rest + parameters.linear + 4 * parameters.linear_rows
+    four = weight_bytes(parameters, torch.bfloat16, "4bit")
+    assert four == pytest.approx(rest + parameters.linear * (0.5 + 1 / 64 + 4 / (64 * 256)))
+
+
+def test_quantised_weights_are_those_that_bitsandbytes_makes():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    weight = torch.randn(256, 512)
+    packed, state = bitsandbytes.functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+    sizes = packed.nbytes + state.absmax.nbytes + state.state2.absmax.nbytes
+    assert sizes == pytest.approx(weight.numel() * (0.5 + 1 / 64 + 4 / (64 * 256)), rel=0.01)
+
+
+def test_flops_are_those_that_are_run(parameters):
+    adapter = tiny_adapter().train()
+    ids = torch.randint(3, 100, (1, 64))
+    with FlopCounterMode(display=False) as counter:
+        adapter(input_ids=ids, labels=ids).loss.backward()
+    cost = cost_of(parameters, 64, response_share=1.0)
+    # attention's own kernel on the CPU is not counted by torch; the head's projection is
+    attention = parameters.layers * 4 * parameters.attention_width * 64
+    expected = cost.per_token("sft") - 3 * attention
+    assert counter.get_total_flops() / 64 == pytest.approx(expected, rel=0.12)
+    assert cost.per_token("sft", recompute=True) - cost.per_token("sft") == cost.body_forward
+
+
+def test_time_follows_flops_gpus_and_the_link(parameters):
+    def time(strategy="single", gpus=1, gpu="h100", **changes):
+        return estimate_time(
+            parameters,
+            cost_of(parameters, 64),
+            find_gpu(gpu),
+            **{
+                "stage": "sft",
+                "strategy": strategy,
+                "gpus": gpus,
+                "rows_per_pass": 2,
+                "batch": 16,
+                "mean_length": 64,
+                "rows": 100,
+                "epochs": 1,
+                "checkpointing": False,
+                "quantization": "none",
+                "dtype": torch.bfloat16,
+                "half": True,
+                **changes,
+            },
+        )
+
+    alone = time()
+    assert alone.step == pytest.approx(cost_of(parameters, 64).per_token("sft") * 16 * 64 / (989e12 * 0.4))
+    assert alone.total == pytest.approx(7 * alone.step)
+    assert time(utilisation=0.2).compute == pytest.approx(2 * alone.compute)
+    assert time(checkpointing=True).step > alone.step
+    slow = time("fsdp2", 4, "l4")
+    assert slow.bound == "link", "a small model moves more than it computes"
+    assert time("ddp", 4).step < alone.step + time("ddp", 4).link + 1
+
+
+def test_gpus_by_name_and_by_size():
+    assert find_gpu("H100").memory == GPUS["h100"].memory
+    assert find_gpu("A100-80GB").name == find_gpu("a100").name == "a100-80"
+    assert find_gpu("24").memory == find_gpu("24GiB").memory == 24
+    with pytest.raises(ConfigError, match="did you mean 'h100'"):
+        find_gpu("h10")
+    with pytest.raises(ConfigError, match="positive number"):
+        find_gpu("-3")
+
+
+def test_the_fastest_that_fits_is_chosen(model_file):
+    plan = make_plan(Request(model_file, stage="sft", gpus=2, gpu_memory="h100", seq=512, batch=8))
+    assert {option.strategy for option in plan.options} == {"single", "ddp", "fsdp2", "zero3"}
+    assert not [option for option in plan.options if option.strategy == "fsdp2" and option.quantization != "none"]
+    assert (plan.chosen.strategy, plan.chosen.quantization, plan.chosen.checkpointing) == ("ddp", "none", False)
+    assert all(option.fits for option in plan.options)
+    command = launch_command(plan, plan.chosen)
+    assert "--num_processes 2 -m loragate sft --model MODEL" in command
+    assert "ddp.yaml" in command
+    assert "--max-length 512 --batch-size 8 --micro-batch-size 4 --rank 16" in command
+    zero = next(option for option in plan.options if option.strategy == "zero3" and option.checkpointing)
+    assert "--dtype bfloat16 --precision fp32 --gradient-checkpointing" in launch_command(plan, zero)
+
+
+def test_what_does_not_fit_says_what_to_change(model_file):
+    request = Request(
+        model_file,
+        gpu_memory="0.93",
+        seq=4096,
+        batch=4,
+        gradient_checkpointing="no",
+        quantization="none",
+        precision="fp32",
+    )
+    plan = make_plan(request)
+    assert plan.chosen is None
+    assert not plan.options[0].fits
+    words = "\n".join(plan.changes)
+    assert "allow single + gradient checkpointing, micro-batch 1" in words
+    assert "GPUs of at least" in words
+    relaxed = make_plan(replace(request, gradient_checkpointing="any"))
+    assert relaxed.chosen.checkpointing
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"stage": "stf"}, "did you mean 'sft'"),
+        ({"gpus": 0}, "gpus must be at least 1"),
+        ({"strategy": "fsdp2"}, "there is one: raise gpus"),
+        ({"mean_length": 9999}, "is more than seq"),
+        ({"response_share": 0.0}, "response_share lies in"),
+        ({"quantization": "2bit"}, "quantization must be one of"),
+    ],
+)
+def test_settings_are_checked(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        Request("model", **changes)
+
+
+def test_combinations_that_cannot_work_are_refused(model_file):
+    with pytest.raises(ConfigError, match="4bit base cannot be sharded with fsdp2"):
+        make_plan(Request(model_file, gpus=2, strategy="fsdp2", quantization="4bit", seq=128, batch=4))
+    with pytest.raises(ConfigError, match="has no bf16"):
+        make_plan(Request(model_file, gpu_memory="t4"))
+    with pytest.raises(ConfigError, match="4096 positions, fewer than seq 8192"):
+        make_plan(Request(model_file, seq=8192))
+    with pytest.raises(ConfigError, match="not a multiple of micro_batch 3"):
+        make_plan(Request(model_file, seq=128, batch=8, micro_batch=3))

@@ -1,0 +1,74 @@
+"""The traced footprint against the allocator's own record of a real training step, and its straight lines."""
+
+import importlib.util
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from loragate.analysis.plan_trace import Footprint, Traces, Workload, trace_step
+from tiny import tiny_base
+
+PLAIN = Workload("calibrate", 64, dtype=torch.float32, autocast="", device="cpu", k=20)
+
+
+@pytest.fixture(scope="module")
+def script():
+    path = Path(__file__).parents[2] / "benchmarks" / "plan_memory.py"
+    spec = importlib.util.spec_from_file_location("plan_memory_benchmark", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+SMALL = (("vocab_size", 1024), ("hidden_size", 64), ("intermediate_size", 160), ("num_hidden_layers", 3))
+
+
+@pytest.mark.parametrize(
+    ("family", "stage", "changes"),
+    [
+        ("qwen2", "sft", {}),
+        ("llama", "calibrate", {"checkpointing": True}),
+        ("mistral", "calibrate", {"padded": True, "passes": 2}),
+        ("qwen3", "sft", {"precision": "bf16", "dtype": "bfloat16"}),
+    ],
+    ids=["sft", "recompute", "padded and accumulated", "bf16"],
+)
+def test_the_plan_meets_the_measured_peak(script, family, stage, changes):
+    case = script.Case("one", family, stage, sequence=128, rows=2, shape=SMALL, **changes)
+    found = script.compare(case)
+    assert found["ratio"] == pytest.approx(1, abs=0.15)
+    assert found["activations_ratio"] == pytest.approx(1, abs=0.15)
+    assert found["held_ratio"] == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_four_small_traces_give_the_large_one(checkpointing):
+    config = tiny_base(num_hidden_layers=5).config
+    workload = replace(PLAIN, checkpointing=checkpointing, padded=True)
+    line = Traces(config, workload).at(6)
+    whole = trace_step(config, replace(workload, rows=6), 5)
+    for field in fields(Footprint):
+        assert getattr(line, field.name) == pytest.approx(getattr(whole, field.name), rel=0.03), field.name
+
+
+def test_checkpointing_keeps_less_and_a_mask_keeps_more():
+    config = tiny_base(num_hidden_layers=4, hidden_size=64).config
+    plain = Traces(config, PLAIN).at(2)
+    assert Traces(config, replace(PLAIN, checkpointing=True)).at(2).saved < plain.saved / 2
+    on_gpu = replace(PLAIN, device="cuda")
+    padded = Traces(config, replace(on_gpu, padded=True)).at(2).saved
+    # the mask in the scores' dtype, in each layer, and keys and values repeated for all heads
+    assert padded - Traces(config, on_gpu).at(2).saved >= 4 * 2 * 64 * 64 * 4
+
+
+def test_accumulated_gradients_are_not_counted_again():
+    config = tiny_base().config
+    first = trace_step(config, replace(PLAIN, stage="sft", rank=64), 2)
+    later = trace_step(config, replace(PLAIN, stage="sft", rank=64, accumulating=True), 2)
+    assert later.backward < first.backward
+    assert later.saved == first.saved

@@ -1,0 +1,89 @@
+"""Realised λ on generated tokens, against λ taken one by one."""
+
+import numpy as np
+import pytest
+import torch
+
+import loragate as lg
+from loragate.analysis import record as records
+from loragate.analysis.reading import answer_rows
+from loragate.analysis.realised_gates import GatesRecord, count_gates, histogram_edges, most, summarise
+from loragate.analysis.token_classes import TokenClasses
+from loragate.gates import trace_gates
+from loragate.generation import SamplingConfig, TransformersEngine
+from tiny import tiny_adapter, tiny_tokenizer
+
+PROMPTS = ["w1 w2 w3", "w9"]
+
+
+def gated(lower=-3.0, upper=2.0, scale=0.4):
+    peft = lg.attach_gates(tiny_adapter(), lg.GateConfig(lower, upper))
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in lg.gate_parameters(peft).values():
+            parameter.normal_(0, scale)
+    return peft
+
+
+def counted(peft, position="written", batch_size=3):
+    tokenizer = tiny_tokenizer()
+    samples = TransformersEngine(peft, tokenizer).generate(PROMPTS, SamplingConfig(samples=2, max_new_tokens=6, seed=1))
+    rows = answer_rows(tokenizer, PROMPTS, samples)
+    groups = [sample.question for sample in samples]
+    classes = TokenClasses(tokenizer, {tokenizer.eos_token_id})
+    return rows, count_gates(peft, rows, groups, classes, tokenizer.pad_token_id, position, batch_size)
+
+
+@pytest.mark.parametrize("position", ["written", "read"])
+def test_shares_are_those_of_single_coefficients(position, tmp_path):
+    peft = gated()
+    rows, counts = counted(peft, position)
+    record = summarise(counts, records.about({}, "answers", 0, {}, 1.0), position, len(rows))
+    every = []
+    for row in rows:
+        with torch.no_grad(), trace_gates(peft) as traced:
+            peft(input_ids=torch.tensor([row["input_ids"]]))
+        start = next(at for at, label in enumerate(row["labels"]) if label >= 0)
+        shift = 1 if position == "written" else 0
+        every.append(np.stack([v[0][0, start - shift : len(row["labels"]) - shift].numpy() for v in traced.values()]))
+    values = np.concatenate(every, axis=1)
+    assert record.tokens == values.shape[1]
+    assert record.all.count == values.size
+    assert record.all.below_zero == pytest.approx((values < 0).mean())
+    assert record.all.above_one == pytest.approx((values > 1).mean())
+    assert record.all.mean == pytest.approx(values.mean(), abs=1e-5)
+    assert record.below_zero.mean == pytest.approx(record.all.below_zero)
+    assert record.below_zero.mean + record.zero_to_one.mean + record.above_one.mean == pytest.approx(1)
+    assert sum(record.histogram.counts) == values.size
+    assert len(record.modules) == len(lg.gate_parameters(peft)) // 2
+    assert (
+        sum(s.count for s in record.by_layer.values()) == sum(s.count for s in record.by_type.values()) == values.size
+    )
+    records.write(record, tmp_path / "gates.json")
+    assert records.read(GatesRecord, tmp_path / "gates.json") == record
+
+
+def test_histogram_has_zero_and_one_among_its_edges():
+    for lower, upper in ((-6, 3), (0, 1), (-0.3, 1), (0, 6)):
+        edges = histogram_edges(lower, upper)
+        assert (np.diff(edges) > 0).all()
+        assert {0.0, 1.0} <= set(edges.tolist())
+        assert (edges[0], edges[-1]) == (lower, upper)
+
+
+def test_conclusions_name_the_place():
+    _, counts = counted(gated())
+    text = " ".join(summarise(counts, records.about({}, "a", 0, {}, 1.0), "written", 4).conclusion)
+    assert "They reverse most in layer" in text
+    _, counts = counted(gated(0.0, 1.0))
+    record = summarise(counts, records.about({}, "a", 0, {}, 1.0), "written", 4)
+    assert "They cannot reverse: the range starts at 0." in record.conclusion
+    assert "They cannot extrapolate: the range ends at 1." in record.conclusion
+    assert most(record, "below_zero") is None
+
+
+def test_saturation_is_counted_at_both_ends():
+    _, counts = counted(gated(scale=60.0))
+    shares = summarise(counts, records.about({}, "a", 0, {}, 1.0), "written", 4).all
+    assert shares.at_lower > 0.3
+    assert shares.at_upper > 0.3

@@ -1,0 +1,162 @@
+"""`loragate diagnose` on small local files: every look writes its record and says something; bad input is answered."""
+
+import json
+
+import pytest
+import torch
+
+import loragate as lg
+from loragate.analysis.alignment_record import AlignmentRecord
+from loragate.analysis.delta_entropy import EntropyRecord
+from loragate.analysis.interventions import InterventionsRecord
+from loragate.analysis.realised_gates import GatesRecord
+from loragate.analysis.record import read
+from loragate.cli.main import main
+from loragate.evaluation.results import read_record
+from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
+
+TASK = """\
+name: words
+version: 1
+suite: math
+dataset:
+  file: words.jsonl
+  schema: {question: text, answer: text}
+columns: {question: question, gold: answer}
+prompt: "{{ question }}"
+generation: {samples: 2, temperature: 1.0, max_new_tokens: 4}
+grader: exact
+metric: avg@k
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    root = tmp_path_factory.mktemp("diagnose")
+    tiny_base().save_pretrained(root / "base")
+    tiny_tokenizer().save_pretrained(root / "base")
+    base = tiny_base()
+    base.name_or_path = base.config._name_or_path = str(root / "base")
+    model = tiny_adapter(base=base)
+    model.peft_config["default"].base_model_name_or_path = str(root / "base")
+    model.save_pretrained(root / "adapter")
+    lg.attach_gates(model, lg.GateConfig(-3, 2))
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in lg.gate_parameters(model).values():
+            parameter.normal_(0, 0.5)
+    lg.save_gates(model, root / "gated", adapter_source=root / "adapter", base_id=str(root / "base"))
+    checkpoint = root / "run" / "checkpoint-5"
+    checkpoint.mkdir(parents=True)
+    from safetensors.torch import save_file
+
+    save_file(
+        {n: 0.5 * p.detach().clone() for n, p in lg.gate_parameters(model).items()}, checkpoint / "trained.safetensors"
+    )
+    words = [{"question": f"w{index} w{index + 1}", "answer": f"w{index}"} for index in range(4)]
+    (root / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in words))
+    (root / "words.yaml").write_text(TASK)
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny_rows(5)))
+    return root
+
+
+def diagnose(place, what, out, *more, model="gated"):
+    return main(["diagnose", what, "--model", str(place / model), "--out", str(out), *map(str, more)])
+
+
+def fails(capsys, *argv):
+    capsys.readouterr()
+    assert main(["diagnose", *map(str, argv)]) == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_entropy_and_interventions_by_its_sign(place, tmp_path, capsys):
+    out = tmp_path / "entropy"
+    assert diagnose(place, "entropy", out, "--rows", place / "rows.jsonl", "--tasks", place / "words.yaml") == 0
+    record = read(EntropyRecord, out / "entropy.json")
+    assert record.rows == 5
+    assert [row.name for row in record.interventions] == [
+        "adapter",
+        "base",
+        "gated",
+        "adapter negative",
+        "adapter positive",
+    ]
+    assert all(0 <= row.suppressed <= 1 for row in record.interventions[3:])
+    assert len((out / "tokens.jsonl").read_text().splitlines()) == 5
+    assert (out / "samples" / "adapter-negative" / "words.jsonl").is_file()
+    assert {row.name for row in read_record(out / "results.json").results} == {row.name for row in record.interventions}
+    printed = capsys.readouterr().out
+    assert record.conclusion[0] in " ".join(printed.split())
+    again = diagnose(place, "entropy", out, "--rows", place / "rows.jsonl", "--tasks", place / "words.yaml", "--resume")
+    assert again == 0
+    assert read(EntropyRecord, out / "entropy.json").interventions == record.interventions
+
+
+def test_interventions_then_gates_and_alignment_on_their_answers(place, tmp_path, capsys):
+    out = tmp_path / "interventions"
+    assert diagnose(place, "interventions", out, "--tasks", place / "words.yaml") == 0
+    record = read(InterventionsRecord, out / "interventions.json")
+    assert [row.name for row in record.rows] == ["adapter", "base", "gated", "noreverse", "noextrapolate", "unit"]
+    assert all(row.difference is not None for row in record.rows if row.name != "gated")
+    assert diagnose(place, "gates", tmp_path / "gates", "--run", out, "--tasks", "words") == 0
+    assert "the run holds words; did you mean 'words'?" in fails(
+        capsys, "gates", "--model", place / "gated", "--out", tmp_path / "y", "--run", out, "--tasks", "word"
+    )
+    gates = read(GatesRecord, tmp_path / "gates" / "gates.json")
+    assert (gates.lower, gates.upper) == (-3.0, 2.0)
+    assert "They reverse most in" in " ".join(gates.conclusion)
+    more = ["--value", "rollouts", "--run", out, "--positions", 2, "--actions", 2, "--rollouts", 1, "--answers", 1]
+    assert diagnose(place, "alignment", tmp_path / "rollouts", *more, "--checkpoints", place / "run") == 0
+    found = read(AlignmentRecord, tmp_path / "rollouts" / "alignment.json")
+    assert [row.name for row in found.checkpoints] == ["start", "step 5", "end"]
+    assert len(found.updates) == 2
+    assert found.tokens <= 2 * found.rows
+    assert diagnose(place, "alignment", tmp_path / "reward", "--value", "reward", "--run", out) == 0
+    assert read(AlignmentRecord, tmp_path / "reward" / "alignment.json").value == "reward"
+
+
+def test_alignment_with_a_reference(place, tmp_path):
+    rows = ["--rows", place / "rows.jsonl", "--reference", place / "adapter"]
+    assert diagnose(place, "alignment", tmp_path / "a", *rows) == 0
+    record = read(AlignmentRecord, tmp_path / "a" / "alignment.json")
+    assert len(record.modules) == 14
+    assert record.all.total.cosine is not None
+    assert record.k == 100
+
+
+def test_what_is_refused(place, tmp_path, capsys):
+    gated, out = place / "gated", tmp_path / "x"
+    assert "needs one of entropy, gates" in fails(capsys, "--model", gated, "--out", out)
+    assert "did you mean 'entropy'?" in fails(capsys, "entrpy", "--model", gated, "--out", out)
+    assert "needs --out" in fails(capsys, "gates", "--model", gated)
+    assert "--value has no effect on `loragate diagnose gates`" in fails(
+        capsys, "gates", "--model", gated, "--out", out, "--value", "reward"
+    )
+    assert "needs --rows" in fails(capsys, "entropy", "--model", gated, "--out", out)
+    assert "needs --suite or --tasks" in fails(capsys, "interventions", "--model", gated, "--out", out)
+    assert "give --run FOLDER" in fails(capsys, "gates", "--model", gated, "--out", out)
+    assert "plain adapter; this look needs gates" in fails(
+        capsys, "gates", "--model", place / "adapter", "--out", out, "--run", out
+    )
+    assert "is a base" in fails(
+        capsys, "entropy", "--model", place / "base", "--out", out, "--rows", place / "rows.jsonl"
+    )
+    assert "lm-evaluation-harness" in fails(
+        capsys, "interventions", "--model", gated, "--out", out, "--suite", "retention"
+    )
+    assert "graded answers, not --rows" in fails(
+        capsys, "alignment", "--model", gated, "--out", out, "--rows", "r", "--value", "reward"
+    )
+    assert "no checkpoint-" in fails(
+        capsys,
+        "alignment",
+        "--model",
+        gated,
+        "--out",
+        out,
+        "--rows",
+        place / "rows.jsonl",
+        "--checkpoints",
+        place / "base",
+    )
