@@ -1,21 +1,33 @@
-"""A whole dataset, encoded: format detection, tokenising in batches, and the account of what happened to the rows."""
+"""A whole dataset, encoded: format detection, tokenising in batches, and the account of what happened to the rows.
+
+Long preparation is spread over processes and kept on disk under a key of everything that it depends on; both give
+exactly the items of the plain path.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from loragate.data.formats import Turns, detect_format, normalize
+from loragate.data.chat import active_template
+from loragate.data.formats import EmptyResponse, Turns, detect_format, normalize
 from loragate.data.loading import load_rows
+from loragate.data.packed import PackedRows, read_packed, write_packed
 from loragate.data.rendering import IGNORED, Encoder
 from loragate.data.rows import Rows
 from loragate.errors import DataError
+from loragate.version import __version__
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-BATCH = 256  # rows per call of the tokenizer, which works on them in parallel
+BATCH = 256  # rows per call of the tokenizer
 
 
 @dataclass(frozen=True)
@@ -31,6 +43,8 @@ class Summary:
         plain: rows used as plain text, without the chat template.
         last_turn_only: kept rows of which only the last assistant turn is trained (the template rewrites earlier ones).
         fingerprint: of the rows given, see `Rows.fingerprint`.
+        empty: rows left out because their response is empty.
+        cached: the items were read from the cache.
     """
 
     format: str
@@ -42,6 +56,8 @@ class Summary:
     last_turn_only: int
     fingerprint: str
     plain: int = 0
+    empty: int = 0
+    cached: bool = False
 
 
 class EncodedRows(Sequence[dict[str, Any]]):
@@ -50,7 +66,7 @@ class EncodedRows(Sequence[dict[str, Any]]):
     `row` is the index into the rows that were given.
     """
 
-    def __init__(self, items: list[dict[str, Any]], summary: Summary) -> None:
+    def __init__(self, items: Sequence[dict[str, Any]], summary: Summary) -> None:
         self._items = items
         self.summary = summary
 
@@ -60,8 +76,8 @@ class EncodedRows(Sequence[dict[str, Any]]):
     @overload
     def __getitem__(self, index: int) -> dict[str, Any]: ...
     @overload
-    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+    def __getitem__(self, index: slice) -> Sequence[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | Sequence[dict[str, Any]]:
         return self._items[index]
 
     def __repr__(self) -> str:
@@ -76,8 +92,10 @@ def encode_rows(
     system: str = "none",
     format: str | None = None,
     on_progress: Callable[[int, int], None] | None = None,
+    cache: str | Path | None = None,
+    processes: int = 1,
 ) -> EncodedRows:
-    """Encode every row; rows whose response is cut completely are dropped and counted.
+    """Encode every row; rows without a response, or whose response is cut completely, are left out and counted.
 
     Args:
         rows: from `load_rows`, or a list of dicts.
@@ -85,19 +103,94 @@ def encode_rows(
         system: "none" or "keep", see `Chat`.
         format: name of the row format; detected from the first row when None. All rows must have it.
         on_progress: called with (rows done, rows in all) after each batch.
+        cache: folder in which the result is looked up and kept; None for neither. A slow tokenizer, which cannot be
+            told apart from another by its content, is not cached.
+        processes: how many encode at once; above 1 they are started afresh, which needs the usual guard of
+            `if __name__ == "__main__":` in a script.
 
     Raises:
         DataError: for the first row that cannot be used, named by its place; or when no row is left.
     """
     rows = load_rows(rows)
-    encoder = Encoder(tokenizer, max_length=max_length, system=system)
     name = format or _detect(rows)
-    items: list[dict[str, Any]] = []
-    truncated = response_tokens = prompt_tokens = last_turn_only = plain = 0
-    for start in range(0, len(rows), BATCH):
-        batch = list(_normalized(rows, name, range(start, min(start + BATCH, len(rows)))))
-        plain += sum(turns.is_plain for turns, _ in batch)
-        for index, encoded in enumerate(encoder.encode(batch), start):
+    kept = None if cache is None else _cache_file(Path(cache), rows, tokenizer, max_length, system, name)
+    if kept is not None and (found := read_packed(kept)) is not None:
+        packed, stored = found
+        if on_progress is not None:
+            on_progress(len(rows), len(rows))
+        return EncodedRows(packed, Summary(**{**stored, "cached": True}))
+    masked = rows[0].get("keep_mask") is not None
+    work = _Work(tokenizer, max_length, system, name, masked, rows.where(0))
+    parts: list[PackedRows] = []
+    counts: Counter[str] = Counter()
+    done = 0
+    for part, found_counts in work.over(rows, processes):
+        parts.append(part)
+        counts += found_counts
+        done += found_counts["rows"]
+        if on_progress is not None:
+            on_progress(done, len(rows))
+    items = PackedRows.joined(parts)
+    if not len(items):
+        raise DataError(_nothing_left(rows, max_length, counts["empty"]))
+    summary = Summary(
+        format=name,
+        rows=len(rows),
+        dropped=len(rows) - len(items) - counts["empty"],
+        truncated=counts["truncated"],
+        response_tokens=counts["response_tokens"],
+        prompt_tokens=counts["prompt_tokens"],
+        last_turn_only=counts["last_turn_only"],
+        fingerprint=rows.fingerprint,
+        plain=counts["plain"],
+        empty=counts["empty"],
+    )
+    if kept is not None:
+        write_packed(kept, items, asdict(summary))
+    return EncodedRows(items, summary)
+
+
+@dataclass
+class _Work:
+    """What encoding one batch needs; also what a worker process is given."""
+
+    tokenizer: Any
+    max_length: int | None
+    system: str
+    format: str
+    masked: bool
+    first: str
+    encoder: Encoder | None = None
+
+    def over(self, rows: Rows, processes: int) -> Any:
+        """(items, counts) of each batch in turn."""
+        batches = (
+            (start, [(row, rows.where(start + at)) for at, row in enumerate(rows.fetch(indices))])
+            for start in range(0, len(rows), BATCH)
+            for indices in [range(start, min(start + BATCH, len(rows)))]
+        )
+        if processes < 2 or len(rows) <= BATCH:
+            return (self.batch(*batch) for batch in batches)
+        from loragate.data.workers import spread
+
+        return spread(self, batches, processes)
+
+    def batch(self, start: int, rows: list[tuple[dict[str, Any], str]]) -> tuple[PackedRows, Counter[str]]:
+        """Encode the rows from index `start` on."""
+        if self.encoder is None:
+            self.encoder = Encoder(self.tokenizer, max_length=self.max_length, system=self.system)
+        counts = Counter(rows=len(rows))
+        turns: list[tuple[Turns, str]] = []
+        places: list[int] = []
+        for index, (row, where) in enumerate(rows, start):
+            try:
+                turns.append((self._turns(row, where), where))
+                places.append(index)
+            except EmptyResponse:
+                counts["empty"] += 1
+        counts["plain"] = sum(one.is_plain for one, _ in turns)
+        items = []
+        for index, encoded in zip(places, self.encoder.encode(turns)):
             if encoded.responses == 0:
                 continue
             item: dict[str, Any] = {"input_ids": encoded.input_ids, "labels": encoded.labels, "row": index}
@@ -105,29 +198,21 @@ def encode_rows(
                 item["keep_mask"] = encoded.keep_mask
             items.append(item)
             learned = sum(label != IGNORED for label in encoded.labels)
-            response_tokens += learned
-            prompt_tokens += len(encoded.labels) - learned
-            truncated += encoded.truncated
-            last_turn_only += encoded.last_turn_only
-        if on_progress is not None:
-            on_progress(start + len(batch), len(rows))
-    if not items:
-        raise DataError(
-            f"{rows.source}: max_length={max_length} cuts the whole response of every one of {len(rows)} rows, so "
-            "nothing is left to learn. Raise max_length."
-        )
-    summary = Summary(
-        format=name,
-        rows=len(rows),
-        dropped=len(rows) - len(items),
-        truncated=truncated,
-        response_tokens=response_tokens,
-        prompt_tokens=prompt_tokens,
-        last_turn_only=last_turn_only,
-        fingerprint=rows.fingerprint,
-        plain=plain,
-    )
-    return EncodedRows(items, summary)
+            counts["response_tokens"] += learned
+            counts["prompt_tokens"] += len(encoded.labels) - learned
+            counts["truncated"] += encoded.truncated
+            counts["last_turn_only"] += encoded.last_turn_only
+        return PackedRows.of(items), counts
+
+    def _turns(self, row: dict[str, Any], where: str) -> Turns:
+        """A keep_mask is on all rows or on none, as a batch has it or has it not."""
+        turns = normalize(row, self.format, where)
+        if (turns.keep_mask is not None) != self.masked:
+            raise DataError(
+                f"{where}: the row has {'no' if self.masked else 'a'} keep_mask, unlike {self.first}; "
+                "give it on every row or on none"
+            )
+        return turns
 
 
 def _detect(rows: Rows) -> str:
@@ -137,15 +222,33 @@ def _detect(rows: Rows) -> str:
         raise DataError(f"{rows.where(0)}: {error}") from None
 
 
-def _normalized(rows: Rows, format: str, indices: range) -> Iterator[tuple[Turns, str]]:
-    """Turns and place of each row; a keep_mask is on all rows or on none, as a batch has it or has it not."""
-    masked = rows[0].get("keep_mask") is not None
-    for index in indices:
-        row, where = rows[index], rows.where(index)
-        turns = normalize(row, format, where)
-        if (turns.keep_mask is not None) != masked:
-            raise DataError(
-                f"{where}: the row has {'no' if masked else 'a'} keep_mask, unlike {rows.where(0)}; "
-                "give it on every row or on none"
-            )
-        yield turns, where
+def _nothing_left(rows: Rows, max_length: int | None, empty: int) -> str:
+    if empty == len(rows):
+        return f"{rows.source}: the response of every one of {len(rows)} rows is empty, so there is nothing to learn"
+    without = f" ({empty} of them have none)" if empty else ""
+    return (
+        f"{rows.source}: max_length={max_length} cuts the whole response of every one of {len(rows)} rows{without}, so "
+        "nothing is left to learn. Raise max_length."
+    )
+
+
+def _cache_file(
+    folder: Path, rows: Rows, tokenizer: Any, max_length: int | None, system: str, format: str
+) -> Path | None:
+    """The file that holds exactly these rows under exactly this tokenizer and template; None without a fast tokenizer."""
+    core = getattr(tokenizer, "backend_tokenizer", None)
+    if core is None:
+        return None
+    # padding and truncation are switches that other calls leave behind; encoding sets its own
+    model = {key: value for key, value in json.loads(core.to_str()).items() if key not in ("padding", "truncation")}
+    key = {
+        "rows": rows.fingerprint,
+        "tokenizer": [type(tokenizer).__name__, model, {k: str(v) for k, v in tokenizer.special_tokens_map.items()}],
+        "template": active_template(tokenizer),
+        "max_length": max_length,
+        "system": system,
+        "format": format,
+        "versions": [__version__, *(version(name) for name in ("transformers", "tokenizers"))],
+    }
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return folder / f"{digest[:32]}.safetensors"

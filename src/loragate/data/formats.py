@@ -31,6 +31,10 @@ PAIRS = (
 )
 
 
+class EmptyResponse(DataError):
+    """A row whose response is empty: there is nothing to learn, but nothing is wrong with the other rows."""
+
+
 class Plain(NamedTuple):
     """Raw text: the completion follows the prompt with nothing between them."""
 
@@ -119,12 +123,12 @@ def normalize(row: Row, format: str, where: str = "") -> Turns:
         keep_mask = _keep_mask(row)
         if isinstance(body, Plain):
             if not body.completion.strip():
-                raise DataError("the completion is empty: a row needs a response to learn from. Remove the row.")
+                raise EmptyResponse("the completion is empty: a row needs a response to learn from. Remove the row.")
             return Turns(prompt=body.prompt, completion=body.completion, keep_mask=keep_mask)
         _check_responses(body)
         return Turns(messages=body.messages, keep_mask=keep_mask, tools=_tools(row), trained_from=body.trained_from)
     except DataError as error:
-        raise DataError(f"{where}: {error}" if where else str(error)) from None
+        raise type(error)(f"{where}: {error}" if where else str(error)) from None
 
 
 def _messages_row(row: Row) -> Conversation:
@@ -215,7 +219,7 @@ def _check_responses(body: Conversation) -> None:
     for index in answers:
         message = body.messages[index]
         if not (message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")):
-            raise DataError(
+            raise EmptyResponse(
                 f"the assistant turn at message {index} is empty: there is nothing to learn. Remove the row."
             )
 

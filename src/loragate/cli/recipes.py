@@ -1,0 +1,345 @@
+"""`loragate recipes`: list, show, run and check everything the paper trains, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from loragate.cli.arguments import Command, checked_values, field_kinds
+from loragate.cli.display import console, duration
+from loragate.errors import ConfigError, LoragateError, nearest
+
+VERBS = ("list", "show", "run", "check")
+TRAINING = ("sft", "calibrate", "sweep", "mask")
+
+
+@dataclass(frozen=True)
+class RecipesOptions:
+    """Settings of `loragate recipes`.
+
+    Attributes:
+        words: list [FILTER], show NAME, run NAME, or check [FILTER]; a NAME may be the path of a YAML file of your own.
+        set: change a value, as in --set sft.max_rows=2000 for one stage or --set seed=1 for all; may be repeated.
+        out: run folder of run [runs/recipes/NAME]; a repeated command goes on where it was.
+        local_model: folder of the base model in place of its hub id.
+        local_data: file of rows in place of the hub data set, with the same columns.
+        recipes_dir: folders with domain/, backbone/, method/ and variant/ files of your own, separated by commas.
+        stages: run these stages only, separated by commas; those before them must have run.
+        launcher: how training stages are started, such as "accelerate launch --num_processes 2 -m loragate".
+        dry_run: print the plain commands of run and stop.
+        quick: check the schema only; nothing is trained.
+        jobs: processes of check.
+        variants: list variants (the paper's three seeds) too.
+    """
+
+    words: tuple[str, ...] = ()
+    set: tuple[str, ...] = ()
+    out: str = ""
+    local_model: str = ""
+    local_data: str = ""
+    recipes_dir: str = ""
+    stages: str = ""
+    launcher: str = ""
+    dry_run: bool = False
+    quick: bool = False
+    jobs: int = 1
+    variants: bool = False
+
+
+def run(options: RecipesOptions) -> int:
+    """Do what the first word says."""
+    verb, *rest = options.words or ("list",)
+    if verb not in VERBS:
+        raise ConfigError(f"loragate recipes {verb}: expected {', '.join(VERBS)}{nearest(verb, VERBS)}")
+    if len(rest) > 1:
+        raise ConfigError(f"loragate recipes {verb} takes one name, found {' '.join(rest)}")
+    _require_effect(options, verb)
+    if verb in ("show", "run") and not rest:
+        raise ConfigError(f"loragate recipes {verb} needs a name; for example: loragate recipes {verb} {EXAMPLE}")
+    from loragate.recipes.library import library
+
+    shelf = library(options.recipes_dir)
+    name = rest[0] if rest else ""
+    if verb == "list":
+        return list_recipes(options, shelf, name)
+    if verb == "check":
+        from loragate.cli.recipes_check import check
+
+        return check(options, shelf, name)
+    recipe = resolved(options, shelf, name)
+    for stage in recipe.placed("out"):
+        validate(stage, recipe.name)
+    if verb == "show":
+        return show(options, recipe)
+    return run_recipe(options, recipe)
+
+
+def list_recipes(options: RecipesOptions, shelf: Any, wanted: str) -> int:
+    """One line per recipe: name, and where in the paper it stands."""
+    from loragate.recipes import every_name, read_recipe
+
+    out = console()
+    names = [name for name in every_name(shelf, variants=options.variants) if wanted in name]
+    if not names:
+        raise ConfigError(f"no recipe's name contains '{wanted}'; loragate recipes list shows all of them")
+    wide = max(map(len, names))
+    for name in names:
+        recipe = read_recipe(name, shelf)
+        out.print(f"{name:<{wide}}  {recipe.tables or 'beyond the paper'}", markup=False)
+    out.print(f"{len(names)} recipes; next: loragate recipes show {names[0]}", markup=False)
+    return 0
+
+
+def show(options: RecipesOptions, recipe: Any) -> int:
+    """The recipe, and how it is run."""
+    from loragate.recipes.show import as_yaml, command_lines
+
+    print(as_yaml(recipe))
+    folder = options.out or default_folder(recipe)
+    print(f"# all of it, resumable:\n#   {run_line(options, recipe, folder)}\n#\n# or by hand:")
+    for line in command_lines(recipe, folder, switches(), options.launcher):
+        print("\n".join(f"#   {part}" for part in line.splitlines()))
+    return 0
+
+
+def run_recipe(options: RecipesOptions, recipe: Any) -> int:
+    """The stages in their order; those that are finished are left alone."""
+    from loragate.recipes.folder import RunFolder
+    from loragate.recipes.show import command_lines, is_launched
+    from loragate.sweep.records import held
+
+    out, path = console(), Path(options.out or default_folder(recipe))
+    wanted = [name.strip() for name in options.stages.split(",") if name.strip()]
+    for name in wanted:
+        recipe.stage(name)
+    missing = {key: why for key, why in recipe.missing().items() if not wanted or key.partition(".")[0] in wanted}
+    if missing:
+        key, why = next(iter(missing.items()))
+        raise ConfigError(f"{recipe.name} needs {key}: {why}. Give it with --set {key}=FILE")
+    if options.dry_run:
+        for line in command_lines(recipe, str(path), switches(), options.launcher):
+            print(line)
+        return 0
+    launcher = shlex.split(options.launcher or recipe.launcher)
+    stages = recipe.placed(str(path))
+    with held(path / "lock", 0.0, f"another run works in {path}; wait for it to end, or stop it"):
+        folder = RunFolder.begin(path, recipe)
+        out.print(f"{recipe.name} in {path}: {', '.join(stage.name for stage in stages)}", markup=False)
+        for number, stage in enumerate(stages):
+            title = f"[{number + 1}/{len(stages)}] {stage.name}"
+            if wanted and stage.name not in wanted:
+                out.print(f"{title}: not asked for", markup=False)
+                continue
+            if folder.is_finished(stage):
+                out.print(f"{title}: finished before", markup=False)
+                continue
+            resume = folder.prepare(stage)
+            config = folder.config(stage, number)
+            start = launcher if launcher and is_launched(stage) else [sys.executable, "-m", "loragate"]
+            command = [*start, stage.command, "--config", str(config), *(["--resume"] if resume else [])]
+            out.print(f"{title}{': going on' if resume else ''}", markup=False)
+            folder.began(stage, shlex.join(command))
+            began = time.monotonic()
+            call(command, f"{title} of {recipe.name}", run_line(options, recipe, str(path)))
+            seconds = time.monotonic() - began
+            folder.note(stage, finished=True, seconds=round(seconds, 1))
+            out.print(f"{title}: done in {duration(seconds)}", markup=False)
+    out.print(f"finished: {path} (resolved.yaml says what was run, recipe.json when)", markup=False)
+    last = stages[-1]
+    shown = last.values["out"] if last.command in ("eval", "sweep") else ""
+    out.print(
+        f"next: look at {shown}"
+        if shown
+        else f"next: loragate eval --model {last.values['out']} --suite math --out runs/e"
+    )
+    return 0
+
+
+def call(command: list[str], what: str, again: str) -> None:
+    """Run a stage as a process of its own.
+
+    Raises:
+        LoragateError: if it fails; KeyboardInterrupt once it has ended after Ctrl-C.
+    """
+    try:
+        process = subprocess.Popen(command)
+    except OSError as error:
+        raise ConfigError(f"--launcher: {command[0]} cannot be started ({error.strerror})") from error
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        process.wait()  # the terminal has told it too; it writes its checkpoint
+        raise
+    if status == 130:
+        raise KeyboardInterrupt
+    if status:
+        raise LoragateError(
+            f"{what} ended with status {status}; what it said stands above. The same command goes on from there: {again}"
+        )
+
+
+def resolved(options: RecipesOptions, shelf: Any, name: str) -> Any:
+    """The recipe with everything that the flags change.
+
+    Raises:
+        ConfigError: naming what does not fit.
+    """
+    from loragate.recipes import read_recipe
+
+    recipe = read_recipe(name, shelf)
+    for place, what in ((options.local_model, "--local-model"), (options.local_data, "--local-data")):
+        if place and not Path(place).exists():
+            raise ConfigError(f"{what} {place}: does not exist")
+    recipe = with_local(recipe, options.local_model, options.local_data)
+    given = {}
+    for text in options.set:
+        key, sign, value = text.partition("=")
+        if not sign:
+            raise ConfigError(f"--set {text}: expected key=value, such as --set sft.max_rows=2000")
+        given[key.strip()] = value
+    return recipe.with_values(given, lambda command, option: option in field_kinds(command_of(command).options))
+
+
+def with_local(recipe: Any, model: str, data: str) -> Any:
+    """The recipe with a local model and local rows in place of hub ids."""
+    stages = []
+    for stage in recipe.stages:
+        values, marks = dict(stage.values), dict(stage.marks)
+        if model and "{" not in str(values.get("model", "{")):
+            values["model"], marks["model"] = model, "yours: --local-model"
+        if data and stage.command in TRAINING and "{" not in str(values.get("data", "{")):
+            values["data"], marks["data"] = data, "yours: --local-data"
+            for key in ("revision", "split"):
+                values.pop(key, None)
+        stages.append(dataclasses.replace(stage, values=values, marks=marks))
+    return dataclasses.replace(recipe, stages=tuple(stages))
+
+
+def validate(stage: Any, where: str, *, deep: bool = False) -> Any:
+    """The options of a stage, as its command would have them.
+
+    Args:
+        deep: also what takes the training libraries to see, which the command itself checks first thing.
+
+    Raises:
+        ConfigError: naming recipe, stage and key.
+    """
+    command = command_of(stage.command, where)
+    values = checked_values(stage.values, command, f"{where}: stage '{stage.name}'")
+    try:
+        options = command.options(**values)
+        if deep and (further := FURTHER.get(stage.command)):
+            further(options)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: stage '{stage.name}': {error}") from error
+    return options
+
+
+def command_of(name: str, where: str = "") -> Command:
+    """A command by name.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    from loragate.cli.main import COMMANDS
+
+    if name not in COMMANDS:
+        raise ConfigError(f"{where}: there is no command '{name}'{nearest(name, COMMANDS)}")
+    found: Command = importlib.import_module(f"loragate.cli.{COMMANDS[name][0]}").COMMAND
+    return found
+
+
+def switches() -> Mapping[str, Mapping[str, bool]]:
+    """{command: {option: whether it is a switch}}, each made when it is asked for."""
+
+    class Switches(dict[str, Mapping[str, bool]]):
+        def __missing__(self, name: str) -> Mapping[str, bool]:
+            self[name] = {key: kind is bool for key, kind in field_kinds(command_of(name).options).items()}
+            return self[name]
+
+    return Switches()
+
+
+def default_folder(recipe: Any) -> str:
+    """Where a recipe runs when --out does not say."""
+    name = Path(recipe.name).stem if recipe.name.endswith((".yaml", ".yml")) else recipe.name
+    return f"runs/recipes/{name.replace('/', '-')}"
+
+
+def run_line(options: RecipesOptions, recipe: Any, folder: str) -> str:
+    """The command that runs the recipe, and goes on with it."""
+    words = ["loragate", "recipes", "run", recipe.name, "--out", folder]
+    for name in ("local_model", "local_data", "recipes_dir", "stages", "launcher"):
+        if getattr(options, name):
+            words += ["--" + name.replace("_", "-"), getattr(options, name)]
+    for text in options.set:
+        words += ["--set", text]
+    return shlex.join(words)
+
+
+def _sft(options: Any) -> None:
+    from loragate.training.settings import StageOneSettings
+    from loragate.training.stage_one import objective_of
+
+    names = [field.name for field in dataclasses.fields(StageOneSettings)]
+    objective_of(StageOneSettings(**{name: getattr(options, name) for name in names}))
+
+
+def _calibrate(options: Any) -> None:
+    from loragate.cli.selecting import candidates_of
+
+    candidates_of(options)
+
+
+def _eval(options: Any) -> None:
+    _known_tasks(options.suite, options.tasks)
+
+
+@cache
+def _known_tasks(suite: str, tasks: str) -> None:
+    from loragate.cli.evaluation_inputs import EvaluationInputs, chosen_tasks
+
+    chosen_tasks(EvaluationInputs(suite=suite, tasks=tasks))
+
+
+FURTHER: dict[str, Callable[[Any], None]] = {"sft": _sft, "calibrate": _calibrate, "eval": _eval}
+READ_BY = {
+    "list": ("recipes_dir", "variants"),
+    "show": ("recipes_dir", "set", "out", "local_model", "local_data", "launcher"),
+    "run": ("recipes_dir", "set", "out", "local_model", "local_data", "launcher", "stages", "dry_run"),
+    "check": ("recipes_dir", "quick", "jobs", "out"),
+}
+
+
+def _require_effect(options: RecipesOptions, verb: str) -> None:
+    for field in dataclasses.fields(RecipesOptions):
+        if field.name != "words" and field.name not in READ_BY[verb] and getattr(options, field.name) != field.default:
+            readers = " and ".join(name for name, fields in READ_BY.items() if field.name in fields)
+            flag = "--" + field.name.replace("_", "-")
+            raise ConfigError(f"{flag} has no effect on loragate recipes {verb}, only on {readers}")
+
+
+EXAMPLE = "math/qwen2.5-math-1.5b/scale"
+COMMAND = Command(
+    name="recipes",
+    summary="Everything the paper trains, by name: list, show, run (resumable) and check recipes.",
+    options=RecipesOptions,
+    run=run,
+    examples=(
+        "loragate recipes list math/qwen2.5-math-1.5b",
+        f"loragate recipes show {EXAMPLE}",
+        f"loragate recipes run {EXAMPLE} --out runs/scale",
+        f"loragate recipes run {EXAMPLE} --local-model path/to/base --local-data rows.parquet --set sft.max_rows=2000",
+        "loragate recipes check --quick",
+    ),
+    positional="words",
+)

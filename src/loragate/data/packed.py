@@ -1,0 +1,120 @@
+"""Encoded rows in a few flat arrays, and those arrays in one file.
+
+A hundred thousand tokenised rows are small as numbers and large as Python lists; here they stay numbers until a row is
+asked for. The file is a cache: whatever is wrong with it, the answer is that there is none, and the rows are encoded
+again. Knows nothing of rows' formats, templates or tokenizers beyond the key that it is given.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from loragate.errors import LoragateError
+from loragate.files import write_atomically
+
+logger = logging.getLogger("loragate")
+
+IGNORED = -100  # label of a position that is not learned
+ARRAYS = {"ids": np.int32, "learned": np.bool_, "lengths": np.int64, "rows": np.int64}
+
+
+class PackedRows(Sequence[dict[str, Any]]):
+    """Items `{"input_ids", "labels", "row"[, "keep_mask"]}` as arrays; an item is made when it is read.
+
+    `ids`, `learned` and `kept` run over all positions of all items; `lengths` and `rows` have one entry per item.
+    """
+
+    def __init__(self, arrays: dict[str, np.ndarray]) -> None:
+        self.arrays = arrays
+        self._ends = np.concatenate([[0], np.cumsum(arrays["lengths"])])
+
+    @classmethod
+    def of(cls, items: Iterable[dict[str, Any]]) -> PackedRows:
+        """Pack items; their labels are the token itself or -100."""
+        items = list(items)
+        lengths = np.array([len(item["input_ids"]) for item in items], np.int64)
+
+        def joined(key: str, kind: Any) -> np.ndarray:
+            return np.fromiter((value for item in items for value in item[key]), kind, int(lengths.sum()))
+
+        arrays = {
+            "ids": joined("input_ids", np.int32),
+            "learned": joined("labels", np.int32) != IGNORED,
+            "lengths": lengths,
+            "rows": np.array([item["row"] for item in items], np.int64),
+        }
+        if items and "keep_mask" in items[0]:
+            arrays["kept"] = joined("keep_mask", np.bool_)
+        return cls(arrays)
+
+    @classmethod
+    def joined(cls, parts: Sequence[PackedRows]) -> PackedRows:
+        """Several one after the other."""
+        parts = [part for part in parts if len(part)] or list(parts[:1])
+        return cls({name: np.concatenate([part.arrays[name] for part in parts]) for name in parts[0].arrays})
+
+    def __len__(self) -> int:
+        return len(self.arrays["lengths"])
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        if isinstance(index, slice):
+            return [self[position] for position in range(len(self))[index]]
+        index = range(len(self))[index]
+        span = slice(int(self._ends[index]), int(self._ends[index + 1]))
+        ids, learned = self.arrays["ids"][span], self.arrays["learned"][span]
+        item = {
+            "input_ids": ids.tolist(),
+            "labels": np.where(learned, ids, IGNORED).tolist(),
+            "row": int(self.arrays["rows"][index]),
+        }
+        if "kept" in self.arrays:
+            item["keep_mask"] = self.arrays["kept"][span].astype(np.int8).tolist()
+        return item
+
+
+def write_packed(path: Path, packed: PackedRows, summary: dict[str, Any]) -> None:
+    """Write a cache file; a disk without room for it is a warning, since nothing depends on the file."""
+    sums = {name: _checksum(array) for name, array in packed.arrays.items()}
+    record = {"summary": json.dumps(summary), "sums": json.dumps(sums)}
+    try:
+        write_atomically(path, lambda temporary: save_file(packed.arrays, str(temporary), metadata=record))
+    except LoragateError as error:
+        logger.warning("the tokenised rows are not kept for the next time: %s", error)
+
+
+def read_packed(path: Path) -> tuple[PackedRows, dict[str, Any]] | None:
+    """The rows and summary of a cache file; None where there is none, or one that cannot be trusted."""
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(str(path), framework="numpy") as file:
+            record = file.metadata()
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        summary, sums = json.loads(record["summary"]), json.loads(record["sums"])
+        for name, kind in {**ARRAYS, **({"kept": np.bool_} if "kept" in arrays else {})}.items():
+            if arrays[name].dtype != kind or _checksum(arrays[name]) != sums[name]:
+                raise ValueError(f"{name} is damaged")
+        packed = PackedRows(arrays)
+        if int(packed._ends[-1]) != len(arrays["ids"]) or len(arrays["learned"]) != len(arrays["ids"]):
+            raise ValueError("lengths do not fit")
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("%s cannot be used (%s); the rows are tokenised again", path, error)
+        return None
+    return packed, summary
+
+
+def _checksum(array: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).tobytes())

@@ -1,0 +1,157 @@
+"""`loragate recipes` as typed: list, show, run with local stand-ins, killed and resumed, and what is refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+import loragate as lg
+from loragate.cli.main import main
+from loragate.recipes.samples import write_samples
+
+SCALE = "math/qwen2.5-math-1.5b/scale"
+SMALL = ["max_rows=24", "max_steps=4", "batch_size=8", "micro_batch_size=8", "max_length=96", "precision=fp32"]
+SMALL += ["save_steps=1", "device=cpu"]
+
+
+def fails(capsys, *argv, status=2):
+    capsys.readouterr()
+    assert main(["recipes", *map(str, argv)]) == status
+    captured = capsys.readouterr()
+    assert captured.err.count("loragate: error:") == 1
+    return " ".join(captured.err.split())
+
+
+def local(place):
+    words = ["--local-model", str(place / "base"), "--local-data", str(place / "math.parquet")]
+    for text in SMALL:
+        words += ["--set", text]
+    return words
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stand-ins")
+    write_samples(folder)
+    return folder
+
+
+def test_list_and_show(capsys):
+    assert main(["recipes", "list", "math/qwen3-4b-base/scale"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["math/qwen3-4b-base/scale-auto", "beyond", "the", "paper"]
+    assert any(line.split() == ["math/qwen3-4b-base/scale", "Table", "1"] for line in lines)
+    assert main(["recipes", "show", SCALE, "--set", "sft.rank=8", "--out", "runs/x"]) == 0
+    text = capsys.readouterr().out
+    shown = yaml.safe_load(text)
+    assert shown["sft"]["rank"] == 8
+    assert shown["calibrate"]["range"] == "-6,3"
+    assert "# yours: --set" in text
+    assert "# paper Sec. 6.1: r = 16" not in text
+    assert f"loragate recipes run {SCALE} --out runs/x --set sft.rank=8" in text
+    assert "loragate calibrate --adapter=runs/x/sft" in text
+
+
+def test_dry_run_writes_nothing(place, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["recipes", "run", SCALE, "--dry-run", "--out", str(out), *local(place)]) == 0
+    text = " ".join(capsys.readouterr().out.replace("\\\n", " ").split())
+    assert f"--model={place / 'base'} --data={place / 'math.parquet'}" in text
+    assert "--revision" not in text
+    assert not out.exists()
+
+
+def test_what_is_refused(place, tmp_path, capsys):
+    assert "did you mean 'show'" in fails(capsys, "shaw", SCALE)
+    assert "needs a name" in fails(capsys, "run")
+    assert "takes one name" in fails(capsys, "show", SCALE, SCALE)
+    assert "no recipe's name contains 'gpt'" in fails(capsys, "list", "gpt")
+    assert "--quick has no effect on loragate recipes show, only on check" in fails(capsys, "show", SCALE, "--quick")
+    assert "expected key=value" in fails(capsys, "show", SCALE, "--set", "rank")
+    message = fails(capsys, "show", SCALE, "--set", "sft.objective=dtf")
+    assert f"{SCALE}: stage 'sft': objective must be one of" in message
+    assert "did you mean 'dft'" in message
+    message = fails(capsys, "show", SCALE, "--set", "sft.rank=many")
+    assert "stage 'sft': key 'rank' must be integer, found 'many'" in message
+    assert "--local-model" in fails(capsys, "run", SCALE, "--local-model", tmp_path / "nowhere")
+    grid = SCALE.replace("scale", "grid")
+    assert "needs sweep.probe" in fails(capsys, "run", grid, "--out", tmp_path / "x", *local(place))
+    own = tmp_path / "own.yaml"
+    own.write_text("stages: [sft]\nsft: {model: a/b, data: rows.jsonl, rnak: 4}\n")
+    assert "stage 'sft': unknown key 'rnak'; did you mean 'rank'" in fails(capsys, "check", own)
+    own.write_text("stages: [stf]\nstf: {model: a/b}\n")
+    assert "there is no command 'stf'; did you mean 'sft'" in fails(capsys, "show", own)
+    assert "has no stage 'sfr'; did you mean 'sft'" in fails(capsys, "run", SCALE, "--stages", "sfr", *local(place))
+
+
+def test_a_folder_of_another_recipe(place, tmp_path, capsys):
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "recipe.json").write_text(
+        json.dumps({"stages": [{"stage": "sft", "command": "sft", "rank": 3}], "state": {}})
+    )
+    message = fails(capsys, "run", SCALE, "--out", out, *local(place))
+    assert "holds the run of another recipe: sft.rank was 3, now 16" in message
+
+
+def test_every_recipe_fits_its_commands():
+    from loragate.cli.recipes_check import check_schema, one_of_each
+    from loragate.recipes import Library
+
+    library = Library()
+    names = check_schema(library)
+    chosen = one_of_each(library, names)
+    assert len(chosen) == 2 * len(library.names("method"))
+    assert all("/qwen2.5-math-1.5b/" in name for name in chosen)
+
+
+@pytest.mark.slow
+def test_check_runs_a_recipe_of_every_kind_of_stage(tmp_path, capsys):
+    folder = tmp_path / "check"
+    assert main(["recipes", "check", "math/qwen2.5-math-1.5b/grid", "--out", str(folder)]) == 0
+    text = capsys.readouterr().out
+    assert "run: 1 of 1" in text
+    assert main(["recipes", "check", "code/qwen2.5-math-1.5b/forgetting"]) == 0
+
+
+@pytest.mark.slow
+def test_run_killed_resumed_and_used(place, tmp_path):
+    """Stage I and II of a recipe through the hub-format loader, killed once with SIGKILL; the gates are then loaded."""
+    out = tmp_path / "run"
+    words = [sys.executable, "-m", "loragate", "recipes", "run", SCALE, "--stages", "sft,calibrate", "--out", str(out)]
+    words += [*local(place), "--set", "sft.max_steps=60"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(words, env=environment, start_new_session=True, stdout=subprocess.DEVNULL)
+    until = time.monotonic() + 900
+    while not list(out.glob("sft/run/checkpoint-*")) and time.monotonic() < until and process.poll() is None:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert (out / "resolved.yaml").is_file()
+    assert "finished" not in json.loads((out / "recipe.json").read_text())["state"].get("sft", {})
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "sft: going on" in done.stdout
+    state = json.loads((out / "recipe.json").read_text())["state"]
+    assert len(state["sft"]["started"]) == 2
+    assert state["calibrate"]["finished"]
+    record = json.loads((out / "sft" / "run" / "data.json").read_text())
+    assert (record["rows"], record["select"], record["format"]) == (24, "first", "messages")
+    assert json.loads((out / "calibrate" / "gate_config.json").read_text())["gate"]["lower"] == -6
+    model = lg.load_gated(out / "calibrate")
+    assert len(lg.gate_parameters(model)) == 42
+    again = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    assert again.stdout.count("finished before") == 2
+    Path(place / "math.parquet").rename(place / "moved.parquet")
+    try:
+        gone = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+        assert gone.returncode == 2
+        assert "--local-data" in gone.stderr
+    finally:
+        (place / "moved.parquet").rename(place / "math.parquet")

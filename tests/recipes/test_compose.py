@@ -1,0 +1,243 @@
+"""Every shipped recipe: named, composed, marked; and what a mistake in a file of the user's is answered with."""
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from loragate.errors import ConfigError
+from loragate.recipes import Library, every_name, read_recipe
+from loragate.recipes.library import HERE, library, read_file
+from loragate.recipes.recipe import SOURCES
+from loragate.recipes.show import as_yaml, command_lines
+
+LIBRARY = Library()
+NAMES = list(every_name(LIBRARY))
+SCALE = "math/qwen2.5-math-1.5b/scale"
+
+
+def value(name, key):
+    stage, option = key.split(".")
+    return read_recipe(name, LIBRARY).stage(stage).values.get(option)
+
+
+def test_every_row_of_the_papers_tables_has_a_recipe():
+    backbones = ("qwen2.5-math-1.5b", "qwen2.5-math-7b", "qwen3-4b-base")
+    methods = ("base", "lora", "dora", "profit", "dft", "eaft", "talr", "scale", "grid")
+    for domain, table in (("math", "Table"), ("code", "Table")):
+        for backbone in backbones:
+            for method in methods:
+                tables = read_recipe(f"{domain}/{backbone}/{method}", LIBRARY).tables
+                assert tables.startswith((table, "Fig. 3")), (domain, backbone, method)
+    for seed in (42, 3407, 2025):
+        for method in ("lora", "dft", "scale"):
+            recipe = read_recipe(f"math/qwen2.5-math-1.5b/{method}/seed-{seed}", LIBRARY)
+            assert recipe.tables == "Table 7"
+            assert {stage.values["seed"] for stage in recipe.stages if "seed" in stage.values} == {seed}
+    for method in ("gate-ce", "lora-continued"):
+        assert read_recipe(f"math/qwen2.5-math-1.5b/{method}", LIBRARY).tables == "Table 6"
+    assert len(NAMES) == len(set(NAMES)) > 300
+
+
+@pytest.mark.parametrize("backbone", LIBRARY.names("backbone"))
+def test_every_value_says_where_it_comes_from(backbone):
+    for name in NAMES:
+        if backbone in name:
+            for stage in read_recipe(name, LIBRARY).stages:
+                for key in stage.values:
+                    assert stage.marks.get(key, "").startswith(SOURCES), f"{name} {stage.name}.{key}"
+
+
+def test_every_source_belongs_to_an_option_of_its_stage():
+    used = {
+        f"{stage.name}.{key}"
+        for name in NAMES
+        if "/qwen2.5-math-7b/" in name or "/llama" in name
+        for stage in read_recipe(name, LIBRARY).stages
+        for key in stage.values
+    }
+    used |= {"sweep.split", "sweep.max_rows", "every.seed"}
+    for path in HERE.rglob("*.yaml"):
+        content = read_file(path)
+        for block in [content, *content.get("in", {}).values()]:
+            for key in block.get("source", {}):
+                assert key in used or key.startswith("values."), f"{path.name}: {key}"
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "expected"),
+    [
+        (SCALE, "sft.rank", 16),
+        (SCALE, "sft.learning_rate", 5e-4),
+        ("code/qwen3-4b-base/lora", "sft.learning_rate", 5e-5),
+        (SCALE, "sft.max_rows", 100_000),
+        ("code/qwen3-4b-base/lora", "sft.max_rows", 75_197),
+        (SCALE, "calibrate.max_rows", 20_000),
+        (SCALE, "calibrate.select", "first"),
+        ("code/qwen2.5-math-7b/scale", "calibrate.select", "shuffled"),
+        ("code/qwen2.5-math-7b/scale", "calibrate.select_seed", 42),
+        (SCALE, "calibrate.range", "-6,3"),
+        ("math/qwen2.5-math-7b/scale", "calibrate.range", "-4,4"),
+        ("code/qwen2.5-math-7b/scale", "calibrate.range", "0,6"),
+        ("math/qwen2.5-math-7b/scale-auto", "calibrate.range", "auto"),
+        (SCALE, "calibrate.k", 100),
+        ("math/qwen2.5-math-7b/full-entropy", "calibrate.k", 0),
+        ("math/qwen2.5-math-7b/complete-gradient", "calibrate.detach_input", False),
+        ("math/qwen2.5-math-7b/gates-global", "calibrate.granularity", "global"),
+        ("math/qwen2.5-math-7b/gate-ce", "calibrate.objective", "ce"),
+        ("math/qwen2.5-math-7b/scale-on-dft", "sft.objective", "dft"),
+        ("math/qwen2.5-math-7b/scale-on-dft", "calibrate.objective", "entropy"),
+        ("code/qwen2.5-math-7b/lora-continued", "continued.select_seed", 42),
+        ("code/qwen2.5-math-7b/lora-continued", "continued.max_rows", 20_000),
+        ("math/qwen2.5-math-7b/grid", "sweep.ranges", "grid"),
+        ("math/qwen2.5-math-7b/grid", "sweep.max_rows", 20_000),
+        ("math/qwen2.5-math-7b/base", "eval.model", "Qwen/Qwen2.5-Math-7B"),
+        ("math/qwen2.5-math-7b/scale", "retention.suite", "retention"),
+    ],
+)
+def test_values_of_the_paper(name, key, expected):
+    assert value(name, key) == expected
+
+
+def test_the_two_hand_picked_ranges_are_apart_from_the_chosen_one():
+    hand, auto = read_recipe(SCALE, LIBRARY), read_recipe(f"{SCALE}-auto", LIBRARY)
+    assert hand.stage("calibrate").values["unverified"] is True
+    assert auto.stage("calibrate").values["unverified"] is False
+    assert "37.05" in hand.stage("calibrate").marks["range"], "both numbers are quoted where the paper disagrees"
+    assert auto.tables == ""
+
+
+def test_references_become_paths():
+    stages = {stage.name: stage.values for stage in read_recipe(SCALE, LIBRARY).placed("runs/x")}
+    assert stages["sft"]["out"] == stages["calibrate"]["adapter"] == "runs/x/sft"
+    assert stages["eval"]["model"] == stages["retention"]["model"] == "runs/x/calibrate"
+    stages = {stage.name: stage.values for stage in read_recipe(SCALE.replace("scale", "mask"), LIBRARY).placed("r")}
+    assert stages["sft"]["data"] == stages["mask"]["out"] == "r/mask.jsonl"
+    assert stages["mask"]["reference"] == "r/reference"
+    assert stages["reference"]["data"] == "AI-MO/NuminaMath-CoT"
+
+
+def test_show_is_a_recipe_file_again(tmp_path):
+    for name in (SCALE, "code/llama-3.1-8b/grid", "math/qwen2.5-32b/profit", "math/qwen3-4b-base/mask"):
+        recipe = read_recipe(name, LIBRARY)
+        text = as_yaml(recipe)
+        (tmp_path / "again.yaml").write_text(text)
+        again = read_recipe(str(tmp_path / "again.yaml"), LIBRARY)
+        assert again.as_record() == recipe.as_record()
+        assert (again.needs, again.launcher) == (recipe.needs, recipe.launcher)
+        assert "# paper " in text
+        assert "unstated" in text
+
+
+def test_command_lines_parse():
+    from loragate.cli.arguments import parse
+    from loragate.cli.recipes import command_of, switches
+
+    recipe = read_recipe("code/qwen2.5-math-7b/scale-on-profit", LIBRARY)
+    lines = command_lines(recipe, "runs/x", switches())
+    assert len(lines) == len(recipe.stages)
+    for line, stage in zip(lines, recipe.placed("runs/x")):
+        words = shlex.split(line.replace("\\\n", " "))
+        options, _ = parse(command_of(words[1]), words[2:])
+        given = dataclasses.asdict(options)
+        for key, expected in stage.values.items():
+            assert str(given[key]) == str(expected) or float(given[key]) == float(expected)
+    (first, *_) = command_lines(recipe, "r", switches(), "accelerate launch -m loragate")
+    assert first.startswith("accelerate launch -m loragate sft ")
+
+
+def test_changed_values():
+    recipe = read_recipe(SCALE, LIBRARY)
+
+    def accepts(command, option):
+        return option in ("seed", "max_rows", "range") and command in ("sft", "calibrate")
+
+    changed = recipe.with_values({"sft.max_rows": "5", "seed": "7", "calibrate.range": "-1,2"}, accepts)
+    assert changed.stage("sft").values["max_rows"] == 5
+    assert changed.stage("calibrate").values["max_rows"] == 20_000
+    assert [stage.values.get("seed") for stage in changed.stages] == [7, 7, None, None]
+    assert changed.stage("calibrate").values["range"] == "-1,2"
+    assert changed.stage("sft").marks["seed"].startswith("yours")
+    for key, text in (
+        ("sft.rnak", "no such option of stage 'sft' of .*; did you mean 'sft.rank'"),
+        ("sfr.rank", "has no stage 'sfr'; did you mean 'sft'"),
+        ("rnak", "no such option of any stage"),
+        ("sft.out", "follows from --out"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            recipe.with_values({key: "1"}, accepts)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("math/qwen2.5-math-1.5b", "expected domain/backbone/method"),
+        ("maths/qwen2.5-math-1.5b/lora", "there is no domain 'maths'; did you mean 'math'"),
+        ("math/qwen2.5-math-1.6b/lora", "there is no backbone 'qwen2.5-math-1.6b'; did you mean 'qwen2.5-math-1.5b'"),
+        ("math/qwen2.5-math-1.5b/lira", "there is no method 'lira'; did you mean 'lora'"),
+        ("math/qwen2.5-math-1.5b/lora/seed-43", "there is no variant 'seed-43'; did you mean 'seed-42'"),
+        ("math/qwen2.5-math-1.5b/eaft/seed-42", "the variant 'seed-42' is for lora, dft, scale"),
+        ("nowhere.yaml", "there is no recipe file nowhere.yaml"),
+    ],
+)
+def test_unknown_names(name, message):
+    with pytest.raises(ConfigError, match=message):
+        read_recipe(name, LIBRARY)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stages: [sft]\nsft: {a: 1}\nsft: {b: 2}\n", "'sft' appears twice"),
+        ("stages: sft\n", "'stages' is 'sft', expected a list"),
+        ("stagse: [sft]\n", "'stagse' is .* expected keys and values; did you mean 'stages'"),
+        ("[]\n", "expected keys and values, found list"),
+        ("stages: [sft, sft]\n", "stands there twice"),
+        ("stages: [calibrate]\ncalibrate: {adapter: '{sft}'}\n", r"refers to \{sft\}, but before it there is nothing"),
+        ("stages: [a: sft]\na: {like: b}\n", "is like 'b', which it cannot be"),
+        ("domain: math\nmethod: lora\n", "give domain, backbone and method together"),
+        ("stages: [sft]\nsource: {sft.rank: because}\n", "begins with paper, ours, unstated"),
+        ("sft: {rank: 3}\n", "expected domain, backbone and method, or stages"),
+    ],
+)
+def test_mistakes_in_a_file_are_named(tmp_path, text, message):
+    path = tmp_path / "own.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_recipe(str(path), LIBRARY).placed("x")
+    assert "own.yaml" in str(caught.value)
+
+
+def test_a_recipe_of_ones_own(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("domain: math\nbackbone: qwen2.5-math-1.5b\nmethod: scale\nsft: {rank: 64}\ntitle: wide\n")
+    recipe = read_recipe(str(path), LIBRARY)
+    assert recipe.title == "wide"
+    assert recipe.stage("sft").values["rank"] == 64
+    assert recipe.stage("sft").marks["rank"] == "yours: mine.yaml"
+    assert recipe.stage("calibrate").values == read_recipe(SCALE, LIBRARY).stage("calibrate").values
+
+
+def test_a_folder_of_ones_own(tmp_path):
+    (tmp_path / "backbone").mkdir()
+    (tmp_path / "backbone" / "mine.yaml").write_text("title: Mine\nvalues: {model: me/mine}\nextends: [_large]\n")
+    shelf = library(str(tmp_path))
+    assert read_recipe("code/mine/lora", shelf).stage("sft").values["model"] == "me/mine"
+    assert "code/mine/lora" in list(every_name(shelf))
+    (tmp_path / "backbone" / "qwen2.5-math-7b.yaml").write_text("title: Mine\n")
+    with pytest.raises(ConfigError, match=r"there is a backbone called 'qwen2\.5-math-7b' already"):
+        read_recipe("code/mine/lora", shelf)
+    with pytest.raises(ConfigError, match="expected a folder that holds domain/"):
+        library(str(tmp_path / "backbone"))
+
+
+def test_the_files_are_data_of_the_package():
+    assert {path.name for path in HERE.glob("*.yaml")} == {"common.yaml"}
+    for path in HERE.rglob("*.yaml"):
+        assert json.dumps(yaml.safe_load(path.read_text())), path
+    for recipe in (read_recipe(name, LIBRARY) for name in NAMES if "/llama" in name):
+        for stage in recipe.stages:
+            assert "chat_template" not in stage.values or Path(stage.values["chat_template"]).is_file()
