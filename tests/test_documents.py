@@ -1,80 +1,381 @@
-"""What the documents promise: every command line parses, the Python example runs, every named path exists."""
+"""What the documents promise: command lines parse, snippets run, links and anchors lead somewhere, the site builds.
 
+A Python snippet that cannot run has `<!-- not run: reason -->` on the line before its fence. Snippets marked
+`<!-- walk -->` are one walk through the commands, which a slow test takes as it stands.
+"""
+
+import functools
 import importlib
+import importlib.util
+import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+import unicodedata
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import yaml
 
-from loragate.cli.arguments import parse
-from loragate.cli.main import COMMANDS
+import loragate
+from loragate.cli.arguments import build_parser, field_kinds, help_texts, parse, read_config
+from loragate.cli.main import COMMANDS, overview
+from loragate.errors import ConfigError
 from tiny import tiny_adapter, tiny_base, tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+DOCUMENTS = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+LANGUAGES = ("", "sh", "bash", "python", "json", "yaml", "toml", "text", "dockerfile")
+# first words of shell lines that belong to others
+OTHERS = {"vllm", "lm_eval", "sbatch", "sky", "srun", "curl", "accelerate", "torchrun", "mkdocs", "jupyter", "apt"}
+OTHERS |= {"pytest", "pre-commit", "docker", "huggingface-cli", "hf", "eval", "source"}
+# flags of other programs that pages name by themselves
+FOREIGN_FLAGS = {"--lora-paths", "--lora-modules", "--max-loras", "--kill-on-bad-exit", "--strict"}
 
 
-def command_lines():
+class Fence(NamedTuple):
+    """A code block: its page, first line, language, text, and the HTML comment just before it."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    comment: str
+
+
+@functools.cache
+def fences(path):
+    found, start, before = [], None, ""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        if line.startswith("```"):
+            if start is None:
+                start, language = number, line[3:].strip()
+                before = lines[number - 2].strip() if number > 1 else ""
+            else:
+                text = "\n".join(lines[start : number - 1]) + "\n"
+                comment = before[4:-3].strip() if before.startswith("<!--") else ""
+                found.append(Fence(path, start, language, text, comment))
+                start = None
+    assert start is None, f"{path.name}:{start}: a code block is not closed"
+    return found
+
+
+def blocks(*languages):
+    return [fence for path in DOCUMENTS for fence in fences(path) if fence.language in languages]
+
+
+def prose(path):
+    """The page without code blocks."""
+    return re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.S | re.M)
+
+
+def command(name):
+    assert name in COMMANDS, f"there is no command {name}"
+    return importlib.import_module(f"loragate.cli.{COMMANDS[name][0]}").COMMAND
+
+
+@functools.cache
+def flags_of(name):
+    return {flag for action in build_parser(command(name))._actions for flag in action.option_strings}
+
+
+def words_of(line):
+    """The words of a shell line, up to a comment, a redirection, a pipe or a second command."""
+    words = shlex.split(line, comments=True)
+    return words[: next((at for at, word in enumerate(words) if word in (">", ">>", "|", "&&", ";")), len(words))]
+
+
+def refusal(name, arguments):
+    """What a command says against its arguments, or None."""
+    try:
+        parse(command(name), arguments)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def shell_lines():
+    """(place, line) of every shell line, continued ones joined."""
+    for fence in blocks("sh", "bash"):
+        text = re.sub(r"\\\n\s*", " ", fence.text)
+        for line in text.splitlines():
+            if line.strip() and not line.lstrip().startswith("#"):
+                yield f"{fence.page.name}:{fence.line}", line.strip()
+    for fence in blocks(""):
+        for line in fence.text.splitlines():
+            if line.startswith("loragate "):
+                yield f"{fence.page.name}:{fence.line}", line
+
+
+def inline_lines():
+    """(place, line) of every `loragate …` in running text."""
     for path in DOCUMENTS:
-        for block in re.findall(r"```sh\n(.*?)```", path.read_text(encoding="utf-8"), re.S):
-            for line in block.splitlines():
-                if line.startswith("loragate "):
-                    yield path.name, line
-        for inline in re.findall(r"`(loragate [a-z]+ -[^`]+)`", path.read_text(encoding="utf-8")):
-            yield path.name, inline
+        for line in re.findall(r"`(loragate [a-z][^`\n]*)`", prose(path)):
+            yield path.name, line.replace("\\|", "|")
 
 
-def test_command_lines_parse(tmp_path, monkeypatch):
-    (example,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "data.md").read_text(encoding="utf-8"), re.S)
+@pytest.fixture
+def in_a_folder_with_configs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (example,) = [fence.text for fence in fences(DOCS / "data.md") if fence.language == "yaml"]
     Path("calibrate.yaml").write_text(example, encoding="utf-8")
-    lines = list(command_lines())
-    assert len(lines) >= 4
-    for _, line in lines:
-        words = shlex.split(line, comments=True)[1:]
-        command = importlib.import_module(f"loragate.cli.{COMMANDS[words[0]][0]}").COMMAND
-        parse(command, words[1:])
-
-
-def test_examples_of_help_texts_parse(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("calibrate.yaml", "sft.yaml"):
+    for name in ("sft.yaml", "wide.yaml"):
         Path(name).write_text("seed: 1\n")
-    for module, _ in COMMANDS.values():
-        command = importlib.import_module(f"loragate.cli.{module}").COMMAND
-        for line in command.examples:
-            words = shlex.split(line)
-            assert words[:2] == ["loragate", command.name]
-            parse(command, words[2:])
+    return tmp_path
 
 
-def test_the_python_example_runs(tmp_path, monkeypatch, capsys):
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+def test_fences_are_of_a_known_language():
+    for fence in (fence for path in DOCUMENTS for fence in fences(path)):
+        assert fence.language in LANGUAGES, f"{fence.page.name}:{fence.line}: unknown language {fence.language}"
+
+
+def test_shell_lines_parse(in_a_folder_with_configs):
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    seen = 0
+    for place, line in shell_lines():
+        words = [word for word in words_of(line) if not re.match(r"[A-Z_]+=", word)]
+        first, rest = words[0], words[1:]
+        if first == "loragate":
+            seen += 1
+            why = refusal(rest[0], rest[1:])
+            assert why is None, f"{place}: {line}: {why}"
+        elif first == "make":
+            assert rest[0] in targets, f"{place}: make has no target {rest[0]}"
+        elif first == "python" and rest[0].endswith(".py"):
+            script = ROOT / rest[0]
+            assert script.is_file(), f"{place}: {rest[0]} does not exist"
+            for flag in (word.split("=")[0] for word in rest[1:] if word.startswith("--")):
+                assert flag in script.read_text(encoding="utf-8"), f"{place}: {rest[0]} has no {flag}"
+        elif first == "pip":
+            asked = re.findall(r"(?:loragate|\.)\[([a-z,]+)\]", line)
+            assert set(",".join(asked).split(",")) - {""} <= extras, f"{place}: {line}: no such extra"
+        else:
+            assert first in OTHERS | {"python"}, f"{place}: what is {first}?"
+    assert seen >= 60
+
+
+def test_commands_in_running_text_have_their_flags(in_a_folder_with_configs):
+    seen = 0
+    for place, line in inline_lines():
+        name = line.split()[1]
+        seen += 1
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", line):
+            assert flag in flags_of(name), f"{place}: `{line}`: {name} has no {flag}"
+        if not re.search(r"[…|]", line) and re.match(r"loragate [a-z]+ -", line):
+            why = refusal(name, words_of(line)[2:])
+            assert why is None or " needs " in why, f"{place}: `{line}`: {why}"
+    assert seen >= 60
+
+
+def test_flags_named_alone_exist():
+    known = FOREIGN_FLAGS.union(*(flags_of(name) for name in COMMANDS))
+    for path in DOCUMENTS:
+        for code in re.findall(r"`(-[^`\n]*)`", prose(path)):
+            flag = re.match(r"--[a-z][a-z0-9-]*", code)
+            assert flag is None or flag[0] in known, f"{path.name}: no command has {flag[0]}"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_a_command(name, in_a_folder_with_configs):
+    """Every example parses, every setting is described, and the page of the site names them all."""
+    found = command(name)
+    assert found.name == name
+    assert found.examples
+    for line in found.examples:
+        words = words_of(line)
+        assert words[:2] == ["loragate", name]
+        options, _ = parse(found, words[2:])
+        assert isinstance(options, found.options)
+    texts = help_texts(found.options)
+    for setting in field_kinds(found.options):
+        assert texts.get(setting, "").strip(), f"{name}: {setting} has no help text"
+    page = site().command_page(name)
+    for flag in flags_of(name) - {"-h", "--help", "--config", "--print-config", "--debug"}:
+        assert f"`{flag}`" in page
+    for line in found.examples:
+        assert line in page
+
+
+def test_examples_of_the_overview_parse(in_a_folder_with_configs):
+    lines = [line.strip() for line in overview().splitlines() if line.startswith("  loragate ")]
+    assert len(lines) >= 3
+    for line in lines:
+        words = shlex.split(line)
+        parse(command(words[1]), words[2:])
+
+
+PAGES_WITH_PYTHON = [path for path in DOCUMENTS if any(fence.language == "python" for fence in fences(path))]
+
+
+@pytest.mark.parametrize("path", PAGES_WITH_PYTHON, ids=lambda path: path.name)
+def test_python_snippets_run(path, tmp_path, monkeypatch, capsys):
+    if path.name == "sandbox.md" and shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
     monkeypatch.chdir(tmp_path)
     tiny_base().save_pretrained("path/to/base")
     tiny_tokenizer().save_pretrained("path/to/base")
     model = tiny_adapter()
     model.peft_config["default"].base_model_name_or_path = "path/to/base"
     model.save_pretrained("path/to/adapter")
-    exec(compile(block, "README.md", "exec"), {})
-    assert Path("gated/gate_config.json").is_file()
-    assert capsys.readouterr().out.count("\n") == 2
+    namespace = {"__name__": "snippet"}
+    for fence in (fence for fence in fences(path) if fence.language == "python"):
+        reason = re.match(r"not run:(.*)", fence.comment)
+        assert reason is None or len(reason[1].split()) >= 3, f"{path.name}:{fence.line}: say why it is not run"
+        code = compile(fence.text, f"{path.name}:{fence.line}", "exec")
+        if reason is None:
+            exec(code, namespace)
+            # "expression   # Type(...)" states what comes out
+            for expression, shown in re.findall(r"^(\w.*\))\s+# (\w+\(.*\))$", fence.text, re.M):
+                assert repr(eval(expression, namespace)) == shown
+    if path.name == "README.md":
+        assert Path("gated/gate_config.json").is_file()
+        assert capsys.readouterr().out.count("\n") == 2
 
 
-def test_named_paths_exist():
+def test_yaml_and_json_snippets_are_what_they_seem(tmp_path):
+    from loragate.evaluation.tasks import load_questions, load_task
+    from loragate.recipes import Library, read_recipe
+
+    for fence in blocks("json"):
+        for line in fence.text.splitlines():
+            assert isinstance(json.loads(line), dict), f"{fence.page.name}:{fence.line}"
+    for fence in blocks("yaml"):
+        file = re.match(r"# ([\w.-]+\.yaml)", fence.text)
+        assert file, f"{fence.page.name}:{fence.line}: a YAML snippet opens with its file's name"
+        path = tmp_path / file[1]
+        path.write_text(fence.text, encoding="utf-8")
+        if file[1] == "tanks.yaml":
+            (rows,) = [other.text for other in fences(fence.page) if other.language == "json"]
+            (tmp_path / "tanks.jsonl").write_text(rows, encoding="utf-8")
+            assert len(load_questions(load_task(path)).questions) == 2
+        elif fence.page.name == "recipes.md":
+            assert read_recipe(str(path), Library()).stages
+        else:
+            read_config(path, command(file[1].removesuffix(".yaml")))
+
+
+def site_slug(heading):
+    """The anchor that MkDocs gives a heading."""
+    text = unicodedata.normalize("NFKD", heading).encode("ascii", "ignore").decode()
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", text).strip().lower())
+
+
+def github_slug(heading):
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@functools.cache
+def anchors(path):
+    """Anchors under which a heading is found both on the site and on GitHub."""
+    found = set()
+    for heading in re.findall(r"^#+ (.*)$", prose(path), re.M):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+        if site_slug(plain) == github_slug(plain):
+            found.add(site_slug(plain))
+    return found
+
+
+def test_links_and_named_paths_lead_somewhere():
+    checked = 0
     for path in DOCUMENTS:
-        text = path.read_text(encoding="utf-8")
-        for target in re.findall(r"\]\(((?!http)[^)#]+)\)", text):
-            assert (path.parent / target).exists(), f"{path.name} links to {target}"
-        for target in re.findall(r"`((?:src|tests|benchmarks|scripts|docs)/[\w./-]+)`", text):
+        text = prose(path)
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", re.sub(r"`[^`\n]*`", "", text)):
+            page = path.parent / target if target else path
+            assert page.exists(), f"{path.name} links to {target}"
+            if anchor:
+                checked += 1
+                assert anchor in anchors(page), f"{path.name}: {target}#{anchor}: there is {sorted(anchors(page))}"
+        for target in re.findall(r"`((?:src|tests|benchmarks|scripts|docs|examples)/[\w./-]+)`", text):
             assert (ROOT / target).exists(), f"{path.name} names {target}"
+    assert checked >= 10
+
+
+def pages_of(entry):
+    if isinstance(entry, str):
+        return [entry]
+    return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in pages_of(part)]
+
+
+@functools.cache
+def site():
+    spec = importlib.util.spec_from_file_location("docs_site", ROOT / "scripts" / "docs_site.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_page_is_in_the_navigation():
+    listed = pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    assert sorted(listed) == sorted(path.name for path in DOCS.glob("*.md")), "docs/ and the nav of mkdocs.yml differ"
+
+
+def test_every_public_name_has_its_place_in_the_reference():
+    listed = re.findall(r"^::: loragate\.(\w+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.M)
+    assert set(loragate.__all__) - {"__version__"} <= set(listed)
+
+
+def test_links_out_of_the_documentation_are_turned_to_copies():
+    page = "see [a](../examples/slurm/sweep.sbatch), [b](../README.md#x), [c](data.md)"
+    assert site().outside_links(page) == {"examples/slurm/sweep.sbatch", "README.md"}
+    turned = site().inward(page)
+    assert turned == "see [a](repository/examples/slurm/sweep.sbatch), [b](repository/README.md.txt), [c](data.md)"
+
+
+@pytest.mark.slow
+def test_the_site_builds_and_asks_no_network(tmp_path):
+    for package in ("mkdocs", "material", "mkdocstrings"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(ROOT / "mkdocs.yml"), "-d", str(tmp_path)]
+    done = subprocess.run(build, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    for path in DOCS.glob("*.md"):
+        assert (tmp_path / f"{path.stem}.html").is_file()
+    for name in COMMANDS:
+        assert (tmp_path / "commands" / f"{name}.html").is_file()
+    for path in tmp_path.rglob("*.html"):
+        page = path.read_text(encoding="utf-8")
+        loaded = re.findall(r'<(?:script|img|iframe|source)[^>]*\ssrc="?((?:https?:)?//[^"\s>]+)', page)
+        loaded += re.findall(r'<link[^>]*\shref="?((?:https?:)?//[^"\s>]+)', page)
+        assert loaded == [], f"{path.relative_to(tmp_path)} loads {loaded}"
+    for path in tmp_path.rglob("*.css"):
+        assert not re.search(r"(?:@import|url\()\s*['\"]?(?:https?:)?//", path.read_text(encoding="utf-8")), path.name
+
+
+@pytest.mark.slow
+def test_the_walk_of_the_five_minutes(tmp_path):
+    """The lines and the snippet marked as a walk, in order, as they stand."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    steps = 0
+    for fence in fences(DOCS / "five-minutes.md"):
+        if fence.comment != "walk":
+            continue
+        lines = [["-c", fence.text]]
+        if fence.language == "sh":
+            lines = [["-m", *shlex.split(line)] for line in fence.text.splitlines()]
+        for arguments in lines:
+            steps += 1
+            done = subprocess.run(
+                [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
+            )
+            assert done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
+    assert steps == 7
+    assert json.loads((tmp_path / "gated" / "gate_config.json").read_text())["selection"]
+    assert (tmp_path / "report.html").stat().st_size > 10_000
 
 
 @pytest.mark.slow
 def test_a_wheel_holds_the_tiny_base(tmp_path):
-    import subprocess
-    import sys
     import zipfile
 
     subprocess.run([sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)], check=True)

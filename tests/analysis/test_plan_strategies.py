@@ -144,23 +144,29 @@ def test_the_fastest_that_fits_is_chosen(model_file):
 
 
 def test_what_does_not_fit_says_what_to_change(model_file):
-    request = Request(
-        model_file,
-        gpu_memory="0.93",
-        seq=4096,
-        batch=4,
-        gradient_checkpointing="no",
-        quantization="none",
-        precision="fp32",
-    )
-    plan = make_plan(request)
-    assert plan.chosen is None
-    assert not plan.options[0].fits
-    words = "\n".join(plan.changes)
+    request = Request(model_file, seq=2048, batch=4, micro_batch=1, quantization="none", precision="fp32")
+    kept, recomputed = (option.memory.total / 2**30 for option in make_plan(request).options)
+    between = replace(request, gpu_memory=f"{(kept + recomputed) / 2}")
+    assert make_plan(between).chosen.checkpointing
+    refused = make_plan(replace(between, gradient_checkpointing="no"))
+    assert refused.chosen is None
+    assert [option.fits for option in refused.options] == [False]
+    words = "\n".join(refused.changes)
     assert "allow single + gradient checkpointing, micro-batch 1" in words
+    assert "rows of at most" in words
     assert "GPUs of at least" in words
-    relaxed = make_plan(replace(request, gradient_checkpointing="any"))
-    assert relaxed.chosen.checkpointing
+
+
+def test_more_gpus_are_proposed_where_they_would_do(tmp_path):
+    values = {"model_type": "qwen2", "vocab_size": 160, "hidden_size": 2048, "intermediate_size": 8192}
+    values |= {"num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 4}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values))
+    request = Request(str(path), gpu_memory="3", seq=64, batch=64, micro_batch=1, dtype="float32", precision="fp32")
+    plan = make_plan(replace(request, gradient_checkpointing="yes", quantization="none"))
+    assert plan.chosen is None
+    assert "4 such GPUs with fsdp2 and gradient checkpointing, micro-batch 1" in plan.changes
+    assert make_plan(replace(request, gpus=4, strategy="fsdp2")).chosen.strategy == "fsdp2"
 
 
 @pytest.mark.parametrize(

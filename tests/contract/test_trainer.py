@@ -14,6 +14,10 @@ pytestmark = pytest.mark.contract
 def test_overridden_methods_exist():
     for name in ("compute_loss", "prediction_step", "log", "_save", "_load_from_checkpoint"):
         assert callable(getattr(transformers.Trainer, name)), name
+    for name in ("training_step", "save_model", "_save_rng_state", "_sync_replicated_trainable_parameters"):
+        assert callable(getattr(transformers.Trainer, name)), name
+    for name in ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "_defer_fsdp_gradient_reduction"):
+        assert callable(getattr(transformers.Trainer, name)), name
     assert callable(trl.SFTTrainer.create_model_card)
     assert callable(trl.SFTTrainer._send_telemetry)
 
@@ -29,9 +33,36 @@ def test_the_denominator_counts_shifted_labels():
     assert "self.accelerator.gather" in source
 
 
+def test_a_model_that_was_sharded_before_is_neither_wrapped_nor_reduced():
+    source = inspect.getsource(transformers.Trainer._prepare_for_training)
+    assert "if self.is_distributed_loading_by_transformers:" in source
+    assert "evaluation_mode=True" in source
+    assert "self._sync_replicated_trainable_parameters(model)" in source
+    assert "self._defer_fsdp_gradient_reduction" in inspect.getsource(transformers.Trainer._run_epoch)
+
+
+def test_fsdp2_leaves_parameters_out():
+    from torch.distributed.fsdp import fully_shard
+
+    assert "ignored_params" in inspect.signature(fully_shard).parameters
+
+
+def test_checkpoints_end_with_the_state_file():
+    source = inspect.getsource(transformers.Trainer._save_checkpoint)
+    last = source.index("self.state.save_to_json")
+    for name in ("self.save_model(", "self._save_optimizer_and_scheduler(", "self._save_rng_state("):
+        assert source.index(name) < last, name
+
+
 def test_configuration_fields_exist():
     fields = trl.SFTConfig.__dataclass_fields__
-    for name in ("train_sampling_strategy", "dataset_kwargs", "average_tokens_across_devices", "router_aux_loss_coef"):
+    for name in (
+        "activation_offloading",
+        "train_sampling_strategy",
+        "dataset_kwargs",
+        "average_tokens_across_devices",
+        "router_aux_loss_coef",
+    ):
         assert name in fields, name
 
 

@@ -159,6 +159,7 @@ def test_an_adapter_goes_with_every_request(fake_vllm: Any, folders: tuple[str, 
     assert engine._llm.calls[0][2] == ("adapter", 1, folders[1])
     assert engine._llm.settings == {
         "model": folders[0],
+        "revision": None,
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
         "max_model_len": 40,
@@ -204,13 +205,19 @@ def test_a_gated_folder_needs_the_plugin(fake_vllm: Any, folders: tuple[str, str
         VllmEngine(folders[0], str(tmp_path))
     manager = sys.modules["vllm.lora.worker_manager"].WorkerLoRAManager
     manager.loragate_gates = "vLLM 9 cannot serve gates"
-    with pytest.raises(ConfigError, match=r"is a gated adapter\. vLLM 9 cannot serve gates\."):
+    with pytest.raises(ConfigError, match=r"needs λ\. vLLM 9 cannot serve gates\."):
         VllmEngine(folders[0], str(tmp_path))
     manager.loragate_gates = ""
     engine = VllmEngine(folders[0], str(tmp_path))
     engine.generate(PROMPTS[:2], GREEDY)
     assert engine._llm.calls[0][2] == ("adapter", 1, str(tmp_path))
     assert engine._llm.settings["max_lora_rank"] == 8
+    engine = VllmEngine(folders[0], str(tmp_path), override="constant=0.5", revision="abc", tokenizer=tiny_tokenizer())
+    engine.generate(PROMPTS[:2], GREEDY)
+    assert engine._llm.calls[0][2] == ("adapter", 1, f"{tmp_path}@constant=0.5")
+    assert engine._llm.settings["revision"] == "abc"
+    with pytest.raises(ConfigError, match="no effect on a base model"):
+        VllmEngine(folders[0], override="unit")
 
 
 @pytest.mark.parametrize(

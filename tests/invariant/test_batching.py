@@ -5,6 +5,7 @@ TALR is the documented exception: its median is taken over the sequences of one 
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,9 +23,16 @@ from tiny import tiny_adapter, tiny_base, tiny_rows
 GATES = lg.GateConfig(-3, 2)
 
 
-def calibration(tokenizer, micro, rows=None, seed=42):
+def calibration(tokenizer, micro, rows=None, seed=42, **changes):
     settings = CalibrationSettings(
-        batch_size=8, micro_batch_size=micro, learning_rate=1e-2, logging_steps=1, k=20, max_length=64, seed=seed
+        batch_size=8,
+        micro_batch_size=micro,
+        learning_rate=1e-2,
+        logging_steps=1,
+        k=20,
+        max_length=64,
+        seed=seed,
+        **changes,
     )
     model = tiny_adapter()
     result = lg.calibrate(model, tokenizer, rows or tiny_rows(20), GATES, settings)
@@ -63,6 +71,82 @@ def test_gradient_checkpointing_changes_nothing(tokenizer):
         history = lg.calibrate(model, tokenizer, tiny_rows(20), GATES, settings).history
         results.append(([r["loss"] for r in history if "loss" in r], lg.gate_parameters(model)))
     assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("how", [{"packing": True}, {"group_by_length": True}], ids=["packed", "grouped"])
+def test_packing_and_grouping_change_nothing(tokenizer, how):
+    whole = calibration(tokenizer, 8)
+    for micro in (8, 2):
+        assert_same(calibration(tokenizer, micro, **how), whole)
+    assert_same(calibration(tokenizer, 4, gradient_checkpointing=True, **how), whole)
+
+
+@pytest.mark.parametrize("how", [{"packing": True}, {"group_by_length": True}], ids=["packed", "grouped"])
+def test_a_packed_or_grouped_run_resumes_bit_for_bit(tokenizer, how, tmp_path):
+    settings = CalibrationSettings(
+        batch_size=8, micro_batch_size=4, learning_rate=1e-2, logging_steps=1, k=20, max_length=64, save_steps=2, **how
+    )
+    values = []
+    for resume in (False, True):
+        model = tiny_adapter()
+        lg.calibrate(model, tokenizer, tiny_rows(20), GATES, settings, run_folder=tmp_path, resume=resume)
+        values.append({name: value.detach().clone() for name, value in lg.gate_parameters(model).items()})
+        shutil.rmtree(tmp_path / "checkpoint-3")
+    for name, value in values[0].items():
+        assert torch.equal(value, values[1][name]), name
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="activations are offloaded from a GPU")
+def test_activation_offload_changes_nothing(tokenizer):
+    results = []
+    for offload in (False, True):
+        settings = CalibrationSettings(
+            batch_size=8, micro_batch_size=4, learning_rate=1e-2, logging_steps=1, k=20, max_length=64,
+            activation_offload=offload,
+        )  # fmt: skip
+        model = tiny_adapter().cuda()
+        history = lg.calibrate(model, tokenizer, tiny_rows(20), GATES, settings).history
+        results.append(([r["loss"] for r in history if "loss" in r], lg.gate_parameters(model)))
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="loss scaling needs CUDA")
+def test_fp16_follows_fp32(tokenizer):
+    losses = []
+    for precision in ("fp32", "fp16"):
+        settings = CalibrationSettings(
+            batch_size=8, micro_batch_size=4, learning_rate=1e-2, logging_steps=1, k=20, max_length=64,
+            precision=precision,
+        )  # fmt: skip
+        model = tiny_adapter().cuda()
+        history = lg.calibrate(model, tokenizer, tiny_rows(20), GATES, settings).history
+        losses.append([r["loss"] for r in history if "loss" in r])
+        assert all(value.dtype == torch.float32 for value in lg.gate_parameters(model).values())
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+
+
+@pytest.mark.parametrize("objective", ["sft", "dft", "profit", "eaft"])
+def test_packed_stage_one_equals_the_plain_run(tokenizer, objective):
+    results = []
+    for packing in (False, True):
+        settings = StageOneSettings(
+            objective=objective, batch_size=8, micro_batch_size=4, learning_rate=5e-3, logging_steps=1, max_length=64,
+            rank=4, packing=packing,
+        )  # fmt: skip
+        history = lg.train_adapter(tiny_base(), tokenizer, tiny_rows(20), settings).history
+        results.append([record["loss"] for record in history if "loss" in record])
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
+
+
+def test_packed_talr_takes_its_median_over_sequences(tokenizer):
+    results = []
+    for packing in (False, True):
+        settings = StageOneSettings(
+            objective="talr", batch_size=8, micro_batch_size=8, logging_steps=1, max_length=64, packing=packing
+        )
+        history = lg.train_adapter(tiny_base(), tokenizer, tiny_rows(16), settings).history
+        results.append([record["loss"] for record in history if "loss" in record])
+    assert results[0] == pytest.approx(results[1], rel=1e-5), "one pass a step: the same sequences in the median"
 
 
 @pytest.mark.parametrize("objective", ["sft", "dft", "profit", "eaft"])

@@ -224,3 +224,13 @@ def test_bad_arguments_are_explained():
         token_statistics(hidden, weight, labels, gradients=("entropie",))
     with pytest.raises(ConfigError, match="not among outputs"):
         token_statistics(hidden, weight, labels, outputs=("entropy",), gradients=("log_prob",))
+
+
+def test_k_of_zero_is_the_whole_vocabulary():
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(4, 8, generator=draw), torch.randn(50, 8, generator=draw)
+    labels = torch.randint(0, 50, (4,), generator=draw)
+    whole, every = (token_statistics(hidden, weight, labels, k=k) for k in (0, 50))
+    assert whole.k == every.k == 50
+    assert torch.equal(whole.topk_entropy, every.topk_entropy)
+    torch.testing.assert_close(whole.topk_entropy, topk_entropy(hidden @ weight.T, 0))

@@ -7,7 +7,16 @@ import torch
 
 from loragate.errors import ConfigError
 from loragate.losses import ObjectiveContext, TokenStatistics, objectives, statistics_of_logits
-from loragate.losses.objectives import eaft, profit, talr
+from loragate.losses.objectives import (
+    FACTORIES,
+    EntropyKLSelective,
+    EntropyMinimisation,
+    Forgetting,
+    Interleaved,
+    eaft,
+    profit,
+    talr,
+)
 
 
 @pytest.fixture
@@ -95,3 +104,119 @@ def test_wrong_constants_are_refused(stats):
         talr(tau="mean")
     with pytest.raises(ConfigError, match="positive"):
         talr(tau=0.0)
+
+
+@pytest.fixture
+def referred():
+    """Statistics with a KL to a reference, their logits and labels: 10 labelled tokens over 40 words."""
+    draw = torch.Generator().manual_seed(4)
+    logits = (torch.randn(3, 6, 40, generator=draw, dtype=torch.float64) * 3).requires_grad_(True)
+    reference = torch.randn(3, 6, 40, generator=draw, dtype=torch.float64) * 3
+    labels = torch.randint(0, 40, (3, 6), generator=draw)
+    labels[0, :2] = -100
+    labels[2] = -100
+    return statistics_of_logits(logits, labels, 0, reference), logits, reference, labels
+
+
+def published_eksft(logits, reference, labels, ratio, entropy_weight, kl_weight, union=True):
+    """The three means, written with explicit loops over the tokens."""
+    tokens = [(b, t) for b in range(3) for t in range(6) if labels[b, t] != -100]
+    p = {at: torch.softmax(logits[at], -1) for at in tokens}
+    r = {at: torch.softmax(reference[at], -1) for at in tokens}
+    entropy = {at: -(p[at] * p[at].log()).sum() for at in tokens}
+    kl = {at: (p[at] * (p[at] / r[at]).log()).sum() for at in tokens}
+    count = int(len(tokens) * ratio)
+    high_entropy = set(sorted(tokens, key=lambda at: -float(entropy[at].detach()))[:count])
+    high_kl = set(sorted(tokens, key=lambda at: -float(kl[at].detach()))[:count])
+    masked = high_entropy | high_kl if union else high_entropy & high_kl
+    kept = [at for at in tokens if at not in masked]
+    loss = sum(-p[at][labels[at]].log() for at in kept) / len(kept)
+    if count:
+        loss = loss - entropy_weight * sum(entropy[at] / math.log(40) for at in high_entropy) / count
+        loss = loss + kl_weight * sum(kl[at] for at in high_kl) / count
+    return loss
+
+
+@pytest.mark.parametrize("union", [True, False])
+@pytest.mark.parametrize("ratio", [0.0, 0.2, 0.45])
+def test_eksft_is_its_published_formula(referred, ratio, union):
+    stats, logits, reference, labels = referred
+    made = EntropyKLSelective(ratio, 0.3, 0.7, "union" if union else "intersection")
+    mean = made.loss(stats).sum() / stats.mask.sum()
+    expected = published_eksft(logits, reference, labels, ratio, 0.3, 0.7, union)
+    torch.testing.assert_close(mean, expected, rtol=1e-7, atol=1e-9)
+    (found,) = torch.autograd.grad(mean, logits, retain_graph=True)
+    (wanted,) = torch.autograd.grad(expected, logits)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9)
+    assert made.loss(stats)[~stats.mask].eq(0).all()
+
+
+def test_eksft_over_all_tokens_keeps_the_papers_denominator(referred):
+    stats, *_ = referred
+    made = EntropyKLSelective(0.2, 0.0, 0.0, reduction="all")
+    weights = -made.loss(stats).detach() / stats.log_prob.detach()
+    assert set(weights[stats.mask].round(decimals=6).tolist()) == {0.0, 1.0}
+    assert int(weights[stats.mask].sum().round()) in (6, 7, 8), "2 + 2 of 10 tokens are masked, overlaps once"
+
+
+def test_eksft_needs_a_reference(stats):
+    with pytest.raises(ConfigError, match="'eksft' needs reference_kl"):
+        objectives["eksft"].loss(stats)
+
+
+def test_forgetting_is_its_published_formula(stats):
+    keep = torch.rand(3, 6, generator=torch.Generator().manual_seed(1)) > 0.4
+    nll = -stats.log_prob
+    learn, forget = nll[stats.mask & keep], nll[stats.mask & ~keep]
+    assert min(len(learn), len(forget)) > 1
+    for step, strength in ((0, 0.0), (5, 0.2), (10, 0.4)):
+        context = ObjectiveContext(keep_mask=keep, step=step, total_steps=10)
+        mean = Forgetting(0.4).loss(stats, context).sum() / stats.mask.sum()
+        torch.testing.assert_close(mean, learn.mean() - strength * forget.mean(), rtol=1e-6, atol=1e-9)
+    constant = Forgetting(0.4, "constant", "all").loss(stats, ObjectiveContext(keep_mask=keep, step=0, total_steps=10))
+    torch.testing.assert_close(constant.sum(), learn.sum() - 0.4 * forget.sum(), rtol=1e-6, atol=1e-9)
+    (gradient,) = torch.autograd.grad(constant.sum(), stats.log_prob, retain_graph=True)
+    assert (gradient[stats.mask & keep] < 0).all(), "kept tokens become likelier"
+    assert (gradient[stats.mask & ~keep] > 0).all(), "the others become less likely: no nonnegative weight does that"
+    with pytest.raises(ConfigError, match="loragate mask"):
+        objectives["forgetting"].loss(stats)
+
+
+def test_all_kept_or_all_forgotten_is_finite(stats):
+    every = torch.ones(3, 6, dtype=torch.bool)
+    for keep in (every, ~every):
+        loss = Forgetting().loss(stats, ObjectiveContext(keep_mask=keep))
+        assert torch.isfinite(loss).all()
+
+
+def test_entropy_and_interleaved(stats):
+    torch.testing.assert_close(EntropyMinimisation(k=20).loss(stats), stats.topk_entropy)
+    turns = Interleaved(ce_steps=2, entropy_steps=1, k=20)
+    for step, entropy in enumerate([False, False, True, False, False, True]):
+        loss = turns.loss(stats, ObjectiveContext(step=step))
+        torch.testing.assert_close(loss, stats.topk_entropy if entropy else -stats.log_prob)
+        assert turns.takes_entropy(step) == entropy
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "told"),
+    [
+        ("eksft", {"ratio": 1.0}, "ratio is a share"),
+        ("eksft", {"kl_weight": -1}, "kl_weight is a number of at least 0"),
+        ("eksft", {"combine": "unoin"}, "did you mean 'union'"),
+        ("forgetting", {"schedule": "cosine"}, "linear or constant"),
+        ("forgetting", {"coefficient": float("nan")}, "at least 0"),
+        ("entropy", {"k": 1}, "at least 2, or 0"),
+        ("interleaved", {"ce_steps": 0}, "at least 1"),
+    ],
+)
+def test_wrong_constants_of_the_new_objectives(name, options, told):
+    with pytest.raises(ConfigError, match=told):
+        FACTORIES[name](**options)
+
+
+def test_every_objective_says_what_it_reads():
+    for name, objective in objectives.items():
+        assert objective.name == name
+        assert set(objective.gradients or ()) <= set(objective.outputs)
+        assert isinstance(objective.settings, dict)

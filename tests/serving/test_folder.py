@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import loragate as lg
-from loragate.errors import ArtifactError
-from loragate.serving import read_folder
-from loragate.serving.folder import is_gated, stamp
+from loragate.errors import ArtifactError, ConfigError
+from loragate.gates.gate import Override
+from loragate.serving import read_folder, read_place
+from loragate.serving.folder import has_lambda, is_gated, stamp
 from tiny import tiny_adapter
 
 
@@ -79,6 +80,26 @@ def test_a_rewritten_folder_has_another_stamp(folder: Path) -> None:
     assert stamp(folder) != before
     assert is_gated(folder)
     assert not is_gated(folder / "adapter")
+
+
+def test_an_override_stands_behind_the_folder(folder: Path) -> None:
+    gates = read_place(f"{folder}@unit")
+    assert gates.override == Override(0.0, 1.0)
+    assert gates.digest == read_folder(folder).digest
+    assert has_lambda(str(folder))
+    assert read_place(str(folder)).override is None
+    with pytest.raises(ConfigError, match="did you mean 'unit'"):
+        read_place(f"{folder}@unnit")
+
+
+def test_a_plain_adapter_takes_one_constant(folder: Path) -> None:
+    plain = folder / "adapter"
+    gates = read_place(f"{plain}@constant=0.5")
+    assert gates.adapter == plain
+    assert set(gates.biases) == set(read_folder(folder).biases)
+    assert not has_lambda(str(plain))
+    with pytest.raises(ArtifactError, match="takes @constant=C alone"):
+        read_place(f"{plain}@unit")
 
 
 def other_adapter(folder: Path) -> None:

@@ -94,6 +94,55 @@ def test_each_name_answers_as_its_own_model(url: str) -> None:
     assert len(set(texts.values())) == 3
 
 
+OVERRIDES: dict[str, dict[str, float]] = {
+    "unit": {"minimum": 0.0, "maximum": 1.0},
+    "off": {"constant": 1.0},
+    "noreverse": {"minimum": 0.0},
+    "clip=-1:0.5": {"minimum": -1.0, "maximum": 0.5},
+    "constant=-0.5": {"constant": -0.5},
+}
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_an_override_behind_the_name_acts_on_this_request_alone(url: str, name: str) -> None:
+    before = complete(url)["choices"][0]["text"]
+    model = gated()
+    with lg.gate_override(model, **OVERRIDES[name]):
+        expected = TransformersEngine(model, tiny_tokenizer()).generate([PROMPT], SamplingConfig(0, max_new_tokens=12))
+    reply = complete(url, model=f"gated@{name}")
+    assert reply["choices"][0]["text"] == expected[0].text
+    assert reply["model"] == f"gated@{name}"
+    assert complete(url)["choices"][0]["text"] == before
+
+
+def test_overrides_of_what_has_no_gates(url: str) -> None:
+    constant = complete(url, model="adapter@constant=-0.5")["choices"][0]["text"]
+    assert constant == complete(url, model="gated@constant=-0.5")["choices"][0]["text"]
+    for name, status, message in (
+        ("adapter@unit", 400, "adapter has no gates"),
+        ("base@off", 400, "base has no gates"),
+        ("gated@unti", 400, "did you mean 'unit'"),
+        ("other@unit", 404, "this server has base, adapter, gated"),
+        ("gated@", 400, "no known override"),
+    ):
+        found, reply = call(f"{url}/v1/completions", {"model": name, "prompt": PROMPT})
+        assert found == status, name
+        assert message in reply["error"]["message"]
+
+
+def test_a_plain_adapter_takes_a_constant() -> None:
+    base = tiny_base(max_position_embeddings=128)
+    for url in serving(transformers_app(tiny_adapter(base=base), tiny_tokenizer(), "adapter")):
+        found = complete(url, model="adapter@constant=-0.5")["choices"][0]["text"]
+        plain = complete(url, model="adapter")["choices"][0]["text"]
+        model = gated()
+        with lg.gate_override(model, constant=-0.5):
+            expected = TransformersEngine(model, tiny_tokenizer()).generate(
+                [PROMPT], SamplingConfig(0, max_new_tokens=12)
+            )
+        assert found == expected[0].text != plain
+
+
 def test_seeds_and_several_choices(url: str) -> None:
     first = complete(url, temperature=1, seed=5, n=3)
     assert [one["index"] for one in first["choices"]] == [0, 1, 2]

@@ -8,28 +8,29 @@ import torch
 from loragate.errors import LoragateError
 from loragate.gates import gate_coefficient
 from loragate.serving import SUPPORTED_RANGE, TESTED_VERSIONS, why_unsupported
-from loragate.serving.layers import slot_coefficients
+from loragate.serving.layers import empty_slots, slot_coefficients, slot_constants
 from loragate.serving.plugin import _remember
 
 SLOTS, SLICES, WIDTH = 3, 2, 16
 RANGES = [(-6.0, 3.0, 1.0), (-1.0, 2.0, 0.5), (1.0, 1.0, 1.0)]
 
 
-def stacks() -> tuple[torch.Tensor, torch.Tensor]:
-    """Two gated slots and one without gates."""
+def stacks() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two gated slots, one without gates, and the row of tokens without an adapter."""
     torch.manual_seed(0)
-    weight = torch.randn(SLOTS, SLICES, WIDTH)
-    constants = torch.zeros(SLOTS, SLICES, 4)
-    for slot, (lower, upper, tau) in enumerate(RANGES):
+    gates = torch.randn(2, SLICES, WIDTH)
+    weight, bias, constants = empty_slots(SLOTS, SLICES, WIDTH)
+    for slot, (lower, upper, tau) in enumerate(RANGES[:2]):
         for piece in range(SLICES):
-            constants[slot, piece] = torch.tensor([0.1 * (piece - slot), tau, lower, upper])
-    weight[2] = 0
-    constants[2, :, 0] = 0
-    return weight, constants
+            weight[slot, piece] = gates[slot, piece] / tau
+            bias[slot, piece] = 0.1 * (piece - slot) / tau
+            constants[slot, piece] = slot_constants(lower, upper)
+    return weight, bias, constants
 
 
 def expected(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    weight, constants = stacks()
+    torch.manual_seed(0)
+    gates = torch.cat([torch.randn(2, SLICES, WIDTH), torch.zeros(1, SLICES, WIDTH)])
     rows = []
     for piece in range(SLICES):
         row = []
@@ -38,10 +39,10 @@ def expected(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
                 row.append(torch.tensor(0.0))
                 continue
             lower, upper, tau = RANGES[slot]
-            logit = token.float() @ weight[slot, piece] + constants[slot, piece, 0]
+            logit = token.float() @ gates[slot, piece] + (0.1 * (piece - slot) if slot < 2 else 0.0)
             row.append(gate_coefficient(logit, lower, upper, tau))
         rows.append(torch.stack(row))
-    return torch.stack(rows)
+    return torch.stack(rows).t()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -50,10 +51,24 @@ def test_each_token_has_the_gate_of_its_slot(dtype: torch.dtype) -> None:
     slots = torch.arange(40) % 4 - 1
     found = slot_coefficients(x, slots, *stacks())
     torch.testing.assert_close(found, expected(x, slots), rtol=1e-5, atol=2e-6)
-    assert (found[:, slots == 2] == 1).all()
-    assert (found[:, slots == -1] == 0).all()
+    assert (found[slots == 2] == 1).all()
+    assert (found[slots == -1] == 0).all()
     assert (found < 0).any()
     assert (found > 1).any()
+
+
+def test_each_slot_has_its_own_bounds() -> None:
+    """One slot clipped to [0, 1], one with the constant −0.5, one left alone."""
+    x = 3 * torch.randn(40, WIDTH)
+    slots = torch.arange(40) % 3
+    weight, bias, constants = stacks()
+    free = slot_coefficients(x, slots, weight, bias, constants)
+    constants[0] = slot_constants(*RANGES[0][:2], 0.0, 1.0)
+    constants[1] = slot_constants(*RANGES[1][:2], -0.5, -0.5)
+    found = slot_coefficients(x, slots, weight, bias, constants)
+    assert torch.equal(found[slots == 0], free[slots == 0].clamp(0, 1))
+    assert (found[slots == 1] == -0.5).all()
+    assert torch.equal(found[slots == 2], free[slots == 2])
 
 
 def test_padding_with_arbitrary_indices_disturbs_nobody() -> None:
@@ -61,26 +76,27 @@ def test_padding_with_arbitrary_indices_disturbs_nobody() -> None:
     slots = torch.tensor([0, 1, 2, -1, 1 << 40, -(1 << 40)])
     x[4:] = torch.nan
     found = slot_coefficients(x, slots, *stacks())
-    torch.testing.assert_close(found[:, :4], expected(x[:4], slots[:4]), rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(found[:4], expected(x[:4], slots[:4]), rtol=1e-5, atol=2e-6)
 
 
 def test_a_row_parallel_layer_adds_its_parts_before_the_map() -> None:
     x, slots = torch.randn(9, WIDTH), torch.arange(9) % 3
-    weight, constants = stacks()
+    weight, bias, constants = stacks()
     half = WIDTH // 2
     other = torch.einsum("td,tnd->tn", x[:, half:], weight[slots][..., half:])
-    found = slot_coefficients(x[:, :half], slots, weight[..., :half].contiguous(), constants, lambda part: part + other)
+    mine = weight[..., :half].contiguous()
+    found = slot_coefficients(x[:, :half], slots, mine, bias, constants, lambda part: part + other)
     torch.testing.assert_close(found, expected(x, slots), rtol=1e-5, atol=2e-6)
 
 
 def test_gates_changed_in_place_are_seen_by_a_compiled_graph() -> None:
-    weight, constants = stacks()
+    weight, bias, constants = stacks()
     graph = torch.compile(slot_coefficients, fullgraph=True, dynamic=True, backend="eager")
     for tokens in (5, 9, 33):
         x, slots = torch.randn(tokens, WIDTH), torch.arange(tokens) % 4 - 1
-        torch.testing.assert_close(graph(x, slots, weight, constants), expected(x, slots), rtol=1e-5, atol=2e-6)
-    weight[0], constants[0] = 0, torch.tensor([0.0, 1.0, 1.0, 1.0])
-    assert (graph(x, slots, weight, constants)[:, slots == 0] == 1).all()
+        torch.testing.assert_close(graph(x, slots, weight, bias, constants), expected(x, slots), rtol=1e-5, atol=2e-6)
+    weight[0], bias[0], constants[0] = 0, 0, slot_constants(1.0, 1.0)
+    assert (graph(x, slots, weight, bias, constants)[slots == 0] == 1).all()
 
 
 def test_versions() -> None:

@@ -23,8 +23,10 @@ import torch
 
 import loragate as lg
 from loragate.cli.main import main
-from loragate.cli.serve import ServeOptions, base_revision, free_port
+from loragate.cli.serve import ServeOptions, free_port
+from loragate.cli.serve_folders import base_revision, served_folders
 from loragate.errors import ConfigError
+from loragate.gates.override_names import parse_override
 from loragate.generation import SamplingConfig, TransformersEngine
 from loragate.serving.vllm_server import server_command
 from tiny import tiny_adapter, tiny_base, tiny_tokenizer
@@ -52,6 +54,18 @@ def model_of(name: str) -> Any:
     return model
 
 
+def talkative_tokenizer() -> Any:
+    """A template that slips in a system message where a conversation has none."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] != 'system' %}<unk> w91 w92 {% endif %}"
+        "{% for m in messages %}{% if m['role'] == 'system' %}<unk> {{ m['content'] }} "
+        "{% elif m['role'] == 'user' %}<user> {{ m['content'] }} {% else %}<assistant> {{ m['content'] }} <eos> {% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+    )
+    return tokenizer
+
+
 def expected(name: str) -> list[str]:
     samples = TransformersEngine(model_of(name), tiny_tokenizer()).generate(PROMPTS, SamplingConfig(0, 1, NEW_TOKENS))
     return [sample.text for sample in samples]
@@ -61,7 +75,7 @@ def expected(name: str) -> list[str]:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("serve")
     tiny_base(**SHAPE).save_pretrained(place / "base")
-    tiny_tokenizer().save_pretrained(place / "base")
+    talkative_tokenizer().save_pretrained(place / "base")
     for name in SEEDS:
         lg.save_gates(model_of(name), place / name, base_id=str(place / "base"))
     return place
@@ -151,9 +165,16 @@ def check_clients(server: Running, names: list[str]) -> None:
 
 @pytest.mark.slow
 def test_transformers_server(folders: Path) -> None:
-    server = Running(str(folders / "gated"), "--engine", "transformers")
+    more = f"second={folders / 'second'},calm={folders / 'second'}@unit"
+    server = Running(str(folders / "gated"), "--engine", "transformers", "--adapters", more)
     try:
-        check_clients(server.wait(120), ["base", "adapter", "gated"])
+        check_clients(server.wait(120), ["base", "adapter", "gated", "second"])
+        with lg.gate_override(calm := model_of("second"), minimum=0.0, maximum=1.0):
+            samples = TransformersEngine(calm, tiny_tokenizer()).generate(PROMPTS, SamplingConfig(0, 1, NEW_TOKENS))
+        right = [sample.text for sample in samples]
+        for name in ("calm", "second@unit"):
+            assert [server.complete(name, prompt) for prompt in PROMPTS] == right
+        assert server.call("/v1/completions", {"model": "calm@off", "prompt": "w1"})[0] == 400
         assert server.call("/health")[0] == 200
     finally:
         status = server.end()
@@ -164,9 +185,9 @@ def test_transformers_server(folders: Path) -> None:
 def vllm_server(folders: Path) -> Iterator[Running]:
     server = Running(
         *(str(folders / "gated"), "--engine", "vllm", "--dtype", "float32", "--dynamic"),
-        *("--adapters", f"same={folders / 'gated'}"),
+        *("--adapters", f"same={folders / 'gated'}", "--overrides", "unit,constant=0.5"),
     )
-    yield server.wait(300)
+    yield server.wait(2400)
     server.end()
 
 
@@ -175,7 +196,9 @@ def vllm_server(folders: Path) -> Iterator[Running]:
 def test_vllm_server(vllm_server: Running) -> None:
     status, reply = vllm_server.call("/v1/models")
     assert status == 200
-    assert [card["id"] for card in reply["data"]] == ["base", "gated", "adapter", "same"]
+    assert [card["id"] for card in reply["data"]] == [
+        *("base", "gated", "adapter", "same", "gated@unit", "same@unit", "gated@constant=0.5", "same@constant=0.5")
+    ]
     check_clients(vllm_server, ["base", "adapter", "gated"])
 
 
@@ -194,6 +217,38 @@ def test_adapters_come_and_go_while_the_server_runs(vllm_server: Running, folder
     assert status == 500
     assert "schema version 99 is not known" in json.dumps(reply)
     assert vllm_server.complete("gated", PROMPTS[0]).strip() == expected("gated")[0]
+
+
+@vllm_only
+@pytest.mark.slow
+def test_a_client_asks_for_an_override(vllm_server: Running) -> None:
+    """One that was loaded at the start, and one that nobody has loaded; a wrong one does not exist."""
+    for text in ("unit", "constant=0.5", "constant=-0.5"):
+        model = model_of("gated")
+        override = parse_override(text)
+        with lg.gate_override(model, override.minimum, override.maximum, override.constant):
+            samples = TransformersEngine(model, tiny_tokenizer()).generate(PROMPTS, SamplingConfig(0, 1, NEW_TOKENS))
+        right = [sample.text for sample in samples]
+        assert [vllm_server.complete(f"gated@{text}", prompt).strip() for prompt in PROMPTS] == right
+    assert vllm_server.call("/v1/completions", {"model": "gated@unti", "prompt": "w1"})[0] == 404
+    assert vllm_server.complete("gated", PROMPTS[0]).strip() == expected("gated")[0]
+
+
+@vllm_only
+@pytest.mark.slow
+def test_chat_is_rendered_as_training_renders(vllm_server: Running) -> None:
+    """The template of this base slips in a system message; ours does not, and neither does the server."""
+    body = {"model": "gated", "max_tokens": NEW_TOKENS, "temperature": 0}
+    talk = [{"role": "user", "content": PROMPTS[0]}]
+    status, reply = vllm_server.call("/v1/chat/completions", {**body, "messages": talk})
+    assert status == 200, reply
+    rendered = f"<user> {PROMPTS[0]} <assistant> "
+    assert reply["usage"]["prompt_tokens"] == len(tiny_tokenizer()(rendered)["input_ids"])
+    text = vllm_server.call("/v1/completions", {**body, "prompt": rendered})[1]["choices"][0]["text"]
+    assert reply["choices"][0]["message"]["content"].strip() == text.strip()
+    own = [{"role": "system", "content": "w90"}, *talk]
+    longer = vllm_server.call("/v1/chat/completions", {**body, "messages": own})[1]
+    assert longer["usage"]["prompt_tokens"] == reply["usage"]["prompt_tokens"] + 2
 
 
 @vllm_only
@@ -234,6 +289,58 @@ def test_settings_that_cannot_be(folders: Path, capsys: pytest.CaptureFixture[st
         assert "vLLM is not installed" in fails(capsys, "serve", gated, "--verify")
 
 
+def test_names_and_places_that_are_served(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gated, second = folders / "gated", folders / "second"
+    options = ServeOptions(str(gated), adapters=f"math={second}, calm={second}@unit", overrides="off, clip=:1")
+    base, places = served_folders(options)
+    assert base == str(folders / "base")
+    assert places == {
+        "gated": str(gated),
+        "adapter": str(gated / "adapter"),
+        "math": str(second),
+        "calm": f"{second}@unit",
+        **{
+            f"{name}@{text}": f"{place}@{text}"
+            for text in ("off", "clip=:1")
+            for name, place in (("gated", gated), ("math", second))
+        },
+    }
+    for wrong, message in (
+        ({"adapters": "math"}, "expected NAME=FOLDER"),
+        ({"adapters": f"math={tmp_path}"}, "expected NAME=FOLDER"),
+        ({"adapters": f"gated={second}"}, "the name gated is taken"),
+        ({"adapters": f"math={second}@unti"}, "did you mean 'unit'"),
+        ({"overrides": "unti"}, "did you mean 'unit'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            served_folders(ServeOptions(str(gated), **wrong))
+    with pytest.raises(ConfigError, match="none of the adapters carries gates"):
+        served_folders(ServeOptions(str(gated / "adapter"), base=str(folders / "base"), overrides="unit"))
+    argv = ("serve", gated, "--engine", "transformers", "--overrides", "unit")
+    assert "--overrides has no effect without vLLM" in fails(capsys, *argv)
+
+
+def test_the_template_for_vllm() -> None:
+    """Wrapped where a system message is slipped in, left alone where none is."""
+    from loragate.cli.serve_template import template_for_vllm
+    from loragate.data import Chat
+
+    assert template_for_vllm(tiny_tokenizer()) is None
+    tokenizer = talkative_tokenizer()
+    ours = Chat(tokenizer, "none")
+    for start, end in (("", ""), ("\n", "\n"), ("{%- set x = 'y' -%}\n", "{# over #}\n\n")):
+        tokenizer.chat_template = start + talkative_tokenizer().chat_template + end
+        ours = Chat(tokenizer, "none")
+        wrapped = tiny_tokenizer()
+        wrapped.chat_template = template_for_vllm(tokenizer)
+        for talk in (
+            [{"role": "user", "content": 'say "x"\nö'}],
+            [{"role": "system", "content": "w1"}, {"role": "user", "content": "w2"}],
+        ):
+            expected = ours.render(talk, generation_prompt=True)
+            assert wrapped.apply_chat_template(talk, tokenize=False, add_generation_prompt=True) == expected
+
+
 def test_a_port_in_use_is_named_before_vllm_starts() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -259,3 +366,10 @@ def test_the_command_line_of_vllm() -> None:
     text = " ".join(command)
     assert "--model b --served-model-name base --host ::1 --port 81" in text
     assert "--enable-lora --max-lora-rank 16 --max-loras 2 --lora-modules gated=/g adapter=/g/adapter" in text
+    places = {"gated@constant=0.5": "/g@constant=0.5", "calm": "/g@clip=:1", "odd": "/a,b"}
+    command = server_command("b", places, host="h", port=1, max_lora_rank=8)
+    assert command[command.index("--lora-modules") + 1 :][:3] == [
+        '{"name": "gated@constant=0.5", "path": "/g@constant=0.5"}',
+        "calm=/g@clip=:1",
+        '{"name": "odd", "path": "/a,b"}',
+    ]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import loragate as lg
+from loragate.gates.eligibility import lora_layers
 from tiny import tiny_adapter, tiny_base, tiny_tokenizer
 
 PROMPTS = ["w5 w9 w20", "w7 w7 w30 w31 w32"]
@@ -119,3 +120,67 @@ def test_two_gated_adapters_are_swapped(model: Any, folder: Path) -> None:
     assert plain != first
     model.set_adapter("default")
     assert generate(model) == first
+
+
+def other_folder(place: Path) -> Path:
+    """Another adapter with gates of another range."""
+    adapter = lg.attach_gates(tiny_adapter(seed=8), lg.GateConfig(lower=-1, upper=3, granularity="module"))
+    torch.manual_seed(9)
+    for parameter in lg.gate_parameters(adapter).values():
+        parameter.data.normal_(0, 0.7)
+    return lg.save_gates(adapter, place, base_id="base")
+
+
+def test_adapters_with_gates_of_their_own_are_hot_swapped(model: Any, folder: Path, tmp_path: Path) -> None:
+    """Two tasks on one base: each answers as when loaded alone, an override touches one, and one can be taken away."""
+    other = other_folder(tmp_path / "other")
+    alone = [generate(model), generate(lg.load_gated(other, base=folder.parent / "base", dtype=torch.float32))]
+    model.load_adapter(str(other / "adapter"), adapter_name="other")
+    lg.load_gates(model, other, adapter_name="other")
+    assert alone[0] != alone[1]
+    for name, expected in (("default", alone[0]), ("other", alone[1])) * 2:
+        model.set_adapter(name)
+        assert generate(model) == expected
+    with lg.gate_override(model, constant=0.0, adapter_name="default"):
+        assert generate(model) == alone[1]
+        model.set_adapter("default")
+        assert generate(model) == generate(tiny_base())
+    both = {name: value.repeat(2, 1) for name, value in ids().items()}
+    model.eval()
+    with torch.no_grad():
+        mixed = model(**both, adapter_names=["default", "other"]).logits
+        for row, name in enumerate(("default", "other")):
+            model.set_adapter(name)
+            torch.testing.assert_close(mixed[row], model(**ids()).logits[0], rtol=1e-5, atol=1e-5)
+    model.delete_adapter("default")
+    assert generate(model) == alone[1]
+
+
+def test_a_quantised_base_in_eight_bits(folder: Path) -> None:
+    """The gates act on LLM.int8() layers as on the weights that these stand for."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    from transformers import BitsAndBytesConfig
+
+    try:
+        model = lg.load_gated(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True), dtype=torch.float32)
+        found = model(**ids()).logits
+    except (RuntimeError, ImportError, NotImplementedError) as error:
+        pytest.skip(f"bitsandbytes has no 8-bit kernels here: {error}")
+    reference = lg.load_gated(folder, dtype=torch.float32)
+    quantised = dict(lora_layers(model, "default"))
+    assert len(quantised) == 14
+    for path, layer in lora_layers(reference, "default"):
+        linear = quantised[path].base_layer
+        assert linear.weight.dtype == torch.int8
+        scale = linear.state.SCB  # a first forward pass has moved it there
+        weight = linear.weight.data.float() * scale.float().unsqueeze(1) / 127
+        assert 0 < (layer.base_layer.weight - weight).abs().max() < 0.02
+        layer.base_layer.weight.data.copy_(weight)
+    with torch.no_grad():
+        expected = reference(**ids()).logits
+        with lg.gates_disabled(reference):
+            plain = reference(**ids()).logits
+    # activations are rounded to 8 bits as well, the gates' input is not
+    assert (found - expected).abs().mean() < 0.1 * (plain - expected).abs().mean()
+    with lg.gates_disabled(model):
+        assert (model(**ids()).logits - expected).abs().mean() > 5 * (found - expected).abs().mean()

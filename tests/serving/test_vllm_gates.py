@@ -16,6 +16,8 @@ import pytest
 import torch
 
 import loragate as lg
+from loragate.gates.attach import gate_modules
+from loragate.gates.override_names import parse_override
 from loragate.serving.parity import compare, greedy
 from tiny import tiny_adapter, tiny_base, tiny_tokenizer
 
@@ -49,6 +51,7 @@ GATES: dict[str, tuple[int, dict[str, Any]]] = {
     "global": (4, {"lower": -3, "upper": 2, "granularity": "global"}),
     "some": (5, {"lower": -3, "upper": 2, "target_modules": ["k_proj", "up_proj", "o_proj"]}),
 }
+VIRTUAL = ["wide@unit", "wide@off", "wide@noreverse", "narrow@clip=-0.5:", "narrow@constant=-0.5", "plain@constant=0.5"]
 PROMPTS = [[5 + (7 * row + 11 * place) % 150 for place in range(36 + row)] for row in range(4)]
 TOLERANCE = 1e-4
 
@@ -70,9 +73,21 @@ def gated_model(name: str) -> Any:
 
 
 def reference(name: str) -> Any:
+    if "@" in name:
+        return overridden(*name.split("@"))
     if name == "base":
         return tiny_base(**SHAPE)
     return lora_model(name) if name == "plain" else gated_model(name)
+
+
+def overridden(name: str, text: str) -> Any:
+    """The model of a name with an override laid over λ for good."""
+    model = reference(name)
+    if name == "plain":
+        lg.attach_gates(model, lg.GateConfig(lower=-1, upper=2))
+    for gate in gate_modules(model).values():
+        gate.override = parse_override(text)
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +128,8 @@ def request(folders: Path, name: str, number: int | None = None) -> Any:
 
     if name == "base":
         return None
-    return LoRARequest(name, number or 1 + ["plain", *GATES].index(name), str(folders / name))
+    known = ["plain", *GATES, *VIRTUAL]
+    return LoRARequest(name, number or 1 + known.index(name), str(folders / name))
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +189,30 @@ def test_hits_of_the_prefix_cache(folders: Path, llm: Any) -> None:
 
 def test_one_slot_chunked_prefill_without_prefix_cache(folders: Path, small: Any) -> None:
     check(folders, small, ["wide", "base", "plain", "narrow"])
+
+
+@pytest.mark.parametrize("names", [VIRTUAL[:3], VIRTUAL[3:]], ids=["gated", "constants"])
+def test_virtual_adapters_in_one_batch_and_from_the_prefix_cache(folders: Path, llm: Any, names: list[str]) -> None:
+    """The tensors of one folder under several λ at once; what is cached under one λ is not taken for another."""
+    check(folders, llm, ["base", *names, "wide"])
+    check(folders, llm, [*names, "wide", "plain"], prompt_logprobs=False)
+
+
+def test_off_is_the_plain_adapter(folders: Path, llm: Any) -> None:
+    from vllm.lora.request import LoRARequest
+
+    plain = LoRARequest("inner", 90, str(folders / "wide" / "adapter"))
+    answers = greedy(llm, PROMPTS, [request(folders, "wide@off"), plain], 24)
+    assert answers[0] == answers[1]
+
+
+def test_an_override_that_cannot_be_is_this_request_s_error(folders: Path, llm: Any) -> None:
+    from vllm.lora.request import LoRARequest
+
+    for place, message in (("wide@unti", "did you mean 'unit'"), ("plain@unit", "takes @constant=C alone")):
+        with pytest.raises(ValueError, match=message):
+            greedy(llm, PROMPTS[:1], [LoRARequest(place, 91, str(folders / place))], 4)
+    check(folders, llm, ["wide"])
 
 
 def test_gates_act_on_every_decoded_token(folders: Path, llm: Any) -> None:
@@ -296,8 +336,8 @@ metric: avg@k
 """
 
 
-def test_eval_scores_base_adapter_and_gated_rows(settings: None, folders: Path, tmp_path: Path) -> None:
-    """The answers of all three rows are those of the transformers engine."""
+def test_eval_scores_base_adapter_gated_and_constant_rows(settings: None, folders: Path, tmp_path: Path) -> None:
+    """The answers of all three rows, and of one λ for all modules, are those of the transformers engine."""
     from loragate.cli.main import main
 
     rows = [{"question": f"w{index} w{2 * index}", "answer": "w3"} for index in range(6)]
@@ -307,21 +347,27 @@ def test_eval_scores_base_adapter_and_gated_rows(settings: None, folders: Path, 
     for engine in ("transformers", "vllm"):
         out = tmp_path / engine
         command = ["eval", "--model", str(folders / "wide"), "--tasks", str(tmp_path / "words.yaml"), "--out", str(out)]
-        command += ["--engine", engine, "--controls", "none", "--dtype", "float32", "--device", "cpu"]
+        command += ["--engine", engine, "--constants=-0.5", "--dtype", "float32", "--device", "cpu"]
         assert main(command) == 0
         found = {}
-        for row in ("base", "adapter", "gated"):
+        for row in ("base", "adapter", "gated", "adapter-lambda-0.5"):
             lines = (out / "samples" / row / "words.jsonl").read_text().splitlines()
             found[row] = [(one["question"], one["token_ids"]) for one in map(json.loads, lines) if "token_ids" in one]
         answers.append(found)
     assert answers[0] == answers[1]
     assert all(len(row) == 6 for row in answers[0].values())
-    assert len({json.dumps(row) for row in answers[0].values()}) == 3
+    assert len({json.dumps(row) for row in answers[0].values()}) == 4
 
 
 TWO_RANKS = """
 import sys
 from loragate.serving.parity import greedy, open_llm
+
+if sys.argv[2] == "unreduced":
+    # every rank imports this script: w·h stays a rank's own part there, though gates are cut and placed as ever
+    import loragate.serving.layers as layers
+
+    layers._reduction, found = (lambda layer: found(layer) and (lambda part: part)), layers._reduction
 
 if __name__ == "__main__":
     place, prompts = sys.argv[1], [[5 + (7 * row + 11 * at) % 150 for at in range(36 + row)] for row in range(4)]
@@ -341,9 +387,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("adapters", ["whole", "sharded"])
-def test_two_ranks_share_the_model(folders: Path, tmp_path: Path, adapters: str) -> None:
-    """Row-parallel layers (o_proj, down_proj) see half of the input each; w·h is summed before the map."""
+def two_ranks(folders: Path, tmp_path: Path, adapters: str) -> dict[str, Any]:
+    """{name: how far the answers of two CPU ranks lie from the reference}."""
     import ast
 
     if len(os.sched_getaffinity(0)) < 2:
@@ -352,18 +397,35 @@ def test_two_ranks_share_the_model(folders: Path, tmp_path: Path, adapters: str)
     script, out = tmp_path / "ranks.py", tmp_path / "answers.txt"
     script.write_text(TWO_RANKS)
     environment = {**os.environ, **SETTINGS, "VLLM_CPU_OMP_THREADS_BIND": f"{first}|{second}"}
-    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}
     command = [sys.executable, str(script), str(folders), adapters, str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     from loragate.serving.parity import Served
 
     rows = ast.literal_eval(out.read_text())
-    for name, answers in zip(["base", "plain", "wide", "narrow", "module"], rows):
-        found = compare(reference(name), [Served(**one) for one in answers])
-        print(adapters, name, found)
+    names = ["base", "plain", "wide", "narrow", "module"]
+    found = {name: compare(reference(name), [Served(**one) for one in answers]) for name, answers in zip(names, rows)}
+    print(adapters, found)
+    return found
+
+
+@pytest.mark.parametrize("adapters", ["whole", "sharded"])
+def test_two_ranks_share_the_model(folders: Path, tmp_path: Path, adapters: str) -> None:
+    """Row-parallel layers (o_proj, down_proj) see half of the input each; w·h is summed before the map."""
+    for name, found in two_ranks(folders, tmp_path, adapters).items():
         assert max(found.prompt, found.generated) <= TOLERANCE, name
         assert found.mismatches == 0, name
+
+
+def test_a_gate_that_is_not_reduced_gives_wrong_answers(folders: Path, tmp_path: Path) -> None:
+    """The negative control of the test above: without the sum over ranks the very same check fails, for gates alone."""
+    found = two_ranks(folders, tmp_path, "unreduced")
+    for name in ("base", "plain", "module"):
+        assert max(found[name].prompt, found[name].generated) <= TOLERANCE, name
+    for name in ("wide", "narrow"):
+        assert found[name].prompt > 100 * TOLERANCE, name
+        assert found[name].mismatches > 0, name
 
 
 WITHOUT = """

@@ -197,21 +197,26 @@ class _Planner:
         ]
         asked = [option for option in every if self.asked_for(option)]
         if not asked:
-            raise ConfigError(
-                "this combination cannot work: " + "; ".join(self.objections(request.strategy, request.quantization))
-            )
+            raise ConfigError("this combination cannot work: " + "; ".join(self.refusals()))
         fitting = [option for option in asked if option.fits]
         chosen = min(fitting, key=_preference) if fitting else None
         changes = [] if chosen else self.what_to_change(asked, every)
         dtype = str(self.dtype).removeprefix("torch.")
         return Plan(request, self.gpu, dtype, self.parameters, cost, asked, chosen, changes)
 
+    def refusals(self) -> list[str]:
+        """Why nothing that was asked for can work at all."""
+        request = self.request
+        if request.batch % request.gpus:
+            return [f"batch {request.batch} is not a multiple of {request.gpus} GPUs; change one of them"]
+        return self.objections(request.strategy, request.quantization, self.gpus_of(request.strategy))
+
     def gpus_of(self, strategy: str) -> int:
         return 1 if strategy == "single" else self.request.gpus
 
-    def objections(self, strategy: str, quantization: str) -> list[str]:
+    def objections(self, strategy: str, quantization: str, gpus: int) -> list[str]:
         """The trainer's own sentences on a combination; ZeRO-3 runs without autocast there."""
-        launch = Launch(strategy, self.gpus_of(strategy))
+        launch = Launch(strategy, gpus)
         precision = "fp32" if strategy == "zero3" and self.request.precision == "bf16" else self.request.precision
         return impossible(
             Combination(
@@ -222,7 +227,7 @@ class _Planner:
     def possible(self, strategy: str, quantization: str, gpus: int) -> bool:
         if (strategy == "single") != (gpus == 1):
             return False
-        return not self.objections(strategy, quantization) and self.request.batch % gpus == 0
+        return not self.objections(strategy, quantization, gpus) and self.request.batch % gpus == 0
 
     def asked_for(self, option: Option) -> bool:
         request = self.request
@@ -323,14 +328,12 @@ class _Planner:
             length = int((room - fixed) / (1.04 * moving) * self.request.seq) // 128 * 128
             if 256 <= length < self.request.seq:
                 found.append(f"rows of at most {length} tokens (--seq {length}) with {_named(smallest)}")
-        if self.possible("fsdp2", "none", 2 * max(1, self.request.gpus)):
-            for gpus in (2**power for power in range(1, 11)):
-                if gpus <= self.request.gpus or not self.possible("fsdp2", "none", gpus):
-                    continue
-                option = self.option_of("fsdp2", "none", True, gpus, 1)
-                if option.fits:
-                    found.append(f"{gpus} such GPUs with fsdp2 and gradient checkpointing")
-                    break
+        for gpus in (2**power for power in range(1, 11)):
+            if gpus <= self.request.gpus or not self.possible("fsdp2", "none", gpus):
+                continue
+            if self.option_of("fsdp2", "none", True, gpus, 1).fits:
+                found.append(f"{gpus} such GPUs with fsdp2 and gradient checkpointing, micro-batch 1")
+                break
         found.append(f"GPUs of at least {smallest.memory.total / 2**30:.0f} GiB ({_named(smallest)})")
         return found
 

@@ -108,7 +108,21 @@ class Traces:
     def at(self, rows: int) -> Footprint:
         """The footprint of a pass over `rows` rows through all layers."""
         one = self._through_all_layers(1)
-        return one if rows == 1 else _extended(one, self._through_all_layers(2), rows - 1)
+        if rows == 1:
+            return one
+        two = self._through_all_layers(2)
+        line = _extended(one, two, rows - 1)
+        response = self.workload.response_share * self.workload.sequence
+        text = self.config.get_text_config()
+        full = _chunk(self.workload.device, text.vocab_size) / response
+        if not 1 <= full < rows:
+            return line
+        # chunks grow with the rows until one is full; after that only what is collected from all chunks does
+        grown = two.head_workspace - one.head_workspace
+        size = text.hidden_size * self.workload.dtype.itemsize
+        collected = 2 * 12 * self.workload.k if self.workload.stage == "calibrate" else 2 * 4 * text.hidden_size
+        later = min(grown, response * (size + collected))
+        return replace(line, head=line.saved + one.head_workspace + grown * (full - 1) + later * (rows - full))
 
     def _through_all_layers(self, rows: int) -> Footprint:
         few, more = (self._corner(layers, rows) for layers in (self.few, 2 * self.few))

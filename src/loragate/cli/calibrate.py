@@ -6,8 +6,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from loragate.cli.arguments import Command
+from loragate.cli.launching import begin
 from loragate.cli.models import check_batching, quiet_logging, require_free_out, require_reporters
 from loragate.cli.options import RunOptions
+from loragate.cli.quantization import check_quantization
 from loragate.cli.selecting import SelectionOptions, build_probe, build_retention, candidates_of, cautious_candidate
 from loragate.errors import ConfigError
 from loragate.training.settings import CalibrationSettings
@@ -24,17 +26,19 @@ class CalibrateOptions(RunOptions, CalibrationSettings, SelectionOptions):
         tau: gate temperature.
         init_scale: size of the initial perturbation of the gate weights.
         granularity: token, module or global.
-        complete_gradient: let the gate's gradient reach its input (a variant; the paper's gate detaches it).
+        detach_input: the gate reads its input without a gradient (the paper's semi-gradient); --no-detach-input gives the
+            complete gradient, a variant.
         gate_modules: gate only these modules (names separated by commas); all LoRA linears otherwise.
     """
 
+    select: str = "shuffled"
     adapter: str = ""
     base: str = ""
     base_id: str = ""
     tau: float = 1.0
     init_scale: float = 1e-6
     granularity: str = "token"
-    complete_gradient: bool = False
+    detach_input: bool = True
     gate_modules: str = ""
 
 
@@ -52,6 +56,9 @@ def run(options: CalibrateOptions) -> int:
     settings = CalibrationSettings(
         **{field.name: getattr(options, field.name) for field in fields(CalibrationSettings)}
     )
+    check_quantization(options)
+    if (status := begin(options, settings, sampling=not options.unverified)) is not None:
+        return status
     accepting = options.unverified and options.resume and calibration.is_unaccepted(folder)
     if accepting:
         quiet_logging()

@@ -21,6 +21,7 @@ from loragate.cli.calibration_report import (
     warn_about_endings,
 )
 from loragate.cli.display import Display, console
+from loragate.cli.launching import loading_device
 from loragate.cli.models import (
     adapter_folder,
     adapter_record,
@@ -31,8 +32,9 @@ from loragate.cli.models import (
     pick_device,
 )
 from loragate.cli.rewards import reward_of
+from loragate.cli.run_rows import encode_run, keep_rows_record, read_rows
 from loragate.cli.selecting import Asked, accept_command, read_files
-from loragate.data import Rows, load_rows
+from loragate.data import Rows
 from loragate.errors import ConfigError
 from loragate.files import write_text
 from loragate.gates import (
@@ -43,6 +45,7 @@ from loragate.gates import (
 )
 from loragate.gates.config import GateConfig
 from loragate.generation import TransformersEngine
+from loragate.losses.entropy import support_size
 from loragate.selection.candidate import Candidate
 from loragate.selection.questions import set_aside
 from loragate.selection.transaction import Transaction, load_gate_values, settings_of
@@ -100,7 +103,7 @@ class Job:
 def prepare(options: Any, settings: Any, folder: Path, candidates: list[Candidate]) -> Job:
     """Read and check rows and questions, load the model, show what will be trained on."""
     out, display = console(), Display()
-    rows = load_rows(options.data, split=options.split or None, revision=options.revision or None)
+    rows = read_rows(options)
     if any(candidate.objective == "reward" for candidate in candidates):
         reward_of(options, rows)
     record = adapter_record(options.adapter)
@@ -109,18 +112,24 @@ def prepare(options: Any, settings: Any, folder: Path, candidates: list[Candidat
         [options.adapter, base_name], chat_template=options.chat_template, trust=options.trust_remote_code
     )
     spare = None
-    with display.job("reading the data"):
+    with display.job("reading the data") as job:
         everything = rows
         if not options.probe and not options.unverified:
             rows, spare = set_aside(rows.shuffled(settings.seed))
-        rows, encoded = calibration_rows(rows, tokenizer, settings, options.system)
+        given = rows
+        rows, encoded = encode_run(
+            options, rows, job, lambda **how: calibration_rows(given, tokenizer, settings, options.system, **how)
+        )
         asked, retained = read_files(options, everything, raw=encoded.summary.plain == encoded.summary.rows)
     show_data(out, encoded, tokenizer)
     model = load_model(options, record, base_name, display)
     warn_about_endings(out, tokenizer, encoded, model.get_base_model())
     gateable = require_gateable(examine_adapter(model, "default", gate_config(options, 0, 1).target_modules))
+    keep_rows_record(options, folder, rows, encoded, settings.max_rows)
     keep_configuration(options, folder)
-    out.print(f"gating {len(gateable)} modules, {settings.steps(len(encoded))} steps for each range")
+    drawn = {candidate.objective for candidate in candidates} == {"random"}
+    steps = "drawn at random, no training" if drawn else f"{settings.steps(len(encoded))} steps for each range"
+    out.print(f"gating {len(gateable)} modules, {steps}")
     engine = TransformersEngine(model, tokenizer, batch_size=settings.sampling_batch_size)
     return Job(
         options,
@@ -155,9 +164,10 @@ def load_model(options: Any, record: Any, base_name: str, display: Display) -> A
         base = load_base(
             base_name,
             revision=record.revision or "",
-            dtype=dtype_argument(options.dtype, device),
-            device=device,
+            dtype=dtype_argument(options.dtype, device, options.quantization),
+            device=loading_device(device),
             trust=options.trust_remote_code,
+            quantization=options.quantization,
         )
         return load_adapter(base, options.adapter)
 
@@ -227,7 +237,7 @@ def accept(options: Any, folder: Path, candidate: Candidate) -> int:
         model,
         folder,
         adapter_source=folder / "adapter",
-        k=evidence["training"]["settings"]["k"],
+        k=support_size(evidence["training"]["settings"]["k"], model.get_output_embeddings().weight.shape[0]),
         base_id=options.base_id or lasting_name(base_name),
         evidence=evidence,
         card=model_card(folder.name, base_name, options.adapter, config, evidence),
@@ -287,7 +297,7 @@ def write_artifact(job: Job, candidate: Candidate, evidence: dict[str, Any]) -> 
             job.model,
             job.folder,
             adapter_source=adapter_folder(options.adapter),
-            k=job.settings.k,
+            k=support_size(job.settings.k, job.model.get_output_embeddings().weight.shape[0]),
             base_id=options.base_id or lasting_name(job.base_name),
             evidence=evidence,
             card=card,
@@ -322,7 +332,7 @@ def gate_config(options: Any, lower: float, upper: float) -> GateConfig:
         tau=options.tau,
         init_scale=options.init_scale,
         seed=options.seed,
-        detach_input=not options.complete_gradient,
+        detach_input=options.detach_input,
         granularity=options.granularity,
         target_modules=targets or None,
     )
@@ -330,9 +340,9 @@ def gate_config(options: Any, lower: float, upper: float) -> GateConfig:
 
 def is_main_process() -> bool:
     """Whether this process writes results."""
-    from accelerate import PartialState
+    from loragate.training.strategy import process_state
 
-    return bool(PartialState().is_main_process)
+    return bool(process_state().is_main_process)
 
 
 def _no_evidence(candidate: Candidate, reason: str, *, accepted: bool) -> dict[str, Any]:

@@ -22,6 +22,8 @@ def show_data(out: Any, encoded: Any, tokenizer: Any) -> None:
             if summary.dropped or summary.truncated
             else ""
         )
+        + (f"; {summary.empty} without a response left out" if summary.empty else "")
+        + ("; tokens read from the cache" if summary.cached else "")
     )
     if summary.last_turn_only:
         out.print(f"in {summary.last_turn_only} rows only the last answer counts: the template rewrites earlier turns")
@@ -57,16 +59,22 @@ def report_training(out: Any, evidence: dict[str, Any]) -> None:
     """One training: steps, entropy, λ, parity."""
     training, parity = evidence["training"], evidence["parity"]
     total = training["gates"]
+    drawn = training["settings"].get("objective") == "random"
+    work = "drawn at random, nothing trained" if drawn else f"{training['steps']} steps"
     out.print(
-        f"done in {duration(training['seconds'])}: {training['steps']} steps, {training['parameters']:,} gate parameters; "
+        f"done in {duration(training['seconds'])}: {work}, {training['parameters']:,} gate parameters; "
         "base and adapter unchanged (checked)"
     )
     if training.get("stopped"):
         out.print(f"warning: {training['stopped']}", markup=False)
     out.print(
-        f"top-{training['settings']['k']} entropy on {min(64, training['rows'])} training rows "
-        f"{training['entropy_before']:.3f} → {training['entropy_after']:.3f} (normalised). This is the objective, not a "
-        "score: it falls also where answers get worse."
+        f"{entropy_in_words(training['settings']['k'])} on {min(64, training['rows'])} training rows "
+        f"{training['entropy_before']:.3f} → {training['entropy_after']:.3f} (normalised). "
+        + (
+            "Nobody minimised it."
+            if drawn
+            else "This is the objective, not a score: it falls also where answers get worse."
+        )
     )
     out.print(
         f"λ < 0: {100 * total['below_zero']:.1f} %, 0 to 1: {100 * total['zero_to_one']:.1f} %, > 1: "
@@ -119,8 +127,8 @@ def model_card(name: str, base: str, adapter: str, gate: Any, evidence: dict[str
             f"| gate parameters | {training['parameters']:,} ({gate.granularity}) |",
             f"| data | {training['data']['source']}, {training['rows']} rows, {training['response_tokens']:,} response tokens |",
             f"| objective | {objective_in_words(settings)} |",
-            f"| steps | {training['steps']} of batch {settings['batch_size']}, learning rate {settings['learning_rate']:g} |",
-            f"| top-{settings['k']} entropy, normalised | {training['entropy_before']:.3f} before, "
+            f"| steps | {steps_in_words(training)} |",
+            f"| {entropy_in_words(settings['k'])}, normalised | {training['entropy_before']:.3f} before, "
             f"{training['entropy_after']:.3f} after |",
             f"| share of λ < 0 / 0 to 1 / > 1 | {total['below_zero']:.3f} / {total['zero_to_one']:.3f} / "
             f"{total['above_one']:.3f} |",
@@ -130,7 +138,7 @@ def model_card(name: str, base: str, adapter: str, gate: Any, evidence: dict[str
     return (
         f"---\nlibrary_name: loragate\nbase_model: {json.dumps(base)}\ntags: [lora, peft, loragate, scale]\n---\n\n"
         f"# {name}\n\n"
-        f"LoRA adapter `{adapter}` on `{base}` {acting(gate, evidence['selection'])}\n\n"
+        f"LoRA adapter `{adapter}` on `{base}` {acting(gate, evidence)}\n\n"
         '```python\nimport loragate as lg\n\nmodel = lg.load_gated("path/to/this/folder")\n```\n\n'
         f"| | |\n|---|---|\n{table}\n\n"
         f"{candidates_table(evidence['selection'])}"
@@ -139,21 +147,38 @@ def model_card(name: str, base: str, adapter: str, gate: Any, evidence: dict[str
     )
 
 
-def acting(gate: Any, selection: dict[str, Any]) -> str:
+def acting(gate: Any, evidence: dict[str, Any]) -> str:
     """What the gates do, or that they do nothing."""
-    if selection["accepted"]:
+    if evidence["selection"]["accepted"]:
+        objective = (evidence.get("training") or {}).get("settings", {}).get("objective", "entropy")
+        kind = {"entropy": "entropy gates", "random": "random gates (a control)"}.get(objective, f"gates ({objective})")
+        where = {"token": "each token and module", "module": "each module", "global": "all modules together"}
         return (
-            "with entropy gates: for each token and module the adapter's delta is scaled by λ in "
+            f"with {kind}: for {where[gate.granularity]} the adapter's delta is scaled by λ in "
             f"[{gate.lower:g}, {gate.upper:g}]."
         )
     return "with gates that are off: λ = 1 everywhere, so this folder answers exactly as the plain adapter does."
+
+
+def entropy_in_words(k: int) -> str:
+    """The entropy of a support of k; 0 is the whole vocabulary."""
+    return f"top-{k} entropy" if k else "full entropy"
+
+
+def steps_in_words(training: dict[str, Any]) -> str:
+    """Steps, batch and learning rate, or that there was no training."""
+    settings = training["settings"]
+    if settings.get("objective") == "random":
+        return f"none: drawn with seed {settings['seed']} and standard deviation {settings['random_scale']:g}"
+    return f"{training['steps']} of batch {settings['batch_size']}, learning rate {settings['learning_rate']:g}"
 
 
 def objective_in_words(settings: dict[str, Any]) -> str:
     """The objective, with extensions named as such."""
     objective = settings.get("objective", "entropy")
     return {
-        "entropy": f"top-{settings['k']} entropy (SCALE)",
+        "entropy": f"{entropy_in_words(settings['k'])} (SCALE)",
+        "random": "none: random gates (a control)",
         "ce": "cross-entropy (the paper's ablation)",
         "anchored": "anchored entropy on its own answers (an extension of loragate, not SCALE)",
         "reward": "verifiable reward (an extension of loragate, not SCALE)",

@@ -5,6 +5,7 @@ A `Display` is told which jobs will come and roughly how long each takes, so tha
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,12 @@ PLAIN_SECONDS = 10.0
 
 def console() -> Console:
     """The console that results are printed to."""
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    return Console(highlight=False, soft_wrap=not sys.stdout.isatty(), quiet=_is_other_process())
+
+
+def _is_other_process() -> bool:
+    """Of several processes of a run only the first one talks."""
+    return os.environ.get("RANK", "0") not in ("", "0")
 
 
 def duration(seconds: float) -> str:
@@ -40,7 +46,7 @@ class Display:
     """
 
     def __init__(self, plan: Sequence[tuple[str, float]] = (), out: Console | None = None) -> None:
-        self.out = out or Console(stderr=True, highlight=False)
+        self.out = out or Console(stderr=True, highlight=False, quiet=_is_other_process())
         self.weights = dict(plan)
         self.total = sum(self.weights.values())
         self.done = 0.0

@@ -31,9 +31,10 @@ class EvalOptions(EvaluationInputs):
     """Settings of `loragate eval`.
 
     Attributes:
-        model: gated folder, PEFT adapter or base model.
+        model: gated folder, PEFT adapter or base model, or its hub id; owner/name@revision for a gated adapter.
         out: run folder; must be new or empty, or hold the run to resume.
-        controls: "cheap" also scores the adapter at lower temperatures, greedy, and with one λ; "none" does not.
+        controls: "cheap" also scores the adapter at lower temperatures, greedy, and with one λ; "full" adds random gates and
+            says how the controls are trained that need it; "none" scores neither.
         constants: constant λ of the cheap controls, separated by commas.
         engine: transformers (any device) or vllm (pip install "loragate[vllm]").
         batch_size: sequences generated at a time; with vLLM or replicas, questions whose answers are drawn together.
@@ -105,6 +106,9 @@ def run(options: EvalOptions) -> int:
     write_text(folder / "config.yaml", resolved_yaml(options))
     rows = ", ".join(variant.name for variant in evaluation.variants)
     out.print(f"rows: {rows}; {evaluation.sample_count:,} answers to sample", markup=False)
+    if options.controls == "full":
+        for line in trained_controls(loaded):
+            out.print(line, markup=False)
     try:
         with closing(engines), progress(display, evaluation.sample_count) as on_event:
             record = evaluation.run(engines, on_event)
@@ -115,6 +119,22 @@ def run(options: EvalOptions) -> int:
     return 0
 
 
+def trained_controls(loaded: Any) -> list[str]:
+    """The controls that an evaluation cannot make, each with the command that trains it."""
+    if loaded.kind == "base":
+        return []
+    base, adapter = loaded.names["base"], loaded.names["adapter"]
+    gates = f"loragate calibrate --adapter {adapter} --data ROWS --range=L,U --unverified"
+    more = f"loragate sft --model {base} --adapter {adapter} --data ROWS"
+    return [
+        "not run: controls that are trainings of their own. Make them on the gates' rows and score each like this model:",
+        f"  one λ per module            {gates} --granularity module --out OUT",
+        f"  gates trained with CE       {gates} --objective ce --out OUT",
+        f"  LoRA, same rows again       {more} --out OUT",
+        f"  LoRA trained with entropy   {more} --objective entropy --out OUT",
+    ]
+
+
 def plan(
     options: EvalOptions, folder: Path, loaded: Any, prepared: list[Any], retention: dict[str, Any], settings: Any
 ) -> Any:
@@ -122,6 +142,7 @@ def plan(
     from loragate.evaluation.canary import canary
     from loragate.evaluation.evaluate import Evaluation
     from loragate.evaluation.variants import variants_for
+    from loragate.gates.hub import hub_source
 
     constants = [_number(text) for text in options.constants.split(",") if text.strip()]
     variants = [v for v in variants_for(loaded.kind, options.controls, constants) if loaded.can_act(v)]
@@ -133,7 +154,7 @@ def plan(
         folder,
         prepared,
         variants,
-        models=loaded.names,
+        models={kind: hub_source(name) for kind, name in loaded.names.items()},
         canary=figures,
         seed=options.seed,
         identity={

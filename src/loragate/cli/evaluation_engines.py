@@ -60,9 +60,10 @@ class Engines:
                 )
 
     def _vllm(self, variant: Any) -> Any:
-        if self._kept is None or self._kept[0] != variant.acts:
+        weights = f"{variant.acts} {variant.constant}"
+        if self._kept is None or self._kept[0] != weights:
             self.close()  # one model in memory at a time
-            self._kept = variant.acts, self._make(variant)()
+            self._kept = weights, self._make(variant)()
         return self._kept[1]
 
     def close(self) -> None:
@@ -84,12 +85,17 @@ class Engines:
         options, names = self.options, self.loaded.names
         if options.engine != "vllm":
             return partial(RowEngine, options, _anywhere(options.model), variant)
+        from loragate.cli.serve_folders import base_revision
         from loragate.generation import VllmEngine
 
+        # one λ for all goes over the gated modules, as it does in memory
+        acts = "gated" if variant.constant is not None and "gated" in names else variant.acts
         return partial(
             VllmEngine,
             _anywhere(names["base"]),
-            None if variant.acts == "base" else _anywhere(names[variant.acts]),
+            None if acts == "base" else _anywhere(names[acts]),
+            revision=base_revision(options) or None,
+            override=None if variant.constant is None else f"constant={variant.constant!r}",
             tokenizer=self.loaded.tokenizer,
             dtype=options.dtype,
             batch_size=options.batch_size,

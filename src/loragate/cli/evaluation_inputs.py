@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loragate.cli.hub import on_disk
 from loragate.cli.models import adapter_record, load_tokenizer, quiet_logging, require_not_an_adapter, require_place
+from loragate.cli.quantization import check_quantization
 from loragate.errors import ConfigError, nearest
 
 ENGINES = ("transformers", "vllm")
@@ -33,6 +35,7 @@ class EvaluationInputs:
         system: "none" renders without an injected default system message, "keep" as the template does.
         chat_template: jinja file to use instead of the tokenizer's template.
         dtype: auto, float32, bfloat16 or float16 of the base.
+        quantization: none, 8bit or 4bit storage of the base (bitsandbytes, with the engine transformers).
         device: auto, cpu, cuda, cuda:1, mps.
         trust_remote_code: allow model code from the hub to run.
     """
@@ -50,6 +53,7 @@ class EvaluationInputs:
     system: str = "none"
     chat_template: str = ""
     dtype: str = "auto"
+    quantization: str = "none"
     device: str = "auto"
     trust_remote_code: bool = False
 
@@ -77,8 +81,18 @@ class Loaded:
     note: str = ""
 
     def can_act(self, variant: Any) -> bool:
-        """Whether this engine can be the row: vLLM has no constant λ."""
-        return self.model is not None or variant.constant is None
+        """Whether this engine can be the row: vLLM has a constant λ where its plugin serves gates, and no random ones."""
+        if self.model is None and variant.random is not None:
+            return False
+        if self.model is not None or variant.constant is None:
+            return True
+        from loragate.generation.vllm_engine import require_gate_plugin
+
+        try:
+            require_gate_plugin(self.names["adapter"])
+        except ConfigError:
+            return False
+        return True
 
 
 def load_inputs(options: Any, name: str, engine: str = "transformers") -> Loaded:
@@ -89,11 +103,14 @@ def load_inputs(options: Any, name: str, engine: str = "transformers") -> Loaded
     """
     if engine not in ENGINES:
         raise ConfigError(f"--engine {engine}: expected {' or '.join(ENGINES)}{nearest(engine, ENGINES)}")
+    check_quantization(options_with(options, name, engine))
     quiet_logging()
+    name = on_disk(name)
     note = gates_are_off(name)
     if engine == "vllm":
         return _for_vllm(options, name, note)
     from loragate.cli.generate import load_any
+    from loragate.gates.quantised import quantization_of
 
     model, tokenizer, gated = load_any(options_with(options, name))
     if gated and note:
@@ -108,7 +125,9 @@ def load_inputs(options: Any, name: str, engine: str = "transformers") -> Loaded
     if kind == "gated":
         names["gated"] = name
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return Loaded(kind, tokenizer, names, model, str(model.dtype).removeprefix("torch."), positions, note)
+    dtype, stored = str(model.dtype).removeprefix("torch."), quantization_of(model)
+    dtype = dtype if stored == "none" else f"{dtype}, {stored}"
+    return Loaded(kind, tokenizer, names, model, dtype, positions, note)
 
 
 def gates_are_off(name: str) -> str:
@@ -132,13 +151,14 @@ def gates_are_off(name: str) -> str:
     return f"the gates of {name} are off: {why}. It is scored as the plain adapter that it is"
 
 
-def options_with(options: Any, name: str) -> Any:
+def options_with(options: Any, name: str, served_by: str = "transformers") -> Any:
     """The fields that loading needs, with another model name."""
 
     class View:
-        model = name
+        model, engine = name, served_by
         base, device, dtype = options.base, options.device, options.dtype
         chat_template, trust_remote_code = options.chat_template, options.trust_remote_code
+        quantization = getattr(options, "quantization", "none")
 
     return View
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from loragate.cli.arguments import Command
 from loragate.cli.generate import load_any, room_for_answers
+from loragate.cli.hub import on_disk
 from loragate.cli.models import quiet_logging
 from loragate.errors import ConfigError
 
@@ -18,7 +19,7 @@ class ExploreOptions:
     """Settings of `loragate explore`.
 
     Attributes:
-        model: gated folder.
+        model: gated folder, or owner/name[@revision] of one on the hub.
         port: port on 127.0.0.1; 0 takes a free one.
         prompt: what stands in the prompt box at first.
         raw: give the prompt to the model as it is, without the chat template.
@@ -52,6 +53,7 @@ def run(options: ExploreOptions) -> int:
 
 def explorer_of(options: ExploreOptions) -> Any:
     """The page for a gated folder, not launched."""
+    options = replace(options, model=on_disk(options.model))
     if not (Path(options.model) / "gate_config.json").is_file():
         raise ConfigError(
             f"{options.model} is no gated folder (it has no gate_config.json); make one with loragate calibrate, or with "

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.cli.arguments import Command
+from loragate.cli.hub import on_disk
 from loragate.cli.models import (
     adapter_record,
     dtype_argument,
@@ -21,6 +22,7 @@ from loragate.cli.models import (
     require_not_an_adapter,
     require_place,
 )
+from loragate.cli.quantization import base_arguments, check_quantization
 from loragate.errors import ConfigError
 
 DEFAULT_NEW_TOKENS = 512
@@ -31,7 +33,7 @@ class GenerateOptions:
     """Settings of `loragate generate`.
 
     Attributes:
-        model: gated folder, PEFT adapter or base model.
+        model: gated folder, PEFT adapter or base model, or its hub id; owner/name@revision for a gated adapter.
         prompt: the user's turn; "-" reads it from standard input.
         prompts: file with one prompt per line, instead of prompt.
         raw: give the prompt to the model as it is, without the chat template.
@@ -48,6 +50,7 @@ class GenerateOptions:
         system: "none" renders without an injected default system message, "keep" as the template does.
         chat_template: jinja file to use instead of the tokenizer's template.
         dtype: auto, float32, bfloat16 or float16 of the base.
+        quantization: none, 8bit or 4bit storage of the base (bitsandbytes).
         device: auto, cpu, cuda, cuda:1, mps.
         json: one JSON object per answer instead of text.
         trust_remote_code: allow model code from the hub to run.
@@ -70,6 +73,7 @@ class GenerateOptions:
     system: str = "none"
     chat_template: str = ""
     dtype: str = "auto"
+    quantization: str = "none"
     device: str = "auto"
     json: bool = False
     trust_remote_code: bool = False
@@ -77,6 +81,7 @@ class GenerateOptions:
 
 def run(options: GenerateOptions) -> int:
     """Generate and print; finish reasons go to stderr."""
+    check_quantization(options)
     prompts = read_prompts(options)
     quiet_logging()
     from contextlib import nullcontext
@@ -162,30 +167,44 @@ def read_prompts(options: GenerateOptions) -> list[str]:
 
 def load_any(options: Any) -> tuple[Any, Any, bool]:
     """(model, tokenizer, whether it is gated) of a gated folder, an adapter or a base."""
-    from loragate.gates import load_gated
     from loragate.gates.schema import read_gate_config
 
-    folder = Path(options.model)
-    require_place("model", options.model)
+    name = on_disk(options.model)
+    folder = Path(name)
+    require_place("model", name)
     if not (folder / "gate_config.json").is_file() and not (folder / "adapter_config.json").is_file():
-        require_not_an_adapter(options.model)
+        require_not_an_adapter(name)
     device = pick_device(options.device)
-    dtype = dtype_argument(options.dtype, device)
-    trust = options.trust_remote_code
+    trust, quantization = options.trust_remote_code, getattr(options, "quantization", "none")
+    dtype = dtype_argument(options.dtype, device, quantization)
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "trust": trust, "quantization": quantization}
     if (folder / "gate_config.json").is_file():
-        base = options.base or read_gate_config(folder)["base"]["id"]
-        with explained("gated adapter", options.model):
-            model = load_gated(folder, base=options.base or None, dtype=dtype, trust_remote_code=trust).to(device)
+        recorded = read_gate_config(folder)["base"]
+        base = options.base or recorded["id"]
+        with explained("gated adapter", name):
+            model = load_gated_on(folder, options.base, recorded, **how)
         places = [str(folder / "adapter" / "tokenizer"), str(folder / "adapter"), base]
         return model, load_tokenizer(places, chat_template=options.chat_template, trust=trust), True
     if (folder / "adapter_config.json").is_file() or options.base:
-        record = adapter_record(options.model)
+        record = adapter_record(name)
         base = options.base or record.base_model_name_or_path
-        model = load_adapter(load_base(base, dtype=dtype, device=device, trust=trust), options.model)
-        places = [options.model, base]
+        model = load_adapter(load_base(base, **how), name)
+        places = [name, base]
         return model, load_tokenizer(places, chat_template=options.chat_template, trust=trust), False
-    model = load_base(options.model, dtype=dtype, device=device, trust=trust)
-    return model, load_tokenizer([options.model], chat_template=options.chat_template, trust=trust), False
+    model = load_base(name, **how)
+    return model, load_tokenizer([name], chat_template=options.chat_template, trust=trust), False
+
+
+def load_gated_on(folder: Path, given: str, recorded: dict[str, Any], *, device: str, **how: Any) -> Any:
+    """A gated folder on a device; `given` is the base asked for, `recorded` what the folder says of its base."""
+    from loragate.gates import load_gated
+
+    base, revision = (given, None) if given else (recorded["id"], recorded.get("revision"))
+    lost = not base or (Path(base).is_absolute() and not Path(base).exists())
+    # where the base is lost, load_gated says so best
+    arguments = {} if lost else base_arguments(base, device=device, revision=revision, **how)
+    model = load_gated(folder, base=given or None, **arguments)
+    return model if "device_map" in arguments else model.to(device)
 
 
 COMMAND = Command(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from loragate.cli.arguments import Command
 from loragate.cli.display import console
+from loragate.cli.hub import on_disk
 from loragate.cli.models import adapter_record, explained, load_tokenizer, quiet_logging, require_place
 from loragate.errors import ConfigError
 
@@ -19,7 +20,7 @@ class InspectOptions:
     """Settings of `loragate inspect`.
 
     Attributes:
-        adapter: PEFT LoRA adapter, folder or hub id.
+        adapter: PEFT LoRA adapter or gated folder, or its hub id; owner/name@revision for a gated adapter.
         base: base model to use instead of the one the adapter names; only its configuration is read.
         target_modules: gate only these modules (names separated by commas).
         json: print the findings as JSON.
@@ -41,6 +42,8 @@ def inspect_adapter(options: InspectOptions) -> dict[str, Any]:
 
     from loragate.gates import examine_adapter
 
+    shown = options.adapter
+    options, gates = gates_of(options)
     record = adapter_record(options.adapter)
     base = options.base or record.base_model_name_or_path
     if not base:
@@ -62,7 +65,8 @@ def inspect_adapter(options: InspectOptions) -> dict[str, Any]:
     untrained = _untrained_modules(options.adapter)
     problems = [f"{len(untrained)} modules have B = 0 (never trained): nothing to gate there"] if untrained else []
     findings: dict[str, Any] = {
-        "adapter": options.adapter,
+        "adapter": shown,
+        **({"gates": gates} if gates else {}),
         "base": base,
         "rank": record.r,
         "alpha": record.lora_alpha,
@@ -76,6 +80,28 @@ def inspect_adapter(options: InspectOptions) -> dict[str, Any]:
     findings["endings"] = _endings(options, base)
     problems.extend(findings["endings"].get("problems", []))
     return findings
+
+
+def gates_of(options: InspectOptions) -> tuple[InspectOptions, dict[str, Any]]:
+    """The options for the plain adapter in a gated folder, with what the folder says of its gates; {} for a plain adapter."""
+    place = Path(on_disk(options.adapter))
+    if not (place / "gate_config.json").is_file():
+        return options, {}
+    from loragate.gates.hub import hub_source
+    from loragate.gates.schema import read_gate_config, read_tensors
+
+    record = read_gate_config(place)
+    read_tensors(place, record)
+    selection = record.get("selection") or {}
+    found = {
+        "source": hub_source(place),
+        "lower": record["gate"]["lower"],
+        "upper": record["gate"]["upper"],
+        "granularity": record["gate"]["granularity"],
+        "modules": len(record["modules"]),
+        "accepted": selection.get("accepted") if isinstance(selection, dict) else None,
+    }
+    return replace(options, adapter=str(place / "adapter"), base=options.base or record["base"]["id"]), found
 
 
 def _weights(model: Any, config: Any) -> tuple[int, int, int]:
@@ -170,6 +196,13 @@ def run(options: InspectOptions) -> int:
         return 1 if refused or not found.get("cost") else 0
     out = console()
     out.print(f"adapter {found['adapter']} (r {found['rank']}, α {found['alpha']:g}) on {found['base']}", markup=False)
+    if gates := found.get("gates"):
+        off = "; they are off: the folder answers as its plain adapter" if gates["accepted"] is False else ""
+        out.print(
+            f"gates: {gates['modules']} modules, λ in [{gates['lower']:g}, {gates['upper']:g}], one for each "
+            f"{gates['granularity']}{off}",
+            markup=False,
+        )
     for status, words in (("gate", "can be gated"), ("leave", "keep full strength"), ("refuse", "cannot be gated")):
         chosen = [module for module in found["modules"] if module["status"] == status]
         if not chosen:
@@ -202,6 +235,9 @@ def run(options: InspectOptions) -> int:
     if refused or not cost:
         out.print("next: this adapter cannot be gated as it is; see the reasons above")
         return 1
+    if gates:
+        out.print(f"next: loragate eval --model {gates['source']} --suite math --out DIR", markup=False)
+        return 0
     out.print(f"next: loragate calibrate --adapter {found['adapter']} --data FILE --probe FILE --out DIR", markup=False)
     return 0
 

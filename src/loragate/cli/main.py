@@ -18,14 +18,27 @@ from loragate.version import __version__
 COMMANDS = {
     "quickstart": ("quickstart", "the whole method on a tiny world, offline, with a table of honest numbers"),
     "inspect": ("inspect", "what of an adapter can be gated, at what cost, and will its answers end"),
-    "sft": ("sft", "Stage I: train a LoRA or DoRA adapter (sft, dft, profit, eaft, talr, mask)"),
+    "plan": ("plan", "memory, time and launch command of a training, from the configuration alone"),
+    "sft": ("sft", "Stage I: train a LoRA or DoRA adapter with one of ten token objectives"),
+    "mask": ("mask", "which tokens to keep, by their influence between a base and a reference model"),
+    "extract": ("extract", "a fine-tuned model minus its base, as a LoRA adapter of chosen rank"),
     "calibrate": ("calibrate", "Stage II: gate a finished adapter by entropy, from prompts and responses"),
     "sweep": ("sweep", "many ranges, seeds, adapters and objectives, on Ray or one after the other"),
+    "recipes": ("recipes", "everything the paper trains, by name: list, show, run and check"),
     "generate": ("generate", "text from a gated adapter, a plain adapter or a base"),
     "eval": ("evaluate", "base, adapter and gated adapter side by side, and what the difference shows"),
     "regrade": ("regrade", "judge the stored answers of an evaluation with another grader"),
+    "diagnose": (
+        "diagnose",
+        "what adapter and gates do: entropy, realised λ, interventions, alignment with a task value",
+    ),
+    "report": ("report", "one self-contained HTML file, or the paper's figures, from any runs"),
+    "explore": ("explore", "a local page: one prompt, three models, every token coloured by its gates"),
     "serve": ("serve", "an OpenAI-compatible server for gated adapters, plain adapters and the base"),
+    "export": ("export", "fold gates of one λ per module into a plain LoRA adapter"),
+    "push": ("push", "upload a gated adapter to the hub, with its model card"),
     "doctor": ("doctor", "versions, devices and optional parts"),
+    "completion": ("completion", "a script that completes commands and options in bash, zsh or fish"),
 }
 
 

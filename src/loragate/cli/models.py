@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from loragate.cli.quantization import base_arguments, dtype_for
 from loragate.errors import ConfigError, GateError, LoragateError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -88,16 +89,21 @@ def pick_device(wanted: str) -> str:
             ) from error
         return wanted
     if torch.cuda.is_available():
-        return "cuda"
+        from loragate.cli.launching import own_device
+
+        return own_device()
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def dtype_argument(name: str, device: str) -> Any:
-    """The torch dtype of `--dtype`; "auto" is the checkpoint's own on a GPU and float32 on the CPU."""
+def dtype_argument(name: str, device: str, quantization: str = "none") -> Any:
+    """The torch dtype of `--dtype`; "auto" is the checkpoint's own on a GPU and float32 on the CPU, or as
+    `quantization.dtype_for` has it."""
     import torch
 
     if name not in DTYPES:
         raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, found {name!r}")
+    if name == "auto" and quantization != "none":
+        return dtype_for(quantization, device)
     if name == "auto":
         return torch.float32 if device == "cpu" else "auto"
     return getattr(torch, name)
@@ -126,17 +132,26 @@ def require_place(what: str, name: str) -> None:
     raise ConfigError(f"{what} {name} {kind} (a hub id is written owner/name)")
 
 
-def load_base(name: str, *, revision: str = "", dtype: Any = "auto", device: str = "cpu", trust: bool = False) -> Any:
-    """A causal LM by folder or hub id, on its device, in eval mode."""
+def load_base(
+    name: str,
+    *,
+    revision: str = "",
+    dtype: Any = "auto",
+    device: str = "cpu",
+    trust: bool = False,
+    quantization: str = "none",
+) -> Any:
+    """A causal LM by folder or hub id, on its device, in eval mode; in 8 or 4 bits where that is asked for."""
     from transformers import AutoModelForCausalLM
 
     require_place("base model", name)
     require_not_an_adapter(name)
     with explained("base model", name):
-        model = AutoModelForCausalLM.from_pretrained(
-            name, revision=revision or None, dtype=dtype, trust_remote_code=trust
+        arguments = base_arguments(
+            name, dtype=dtype, device=device, quantization=quantization, revision=revision, trust=trust
         )
-    return model.to(device).eval() if not getattr(model, "hf_device_map", None) else model.eval()
+        model = AutoModelForCausalLM.from_pretrained(name, revision=revision or None, **arguments)
+    return model.eval() if "device_map" in arguments else model.to(device).eval()
 
 
 def adapter_record(name: str) -> Any:

@@ -13,10 +13,17 @@ from typing import Any
 from loragate.cli.arguments import Command
 from loragate.cli.display import Display, Job, console, duration
 from loragate.cli.models import parse_range, quiet_logging
-from loragate.errors import ConfigError
+from loragate.errors import ConfigError, nearest
 from loragate.version import __version__
 
-NOT_RUN = ("one λ per module, trained", "random gates", "gates trained with CE", "LoRA, same rows again")
+NOT_RUN = (
+    "one λ per module, trained",
+    "random gates",
+    "gates trained with CE",
+    "LoRA, same rows again",
+    "LoRA trained with entropy",
+)
+CONTROLS = ("cheap", "full")
 INTERVENTIONS: dict[str, dict[str, Any]] = {
     "no reversal, max(λ,0)": {"minimum": 0.0},
     "no extrapolation, min(λ,1)": {"maximum": 1.0},
@@ -35,6 +42,7 @@ class QuickstartOptions:
         ranges: ranges to calibrate, separated by semicolons.
         questions: test questions.
         samples: samples per test question.
+        controls: "cheap" runs what needs no training; "full" also trains the controls that are else listed as not run.
         threads: CPU threads; models this small are fastest with one.
     """
 
@@ -44,6 +52,7 @@ class QuickstartOptions:
     ranges: str = "-3,1;0,1;-6,3"
     questions: int = 200
     samples: int = 16
+    controls: str = "cheap"
     threads: int = 1
 
 
@@ -52,10 +61,15 @@ def run(options: QuickstartOptions) -> int:
     ranges = [parse_range(text) for text in options.ranges.split(";") if text.strip()]
     if not ranges or options.questions < 2 or options.samples < 1:
         raise ConfigError("loragate quickstart needs at least one range, two questions and one sample per question")
+    if options.controls not in CONTROLS:
+        raise ConfigError(
+            f"--controls {options.controls}: expected {' or '.join(CONTROLS)}{nearest(options.controls, CONTROLS)}"
+        )
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     quiet_logging()
     import torch
 
+    from loragate.cli.tiny_controls import TrainedControls
     from loragate.cli.tiny_study import CONSTANTS, Study
 
     torch.set_num_threads(options.threads)
@@ -63,13 +77,15 @@ def run(options: QuickstartOptions) -> int:
     names = {f"[{lower:g},{upper:g}]": (lower, upper) for lower, upper in ranges}
     study = Study(options.seed, options.questions, options.samples)
     size = options.questions * options.samples / 3200
-    rows = 7 + len(names) + 1 + len(INTERVENTIONS)
+    wanted = NOT_RUN if options.controls == "full" else ()
+    rows = 7 + len(names) + 1 + len(INTERVENTIONS) + len(wanted)
     plan = [
         ("taking the tiny base", 1 if options.base_seed is None else 150),
         ("training LoRA (sft)", 10),
         ("training LoRA (dft)", 10),
         *[(f"calibrating {name}", 9) for name in names],
         ("choosing on the development questions", 1.5 * (1 + len(names) + len(CONSTANTS))),
+        *[(f"control: {name}", 0.1 if name == "random gates" else 9) for name in wanted],
         ("sampling the test questions", rows * 6 * size),
         ("drawing", 4),
     ]
@@ -94,17 +110,21 @@ def run(options: QuickstartOptions) -> int:
         choice = study.choose_range()
         picked = choice.name if choice.accepted else max(names, key=lambda name: study.dev_scores[name].scores.mean())
         job.close_with(f"picked {choice.name if choice.accepted else 'the plain adapter'}")
+    controls = TrainedControls(study, picked, folder / "adapters" / "sft")
+    for name in wanted:
+        with display.job(f"control: {name}") as job:
+            job.close_with(controls.train(name, _steps(job, "topk_entropy")))
     with display.job("sampling the test questions") as job:
-        statistics = score_everything(study, picked, job, rows)
+        statistics = score_everything(study, picked, job, rows, controls)
     with display.job("drawing"):
-        results = collect(options, study, choice, picked, statistics)
+        results = collect(options, study, choice, picked, statistics, controls)
         save_artifact(study, folder, picked, results)
         draw(study, folder, statistics, results)
     show(study, folder, results)
     return 0
 
 
-def score_everything(study: Any, picked: str, job: Job, rows: int) -> dict[str, dict[str, float]]:
+def score_everything(study: Any, picked: str, job: Job, rows: int, controls: Any) -> dict[str, dict[str, float]]:
     """Every row of the table in order; returns the realised λ of the picked gates."""
     from loragate.gates import gate_override
 
@@ -125,6 +145,8 @@ def score_everything(study: Any, picked: str, job: Job, rows: int) -> dict[str, 
     score("LoRA, T = 0.3", "control", temperature=0.3)
     score("LoRA, greedy", "control", temperature=0)
     score(f"LoRA, one λ = {constant:g}", "control", study.scaled(constant))
+    for name in controls.records:
+        controls.score(name, score)
     score("DFT", "baseline", model=study.dft)
     for name in study.calibrations:
         with study.gated(name):
@@ -137,7 +159,7 @@ def score_everything(study: Any, picked: str, job: Job, rows: int) -> dict[str, 
         for name, limits in INTERVENTIONS.items():
             score(f"{widest} {name}", "intervention", gate_override(study.model, **limits))
     study.compare_with("LoRA", f"SCALE {picked}")
-    for name in NOT_RUN:
+    for name in (name for name in NOT_RUN if name not in controls.records):
         study.table.append({"name": name, "group": "control", "accuracy": None, "retention": None, "not_run": True})
     return statistics
 
@@ -148,7 +170,9 @@ def _width(config: Any, picked: bool) -> tuple[bool, bool, float]:
     return both, both and picked, config.upper - config.lower
 
 
-def collect(options: QuickstartOptions, study: Any, choice: Any, picked: str, statistics: Any) -> dict[str, Any]:
+def collect(
+    options: QuickstartOptions, study: Any, choice: Any, picked: str, statistics: Any, controls: Any
+) -> dict[str, Any]:
     """results.json: settings, selection, calibrations, table and reading."""
     import torch
     import transformers
@@ -156,6 +180,7 @@ def collect(options: QuickstartOptions, study: Any, choice: Any, picked: str, st
     from loragate.report.reading import read_results
 
     reading = read_results(study.table, adapter_name="LoRA", gated_name=f"SCALE {picked}")
+    reading += controls.reading()
     if not choice.accepted:
         reading.insert(
             0, "On the development questions no range beat the plain LoRA, so the choice is to keep the LoRA."
@@ -177,6 +202,7 @@ def collect(options: QuickstartOptions, study: Any, choice: Any, picked: str, st
         "calibrations": {
             name: {**result.evidence(), "history": result.history} for name, result in study.calibrations.items()
         },
+        "controls": controls.records,
         "realised_gates": statistics,
         "table": study.table,
         "reading": reading,
@@ -271,5 +297,6 @@ COMMAND = Command(
         "loragate quickstart",
         "loragate quickstart --seed 1 --out runs/second",
         "loragate quickstart --base-seed 5",
+        "loragate quickstart --controls full",
     ),
 )

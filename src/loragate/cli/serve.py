@@ -8,12 +8,14 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loragate.cli.arguments import Command
 from loragate.cli.display import console
+from loragate.cli.hub import on_disk
 from loragate.cli.models import require_place
+from loragate.cli.serve_folders import base_revision, plain_part, served_folders, tokenizer_places
 from loragate.errors import ConfigError, nearest
 
 ENGINES = ("auto", "vllm", "transformers")
@@ -24,21 +26,26 @@ class ServeOptions:
     """Settings of `loragate serve`.
 
     Attributes:
-        model: gated folder or PEFT adapter; with --engine transformers also a base model.
+        model: gated folder, owner/name[@revision] of one on the hub, or PEFT adapter; with --engine transformers also a base
+            model.
         base: where the base model is, instead of the recorded one.
         host: address to listen on; 127.0.0.1 is this machine alone.
         port: port to listen on.
         engine: auto (vllm where it is installed), vllm or transformers.
-        adapters: more adapters to serve beside, gated or plain: NAME=FOLDER separated by commas (vllm).
+        adapters: more adapters to serve beside, gated or plain: NAME=FOLDER separated by commas; FOLDER@unit and the like
+            serve it with an override of λ.
+        overrides: served for every gated adapter beside it, separated by commas: unit makes NAME@unit, and so on; off, unit,
+            noreverse, noextrapolate, constant=0.5, clip=-1:2. With --dynamic, or on transformers, any is there anyway.
         dynamic: let clients load and unload adapters while the server runs (vllm); for trusted clients only.
         verify: measure log-probs of vLLM against transformers, print them and stop; the exit status tells.
         max_model_len: positions to plan for, prompt and answer together; 0 takes the model's (vllm).
         tensor_parallel: devices that share the model (vllm).
         vllm_memory: share of a device's memory that vLLM may fill.
         vllm_args: further arguments of vLLM's server, as one text.
-        system: "none" renders without an injected default system message, "keep" as the template does (transformers).
+        system: "none" renders without an injected default system message, "keep" as the template does.
         chat_template: jinja file to use instead of the tokenizer's template.
         dtype: auto, float32, bfloat16 or float16 of the base.
+        quantization: none, 8bit or 4bit storage of the base (bitsandbytes; transformers).
         device: auto, cpu, cuda, cuda:1, mps (transformers).
         trust_remote_code: allow model code from the hub to run.
     """
@@ -49,6 +56,7 @@ class ServeOptions:
     port: int = 8000
     engine: str = "auto"
     adapters: str = ""
+    overrides: str = ""
     dynamic: bool = False
     verify: bool = False
     max_model_len: int = 0
@@ -58,6 +66,7 @@ class ServeOptions:
     system: str = "none"
     chat_template: str = ""
     dtype: str = "auto"
+    quantization: str = "none"
     device: str = "auto"
     trust_remote_code: bool = False
 
@@ -68,6 +77,7 @@ def run(options: ServeOptions) -> int:
         raise ConfigError(f"--engine {options.engine}: expected {', '.join(ENGINES)}{nearest(options.engine, ENGINES)}")
     if not 0 <= options.port <= 65535:
         raise ConfigError(f"--port {options.port}: expected a number from 0 to 65535")
+    options = replace(options, model=on_disk(options.model))
     require_place("model", options.model)
     installed = importlib.util.find_spec("vllm") is not None
     is_adapter = any((Path(options.model) / name).is_file() for name in ("gate_config.json", "adapter_config.json"))
@@ -75,56 +85,22 @@ def run(options: ServeOptions) -> int:
     if with_vllm:
         if not installed:
             raise ConfigError("vLLM is not installed; run: pip install loragate[vllm], or use --engine transformers")
+        if options.quantization != "none":
+            raise ConfigError(
+                f"--quantization {options.quantization} has no effect with vLLM, which loads the base itself; give vLLM's own "
+                "--quantization in --vllm-args, or use --engine transformers"
+            )
         if options.verify:
             from loragate.cli.serve_verify import verify
 
             return verify(options, *served_folders(options))
         return serve_vllm(options)
-    for name in ("adapters", "dynamic", "max_model_len", "vllm_args"):
+    for name in ("overrides", "dynamic", "max_model_len", "vllm_args"):
         if getattr(options, name):
             raise ConfigError(
                 f"--{name.replace('_', '-')} has no effect without vLLM; leave it out, or use --engine vllm"
             )
     return serve_transformers(options)
-
-
-def served_folders(options: ServeOptions) -> tuple[str, dict[str, str]]:
-    """The base, and the folder of each adapter by its served name."""
-    from loragate.cli.models import adapter_record
-    from loragate.gates.schema import read_gate_config
-
-    folder = Path(options.model).resolve()
-    if not any((folder / file).is_file() for file in ("gate_config.json", "adapter_config.json")):
-        raise ConfigError(
-            f"{options.model} is no local folder of a gated or plain adapter, which vLLM is to serve here"
-        )
-    if (folder / "gate_config.json").is_file():
-        base = options.base or str(read_gate_config(folder)["base"]["id"])
-        adapters = {"gated": str(folder), "adapter": str(folder / "adapter")}
-    else:
-        base = options.base or str(adapter_record(str(folder)).base_model_name_or_path)
-        adapters = {"adapter": str(folder)}
-    if not base:
-        raise ConfigError(f"{folder} does not say on which base it was trained; name it with --base")
-    require_place("base model", base)
-    for part in filter(None, (part.strip() for part in options.adapters.split(","))):
-        name, sign, place = part.partition("=")
-        present = any((Path(place) / file).is_file() for file in ("gate_config.json", "adapter_config.json"))
-        if not sign or not present:
-            raise ConfigError(f"--adapters {part}: expected NAME=FOLDER with the folder of a gated or plain adapter")
-        if name in (*adapters, "base"):
-            raise ConfigError(f"--adapters {part}: the name {name} is taken; choose another")
-        adapters[name] = str(Path(place).resolve())
-    return base, adapters
-
-
-def base_revision(options: ServeOptions) -> str:
-    """The commit of the base that the gates were made on; empty where another base is named, or none is recorded."""
-    from loragate.gates.schema import read_gate_config
-
-    if options.base or not (Path(options.model) / "gate_config.json").is_file():
-        return ""
-    return str(read_gate_config(Path(options.model))["base"].get("revision") or "")
 
 
 def free_port(host: str, port: int) -> int:
@@ -147,74 +123,93 @@ def free_port(host: str, port: int) -> int:
 
 def prepare_vllm(adapters: dict[str, str]) -> int:
     """Check plugin, version and folders before vLLM starts; returns the rank to make room for."""
-    from loragate.generation.vllm_engine import has_gates, lora_rank, require_gate_plugin
-    from loragate.serving import read_folder
+    from loragate.generation.vllm_engine import lora_rank, require_gate_plugin
+    from loragate.serving import read_place
+    from loragate.serving.folder import has_lambda
 
     rank = 1
-    for folder in adapters.values():
-        if has_gates(folder):
-            require_gate_plugin(folder)
-            read_folder(folder)
-        rank = max(rank, lora_rank(Path(folder) / "adapter" if has_gates(folder) else folder))
+    for place in adapters.values():
+        if has_lambda(place):
+            require_gate_plugin(place)
+            read_place(place)
+        rank = max(rank, lora_rank(plain_part(place)))
     return rank
 
 
 def serve_vllm(options: ServeOptions) -> int:
     """vLLM's own server as a child, until Ctrl-C."""
     import shlex
+    import tempfile
 
     from loragate.serving.vllm_server import server_command, start, stop, wait_until_healthy
 
     base, adapters = served_folders(options)
-    extra = ["--dtype", options.dtype, "--tensor-parallel-size", str(options.tensor_parallel)]
-    extra += ["--gpu-memory-utilization", f"{options.vllm_memory:g}"]
-    extra += ["--max-model-len", str(options.max_model_len)] if options.max_model_len else []
-    extra += ["--chat-template", options.chat_template] if options.chat_template else []
-    extra += ["--trust-remote-code"] if options.trust_remote_code else []
-    own = Path(options.model) / "adapter" if "gated" in adapters else Path(options.model)
-    tokenizer = next((place for place in (own / "tokenizer", own) if (place / "tokenizer_config.json").is_file()), None)
-    extra += ["--tokenizer", str(tokenizer)] if tokenizer else []
-    extra += ["--revision", base_revision(options)] if base_revision(options) else []
     rank = prepare_vllm(adapters)
     port = free_port(options.host, options.port)
-    command = server_command(
-        base,
-        adapters,
-        host=options.host,
-        port=port,
-        max_lora_rank=rank,
-        extra=[*extra, *shlex.split(options.vllm_args)],
-    )
     out = console()
-    out.print("starting vLLM: " + shlex.join(command), markup=False)
-    end_on_terminate()
-    began, process = time.monotonic(), start(command, dynamic=options.dynamic)
-    try:
-        wait_until_healthy(process, address(options.host, port))
-        out.print(f"ready after {time.monotonic() - began:.0f} s", markup=False)
-        print_clients(options.host, port, ["base", *adapters])
-        status = process.wait()
-    except KeyboardInterrupt:
-        stop(process)
-        out.print("stopped", markup=False)
-        return 0
-    finally:
-        stop(process)
+    with tempfile.TemporaryDirectory(prefix="loragate-serve-") as scratch:
+        command = server_command(
+            base,
+            adapters,
+            host=options.host,
+            port=port,
+            max_lora_rank=rank,
+            extra=[*vllm_arguments(options, base, Path(scratch)), *shlex.split(options.vllm_args)],
+        )
+        out.print("starting vLLM: " + shlex.join(command), markup=False)
+        end_on_terminate()
+        began, process = time.monotonic(), start(command, adapters, dynamic=options.dynamic)
+        try:
+            wait_until_healthy(process, address(options.host, port))
+            out.print(f"ready after {time.monotonic() - began:.0f} s", markup=False)
+            print_clients(options.host, port, ["base", *adapters])
+            status = process.wait()
+        except KeyboardInterrupt:
+            stop(process)
+            out.print("stopped", markup=False)
+            return 0
+        finally:
+            stop(process)
     if status:
         print(f"loragate: vLLM ended with status {status}; its log above says why", file=sys.stderr)
     return 1 if status else 0
 
 
+def vllm_arguments(options: ServeOptions, base: str, scratch: Path) -> list[str]:
+    """What vLLM's server is told beside base, adapters and address; a chat template may be written into `scratch`."""
+    from loragate.cli.models import load_tokenizer
+    from loragate.cli.serve_template import template_for_vllm
+    from loragate.files import write_text
+
+    found = ["--dtype", options.dtype, "--tensor-parallel-size", str(options.tensor_parallel)]
+    found += ["--gpu-memory-utilization", f"{options.vllm_memory:g}"]
+    found += ["--max-model-len", str(options.max_model_len)] if options.max_model_len else []
+    found += ["--trust-remote-code"] if options.trust_remote_code else []
+    found += ["--revision", base_revision(options)] if base_revision(options) else []
+    places = tokenizer_places(options, base)
+    own = next((place for place in places[:-1] if (Path(place) / "tokenizer_config.json").is_file()), None)
+    found += ["--tokenizer", own] if own else []
+    template = options.chat_template
+    if options.system == "none":
+        tokenizer = load_tokenizer(places, chat_template=template, trust=options.trust_remote_code)
+        if (wrapped := template_for_vllm(tokenizer)) is not None:
+            template = str(scratch / "chat_template.jinja")
+            write_text(Path(template), wrapped)
+    return [*found, *(["--chat-template", template] if template else [])]
+
+
 def serve_transformers(options: ServeOptions) -> int:
     """Our own small server over the model in memory, until Ctrl-C."""
     from loragate.cli.evaluation_inputs import load_inputs
-    from loragate.cli.serve_transformers import transformers_app
+    from loragate.cli.serve_transformers import add_adapters, transformers_app
     from loragate.serving.http_app import make_server
 
+    more = served_folders(options)[1] if options.adapters else {}
     loaded = load_inputs(options, options.model)
     if loaded.note:
         console().print(loaded.note, markup=False)
-    app = transformers_app(loaded.model, loaded.tokenizer, loaded.kind, system=options.system)
+    rows = add_adapters(loaded.model, {name: more[name] for name in more if name not in ("gated", "adapter")})
+    app = transformers_app(loaded.model, loaded.tokenizer, loaded.kind, system=options.system, more=rows)
     server = make_server(app, options.host, options.port)
     end_on_terminate()
     print_clients(options.host, server.server_address[1], list(app.models))
@@ -269,6 +264,7 @@ COMMAND = Command(
     examples=(
         "loragate serve gated",
         "loragate serve gated --port 8080 --adapters math=other-gated,style=plain-adapter",
+        "loragate serve gated --overrides unit,constant=0.5",
         "loragate serve gated --engine transformers",
         "loragate serve gated --verify",
     ),

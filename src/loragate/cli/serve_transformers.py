@@ -1,12 +1,14 @@
-"""Answers for `serving.http_app` from a model in memory: base, plain adapter and gated adapter by name.
+"""Answers for `serving.http_app` from a model in memory: base, plain adapter, gated adapter and further adapters by name.
 
-Lives here and not in serving/, because it needs data (chat templates), generation and evaluation's variants, which serving
-does not know.
+A name may carry an override of λ (`gated@unit`). Lives here and not in serving/, because it needs data (chat templates),
+generation and evaluation's variants, which serving does not know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from loragate.errors import ConfigError
@@ -15,7 +17,54 @@ from loragate.serving.http_app import Answer, App, Asked
 NAMES = {"base": ("base",), "adapter": ("base", "adapter"), "gated": ("base", "adapter", "gated")}
 
 
-def transformers_app(model: Any, tokenizer: Any, kind: str, *, system: str = "none", batch_size: int = 16) -> App:
+@dataclass(frozen=True)
+class Row:
+    """A served name: what acts, on which of the model's adapters, of which kind, and an override that it always has."""
+
+    acts: Any
+    kind: Any
+    adapter: str = "default"
+    override: Any = None
+
+
+def add_adapters(model: Any, places: Mapping[str, str]) -> dict[str, Row]:
+    """Load more adapters, gated or plain, beside the one a PeftModel has; their rows by served name.
+
+    Args:
+        model: a PeftModel.
+        places: {served name: folder, or FOLDER@OVERRIDE}.
+    """
+    from loragate.cli.models import explained
+    from loragate.cli.serve_folders import is_gated, plain_part
+    from loragate.gates import load_gates
+    from loragate.gates.override_names import split_folder
+
+    rows: dict[str, Row] = {}
+    loaded: dict[str, str] = {}
+    for name, place in places.items():
+        folder, override = split_folder(place)
+        plain = plain_part(place)
+        gated = is_gated(plain.parent) and plain.name == "adapter" and str(plain) != folder
+        if folder not in loaded:
+            loaded[folder] = f"served{len(loaded)}"
+            with explained("adapter", str(plain)):
+                model.load_adapter(str(plain), adapter_name=loaded[folder])
+            if gated:
+                load_gates(model, folder, loaded[folder])
+        kind = "gated" if gated else "adapter"
+        rows[name] = Row(kind, kind, loaded[folder], override)
+    return rows
+
+
+def transformers_app(
+    model: Any,
+    tokenizer: Any,
+    kind: str,
+    *,
+    system: str = "none",
+    batch_size: int = 16,
+    more: Mapping[str, Row] | None = None,
+) -> App:
     """The app over a loaded model.
 
     Args:
@@ -24,19 +73,20 @@ def transformers_app(model: Any, tokenizer: Any, kind: str, *, system: str = "no
         kind: "base", "adapter" or "gated"; decides the names that can be asked for.
         system: "none" renders without an injected default system message, "keep" as the template does.
         batch_size: sequences generated at a time.
+        more: rows of further adapters, from `add_adapters`.
     """
     from loragate.data import prompt_ids, render_prompt
-    from loragate.evaluation.variants import Variant, acting
     from loragate.generation import SamplingConfig, TransformersEngine
 
     engine = TransformersEngine(model, tokenizer, batch_size=batch_size)
+    rows = {name: Row(name, kind) for name in NAMES[kind]} | dict(more or {})
 
     def complete(prompts: Sequence[str], asked: Asked) -> list[tuple[int, list[Answer]]]:
         from loragate.cli.generate import room_for_answers
 
         limit = asked.max_tokens or room_for_answers(model, tokenizer, list(prompts))
         config = SamplingConfig(asked.temperature, asked.top_p, limit, asked.n, asked.seed, asked.stop)
-        with acting(model, Variant(asked.model), kind):  # type: ignore[arg-type]
+        with answering(model, rows, asked.model):
             samples = engine.generate(prompts, config)
         found: list[tuple[int, list[Answer]]] = [
             (len(ids), []) for ids in tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
@@ -58,4 +108,61 @@ def transformers_app(model: Any, tokenizer: Any, kind: str, *, system: str = "no
             )
         return render_prompt(messages, tokenizer, system=system)
 
-    return App(NAMES[kind], complete, render, begin)
+    return App(tuple(rows), complete, render, begin)
+
+
+@contextmanager
+def answering(model: Any, rows: Mapping[str, Row], name: str) -> Iterator[None]:
+    """The model as the served name, with the override behind it, inside the context.
+
+    Raises:
+        ConfigError: for an override on the base or on an adapter without gates, which takes a constant alone.
+    """
+    from loragate.evaluation.variants import Variant, acting
+    from loragate.gates.override_names import split_name
+
+    override = None
+    if name not in rows:
+        name, override = split_name(name)
+    row = rows[name]
+    if override is not None and row.override is not None:
+        raise ConfigError(f"{name} has an override already; ask for one of the two")
+    override = override or row.override
+    if override is not None and row.acts != "gated" and (row.acts == "base" or override.constant is None):
+        raise ConfigError(f"{name} has no gates: only an adapter takes an override, and a plain one @constant=C alone")
+    with _active(model, row):
+        if override is None:
+            with acting(model, Variant(row.acts), row.kind):
+                yield
+        else:
+            with _overridden(model, row, override):
+                yield
+
+
+@contextmanager
+def _active(model: Any, row: Row) -> Iterator[None]:
+    before = model.active_adapter if row.kind != "base" else row.adapter
+    if before == row.adapter:
+        yield
+        return
+    model.set_adapter(row.adapter)
+    try:
+        yield
+    finally:
+        model.set_adapter(before)
+
+
+@contextmanager
+def _overridden(model: Any, row: Row, override: Any) -> Iterator[None]:
+    """λ overridden; a plain adapter gets gates for as long, so that one λ can be laid over them."""
+    from loragate.gates import GateConfig, attach_gates, detach_gates, gate_override
+
+    gated = row.kind == "gated"
+    if not gated:
+        attach_gates(model, GateConfig(-1.0, 2.0), row.adapter)
+    try:
+        with gate_override(model, override.minimum, override.maximum, override.constant, row.adapter):
+            yield
+    finally:
+        if not gated:
+            detach_gates(model, row.adapter)

@@ -21,7 +21,8 @@ def verify(options: Any, base: str, adapters: dict[str, str]) -> int:
     16 bits the figures are printed and not judged: both programs round, in different places.
     """
     from loragate.cli.models import dtype_argument, pick_device, quiet_logging
-    from loragate.cli.serve import base_revision, prepare_vllm
+    from loragate.cli.serve import prepare_vllm
+    from loragate.cli.serve_folders import base_revision
     from loragate.serving.parity import compare, greedy, open_llm
 
     quiet_logging()
@@ -93,12 +94,27 @@ def random_prompts(base: str, trust: bool = False) -> list[list[int]]:
     return [[draw.randrange(config.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
 
 
-def _reference(options: Any, base: str, folder: str | None, dtype: Any, device: str) -> Any:
+def _reference(options: Any, base: str, place: str | None, dtype: Any, device: str) -> Any:
     from loragate.cli.models import load_adapter, load_base
     from loragate.gates import load_gated
+    from loragate.gates.override_names import split_folder
 
+    folder, override = split_folder(place) if place is not None else (None, None)
     if folder is not None and (Path(folder) / "gate_config.json").is_file():
-        gated = load_gated(folder, base=base, dtype=dtype, trust_remote_code=options.trust_remote_code)
-        return gated.to(device)
-    model = load_base(base, dtype=dtype, device=device, trust=options.trust_remote_code)
-    return model if folder is None else load_adapter(model, folder)
+        model = load_gated(folder, base=base, dtype=dtype, trust_remote_code=options.trust_remote_code).to(device)
+    else:
+        model = load_base(base, dtype=dtype, device=device, trust=options.trust_remote_code)
+        model = model if folder is None else load_adapter(model, folder)
+    return model if override is None else _overridden(model, override)
+
+
+def _overridden(model: Any, override: Any) -> Any:
+    """The model with an override laid over λ for good; a plain adapter gets gates to lay it over."""
+    from loragate.gates import GateConfig, attach_gates
+    from loragate.gates.attach import gate_modules
+
+    if not any(hasattr(layer, "lora_gate") for layer in model.modules()):
+        attach_gates(model, GateConfig(-1.0, 2.0))
+    for gate in gate_modules(model).values():
+        gate.override = override
+    return model

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from loragate.cli.arguments import Command
 from loragate.cli.display import Display, console, duration
+from loragate.cli.launching import begin, loading_device
 from loragate.cli.models import (
+    adapter_record,
     check_batching,
     dtype_argument,
     load_base,
@@ -20,6 +23,7 @@ from loragate.cli.models import (
     require_reporters,
 )
 from loragate.cli.options import RunOptions
+from loragate.cli.quantization import check_quantization
 from loragate.errors import ConfigError
 from loragate.training.settings import StageOneSettings
 
@@ -30,10 +34,12 @@ class SftOptions(RunOptions, StageOneSettings):
 
     Attributes:
         model: base model, folder or hub id.
-        max_rows: use the first so many rows (0: all).
+        reference: frozen model for the KL of eksft, folder or hub id; by default the base itself, adapter off.
+        max_rows: use so many rows (0: all); see select.
     """
 
     model: str = ""
+    reference: str = ""
     max_rows: int = 0
 
 
@@ -45,37 +51,54 @@ def run(options: SftOptions) -> int:
     folder = Path(options.out)
     settings = StageOneSettings(**{field.name: getattr(options, field.name) for field in fields(StageOneSettings)})
     require_free_out(folder, options.resume)
+    check_quantization(options)
+    if (status := begin(options, settings, reference=bool(options.reference))) is not None:
+        return status
     require_reporters(options.report_to)
     check_batching(settings)
     require_place("base model", options.model)
     require_not_an_adapter(options.model)
+    settings, note = with_adapter(settings)
     quiet_logging()
     from loragate.cli.calibration import is_main_process, keep_configuration, lasting_name
     from loragate.cli.calibration_report import show_data, warn_about_endings
-    from loragate.data import encode_rows, load_rows
+    from loragate.cli.run_rows import encode_run, keep_rows_record, read_rows
+    from loragate.data import encode_rows
     from loragate.gates.artifact import write_adapter
     from loragate.training import train_adapter
-    from loragate.training.stage_one import objective_of
+    from loragate.training.stage_one import objective_of, require_keep_mask
 
-    objective_of(settings)
+    objective = objective_of(settings)
+    require_reference(options, objective)
     out, display = console(), Display()
-    rows = load_rows(
-        options.data, split=options.split or None, revision=options.revision or None, limit=options.max_rows or None
-    )
+    rows = read_rows(options, settings.seed)
     tokenizer = load_tokenizer([options.model], chat_template=options.chat_template, trust=options.trust_remote_code)
-    with display.job("reading the data"):
+    with display.job("reading the data") as job:
         rows = rows.shuffled(settings.seed)
-        encoded = encode_rows(rows, tokenizer, max_length=settings.max_length, system=options.system)
+        encoded = encode_run(
+            options,
+            rows,
+            job,
+            lambda **how: encode_rows(rows, tokenizer, max_length=settings.max_length, system=options.system, **how),
+        )
+    require_keep_mask(settings, encoded, rows)
     show_data(out, encoded, tokenizer)
+    if "keep_mask" in encoded[0] and "keep_mask" not in objective.requires:
+        out.print(f"note: the keep_mask column is not read by the objective {settings.objective}", markup=False)
+    if note:
+        out.print(note, markup=False)
     device = pick_device(options.device)
     with display.job("loading the model"):
         base = load_base(
             options.model,
-            dtype=dtype_argument(options.dtype, device),
-            device=device,
+            dtype=dtype_argument(options.dtype, device, options.quantization),
+            device=loading_device(device),
             trust=options.trust_remote_code,
+            quantization=options.quantization,
         )
+        reference = load_reference(options, device)
     warn_about_endings(out, tokenizer, encoded, base)
+    keep_rows_record(options, folder, rows, encoded, options.max_rows)
     keep_configuration(options, folder)
     with display.job(f"training ({settings.objective})") as job:
         result = train_adapter(
@@ -86,6 +109,7 @@ def run(options: SftOptions) -> int:
             run_folder=folder / "run",
             resume=options.resume,
             encoded=encoded,
+            reference_model=reference,
             on_step=lambda report: job.advance_to(
                 report.step, report.total, f"nll {report.values['nll']:.3f}" if "nll" in report.values else ""
             ),
@@ -100,20 +124,66 @@ def run(options: SftOptions) -> int:
         fall = f"; log loss per token {first:.3f} → {last:.3f}" if first is not None and last is not None else ""
         out.print(f"done in {duration(result.seconds)}: {result.steps} steps of {settings.objective}{fall}")
         out.print(f"written to {folder}")
-        out.print(
-            f"next: loragate calibrate --adapter {folder} --data {options.data} --probe FILE --out {folder}-gated",
-            markup=False,
-        )
+        out.print(next_line(folder, options.data, result.settings.dora), markup=False)
     return 0
+
+
+def with_adapter(settings: StageOneSettings) -> tuple[StageOneSettings, str]:
+    """The settings with those of the adapter to continue, and the line that says so.
+
+    Raises:
+        ConfigError: for what is no adapter, or a flag that contradicts it.
+    """
+    if not settings.adapter:
+        return settings, ""
+    from loragate.training.stage_one import adapter_settings
+
+    settings = adapter_settings(settings, adapter_record(settings.adapter))
+    warmup = "no new warm-up" if not settings.warmup else f"a warm-up of {100 * settings.warmup:g} % of the steps"
+    kind = "DoRA" if settings.dora else "LoRA"
+    return settings, (
+        f"going on from {settings.adapter}, which is only read: {kind}, rank {settings.rank}, α {settings.alpha:g}; {warmup}"
+    )
+
+
+def require_reference(options: SftOptions, objective: Any) -> None:
+    """Refuse a reference that would have no effect, or that is no model."""
+    if not options.reference:
+        return
+    if "reference_kl" not in objective.requires:
+        raise ConfigError(f"--reference has no effect on the objective {options.objective!r}, only on eksft")
+    require_place("reference model", options.reference)
+    require_not_an_adapter(options.reference)
+
+
+def load_reference(options: SftOptions, device: str) -> Any:
+    """The model of --reference; None where the base itself serves."""
+    if not options.reference:
+        return None
+    return load_base(
+        options.reference,
+        dtype=dtype_argument(options.dtype, device, options.quantization),
+        device=device,
+        trust=options.trust_remote_code,
+        quantization=options.quantization,
+    )
+
+
+def next_line(folder: Path, data: str, dora: bool) -> str:
+    """What to run next; a DoRA adapter cannot be gated."""
+    if dora:
+        return f"next: loragate eval --model {folder} --suite math --out runs/{folder.name}"
+    return f"next: loragate calibrate --adapter {folder} --data {data} --probe FILE --out {folder}-gated"
 
 
 COMMAND = Command(
     name="sft",
-    summary="Stage I: train a LoRA or DoRA adapter with sft, dft, profit, eaft, talr or an offline token mask.",
+    summary="Stage I: train a LoRA or DoRA adapter with a token objective, or go on training a finished one.",
     options=SftOptions,
     run=run,
     examples=(
         "loragate sft --model path/to/base --data train.jsonl --out adapter",
         "loragate sft --config sft.yaml --objective dft --out adapter-dft",
+        "loragate sft --model path/to/base --adapter adapter --data gate-rows.jsonl --out adapter-longer",
     ),
 )

@@ -11,6 +11,7 @@ from typing import Any
 from loragate.cli.arguments import Command, resolved_yaml
 from loragate.cli.display import console, duration
 from loragate.cli.options import RunOptions
+from loragate.cli.quantization import check_quantization
 from loragate.errors import ConfigError, LoragateError, nearest
 from loragate.files import write_json, write_text
 from loragate.training.settings import CalibrationSettings
@@ -44,13 +45,15 @@ class SweepOptions(RunOptions, CalibrationSettings):
         tau: gate temperature.
         init_scale: size of the initial perturbation of the gate weights.
         granularity: token, module or global.
-        complete_gradient: let the gate's gradient reach its input (a variant; the paper's gate detaches it).
+        detach_input: the gate reads its input without a gradient (the paper's semi-gradient); --no-detach-input gives the
+            complete gradient, a variant.
         gate_modules: gate only these modules (names separated by commas); all LoRA linears otherwise.
         save_steps: write a checkpoint every so many steps, from which a killed trial goes on.
         seed: without effect here; use seeds.
         objective: without effect here; use objectives.
     """
 
+    select: str = "shuffled"
     adapter: str = ""
     adapters: str = ""
     ranges: str = "0,1;-6,3;0,6"
@@ -72,7 +75,7 @@ class SweepOptions(RunOptions, CalibrationSettings):
     tau: float = 1.0
     init_scale: float = 1e-6
     granularity: str = "token"
-    complete_gradient: bool = False
+    detach_input: bool = True
     gate_modules: str = ""
     save_steps: int = 25
 
@@ -83,6 +86,7 @@ class SweepOptions(RunOptions, CalibrationSettings):
 def run(options: SweepOptions) -> int:
     """Plan, run what is not finished, choose, write the best."""
     check(options)
+    check_quantization(options)
     folder = Path(options.out)
     require_sweep_folder(folder, options.resume)
     from loragate.cli.models import quiet_logging

@@ -57,9 +57,11 @@ class SweepMaterials:
     def load_base(self) -> Any:
         quiet_logging()
         device = pick_device(self.options.device)
-        dtype = dtype_argument(self.options.dtype, device)
-        trust = self.options.trust_remote_code
-        return load_base(self.base, revision=self.revision, dtype=dtype, device=device, trust=trust)
+        trust, quantization = self.options.trust_remote_code, self.options.quantization
+        dtype = dtype_argument(self.options.dtype, device, quantization)
+        return load_base(
+            self.base, revision=self.revision, dtype=dtype, device=device, trust=trust, quantization=quantization
+        )
 
     def load_adapter(self, base: Any, label: str) -> Any:
         return load_adapter(base, self.adapters[label])
@@ -72,10 +74,9 @@ class SweepMaterials:
         return load_tokenizer(places, chat_template=self.options.chat_template, trust=self.options.trust_remote_code)
 
     def load_rows(self) -> Any:
-        from loragate.data import load_rows
+        from loragate.cli.run_rows import read_rows
 
-        options = self.options
-        return load_rows(options.data, split=options.split or None, revision=options.revision or None)
+        return read_rows(self.options)
 
     def settings(self, trial: Trial) -> CalibrationSettings:
         return dataclasses.replace(settings_for(self.options, trial.objective), seed=trial.seed)
@@ -91,7 +92,7 @@ class SweepMaterials:
             tau=options.tau,
             init_scale=options.init_scale,
             seed=trial.seed,
-            detach_input=not options.complete_gradient,
+            detach_input=options.detach_input,
             granularity=options.granularity,
             target_modules=targets or None,
         )
@@ -125,7 +126,7 @@ def prepare(options: Any) -> tuple[SweepMaterials, SweepPlan]:
     Raises:
         ConfigError, DataError: naming what cannot be used.
     """
-    from loragate.data import load_rows
+    from loragate.cli.run_rows import read_rows
     from loragate.evaluation.judging import JudgeSettings, require_graders
     from loragate.selection.probe import MIN_QUESTIONS, require_disjoint
     from loragate.selection.questions import prompts_of
@@ -136,7 +137,7 @@ def prepare(options: Any) -> tuple[SweepMaterials, SweepPlan]:
     objectives = names(options.objectives)
     records = {objective: _record(settings_for(options, objective)) for objective in objectives}
     base, revision = common_base(adapters, options.base)
-    rows = load_rows(options.data, split=options.split or None, revision=options.revision or None)
+    rows = read_rows(options)
     identity: dict[str, Any] = {
         "base": {"name": Path(base).name if Path(base).is_dir() else base, "files": place_fingerprint(base)},
         "adapters": {label: place_fingerprint(place) for label, place in adapters.items()},
@@ -144,9 +145,10 @@ def prepare(options: Any) -> tuple[SweepMaterials, SweepPlan]:
         "training": records,
         "gates": {
             name: getattr(options, name)
-            for name in ("tau", "init_scale", "granularity", "complete_gradient", "gate_modules")
+            for name in ("tau", "init_scale", "granularity", "detach_input", "gate_modules")
         },
         "dtype": options.dtype,
+        **({} if options.quantization == "none" else {"quantization": options.quantization}),
         "chat_template": _digest(Path(options.chat_template).read_text("utf-8")) if options.chat_template else None,
     }
     earlier: list[Any] = []

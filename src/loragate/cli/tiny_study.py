@@ -38,6 +38,8 @@ OnStep = Callable[[StepReport], None]
 MAX_NEW_TOKENS = 72
 BATCH = 480
 CONSTANTS = (-0.5, 0.5, 1.5)
+BATCH_ROWS, GATE_ROWS, GATE_STEPS = 32, 2048, 157
+STAGE_ONE_RATE = 1e-3
 
 
 @dataclass
@@ -88,9 +90,9 @@ class Study:
         """An adapter on the noisy demonstrations (4096 rows, 128 steps of 32)."""
         settings = StageOneSettings(
             objective=objective,
-            learning_rate=1e-3,
-            batch_size=32,
-            micro_batch_size=32,
+            learning_rate=STAGE_ONE_RATE,
+            batch_size=BATCH_ROWS,
+            micro_batch_size=BATCH_ROWS,
             max_length=128,
             seed=self.seed,
             logging_steps=16,
@@ -113,34 +115,45 @@ class Study:
             self.dft = result.model
 
     def calibrate_range(self, name: str, lower: float, upper: float, on_step: OnStep) -> None:
-        """Gates for one range on the frozen SFT adapter; kept, then taken off.
+        """Gates for one range on the frozen SFT adapter; kept, then taken off."""
+        config = GateConfig(lower, upper, seed=self.seed)
+        self.calibrations[name], self.gates[name] = self.train_gates(config, "entropy", on_step)
+
+    def train_gates(
+        self, config: GateConfig, objective: str, on_step: OnStep
+    ) -> tuple[CalibrationResult, dict[str, torch.Tensor]]:
+        """Gates on the frozen SFT adapter, taken off again; returns the record and the values.
 
         157 steps at 5e-4 as in the paper, with a batch of 32 on 2048 of the adapter's own rows.
         """
         settings = CalibrationSettings(
+            objective=objective,
             learning_rate=5e-4,
-            batch_size=32,
-            micro_batch_size=32,
-            max_steps=157,
+            batch_size=BATCH_ROWS,
+            micro_batch_size=BATCH_ROWS,
+            max_steps=GATE_STEPS,
             max_length=128,
-            max_rows=2048,
+            max_rows=GATE_ROWS,
             seed=self.seed,
             logging_steps=4,
         )
-        config = GateConfig(lower, upper, seed=self.seed)
-        self.calibrations[name] = calibrate(
-            self.model, self.tokenizer, load_rows(self.rows), config, settings, on_step=on_step
-        )
-        self.gates[name] = {key: value.detach().clone() for key, value in gate_parameters(self.model).items()}
+        result = calibrate(self.model, self.tokenizer, load_rows(self.rows), config, settings, on_step=on_step)
+        values = {key: value.detach().clone() for key, value in gate_parameters(self.model).items()}
         detach_gates(self.model)
+        return result, values
 
-    def put_on(self, name: str) -> None:
-        """Attach the gates that were trained for a range; call `take_off` afterwards."""
-        attach_gates(self.model, self.calibrations[name].config)
-        with torch.no_grad():
-            for key, parameter in gate_parameters(self.model).items():
-                parameter.copy_(self.gates[name][key])
-                parameter.requires_grad_(False)
+    @contextmanager
+    def wearing(self, config: GateConfig, values: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Given gates inside the context."""
+        attach_gates(self.model, config)
+        try:
+            with torch.no_grad():
+                for key, parameter in gate_parameters(self.model).items():
+                    parameter.copy_(values[key])
+                    parameter.requires_grad_(False)
+            yield
+        finally:
+            self.take_off()
 
     def take_off(self) -> None:
         """Back to the plain adapter."""
@@ -149,11 +162,8 @@ class Study:
     @contextmanager
     def gated(self, name: str) -> Iterator[None]:
         """The gates of a range inside the context."""
-        self.put_on(name)
-        try:
+        with self.wearing(self.calibrations[name].config, self.gates[name]):
             yield
-        finally:
-            self.take_off()
 
     @contextmanager
     def scaled(self, constant: float) -> Iterator[None]:

@@ -13,11 +13,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from loragate.errors import ConfigError, nearest
-from loragate.gates import GateConfig, attach_gates, detach_gates, gate_override, gates_disabled
+from loragate.gates import (
+    GateConfig,
+    attach_gates,
+    detach_gates,
+    gate_override,
+    gate_parameters,
+    gates_disabled,
+)
 from loragate.generation import SamplingConfig
 
 Kind = Literal["base", "adapter", "gated"]
-CONTROLS = ("none", "cheap")
+CONTROLS = ("none", "cheap", "full")
 COOLER = (0.6, 0.3)
 
 
@@ -30,12 +37,14 @@ class Variant:
         control: label of an untrained control ("T=0.6", "λ=0.5"); None for the weights as they are.
         temperature: sampling temperature in place of the task's; 0 is greedy; None keeps the task's.
         constant: one λ in place of all gates; None leaves them.
+        random: seed of random gates, as large as the trained ones module by module, in their place; None leaves them.
     """
 
     acts: Kind
     control: str | None = None
     temperature: float | None = None
     constant: float | None = None
+    random: int | None = None
 
     @property
     def name(self) -> str:
@@ -60,20 +69,23 @@ def variants_for(kind: Kind, controls: str = "cheap", constants: Sequence[float]
 
     Args:
         kind: what was loaded.
-        controls: "cheap" adds the adapter at lower temperatures, greedy, and with one constant λ; "none" leaves them out.
+        controls: "cheap" adds the adapter at lower temperatures, greedy, and with one constant λ; "full" also random gates of
+            the trained ones' size; "none" leaves them out. Controls that must be trained are models of their own.
         constants: the constant λ of the cheap controls.
 
     Raises:
         ConfigError: for an unknown set of controls, or a constant that is a row of its own.
     """
     if controls not in CONTROLS:
-        raise ConfigError(f"--controls {controls}: expected {' or '.join(CONTROLS)}{nearest(controls, CONTROLS)}")
+        raise ConfigError(f"--controls {controls}: expected one of {', '.join(CONTROLS)}{nearest(controls, CONTROLS)}")
     if kind == "base":
         return [Variant("base")]
     rows = [Variant("adapter"), Variant("base")]
     if kind == "gated":
         rows.append(Variant("gated"))
-    if controls == "cheap":
+    if controls == "full" and kind == "gated":
+        rows.append(Variant("gated", "random gates", random=0))
+    if controls != "none":
         rows += [Variant("adapter", f"T={value:g}", temperature=value) for value in COOLER]
         rows.append(Variant("adapter", "greedy", temperature=0.0))
         for value in constants:
@@ -100,6 +112,9 @@ def acting(model: Any, variant: Variant, kind: Kind) -> Iterator[None]:
         else:
             with model.disable_adapter():
                 yield
+    elif variant.random is not None:
+        with _random(model, variant.random):
+            yield
     elif variant.constant is not None:
         with _constant(model, variant.constant, gated=kind == "gated"):
             yield
@@ -108,6 +123,19 @@ def acting(model: Any, variant: Variant, kind: Kind) -> Iterator[None]:
             yield
     else:
         yield
+
+
+@contextmanager
+def _random(model: Any, seed: int) -> Iterator[None]:
+    from loragate.training.random_gates import draw_gates, sizes_of
+
+    trained = {name: value.detach().clone() for name, value in gate_parameters(model).items()}
+    try:
+        draw_gates(model, seed, sizes_of(trained))
+        yield
+    finally:
+        for name, parameter in gate_parameters(model).items():
+            parameter.data.copy_(trained[name])
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from loragate.gates.attach import (
     gate_modules,
     gate_parameters,
 )
+from loragate.gates.card import render_card
 from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import examine_adapter
 from loragate.gates.fingerprint import (
@@ -69,6 +70,7 @@ def save_gates(
     k: int = 100,
     base_id: str | None = None,
     base_revision: str | None = None,
+    adapter_id: str | None = None,
     evidence: dict[str, Any] | None = None,
     card: str | None = None,
 ) -> Path:
@@ -82,8 +84,9 @@ def save_gates(
             written anew by PEFT, gate keys left out.
         k: support size of the entropy objective the gates were trained with, recorded for readers.
         base_id, base_revision: how to find the base again; defaults to the adapter's own record.
+        adapter_id: hub id of the Stage-I adapter, where it has one; named in the card.
         evidence: JSON-able record under the keys "parity", "selection" and "training".
-        card: text of README.md; a short one is written when absent.
+        card: text of README.md; made from the record when absent.
 
     Returns:
         The folder. `gate_config.json` is written last, so an interrupted write leaves no readable artifact.
@@ -119,6 +122,7 @@ def save_gates(
             "sha256": adapter_fingerprint(peft_model, name),
             "rank": getattr(peft_config, "r", None),
             "alpha": getattr(peft_config, "lora_alpha", None),
+            **({"id": adapter_id} if adapter_id else {}),
         },
         "modules": list(gate_modules(peft_model, name)),
         "parity": None,
@@ -129,7 +133,7 @@ def save_gates(
     write_adapter(peft_model, name, folder / ADAPTER, adapter_source)
     write_atomically(folder / GATES, lambda path: save_file(tensors, str(path), metadata=gate_metadata(record["gate"])))
     record["gates_sha256"] = file_sha256(folder / GATES)
-    write_text(folder / CARD, card or _short_card(record))
+    write_text(folder / CARD, card or render_card(folder.resolve().name, record))
     write_json(folder / CONFIG, record)
     return folder
 
@@ -273,13 +277,3 @@ def file_sha256(path: Path) -> str:
         while part := file.read(1 << 20):
             digest.update(part)
     return digest.hexdigest()
-
-
-def _short_card(record: dict[str, Any]) -> str:
-    gate = record["gate"]
-    return (
-        f"# Gated LoRA adapter\n\nBase: `{record['base']['id'] or 'unnamed'}`. "
-        f"Range [{gate['lower']:g}, {gate['upper']:g}], granularity {gate['granularity']}, "
-        f"{len(record['modules'])} gated modules.\n\nLoad it with `loragate.load_gated(folder)`; "
-        "`adapter/` is the plain LoRA adapter the gates were trained on.\n"
-    )

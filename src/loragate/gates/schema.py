@@ -55,10 +55,13 @@ def read_gate_config(folder: Path) -> dict[str, Any]:
         _fail(path, f"key 'format' must be {FORMAT!r}, found {record.get('format')!r}; this is not a gated adapter")
     version = record.get("schema_version")
     if version != SCHEMA_VERSION or isinstance(version, bool):
+        newer = isinstance(version, int) and not isinstance(version, bool) and version > SCHEMA_VERSION
+        way_out = (
+            "upgrade loragate: pip install -U loragate" if newer else "the file was changed; fetch the artifact again"
+        )
         _fail(
             path,
-            f"schema version {version!r} is not known to this loragate (it reads version {SCHEMA_VERSION}); "
-            "upgrade loragate, or write the artifact again with this version",
+            f"schema version {version!r} is not known to this loragate (it reads version {SCHEMA_VERSION}); {way_out}",
         )
     _require(path, record, _REQUIRED, "")
     _require(path, record["gate"], _GATE_KEYS, "gate.")
@@ -69,6 +72,9 @@ def read_gate_config(folder: Path) -> dict[str, Any]:
     except (GateError, TypeError) as error:
         _fail(path, f"key 'gate': {error}")
     _require(path, record["base"], {"id": str, "config_sha256": str, "weights": dict}, "base.")
+    for key in ("revision", "quantization"):
+        if not isinstance(record["base"].get(key), (str, type(None))):
+            _fail(path, f"key 'base.{key}' must be text or null, found {type(record['base'][key]).__name__}")
     weights = record["base"]["weights"]
     _require(path, weights, {"dtype": str, "values": dict}, "base.weights.")
     for name, values in weights["values"].items():

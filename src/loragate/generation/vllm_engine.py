@@ -44,6 +44,8 @@ class VllmEngine:
     Args:
         base: folder or hub id of the base model.
         adapter: folder of a PEFT LoRA adapter for this base, or of a gated adapter.
+        revision: commit of the base on the hub; None takes its newest.
+        override: what the serving plugin lays over λ, such as "unit" or "constant=0.5"; a plain adapter takes a constant.
         tokenizer: tokenizer of the prompts; None loads the base's.
         dtype: "auto", "float32", "bfloat16" or "float16".
         max_model_len: positions to plan for, prompt and answer together; None takes those of the model.
@@ -63,6 +65,8 @@ class VllmEngine:
         base: str,
         adapter: str | None = None,
         *,
+        revision: str | None = None,
+        override: str | None = None,
         tokenizer: Any = None,
         dtype: str = "auto",
         max_model_len: int | None = None,
@@ -77,19 +81,23 @@ class VllmEngine:
             raise ConfigError(f"batch_size is {batch_size}; give at least 1.")
         if has_gates(base):
             raise ConfigError(f"{base} is a gated adapter, not a base model; give it as the adapter of its base.")
+        if override is not None and adapter is None:
+            raise ConfigError(f"override {override!r} has no effect on a base model; give the adapter that it is for.")
         rank = None
         if adapter is not None:
             rank = lora_rank(Path(adapter) / "adapter" if has_gates(adapter) else adapter, max_lora_rank)
         vllm = _import_vllm()
-        if adapter is not None and has_gates(adapter):
+        if adapter is not None and (override is not None or has_gates(adapter)):
             require_gate_plugin(adapter)
         self.batch_size = batch_size
-        self.tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(base)
-        self.stop_token_ids = find_stop_token_ids(self.tokenizer, _generation_config(base), stop_token_ids or ())
+        self.tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(base, revision=revision)
+        settings = _generation_config(base, revision)
+        self.stop_token_ids = find_stop_token_ids(self.tokenizer, settings, stop_token_ids or ())
         self._lora_request = None
         lora: dict[str, Any] = {}
         if adapter is not None:
-            self._lora_request = vllm.lora.request.LoRARequest("adapter", 1, str(adapter))
+            place = str(adapter) if override is None else f"{adapter}@{override}"
+            self._lora_request = vllm.lora.request.LoRARequest("adapter", 1, place)
             # vLLM 0.32 on a CPU gives rows without an adapter the last slot's: one slot has to stay empty.
             slots = 2 if vllm.platforms.current_platform.is_cpu() else 1
             lora = {"enable_lora": True, "max_lora_rank": rank, "max_loras": slots}
@@ -97,6 +105,7 @@ class VllmEngine:
         try:
             self._llm = vllm.LLM(
                 model=base,
+                revision=revision,
                 skip_tokenizer_init=True,  # token ids go in and come out; the tokenizer above does the rest
                 dtype=dtype,
                 max_model_len=max_model_len,
@@ -198,12 +207,12 @@ def require_gate_plugin(folder: str | Path) -> None:
     verdict = getattr(WorkerLoRAManager, "loragate_gates", None)
     if verdict is None:
         raise ConfigError(
-            f"{folder} is a gated adapter, and vLLM has not loaded loragate's plugin: install loragate into vLLM's "
+            f"{folder} needs λ, and vLLM has not loaded loragate's plugin: install loragate into vLLM's "
             "environment (pip install loragate[vllm]) and let VLLM_PLUGINS name loragate or be unset. Or use "
             "--engine transformers."
         )
     if verdict:
-        raise ConfigError(f"{folder} is a gated adapter. {verdict}.")
+        raise ConfigError(f"{folder} needs λ. {verdict}.")
 
 
 def lora_rank(adapter: str | Path, at_least: int | None = None) -> int:
@@ -247,12 +256,12 @@ def _import_vllm() -> Any:
     return vllm
 
 
-def _generation_config(base: str) -> GenerationConfig:
+def _generation_config(base: str, revision: str | None) -> GenerationConfig:
     """The base's generation settings or, where it has no such file, what `transformers` derives from its config."""
     try:
-        return GenerationConfig.from_pretrained(base)
+        return GenerationConfig.from_pretrained(base, revision=revision)
     except OSError:
-        return GenerationConfig.from_model_config(AutoConfig.from_pretrained(base))
+        return GenerationConfig.from_model_config(AutoConfig.from_pretrained(base, revision=revision))
 
 
 def _stopped(reported: str | None, row: tuple[int, int]) -> bool:

@@ -9,6 +9,7 @@ trains, is served by the slow path over full logits instead.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from dataclasses import dataclass
@@ -17,26 +18,29 @@ from typing import Any
 import torch
 from torch import nn
 
+from loragate.losses.divergence import Reference, reference_statistics
+from loragate.losses.entropy import support_size
 from loragate.losses.head import IGNORED, STATISTICS, TokenStatistics, statistics_of_logits, token_statistics
+from loragate.losses.projection import Head as Head
 
 
 @dataclass(frozen=True)
 class StatisticsRequest:
-    """What to compute at the labelled positions; see `token_statistics` for the fields."""
+    """What to compute at the labelled positions; see `token_statistics` for the fields.
+
+    With a `reference` (of the same batch) the statistics are those of `reference_statistics`: log-probability, full entropy
+    and KL to the reference, all differentiable.
+    """
 
     k: int = 100
     outputs: tuple[str, ...] = STATISTICS
     gradients: tuple[str, ...] | None = None
+    reference: Reference | None = None
 
 
 @dataclass(frozen=True)
-class Head:
-    """A frozen output head and what follows it."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    scale: float
-    softcap: float | None
+class ReferenceRequest:
+    """Ask for the model's distribution at the labelled positions, as a `Reference` without gradient."""
 
 
 def read_head(model: Any) -> Head | None:
@@ -67,23 +71,31 @@ def _logit_scale(config: Any) -> float:
     return float(divisor) if config.model_type == "hyperclovax" else 1.0 / float(divisor)
 
 
-def add_statistics_forward(model: Any) -> bool:
+def add_statistics_forward(model: Any, verified: bool | None = None) -> bool:
     """Teach `model` (the causal LM itself, without PEFT's wrapper) the `statistics=` keyword.
 
     Calling it twice has no further effect. Without the keyword the forward is the original one.
+
+    Args:
+        model: the causal LM.
+        verified: what `verify_head` found before the model was sharded; None to verify now.
 
     Returns:
         True if the fused head will be used, False if the slow path over full logits will (see the module text).
     """
     if getattr(model, "_loragate_statistics", None) is not None:
         return bool(model._loragate_statistics)
-    model._loragate_statistics = verify_head(model)
+    model._loragate_statistics = verify_head(model) if verified is None else verified
     original = model.forward
 
     # `generate` validates its keywords against the class's signature, so that is the one to show
     @functools.wraps(type(model).forward)
     def forward(
-        self: Any, *args: Any, statistics: StatisticsRequest | None = None, labels: Any = None, **kwargs: Any
+        self: Any,
+        *args: Any,
+        statistics: StatisticsRequest | ReferenceRequest | None = None,
+        labels: Any = None,
+        **kwargs: Any,
     ) -> Any:
         if statistics is None:
             if labels is not None:
@@ -92,15 +104,23 @@ def add_statistics_forward(model: Any) -> bool:
         kwargs.pop("num_items_in_batch", None)
         kwargs["use_cache"] = False
         head = read_head(self) if self._loragate_statistics else None
+        head = None if head is None else gathered(head)
         shifted = labels[:, 1:]
         if head is None:
             logits = original(*args, **kwargs).logits[:, :-1]
+            if isinstance(statistics, ReferenceRequest):
+                return Reference(logits[shifted.to(logits.device) != IGNORED].detach(), None)
             return _from_logits(logits, shifted, statistics)
-        hidden = self.base_model(*args, **kwargs).last_hidden_state[:, :-1]
+        hidden = self.base_model(*args, **kwargs).last_hidden_state[:, :-1].to(head.weight.device)
+        shifted = shifted.to(head.weight.device)
+        if isinstance(statistics, ReferenceRequest):
+            return Reference(hidden[shifted != IGNORED].detach(), head)
+        if statistics.reference is not None:
+            return reference_statistics(hidden, head, shifted, statistics.reference)
         return token_statistics(
-            hidden.to(head.weight.device),
+            hidden,
             head.weight,
-            shifted.to(head.weight.device),
+            shifted,
             k=statistics.k,
             bias=head.bias,
             scale=head.scale,
@@ -111,6 +131,27 @@ def add_statistics_forward(model: Any) -> bool:
 
     model.forward = types.MethodType(forward, model)
     return bool(model._loragate_statistics)
+
+
+def gathered(head: Head) -> Head:
+    """The head with its full weight and bias, once per forward pass, where FSDP2 or ZeRO-3 has sharded it.
+
+    In FSDP2's root group the weight is whole already. Every process must call this.
+    """
+    if not any(hasattr(head.weight, name) for name in ("full_tensor", "ds_id")):
+        return head
+    bias = None if head.bias is None else _whole(head.bias)
+    return dataclasses.replace(head, weight=_whole(head.weight), bias=bias)
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    if hasattr(parameter, "full_tensor"):
+        return parameter.full_tensor()
+    import deepspeed
+
+    # the values vanish again where the context ends, and the backward pass needs them: a copy
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
 
 
 @torch.no_grad()
@@ -146,13 +187,17 @@ def verify_head(model: Any, tolerance: float = 2e-2) -> bool:
 
 
 def _from_logits(logits: torch.Tensor, labels: torch.Tensor, request: StatisticsRequest) -> TokenStatistics:
+    labels = labels.to(logits.device)
     mask = labels != IGNORED
+    reference = request.reference
     if not bool(mask.any()):
         nothing = torch.zeros(labels.shape, device=logits.device) + logits.float().sum() * 0.0
-        return TokenStatistics(nothing, nothing, nothing, mask, request.k)
-    chosen = statistics_of_logits(logits[mask], labels[mask].to(logits.device), request.k)
-    spread = [
-        value.new_zeros(labels.shape).masked_scatter(mask, value)
-        for value in (chosen.log_prob, chosen.entropy, chosen.topk_entropy)
-    ]
-    return TokenStatistics(spread[0], spread[1], spread[2], mask, chosen.k)
+        k = support_size(request.k, logits.shape[-1])
+        return TokenStatistics(nothing, nothing, nothing, mask, k, None if reference is None else nothing)
+    chosen = statistics_of_logits(
+        logits[mask],
+        labels[mask],
+        0 if reference is not None else request.k,
+        None if reference is None else reference.log_probs(logits.shape[-1]).to(logits.device),
+    )
+    return chosen.spread(labels.shape, mask)

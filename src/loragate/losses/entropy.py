@@ -10,14 +10,16 @@ from loragate.errors import ConfigError
 
 
 def support_size(k: int, vocabulary: int) -> int:
-    """k limited to the vocabulary.
+    """k limited to the vocabulary; 0 stands for the whole vocabulary.
 
     Raises:
-        ConfigError: for k < 2, whose entropy is identically zero.
+        ConfigError: for k = 1, whose entropy is identically zero, and for what is no count.
     """
-    if isinstance(k, bool) or not isinstance(k, int) or k < 2:
-        raise ConfigError(f"k must be an integer of at least 2, found {k!r}; the paper uses 100, EAFT 20")
-    return min(k, vocabulary)
+    if isinstance(k, bool) or not isinstance(k, int) or k < 0 or k == 1:
+        raise ConfigError(
+            f"k must be an integer of at least 2, or 0 for the whole vocabulary, found {k!r}; the paper uses 100, EAFT 20"
+        )
+    return min(k, vocabulary) if k else vocabulary
 
 
 def topk_entropy(logits: torch.Tensor, k: int = 100, normalize: bool = True) -> torch.Tensor:
@@ -25,7 +27,7 @@ def topk_entropy(logits: torch.Tensor, k: int = 100, normalize: bool = True) -> 
 
     Args:
         logits: [..., V], any floating dtype; computed in fp32 (fp64 stays fp64).
-        k: support size; k ≥ V gives the full entropy.
+        k: support size; k ≥ V, or 0, gives the full entropy.
         normalize: divide by log k (by log V where k ≥ V), so that the result lies in [0, 1].
 
     Returns:

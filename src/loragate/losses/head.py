@@ -40,6 +40,7 @@ class TokenStatistics(NamedTuple):
         topk_entropy: top-k entropy divided by log k; zero where ignored.
         mask: bool, True where the label counts.
         k: support size of `topk_entropy`.
+        kl: KL(p ‖ reference) over the vocabulary in nats, zero where ignored; None without a reference.
 
     A statistic that was not asked for holds an empty tensor, so that using it fails on its shape.
     """
@@ -49,6 +50,16 @@ class TokenStatistics(NamedTuple):
     topk_entropy: torch.Tensor
     mask: torch.Tensor
     k: int
+    kl: torch.Tensor | None = None
+
+    def spread(self, shape: torch.Size, mask: torch.Tensor) -> TokenStatistics:
+        """Statistics of the labelled positions, each [T], laid out over `shape` with zeros elsewhere."""
+
+        def lay(value: torch.Tensor) -> torch.Tensor:
+            return value.new_zeros(shape).masked_scatter(mask, value)
+
+        kl = None if self.kl is None else lay(self.kl)
+        return TokenStatistics(lay(self.log_prob), lay(self.entropy), lay(self.topk_entropy), mask, self.k, kl)
 
 
 def token_statistics(
@@ -70,7 +81,7 @@ def token_statistics(
         hidden: [..., D], already shifted: position t predicts `labels[..., t]`.
         weight: [V, D] frozen output embedding; `bias` [V] likewise.
         labels: [...] int64, −100 where a position does not count (it is not projected).
-        k: support of the top-k entropy; k ≥ V makes it the full entropy divided by log V.
+        k: support of the top-k entropy; k ≥ V, or 0, makes it the full entropy divided by log V.
         scale, softcap: the family's logit scale and soft cap.
         outputs: the statistics to compute, out of "log_prob", "entropy" and "topk_entropy"; all by default.
         gradients: the statistics that will be differentiated. Naming them saves a recomputation of the logits; the
@@ -126,8 +137,13 @@ def token_statistics_reference(
     return statistics_of_logits(logits, labels, k)
 
 
-def statistics_of_logits(logits: torch.Tensor, labels: torch.Tensor, k: int) -> TokenStatistics:
-    """Token statistics of given logits [..., V] (already shifted), in fp32 (fp64 stays fp64), by plain autograd."""
+def statistics_of_logits(
+    logits: torch.Tensor, labels: torch.Tensor, k: int, reference: torch.Tensor | None = None
+) -> TokenStatistics:
+    """Token statistics of given logits [..., V] (already shifted), in fp32 (fp64 stays fp64), by plain autograd.
+
+    With the logits (or log-probabilities) of a reference, [..., V], `kl` is KL(p ‖ reference).
+    """
     from loragate.losses.entropy import topk_entropy
 
     working = logits if logits.dtype == torch.float64 else logits.float()
@@ -137,12 +153,17 @@ def statistics_of_logits(logits: torch.Tensor, labels: torch.Tensor, k: int) -> 
     entropy = -(log_p.exp() * log_p).sum(-1)
     partial = topk_entropy(working, k)
     zero = torch.zeros((), dtype=working.dtype, device=working.device)
+    kl = None
+    if reference is not None:
+        log_r = torch.log_softmax(reference.detach().to(working.dtype), -1)
+        kl = torch.where(mask, (log_p.exp() * (log_p - log_r)).sum(-1), zero)
     return TokenStatistics(
         torch.where(mask, log_prob, zero),
         torch.where(mask, entropy, zero),
         torch.where(mask, partial, zero),
         mask,
         support_size(k, logits.shape[-1]),
+        kl,
     )
 
 

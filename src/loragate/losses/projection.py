@@ -21,6 +21,20 @@ class HeadOptions:
     softcap: float | None = None
 
 
+@dataclass(frozen=True)
+class Head:
+    """A frozen output head and what follows it: `weight` [V, D], `bias` [V] or None, logit scale and soft cap."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    scale: float
+    softcap: float | None
+
+    def projection(self) -> Projection:
+        """The head at work."""
+        return Projection(self.weight, self.bias, HeadOptions(self.scale, self.softcap))
+
+
 class Projection:
     """Chunk-wise fp32 logits of frozen head rows, with the family's scale and soft cap."""
 

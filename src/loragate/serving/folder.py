@@ -1,7 +1,8 @@
 """The gates of an artifact as a server needs them: read from files alone, checked before anything is activated.
 
 `loragate.gates` ties gates to the adapter and base of a model in memory. A server holds the base in shards and packs
-modules, so the same identity is checked here against the adapter's files: its hash, its modules and its sizes.
+modules, so the same identity is checked here against the adapter's files: its hash, its modules and its sizes. A place may
+carry an override of λ, as in `DIR@unit`: a virtual adapter with the tensors of DIR.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +19,8 @@ import torch
 
 from loragate.errors import ArtifactError
 from loragate.gates.config import GateConfig
+from loragate.gates.gate import Override
+from loragate.gates.override_names import split_folder
 from loragate.gates.schema import ADAPTER, CONFIG, GATES, read_gate_config, read_tensors
 
 _PREFIX = "base_model.model."
@@ -30,24 +33,23 @@ class FolderGates:
 
     Attributes:
         folder: the artifact.
+        adapter: the plain PEFT adapter inside.
         config: range, τ and granularity.
         weights: {module path: [d_in] fp32}; empty for module and global granularity.
         biases: {module path: [1] fp32}, one for every gated module.
-        base: the record's identity of the base.
+        base: the record's identity of the base; empty for a plain adapter.
         digest: changes whenever gates or adapter do.
+        override: what is laid over λ; None for the gates as they are.
     """
 
     folder: Path
+    adapter: Path
     config: GateConfig
     weights: dict[str, torch.Tensor]
     biases: dict[str, torch.Tensor]
     base: dict[str, Any]
     digest: str
-
-    @property
-    def adapter(self) -> Path:
-        """The plain PEFT adapter inside."""
-        return self.folder / ADAPTER
+    override: Override | None = None
 
 
 def is_gated(folder: str | Path) -> bool:
@@ -57,7 +59,8 @@ def is_gated(folder: str | Path) -> bool:
 
 def stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
     """Size and time of change of every file that is served, to notice that a folder was written anew."""
-    files = [folder / CONFIG, folder / GATES, *sorted((folder / ADAPTER).glob("adapter_*"))]
+    adapter = folder / ADAPTER if is_gated(folder) else folder
+    files = [folder / CONFIG, folder / GATES, *sorted(adapter.glob("adapter_*"))]
     found = []
     for file in files:
         try:
@@ -66,6 +69,50 @@ def stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
             continue
         found.append((file.name, status.st_size, status.st_mtime_ns))
     return tuple(found)
+
+
+def has_lambda(place: str) -> bool:
+    """Whether λ has to be computed for a place: a gated folder, or a folder with an override behind it.
+
+    Raises:
+        ConfigError: for an override that is not known.
+    """
+    folder, override = split_folder(place)
+    return override is not None or is_gated(folder)
+
+
+def read_place(place: str, folder: str | Path | None = None) -> FolderGates:
+    """Read and check what `has_lambda` says yes to: a gated folder, `DIR@override`, or `PLAIN@constant=C`.
+
+    Args:
+        place: as it was named.
+        folder: where its files are, if they are not at the name (a hub id).
+
+    Raises:
+        ArtifactError, ConfigError: as `read_folder`, and for an override that a plain adapter cannot have.
+    """
+    named, override = split_folder(place)
+    found = Path(folder if folder is not None else named)
+    if is_gated(found) or override is None:
+        return replace(read_folder(found), override=override)
+    return _plain_with_constant(found, override)
+
+
+def _plain_with_constant(folder: Path, override: Override) -> FolderGates:
+    """A plain adapter under one λ: gates that say 1 everywhere, and the constant over them."""
+    if override.constant is None:
+        _fail(folder, "a plain adapter has no gates whose λ could be clipped; it takes @constant=C alone")
+    adapter = _read_adapter(folder)
+    return FolderGates(
+        folder=folder,
+        adapter=folder,
+        config=GateConfig(lower=-1.0, upper=2.0, granularity="module"),
+        weights={},
+        biases={path: torch.zeros(1) for path in adapter.widths if path.rsplit(".", 1)[-1] not in _NOT_LINEAR},
+        base={},
+        digest=adapter.sha256,
+        override=override,
+    )
 
 
 def read_folder(folder: str | Path) -> FolderGates:
@@ -79,7 +126,7 @@ def read_folder(folder: str | Path) -> FolderGates:
     record = read_gate_config(folder)
     config = GateConfig(**record["gate"])
     tensors = read_tensors(folder, record)
-    adapter = _read_adapter(folder)
+    adapter = _read_adapter(folder / ADAPTER)
     if adapter.sha256 != record["adapter"]["sha256"]:
         _fail(
             folder / CONFIG,
@@ -106,6 +153,7 @@ def read_folder(folder: str | Path) -> FolderGates:
     identity = [record["gates_sha256"], adapter.sha256, record["gate"]]
     return FolderGates(
         folder=folder,
+        adapter=folder / ADAPTER,
         config=config,
         weights={name.removesuffix(".weight"): t for name, t in tensors.items() if name.endswith(".weight")},
         biases={path: tensors["global.bias" if config.granularity == "global" else f"{path}.bias"] for path in modules},
@@ -132,7 +180,7 @@ def _read_adapter(folder: Path) -> _Adapter:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    config_path, weights_path = folder / ADAPTER / "adapter_config.json", folder / ADAPTER / "adapter_model.safetensors"
+    config_path, weights_path = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     try:
         record = json.loads(config_path.read_text(encoding="utf-8"))
         rank, alpha = record["r"], record["lora_alpha"]
@@ -144,7 +192,7 @@ def _read_adapter(folder: Path) -> _Adapter:
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(f"{config_path}: not a readable configuration of a LoRA adapter ({error!r})") from error
     if unserved:
-        _fail(config_path, f"{unserved[0]} is set; such adapters are not served with gates")
+        _fail(config_path, f"{unserved[0]} is set; such adapters are neither served with gates nor exported")
     try:
         state = load_file(str(weights_path))
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:

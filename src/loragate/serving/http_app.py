@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from loragate.errors import LoragateError, nearest
+from loragate.errors import ConfigError, LoragateError, nearest
+from loragate.gates.override_names import split_name
 
 logger = logging.getLogger("loragate")
 MAX_BODY = 8 << 20
@@ -69,7 +70,7 @@ class App:
     """What the server serves.
 
     Attributes:
-        models: names that a request may give.
+        models: names that a request may give, alone or with an override of λ behind an @.
         complete: (prompts, settings) -> for each prompt its length in tokens and its `n` answers.
         render: a conversation -> the prompt that its answer follows.
         begin: a plain text -> the prompt it stands for (the tokenizer's begin token before it).
@@ -242,7 +243,7 @@ def _asked(app: App, body: dict[str, Any], own: set[str], default_tokens: int | 
         elif name not in _KNOWN | own:
             raise RequestError(400, f"unknown field {name!r}{nearest(name, _KNOWN | own)}", name)
     model = body.get("model")
-    if model not in app.models:
+    if not _served(app, model):
         known = ", ".join(app.models)
         raise RequestError(404, f"the model {model!r} does not exist; this server has {known}", "model")
     numbers = {name: _number(body, name, default) for name, default in _NUMBERS.items()}
@@ -257,6 +258,19 @@ def _asked(app: App, body: dict[str, Any], own: set[str], default_tokens: int | 
     if count > 128:
         raise RequestError(400, "n must be at most 128", "n")
     return Asked(str(model), limit, numbers["temperature"], numbers["top_p"], count, seed, tuple(stop))
+
+
+def _served(app: App, model: Any) -> bool:
+    if not isinstance(model, str):
+        return False
+    if model in app.models:
+        return True
+    try:
+        return split_name(model)[0] in app.models
+    except ConfigError as error:
+        if model.rpartition("@")[0] in app.models:
+            raise RequestError(400, str(error), "model") from error
+        return False
 
 
 def _number(body: dict[str, Any], name: str, default: float) -> float:

@@ -1,56 +1,77 @@
 """vLLM's linear LoRA layers with gates: λ is multiplied into the rank-r buffer between A and B.
 
-Each adapter slot of a layer holds one gate per packed slice (three for qkv_proj, two for gate_up_proj). A slot without
-gates holds zeros and the range [1, 1], so that λ is exactly 1; a token without an adapter gets 0. Values live in tensors
-that are filled in place: nothing is baked into a compiled or captured graph.
+Each adapter slot of a layer holds one gate per packed slice (three for qkv_proj, two for gate_up_proj), with the bounds that
+λ is clipped to. A slot without gates has slopes of 0, so that λ is exactly 1; one more row, that of tokens without an
+adapter, is clipped to 0. Values live in tensors that are filled in place: nothing is baked into a compiled or captured graph.
 
-Shapes: T tokens, D input width (of this rank), R rank, S adapter slots, N slices of the layer.
+On a CPU, and in a captured graph's small batches, the cost is the number of operations, not their size: what can be worked
+out when a slot is filled (1/τ in weight and bias, the two slopes) is not worked out per token.
+
+Shapes: T tokens, D input width (of this rank), R rank, S adapter slots and one more, N slices of the layer.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from loragate.gates.signed_map import gate_coefficient
+BELOW, ABOVE, LEAST, MOST = range(4)
+_UNGATED = (0.0, 0.0, -math.inf, math.inf)
+_NO_ADAPTER = (0.0, 0.0, 0.0, 0.0)
 
-BIAS, TAU, LOWER, UPPER = range(4)
-_UNGATED = (0.0, 1.0, 1.0, 1.0)
+
+def empty_slots(slots: int, slices: int, width: int, device: Any = None) -> tuple[torch.Tensor, ...]:
+    """Gates of a layer whose slots hold none: weights [S, N, D], biases [S, N], constants [S, N, 4], all fp32.
+
+    `slots` counts the adapters; the row after them belongs to tokens without one.
+    """
+    weight_SND = torch.zeros(slots + 1, slices, width, dtype=torch.float32, device=device)
+    bias_SN = torch.zeros(slots + 1, slices, dtype=torch.float32, device=device)
+    constants_SN4 = torch.tensor(_UNGATED, dtype=torch.float32, device=device).repeat(slots + 1, slices, 1)
+    constants_SN4[-1] = torch.tensor(_NO_ADAPTER, dtype=torch.float32, device=device)
+    return weight_SND, bias_SN, constants_SN4
+
+
+def slot_constants(lower: float, upper: float, least: float = -math.inf, most: float = math.inf) -> torch.Tensor:
+    """What `constants_SN4` holds for a gate: the slopes 1−L and U−1 of the signed map, and the bounds of λ."""
+    return torch.tensor([1.0 - lower, upper - 1.0, least, most], dtype=torch.float32)
 
 
 def slot_coefficients(
     x_TD: torch.Tensor,
     slots_T: torch.Tensor,
     weight_SND: torch.Tensor,
+    bias_SN: torch.Tensor,
     constants_SN4: torch.Tensor,
     reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """λ of every token under the gates of its own slot, [N, T] fp32.
+    """λ of every token under the gates of its own slot, [T, N] fp32: the signed map of `gates.signed_map`.
 
     Args:
         x_TD: input of the layer, any floating dtype.
         slots_T: slot of each token, -1 for a token without an adapter; entries out of range belong to padding.
-        weight_SND, constants_SN4: gate weights, and (bias, τ, L, U), fp32.
+        weight_SND, bias_SN: gate weights and biases, divided by τ.
+        constants_SN4: (1−L, U−1, least λ, most λ).
         reduce: sums over the ranks of a row-parallel layer, each of which holds a part of D.
     """
     slots, slices, width = weight_SND.shape
-    logits_TSN = torch.matmul(x_TD.float(), weight_SND.view(slots * slices, width).t()).view(-1, slots, slices)
-    # padding of a captured graph carries arbitrary indices
-    own_T = slots_T.clamp(0, slots - 1)
+    # -1 becomes the last row; padding of a captured graph carries arbitrary indices, which become some row
+    own_T = slots_T.remainder(slots)
+    table = weight_SND.view(slots * slices, width).t()
+    if reduce is None:
+        logits_TSN = torch.addmm(bias_SN.view(-1), x_TD.float(), table).view(-1, slots, slices)
+    else:
+        logits_TSN = torch.mm(x_TD.float(), table).view(-1, slots, slices)
     logits_TN = logits_TSN.gather(1, own_T.view(-1, 1, 1).expand(-1, 1, slices)).squeeze(1)
     if reduce is not None:
-        logits_TN = reduce(logits_TN)
-    constants_TN4 = constants_SN4[own_T]
-    lam_TN = gate_coefficient(
-        logits_TN + constants_TN4[..., BIAS],
-        constants_TN4[..., LOWER],
-        constants_TN4[..., UPPER],
-        constants_TN4[..., TAU],
-    )
-    # vLLM 0.32 on a CPU reads index -1 as the last slot: a token without an adapter would get that one's delta
-    return torch.where((slots_T >= 0).unsqueeze(-1), lam_TN, 0.0).t()
+        logits_TN = reduce(logits_TN) + bias_SN[own_T]
+    below_TN, above_TN, least_TN, most_TN = constants_SN4[own_T].unbind(-1)
+    response_TN = logits_TN.tanh()
+    slope_TN = torch.where(response_TN < 0, below_TN, above_TN)
+    return (slope_TN * response_TN + 1.0).clamp(least_TN, most_TN)
 
 
 class GatedPunica:
@@ -68,8 +89,10 @@ class GatedPunica:
         layer = self.layer
         # the persistent buffer: the property of this name cuts it at a Python number, which a graph would bake in
         slots_T = self.punica._token_lora_indices[: flat_TD.shape[0]]
-        lam_NT = slot_coefficients(flat_TD, slots_T, layer.gate_weight, layer.gate_constants, layer.gate_reduce)
-        buffer.mul_(lam_NT.unsqueeze(-1))
+        lam_TN = slot_coefficients(
+            flat_TD, slots_T, layer.gate_weight, layer.gate_bias, layer.gate_constants, layer.gate_reduce
+        )
+        buffer.mul_(lam_TN.t().unsqueeze(-1))
         return shrunk
 
     def add_expand(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,8 +128,7 @@ class GateMixin:
         super().create_lora_weights(max_loras, lora_config, model_config)  # type: ignore[misc]
         stacked = self.lora_a_stacked
         slices, width, device = len(stacked), stacked[0].shape[-1], stacked[0].device
-        self.gate_weight = torch.zeros(max_loras, slices, width, dtype=torch.float32, device=device)
-        self.gate_constants = torch.tensor(_UNGATED, dtype=torch.float32, device=device).repeat(max_loras, slices, 1)
+        self.gate_weight, self.gate_bias, self.gate_constants = empty_slots(max_loras, slices, width, device)
         self.gate_reduce = _reduction(self)
 
     def set_mapping(self: Any, punica_wrapper: Any) -> None:
@@ -115,6 +137,7 @@ class GateMixin:
     def reset_lora(self: Any, index: int) -> None:
         super().reset_lora(index)  # type: ignore[misc]
         self.gate_weight[index] = 0
+        self.gate_bias[index] = 0
         for place, value in enumerate(_UNGATED):
             self.gate_constants[index, :, place] = value
 
@@ -124,15 +147,16 @@ class GateMixin:
         piece: int,
         weight_D: torch.Tensor | None,
         bias: float,
-        settings: tuple[float, float, float],
+        settings: tuple[float, ...],
     ) -> None:
-        """Fill slot `index`, slice `piece`; `settings` are (τ, L, U), and the weight is that of the whole layer."""
+        """Fill slot `index`, slice `piece`; `settings` are (τ, L, U, least, most), the weight is the whole layer's."""
+        tau, *bounds = settings
         if weight_D is not None:
             width = self.gate_weight.shape[-1]
             start = self.tp_rank * width if self.gate_reduce is not None else 0
-            self.gate_weight[index, piece].copy_(weight_D[start : start + width])
-        values = torch.tensor([bias, *settings], dtype=torch.float32)
-        self.gate_constants[index, piece].copy_(values)
+            self.gate_weight[index, piece].copy_(weight_D[start : start + width] / tau)
+        self.gate_bias[index, piece] = bias / tau
+        self.gate_constants[index, piece].copy_(slot_constants(*bounds))
 
     def gate_width(self: Any) -> int:
         """Input width of the whole layer, over all ranks."""

@@ -6,6 +6,7 @@ activated; a gate that finds none is refused, because the adapter would then act
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from loragate.errors import ArtifactError
 from loragate.gates.fingerprint import compare_base_samples, config_fingerprint
+from loragate.gates.gate import Override
 from loragate.gates.schema import CONFIG
 from loragate.serving.folder import FolderGates
 from loragate.serving.layers import GateMixin
@@ -21,10 +23,10 @@ from loragate.serving.layers import GateMixin
 
 @dataclass(frozen=True)
 class PlacedGates:
-    """Where each gate goes: (layer name, slice, weight or None, bias), with (τ, L, U) for all."""
+    """Where each gate goes: (layer name, slice, weight or None, bias), with (τ, L, U, least λ, most λ) for all."""
 
     entries: tuple[tuple[str, int, torch.Tensor | None, float], ...]
-    settings: tuple[float, float, float]
+    settings: tuple[float, ...]
 
     def fill(self, modules: dict[str, Any], index: int) -> None:
         """Put the gates into slot `index`, which the layers have just reset."""
@@ -65,7 +67,16 @@ def place_gates(gates: FolderGates, manager: Any, complete: bool = True) -> Plac
             )
         entries += [(layer, piece, weight, float(bias)) for piece in pieces]
     config = gates.config
-    return PlacedGates(tuple(entries), (float(config.tau), float(config.lower), float(config.upper)))
+    return PlacedGates(tuple(entries), (config.tau, config.lower, config.upper, *_bounds(gates.override)))
+
+
+def _bounds(override: Override | None) -> tuple[float, float]:
+    if override is None:
+        return -math.inf, math.inf
+    if override.constant is not None:
+        return override.constant, override.constant
+    least = -math.inf if override.minimum is None else override.minimum
+    return least, math.inf if override.maximum is None else override.maximum
 
 
 def _slices(manager: Any) -> dict[str, tuple[str, range]]:
@@ -99,6 +110,8 @@ def _why_not(name: str, manager: Any) -> str:
 
 def _check_base(gates: FolderGates, manager: Any) -> None:
     where, base = gates.folder / CONFIG, gates.base
+    if not base:
+        return
     named = base.get("id") or "unnamed"
     config = getattr(manager.model, "config", None)
     if config is not None and config_fingerprint(SimpleNamespace(config=config)) != base["config_sha256"]:  # type: ignore[arg-type]

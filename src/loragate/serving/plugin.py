@@ -4,6 +4,9 @@ vLLM calls `register` in every process it starts. Linear LoRA layers get gates b
 the gates that lie beside it; activating it fills its slot. Plain adapters, and the base, keep their numbers. Where the
 plugin cannot work (another vLLM version, a hook that moved) gated folders are refused with the reason and everything
 else is left alone. Without the plugin, vLLM finds no adapter at the top of a gated folder and refuses it too.
+
+`GATED_FOLDER@unit` is a virtual adapter: the same tensors with λ clipped (`gates.override_names`). vLLM takes it for another
+adapter, with a name, an id and a place in the prefix cache of its own, so nothing computed under one λ is reused under another.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from loragate.serving.versions import missing_hook, vllm_version, why_unsupporte
 from loragate.version import __version__
 
 logger = logging.getLogger("vllm.loragate")
+ADAPTERS = "LORAGATE_ADAPTERS"
+"""Environment variable: JSON {served name: folder}, whose NAME@OVERRIDE are loaded when a client first asks for one."""
 MARK = "loragate_gates"
 """Attribute of vLLM's WorkerLoRAManager: "" where gates are served, otherwise the reason why not."""
 
@@ -78,6 +83,13 @@ def _install() -> None:
     LRUCacheWorkerLoRAManager.add_adapter = _adding(LRUCacheWorkerLoRAManager.add_adapter)
     InputProcessor._validate_lora = _validating(InputProcessor._validate_lora)
     VllmConfig.compute_hash = _hashing(VllmConfig.compute_hash)
+    if os.environ.get(ADAPTERS):
+        from loragate.serving.resolver import register_resolver
+
+        try:
+            register_resolver(os.environ[ADAPTERS])
+        except LoragateError as error:
+            logger.error("virtual adapters are not loaded on demand: %s", error)
 
 
 def _loading(original: Any) -> Any:
@@ -87,15 +99,17 @@ def _loading(original: Any) -> Any:
     def load(self: Any, lora_request: Any) -> Any:
         from vllm.lora.utils import get_adapter_absolute_path
 
-        from loragate.serving.folder import is_gated, read_folder
+        from loragate.gates.override_names import split_folder
+        from loragate.serving.folder import is_gated, read_place
         from loragate.serving.placing import place_gates
 
-        folder = Path(get_adapter_absolute_path(lora_request.lora_path))
-        if not is_gated(folder):
-            _remember(self, lora_request, "")
-            return original(self, lora_request)
         try:
-            gates = read_folder(folder)
+            named, override = split_folder(lora_request.lora_path)
+            folder = Path(get_adapter_absolute_path(named))
+            if override is None and not is_gated(folder):
+                _remember(self, lora_request, "")
+                return original(self, lora_request)
+            gates = read_place(lora_request.lora_path, folder)
             _remember(self, lora_request, gates.digest)
             placed = place_gates(gates, self._adapter_manager, _holds_all_layers())
         except LoragateError as error:
@@ -112,13 +126,13 @@ def _adding(original: Any) -> Any:
 
     @functools.wraps(original)
     def add(self: Any, lora_request: Any) -> bool:
-        from loragate.serving.folder import is_gated
+        from loragate.serving.folder import has_lambda
 
         held = self._adapter_manager.list_adapters().get(lora_request.lora_int_id)
         if held is not None:
             before = getattr(held, "loragate_folder", None)
             changed = before != lora_request.lora_path
-            if changed and (before is not None or is_gated(lora_request.lora_path)):
+            if changed and (before is not None or has_lambda(lora_request.lora_path)):
                 self._adapter_manager.remove_adapter(lora_request.lora_int_id)
         return original(self, lora_request)
 
@@ -133,20 +147,22 @@ def _validating(original: Any) -> Any:
         original(self, lora_request)
         if lora_request is None:
             return
-        from loragate.serving.folder import is_gated, read_folder, stamp
+        from loragate.gates.override_names import split_folder
+        from loragate.serving.folder import is_gated, read_place, stamp
 
-        folder = Path(os.path.expanduser(lora_request.lora_path))
-        if not is_gated(folder):
-            return
-        checked = self.__dict__.setdefault("_loragate_checked", {})
-        now = stamp(folder)
-        key = (lora_request.lora_name, lora_request.lora_path)
-        if checked.get(key) != now:
-            try:
-                _remember(self, lora_request, read_folder(folder).digest)
-            except LoragateError as error:
-                raise ValueError(str(error)) from error
-            checked[key] = now
+        try:
+            named, override = split_folder(lora_request.lora_path)
+            folder = Path(os.path.expanduser(named))
+            if not folder.is_dir() or (override is None and not is_gated(folder)):
+                return
+            checked = self.__dict__.setdefault("_loragate_checked", {})
+            now = stamp(folder)
+            key = (lora_request.lora_name, lora_request.lora_path)
+            if checked.get(key) != now:
+                _remember(self, lora_request, read_place(lora_request.lora_path, folder).digest)
+                checked[key] = now
+        except LoragateError as error:
+            raise ValueError(str(error)) from error
 
     return validate
 
@@ -205,9 +221,9 @@ def _refuse(reason: str) -> None:
 
     @functools.wraps(original)
     def load(self: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
-        from loragate.serving.folder import is_gated
+        from loragate.serving.folder import has_lambda
 
-        if is_gated(getattr(lora_request, "lora_path", "")):
+        if has_lambda(getattr(lora_request, "lora_path", "")):
             raise ValueError(reason)
         return original(self, lora_request, *args, **kwargs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 
 from loragate.errors import LoragateError
+from loragate.serving.plugin import ADAPTERS
 
 
 def server_command(
@@ -33,17 +35,32 @@ def server_command(
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", base, "--served-model-name", base_name, "--host", host, "--port", str(port)),
         *("--enable-lora", "--max-lora-rank", str(max_lora_rank), "--max-loras", str(len(adapters))),
-        *("--lora-modules", *(f"{name}={folder}" for name, folder in adapters.items())),
+        *("--lora-modules", *(_module(name, folder) for name, folder in adapters.items())),
         *extra,
     ]
 
 
-def start(command: Sequence[str], *, dynamic: bool = False) -> subprocess.Popen[bytes]:
-    """Start the server in a group of its own, so that Ctrl-C reaches it through us alone and it can end in order."""
+def _module(name: str, folder: str) -> str:
+    """NAME=FOLDER, or JSON where vLLM would cut that at the wrong place: it takes the first "=", and a comma for JSON."""
+    if "=" in name or "," in f"{name}{folder}":
+        return json.dumps({"name": name, "path": folder})
+    return f"{name}={folder}"
+
+
+def start(
+    command: Sequence[str], adapters: Mapping[str, str] | None = None, *, dynamic: bool = False
+) -> subprocess.Popen[bytes]:
+    """Start the server in a group of its own, so that Ctrl-C reaches it through us alone and it can end in order.
+
+    With `dynamic`, clients may load adapters, and ask for any of `adapters` with an override of λ behind its name.
+    """
     environment = dict(os.environ)
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
     if dynamic:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
+        environment[ADAPTERS] = json.dumps(
+            {name: folder for name, folder in (adapters or {}).items() if "@" not in name}
+        )
     return subprocess.Popen(list(command), env=environment, start_new_session=True)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from loragate.errors import TrainingError
-from loragate.files import describe_os_error
+from loragate.files import describe_os_error, write_text
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class JsonlLog(TrainerCallback):
                     continue  # the torn last line of a killed run
                 if record.get("step", 0) <= state.global_step:
                     kept.append(line)
-        self.path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        # at once: a kill here must not cost the log of the steps before
+        write_text(self.path, "".join(line + "\n" for line in kept))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:
@@ -125,6 +126,11 @@ class StopOnInterrupt(TrainerCallback):
         self.asked = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args is not None and getattr(args, "world_size", 1) > 1:
+            # processes get the signal at different moments, and must stop after the same step
+            flag = torch.tensor(int(self.asked), device=args.device)
+            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+            self.asked = bool(flag)
         if self.asked:
             control.should_save = True
             control.should_training_stop = True

@@ -7,13 +7,12 @@ resumed run must be the same run: `run.json` is compared before anything is cont
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,17 @@ from torch import nn
 
 from loragate.data import Collator, EncodedRows, Rows
 from loragate.errors import TrainingError
-from loragate.files import write_json
 from loragate.losses import StatisticsRequest
+from loragate.training.arrangement import PackedCollator, require_separate_sequences
 from loragate.training.callbacks import FirstGradientCheck, JsonlLog, StepReport, StepReporter, StopOnInterrupt
+from loragate.training.compatibility import Plan, refuse_impossible
+from loragate.training.lost import explain_lost_process
+from loragate.training.run_folder import explain_full_disk, prepare_folder
 from loragate.training.settings import TrainSettings
+from loragate.training.sharding import partitioned, target_device
+from loragate.training.strategy import launch_of
 from loragate.training.trainer import (
-    TRAINED,
+    ReferenceOf,
     StatisticsTrainer,
     TokenLoss,
     as_dataset,
@@ -52,8 +56,9 @@ class TrainingJob:
         token_loss, request: the per-token loss and the statistics it reads.
         trained: the parameters that train, by name.
         identity: what makes this run this run; stored in run.json and compared on resume.
-        recorder: opens a λ recording for the log line (Stage II).
+        recorder: opens a λ recording on the model it is given, for the log line (Stage II).
         check_gradient: refuse a first gradient that is zero everywhere (Stage II).
+        reference: from (model, inputs) to a frozen reference's distributions, for objectives with a KL to one.
     """
 
     model: Any
@@ -65,9 +70,10 @@ class TrainingJob:
     request: StatisticsRequest
     trained: dict[str, nn.Parameter]
     identity: dict[str, Any]
-    recorder: Callable[[], Any] | None = None
+    recorder: Callable[[Any], Any] | None = None
     check_gradient: bool = False
     callbacks: Sequence[Any] = field(default_factory=tuple)
+    reference: ReferenceOf | None = None
 
 
 @dataclass(frozen=True)
@@ -94,10 +100,12 @@ def run_training(
     Raises:
         TrainingError: non-finite loss, a resume that does not fit, or a stop by Ctrl-C (after writing a checkpoint).
     """
-    if folder is None:
-        with tempfile.TemporaryDirectory(prefix="loragate-") as name:
-            return _run(job, Path(name), keep=False, resume=False, on_step=on_step)
-    return _run(job, folder, keep=True, resume=resume, on_step=on_step)
+    with partitioned(job.model, job.trained) as (model, trained):
+        job = replace(job, model=model, trained=trained)
+        if folder is None:
+            with tempfile.TemporaryDirectory(prefix="loragate-") as name:
+                return _run(job, Path(name), keep=False, resume=False, on_step=on_step)
+        return _run(job, folder, keep=True, resume=resume, on_step=on_step)
 
 
 def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: OnStep | None) -> TrainingOutcome:
@@ -106,18 +114,19 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
             "the adapter has a LoRA delta on the output head, which the trainer cannot run: it multiplies by the head's own "
             "weight. Leave the head out of the adapter's target_modules"
         )
-    device = next(job.model.parameters()).device.type
+    launch, device = launch_of(), target_device(job.model)
+    refuse_impossible(Plan.of_settings(job.settings, launch, device.type))
     # the arguments start the process group, so everything that asks for ranks comes after them
-    arguments = trainer_arguments(job.settings, folder, len(job.encoded), device)
+    arguments = trainer_arguments(job.settings, folder, len(job.encoded), device.type)
     checkpoint = prepare_folder(job.identity, folder, resume) if keep else None
-    together = job.settings.micro_batch_size * arguments.world_size
     stopper = StopOnInterrupt()
     callbacks: list[Any] = [stopper, *job.callbacks]
     if keep:
         callbacks.append(JsonlLog(folder / "metrics.jsonl"))
     if on_step is not None:
         callbacks.append(StepReporter(on_step))
-    if job.check_gradient and checkpoint is None:
+    # DeepSpeed takes the gradients for itself and steps before they could be looked at
+    if job.check_gradient and checkpoint is None and launch.strategy != "zero3":
         callbacks.append(FirstGradientCheck(job.trained))
     with as_found(job.model, job.settings.gradient_checkpointing), statistics_forward(job.model) as fused:
         if not fused:
@@ -128,16 +137,20 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
             trained=job.trained,
             where=job.rows.where,
             recorder=job.recorder,
+            reference=job.reference,
             model=job.model,
             args=arguments,
-            train_dataset=as_dataset(list(job.encoded), together if arguments.world_size > 1 else 1),
-            data_collator=collator_for(job.tokenizer),
+            train_dataset=as_dataset(job.encoded, job.settings, arguments.world_size),
+            data_collator=PackedCollator() if job.settings.packing else collator_for(job.tokenizer),
             processing_class=job.tokenizer,
             callbacks=callbacks,
         )
         _quiet(trainer)
+        if job.settings.packing:
+            require_separate_sequences(job.model, next(job.model.parameters()).device)
         try:
-            output = trainer.train(resume_from_checkpoint=checkpoint)
+            with explain_lost_process(launch, folder if keep else None), explain_full_disk(folder if keep else None):
+                output = trainer.train(resume_from_checkpoint=checkpoint)
         finally:
             stopper.restore()
     if stopper.asked and trainer.state.global_step < trainer.state.max_steps:
@@ -147,48 +160,6 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
         )
     seconds = float(output.metrics.get("train_runtime", 0.0))
     return TrainingOutcome(trainer.history, trainer.state.global_step, seconds, fused)
-
-
-def prepare_folder(identity: dict[str, Any], folder: Path, resume: bool) -> str | None:
-    """Write run.json, or on resume compare it with `identity`.
-
-    Returns:
-        The checkpoint to go on from; None to begin.
-
-    Raises:
-        TrainingError: if the folder holds an unfinished run that is not to be resumed, or another run.
-    """
-    from accelerate import PartialState
-
-    record = folder / "run.json"
-    last = last_checkpoint(folder)
-    if not resume:
-        if last is not None:
-            raise TrainingError(
-                f"{folder} holds an unfinished run ({Path(last).name}); continue it with --resume, or choose another --out"
-            )
-        if PartialState().is_main_process:
-            write_json(record, identity)
-        return None
-    if not record.is_file():
-        raise TrainingError(f"{record} is missing: there is no run to resume in {folder}; run without --resume")
-    try:
-        stored = json.loads(record.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TrainingError(f"{record}: cannot be read ({error}); the run cannot be resumed") from error
-    wanted = json.loads(json.dumps(identity))
-    differing = sorted(key for key in {*stored, *wanted} if stored.get(key) != wanted.get(key))
-    if differing:
-        key = differing[0]
-        before, now = stored.get(key), wanted.get(key)
-        if isinstance(before, dict) and isinstance(now, dict):
-            inner = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))[0]
-            key, before, now = f"{key}.{inner}", before.get(inner), now.get(inner)
-        raise TrainingError(
-            f"{record}: this is another run: '{key}' was {_short(before)}, now {_short(now)}. "
-            "Repeat the original settings to resume, or choose another --out"
-        )
-    return last
 
 
 def require_short_enough(model: Any, encoded: EncodedRows, rows: Rows) -> None:
@@ -204,17 +175,6 @@ def require_short_enough(model: Any, encoded: EncodedRows, rows: Rows) -> None:
             f"{rows.where(longest['row'])} has {len(longest['input_ids'])} tokens, but the model has {positions} positions; "
             f"set max_length to {positions} or less"
         )
-
-
-def last_checkpoint(folder: Path) -> str | None:
-    """The newest checkpoint that was written to its end; a killed run may leave a torn one, which is passed over."""
-    found = [
-        (int(path.name.rpartition("-")[2]), path)
-        for path in folder.glob("checkpoint-*")
-        if path.name.rpartition("-")[2].isdigit()
-        and all((path / name).is_file() for name in ("trainer_state.json", TRAINED))
-    ]
-    return str(max(found)[1]) if found else None
 
 
 def encoded_fingerprint(encoded: EncodedRows) -> str:
@@ -245,11 +205,6 @@ def as_found(model: Any, checkpointing: bool) -> Iterator[None]:
             if hasattr(model, "disable_input_require_grads"):
                 model.disable_input_require_grads()
         model.train(was_training)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 160 else text[:157] + "..."
 
 
 def collator_for(tokenizer: Any) -> Collator:

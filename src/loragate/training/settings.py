@@ -8,10 +8,11 @@ from typing import Any
 
 from loragate.errors import ConfigError, nearest
 
-OBJECTIVES = ("sft", "dft", "profit", "eaft", "talr", "mask")
+OBJECTIVES = ("sft", "dft", "profit", "eaft", "talr", "mask", "eksft", "forgetting", "entropy", "interleaved")
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")
-PRECISIONS = ("fp32", "bf16")
-GATE_OBJECTIVES = ("entropy", "ce", "anchored", "reward")
+PRECISIONS = ("fp32", "bf16", "fp16")
+GATE_OBJECTIVES = ("entropy", "ce", "anchored", "reward", "random")
+TRAINED = ("entropy", "ce", "anchored", "reward")
 ON_POLICY = ("anchored", "reward")
 ANCHORS = ("base", "adapter", "mixture", "product")
 ADVANTAGES = ("mean", "std")
@@ -27,6 +28,7 @@ _READ_BY = {
     "reward_kl": ("reward",),
     "advantage": ("reward",),
     "clip_ratio": ("reward",),
+    "random_scale": ("random",),
 }
 
 
@@ -50,8 +52,11 @@ class TrainSettings:
         seed: data order, and the initialisation of what is trained.
         logging_steps: log every so many steps.
         save_steps: write a checkpoint every so many steps (0: only on Ctrl-C).
+        packing: lay the rows of a forward pass end to end instead of padding them; each step keeps its rows.
+        group_by_length: sort the rows of a step by length before they are cut into forward passes; less padding.
         gradient_checkpointing: recompute activations in the backward pass.
-        precision: "fp32", or "bf16" for bf16 autocast (gates stay fp32).
+        activation_offload: keep activations in host memory between the forward and the backward pass (GPU only).
+        precision: "fp32", or "bf16" or "fp16" for autocast (fp16 on CUDA only; what trains stays fp32).
         report_to: transformers logging integrations, comma separated (tensorboard, wandb, trackio); "none" for JSONL only.
     """
 
@@ -70,7 +75,10 @@ class TrainSettings:
     seed: int = 42
     logging_steps: int = 10
     save_steps: int = 0
+    packing: bool = False
+    group_by_length: bool = False
     gradient_checkpointing: bool = False
+    activation_offload: bool = False
     precision: str = "fp32"
     report_to: str = "none"
 
@@ -116,8 +124,10 @@ class StageOneSettings(TrainSettings):
     """Stage I, training a LoRA or DoRA adapter (the paper's values; cutoff, betas and decay are ours).
 
     Attributes:
-        objective: sft, dft, profit, eaft, talr or mask.
+        warmup: share of the steps spent warming up; 0.1, or 0 where a finished adapter is continued.
+        objective: sft, dft, profit, eaft, talr, mask, eksft or forgetting; entropy and interleaved are controls.
         objective_options: constants of the objective, e.g. {"threshold": 0.1}.
+        adapter: go on training a finished adapter (a folder or hub id, which is only read); its rank, α and modules hold.
         rank: LoRA's r.
         alpha: LoRA's α.
         dropout: LoRA's dropout.
@@ -126,10 +136,11 @@ class StageOneSettings(TrainSettings):
         rslora: scale by α/√r instead of α/r.
     """
 
-    warmup: float = 0.1
+    warmup: float | None = None  # type: ignore[assignment]
     weight_decay: float = 0.01
     objective: str = "sft"
-    objective_options: dict[str, float] | None = None
+    objective_options: dict[str, Any] | None = None
+    adapter: str = ""
     rank: int = 16
     alpha: float = 16
     dropout: float = 0.0
@@ -138,6 +149,8 @@ class StageOneSettings(TrainSettings):
     rslora: bool = False
 
     def __post_init__(self) -> None:
+        if self.warmup is None:
+            object.__setattr__(self, "warmup", 0.0 if self.adapter else 0.1)
         super().__post_init__()
         if self.objective not in OBJECTIVES:
             raise ConfigError(
@@ -154,11 +167,13 @@ class CalibrationSettings(TrainSettings):
 
     "entropy" is the paper's objective and "ce" its ablation; both read the given responses. "anchored" and "reward" are
     extensions of ours, not SCALE: they read the prompts only and train on answers sampled from the gated model itself.
+    "random" trains nothing: it draws gates, a control.
 
     Attributes:
-        k: support of the entropy objective; at least the vocabulary size means the full entropy.
+        k: support of the entropy objective; 0, or at least the vocabulary size, means the full entropy.
         max_rows: use at most this many rows after a seeded shuffle (0: all).
-        objective: entropy (the paper's), ce (its ablation), anchored or reward (extensions on sampled answers).
+        objective: entropy (the paper's), ce (its ablation), random (untrained gates, a control), anchored or reward
+            (extensions on sampled answers).
         anchor: what KL pulls towards: base (λ = 0), adapter (λ = 1), mixture (half of each) or product (geometric mean).
         beta: weight of KL(gated, anchor) beside the entropy in the objective anchored; 1 gives the cross-entropy to it.
         refresh: sample new answers every so many steps (0: 20 for anchored, 1 for reward).
@@ -169,6 +184,7 @@ class CalibrationSettings(TrainSettings):
         reward_kl: weight of KL(gated, anchor) per token in the objective reward; 0 leaves the anchor out.
         advantage: reward minus the group's mean (mean), or that divided by the group's deviation (std).
         clip_ratio: clipping of the probability ratio where answers serve several steps (refresh above 1).
+        random_scale: standard deviation of the gate weights and biases that random draws.
     """
 
     max_length: int = 4096
@@ -185,11 +201,12 @@ class CalibrationSettings(TrainSettings):
     reward_kl: float = 0.0
     advantage: str = "mean"
     clip_ratio: float = 0.2
+    random_scale: float = 0.02
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.k < 2:
-            raise ConfigError(f"k must be at least 2, found {self.k}")
+        if self.k < 2 and self.k != 0:
+            raise ConfigError(f"k must be at least 2, or 0 for the whole vocabulary, found {self.k}")
         for name in ("max_rows", "refresh", "samples_per_prompt", "beta", "reward_kl"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, found {getattr(self, name)}")
@@ -202,6 +219,8 @@ class CalibrationSettings(TrainSettings):
                 raise ConfigError(f"{name} must be one of {', '.join(known)}, found {found!r}{nearest(found, known)}")
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise ConfigError(f"temperature must be a positive number, found {self.temperature}")
+        if not (math.isfinite(self.random_scale) and self.random_scale > 0):
+            raise ConfigError(f"random_scale must be a positive number, found {self.random_scale}")
         if not 0 < self.clip_ratio < 1:
             raise ConfigError(f"clip_ratio lies between 0 and 1, found {self.clip_ratio}")
         defaults = {field.name: field.default for field in fields(CalibrationSettings)}
@@ -232,7 +251,10 @@ class CalibrationSettings(TrainSettings):
     def as_record(self) -> dict[str, Any]:
         """The settings that the objective reads, for run.json and the artifact."""
         values = {field.name: getattr(self, field.name) for field in fields(CalibrationSettings)}
-        return {name: value for name, value in values.items() if self.objective in _READ_BY.get(name, GATE_OBJECTIVES)}
+        # random gates are not trained: they read the rows and the seed, and no setting of an optimiser
+        training = {field.name for field in fields(TrainSettings)} - {"seed", "max_length"}
+        readers = {**dict.fromkeys(training, TRAINED), **_READ_BY}
+        return {name: value for name, value in values.items() if self.objective in readers.get(name, GATE_OBJECTIVES)}
 
     def _check_on_policy(self) -> None:
         if self.objective == "reward" and self.answers_per_prompt < 2:

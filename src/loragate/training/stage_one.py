@@ -1,24 +1,37 @@
-"""Stage I: train a LoRA or DoRA adapter with one of the token objectives."""
+"""Stage I: train a LoRA or DoRA adapter with one of the token objectives, from scratch or from a finished adapter."""
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import nn
 
 from loragate.data import EncodedRows, Rows, encode_rows, load_rows
 from loragate.errors import ConfigError, nearest
-from loragate.gates.fingerprint import base_weight_samples, config_fingerprint
+from loragate.gates.fingerprint import base_weight_samples, config_fingerprint, weights_checksum
 from loragate.losses import StatisticsRequest
-from loragate.losses.objectives import FACTORIES, WeightedCrossEntropy
+from loragate.losses.objectives import FACTORIES, Objective
+from loragate.training.reference_model import BaseReference, OtherReference
 from loragate.training.run import OnStep, TrainingJob, encoded_fingerprint, require_short_enough, run_training
 from loragate.training.settings import StageOneSettings
+from loragate.training.trainer import ReferenceOf
+
+logger = logging.getLogger("loragate")
+# what a finished adapter decides: name of the setting, and of the field in its own record
+_OF_THE_ADAPTER = {
+    "rank": "r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "dora": "use_dora",
+    "rslora": "use_rslora",
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +48,7 @@ class StageOneResult:
     data: dict[str, Any]
 
 
-def objective_of(settings: StageOneSettings) -> WeightedCrossEntropy:
+def objective_of(settings: StageOneSettings) -> Objective:
     """The objective with its options.
 
     Raises:
@@ -50,7 +63,58 @@ def objective_of(settings: StageOneSettings) -> WeightedCrossEntropy:
             raise ConfigError(
                 f"objective {settings.objective!r} has no option {name!r}{nearest(name, known)} (it has {listed})"
             )
-    return factory(**options)
+    try:
+        return factory(**options)
+    except TypeError as error:
+        raise ConfigError(
+            f"objective {settings.objective!r}: an option has the wrong type in {options!r} ({error})"
+        ) from error
+
+
+def require_keep_mask(settings: StageOneSettings, encoded: EncodedRows, source: Rows) -> None:
+    """Refuse rows without the column that the objective reads, before a model is loaded.
+
+    Raises:
+        ConfigError: naming the data and the ways to a keep_mask.
+    """
+    if "keep_mask" in objective_of(settings).requires and "keep_mask" not in encoded[0]:
+        raise ConfigError(
+            f"objective {settings.objective!r} needs a keep_mask, and {source.source} has no such column: a list of 0 and 1, one "
+            "per response token. Make one with loragate mask --model BASE --reference MODEL --data IN --out OUT"
+        )
+
+
+def adapter_settings(settings: StageOneSettings, record: Any) -> StageOneSettings:
+    """The settings with rank, α, dropout, variant and modules of the adapter that is continued.
+
+    Args:
+        record: the adapter's PEFT configuration.
+
+    Raises:
+        ConfigError: for a setting that says otherwise, or an adapter that is no LoRA.
+    """
+    kind = getattr(record.peft_type, "value", str(record.peft_type))
+    if kind != "LORA":
+        raise ConfigError(f"{settings.adapter} is a {kind} adapter; Stage I continues LoRA and DoRA adapters")
+    usual = StageOneSettings()
+    own: dict[str, Any] = {name: getattr(record, key) for name, key in _OF_THE_ADAPTER.items()}
+    modules = record.target_modules
+    own["target_modules"] = modules if isinstance(modules, str) else ",".join(sorted(modules))
+    for name, value in own.items():
+        asked = getattr(settings, name)
+        if name == "target_modules" and asked != usual.target_modules:
+            asked = ",".join(sorted(part.strip() for part in asked.split(",") if part.strip()))
+        if asked != getattr(usual, name) and asked != value:
+            raise ConfigError(
+                f"{name} is {asked!r}, but the adapter {settings.adapter} has {value!r}, which training does not change; leave "
+                f"{name} out, or train a new adapter without the adapter setting"
+            )
+    return replace(settings, **own)
+
+
+def continue_adapter(base_model: Any, settings: StageOneSettings, adapter_name: str = "default") -> Any:
+    """The finished adapter of `settings.adapter` on `base_model`, ready to train; its folder is only read."""
+    return PeftModel.from_pretrained(base_model, settings.adapter, adapter_name=adapter_name, is_trainable=True)
 
 
 def build_adapter(base_model: Any, settings: StageOneSettings, adapter_name: str = "default") -> Any:
@@ -92,34 +156,59 @@ def train_adapter(
     resume: bool = False,
     on_step: OnStep | None = None,
     encoded: EncodedRows | None = None,
+    reference_model: Any = None,
 ) -> StageOneResult:
     """Train an adapter on all response tokens of the rows.
 
     Args:
         base_model: a causal LM without adapters.
         tokenizer: its tokenizer.
-        rows: in any of the known formats; objective "mask" needs a keep_mask column.
-        settings: the paper's values by default.
+        rows: in any of the known formats; the objectives "mask" and "forgetting" need a keep_mask column.
+        settings: the paper's values by default; with `adapter` a finished adapter is trained on.
         run_folder, resume, on_step: as in `calibrate`.
         encoded: rows already tokenised, in training order.
+        reference_model: a frozen causal LM for an objective with a KL to a reference (eksft); None takes the base itself
+            with the adapter switched off.
 
     Returns:
         The PeftModel with its log; `model.save_pretrained(folder)` writes an ordinary PEFT adapter.
 
     Raises:
         DataError, TrainingError: as in `calibrate`.
+        ConfigError: for a reference that the objective does not read, rows without a keep_mask that it needs, or a setting
+            that contradicts the adapter to continue.
     """
     settings = settings or StageOneSettings()
+    if settings.adapter:
+        settings = adapter_settings(settings, PeftConfig.from_pretrained(settings.adapter))
     source = rows if isinstance(rows, Rows) else load_rows(list(rows))
     if encoded is None:
         source = source.shuffled(settings.seed)
         encoded = encode_rows(source, tokenizer, max_length=settings.max_length)
     objective = objective_of(settings)
+    require_keep_mask(settings, encoded, source)
+    refers = "reference_kl" in objective.requires
+    if reference_model is not None and not refers:
+        raise ConfigError(f"a reference model has no effect on the objective {settings.objective!r}, only on eksft")
     require_short_enough(base_model, encoded, source)
     base = {"config": config_fingerprint(base_model), "weights": base_weight_samples(base_model)}
-    model = build_adapter(base_model, settings)
+    reference: ReferenceOf | None = None
+    identity: dict[str, Any] = {}
+    if refers:
+        other = None if reference_model is None else OtherReference(reference_model, base_model)
+        reference = other or BaseReference()
+        identity["reference"] = "base" if other is None else other.identity()
+    if settings.adapter:
+        model = continue_adapter(base_model, settings)
+        logger.info(
+            "going on from the adapter %s (rank %d, α %g) with a warm-up of %g of the steps",
+            settings.adapter, settings.rank, settings.alpha, settings.warmup,
+        )  # fmt: skip
+    else:
+        model = build_adapter(base_model, settings)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    wanted = ("log_prob", "topk_entropy") if objective.reads_entropy else ("log_prob",)
+    if settings.adapter:
+        identity["start"] = weights_checksum(trained.items())
     job = TrainingJob(
         model=model,
         tokenizer=tokenizer,
@@ -127,14 +216,17 @@ def train_adapter(
         rows=source,
         settings=settings,
         token_loss=objective.loss,
-        request=StatisticsRequest(objective.k, wanted, ("log_prob",)),
+        request=StatisticsRequest(objective.k, objective.outputs, objective.gradients),
         trained=trained,
+        reference=reference,
         identity={
             "stage": "sft",
             "settings": asdict(settings),
             "data": source.fingerprint,
             "tokens": encoded_fingerprint(encoded),
             "base": base,
+            "constants": objective.settings,
+            **identity,
         },
     )
     outcome = run_training(job, None if run_folder is None else Path(run_folder), resume=resume, on_step=on_step)

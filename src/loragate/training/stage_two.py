@@ -31,7 +31,8 @@ from loragate.gates import (
     weights_checksum,
 )
 from loragate.generation import Sample
-from loragate.losses import ObjectiveContext, StatisticsRequest, TokenStatistics
+from loragate.losses import ObjectiveContext, StatisticsRequest, TokenStatistics, verify_head
+from loragate.losses.entropy import support_size
 from loragate.training.checks import (
     check_parity,
     frozen_parameters,
@@ -41,16 +42,20 @@ from loragate.training.checks import (
 )
 from loragate.training.guards import Guard, GuardCallback, GuardLimits, saturation
 from loragate.training.on_policy import OnPolicyJob, run_on_policy
+from loragate.training.random_gates import draw_gates
 from loragate.training.rollouts import Reward, Sampler, as_answers
 from loragate.training.run import (
     OnStep,
     TrainingJob,
+    TrainingOutcome,
     collator_for,
     encoded_fingerprint,
+    prepare_folder,
     require_short_enough,
     run_training,
 )
 from loragate.training.settings import CalibrationSettings
+from loragate.training.sharding import spread
 from loragate.training.trainer import causal_model
 
 PARITY_ROWS, PARITY_TOKENS = 4, 256
@@ -182,9 +187,10 @@ def calibrate(
         source, encoded = calibration_rows(source, tokenizer, settings)
     attach_gates(peft_model, config, name)
     try:
-        return _calibrate(
-            peft_model, tokenizer, source, encoded, config, settings, name, run_folder, resume, on_step, callables
-        )
+        with spread(peft_model) as model:
+            return _calibrate(
+                model, tokenizer, source, encoded, config, settings, name, run_folder, resume, on_step, callables
+            )
     except BaseException:
         detach_gates(peft_model, name)
         raise
@@ -210,13 +216,16 @@ class _Callables:
 
 
 def calibration_rows(
-    source: Rows, tokenizer: Any, settings: CalibrationSettings, system: str = "none"
+    source: Rows, tokenizer: Any, settings: CalibrationSettings, system: str = "none", **how: Any
 ) -> tuple[Rows, EncodedRows]:
-    """The rows of a calibration in training order: seeded shuffle, first `max_rows`, tokenised."""
+    """The rows of a calibration in training order: seeded shuffle, first `max_rows`, tokenised.
+
+    `how` goes on to `encode_rows`: cache, processes, on_progress.
+    """
     chosen = source.shuffled(settings.seed)
     if settings.max_rows:
         chosen = chosen.take(settings.max_rows)
-    return chosen, encode_rows(chosen, tokenizer, max_length=settings.max_length, system=system)
+    return chosen, encode_rows(chosen, tokenizer, max_length=settings.max_length, system=system, **how)
 
 
 def _calibrate(
@@ -240,7 +249,7 @@ def _calibrate(
     parity = measure_parity(model, batch["input_ids"].to(device), batch["attention_mask"].to(device), name)
     check_parity(parity, causal_model(model).dtype)
     vocabulary = causal_model(model).get_output_embeddings().weight.shape[0]
-    request = StatisticsRequest(min(settings.k, vocabulary), ("topk_entropy",), ("topk_entropy",))
+    request = StatisticsRequest(support_size(settings.k, vocabulary), ("topk_entropy",), ("topk_entropy",))
     before, _, _ = measure_entropy(model, encoded, collator, request.k, name)
 
     train_gates_only(model, name)
@@ -261,7 +270,12 @@ def _calibrate(
     folder = None if run_folder is None else Path(run_folder)
     sampled: dict[str, float] = {}
     with without_dropout(model):
-        if settings.on_policy:
+        if settings.objective == "random":
+            if folder is not None:
+                prepare_folder(identity, folder, resume)
+            draw_gates(model, settings.seed, settings.random_scale, name)
+            outcome = TrainingOutcome([], 0, 0.0, verify_head(causal_model(model)))
+        elif settings.on_policy:
             own = OnPolicyJob(
                 model=model,
                 tokenizer=tokenizer,
@@ -289,7 +303,7 @@ def _calibrate(
                 request=StatisticsRequest(request.k, ("log_prob", "topk_entropy"), ("log_prob",)) if ce else request,
                 trained=trained,
                 identity=identity,
-                recorder=lambda: record_gates(model, name),
+                recorder=lambda running: record_gates(running, name),
                 check_gradient=True,
                 callbacks=_guarding(model, tokenizer, encoded, name, callables),
             )

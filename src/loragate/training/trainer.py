@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,18 @@ from torch import nn
 from loragate.errors import TrainingError
 from loragate.files import write_atomically
 from loragate.losses import ObjectiveContext, StatisticsRequest, TokenStatistics, add_statistics_forward
-from loragate.losses.head import IGNORED
+from loragate.losses.divergence import Reference
+from loragate.training.arrangement import arrange
 from loragate.training.settings import TrainSettings
+from loragate.training.sharding import (
+    assign,
+    average_gradients,
+    gathered_values,
+    is_sharded,
+    load_whole_state,
+    whole_state,
+)
+from loragate.training.strategy import launch_of
 
 try:
     from trl import SFTConfig, SFTTrainer
@@ -27,7 +38,8 @@ except ImportError as error:  # pragma: no cover - trl is a dependency of the pa
     raise ImportError("training needs trl ≥ 1.16; install it with: pip install 'trl>=1.16,<2'") from error
 
 TokenLoss = Callable[[TokenStatistics, ObjectiveContext], torch.Tensor]
-TRAINED = "trained.safetensors"
+ReferenceOf = Callable[[Any, dict[str, Any]], Reference]
+TRAINED, OPTIMIZER, SCHEDULER = "trained.safetensors", "optimizer.pt", "scheduler.pt"
 
 
 class StatisticsTrainer(SFTTrainer):
@@ -46,11 +58,12 @@ class StatisticsTrainer(SFTTrainer):
         request: StatisticsRequest,
         trained: dict[str, nn.Parameter],
         where: Callable[[int], str] = lambda row: f"row {row}",
-        recorder: Callable[[], Any] | None = None,
+        recorder: Callable[[Any], Any] | None = None,
+        reference: ReferenceOf | None = None,
         **kwargs: Any,
     ) -> None:
         self.token_loss, self.request, self.trained, self.where = token_loss, request, trained, where
-        self.recorder = recorder
+        self.recorder, self.reference = recorder, reference
         self.sums: dict[str, torch.Tensor] = {}
         self.gate_summary: dict[str, float] = {}
         self.history: list[dict[str, Any]] = []
@@ -61,6 +74,9 @@ class StatisticsTrainer(SFTTrainer):
             if parameter.dtype != kept[name].dtype:
                 parameter.data = kept[name].to(parameter.device)
         self.model_accepts_loss_kwargs = True
+        self.sharded = is_sharded(self.model)
+        # the trainer then leaves placing, wrapping and reducing to the model; set only now, as it would refuse checkpoints
+        self.is_distributed_loading_by_transformers = self.sharded
 
     def _send_telemetry(self) -> None:
         """No telemetry."""
@@ -74,12 +90,19 @@ class StatisticsTrainer(SFTTrainer):
         inputs = dict(inputs)
         rows = inputs.pop("row")
         keep = inputs.pop("keep_mask", None)
-        context = ObjectiveContext(keep_mask=None if keep is None else keep[:, 1:])
-        recording = self._recording()
-        with recording as record:
+        context = ObjectiveContext(
+            keep_mask=None if keep is None else keep[:, 1:],
+            sequence_ids=rows[:, 1:] if rows.dim() == 2 else None,
+            step=self.state.global_step,
+            total_steps=self.state.max_steps,
+        )
+        request = self.request
+        if self.reference is not None:
+            request = replace(request, reference=self.reference(model, inputs))
+        with self._recording() as record:
             if record is not None:
                 record.token_mask = inputs["labels"].ne(-100)
-            stats = model(**inputs, statistics=self.request)
+            stats = model(**inputs, statistics=request)
         if record is not None and (total := record.total()).get("tokens"):
             self.gate_summary = total
         losses = self.token_loss(stats, context)
@@ -98,13 +121,33 @@ class StatisticsTrainer(SFTTrainer):
             loss = self.compute_loss(model, self._prepare_inputs(inputs))
         return loss, None, None
 
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        if self.sharded and self.accelerator.sync_gradients:
+            average_gradients(self.trained)
+        return loss
+
+    @contextmanager
+    def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
+        """Shards are reduced with the last pass of a step; the trainer's own version reads a configuration of its own."""
+        self.model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.model.set_requires_gradient_sync(True)
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        """Not here: the gates are reduced together in `training_step`, not one by one as their gradients arrive."""
+
     def _recording(self) -> Any:
         logged = (self.state.global_step + 1) % self.args.logging_steps == 0
-        return self.recorder() if self.recorder is not None and logged and self.model.training else nullcontext()
+        wanted = self.recorder is not None and logged and self.model.training
+        return self.recorder(self.model) if wanted else nullcontext()  # type: ignore[misc]
 
     def _offending_rows(self, losses: torch.Tensor, rows: torch.Tensor) -> str:
-        bad = (~torch.isfinite(losses)).any(-1)
-        named = [self.where(int(row)) for row in rows[bad].tolist()]
+        bad = ~torch.isfinite(losses)
+        at_fault = rows[:, 1:][bad].unique() if rows.dim() == 2 else rows[bad.any(-1)]
+        named = [self.where(int(row)) for row in at_fault.tolist()]
         return (
             f"the loss is not finite at step {self.state.global_step + 1}: {', '.join(named) or 'in the sum'}. "
             "Nothing was updated in this step. Look at these rows (empty, extremely long or repeated text?); if they are "
@@ -117,6 +160,8 @@ class StatisticsTrainer(SFTTrainer):
             for name, key in (("log_prob", "nll"), ("entropy", "entropy"), ("topk_entropy", "topk_entropy")):
                 if name in self.request.outputs:
                     self._add(key, getattr(stats, name).detach().double().sum())
+            if stats.kl is not None:
+                self._add("reference_kl", stats.kl.detach().double().sum())
 
     def _add(self, name: str, value: torch.Tensor) -> None:
         value = value.double()
@@ -140,12 +185,16 @@ class StatisticsTrainer(SFTTrainer):
         self.history.append({"step": self.state.global_step, **logs})
         super().log(logs, start_time)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """What trains; FSDP's and DeepSpeed's own way would gather the base."""
+        self._save(output_dir)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """A checkpoint holds what is trained, the optimiser and the random state: megabytes, not the model."""
+        tensors = {name: gathered_values(parameter) for name, parameter in self.trained.items()}
         if not self.args.should_save:
             return
         folder = Path(output_dir or self.args.output_dir)
-        tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in self.trained.items()}
         write_atomically(folder / TRAINED, lambda path: save_file(tensors, str(path)))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -155,9 +204,32 @@ class StatisticsTrainer(SFTTrainer):
         tensors = load_file(str(path))
         if set(tensors) != set(self.trained):
             raise TrainingError(f"{path} holds other parameters than this run trains; it belongs to another run")
-        with torch.no_grad():
-            for name, parameter in self.trained.items():
-                parameter.copy_(tensors[name])
+        for name, parameter in self.trained.items():
+            assign(parameter, tensors[name])
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Under FSDP the optimiser's state is written whole, as a single process would write it."""
+        if not self.sharded:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        state = whole_state(self.optimizer)
+        if self.args.should_save:
+            torch.save(state, Path(output_dir) / OPTIMIZER)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self.sharded or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        load_whole_state(
+            self.optimizer, torch.load(Path(checkpoint) / OPTIMIZER, map_location="cpu", weights_only=True)
+        )
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Every process's state is on disk before the file that marks the checkpoint as complete."""
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()
 
 
 def trainer_arguments(settings: TrainSettings, folder: Path, rows: int, device: str) -> SFTConfig:
@@ -165,7 +237,8 @@ def trainer_arguments(settings: TrainSettings, folder: Path, rows: int, device: 
     steps = settings.steps(rows)
     arguments = SFTConfig(
         output_dir=str(folder),
-        per_device_train_batch_size=settings.micro_batch_size,
+        # packed, an item is a whole forward pass
+        per_device_train_batch_size=1 if settings.packing else settings.micro_batch_size,
         learning_rate=settings.learning_rate,
         lr_scheduler_type=settings.schedule,
         warmup_steps=round(settings.warmup * steps),
@@ -184,10 +257,11 @@ def trainer_arguments(settings: TrainSettings, folder: Path, rows: int, device: 
         packing=False,
         average_tokens_across_devices=True,
         gradient_checkpointing=settings.gradient_checkpointing,
+        activation_offloading=settings.activation_offload,
         bf16=settings.precision == "bf16",
-        fp16=False,
+        fp16=settings.precision == "fp16",
         tf32=None,
-        use_cpu=device == "cpu",
+        use_cpu=device == "cpu" and launch_of().strategy != "zero3",
         dataloader_pin_memory=device != "cpu",
         logging_strategy="steps",
         logging_steps=settings.logging_steps,
@@ -206,19 +280,11 @@ def trainer_arguments(settings: TrainSettings, folder: Path, rows: int, device: 
     return arguments
 
 
-def as_dataset(rows: Sequence[dict[str, Any]], multiple: int = 1) -> Any:
-    """Tokenised rows (input_ids, labels, row, optional keep_mask) as an in-memory `datasets.Dataset`.
-
-    Filled up to a multiple of `multiple` with rows that carry no label: several processes need equally many forward
-    passes, and repeating real rows would change the last step.
-    """
+def as_dataset(rows: Sequence[dict[str, Any]], settings: TrainSettings, processes: int = 1) -> Any:
+    """Tokenised rows (input_ids, labels, row, optional keep_mask) as an in-memory `datasets.Dataset`, see `arrange`."""
     from datasets import Dataset
 
-    chosen = list(rows)
-    while len(chosen) % multiple:
-        first = chosen[0]
-        chosen.append({**first, "labels": [IGNORED] * len(first["labels"])})
-    return Dataset.from_list(chosen)
+    return Dataset.from_list(arrange(rows, settings, processes))
 
 
 @contextmanager
@@ -232,7 +298,7 @@ def statistics_forward(model: Any) -> Iterator[bool]:
     before = causal.__dict__.get("forward")
     had = "_loragate_statistics" in causal.__dict__
     try:
-        yield add_statistics_forward(causal)
+        yield add_statistics_forward(causal, getattr(causal, "_loragate_verified_head", None))
     finally:
         if not had:
             causal.__dict__.pop("_loragate_statistics", None)

@@ -1,91 +1,15 @@
-"""Stage-I token objectives as a registry of small objects over token statistics.
-
-Every weighted objective is −w_t · log p_t with a detached w_t ≥ 0; the trainer divides the sum by the response tokens of
-the global batch, so masked or down-weighted tokens stay in the denominator (the paper's 1/|T| for every baseline).
-"""
+"""The weighted cross-entropies of the paper's table of token correctors: one rule for w_t each."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 
 from loragate.errors import ConfigError
+from loragate.losses.entropy import support_size
 from loragate.losses.head import TokenStatistics
-
-
-@dataclass(frozen=True)
-class ObjectiveContext:
-    """What an objective may need beside the statistics, shaped like them.
-
-    Attributes:
-        keep_mask: bool, the precomputed token mask of the "mask" objective.
-        sequence_ids: int64, which sequence a token belongs to, for packed rows; None means one sequence per row.
-        reference_log_prob: log p of a reference model.
-    """
-
-    keep_mask: torch.Tensor | None = None
-    sequence_ids: torch.Tensor | None = None
-    reference_log_prob: torch.Tensor | None = None
-
-
-class Objective(Protocol):
-    """A per-token training objective."""
-
-    name: str
-    k: int
-    requires: frozenset[str]
-
-    def loss(self, stats: TokenStatistics, context: ObjectiveContext | None = None) -> torch.Tensor:
-        """Loss per token, shaped like the statistics, zero where the label is ignored."""
-
-
-Rule = Callable[[TokenStatistics, ObjectiveContext], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class WeightedCrossEntropy:
-    """−w_t · log p_t with w_t from a rule under no_grad.
-
-    Attributes:
-        name: registry name.
-        rule: gives w_t ≥ 0 for every position.
-        k: support of the top-k entropy the rule reads (2 where it reads none).
-        requires: names of `ObjectiveContext` fields the rule needs.
-        reads_entropy: whether the rule reads the top-k entropy.
-        settings: the rule's constants, for run records.
-    """
-
-    name: str
-    rule: Rule
-    k: int = 2
-    requires: frozenset[str] = frozenset()
-    reads_entropy: bool = False
-    settings: dict[str, Any] = field(default_factory=dict)
-
-    def weights(self, stats: TokenStatistics, context: ObjectiveContext | None = None) -> torch.Tensor:
-        """Detached CE coefficients w_t, shaped like the statistics, zero where the label is ignored.
-
-        Raises:
-            ConfigError: if the context lacks something the rule needs.
-        """
-        context = context or ObjectiveContext()
-        for name in sorted(self.requires):
-            if getattr(context, name) is None:
-                raise ConfigError(
-                    f"objective {self.name!r} needs {name}; give the data a column {name!r} (0/1 per response token)"
-                    if name == "keep_mask"
-                    else f"objective {self.name!r} needs {name}"
-                )
-        with torch.no_grad():
-            return torch.where(stats.mask, self.rule(stats, context), torch.zeros_like(stats.log_prob)).detach()
-
-    def loss(self, stats: TokenStatistics, context: ObjectiveContext | None = None) -> torch.Tensor:
-        """−w_t · log p_t."""
-        return -self.weights(stats, context) * stats.log_prob
+from loragate.losses.objectives.base import ObjectiveContext, WeightedCrossEntropy
 
 
 def sft() -> WeightedCrossEntropy:
@@ -117,6 +41,11 @@ def eaft(k: int = 20, power: float = 1.0, normalizer: float | None = None) -> We
         power: exponent, 1.
         normalizer: None divides by log k; 3.0 reproduces the released code (0.14 % smaller weights).
     """
+    support_size(k, 1 << 30)
+    if k == 0:
+        raise ConfigError("EAFT's k is a number of tokens, at least 2; its authors use 20")
+    if power <= 0 or (normalizer is not None and normalizer <= 0):
+        raise ConfigError(f"EAFT's power and normalizer are positive, found {power!r} and {normalizer!r}")
     factor = 1.0 if normalizer is None else math.log(k) / normalizer
 
     def rule(stats: TokenStatistics, _: ObjectiveContext) -> torch.Tensor:
@@ -141,6 +70,8 @@ def talr(tau: float | str = "median", floor: float = 0.01) -> WeightedCrossEntro
         raise ConfigError(f"TALR's tau is a positive number or 'median', found {tau!r}")
     if not isinstance(tau, str) and tau <= 0:
         raise ConfigError(f"TALR's tau must be positive, found {tau!r}")
+    if not 0 <= floor <= 1:
+        raise ConfigError(f"TALR's floor is a weight in [0, 1], found {floor!r}")
 
     def rule(stats: TokenStatistics, context: ObjectiveContext) -> torch.Tensor:
         scale = median_sequence_loss(stats, context) if isinstance(tau, str) else torch.as_tensor(tau)
@@ -174,16 +105,3 @@ def mask() -> WeightedCrossEntropy:
         return context.keep_mask.to(stats.log_prob.dtype)
 
     return WeightedCrossEntropy("mask", rule, requires=frozenset({"keep_mask"}))
-
-
-objectives: dict[str, WeightedCrossEntropy] = {
-    objective.name: objective for objective in (sft(), dft(), profit(), eaft(), talr(), mask())
-}
-FACTORIES: dict[str, Callable[..., WeightedCrossEntropy]] = {
-    "sft": sft,
-    "dft": dft,
-    "profit": profit,
-    "eaft": eaft,
-    "talr": talr,
-    "mask": mask,
-}

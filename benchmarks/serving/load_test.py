@@ -1,0 +1,173 @@
+"""Load test of `loragate serve` on loopback: many clients at once, every reply compared with its single-client reply.
+
+    python benchmarks/serving/load_test.py --engine vllm [--clients 200] [--rounds 8] [--per-client 4] [--out FILE]
+
+Clients ask greedily for base, plain adapter and two gated adapters (and one virtual adapter), in an order of their own. First
+each request is sent alone and its reply kept; then `clients` threads send requests at once, for `rounds` rounds. Counted
+are errors, replies that differ from the one given alone, latencies, and the resident memory of the server and all its children
+after each round. Steady means: the last half of the rounds grew by less than 2 % of the size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from served_models import make_models
+
+NAMES = ("base", "adapter", "gated", "second", "gated@unit")
+
+
+class Server:
+    """`loragate serve` as a child, ready when it prints its client lines."""
+
+    def __init__(self, place: Path, engine: str, port: int) -> None:
+        command = [sys.executable, "-m", "loragate", "serve", str(place / "gated"), "--engine", engine]
+        command += ["--adapters", f"second={place / 'second'}", "--dtype", "float32", "--port", str(port)]
+        command += ["--overrides", "unit"] if engine == "vllm" else ["--device", "cpu"]
+        settings = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        self.url = f"http://127.0.0.1:{port}"
+        self.process = subprocess.Popen(
+            command, env={**settings, **os.environ}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.lines: list[str] = []
+        ready = threading.Event()
+
+        def read() -> None:
+            for line in self.process.stdout or ():
+                self.lines = [*self.lines[-200:], line]
+                if line.startswith("print(client"):
+                    ready.set()
+            ready.set()
+
+        threading.Thread(target=read, daemon=True).start()
+        if not ready.wait(600) or self.process.poll() is not None:
+            raise SystemExit("the server did not start:\n" + "".join(self.lines))
+
+    def ask(self, name: str, prompt: str, tokens: int) -> str:
+        body = {"model": name, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=600) as reply:
+            return str(json.loads(reply.read())["choices"][0]["text"])
+
+    def memory_mib(self) -> float:
+        """Resident memory of the server and everything under it."""
+        children: dict[int, list[int]] = {}
+        sizes: dict[int, int] = {}
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit():
+                try:
+                    stat = (folder / "stat").read_text().rpartition(")")[2].split()
+                    sizes[int(folder.name)] = int((folder / "statm").read_text().split()[1])
+                except (OSError, IndexError):
+                    continue
+                children.setdefault(int(stat[1]), []).append(int(folder.name))
+        total, waiting = 0, [self.process.pid]
+        while waiting:
+            one = waiting.pop()
+            total += sizes.get(one, 0)
+            waiting += children.get(one, [])
+        return total * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(120)
+
+
+def measure(server: Server, clients: int, rounds: int, per_client: int, tokens: int) -> dict[str, Any]:
+    """Alone first, then all at once."""
+    draw = random.Random(0)
+    prompts = [" ".join(f"w{draw.randrange(500)}" for _ in range(draw.randrange(4, 40))) for _ in range(20)]
+    jobs = [(name, prompt) for prompt in prompts for name in NAMES]
+    alone = {job: server.ask(*job, tokens) for job in jobs}
+    distinct = [len({alone[name, prompt] for name in NAMES}) for prompt in prompts]
+    errors: list[str] = []
+    differing: list[str] = []
+    seconds: list[float] = []
+
+    def client(number: int) -> None:
+        own = random.Random(number)
+        for _ in range(per_client):
+            job = own.choice(jobs)
+            began = time.monotonic()
+            try:
+                text = server.ask(*job, tokens)
+            except Exception as error:
+                errors.append(f"{type(error).__name__}: {error}")
+                continue
+            seconds.append(time.monotonic() - began)
+            if text != alone[job]:
+                differing.append(job[0])
+
+    memory, wall = [server.memory_mib()], []
+    for round_ in range(rounds):
+        began = time.monotonic()
+        with ThreadPoolExecutor(clients) as pool:
+            list(pool.map(client, range(round_ * clients, (round_ + 1) * clients)))
+        wall.append(time.monotonic() - began)
+        memory.append(server.memory_mib())
+        print(
+            f"round {round_ + 1}: {wall[-1]:.0f} s, {len(errors)} errors, {len(differing)} other replies, {memory[-1]:.0f} MiB"
+        )
+    half = memory[len(memory) // 2]
+    ordered = sorted(seconds)
+    return {
+        "clients": clients,
+        "requests": rounds * clients * per_client,
+        "tokens_per_request": tokens,
+        "models": list(NAMES),
+        "distinct_answers_per_prompt_median": statistics.median(distinct),
+        "errors": len(errors),
+        "first_errors": errors[:3],
+        "replies_that_differ": len(differing),
+        "requests_per_second": round(rounds * clients * per_client / sum(wall), 2),
+        "latency_s": {p: round(ordered[int(len(ordered) * q)], 2) for p, q in (("p50", 0.5), ("p95", 0.95))},
+        "memory_mib": [round(value) for value in memory],
+        "growth_of_last_half": round(memory[-1] / half - 1, 4),
+        "steady": memory[-1] / half - 1 < 0.02,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
+    parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--per-client", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--port", type=int, default=18765)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        server = Server(make_models(Path(scratch)), options.engine, options.port)
+        try:
+            found = measure(server, options.clients, options.rounds, options.per_client, options.tokens)
+        finally:
+            server.stop()
+    record = {"engine": options.engine, **found, "machine": f"{os.cpu_count()} {platform.machine()} CPU cores"}
+    print(json.dumps(record, indent=2))
+    if options.out:
+        options.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    if found["errors"] or found["replies_that_differ"]:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Throughput and latency in vLLM: base, plain adapter and gated adapter, alternating in short blocks of one run.
+
+    python benchmarks/serving/throughput.py [--rounds 9] [--dtype float32] [--out FILE]
+
+One offline engine with all slots filled serves the three in turn, in an order that changes from round to round, so that a busy
+machine slows all alike. On a CPU, time is this process's CPU time with one thread; elsewhere it is wall time. Reported are
+medians of tokens per second, and the medians and quartiles of the per-round ratios gated : plain adapter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from served_models import make_models
+
+CASES = {"decode, 16 sequences": (16, 16, 16), "prefill, 4 prompts of 192": (4, 192, 1), "one sequence": (1, 16, 16)}
+"""{case: (sequences, prompt tokens, new tokens)}"""
+CONTESTANTS = ("base", "adapter", "gated")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+
+    import torch
+    import vllm
+    from vllm.platforms import current_platform
+
+    from loragate.serving.parity import open_llm
+
+    on_cpu = current_platform.is_cpu()
+    if on_cpu:
+        torch.set_num_threads(1)
+    clock = time.process_time if on_cpu else time.perf_counter
+    with tempfile.TemporaryDirectory() as scratch:
+        place = make_models(
+            Path(scratch), hidden=options.hidden, layers=options.layers, vocabulary=2048, rank=options.rank
+        )
+        folders = {"gated": str(place / "gated"), "adapter": str(place / "gated" / "adapter")}
+        llm, requests = open_llm(
+            str(place / "base"), folders, max_lora_rank=options.rank, dtype=options.dtype, max_num_seqs=16
+        )
+        if on_cpu:
+            torch.set_num_threads(1)
+        owners: dict[str, Any] = {"base": None} | {request.lora_name: request for request in requests}
+        draw = torch.Generator().manual_seed(0)
+
+        def block(name: str, case: str) -> tuple[float, float]:
+            """(tokens per second, seconds) of one batch; new prompts each time, so that no prefix is cached."""
+            sequences, given, wanted = CASES[case]
+            prompts = [
+                {"prompt_token_ids": torch.randint(3, 2048, (given,), generator=draw).tolist()}
+                for _ in range(sequences)
+            ]
+            sampling = vllm.SamplingParams(temperature=0, max_tokens=wanted, ignore_eos=True, detokenize=False)
+            gc.collect()
+            began = clock()
+            llm.generate(prompts, sampling, lora_request=owners[name], use_tqdm=False)
+            spent = clock() - began
+            return sequences * (given if wanted == 1 else wanted) / spent, spent
+
+        cases = {}
+        for case in CASES:
+            for name in CONTESTANTS:
+                block(name, case)
+            speeds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+            spent: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+            for round_ in range(options.rounds):
+                order = CONTESTANTS[round_ % 3 :] + CONTESTANTS[: round_ % 3]
+                # forwards and backwards: what drifts within a round hits all alike
+                both = {name: [0.0, 0.0] for name in order}
+                for name in (*order, *reversed(order)):
+                    speed, seconds = block(name, case)
+                    both[name][0] += seconds
+                    both[name][1] = speed * seconds
+                for name, (seconds, tokens) in both.items():
+                    speeds[name].append(2 * tokens / seconds)
+                    spent[name].append(seconds / 2)
+            ratios = sorted(gated / plain for gated, plain in zip(speeds["gated"], speeds["adapter"]))
+            quartiles = statistics.quantiles(ratios, n=4)
+            cases[case] = {
+                "tokens_per_second": {name: round(statistics.median(speeds[name]), 1) for name in CONTESTANTS},
+                "milliseconds_per_step": {
+                    name: round(1000 * statistics.median(spent[name]) / CASES[case][2], 2) for name in CONTESTANTS
+                },
+                "gated_to_adapter": {
+                    "median": round(statistics.median(ratios), 3),
+                    "quartiles": [round(quartiles[0], 3), round(quartiles[2], 3)],
+                },
+            }
+            print(case, json.dumps(cases[case]))
+    record = {
+        "vllm": vllm.__version__,
+        "model": f"random Qwen2, {options.layers} layers, hidden {options.hidden}, rank {options.rank}, {options.dtype}",
+        "time": "CPU time, one thread" if on_cpu else "wall time",
+        "rounds": options.rounds,
+        "machine": f"{os.cpu_count()} {platform.machine()} CPU cores" if on_cpu else torch.cuda.get_device_name(),
+        "cases": cases,
+    }
+    print(json.dumps(record, indent=2))
+    if options.out:
+        options.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

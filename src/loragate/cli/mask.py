@@ -1,0 +1,273 @@
+"""`loragate mask`: which response tokens to learn from, by their influence between a base and a reference model."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loragate.cli.arguments import Command
+from loragate.cli.display import Display, console, duration
+from loragate.cli.models import (
+    adapter_record,
+    dtype_argument,
+    load_adapter,
+    load_base,
+    load_tokenizer,
+    pick_device,
+    quiet_logging,
+    require_not_an_adapter,
+    require_place,
+)
+from loragate.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class MaskOptions:
+    """Settings of `loragate mask`.
+
+    Attributes:
+        model: base model, folder or hub id.
+        reference: the base after finetuning on good data: a LoRA adapter of this base, or a full model.
+        data: prompts and responses, in any format that sft reads.
+        out: JSONL file to write: the rows with a column keep_mask, for sft --objective mask or forgetting.
+        keep: share of the response tokens to keep.
+        scope: "global" ranks the tokens of all rows together, "row" those of each row.
+        split: split of a hub data set.
+        revision: branch, tag or commit of a hub data set.
+        max_rows: use the first so many rows (0: all).
+        max_length: tokens of a row that are scored; later ones are not kept. Take that of the training.
+        micro_batch_size: rows per forward pass.
+        system: "none" renders without an injected default system message, "keep" as the template does.
+        chat_template: jinja file to use instead of the tokenizer's template.
+        dtype: auto, float32, bfloat16 or float16 of the models.
+        device: auto, cpu, cuda, cuda:1, mps.
+        resume: go on with an unfinished run.
+        trust_remote_code: allow model code from the hub to run.
+    """
+
+    model: str = ""
+    reference: str = ""
+    data: str = ""
+    out: str = ""
+    keep: float = 0.6
+    scope: str = "global"
+    split: str = ""
+    revision: str = ""
+    max_rows: int = 0
+    max_length: int = 2048
+    micro_batch_size: int = 8
+    system: str = "none"
+    chat_template: str = ""
+    dtype: str = "auto"
+    device: str = "auto"
+    resume: bool = False
+    trust_remote_code: bool = False
+
+
+def run(options: MaskOptions) -> int:
+    """Score every response token under both models, keep the best share, write the rows."""
+    out_file, reference_is_adapter = check(options)
+    quiet_logging()
+    import time
+
+    from loragate.data import encode_rows, load_rows
+    from loragate.training.token_influence import (
+        ScoreFolder,
+        keep_masks,
+        require_same_tokens,
+        response_lengths,
+    )
+
+    out, display, began = console(), Display(), time.monotonic()
+    rows = load_rows(
+        options.data, split=options.split or None, revision=options.revision or None, limit=options.max_rows or None
+    )
+    if rows[0].get("keep_mask") is not None:
+        raise DataError(f"{rows.where(0)}: the rows carry a keep_mask already; take that column out to have one made")
+    load: dict[str, Any] = {"chat_template": options.chat_template, "trust": options.trust_remote_code}
+    tokenizer = load_tokenizer([options.model], **load)
+    other = load_tokenizer([options.reference, options.model], **load)
+    with display.job("reading the data"):
+        whole = encode_rows(rows, tokenizer, max_length=None, system=options.system)
+        require_same_tokens(tokenizer, other, [tokenizer.decode(row["input_ids"]) for row in list(whole[:20])])
+    full_lengths = response_lengths(whole)
+    scored = [_cut(row, options.max_length) for row in whole]
+    lengths = response_lengths(scored)
+    if not sum(lengths):
+        raise DataError(
+            f"{rows.source}: max_length={options.max_length} cuts the whole response of every row; raise it"
+        )
+    partial = out_file.with_name(out_file.name + ".partial")
+    folder = ScoreFolder(partial, identity(options, rows), lengths, resume=options.resume)
+    score_both(options, folder, scored, tokenizer, display, reference_is_adapter)
+    base, reference = folder.read("base"), folder.read("reference")
+    influence = [after - before for before, after in zip(base, reference, strict=True)]
+    masks = keep_masks(influence, options.keep, options.scope)
+    write_rows(out_file, rows, whole, masks, full_lengths)
+    summary = summarise(options, influence, masks, full_lengths, len(rows) - len(whole))
+    from loragate.files import write_json
+
+    write_json(out_file.with_name(out_file.name + ".record.json"), {**identity(options, rows), **summary})
+    shutil.rmtree(partial)
+    report(out, summary)
+    out.print(f"written to {out_file} in {duration(time.monotonic() - began)}", markup=False)
+    out.print(
+        f"next: loragate sft --model {options.model} --data {out_file} --objective mask --out adapter", markup=False
+    )
+    return 0
+
+
+def check(options: MaskOptions) -> tuple[Path, bool]:
+    """(the file to write, whether the reference is an adapter); refuses what cannot work before anything is read."""
+    from loragate.training.token_influence import check_choice
+
+    for name in ("model", "reference", "data", "out"):
+        if not getattr(options, name):
+            raise ConfigError(f"loragate mask needs --{name}; for example: {COMMAND.examples[0]}")
+    check_choice(options.keep, options.scope)
+    if options.max_length < 2 or options.micro_batch_size < 1:
+        raise ConfigError("--max-length must be at least 2 and --micro-batch-size at least 1")
+    out_file = Path(options.out)
+    if out_file.suffix != ".jsonl":
+        raise ConfigError(f"--out {options.out}: the masked rows are written as JSONL; give a name that ends in .jsonl")
+    if out_file.exists():
+        raise ConfigError(f"--out {options.out} exists already; choose another name or remove it first")
+    require_place("base model", options.model)
+    require_not_an_adapter(options.model)
+    folder = Path(options.reference)
+    if (folder / "adapter_config.json").is_file() or (folder / "gate_config.json").is_file():
+        adapter_record(options.reference)
+        return out_file, True
+    require_place("reference model", options.reference)
+    if Path(options.model).is_dir() and folder.is_dir() and Path(options.model).resolve() == folder.resolve():
+        raise ConfigError("--reference is the base itself, so every influence would be zero; give a finetuned model")
+    return out_file, False
+
+
+def identity(options: MaskOptions, rows: Any) -> dict[str, Any]:
+    """What the scores belong to."""
+    from loragate.sweep.plan import place_fingerprint
+
+    return {
+        "model": {"name": options.model, "files": place_fingerprint(options.model)},
+        "reference": {"name": options.reference, "files": place_fingerprint(options.reference)},
+        "data": rows.fingerprint,
+        "max_length": options.max_length,
+        "system": options.system,
+        "chat_template": options.chat_template,
+        "dtype": options.dtype,
+    }
+
+
+def score_both(
+    options: MaskOptions, folder: Any, encoded: list[dict[str, Any]], tokenizer: Any, display: Display, adapter: bool
+) -> None:
+    """One pass per model, one model in memory at a time; an adapter is put on the base that is there."""
+    from loragate.training.token_influence import response_log_probs
+
+    def score(name: str, load: Callable[[], Any]) -> Any:
+        first = folder.finished(name)
+        if first == len(encoded):
+            return None
+        with display.job(f"scoring under the {name}", len(encoded)) as job:
+            model = load()
+            windows = response_log_probs(
+                model, encoded, tokenizer.pad_token_id, micro_batch_size=options.micro_batch_size, first=first
+            )
+            folder.append(name, windows, lambda done: job.advance_to(done, len(encoded), f"row {done:,}"))
+        return model
+
+    device = pick_device(options.device)
+
+    def full(name: str) -> Any:
+        return load_base(
+            name, dtype=dtype_argument(options.dtype, device), device=device, trust=options.trust_remote_code
+        )
+
+    base = score("base", lambda: full(options.model))
+    if adapter:
+        loaded = base
+        score("reference", lambda: load_adapter(loaded or full(options.model), options.reference))
+        return
+    base = None
+    gc.collect()
+    score("reference", lambda: full(options.reference))
+
+
+def write_rows(out_file: Path, rows: Any, whole: Any, masks: list[Any], lengths: list[int]) -> None:
+    """The rows with their keep_mask; tokens beyond max_length were not scored and are not kept."""
+    from loragate.files import write_atomically
+
+    def write(path: Path) -> None:
+        with path.open("w", encoding="utf-8") as file:
+            for item, mask, length in zip(whole, masks, lengths, strict=True):
+                kept = [*(int(bit) for bit in mask), *[0] * (length - len(mask))]
+                try:
+                    file.write(json.dumps({**rows[item["row"]], "keep_mask": kept}, ensure_ascii=False) + "\n")
+                except TypeError as error:
+                    raise DataError(f"{rows.where(item['row'])}: cannot be written as JSON ({error})") from error
+
+    write_atomically(out_file, write)
+
+
+def summarise(
+    options: MaskOptions, influence: list[Any], masks: list[Any], lengths: list[int], left_out: int
+) -> dict[str, Any]:
+    """Counts and mean influences, for the record and the screen."""
+    import numpy as np
+
+    values, kept = np.concatenate(influence), np.concatenate(masks).astype(bool)
+
+    def mean(chosen: Any) -> float | None:
+        return float(values[chosen].astype(np.float64).mean()) if chosen.any() else None
+
+    return {
+        "keep": options.keep,
+        "scope": options.scope,
+        "rows": len(masks),
+        "left_out": left_out,
+        "tokens": int(sum(lengths)),
+        "scored": len(values),
+        "kept": int(kept.sum()),
+        "rows_without_a_kept_token": int(sum(not mask.any() for mask in masks)),
+        "influence_kept": mean(kept),
+        "influence_dropped": mean(~kept),
+        "lowest_kept": float(values[kept].min()) if kept.any() else None,
+    }
+
+
+def report(out: Any, summary: dict[str, Any]) -> None:
+    """What was kept."""
+    share = 100 * summary["kept"] / max(1, summary["scored"])
+    out.print(
+        f"kept {summary['kept']:,} of {summary['scored']:,} scored response tokens ({share:.1f} %, {summary['scope']})"
+    )
+    if summary["scored"] < summary["tokens"]:
+        out.print(f"{summary['tokens'] - summary['scored']:,} tokens lie beyond --max-length and are not kept")
+    if summary["left_out"]:
+        out.print(f"{summary['left_out']} rows without a response left out")
+    if summary["rows_without_a_kept_token"]:
+        out.print(f"{summary['rows_without_a_kept_token']} rows keep no token")
+    pair = [f"{value:+.3f}" for value in (summary["influence_kept"], summary["influence_dropped"]) if value is not None]
+    out.print(f"mean gain of the reference in nats per token, kept and dropped: {' and '.join(pair)}")
+
+
+def _cut(row: dict[str, Any], length: int) -> dict[str, Any]:
+    return {**row, "input_ids": list(row["input_ids"][:length]), "labels": list(row["labels"][:length])}
+
+
+COMMAND = Command(
+    name="mask",
+    summary="Offline token mask: keep the response tokens on which a reference model gains most over the base.",
+    options=MaskOptions,
+    run=run,
+    examples=(
+        "loragate mask --model path/to/base --reference warm-up-adapter --data train.jsonl --out masked.jsonl --keep 0.6",
+        "loragate mask --model path/to/base --reference path/to/finetuned --data train.jsonl --out masked.jsonl --scope row",
+    ),
+)

@@ -1,0 +1,84 @@
+"""`loragate push`: a gated folder becomes a repository on the hub."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loragate.cli.arguments import Command
+from loragate.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class PushOptions:
+    """Settings of `loragate push`.
+
+    Attributes:
+        places: gated folder, as `loragate calibrate --out` wrote it, and repository on the hub, owner/name; the repository is
+            made where it is missing.
+        base_id: hub id of the base model, where the folder names a local one.
+        private: make a new repository private; an existing one stays as it is.
+        revision: branch to write to, made where it is missing; the default branch otherwise.
+        message: message of the commit.
+        card: send README.md too; --no-card keeps the one on the hub.
+        dry_run: check the folder, say what would be sent, and send nothing.
+    """
+
+    places: tuple[str, ...] = ()
+    base_id: str = ""
+    private: bool = False
+    revision: str = ""
+    message: str = ""
+    card: bool = True
+    dry_run: bool = False
+
+
+def run(options: PushOptions) -> int:
+    """Check, upload, and print where it is and how it is loaded."""
+    from loragate.gates.hub import hub_name
+    from loragate.gates.upload import files_to_push, push_gated
+
+    if len(options.places) != 2:
+        found = " ".join(options.places) or "nothing"
+        raise ConfigError(
+            f"expected a gated folder and a repository, found {found}; for example: {COMMAND.examples[0]}"
+        )
+    folder, repository = options.places
+    if hub_name(repository) is None and "/" in repository:
+        raise ConfigError(
+            f"{repository} is no name of a repository on the hub (owner/name); the gated folder comes first"
+        )
+    if options.dry_run:
+        files, base = files_to_push(folder, repository.rpartition("/")[2], options.base_id, options.card)
+        for path, content in files.items():
+            size = len(content) if isinstance(content, bytes) else content.stat().st_size
+            print(f"  {size:>12,} bytes  {path}{'  (a changed copy)' if isinstance(content, bytes) else ''}")
+        print(f"would be sent to {repository}, on the base {base}; nothing was sent")
+        return 0
+    done = push_gated(
+        folder,
+        repository,
+        base_id=options.base_id,
+        private=options.private or None,
+        revision=options.revision or None,
+        message=options.message,
+        card=options.card,
+    )
+    print(f"{done.url}: {len(done.files)} files, {done.size / 1024:,.0f} KiB, on the base {done.base}")
+    print(f"commit {done.commit}")
+    print(f'load it: loragate.load_gated("{done.repository}", revision="{done.commit}")')
+    print(f"next: loragate generate --model {done.repository}@{done.commit} --prompt TEXT")
+    return 0
+
+
+COMMAND = Command(
+    name="push",
+    summary="Upload a gated folder to the hub, in one commit, with its model card.",
+    options=PushOptions,
+    run=run,
+    examples=(
+        "loragate push gated owner/name",
+        "loragate push gated owner/name --base-id Qwen/Qwen2.5-1.5B --private",
+        "loragate push gated owner/name --dry-run",
+    ),
+    positional="places",
+)

@@ -1,0 +1,93 @@
+"""Which folders `loragate serve` serves, and under which names: base, gated, adapter, and those of --adapters and --overrides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from loragate.cli.models import require_place
+from loragate.errors import ConfigError
+
+
+def served_folders(options: Any) -> tuple[str, dict[str, str]]:
+    """The base, and the place of each adapter by its served name: a folder, or FOLDER@OVERRIDE.
+
+    Raises:
+        ConfigError: for a place that holds no adapter, a name that is taken, or an override that is not known.
+    """
+    from loragate.cli.models import adapter_record
+    from loragate.gates.override_names import parse_override
+    from loragate.gates.schema import read_gate_config
+
+    folder = Path(options.model).resolve()
+    if not any((folder / file).is_file() for file in ("gate_config.json", "adapter_config.json")):
+        raise ConfigError(
+            f"{options.model} is no local folder of a gated or plain adapter, which is what these settings serve"
+        )
+    if is_gated(folder):
+        base = options.base or str(read_gate_config(folder)["base"]["id"])
+        adapters = {"gated": str(folder), "adapter": str(folder / "adapter")}
+    else:
+        base = options.base or str(adapter_record(str(folder)).base_model_name_or_path)
+        adapters = {"adapter": str(folder)}
+    if not base:
+        raise ConfigError(f"{folder} does not say on which base it was trained; name it with --base")
+    require_place("base model", base)
+    for part in _parts(options.adapters):
+        name, place = _named_place(part)
+        if name in (*adapters, "base"):
+            raise ConfigError(f"--adapters {part}: the name {name} is taken; choose another")
+        adapters[name] = place
+    gated = [name for name, place in adapters.items() if is_gated(Path(place))]
+    for text in _parts(options.overrides):
+        parse_override(text)
+        if not gated:
+            raise ConfigError(f"--overrides {text} has no effect: none of the adapters carries gates")
+        adapters |= {f"{name}@{text}": f"{adapters[name]}@{text}" for name in gated}
+    return base, adapters
+
+
+def is_gated(folder: Path) -> bool:
+    """Whether a folder is a gated adapter."""
+    return (folder / "gate_config.json").is_file()
+
+
+def plain_part(place: str) -> Path:
+    """The folder of the plain adapter of a served place."""
+    from loragate.gates.override_names import split_folder
+
+    folder = Path(split_folder(place)[0])
+    return folder / "adapter" if is_gated(folder) else folder
+
+
+def base_revision(options: Any) -> str:
+    """The commit of the base that the gates were made on; empty where another base is named, or none is recorded."""
+    from loragate.gates.schema import read_gate_config
+
+    if options.base or not is_gated(Path(options.model)):
+        return ""
+    return str(read_gate_config(Path(options.model))["base"].get("revision") or "")
+
+
+def tokenizer_places(options: Any, base: str) -> list[str]:
+    """Where the tokenizer may be, the adapter's own copy first."""
+    folder = Path(options.model)
+    own = folder / "adapter" if is_gated(folder) else folder
+    return [str(own / "tokenizer"), str(own), base]
+
+
+def _named_place(part: str) -> tuple[str, str]:
+    from loragate.gates.override_names import split_folder
+
+    name, sign, place = part.partition("=")
+    folder = Path(split_folder(place)[0])
+    present = any((folder / file).is_file() for file in ("gate_config.json", "adapter_config.json"))
+    if not sign or not name or not present:
+        raise ConfigError(
+            f"--adapters {part}: expected NAME=FOLDER with the folder of a gated or plain adapter, or NAME=FOLDER@OVERRIDE"
+        )
+    return name, str(folder.resolve()) + place[len(str(split_folder(place)[0])) :]
+
+
+def _parts(text: str) -> list[str]:
+    return [part for part in (part.strip() for part in text.split(",")) if part]

@@ -1,0 +1,138 @@
+"""What every Stage-I objective is: an object with `loss(stats, context)`, and the weighted cross-entropies among them.
+
+A weighted cross-entropy is −w_t · log p_t with a detached w_t ≥ 0 (eq:rw-weighted); the trainer divides the sum by the
+response tokens of the global batch, so masked or down-weighted tokens stay in the denominator (the paper's 1/|T| for every
+baseline).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from loragate.errors import ConfigError
+from loragate.losses.head import TokenStatistics
+
+LACKING = {
+    "keep_mask": "give the data a column 'keep_mask' (0/1 per response token), for example with loragate mask",
+    "reference_kl": "statistics with a KL to a reference model",
+}
+
+
+@dataclass(frozen=True)
+class ObjectiveContext:
+    """What an objective may need beside the statistics; tensors are shaped like them.
+
+    Attributes:
+        keep_mask: bool, the precomputed token mask of "mask" and "forgetting".
+        sequence_ids: int64, which sequence a token belongs to, for packed rows; None means one sequence per row.
+        reference_log_prob: log p of a reference model.
+        step: optimiser steps done so far.
+        total_steps: optimiser steps of the run; 0 where it is unknown.
+    """
+
+    keep_mask: torch.Tensor | None = None
+    sequence_ids: torch.Tensor | None = None
+    reference_log_prob: torch.Tensor | None = None
+    step: int = 0
+    total_steps: int = 0
+
+    @property
+    def progress(self) -> float:
+        """Share of the run that is done, in [0, 1]; 1 where its length is unknown."""
+        return min(1.0, self.step / self.total_steps) if self.total_steps else 1.0
+
+
+class Objective(Protocol):
+    """A per-token training objective.
+
+    Attributes:
+        name: registry name.
+        k: support of the top-k entropy it reads; 0 for the whole vocabulary.
+        requires: what the context or the statistics must hold: "keep_mask", "reference_kl", "sequence_ids".
+        outputs: the statistics it reads.
+        gradients: those it differentiates; None for all of them, recomputed in the backward as they are needed.
+        settings: its constants, for run records.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def k(self) -> int: ...
+    @property
+    def requires(self) -> frozenset[str]: ...
+    @property
+    def outputs(self) -> tuple[str, ...]: ...
+    @property
+    def gradients(self) -> tuple[str, ...] | None: ...
+    @property
+    def settings(self) -> dict[str, Any]: ...
+
+    def loss(self, stats: TokenStatistics, context: ObjectiveContext | None = None) -> torch.Tensor:
+        """Loss per token, shaped like the statistics, zero where the label is ignored."""
+        ...
+
+
+Rule = Callable[[TokenStatistics, ObjectiveContext], torch.Tensor]
+
+
+def require(objective: Objective, stats: TokenStatistics, context: ObjectiveContext) -> None:
+    """Refuse a call that lacks what the objective needs.
+
+    Raises:
+        ConfigError: naming what is missing and where it comes from.
+    """
+    for name in sorted(objective.requires):
+        found = stats.kl if name == "reference_kl" else getattr(context, name)
+        if found is None:
+            more = f"; {LACKING[name]}" if name in LACKING else ""
+            raise ConfigError(f"objective {objective.name!r} needs {name}{more}")
+
+
+@dataclass(frozen=True)
+class WeightedCrossEntropy:
+    """−w_t · log p_t with w_t from a rule under no_grad.
+
+    Attributes:
+        name: registry name.
+        rule: gives w_t ≥ 0 for every position.
+        k: support of the top-k entropy the rule reads (2 where it reads none).
+        requires: names of `ObjectiveContext` fields the rule needs.
+        reads_entropy: whether the rule reads the top-k entropy.
+        settings: the rule's constants, for run records.
+    """
+
+    name: str
+    rule: Rule
+    k: int = 2
+    requires: frozenset[str] = frozenset()
+    reads_entropy: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The statistics it reads."""
+        return ("log_prob", "topk_entropy") if self.reads_entropy else ("log_prob",)
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """The statistics it differentiates."""
+        return ("log_prob",)
+
+    def weights(self, stats: TokenStatistics, context: ObjectiveContext | None = None) -> torch.Tensor:
+        """Detached CE coefficients w_t, shaped like the statistics, zero where the label is ignored.
+
+        Raises:
+            ConfigError: if the context lacks something the rule needs.
+        """
+        context = context or ObjectiveContext()
+        require(self, stats, context)
+        with torch.no_grad():
+            return torch.where(stats.mask, self.rule(stats, context), torch.zeros_like(stats.log_prob)).detach()
+
+    def loss(self, stats: TokenStatistics, context: ObjectiveContext | None = None) -> torch.Tensor:
+        """−w_t · log p_t."""
+        return -self.weights(stats, context) * stats.log_prob

@@ -1,0 +1,169 @@
+"""The run folder: what is being trained on what, and the checkpoint to go on from.
+
+A run that was killed, at any moment, goes on from the last checkpoint that was written to its end; what a kill or a full
+disk left half-written is passed over. A resumed run must be the same run: `run.json` is compared before anything is
+continued, and the package's version with it, since another version may compute something else.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from loragate.errors import TrainingError
+from loragate.files import write_json
+from loragate.training.strategy import process_state
+from loragate.training.trainer import TRAINED
+from loragate.version import __version__
+
+VERSION = "loragate"
+STATE = "trainer_state.json"
+FULL_SIGNS = ("No space left", "disk is full")
+STREAM_SIGNS = ("failed writing file", "file write failed", "iostream error", "unexpected pos")
+LITTLE = 256 << 20  # bytes
+# the optimiser's state by whoever wrote it: the trainer, the on-policy loop, DeepSpeed
+OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer.safetensors", "latest")
+
+
+def prepare_folder(identity: dict[str, Any], folder: Path, resume: bool) -> str | None:
+    """Write run.json, or on resume compare it with `identity`.
+
+    Returns:
+        The checkpoint to go on from; None to begin.
+
+    Raises:
+        TrainingError: if the folder holds an unfinished run that is not to be resumed, or another run.
+    """
+    record = folder / "run.json"
+    last = last_checkpoint(folder)
+    if not resume:
+        if last is not None:
+            raise TrainingError(
+                f"{folder} holds an unfinished run ({Path(last).name}); continue it with --resume, or choose another --out"
+            )
+        if process_state().is_main_process:
+            write_json(record, {**identity, VERSION: __version__})
+        return None
+    if not record.is_file():
+        raise TrainingError(f"{record} is missing: there is no run to resume in {folder}; run without --resume")
+    try:
+        stored = json.loads(record.read_text(encoding="utf-8"))
+        before = stored.pop(VERSION, None)
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise TrainingError(f"{record}: cannot be read ({error}); the run cannot be resumed") from error
+    if before != __version__:
+        raise TrainingError(
+            f"{record}: this run was begun with loragate {before or 'of an unknown version'}, and this is {__version__}. Both "
+            "could compute the steps differently, so the run is not mixed of the two: go on with that version "
+            f"(pip install 'loragate=={before or 'VERSION'}'), or begin again in another --out"
+        )
+    _require_same(record, stored, json.loads(json.dumps(identity)))
+    return last
+
+
+def last_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint that was written to its end; a killed run may leave a torn one, which is passed over."""
+    found = [(step, path) for path in folder.glob("checkpoint-*") if (step := _step_of(path)) and is_complete(path)]
+    return str(max(found)[1]) if found else None
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether a checkpoint was written to its end.
+
+    The state file is the last to be written, but not at once: a kill can leave it empty. The weights are checked for their
+    length, the optimiser for being there.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        with safe_open(str(checkpoint / TRAINED), framework="pt") as file:
+            names = list(file.keys())
+    except (OSError, ValueError, SafetensorError):
+        return False
+    written = any((checkpoint / name).is_file() for name in OPTIMIZERS) or any(checkpoint.glob("global_step*"))
+    return bool(names) and written and isinstance(state, dict) and state.get("global_step") == _step_of(checkpoint)
+
+
+def _step_of(checkpoint: Path) -> int:
+    number = checkpoint.name.rpartition("-")[2]
+    return int(number) if number.isdigit() else 0
+
+
+def _require_same(record: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+    if stored.get("stage") != wanted.get("stage"):
+        raise TrainingError(
+            f"{record}: this is a run of {stored.get('stage')!r}, and {wanted.get('stage')!r} is to go on; choose another --out"
+        )
+    differing = sorted(key for key in {*stored, *wanted} if stored.get(key) != wanted.get(key))
+    if not differing:
+        return
+    key = differing[0]
+    before, now = stored.get(key), wanted.get(key)
+    if isinstance(before, dict) and isinstance(now, dict):
+        inner = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))[0]
+        key, before, now = f"{key}.{inner}", before.get(inner), now.get(inner)
+    raise TrainingError(
+        f"{record}: this is another run: '{key}' was {_short(before)}, now {_short(now)}. "
+        "Repeat the original settings to resume, or choose another --out"
+    )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
+@contextmanager
+def explain_full_disk(folder: Path | None) -> Iterator[None]:
+    """A write that failed for want of space becomes one sentence with the checkpoint that is still good.
+
+    What was half-written is removed, so that it does not take the space that is missing.
+
+    Raises:
+        TrainingError: in place of the errors of torch, safetensors and the operating system.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not _is_full(error, folder):
+            raise
+        if folder is None:
+            raise TrainingError("the disk is full; free some space in the temporary folder and run again") from error
+        for torn in folder.glob("checkpoint-*"):
+            if not is_complete(torn):
+                shutil.rmtree(torn, ignore_errors=True)
+        last = last_checkpoint(folder)
+        kept = f"{Path(last).name} is complete and kept" if last else "no checkpoint had been written yet"
+        raise TrainingError(
+            f"the disk that holds {folder} is full, so training stopped; {kept}. Free some space (a checkpoint needs about "
+            f"{_megabytes(last)} MB, and two are kept), then run the same command with --resume"
+        ) from error
+
+
+def _is_full(error: BaseException | None, folder: Path | None) -> bool:
+    """Whether an error, or what it came from, is a lack of space.
+
+    torch writes through a C++ stream, whose errors do not say why; they count where little space is left indeed.
+    """
+    little = folder is not None and folder.is_dir() and shutil.disk_usage(folder).free < LITTLE
+    signs = FULL_SIGNS + (STREAM_SIGNS if little else ())
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return True
+        if any(sign in str(error) for sign in signs):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _megabytes(checkpoint: str | None) -> str:
+    if checkpoint is None:
+        return "a few"
+    size = sum(path.stat().st_size for path in Path(checkpoint).rglob("*") if path.is_file())
+    return f"{max(0.1, size / 1e6):.1f}"

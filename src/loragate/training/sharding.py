@@ -1,0 +1,227 @@
+"""Models whose weights are spread over processes: FSDP2's shards, ZeRO-3's partitions, and the gates outside of them.
+
+A sharded run works on a twin of the model: same modules, own parameters over the same memory, the gate modules shared
+with the original. FSDP2 shards the twin layer by layer; the gates are left out of every group, stay whole and fp32 on
+every process, and their gradients are averaged by one all-reduce per optimiser step (`average_gradients`). The original is
+not touched until the end, when what trained is written back into it. It therefore lies in host memory while the twin's
+shards lie on the device (see `loragate.cli.launching.loading_device`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from loragate.errors import ConfigError
+from loragate.gates.gate import SignedGate
+from loragate.losses.causal_head import verify_head
+from loragate.training.strategy import launch_of, process_state, reshard_after_forward
+
+
+def target_device(model: nn.Module) -> torch.device:
+    """Where this process computes: its own device under a launcher that shards, else where the model is."""
+    launch = launch_of()
+    if not launch.sharded:
+        return next(model.parameters()).device
+    if launch.cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", launch.local_rank)
+
+
+@contextmanager
+def spread(model: Any) -> Iterator[Any]:
+    """The model to measure and train with: its FSDP2 twin where the launcher asks for FSDP2, else the model itself.
+
+    Every process must enter, and run the same forward passes inside. On leaving without an error, what required a gradient
+    is gathered and written back into `model`.
+
+    Raises:
+        ConfigError: if the model has no repeated layers to shard.
+    """
+    if launch_of().strategy != "fsdp2":
+        yield model
+        return
+    process_state()
+    home = next(model.parameters()).device
+    verified = verify_head(_causal(model))
+    twin = twin_of(model, share_gates=True)
+    _causal(twin)._loragate_verified_head = verified
+    gates = [module for module in twin.modules() if isinstance(module, SignedGate)]
+    device = target_device(model)
+    for gate in gates:
+        gate.to(device)
+    try:
+        shard(twin, device, {parameter for gate in gates for parameter in gate.parameters()})
+        yield twin
+        write_back(twin, model)
+    finally:
+        for gate in gates:
+            gate.to(home)
+
+
+@contextmanager
+def partitioned(model: Any, trained: dict[str, nn.Parameter]) -> Iterator[tuple[Any, dict[str, nn.Parameter]]]:
+    """Model and trained parameters to hand to the trainer: those of a twin where they will be sharded.
+
+    FSDP2's twin is made here unless `spread` made it before. DeepSpeed ZeRO-3 partitions what it is given for good, so it
+    is given a twin too. Otherwise both come back as they are. On leaving without an error, what trained is written back.
+    """
+    strategy = launch_of().strategy
+    if strategy not in ("fsdp2", "zero3") or is_sharded(model):
+        yield model, trained
+        return
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    with spread(model) if strategy == "fsdp2" else _zero3_twin(model) as twin:
+        copies = dict(twin.named_parameters())
+        yield twin, {name: copies[names[id(parameter)]] for name, parameter in trained.items()}
+
+
+@contextmanager
+def _zero3_twin(model: Any) -> Iterator[Any]:
+    twin = twin_of(model, share_gates=False)
+    yield twin
+    write_back(twin, model)
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether FSDP2 has sharded a model."""
+    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+
+
+def twin_of(model: Any, *, share_gates: bool) -> Any:
+    """A second set of modules over the same tensors: sharding it frees nothing of the original and renames nothing."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        if share_gates and isinstance(module, SignedGate):
+            memo[id(module)] = module
+            memo.update({id(parameter): parameter for parameter in module.parameters()})
+    for parameter in model.parameters():
+        if id(parameter) not in memo:
+            memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    return copy.deepcopy(model, memo)
+
+
+def shard(model: Any, device: torch.device, ignored: set[nn.Parameter]) -> None:
+    """FSDP2 in place: one group for each decoder layer, one for an untied input embedding, and the root's.
+
+    The output head is in the root group, which is gathered once per forward pass and kept to the end of its backward pass:
+    the token-statistics head finds its weight whole.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    options: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored}
+    causal = _causal(model)
+    for layer in decoder_layers(causal):
+        fully_shard(layer, reshard_after_forward=reshard_after_forward(), **options)
+    embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
+    if embedding is not None and getattr(head, "weight", None) is not embedding.weight:
+        fully_shard(embedding, reshard_after_forward=reshard_after_forward(), **options)
+    fully_shard(model, **options)
+
+
+def decoder_layers(causal: Any) -> list[nn.Module]:
+    """The repeated layers, by the class names that the model gives, else the members of its longest module list.
+
+    Raises:
+        ConfigError: if there are none.
+    """
+    names = set(getattr(causal, "_no_split_modules", None) or ())
+    layers = [module for module in causal.modules() if type(module).__name__ in names]
+    if not layers:
+        lists = [module for module in causal.modules() if isinstance(module, nn.ModuleList)]
+        layers = list(max(lists, key=len, default=[]))
+    if not layers:
+        raise ConfigError(
+            f"{type(causal).__name__} has no repeated layers that FSDP2 could shard one by one; launch with the ddp "
+            "configuration instead"
+        )
+    return layers
+
+
+def average_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Average the gradients of parameters that every process holds whole, by one all-reduce over one flat buffer.
+
+    FSDP2 reduces what it shards and nothing else. A gate that saw no token on this process counts with zeros. Sharded
+    parameters are passed over.
+    """
+    whole = [parameter for parameter in parameters.values() if not hasattr(parameter, "full_tensor")]
+    if not whole:
+        return
+    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).to(torch.float32) for p in whole])
+    torch.distributed.all_reduce(flat)
+    flat /= torch.distributed.get_world_size()
+    for parameter, values in zip(whole, flat.split([p.numel() for p in whole]), strict=True):
+        parameter.grad = values.view_as(parameter).to(parameter.dtype)
+
+
+@torch.no_grad()
+def gathered_values(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter's full values on the CPU; where it is sharded, every process must ask."""
+    if hasattr(parameter, "full_tensor"):
+        return parameter.full_tensor().detach().cpu().contiguous()
+    if hasattr(parameter, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().cpu().contiguous().clone()
+    return parameter.detach().cpu().contiguous()
+
+
+@torch.no_grad()
+def assign(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """Write full values into a parameter, whole or sharded by FSDP2."""
+    if hasattr(parameter, "full_tensor"):
+        from torch.distributed.tensor import distribute_tensor
+
+        local = distribute_tensor(values.to(parameter.device), parameter.device_mesh, parameter.placements)
+        parameter.copy_(local.to(parameter.dtype))
+    else:
+        parameter.copy_(values)
+
+
+def whole_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimiser's state dict with full CPU tensors; every process must ask. It has no trace of the sharding left."""
+    state: dict[str, Any] = optimizer.state_dict()
+    whole = {
+        index: {
+            key: gathered_values(value) if isinstance(value, torch.Tensor) else value
+            for key, value in sorted(values.items())
+        }
+        for index, values in sorted(state["state"].items())
+    }
+    return {**state, "state": whole}
+
+
+def load_whole_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load what `whole_state` returned, under whatever sharding the optimiser's parameters have now."""
+    from torch.distributed.tensor import distribute_tensor
+
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, values in sorted(state["state"].items()):
+        parameter = parameters[index]
+        if hasattr(parameter, "full_tensor"):
+            for key, value in sorted(values.items()):
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    moved = value.to(parameter.device)
+                    values[key] = distribute_tensor(moved, parameter.device_mesh, parameter.placements)
+    optimizer.load_state_dict(state)
+
+
+def write_back(twin: Any, model: Any) -> None:
+    """What trained in the twin, into the model it was made from. Parameters they share are left as they are."""
+    own = dict(model.named_parameters())
+    for name, parameter in twin.named_parameters():
+        if parameter.requires_grad and parameter is not own[name]:
+            assign(own[name], gathered_values(parameter).to(own[name].device))
+
+
+def _causal(model: Any) -> Any:
+    getter = getattr(model, "get_base_model", None)
+    return getter() if callable(getter) else model

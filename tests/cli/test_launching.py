@@ -1,0 +1,112 @@
+"""Starting a command on several processes, and what it refuses before it loads anything."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from loragate.cli import launching
+from loragate.cli.main import main
+from loragate.errors import ConfigError
+from loragate.training import CalibrationSettings
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LORAGATE_STRATEGY", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_CPU"):
+        monkeypatch.delenv(name, raising=False)
+    # `begin` may set this one; monkeypatch then takes it away again
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+
+
+@pytest.fixture
+def started(monkeypatch):
+    calls = []
+
+    def run(command, env, check):
+        calls.append((command, env))
+        return SimpleNamespace(returncode=7)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["loragate", "calibrate", "--strategy", "fsdp2"])
+    return calls
+
+
+def options(**changes):
+    return SimpleNamespace(**{"strategy": "auto", "processes": 0, "device": "cpu", "quantization": "none", **changes})
+
+
+SETTINGS = CalibrationSettings(batch_size=8, micro_batch_size=2)
+
+
+def test_one_process_goes_on(started):
+    assert launching.begin(options(), SETTINGS) is None
+    assert started == []
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+def test_the_command_is_started_again_on_several_processes(started, strategy):
+    assert launching.begin(options(strategy=strategy, processes=2), SETTINGS) == 7
+    ((command, environment),) = started
+    assert command[1:3] == ["-m", "torch.distributed.run"]
+    assert "--nproc-per-node=2" in command
+    assert command[-4:] == ["loragate", "calibrate", "--strategy", "fsdp2"]
+    assert environment["LORAGATE_STRATEGY"] == strategy
+    assert environment["ACCELERATE_USE_CPU"] == "true"
+    assert ("ACCELERATE_USE_DEEPSPEED" in environment) == (strategy == "zero3")
+
+
+def test_processes_alone_mean_ddp(started):
+    assert launching.begin(options(processes=2), SETTINGS) == 7
+    assert started[0][1]["LORAGATE_STRATEGY"] == "ddp"
+
+
+def test_under_a_launcher_nothing_is_started(started, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert launching.begin(options(strategy="ddp", processes=2), SETTINGS) is None
+    assert launching.loading_device("cuda:1") == "cuda:1"
+    assert launching.own_device() == "cuda:1"
+    monkeypatch.setenv("LORAGATE_STRATEGY", "ddp")  # so that monkeypatch takes away what `begin` writes
+    monkeypatch.delenv("LORAGATE_STRATEGY")
+    assert launching.begin(options(strategy="fsdp2"), SETTINGS) is None
+    assert launching.launch_of().strategy == "fsdp2"
+    assert launching.loading_device("cuda:1") == "cpu", "shards come from host memory"
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "words"),
+    [
+        ({"strategy": "fsdp"}, {}, "did you mean 'fsdp2'"),
+        ({"strategy": "zero3", "processes": 2, "quantization": "4bit"}, {}, "cannot be sharded"),
+        ({"strategy": "ddp", "processes": 3}, {}, "multiple of micro_batch_size"),
+        (
+            {"strategy": "ddp"},
+            {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "LORAGATE_STRATEGY": "fsdp2"},
+            "leave --strategy out",
+        ),
+        ({"processes": 4}, {"LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "the launcher started 2"),
+    ],
+)
+def test_what_does_not_fit_is_refused(monkeypatch, given, environment, words):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=words):
+        launching.begin(options(**given), SETTINGS)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="this machine has several GPUs to take")
+def test_a_strategy_needs_a_number_of_processes_where_there_are_no_gpus():
+    with pytest.raises(ConfigError, match="--processes"):
+        launching.begin(options(strategy="ddp"), SETTINGS)
+
+
+def test_the_commands_refuse_before_they_look_for_a_model(capsys):
+    arguments = ["--data", "none.jsonl", "--out", "nowhere", "--device", "cpu", "--packing", "--group-by-length"]
+    assert main(["sft", "--model", "nothing/here", *arguments]) == 2
+    assert "leave one of them out" in capsys.readouterr().err
+    assert main(["calibrate", "--adapter", "nothing", "--precision", "fp16", *arguments[:6]]) == 2
+    assert "fp16 needs CUDA" in capsys.readouterr().err

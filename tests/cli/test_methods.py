@@ -1,0 +1,237 @@
+"""Every method of the paper by its flags, what the run folder and the artifact say of it, and flags that contradict."""
+
+import json
+
+import pytest
+import torch
+
+import loragate as lg
+from loragate.cli.main import main
+from loragate.gates.schema import read_gate_config
+from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
+
+COMMON = ["--batch-size", "8", "--micro-batch-size", "8", "--max-length", "64", "--max-steps", "2"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    root = tmp_path_factory.mktemp("methods")
+    for name, seed in (("base", 0), ("other", 5)):
+        tiny_base(seed).save_pretrained(root / name)
+        tiny_tokenizer().save_pretrained(root / name)
+    tiny_base(0, vocab_size=170).save_pretrained(root / "wide")
+    base = tiny_base()
+    base.config._name_or_path = str(root / "base")
+    base.name_or_path = str(root / "base")
+    tiny_adapter(base=base).save_pretrained(root / "adapter")
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny_rows(24)))
+    return root
+
+
+def call(*argv):
+    return main([str(argument) for argument in argv])
+
+
+def fails(capsys, *argv, status=2):
+    capsys.readouterr()
+    assert call(*argv) == status
+    captured = capsys.readouterr()
+    assert captured.err.count("loragate: error:") == 1
+    return " ".join(captured.err.split())
+
+
+def sft(place, out, *more):
+    return ("sft", "--model", place / "base", "--data", place / "rows.jsonl", *COMMON, "--out", out, *more)
+
+
+def calibrate(place, out, *more):
+    data = ("--adapter", place / "adapter", "--data", place / "rows.jsonl", *COMMON, "--learning-rate", "0.05")
+    return ("calibrate", *data, "--range=-3,2", "--unverified", "--out", out, *more)
+
+
+def identity(folder):
+    return json.loads((folder / "run" / "run.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("flags", "constants"),
+    [
+        (["--objective", "eksft"], {"ratio": 0.2, "entropy_weight": 0.05, "kl_weight": 0.05}),
+        (["--objective", "eksft", "--objective-options", '{"ratio": 0.5, "combine": "intersection"}'], {"ratio": 0.5}),
+        (["--objective", "entropy"], {"k": 100}),
+        (["--objective", "entropy", "--objective-options", '{"k": 0}'], {"k": 0}),
+        (["--objective", "interleaved", "--objective-options", '{"ce_steps": 3}'], {"ce_steps": 3, "entropy_steps": 1}),
+        (["--objective", "talr"], {"tau": "median", "floor": 0.01}),
+    ],
+)
+def test_stage_one_methods_are_on_record(place, tmp_path, flags, constants):
+    assert call(*sft(place, tmp_path / "a", *flags)) == 0
+    record = identity(tmp_path / "a")
+    assert record["settings"]["objective"] == flags[1]
+    assert constants.items() <= record["constants"].items()
+    assert record.get("reference") == ("base" if "eksft" in flags else None)
+
+
+def test_another_reference_model(place, tmp_path, capsys):
+    assert call(*sft(place, tmp_path / "a", "--objective", "eksft", "--reference", place / "other")) == 0
+    assert identity(tmp_path / "a")["reference"]["weights"]
+    logged = [json.loads(line) for line in (tmp_path / "a" / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert logged[0]["reference_kl"] > 0.01, "another model is not where the base is"
+    said = fails(capsys, *sft(place, tmp_path / "b", "--reference", place / "other"))
+    assert "--reference has no effect on the objective 'sft', only on eksft" in said
+    said = fails(capsys, *sft(place, tmp_path / "b", "--objective", "eksft", "--reference", place / "wide"))
+    assert "vocabulary of 170" in said
+    said = fails(capsys, *sft(place, tmp_path / "b", "--objective", "eksft", "--reference", place / "adapter"))
+    assert "is an adapter, not a base model" in said
+    said = fails(capsys, *sft(place, tmp_path / "b", "--objective", "eksft", "--reference", place / "nothing"))
+    assert "does not exist" in said
+
+
+def test_a_finished_adapter_is_continued_and_only_read(place, tmp_path, capsys):
+    source = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in (place / "adapter").iterdir()}
+    assert call(*sft(place, tmp_path / "longer", "--adapter", place / "adapter")) == 0
+    text = capsys.readouterr().out
+    assert "which is only read: LoRA, rank 4, α 8; no new warm-up" in text
+    assert source == {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in (place / "adapter").iterdir()}
+    config = json.loads((tmp_path / "longer" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 8)
+    assert config["inference_mode"] is True
+    record = identity(tmp_path / "longer")
+    assert record["settings"]["rank"] == 4
+    assert record["settings"]["warmup"] == 0.0
+    assert record["start"]
+    capsys.readouterr()
+    assert call(*sft(place, tmp_path / "w", "--adapter", place / "adapter", "--warmup", "0.5")) == 0
+    assert "a warm-up of 50 % of the steps" in capsys.readouterr().out
+    said = fails(capsys, *sft(place, tmp_path / "x", "--adapter", place / "adapter", "--rank", "8"))
+    assert "rank is 8, but the adapter" in said
+    said = fails(capsys, *sft(place, tmp_path / "x", "--adapter", place / "base"))
+    assert "holds no adapter_config.json" in said
+    said = fails(capsys, *sft(place, place / "adapter", "--adapter", place / "adapter"))
+    assert "is not empty" in said
+
+
+def test_dora_says_what_can_be_done_with_it(place, tmp_path, capsys):
+    assert call(*sft(place, tmp_path / "dora", "--dora")) == 0
+    text = capsys.readouterr().out
+    assert "next: loragate eval" in text
+    assert "loragate calibrate" not in text
+    said = fails(
+        capsys, "calibrate", "--adapter", tmp_path / "dora", "--data", place / "rows.jsonl", *COMMON, "--range=0,1",
+        "--unverified", "--out", tmp_path / "g", status=1,
+    )  # fmt: skip
+    assert "Dora variant of LoRA" in said
+    assert "Gate a plain LoRA adapter" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "gate", "settings"),
+    [
+        (["--k", "0"], {}, {"k": 0, "objective": "entropy"}),
+        (["--no-detach-input"], {"detach_input": False}, {}),
+        (["--granularity", "module"], {"granularity": "module"}, {}),
+        (["--granularity", "global"], {"granularity": "global"}, {}),
+        (["--objective", "ce"], {}, {"objective": "ce"}),
+        (["--objective", "random", "--random-scale", "0.2", "--seed", "3"], {}, {"random_scale": 0.2, "seed": 3}),
+    ],
+)
+def test_stage_two_methods_are_on_record(place, tmp_path, capsys, flags, gate, settings):
+    assert call(*calibrate(place, tmp_path / "g", *flags)) == 0
+    text = capsys.readouterr().out
+    record = read_gate_config(tmp_path / "g")
+    assert gate.items() <= record["gate"].items()
+    assert settings.items() <= record["training"]["settings"].items()
+    assert settings.items() <= identity(tmp_path / "g")["settings"].items()
+    assert gate.items() <= identity(tmp_path / "g")["gate"].items()
+    card = (tmp_path / "g" / "README.md").read_text()
+    model = lg.load_gated(tmp_path / "g")
+    if "--k" in flags:
+        assert record["k"] == 160
+        assert "full entropy" in text
+        assert "full entropy (SCALE)" in card
+    if "random" in flags:
+        assert "drawn at random, nothing trained" in text
+        assert "none: random gates (a control)" in card
+        assert "learning rate" not in card
+        assert "learning_rate" not in record["training"]["settings"]
+        values = torch.cat([value.detach().flatten() for value in lg.gate_parameters(model).values()])
+        assert float(values.std()) == pytest.approx(0.2, rel=0.1)
+    if "global" in flags:
+        assert len(lg.gate_parameters(model)) == 1
+
+
+def test_typing_mistakes_are_answered(place, tmp_path, capsys):
+    out = tmp_path / "x"
+    assert "did you mean 'forgetting'" in fails(capsys, *sft(place, out, "--objective", "forgeting"))
+    said = fails(capsys, *sft(place, out, "--objective", "eksft", "--objective-options", '{"kl_wieght": 1}'))
+    assert "no option 'kl_wieght'; did you mean 'kl_weight'" in said
+    said = fails(capsys, *sft(place, out, "--objective", "talr", "--objective-options", '{"floor": "low"}'))
+    assert "floor" in said
+    said = fails(capsys, *calibrate(place, out, "--random-scale", "0.5"))
+    assert "random_scale has no effect on the objective 'entropy', only on random" in said
+    assert "did you mean '--random-scale'" in fails(capsys, *calibrate(place, out, "--random-scal", "0.5"))
+    assert "k must be at least 2, or 0" in fails(capsys, *calibrate(place, out, "--k", "1"))
+    assert "did you mean 'module'" in fails(capsys, *calibrate(place, out, "--granularity", "modul"), status=1)
+    assert not out.exists()
+
+
+def test_random_gates_stand_in_for_trained_ones_and_leave_them():
+    from loragate.errors import ConfigError
+    from loragate.evaluation.variants import Variant, acting, variants_for
+
+    assert [v.name for v in variants_for("gated", "full", [])] == [
+        "adapter", "base", "gated", "gated random gates", "adapter T=0.6", "adapter T=0.3", "adapter greedy"
+    ]  # fmt: skip
+    assert variants_for("adapter", "full") == variants_for("adapter", "cheap")
+    with pytest.raises(ConfigError, match="expected one of none, cheap, full; did you mean 'full'"):
+        variants_for("gated", "ful")
+    model = lg.attach_gates(tiny_adapter(), lg.GateConfig(-3, 2, init_scale=0.5))
+    ids = torch.arange(5, 15)[None]
+    gated = model(input_ids=ids).logits
+    found = []
+    for seed in (0, 0, 1):
+        with acting(model, Variant("gated", "random gates", random=seed), "gated"):
+            found.append(model(input_ids=ids).logits)
+    assert torch.equal(found[0], found[1])
+    assert not torch.allclose(found[0], found[2], atol=1e-3)
+    assert not torch.allclose(found[0], gated, atol=1e-3)
+    assert torch.equal(model(input_ids=ids).logits, gated)
+
+
+def test_eval_names_the_controls_that_it_cannot_make():
+    from loragate.cli.evaluate import trained_controls
+    from loragate.cli.evaluation_inputs import Loaded
+
+    lines = trained_controls(Loaded("gated", None, {"base": "B", "adapter": "A", "gated": "G"}))
+    assert len(lines) == 5
+    assert "--adapter A --data ROWS --objective entropy" in lines[-1]
+    assert trained_controls(Loaded("base", None, {"base": "B"})) == []
+
+
+def test_quickstart_controls_are_checked_first(capsys, tmp_path):
+    said = fails(capsys, "quickstart", "--controls", "ful", "--out", tmp_path / "q")
+    assert "--controls ful: expected cheap or full; did you mean 'full'" in said
+    assert not (tmp_path / "q").exists()
+
+
+@pytest.mark.slow
+def test_quickstart_with_full_controls(tmp_path):
+    """Every control that is else listed as not run has a score, a record and a sentence."""
+    from loragate.cli.quickstart import NOT_RUN
+    from loragate.cli.tiny_controls import NAMES
+
+    assert NAMES == NOT_RUN
+    folder = tmp_path / "q"
+    assert (
+        call("quickstart", "--controls", "full", "--questions", "8", "--samples", "2", "--ranges=-3,1", "--out", folder)
+        == 0
+    )
+    results = json.loads((folder / "results.json").read_text())
+    rows = {row["name"]: row for row in results["table"]}
+    for name in NOT_RUN:
+        assert not rows[name]["not_run"]
+        assert rows[name]["versus_gated"] is not None
+        assert name in results["controls"]
+        assert any(f"“{name}”" in line for line in results["reading"])
+    assert not [name for name, row in rows.items() if row["not_run"]]
+    assert results["controls"]["LoRA, same rows again"]["steps"] == 157

@@ -1,0 +1,181 @@
+"""The model card: what it says, front matter that the hub reads, and names that try to be markup."""
+
+import re
+
+import pytest
+import yaml
+
+from loragate.gates.card import code, plain, render_card, with_base
+
+SCORE = {"mean": 0.5, "low": 0.4, "high": 0.6}
+HOSTILE = [
+    "a\n---\nlicense: evil",
+    'quote " and \\ back',
+    "<script>alert(1)</script>",
+    "[click](javascript:x)",
+    "a | b | c",
+    "`tick` ``two``",
+    "line\u2028two\x00\x1b[31m",
+    "{{ 7 * 7 }} {% raw %}",
+    "- list: {a: b} # no",
+    "ünïcødé 😀",
+    "&amp; *bold* _it_ $x$ ~~no~~",
+]
+
+
+def a_record(base="owner/base", **evidence):
+    return {
+        "gate": {"lower": -3, "upper": 1.0, "tau": 1.0, "granularity": "token"},
+        "k": 100,
+        "base": {"id": base, "revision": "abc", "quantization": "none"},
+        "adapter": {"sha256": "f" * 64, "rank": 16, "alpha": 16, "id": "owner/adapter"},
+        "modules": ["q", "v"],
+        "parity": None,
+        "selection": None,
+        "training": None,
+        **evidence,
+    }
+
+
+def full(**changes):
+    training = {
+        "settings": {"objective": "entropy", "batch_size": 128, "learning_rate": 5e-4},
+        "entropy_before": 0.31234,
+        "entropy_after": 0.2,
+        "gates": {"below_zero": 0.1, "zero_to_one": 0.6, "above_one": 0.3},
+        "steps": 157,
+        "parameters": 1234,
+        "rows": 20000,
+        "response_tokens": 4_000_000,
+        "data": {"source": "train.jsonl"},
+    }
+    selection = {
+        "method": "best of 1 on a labelled probe, the adapter among the candidates",
+        "accepted": True,
+        "picked": "[-3,1]",
+        "probe": {"kind": "labelled", "questions": 100, "samples": 4},
+        "evidence": {"adapter": SCORE, "[-3,1]": {**SCORE, "mean": 0.55}},
+        "signs": {"adapter": {"finished": 0.97, "tokens": 210.4}},
+        "warnings": {"[-3,1]": ["answers are longer"]},
+        "vetoed": {"[-6,3]": "forgets"},
+        "retention": {"evidence": {"adapter": SCORE, "[-3,1]": {"mean": 0.7, "low": 0.6, "high": 0.8}}},
+    }
+    return a_record(training=training, selection={**selection, **changes})
+
+
+def front(card):
+    matter = re.match(r"\A---\n(.*?)\n---\n", card, re.S)
+    return yaml.safe_load(matter[1])
+
+
+def test_everything_measured_is_said():
+    card = render_card("my-gates", full())
+    assert front(card) == {
+        "library_name": "loragate",
+        "base_model": "owner/base",
+        "base_model_relation": "adapter",
+        "pipeline_tag": "text-generation",
+        "tags": ["lora", "peft", "loragate", "scale"],
+    }
+    for words in (
+        "# my-gates",
+        "scaled by λ in [-3, 1].",
+        "| adapter | `owner/adapter`, in `adapter/`, rank 16, α 16, sha256 `ffffffffffff`… |",
+        "| gated modules | 2, 1,234 parameters |",
+        "| how the range was chosen | picked [-3,1]; best of 1 on a labelled probe, the adapter among the candidates |",
+        "| data | train.jsonl, 20,000 rows, 4,000,000 response tokens |",
+        "| objective | top-100 entropy (SCALE) |",
+        "| steps | 157 of batch 128, learning rate 0.0005 |",
+        "| top-100 entropy, normalised | 0.312 before, 0.200 after |",
+        "100 probe questions × 4 samples, scored against labels",
+        "| adapter | 50.0 | 40.0–60.0 | 97 | 210 | 50.0 | 40.0–60.0 |",
+        "| [-3,1] | 55.0 | 40.0–60.0 |  |  | 70.0 | 60.0–80.0 |",
+        "- [-6,3] was not eligible: it forgets.",
+        "- Warning on [-3,1]: answers are longer.",
+        "no evidence of better answers",
+        "flattered by the choice",
+        "arXiv:2609.33463",
+        "# license: name one here",
+    ):
+        assert words in card, words
+    assert "\n\n\n" not in card
+    rows = [line for line in card.splitlines() if line.startswith("| ")]
+    assert {line.count("|") for line in rows} == {3, 8}, "two tables, each with one width"
+
+
+def test_nothing_measured_is_said_too():
+    card = render_card("bare", a_record())
+    assert "| how the range was chosen | not recorded |" in card
+    assert "| training | not recorded |" in card
+    assert "No score was measured" in card
+    assert "## Scores" not in card
+
+
+def test_gates_that_are_off_are_called_off():
+    card = render_card("off", full(accepted=False, picked="adapter"))
+    assert "answers exactly as the plain adapter" in card
+    assert "nothing beat the adapter" in card
+    assert "flattered" not in card
+
+
+def test_a_choice_of_the_user_is_called_so():
+    selection = {"accepted": True, "reason": "given with --unverified", "evidence": "none: not compared"}
+    card = render_card("given", a_record(selection=selection))
+    assert "| how the range was chosen | given with --unverified |" in card
+
+
+@pytest.mark.parametrize("base", ["/home/me/base", "", "../base", "a/b/c", *HOSTILE])
+def test_a_base_that_is_no_hub_id_stays_out_of_the_front_matter(base):
+    card = render_card("x", a_record(base=base))
+    assert "base_model" not in front(card)
+    assert front(card)["library_name"] == "loragate"
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_names_are_shown_and_not_obeyed(text):
+    record = full(picked=text, evidence={text: SCORE}, vetoed={text: text}, why=text)
+    record["training"]["data"]["source"] = text
+    record["adapter"]["id"] = text
+    card = render_card(text, record)
+    assert "license" not in front(card)
+    outside = re.sub(r"(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)", "", card)  # code spans show what they hold
+    assert "<script" not in outside
+    assert not re.search(r"(?<!\\)\]\(javascript", outside)
+    assert " 49" not in card
+    for line in card.splitlines():
+        assert not re.search(r"[\x00-\x08\x1b\u2028]", line)
+        if line.startswith("| ") and "|---" not in line:
+            assert len(re.findall(r"(?<!\\)\|", line)) in (3, 8), line
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_base_is_written_into_the_front_matter_safely(text):
+    for card in (
+        render_card("x", a_record()),
+        "no front matter\n",
+        "---\ntags: [a]\nbase_model:\n- one\n- two\nx: 1\n---\nbody",
+    ):
+        after = with_base(card, text)
+        assert front(after)["base_model"] == text.replace("\u2028", "\u2028")
+        assert after.endswith(card.split("---\n")[-1])
+    assert front(after) == {"tags": ["a"], "base_model": text, "x": 1}
+
+
+def test_code_spans_close():
+    assert code("a`b") == "``a`b``"
+    assert code("`a`") == "`` `a` ``"
+    assert code("a|b") == r"`a\|b`"
+    assert plain("snake_case and [-3,1] stay") == "snake_case and [-3,1] stay"
+
+
+@pytest.mark.parametrize("broken", [3, "text", [], {"evidence": 3}, {"probe": 4, "evidence": {"a": {"mean": "x"}}}])
+def test_evidence_of_another_kind_is_left_out(broken):
+    assert "## Limits" in render_card("x", a_record(selection=broken, training=broken))
+
+
+def test_the_hub_client_reads_the_front_matter():
+    from huggingface_hub import ModelCard
+
+    data = ModelCard(render_card("x", full())).data
+    assert data.base_model == "owner/base"
+    assert data.library_name == "loragate"

@@ -1,0 +1,233 @@
+"""Push and load through a stand-in of the hub: what is sent, what is replaced, what is refused, and the cache offline."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+import loragate as lg
+from hub_server import TOKEN, Hub
+from loragate.cli.main import main
+from loragate.errors import ArtifactError, ConfigError
+from loragate.gates.hub import HubName, gated_folder, hub_name, hub_source, is_hub_id
+from loragate.gates.upload import files_to_push, push_gated
+from tiny import tiny_adapter, tiny_base, tiny_tokenizer
+
+SENT = ["README.md", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"]
+SENT += [f"adapter/tokenizer/{name}" for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")]
+SENT += ["gate_config.json", "gates.safetensors"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """base/, and gated/ on it as a calibration leaves it, with a run folder beside."""
+    root = tmp_path_factory.mktemp("hub")
+    tiny_base().save_pretrained(root / "base")
+    tiny_tokenizer().save_pretrained(root / "base")
+    model = tiny_adapter()
+    model.peft_config["default"].base_model_name_or_path = str(root / "base")
+    lg.attach_gates(model, lg.GateConfig(-3, 1))
+    with torch.no_grad():
+        for parameter in lg.gate_parameters(model).values():
+            parameter.copy_(torch.linspace(-0.5, 0.5, parameter.numel()))
+    training = {"data": {"source": str(root / "rows.jsonl")}, "rows": 8, "response_tokens": 90}
+    lg.save_gates(model, root / "gated", evidence={"training": training})
+    tiny_tokenizer().save_pretrained(root / "gated" / "adapter" / "tokenizer")
+    (root / "gated" / "run").mkdir()
+    (root / "gated" / "run" / "metrics.jsonl").write_text("private")
+    return root
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The stand-in, with huggingface_hub turned to it as HF_ENDPOINT would at its import."""
+    stand_in = Hub()
+    template = stand_in.url + "/{repo_id}/resolve/{revision}/{filename}"
+    for name, value in {
+        "ENDPOINT": stand_in.url,
+        "HUGGINGFACE_CO_URL_TEMPLATE": template,
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_CACHE": str(tmp_path / "cache"),
+        "HF_HUB_DISABLE_XET": True,
+    }.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    yield stand_in
+    stand_in.close()
+
+
+def test_names():
+    assert hub_name("user/repo") == HubName("user/repo", None)
+    assert hub_name("user/re.po-1@v1/x") == HubName("user/re.po-1", "v1/x")
+    assert str(hub_name("user/repo", "main")) == "user/repo@main"
+    for text in ("repo", "a/b/c", "./a/b", "/a/b", "~/a", "a/b@", "../b"):
+        assert hub_name(text) is None, text
+    with pytest.raises(ArtifactError, match="names a revision already"):
+        hub_name("user/repo@v1", "v2")
+    with pytest.raises(ArtifactError, match="has no effect"):
+        hub_name("/some/folder", "v2")
+    assert [is_hub_id(text) for text in ("gpt2", "a/b", "/a/b", "a/b/c", "", "../b", "a b", "a/b\n")] == [
+        *(True, True),
+        *(False,) * 6,
+    ]
+
+
+def test_a_folder_wins_over_a_hub_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "user" / "repo").mkdir(parents=True)
+    assert hub_name("user/repo") is None
+    assert str(gated_folder("user/repo")) == "user/repo"
+
+
+def test_the_source_of_a_cached_folder():
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    cached = f"/home/me/.cache/huggingface/hub/models--user--repo/snapshots/{commit}"
+    assert hub_source(cached) == f"user/repo@{commit}"
+    assert hub_source(cached + "/adapter") == f"user/repo@{commit}/adapter"
+    assert hub_source("runs/gated") == "runs/gated"
+
+
+def test_push_and_load(place, hub, token_ids, monkeypatch, capsys):
+    before = {path: path.read_bytes() for path in (place / "gated").rglob("*") if path.is_file()}
+    arguments = ["push", str(place / "gated"), "user/repo", "--base-id", "someone/base", "--private"]
+    assert main([*arguments, "--dry-run"]) == 0
+    assert "nothing was sent" in capsys.readouterr().out
+    assert hub.requests == []
+    assert main([*arguments, "--message", "First"]) == 0
+    out = capsys.readouterr().out
+    files = hub.files("user/repo")
+    assert [name for name in sorted(files) if name != ".gitattributes"] == SENT
+    assert hub.messages == ["First"], "one commit"
+    assert "user/repo" in hub.private
+    commit = hub.refs["user/repo"]["main"]
+    assert f"{hub.url}/user/repo" in out
+    assert f'loragate.load_gated("user/repo", revision="{commit}")' in out
+    assert TOKEN not in out
+    # the folder is as it was, and nothing of this machine was sent
+    assert {path: path.read_bytes() for path in (place / "gated").rglob("*") if path.is_file()} == before
+    assert all(str(place).encode() not in data for data in files.values())
+    record = json.loads(files["gate_config.json"])
+    assert record["base"]["id"] == "someone/base"
+    assert record["training"]["data"]["source"] == "rows.jsonl"
+    assert json.loads(files["adapter/adapter_config.json"])["base_model_name_or_path"] == "someone/base"
+    assert 'base_model: "someone/base"' in files["README.md"].decode()
+
+    with torch.no_grad():
+        expected = lg.load_gated(place / "gated")(token_ids).logits
+        loaded = lg.load_gated("user/repo", revision=commit, base=place / "base")
+        assert torch.equal(loaded(token_ids).logits, expected)
+        asked = len(hub.requests)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        for name in (f"user/repo@{commit}", "user/repo"):
+            if name == "user/repo":  # the branch is known offline once it was asked for
+                monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+                assert hub_source(gated_folder(name)) == f"user/repo@{commit}"
+                asked = len(hub.requests)
+                monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+            assert torch.equal(lg.load_gated(name, base=place / "base")(token_ids).logits, expected)
+        assert len(hub.requests) == asked, "nothing was asked of the network"
+
+
+def test_commands_take_a_hub_id(place, hub, tmp_path, capsys):
+    done = push_gated(place / "gated", "user/repo", base_id="someone/base")
+    name, base = f"user/repo@{done.commit}", ["--base", str(place / "base")]
+    assert main(["inspect", name, "--json", *base]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["gates"]["source"] == name
+    assert found["gates"]["lower"] == -3
+    assert found["counts"] == {"gate": 14}
+    arguments = ["--prompt", "w1 w2", "--max-new-tokens", "6", "--temperature", "0"]
+    assert main(["generate", "--model", str(place / "gated"), *arguments]) == 0
+    expected = capsys.readouterr().out
+    assert main(["generate", "--model", "user/repo", *base, *arguments]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == expected
+    assert main(["generate", "--model", "user/repo@nowhere", *base, *arguments]) == 1
+    assert "no revision 'nowhere'" in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_upload_is_taken_up_and_an_old_adapter_leaves(place, hub):
+    first = push_gated(place / "gated", "user/repo", base_id="someone/base")
+    puts = [line for line in hub.requests if line.startswith("PUT /lfs/")]
+    assert len(puts) == 2, "gates and adapter, through the large file protocol"
+    again = push_gated(place / "gated", "user/repo", base_id="someone/base")
+    assert again.commit == first.commit, "nothing changed, so there is no new commit"
+    assert len([line for line in hub.requests if line.startswith("PUT /lfs/")]) == 2
+    hub.files("user/repo")["adapter/tokenizer/merges.txt"] = b"of another adapter"
+    hub.files("user/repo")["notes.txt"] = b"mine"
+    hub.refuse["POST /api/models/user/repo/commit"] = 500
+    with pytest.raises(ArtifactError, match="files that arrived are not sent twice"):
+        push_gated(place / "gated", "user/repo", base_id="someone/base", revision="next")
+    del hub.refuse["POST /api/models/user/repo/commit"]
+    push_gated(place / "gated", "user/repo", base_id="someone/base", revision="next", card=False)
+    assert len([line for line in hub.requests if line.startswith("PUT /lfs/")]) == 2
+    files = hub.files("user/repo", "next")
+    assert "adapter/tokenizer/merges.txt" not in files
+    assert files["notes.txt"] == b"mine"
+    assert hub.refs["user/repo"]["main"] == first.commit
+
+
+def test_a_card_that_was_edited_keeps_its_words(place, tmp_path):
+    shutil.copytree(place / "gated", tmp_path / "gated")
+    card = tmp_path / "gated" / "README.md"
+    card.write_text(
+        card.read_text().replace("# license: name one", "license: mit  # name one") + f"\nSee {place}/base.\n"
+    )
+    files, base = files_to_push(tmp_path / "gated", "repo", "someone/base")
+    text = files["README.md"].decode()
+    assert base == "someone/base"
+    assert "license: mit" in text
+    assert "See someone/base." in text
+    assert text.count("base_model: ") == 1
+    card.unlink()
+    assert b"# repo\n" in files_to_push(tmp_path / "gated", "repo", "someone/base")[0]["README.md"]
+
+
+def refusals(place, folder):
+    yield (lambda: files_to_push(folder, "r"), ConfigError, "--base-id OWNER/NAME")
+    yield (lambda: files_to_push(folder, "r", str(place / "base")), ConfigError, "is no hub id")
+    yield (lambda: files_to_push(place / "base", "r", "a/b"), ArtifactError, "holds no gate_config.json")
+    (folder / "adapter" / "adapter_model.safetensors").unlink()
+    yield (lambda: files_to_push(folder, "r", "a/b"), ArtifactError, "is missing")
+    (folder / "gates.safetensors").write_bytes(b"x")
+    yield (lambda: files_to_push(folder, "r", "a/b"), ArtifactError, "sha256")
+
+
+def test_what_cannot_be_loaded_again_is_not_sent(place, tmp_path):
+    shutil.copytree(place / "gated", tmp_path / "gated")
+    for attempt, kind, words in refusals(place, tmp_path / "gated"):
+        with pytest.raises(kind, match=words):
+            attempt()
+
+
+def test_the_hub_refuses(place, hub, monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    arguments = ["push", str(place / "gated"), "user/repo", "--base-id", "a/b"]
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert "hf auth login" in error
+    assert "hf_wrong" not in error
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.refuse["POST /api/repos/create"] = 403
+    assert main(arguments) == 1
+    assert "refuses to let you write" in " ".join(capsys.readouterr().err.split())
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert main(arguments) == 1
+    assert "HF_HUB_OFFLINE" in capsys.readouterr().err
+    assert main(["push", str(place / "gated")]) == 2
+    assert "expected a gated folder and a repository" in capsys.readouterr().err
+
+
+def test_what_is_not_on_the_hub(hub, monkeypatch):
+    hub.create("user/plain")
+    with pytest.raises(ArtifactError, match=r"holds no gate_config.json.*calibrate --adapter user/plain"):
+        lg.load_gated("user/plain")
+    with pytest.raises(ArtifactError, match="no repository of that name"):
+        lg.load_gated("user/nothing")
+    with pytest.raises(ArtifactError, match="no revision 'v9'"):
+        lg.load_gated("user/plain", revision="v9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ArtifactError, match="cannot be reached"):
+        lg.load_gated("user/other")

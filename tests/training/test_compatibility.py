@@ -1,0 +1,92 @@
+"""What is refused at the start, and with which advice."""
+
+import pytest
+
+from loragate.errors import ConfigError
+from loragate.training import CalibrationSettings, StageOneSettings
+from loragate.training.compatibility import RULES, Plan, impossible, refuse_impossible
+from loragate.training.strategy import Launch
+
+FSDP2, ZERO3, DDP = Launch("fsdp2", 2), Launch("zero3", 2), Launch("ddp", 2)
+# (rule, a plan it forbids, words of its sentence)
+FORBIDDEN = [
+    ("strategy known", Plan(launch=Launch("fsdp1", 2)), "fsdp_version: 2"),
+    ("strategy known", Plan(launch=Launch("zero2", 2)), "ZeRO stage 2 is not supported"),
+    ("sharding needs processes", Plan(launch=Launch("fsdp2")), "--num_processes"),
+    ("FSDP offload", Plan(launch=Launch("fsdp2", 2, offload=True)), "fsdp_offload_params"),
+    ("sharding × quantised base", Plan(launch=FSDP2, quantization="4bit"), "a 4bit base cannot be sharded with fsdp2"),
+    ("several processes × sampled answers", Plan(launch=DDP, objective="reward"), "runs in one process"),
+    ("sharding × probe", Plan(launch=FSDP2, objective="entropy", sampling=True), "--unverified"),
+    ("sharding × reference", Plan(launch=ZERO3, objective="eksft"), "launch with ddp"),
+    ("sharding × reference", Plan(launch=FSDP2, objective="sft", reference=True), "launch with ddp"),
+    ("sharding × DoRA", Plan(launch=FSDP2, dora=True), "train LoRA"),
+    ("sharding × fp16", Plan(launch=FSDP2, precision="fp16"), "use precision bf16"),
+    ("ZeRO-3 × autocast", Plan(launch=ZERO3, precision="bf16"), "--dtype bfloat16"),
+    ("fp16 needs CUDA", Plan(device="cpu", precision="fp16"), "this run is on cpu"),
+    ("several processes × mps", Plan(launch=DDP, device="mps"), "run in one process"),
+    ("offload needs a GPU", Plan(device="cpu", activation_offload=True), "has no effect on cpu"),
+    ("packing × grouping", Plan(packing=True, group_by_length=True), "leave one of them out"),
+    ("arrangement × sampled answers", Plan(packing=True, objective="anchored"), "packing arranges the given rows"),
+    ("offload × sampled answers", Plan(activation_offload=True, objective="reward"), "leave it out"),
+    ("fp16 × sampled answers", Plan(precision="fp16", objective="reward"), "use precision fp32 or bf16"),
+    ("quantised base × mps", Plan(device="mps", quantization="8bit"), "use cuda or cpu"),
+]
+
+
+def test_every_rule_is_tried():
+    assert {name for name, _, _ in FORBIDDEN} == {rule.name for rule in RULES}
+    assert len({rule.name for rule in RULES}) == len(RULES)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "words"), FORBIDDEN, ids=[f"{n}-{i}" for i, (n, _, _) in enumerate(FORBIDDEN)]
+)
+def test_a_rule_refuses_with_its_advice(name, plan, words):
+    (rule,) = (rule for rule in RULES if rule.name == name)
+    assert rule.forbids(plan)
+    assert words in rule.sentence(plan)
+    assert not rule.forbids(Plan()), "nothing known, nothing forbidden"
+    with pytest.raises(ConfigError) as caught:
+        refuse_impossible(plan)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(launch=DDP, quantization="4bit", device="cuda", precision="bf16", packing=True),
+        Plan(
+            launch=FSDP2, stage="calibrate", objective="entropy", device="cuda", precision="bf16", group_by_length=True
+        ),
+        Plan(launch=ZERO3, stage="sft", objective="talr", device="cuda"),
+        Plan(objective="reward", device="cuda", precision="bf16"),
+        Plan(launch=DDP, device="cpu", dora=True, reference=True),
+        Plan(device="cuda", precision="fp16", activation_offload=True),
+    ],
+)
+def test_what_works_is_let_through(plan):
+    assert impossible(plan) == []
+
+
+def test_everything_wrong_is_said_at_once():
+    plan = Plan(launch=FSDP2, quantization="4bit", dora=True, device="cpu", activation_offload=True)
+    assert len(impossible(plan)) == 3
+
+
+def test_a_plan_is_read_from_the_settings():
+    plan = Plan.of_settings(CalibrationSettings(packing=True, precision="bf16"), DDP, "cuda", sampling=True)
+    assert (plan.stage, plan.objective, plan.packing, plan.precision) == ("calibrate", "entropy", True, "bf16")
+    assert plan.launch is DDP
+    assert plan.device == "cuda"
+    assert plan.sampling
+    plan = Plan.of_settings(StageOneSettings(objective="dft", dora=True), Launch(), "cpu", quantization="8bit")
+    assert (plan.stage, plan.objective, plan.dora, plan.quantization) == ("sft", "dft", True, "8bit")
+
+
+def test_the_trainer_refuses_too(tokenizer):
+    import loragate as lg
+    from tiny import tiny_adapter, tiny_rows
+
+    settings = CalibrationSettings(batch_size=4, micro_batch_size=4, max_steps=1, max_length=64, precision="fp16")
+    with pytest.raises(ConfigError, match="fp16"):
+        lg.calibrate(tiny_adapter(), tokenizer, tiny_rows(4), lg.GateConfig(-3, 2), settings)

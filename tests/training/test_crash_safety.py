@@ -1,0 +1,204 @@
+"""A run survives what happens to it: kills, torn checkpoints, a full disk, another version or another stage."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import loragate as lg
+from loragate.errors import TrainingError
+from loragate.training import CalibrationSettings, StageOneSettings, train_adapter
+from loragate.training.run_folder import explain_full_disk, is_complete, last_checkpoint, prepare_folder
+from tiny import tiny_adapter, tiny_base, tiny_rows
+
+CONFIG = lg.GateConfig(-3, 2)
+SETTINGS = CalibrationSettings(
+    batch_size=4, micro_batch_size=4, learning_rate=1e-2, logging_steps=1, save_steps=1, k=20, max_length=64
+)
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "crash_safety.py"
+
+
+def gates(model):
+    return {name: parameter.detach().clone() for name, parameter in lg.gate_parameters(model).items()}
+
+
+@pytest.fixture
+def finished(tokenizer, tmp_path):
+    """(folder of a finished run with checkpoint-2 and checkpoint-3, its gates)."""
+    model = tiny_adapter()
+    lg.calibrate(model, tokenizer, tiny_rows(12), CONFIG, SETTINGS, run_folder=tmp_path / "run")
+    return tmp_path / "run", gates(model)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: (folder / "trainer_state.json").write_text(""),
+        lambda folder: (folder / "trainer_state.json").unlink(),
+        lambda folder: truncate(folder / "trainer_state.json"),
+        lambda folder: truncate(folder / "trained.safetensors"),
+        lambda folder: (folder / "optimizer.pt").unlink(),
+    ],
+    ids=["empty state", "no state", "half a state", "half the weights", "no optimiser"],
+)
+def test_a_torn_checkpoint_is_passed_over_and_the_end_is_the_same(tokenizer, finished, damage):
+    folder, expected = finished
+    damage(folder / "checkpoint-3")
+    assert not is_complete(folder / "checkpoint-3")
+    assert last_checkpoint(folder) == str(folder / "checkpoint-2")
+    steps = []
+    model = tiny_adapter()
+    lg.calibrate(
+        model,
+        tokenizer,
+        tiny_rows(12),
+        CONFIG,
+        SETTINGS,
+        run_folder=folder,
+        resume=True,
+        on_step=lambda report: steps.append(report.step),
+    )
+    assert min(steps) == 3
+    assert all(torch.equal(value, expected[name]) for name, value in gates(model).items())
+    assert is_complete(folder / "checkpoint-3")
+
+
+def test_a_checkpoint_holds_what_trains_and_where_the_run_stands_never_the_base(tokenizer, finished):
+    folder, trained = finished
+    files = {path.name: path.stat().st_size for path in (folder / "checkpoint-3").iterdir()}
+    assert {"trained.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"} <= set(files)
+    assert not {"model.safetensors", "adapter_model.safetensors", "pytorch_model.bin"} & set(files)
+    numbers = sum(value.numel() for value in trained.values())
+    # three fp32 numbers for each that trains, and the fixed size of a random state and of headers
+    assert files["trained.safetensors"] < 4 * numbers + 8000
+    assert sum(files.values()) < 12 * numbers + 60_000
+
+
+def test_the_size_of_a_checkpoint_does_not_follow_the_base(tokenizer, tmp_path):
+    def size(base, name):
+        settings = StageOneSettings(
+            rank=2, target_modules="q_proj", batch_size=4, micro_batch_size=4, save_steps=1, max_steps=1, max_length=64
+        )
+        train_adapter(base, tokenizer, tiny_rows(4), settings, run_folder=tmp_path / name)
+        return sum(path.stat().st_size for path in (tmp_path / name / "checkpoint-1").iterdir())
+
+    # a base of ten times the weights, in modules that are not adapted
+    small, large = tiny_base(), tiny_base(intermediate_size=4800)
+    assert abs(size(large, "large") - size(small, "small")) < 2000
+
+
+def test_another_package_version_is_named(tmp_path):
+    prepare_folder({"stage": "sft"}, tmp_path, resume=False)
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["loragate"] == lg.__version__
+    assert prepare_folder({"stage": "sft"}, tmp_path, resume=True) is None
+    (tmp_path / "run.json").write_text(json.dumps({**record, "loragate": "0.0.7"}))
+    with pytest.raises(
+        TrainingError, match=r"begun with loragate 0\.0\.7, and this is .*pip install 'loragate==0\.0\.7'"
+    ):
+        prepare_folder({"stage": "sft"}, tmp_path, resume=True)
+
+
+def test_another_stage_or_recipe_is_named(tmp_path):
+    identity = {"stage": "sft", "settings": {"learning_rate": 1e-3, "rank": 16}}
+    prepare_folder(identity, tmp_path, resume=False)
+    with pytest.raises(TrainingError, match="this is a run of 'sft', and 'calibrate' is to go on"):
+        prepare_folder({**identity, "stage": "calibrate"}, tmp_path, resume=True)
+    changed = {**identity, "settings": {"learning_rate": 1e-3, "rank": 8}}
+    with pytest.raises(TrainingError, match=r"'settings\.rank' was 16, now 8\. Repeat the original settings"):
+        prepare_folder(changed, tmp_path, resume=True)
+    (tmp_path / "run.json").write_text("[1]")
+    with pytest.raises(TrainingError, match="cannot be read"):
+        prepare_folder(identity, tmp_path, resume=True)
+
+
+def test_a_write_that_fails_for_want_of_space_names_the_checkpoint_that_is_kept(tokenizer, tmp_path, monkeypatch):
+    kept, save = [], torch.save
+
+    def failing(value, path, *args, **kwargs):
+        if "checkpoint-3" in str(path) and "optimizer" in str(path):
+            Path(path).write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        save(value, path, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "save", failing)
+    folder = tmp_path / "run"
+    with pytest.raises(
+        TrainingError, match=r"is full, so training stopped; checkpoint-2 is complete and kept.*--resume"
+    ):
+        lg.calibrate(tiny_adapter(), tokenizer, tiny_rows(12), CONFIG, SETTINGS, run_folder=folder)
+    assert not (folder / "checkpoint-3").exists(), "half a checkpoint would take the space that is missing"
+    monkeypatch.undo()
+    model, whole = tiny_adapter(), tiny_adapter()
+    lg.calibrate(model, tokenizer, tiny_rows(12), CONFIG, SETTINGS, run_folder=folder, resume=True, on_step=kept.append)
+    assert min(report.step for report in kept) == 3
+    lg.calibrate(whole, tokenizer, tiny_rows(12), CONFIG, SETTINGS)
+    assert all(torch.equal(value, gates(whole)[name]) for name, value in gates(model).items())
+
+
+def test_other_errors_pass_as_they_are(tmp_path):
+    with pytest.raises(ValueError, match="something else"), explain_full_disk(tmp_path):
+        raise ValueError("something else")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 200 KB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = shutil.which("mount")
+    if mount is None or os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    made = subprocess.run([mount, "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(place)], capture_output=True)
+    if made.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted here: {made.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def test_a_disk_that_is_really_full_leaves_the_last_good_state(tokenizer, small_disk):
+    folder = small_disk / "run"
+    filler = small_disk / "filler"
+
+    def fill(report):
+        if report.step == 2 and not report.values:
+            free = os.statvfs(small_disk)
+            filler.write_bytes(b"0" * max(0, free.f_bavail * free.f_frsize - 8192))
+
+    model = tiny_adapter()
+    with pytest.raises(TrainingError, match=r"is full, so training stopped; checkpoint-1 is complete and kept"):
+        lg.calibrate(model, tokenizer, tiny_rows(12), CONFIG, SETTINGS, run_folder=folder, on_step=fill)
+    assert last_checkpoint(folder) == str(folder / "checkpoint-1")
+    filler.unlink()
+    result = lg.calibrate(model, tokenizer, tiny_rows(12), CONFIG, SETTINGS, run_folder=folder, resume=True)
+    whole = tiny_adapter()
+    lg.calibrate(whole, tokenizer, tiny_rows(12), CONFIG, SETTINGS)
+    assert result.steps == 3
+    assert all(torch.equal(value, gates(whole)[name]) for name, value in gates(model).items())
+
+
+@pytest.mark.slow
+def test_kills_lose_no_finished_checkpoint_and_change_no_bit(tmp_path):
+    result = tmp_path / "crash.json"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--kills", "5", "--seed", "7", "--out", str(result)],
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(result.read_text())
+    assert record["sft"]["kills"] + record["calibrate"]["kills"] == 5
+    for stage in ("sft", "calibrate"):
+        assert record[stage]["ends"] >= 1
+        assert (record[stage]["lost"], record[stage]["differing"], record[stage]["failed"]) == (0, 0, [])

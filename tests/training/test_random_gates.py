@@ -1,0 +1,127 @@
+"""Stage II without training, over the whole vocabulary, with the complete gradient and at every granularity."""
+
+import math
+
+import pytest
+import torch
+
+import loragate as lg
+from loragate.errors import ConfigError
+from loragate.training.random_gates import draw_gates, sizes_of
+from loragate.training.settings import CalibrationSettings
+from tiny import VOCABULARY, tiny_adapter
+
+
+def settings(**options):
+    usual = {
+        "batch_size": 24,
+        "micro_batch_size": 24,
+        "learning_rate": 0.05,
+        "max_length": 64,
+        "logging_steps": 1,
+        "k": 20,
+    }
+    return CalibrationSettings(**{**usual, **options})
+
+
+def test_random_gates_are_drawn_not_trained(adapter, tokenizer, rows, tmp_path):
+    chosen = settings(objective="random", random_scale=0.3, seed=7)
+    result = lg.calibrate(adapter, tokenizer, rows, lg.GateConfig(-3, 2), chosen, run_folder=tmp_path / "run")
+    values = torch.cat([value.detach().flatten() for value in lg.gate_parameters(adapter).values()])
+    assert float(values.std()) == pytest.approx(0.3, rel=0.1)
+    assert abs(float(values.mean())) < 0.03
+    assert (result.steps, result.history) == (0, [])
+    assert result.gates_total["below_zero"] > 0.05
+    assert result.gates_total["above_one"] > 0.05
+    record = result.evidence()["training"]["settings"]
+    assert record == {
+        "objective": "random", "random_scale": 0.3, "seed": 7, "k": 20, "max_rows": 20_000, "max_length": 64
+    }  # fmt: skip
+    assert (tmp_path / "run" / "run.json").is_file()
+
+
+def test_draws_depend_on_seed_and_name_alone():
+    drawn = []
+    for seed in (0, 0, 1):
+        model = tiny_adapter()
+        lg.attach_gates(model, lg.GateConfig(-1, 2))
+        torch.manual_seed(len(drawn))
+        drawn.append(draw_gates(model, seed, 0.1))
+    name = next(iter(drawn[0]))
+    assert torch.equal(drawn[0][name], drawn[1][name])
+    assert not torch.equal(drawn[0][name], drawn[2][name])
+    sizes = sizes_of(drawn[0])
+    again = draw_gates(model, 5, sizes)
+    assert sizes_of(again)[name] == pytest.approx(sizes[name], rel=0.7)
+
+
+def test_random_scale_belongs_to_random():
+    with pytest.raises(ConfigError, match="random_scale has no effect on the objective 'entropy', only on random"):
+        settings(random_scale=0.5)
+    with pytest.raises(ConfigError, match="positive"):
+        settings(objective="random", random_scale=0.0)
+
+
+def test_full_entropy_is_k_of_zero(tokenizer, rows):
+    runs = []
+    for k in (0, VOCABULARY, 10 * VOCABULARY):
+        runs.append(lg.calibrate(tiny_adapter(), tokenizer, rows, lg.GateConfig(-3, 2), settings(k=k, max_steps=2)))
+    losses = [[record["loss"] for record in run.history if "loss" in record] for run in runs]
+    assert losses[0] == losses[1] == losses[2]
+    assert runs[0].entropy_before == runs[1].entropy_before
+    adapter = tiny_adapter()
+    lg.attach_gates(adapter, lg.GateConfig(-3, 2))
+    from loragate.data import Collator, encode_rows, load_rows
+
+    batch = Collator(0)(list(encode_rows(load_rows(rows).shuffled(42), tokenizer, max_length=64)))
+    with torch.no_grad():
+        logits = adapter(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    p = torch.softmax(logits[batch["labels"][:, 1:] != -100].double(), -1)
+    expected = (-(p * p.log()).sum(-1) / math.log(VOCABULARY)).mean().item()
+    assert losses[0][0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_complete_gradient_is_that_of_autograd_and_not_the_semi_gradient(tokenizer, rows):
+    """Finite differences of the loss over the gate of the first module: the complete gradient fits, the other does not."""
+    from loragate.data import Collator, encode_rows
+    from loragate.training.reference import response_entropies
+
+    batch = Collator(0)(list(encode_rows(rows[:6], tokenizer, max_length=64)))
+
+    def loss_of(model):
+        return response_entropies(model, batch, 0).mean()
+
+    gradients = {}
+    for detach in (True, False):
+        model = tiny_adapter().double()
+        lg.attach_gates(model, lg.GateConfig(-3, 2, detach_input=detach, init_scale=0.3))
+        for parameter in lg.gate_parameters(model).values():
+            parameter.data = parameter.data.double()
+        from loragate.gates import train_gates_only
+
+        train_gates_only(model, "default")
+        name = next(iter(lg.gate_parameters(model)))
+        parameter = lg.gate_parameters(model)[name]
+        loss_of(model).backward()
+        gradients[detach] = parameter.grad.clone()
+    # transformers normalises in fp32 whatever the model's dtype, so differences must be wide
+    step, found = 1e-3, torch.zeros_like(parameter)
+    with torch.no_grad():
+        for index in range(6):
+            for sign in (1, -1):
+                parameter[index] += sign * step
+                found[index] += sign * loss_of(model) / (2 * step)
+                parameter[index] -= sign * step
+    scale = found[:6].abs().max()
+
+    assert (gradients[False][:6] - found[:6]).abs().max() < 0.03 * scale
+    assert (gradients[True][:6] - found[:6]).abs().max() > 0.1 * scale
+
+
+@pytest.mark.parametrize(("granularity", "count"), [("token", 28), ("module", 14), ("global", 1)])
+@pytest.mark.parametrize("objective", ["entropy", "ce", "random"])
+def test_granularity_with_every_objective(adapter, tokenizer, rows, granularity, count, objective):
+    config = lg.GateConfig(-3, 2, granularity=granularity, detach_input=False)
+    result = lg.calibrate(adapter, tokenizer, rows, config, settings(objective=objective, max_steps=2))
+    assert len(lg.gate_parameters(adapter)) == count
+    assert result.evidence()["training"]["settings"]["objective"] == objective
