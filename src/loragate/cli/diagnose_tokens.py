@@ -20,6 +20,7 @@ def run(options: Any) -> int:
         raise ConfigError("loragate diagnose tokens needs --run FOLDER, an evaluation whose stored answers are read")
     session = begin(options, gated=True)
     questions: dict[tuple[str, int], Question] = {}
+    traced: dict[tuple[str, int], list[Answer]] = {}
     for of in KINDS[::-1]:
         session.options = replace(options, of=of, answers=1)
         found, _, _ = read_answers(session, of)
@@ -32,9 +33,10 @@ def run(options: Any) -> int:
                 item = answers.prepared.questions.questions[sample.question]
                 prompt = answers.prepared.prompts[sample.question]
                 name = f"{task}/{item.id}"
-                question = questions.setdefault((task, sample.question), Question(name, prompt, str(item.gold), []))
+                key = (task, sample.question)
+                questions.setdefault(key, Question(name, prompt, str(item.gold), traced.setdefault(key, [])))
                 verdict = (None, "") if grade is None else (grade.correct, grade.reason)
-                question.answers.append(Answer(of, sample, *verdict))
+                traced[key].append(Answer(of, sample, *verdict))
     session.options = options
     if not questions:
         raise ConfigError(f"--run {options.run}: it holds no answers to trace")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loragate.cli.arguments import Command
+from loragate.training.strategy import launch_file
 from loragate.version import __version__
 
 REQUIRED = {
@@ -103,6 +104,7 @@ def run(options: DoctorOptions) -> int:
     print(
         f"disk: {found['free_disk_gib']} GiB free; hub: {'offline' if found['offline'] else 'reachable if the network is'}"
     )
+    print(f"configurations for accelerate launch: {launch_file('*')}")
     for problem in found["problems"]:
         print(f"problem: {problem}")
     print("next: loragate quickstart" if not found["problems"] else "mend the problems above first")

@@ -23,7 +23,13 @@ from loragate.gates.schema import ADAPTER, CARD, CONFIG, GATES, read_gate_config
 from loragate.version import __version__
 
 _ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
+_TOKENIZER: tuple[str, ...] = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+)
 _TOKENIZER += (
     "vocab.txt",
     "merges.txt",

@@ -147,6 +147,8 @@ def gathered(head: Head) -> Head:
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
     if hasattr(parameter, "full_tensor"):
         return parameter.full_tensor()
+    if parameter.numel() == parameter.ds_numel:
+        return parameter.detach().clone()  # a small parameter that DeepSpeed keeps, or one in use
     import deepspeed
 
     # the values vanish again where the context ends, and the backward pass needs them: a copy

@@ -166,7 +166,7 @@ def gathered_values(parameter: torch.Tensor) -> torch.Tensor:
     """A parameter's full values on the CPU; where it is sharded, every process must ask."""
     if hasattr(parameter, "full_tensor"):
         return parameter.full_tensor().detach().cpu().contiguous()
-    if hasattr(parameter, "ds_id"):
+    if hasattr(parameter, "ds_id") and parameter.numel() != parameter.ds_numel:
         import deepspeed
 
         with deepspeed.zero.GatheredParameters([parameter]):
@@ -180,7 +180,7 @@ def assign(parameter: torch.Tensor, values: torch.Tensor) -> None:
     if hasattr(parameter, "full_tensor"):
         from torch.distributed.tensor import distribute_tensor
 
-        local = distribute_tensor(values.to(parameter.device), parameter.device_mesh, parameter.placements)
+        local = distribute_tensor(values.to(parameter.device), parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
         parameter.copy_(local.to(parameter.dtype))
     else:
         parameter.copy_(values)
@@ -210,7 +210,7 @@ def load_whole_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) ->
             for key, value in sorted(values.items()):
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     moved = value.to(parameter.device)
-                    values[key] = distribute_tensor(moved, parameter.device_mesh, parameter.placements)
+                    values[key] = distribute_tensor(moved, parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
     optimizer.load_state_dict(state)
 
 

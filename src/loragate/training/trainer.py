@@ -235,6 +235,7 @@ class StatisticsTrainer(SFTTrainer):
 def trainer_arguments(settings: TrainSettings, folder: Path, rows: int, device: str) -> SFTConfig:
     """The TRL configuration of a run; every choice of ours is set explicitly."""
     steps = settings.steps(rows)
+    deepspeed = launch_of().strategy == "zero3"
     arguments = SFTConfig(
         output_dir=str(folder),
         # packed, an item is a whole forward pass
@@ -261,7 +262,9 @@ def trainer_arguments(settings: TrainSettings, folder: Path, rows: int, device: 
         bf16=settings.precision == "bf16",
         fp16=settings.precision == "fp16",
         tf32=None,
-        use_cpu=device == "cpu" and launch_of().strategy != "zero3",
+        # DeepSpeed on the CPU: see `process_state`
+        use_cpu=device == "cpu" and not deepspeed,
+        ddp_backend="gloo" if device == "cpu" and deepspeed else None,
         dataloader_pin_memory=device != "cpu",
         logging_strategy="steps",
         logging_steps=settings.logging_steps,
