@@ -8,7 +8,6 @@ import json
 import re
 
 import pytest
-from pages import HOSTILE, estimate, quickstart_record, quickstart_rows, traces
 
 from loragate.errors import LoragateError
 from loragate.report.page import Block, Section, build_page
@@ -17,6 +16,7 @@ from loragate.report.page.charts import lambda_colour, line_chart, ticks
 from loragate.report.page.scores import evaluation_statements, quickstart_section, sweep_section
 from loragate.report.page.tokens import embedded
 from loragate.report.page.training import gates_section, training_section
+from pages import HOSTILE, estimate, quickstart_record, quickstart_rows, traces
 
 
 class Reader(html.parser.HTMLParser):

@@ -4,11 +4,11 @@ import base64
 import shutil
 
 import pytest
-from pages import quickstart_record, traces
 from test_page import whole_page
 
 from loragate.cli.report import page as report_page
 from loragate.cli.report_sources import Source
+from pages import quickstart_record, traces
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -147,7 +147,7 @@ def gathered(head: Head) -> Head:
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
     if hasattr(parameter, "full_tensor"):
         return parameter.full_tensor()
-    if parameter.numel() == parameter.ds_numel:
+    if parameter.numel() == getattr(parameter, "ds_numel", None):
         return parameter.detach().clone()  # a small parameter that DeepSpeed keeps, or one in use
     import deepspeed
 

@@ -166,7 +166,7 @@ def gathered_values(parameter: torch.Tensor) -> torch.Tensor:
     """A parameter's full values on the CPU; where it is sharded, every process must ask."""
     if hasattr(parameter, "full_tensor"):
         return parameter.full_tensor().detach().cpu().contiguous()
-    if hasattr(parameter, "ds_id") and parameter.numel() != parameter.ds_numel:
+    if hasattr(parameter, "ds_id") and parameter.numel() != getattr(parameter, "ds_numel", None):
         import deepspeed
 
         with deepspeed.zero.GatheredParameters([parameter]):
@@ -210,7 +210,7 @@ def load_whole_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) ->
             for key, value in sorted(values.items()):
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     moved = value.to(parameter.device)
-                    values[key] = distribute_tensor(moved, parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
+                    values[key] = distribute_tensor(moved, parameter.device_mesh, parameter.placements)
     optimizer.load_state_dict(state)
 
 
