@@ -21,7 +21,7 @@ COPIES = "repository"
 PAGES = {
     "quickstart": "tiny-world.md",
     "inspect": "five-minutes.md",
-    "plan": "scaling.md",
+    "plan": "planning.md",
     "sft": "methods.md",
     "mask": "methods.md",
     "extract": "extract.md",

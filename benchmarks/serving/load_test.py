@@ -74,24 +74,27 @@ class Server:
         with opener.open(request, timeout=600) as reply:
             return str(json.loads(reply.read())["choices"][0]["text"])
 
-    def memory_mib(self) -> float:
-        """Resident memory of the server and everything under it."""
+    def memory_mib(self) -> dict[str, float]:
+        """Resident memory of the server and everything under it, by process name, and as "total"."""
         children: dict[int, list[int]] = {}
-        sizes: dict[int, int] = {}
+        sizes: dict[int, tuple[str, float]] = {}
         for folder in Path("/proc").iterdir():
             if folder.name.isdigit():
                 try:
-                    stat = (folder / "stat").read_text().rpartition(")")[2].split()
-                    sizes[int(folder.name)] = int((folder / "statm").read_text().split()[1])
+                    name, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
+                    stat, pages = rest.split(), int((folder / "statm").read_text().split()[1])
                 except (OSError, IndexError):
                     continue
+                sizes[int(folder.name)] = name, pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
                 children.setdefault(int(stat[1]), []).append(int(folder.name))
-        total, waiting = 0, [self.process.pid]
+        found, waiting = {"total": 0.0}, [self.process.pid]
         while waiting:
             one = waiting.pop()
-            total += sizes.get(one, 0)
+            name, size = sizes.get(one, ("", 0.0))
+            found["total"] += size
+            found[f"{name} {len(found)}"] = size
             waiting += children.get(one, [])
-        return total * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+        return found
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGINT)
@@ -130,10 +133,10 @@ def measure(server: Server, clients: int, rounds: int, per_client: int, tokens: 
             list(pool.map(client, range(round_ * clients, (round_ + 1) * clients)))
         wall.append(time.monotonic() - began)
         memory.append(server.memory_mib())
-        print(
-            f"round {round_ + 1}: {wall[-1]:.0f} s, {len(errors)} errors, {len(differing)} other replies, {memory[-1]:.0f} MiB"
-        )
-    half = memory[len(memory) // 2]
+        counted = f"{len(errors)} errors, {len(differing)} other replies"
+        print(f"round {round_ + 1}: {wall[-1]:.0f} s, {counted}, {memory[-1]['total']:.0f} MiB", flush=True)
+    totals = [one["total"] for one in memory]
+    growth = totals[-1] / totals[len(totals) // 2] - 1
     ordered = sorted(seconds)
     return {
         "clients": clients,
@@ -146,9 +149,12 @@ def measure(server: Server, clients: int, rounds: int, per_client: int, tokens: 
         "replies_that_differ": len(differing),
         "requests_per_second": round(rounds * clients * per_client / sum(wall), 2),
         "latency_s": {p: round(ordered[int(len(ordered) * q)], 2) for p, q in (("p50", 0.5), ("p95", 0.95))},
-        "memory_mib": [round(value) for value in memory],
-        "growth_of_last_half": round(memory[-1] / half - 1, 4),
-        "steady": memory[-1] / half - 1 < 0.01,
+        "memory_mib": [round(value) for value in totals],
+        "memory_mib_by_process": {
+            name: [round(one.get(name, 0)) for one in memory] for name in memory[-1] if name != "total"
+        },
+        "growth_of_last_half": round(growth, 4),
+        "steady": growth < 0.01,
     }
 
 
