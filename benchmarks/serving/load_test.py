@@ -27,6 +27,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -101,13 +102,15 @@ class Server:
         self.process.wait(120)
 
 
-def measure(server: Server, clients: int, rounds: int, per_client: int, tokens: int) -> dict[str, Any]:
+def measure(
+    server: Server, names: Sequence[str], clients: int, rounds: int, per_client: int, tokens: int
+) -> dict[str, Any]:
     """Alone first, then all at once."""
     draw = random.Random(0)
     prompts = [" ".join(f"w{draw.randrange(500)}" for _ in range(draw.randrange(4, 40))) for _ in range(20)]
-    jobs = [(name, prompt) for prompt in prompts for name in NAMES]
+    jobs = [(name, prompt) for prompt in prompts for name in names]
     alone = {job: server.ask(*job, tokens) for job in jobs}
-    distinct = [len({alone[name, prompt] for name in NAMES}) for prompt in prompts]
+    distinct = [len({alone[name, prompt] for name in names}) for prompt in prompts]
     errors: list[str] = []
     differing: list[str] = []
     seconds: list[float] = []
@@ -142,7 +145,7 @@ def measure(server: Server, clients: int, rounds: int, per_client: int, tokens: 
         "clients": clients,
         "requests": rounds * clients * per_client,
         "tokens_per_request": tokens,
-        "models": list(NAMES),
+        "models": list(names),
         "distinct_answers_per_prompt_median": statistics.median(distinct),
         "errors": len(errors),
         "first_errors": errors[:3],
@@ -167,12 +170,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--blocks", type=int, default=300)
     parser.add_argument("--port", type=int, default=18765)
+    parser.add_argument("--models", nargs="+", choices=NAMES, default=list(NAMES), help="ask only these")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         server = Server(make_models(Path(scratch)), options.engine, options.port, options.blocks)
         try:
-            found = measure(server, options.clients, options.rounds, options.per_client, options.tokens)
+            found = measure(server, options.models, options.clients, options.rounds, options.per_client, options.tokens)
         finally:
             server.stop()
     cache = {"kv_cache_blocks": options.blocks} if options.engine == "vllm" else {}
