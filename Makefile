@@ -5,7 +5,7 @@ VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: quickstart test test-all test-vllm vllm-env lint format bench clean
+.PHONY: quickstart test test-all test-vllm vllm-env lint format docs bench clean
 
 quickstart: $(VENV)/.run
 	$(BIN)/loragate quickstart $(ARGS)
@@ -32,6 +32,10 @@ lint: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix src tests benchmarks scripts
 	$(BIN)/ruff format src tests benchmarks scripts
+
+# the site, into site/; a warning is an error
+docs: $(VENV)/.dev
+	$(BIN)/python -m mkdocs build --strict $(ARGS)
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/stage_two_step.py $(ARGS)

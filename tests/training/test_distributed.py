@@ -208,15 +208,27 @@ def test_accelerate_launch_with_the_shipped_configuration(tmp_path, alone, strat
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_zero3_follows_one_process(tmp_path, alone):
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    automatic = dict.fromkeys(sizes, "auto")
+    # the tiny base is below DeepSpeed's usual threshold as a whole; here only its norms, LoRA factors and the gates are
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 250}
+    config = tmp_path / "deepspeed.json"
+    config.write_text(json.dumps({**automatic, "zero_optimization": zero}))
     environment = {
         "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-        "DS_ACCELERATOR": "cpu",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(config),
         "ACCELERATE_USE_CPU": "false",
+        "DS_ACCELERATOR": "cpu",
     }
-    names = ("gates", "adapter")
+    names = ("gates", "one gate", "adapter, accumulated")
     for name, found in run_all(tmp_path, names, environment).items():
         assert_same(found, alone(name))
+    whole = {**JOBS["gates"], "save_steps": 2, "out": str(tmp_path / "whole")}
+    do(tmp_path, [whole], environment)
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    do(tmp_path, [{**whole, "resume": True, "drop": "checkpoint-3", "out": str(tmp_path / "resumed")}], environment)
+    for key, values in read(tmp_path / "whole")[1].items():
+        assert torch.equal(read(tmp_path / "resumed")[1][key], values), key
 
 
 def test_the_launch_is_read_from_the_environment():
@@ -225,6 +237,7 @@ def test_the_launch_is_read_from_the_environment():
     assert launch_of({"WORLD_SIZE": "2", **FSDP2}).strategy == "fsdp2"
     assert launch_of({"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}).strategy == "fsdp1"
     assert launch_of({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}).strategy == "zero3"
+    assert launch_of({"ACCELERATE_USE_DEEPSPEED": "true"}).strategy == "zero2"
     assert launch_of({**FSDP2, "FSDP_OFFLOAD_PARAMS": "true"}).offload
     assert launch_of({"LORAGATE_STRATEGY": "fsdp2"}).sharded
     assert not launch_of({"WORLD_SIZE": "2"}).sharded

@@ -106,7 +106,7 @@ def build_parser(command: Command) -> argparse.ArgumentParser:
     # the command's own settings before those it shares with others
     for name, kind in sorted(field_kinds(command.options).items(), key=lambda item: item[0] not in own):
         default = defaults[name]
-        shown = "" if default in (dataclasses.MISSING, None, "") else f" [{_shown(default)}]"
+        shown = "" if default in (dataclasses.MISSING, None, "", ()) else f" [{_shown(default)}]"
         text = (texts.get(name, "") + shown).replace("%", "%%")
         if name == command.positional:
             several = kind is tuple

@@ -6,6 +6,7 @@ refused at once. The launch configurations that the package ships lie beside thi
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,11 +59,20 @@ def launch_of(environment: Mapping[str, str] | None = None) -> Launch:
     if flag("ACCELERATE_USE_FSDP"):
         strategy = f"fsdp{number('FSDP_VERSION', 1)}"
     elif flag("ACCELERATE_USE_DEEPSPEED"):
-        strategy = f"zero{number('ACCELERATE_DEEPSPEED_ZERO_STAGE', 2)}"
+        stage = _stage_of(known.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", ""))
+        strategy = f"zero{stage if stage is not None else number('ACCELERATE_DEEPSPEED_ZERO_STAGE', 2)}"
     strategy = known.get(ASKED) or strategy
     offload = strategy.startswith("fsdp") and flag("FSDP_OFFLOAD_PARAMS")
     local = max(0, number("LOCAL_RANK", 0))
     return Launch(strategy, processes, number("RANK", 0), local, flag("ACCELERATE_USE_CPU"), offload)
+
+
+def _stage_of(file: str) -> int | None:
+    """The ZeRO stage in a DeepSpeed configuration of the user's own."""
+    try:
+        return int(json.loads(Path(file).read_text(encoding="utf-8"))["zero_optimization"]["stage"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def take_over_fsdp() -> None:
