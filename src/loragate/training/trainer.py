@@ -75,6 +75,9 @@ class StatisticsTrainer(SFTTrainer):
                 parameter.data = kept[name].to(parameter.device)
         self.model_accepts_loss_kwargs = True
         self.sharded = is_sharded(self.model)
+        if self.sharded and not hasattr(SFTTrainer, "_defer_fsdp_gradient_reduction"):
+            # an older Trainer never calls what this class puts in its place
+            raise TrainingError("FSDP2 needs transformers 5.23 or newer; upgrade transformers, or use --strategy ddp")
         # the trainer then leaves placing, wrapping and reducing to the model; set only now, as it would refuse checkpoints
         self.is_distributed_loading_by_transformers = self.sharded
 
