@@ -1,6 +1,6 @@
 """The memory that `loragate plan` predicts against the memory that training takes, for several families and shapes.
 
-    python benchmarks/plan_memory.py [--only NAME] [--out FILE]
+    python benchmarks/plan_memory.py [--only NAME] [--replan] [--out FILE]
 
 Each case trains a random model for two steps with the package's own trainer (`train_adapter`, `calibrate`) on a CPU while
 PyTorch's profiler records every allocation and release of the CPU allocator. Measured is the most that is alive at one
@@ -202,13 +202,18 @@ def planned(case: Case) -> tuple[float, float, dict[str, float]]:
     return memory.held, memory.allocated, parts
 
 
-def compare(case: Case) -> dict[str, Any]:
-    """Planned and measured MiB of one case, and their ratios."""
-    held, peak = measured(case)
+def compare(case: Case, known: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Planned and measured MiB of one case, and their ratios; `known` is an earlier row with its measurement."""
+    if known is None:
+        held, peak = (value / 2**20 for value in measured(case))
+    else:
+        held, peak = known["measured_held_mib"], known["measured_mib"]
     expected_held, expected, parts = planned(case)
+    expected_held, expected = expected_held / 2**20, expected / 2**20
     return {
-        "measured_mib": round(peak / 2**20, 2),
-        "planned_mib": round(expected / 2**20, 2),
+        "measured_mib": round(peak, 3),
+        "measured_held_mib": round(held, 3),
+        "planned_mib": round(expected, 3),
         "ratio": round(expected / peak, 4),
         "held_ratio": round(expected_held / held, 4),
         "activations_ratio": round((expected - expected_held) / (peak - held), 4),
@@ -219,17 +224,18 @@ def compare(case: Case) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="cases whose name begins with this; the file's other cases stay")
+    parser.add_argument("--replan", action="store_true", help="plan anew against the measurements in the file")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "plan_memory.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows: dict[str, Any] = {}
-    if options.only and options.out.is_file():
+    if (options.only or options.replan) and options.out.is_file():
         rows = json.loads(options.out.read_text(encoding="utf-8"))["cases"]
     print(f"{'':<42}{'measured':>10}{'planned':>10}{'ratio':>8}{'activations':>13}")
     for case in cases():
         if not case.name.startswith(options.only):
             continue
-        row = rows[case.name] = compare(case)
+        row = rows[case.name] = compare(case, rows[case.name] if options.replan else None)
         print(
             f"{case.name:<42}{row['measured_mib']:>10.1f}{row['planned_mib']:>10.1f}{row['ratio']:>8.3f}"
             f"{row['activations_ratio']:>13.3f}",

@@ -17,7 +17,7 @@ from loragate.analysis.plan_trace import Footprint
 from loragate.errors import ConfigError
 from tiny import tiny_adapter, tiny_base
 
-NOTHING = Footprint(0, 0, 0, 0)
+NOTHING = Footprint(0, 0, 0, 0, 0)
 
 
 @pytest.fixture(scope="module")

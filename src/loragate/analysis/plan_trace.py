@@ -71,29 +71,33 @@ class Footprint:
     Attributes:
         saved: activations that are alive when the backward pass begins.
         forward: peak while the body runs forward.
-        head: peak while the head runs.
-        backward: peak of the backward pass, with the gradients as they appear.
+        head: peak while the head runs forward.
+        head_backward: peak until the gradient has left the head.
+        backward: peak of the rest of the backward pass, with the parameters' gradients as they appear.
+
+    Each is linear in layers and rows, which their maximum is not.
     """
 
     saved: float
     forward: float
     head: float
+    head_backward: float
     backward: float
 
     @property
     def peak(self) -> float:
-        """The largest of the three."""
-        return max(self.forward, self.head, self.backward)
+        """The largest of the four."""
+        return max(self.forward, self.head, self.head_backward, self.backward)
 
     @property
     def head_workspace(self) -> float:
         """What the head needs for a moment, beyond what is kept."""
-        return max(0.0, self.head - self.saved)
+        return max(0.0, self.head - self.saved, self.head_backward - self.saved)
 
     @property
     def temporary(self) -> float:
-        """What forward or backward need for a moment, beyond what is kept."""
-        return max(0.0, max(self.forward, self.backward) - self.saved)
+        """What the body needs for a moment, forward or backward, beyond what is kept."""
+        return max(0.0, self.forward - self.saved, self.backward - self.saved)
 
 
 class Traces:
@@ -118,11 +122,12 @@ class Traces:
         if not 1 <= full < rows:
             return line
         # chunks grow with the rows until one is full; after that only what is collected from all chunks does
-        grown = two.head_workspace - one.head_workspace
+        first = one.head - one.saved
+        grown = two.head - two.saved - first
         size = text.hidden_size * self.workload.dtype.itemsize
         collected = 2 * 12 * self.workload.k if self.workload.stage == "calibrate" else 2 * 4 * text.hidden_size
         later = min(grown, response * (size + collected))
-        return replace(line, head=line.saved + one.head_workspace + grown * (full - 1) + later * (rows - full))
+        return replace(line, head=line.saved + first + grown * (full - 1) + later * (rows - full))
 
     def _through_all_layers(self, rows: int) -> Footprint:
         few, more = (self._corner(layers, rows) for layers in (self.few, 2 * self.few))
@@ -184,6 +189,8 @@ def _run(model: Any, workload: Workload) -> Footprint:
         with torch.autocast("cpu", dtype=precision) if precision else nullcontext():
             hidden = causal.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
             forward = tracker.restart()
+            past_head: list[float] = []
+            hidden.register_hook(lambda gradient: past_head.append(tracker.restart()))
             stats = token_statistics(
                 hidden[:, :-1],
                 weight,
@@ -202,7 +209,7 @@ def _run(model: Any, workload: Workload) -> Footprint:
         saved = tracker.live
         on_head = tracker.restart()
         loss.backward()
-        return Footprint(saved, forward, on_head, tracker.peak)
+        return Footprint(saved, forward, on_head, past_head[0], tracker.peak)
 
 
 def _chunk(device: str, vocabulary: int) -> int:
