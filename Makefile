@@ -38,7 +38,7 @@ docs: $(VENV)/.dev
 	$(BIN)/python -m mkdocs build --strict $(ARGS)
 
 bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/stage_two_step.py $(ARGS)
+	$(BIN)/python benchmarks/speed/run.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -12,6 +12,7 @@ import inspect
 import json
 import posixpath
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def command_page(name: str) -> str:
     if name in PAGES:
         lines += [f"More about it: [{_title(PAGES[name])}](../{PAGES[name]}).", ""]
     lines += ["```sh", *command.examples, "```", ""]
-    for heading, fields in _groups(command.options).items():
+    for heading, fields in _groups(command.options, kinds).items():
         lines += [f"## {heading}", "", "| flag | value | default | |", "|---|---|---|---|"]
         lines += [_row(command, field, kinds[field.name], texts.get(field.name, "")) for field in fields]
         lines.append("")
@@ -154,10 +155,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return without_false_references(markdown)
 
 
-def _groups(options: type) -> dict[str, list[Any]]:
-    """Settings under a heading for each class that they come from, the command's own first."""
+def _groups(options: type, offered: Collection[str]) -> dict[str, list[Any]]:
+    """Settings that the command offers, under a heading for each class that they come from, the command's own first."""
     groups: dict[str, list[Any]] = {}
-    left = {field.name: field for field in dataclasses.fields(options)}
+    left = {field.name: field for field in dataclasses.fields(options) if field.name in offered}
     for cls in options.__mro__[:-1]:
         about = (cls.__doc__ or "").splitlines()[0]
         heading = "Settings" if cls is options else re.split(r"[;(.]", about)[0].strip()
@@ -175,13 +176,16 @@ def _row(command: Any, field: Any, kind: Any, text: str) -> str:
     else:
         shown = f"`{flag}`, `--no-{flag[2:]}`" if kind is bool else f"`{flag}`"
     what = {int: "integer", float: "number", dict: "JSON", bool: "", tuple: "text, may be repeated"}.get(kind, "text")
-    return f"| {shown} | {what} | {_default(field, kind)} | {_cell(text)} |"
+    return f"| {shown} | {what} | {_default(command, field, kind)} | {_cell(text)} |"
 
 
-def _default(field: Any, kind: Any) -> str:
+def _default(command: Any, field: Any, kind: Any) -> str:
     default = field.default
+    unfilled = default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    if unfilled or field.name in command.needs:
+        return "required"
     if default is dataclasses.MISSING:
-        default = None if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = field.default_factory()
     if default in (None, "", (), {}):
         return ""
     if kind is bool:

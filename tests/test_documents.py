@@ -23,6 +23,7 @@ import pytest
 import yaml
 
 import loragate
+from loragate import errors
 from loragate.cli.arguments import build_parser, field_kinds, help_texts, parse, read_config
 from loragate.cli.main import COMMANDS, overview
 from loragate.errors import ConfigError
@@ -321,6 +322,16 @@ def test_every_page_is_in_the_navigation():
 def test_every_public_name_has_its_place_in_the_reference():
     listed = re.findall(r"^::: loragate\.(\w+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.M)
     assert set(loragate.__all__) - {"__version__"} <= set(listed)
+
+
+def test_every_error_has_its_place_in_the_reference():
+    defined = {
+        name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__
+    }
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
+    listed = re.search(r"^::: loragate\.errors\n    options:\n      members: \[(.*)\]$", page, re.M)
+    assert listed is not None
+    assert {"LoragateError", *listed[1].split(", ")} == defined
 
 
 def test_links_out_of_the_documentation_are_turned_to_copies():

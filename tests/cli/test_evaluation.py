@@ -437,7 +437,9 @@ def test_every_suite_end_to_end(place, tmp_path, capsys):
     assert {row.name for row in record.results} == {"base", "adapter", "gated"}
     assert len(record.results) == 3 * len(names)
     assert record.sandbox == "bubblewrap"
-    assert len(record.suites) == 3
+    averaged = {"math": 5, "code": 3, "tiny": 2}
+    assert {(row.suite, row.average.tasks) for row in record.suites} == set(averaged.items())
+    assert len(record.suites) == 3 * len(averaged)
     harness = json.loads((tmp_path / "run" / "harness" / "gated" / "openbookqa.json").read_text())
     plain = json.loads((tmp_path / "run" / "harness" / "adapter" / "openbookqa.json").read_text())
     assert harness["samples"][0]["loglikelihoods"] != plain["samples"][0]["loglikelihoods"]

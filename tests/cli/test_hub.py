@@ -53,6 +53,8 @@ def test_hub_ids(tmp_path):
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "gated" / "gate_config.json").read_text())
     assert record["base"]["id"] == "someone/base"
+    assert record["base"]["revision"] == REVISION, "the branch is resolved"
+    assert record["adapter"]["id"] == "someone/adapter"
     weights = "adapter_model.safetensors"
     assert (tmp_path / "gated" / "adapter" / weights).read_bytes() == (tmp_path / "adapter" / weights).read_bytes()
     done = loragate(cache, tmp_path, "generate", "--model", "gated", "--prompt", "w1 w2", "--max-new-tokens", "4")

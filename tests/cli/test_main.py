@@ -5,8 +5,9 @@ import sys
 import time
 
 import pytest
+import yaml
 
-from loragate.cli.arguments import help_texts, parse, resolved_yaml
+from loragate.cli.arguments import build_parser, field_kinds, help_texts, parse, resolved_yaml
 from loragate.cli.calibrate import COMMAND as CALIBRATE
 from loragate.cli.calibrate import CalibrateOptions
 from loragate.cli.main import COMMANDS, main
@@ -51,8 +52,24 @@ def test_every_setting_is_described():
     for module, _ in COMMANDS.values():
         command = importlib.import_module(f"loragate.cli.{module}").COMMAND
         described = help_texts(command.options)
-        missing = [name for name in command.options.__dataclass_fields__ if not described.get(name)]
+        missing = [name for name in field_kinds(command.options) if not described.get(name)]
         assert missing == [], f"loragate {command.name}: {missing}"
+
+
+def test_help_says_what_is_required_first_and_nothing_of_what_is_off():
+    from loragate.cli.sweep import COMMAND as SWEEP
+
+    text = " ".join(build_parser(CALIBRATE).format_help().split())
+    flags = [word for word in text.split() if word.startswith("--")]
+    assert set(flags[1:4]) == {"--data", "--out", "--adapter"}
+    assert text.count("[required]") == 3
+    assert "[False]" not in text
+    assert "complete gradient, a variant. [on]" in text
+    offered = build_parser(SWEEP).format_help()
+    for flag in ("--seed ", "--objective ", "--strategy ", "--random-scale "):
+        assert flag not in offered
+    options, _ = parse(SWEEP, ["--out", "x"])
+    assert not {"seed", "objective"} & set(yaml.safe_load(resolved_yaml(options)))
 
 
 def test_mistakes_on_the_command_line(capsys):

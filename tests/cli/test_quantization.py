@@ -96,13 +96,14 @@ def commands(place, out):
     return {
         "sft": ["sft", "--model", place / "base", *run],
         "calibrate": ["calibrate", "--adapter", place / "absent", "--range=0,1", "--unverified", *run],
+        "mask": ["mask", "--model", place / "base", "--reference", place / "absent", *run[:-1], f"{out}.jsonl"],
         "generate": ["generate", "--model", place / "base", "--prompt", "w1"],
         "eval": ["eval", "--model", place / "base", "--suite", "tiny", "--out", out],
         "serve": ["serve", place / "base", "--engine", "transformers"],
     }
 
 
-@pytest.mark.parametrize("command", ["sft", "calibrate", "generate", "eval", "serve"])
+@pytest.mark.parametrize("command", ["sft", "calibrate", "mask", "generate", "eval", "serve"])
 def test_refused_at_start(command, place, tmp_path, capsys, monkeypatch):
     line = commands(place, tmp_path / "out")[command]
     assert "--quantization 4bits: expected none, 8bit, 4bit; did you mean '4bit'?" in fails(

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from loragate.errors import ConfigError, DataError, LoragateError
 from loragate.evaluation.aggregates import SuiteEstimate, compare_suites, suite_average
+from loragate.evaluation.evaluate import Evaluation
 from loragate.evaluation.results import (
     EvaluationRecord,
     SuiteResult,
@@ -24,8 +26,11 @@ from loragate.evaluation.results import (
     write_record,
 )
 from loragate.evaluation.statistics import Difference, average_at_k, compare
+from loragate.evaluation.variants import Variant
 from loragate.report.reading import read_results
-from loragate.report.scores import caption, score_markdown, score_tables
+from loragate.report.scores import caption, score_markdown, score_tables, suites_of
+
+TASKS = {"sums": "math", "tiny": "tiny", "products": "math"}
 
 
 def test_a_task_result_by_hand() -> None:
@@ -61,6 +66,33 @@ def test_suites_and_absent_values_survive() -> None:
     suite = SuiteResult("gated", suite_average([GATED, ADAPTER]), None, compare_suites([GATED], [ADAPTER]))
     record = dataclasses.replace(make_record(), suites=(suite,), sandbox=None, canary={})
     assert EvaluationRecord.from_json(record.to_json()) == record
+
+
+def test_averages_of_old_records_name_no_suite() -> None:
+    row = SuiteResult("gated", suite_average([GATED, ADAPTER]))
+    record = dataclasses.replace(make_record(), suites=(row,))
+    old = record.to_json()
+    del old["suites"][0]["suite"]
+    assert EvaluationRecord.from_json(old) == record
+    assert suites_of(old | {"suites": [{**old["suites"][0], "suite": ""}]})[0][0] == "average of 2 tasks"
+
+
+def test_averages_stand_per_suite() -> None:
+    """Three tasks of two suites: only the suite of which two were asked has an average, and it leaves the third out."""
+    tasks = [SimpleNamespace(task=SimpleNamespace(name=name, suite=suite)) for name, suite in TASKS.items()]
+    variants = [Variant("adapter"), Variant("gated")]
+    scores = {("adapter", name): np.zeros((2, 1)) for name in TASKS} | {
+        ("gated", name): np.ones((2, 1)) for name in TASKS
+    }
+    scores["gated", "sums"] = np.zeros((2, 1))
+    rows = Evaluation._averages(SimpleNamespace(tasks=tasks, variants=variants), scores)  # type: ignore[arg-type]
+    assert [(row.variant, row.suite, row.average.tasks, row.average.mean) for row in rows] == [
+        ("adapter", "math", 2, 0.0),
+        ("gated", "math", 2, 0.5),
+    ]
+    record = dataclasses.replace(make_record(), suites=rows).to_json()
+    assert [(title, len(found)) for title, found in suites_of(record)] == [("average of the 2 math tasks", 2)]
+    assert "average of the 2 math tasks" in score_markdown(record)
 
 
 def test_numbers_of_numpy_become_json() -> None:

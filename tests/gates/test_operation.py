@@ -53,6 +53,22 @@ def test_equals_the_plain_form_for_all_inputs_that_need_gradients(detach_input, 
             torch.testing.assert_close(fused, plain, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_weight", [True, False])
+@pytest.mark.parametrize("tokens", [1, 16, 77])
+def test_without_gradients_the_values_are_bit_for_bit_those_of_training(dtype, with_weight, tokens):
+    x, a, b, weight, bias = operands(dtype, tokens, 48, 8, 40, gate_dtype=torch.float32)
+    arguments = (x, a, b, weight if with_weight else None, bias)
+    trained = gated_delta(*arguments, **SETTINGS)
+    assert trained.requires_grad
+    with torch.no_grad():
+        assert torch.equal(gated_delta(*arguments, **SETTINGS), trained)
+    frozen = gated_delta(*(None if value is None else value.detach() for value in arguments), **SETTINGS)
+    assert torch.equal(frozen, trained)
+    assert not frozen.requires_grad
+    assert torch.equal(gated_delta_reference(*arguments, **SETTINGS), trained)
+
+
 def test_gating_in_rank_space_equals_gating_the_output():
     x, a, b, weight, bias = (tensor.detach() for tensor in operands())
     from loragate.gates.signed_map import gate_coefficient

@@ -189,3 +189,20 @@ def test_config_defaults_are_the_plain_distribution() -> None:
         1,
         0,
     )
+
+
+def test_rows_that_are_left_out_change_nothing_for_the_others() -> None:
+    config, scores = SamplingConfig(seed=3), torch.randn(4, 3, 9, generator=torch.Generator().manual_seed(0))
+    samplers = [SeededSampler(config, torch.tensor([4, 5, 5]), torch.tensor([0, 0, 1]), 2, []) for _ in range(2)]
+    tokens = torch.zeros(3, 0, dtype=torch.long)
+    for step in range(4):
+        if step == 2:
+            samplers[1].keep(torch.tensor([0, 2]))
+        rows = samplers[1].rows_b
+        every, kept = samplers[0].choose(tokens, scores[step]), samplers[1].choose(tokens[rows], scores[step][rows])
+        assert kept.tolist() == every[rows].tolist()
+        tokens = torch.cat([tokens, every[:, None]], dim=1)
+    assert samplers[0].tokens_B.tolist() == [4, 4, 4]
+    assert samplers[1].tokens_B.tolist() == [4, 2, 4]
+    expected = samplers[0].mean_entropy()
+    assert torch.equal(samplers[1].mean_entropy()[[0, 2]], expected[[0, 2]])

@@ -110,6 +110,16 @@ def test_the_two_hand_picked_ranges_are_apart_from_the_chosen_one():
     assert auto.tables == ""
 
 
+@pytest.mark.parametrize("domain", ["math", "code"])
+def test_constants_are_such_as_eval_takes(domain):
+    from loragate.evaluation.variants import variants_for
+
+    text = value(f"{domain}/qwen2.5-math-1.5b/constant-lambda", "eval.constants")
+    constants = [float(part) for part in text.split(",")]
+    found = [row.constant for row in variants_for("adapter", "cheap", constants) if row.constant is not None]
+    assert found == constants
+
+
 def test_references_become_paths():
     stages = {stage.name: stage.values for stage in read_recipe(SCALE, LIBRARY).placed("runs/x")}
     assert stages["sft"]["out"] == stages["calibrate"]["adapter"] == "runs/x/sft"

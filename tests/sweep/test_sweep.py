@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from places import COMMAND_LINE, arguments, attempts, numbers, stamps, sweep
 
 import loragate as lg
 from loragate.errors import ConfigError, DataError, LoragateError
+from tiny import VOCABULARY
 
 
 def test_a_finished_sweep_is_complete(swept):
@@ -104,7 +106,12 @@ def test_the_best_cell_is_written_and_can_be_loaded(place, swept, tmp_path, caps
     argv = arguments(place, swept, "--test", str(place / "test.jsonl"))
     materials, plan = prepare(parse(COMMAND, argv[1:])[0])
     trial = next(trial for trial in plan.trials if trial.slug == "one_entropy_-3_2_seed0")
-    write_best(materials, plan, swept, trial, tmp_path / "gates", {"method": "sweep"}, str(place / "base"), "card")
+    write_best(materials, plan, swept, trial, tmp_path / "gates", {"method": "sweep"}, str(place / "base"))
+    whole = dataclasses.replace(materials, options=dataclasses.replace(materials.options, k=0))
+    write_best(whole, plan, swept, trial, tmp_path / "whole", {"method": "sweep"}, str(place / "base"))
+    assert json.loads((tmp_path / "whole" / "gate_config.json").read_text())["k"] == VOCABULARY, (
+        "as calibrate records it"
+    )
     model = lg.load_gated(tmp_path / "gates")
     rows = [json.loads(line) for line in (place / "probe.jsonl").read_text().splitlines()]
     prompts = [f"<user> {row['prompt']} <assistant> " for row in rows]
@@ -126,6 +133,9 @@ def test_the_best_cell_is_written_and_can_be_loaded(place, swept, tmp_path, caps
     assert record["selection"]["method"].startswith("sweep")
     assert (record["selection"]["cells"], record["selection"]["n"]) == (1, 66)
     assert record["gate"]["lower"] == -3
+    card = (out / "best" / "README.md").read_text()
+    assert "| [-3,2] |" in card
+    assert "optimistic" in card
     best = lg.load_gated(out / "best")
     for name, value in lg.gate_parameters(best).items():
         assert value.equal(lg.gate_parameters(model)[name])
@@ -135,8 +145,9 @@ def test_the_best_cell_is_written_and_can_be_loaded(place, swept, tmp_path, caps
     ("more", "message"),
     [
         (["--runner", "rey"], "did you mean 'ray'"),
-        (["--seed", "1"], "--seed has no effect on a sweep; use --seeds"),
-        (["--objective", "anchored"], "use --objectives"),
+        (["--seed", "1"], "unknown argument --seed; did you mean '--seeds'"),
+        (["--objective", "anchored"], "did you mean '--objectives'"),
+        (["--processes", "2"], "unknown argument --processes"),
         (["--objectives", "entropie"], "did you mean 'entropy'"),
         (["--objectives", "reward"], "a reward is a Python callable"),
         (["--objectives", "entropy,entropy"], "entropy is given twice"),

@@ -90,3 +90,16 @@ def test_the_trainer_refuses_too(tokenizer):
     settings = CalibrationSettings(batch_size=4, micro_batch_size=4, max_steps=1, max_length=64, precision="fp16")
     with pytest.raises(ConfigError, match="fp16"):
         lg.calibrate(tiny_adapter(), tokenizer, tiny_rows(4), lg.GateConfig(-3, 2), settings)
+
+
+def test_the_trainer_reads_how_the_base_is_stored(tokenizer, monkeypatch):
+    import loragate as lg
+    from loragate.training import run
+    from tiny import tiny_adapter, tiny_rows
+
+    settings = CalibrationSettings(batch_size=4, micro_batch_size=2, max_steps=1, max_length=64)
+    model = tiny_adapter()
+    monkeypatch.setattr(model.config, "quantization_config", {"load_in_4bit": True}, raising=False)
+    monkeypatch.setattr(run, "launch_of", lambda: Launch("fsdp2", 2))
+    with pytest.raises(ConfigError, match="4bit base cannot be sharded with fsdp2"):
+        lg.calibrate(model, tokenizer, tiny_rows(4), lg.GateConfig(-3, 2), settings)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -163,9 +164,11 @@ def test_resume_continues_bit_for_bit(tokenizer, rows, tmp_path, settings, rewar
     other = CalibrationSettings(**{**settings.as_record(), "max_new_tokens": 7})
     with pytest.raises(TrainingError, match=r"another run: 'settings.max_new_tokens' was 6, now 7"):
         lg.calibrate(model, tokenizer, rows, CONFIG, other, run_folder=tmp_path / "run", resume=True, **options)
-    resumed = lg.calibrate(
-        model, tokenizer, rows, CONFIG, settings, run_folder=tmp_path / "run", resume=True, **options
-    )
+    keeping = replace(settings, keep_checkpoints=0)
+    resumed = lg.calibrate(model, tokenizer, rows, CONFIG, keeping, run_folder=tmp_path / "run", resume=True, **options)
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == [
+        f"checkpoint-{step}" for step in range(2, 7)
+    ]
     assert resumed.steps == complete.steps == 6
     for name, parameter in gates(model).items():
         assert torch.equal(parameter, gates(whole)[name]), name

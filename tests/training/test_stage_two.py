@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -338,6 +340,38 @@ def test_resume_needs_the_same_tokens_and_the_same_weights(tokenizer, rows, tmp_
         changed.base_model.model.model.norm.weight.mul_(1.5)
     with pytest.raises(TrainingError, match="another run: 'frozen_weights'"):
         lg.calibrate(changed, tokenizer, rows, CONFIG, settings, run_folder=tmp_path, resume=True, encoded=same)
+
+
+def test_all_checkpoints_are_kept_where_that_is_asked(tokenizer, rows, tmp_path):
+    """Keeping more changes no number, and a resumed run may keep more or fewer than it did before."""
+    settings = CalibrationSettings(batch_size=8, micro_batch_size=8, k=20, max_length=64, save_steps=1, max_steps=5)
+    whole = tiny_adapter()
+    lg.calibrate(whole, tokenizer, rows, CONFIG, settings, run_folder=tmp_path / "whole")
+
+    def kept(name):
+        return sorted(int(path.name.rpartition("-")[2]) for path in (tmp_path / name).glob("checkpoint-*"))
+
+    class Killed(Exception):
+        pass
+
+    def kill(report):
+        if report.step == 4:
+            raise Killed
+
+    everything = replace(settings, keep_checkpoints=0)
+    with pytest.raises(Killed):
+        lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, everything, run_folder=tmp_path / "run", on_step=kill)
+    assert (kept("whole"), kept("run")) == ([4, 5], [1, 2, 3])
+    shutil.copytree(tmp_path / "run", tmp_path / "fewer")
+    for name, again in (("run", everything), ("fewer", replace(settings, keep_checkpoints=3))):
+        model = tiny_adapter()
+        lg.calibrate(model, tokenizer, rows, CONFIG, again, run_folder=tmp_path / name, resume=True)
+        for key, parameter in gates(model).items():
+            assert torch.equal(parameter, gates(whole)[key]), key
+    assert (kept("run"), kept("fewer")) == ([1, 2, 3, 4, 5], [3, 4, 5])
+    assert (tmp_path / "run" / "run.json").read_bytes() == (tmp_path / "whole" / "run.json").read_bytes()
+    with pytest.raises(ConfigError, match="keep_checkpoints must not be negative"):
+        replace(settings, keep_checkpoints=-1)
 
 
 def test_a_torn_checkpoint_is_passed_over(tokenizer, rows, tmp_path):

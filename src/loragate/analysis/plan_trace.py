@@ -26,8 +26,7 @@ from torch.utils._pytree import tree_leaves
 from loragate.analysis.plan_model import build_on_meta, layer_period, with_layers
 from loragate.losses import token_statistics
 from loragate.losses.causal_head import read_head
-
-CHUNK_BYTES = 128 << 20  # of fp32 logits per chunk of the head
+from loragate.losses.tiling import tiling
 
 
 @dataclass(frozen=True)
@@ -118,14 +117,14 @@ class Traces:
         line = _extended(one, two, rows - 1)
         response = self.workload.response_share * self.workload.sequence
         text = self.config.get_text_config()
-        full = _chunk(self.workload.device, text.vocab_size) / response
+        full = _chunk(self.workload, text.vocab_size, text.hidden_size) / response
         if not 1 <= full < rows:
             return line
         # chunks grow with the rows until one is full; after that only what is collected from all chunks does
         first = one.head - one.saved
         grown = two.head - two.saved - first
         size = text.hidden_size * self.workload.dtype.itemsize
-        collected = 2 * 12 * self.workload.k if self.workload.stage == "calibrate" else 2 * 4 * text.hidden_size
+        collected = 8 * self.workload.k if self.workload.stage == "calibrate" else 4 * text.hidden_size
         later = min(grown, response * (size + collected))
         return replace(line, head=line.saved + first + grown * (full - 1) + later * (rows - full))
 
@@ -201,7 +200,7 @@ def _run(model: Any, workload: Workload) -> Footprint:
                 softcap=head.softcap,
                 outputs=wanted,
                 gradients=wanted,
-                chunk_tokens=_chunk(workload.device, weight.shape[0]),
+                chunk_tokens=_chunk(workload, *weight.shape),
             )
         del hidden
         loss = getattr(stats, wanted[0]).sum()
@@ -212,9 +211,10 @@ def _run(model: Any, workload: Workload) -> Footprint:
         return Footprint(saved, forward, on_head, past_head[0], tracker.peak)
 
 
-def _chunk(device: str, vocabulary: int) -> int:
-    rows = max(16, CHUNK_BYTES // (4 * vocabulary))
-    return min(128, rows) if device == "cpu" else rows
+def _chunk(workload: Workload, vocabulary: int, width: int) -> int:
+    """Tokens per chunk of the head on the workload's device, which the traced tensors do not lie on."""
+    widened = workload.device == "cpu" and workload.dtype.itemsize < 4
+    return tiling(vocabulary, width, workload.device, widened=widened).tokens
 
 
 def _materialise(model: nn.Module) -> None:

@@ -91,6 +91,8 @@ def suppressing(model: Any, rule: Suppression, adapter_name: str | None = None) 
             kwargs = {"input_ids": args[0], **kwargs}
         return streams.step(kwargs)
 
+    forward.state_per_row = True  # type: ignore[attr-defined]  # the engine then copies and drops no rows
+
     with supplied_coefficients(model, lambda _path, _layer, _x: streams.coefficients_BS, adapter_name):
         causal.forward = types.MethodType(forward, causal)
         try:

@@ -34,6 +34,7 @@ class Command:
         run: called with an instance of `options`; returns the exit status.
         examples: lines that work when pasted.
         positional: name of the field that may be given without a flag, or None; a field of type tuple takes several.
+        needs: fields that have a default, so that a file can give them, without which the command still refuses.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Command:
     run: typing.Callable[[Any], int]
     examples: tuple[str, ...]
     positional: str | None = None
+    needs: tuple[str, ...] = ()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -90,6 +92,17 @@ def parse(command: Command, argv: list[str]) -> tuple[Any, argparse.Namespace]:
     return command.options(**values), namespace
 
 
+def require_given(command: Command, options: Any) -> None:
+    """Refuse options without the command's `needs`.
+
+    Raises:
+        ConfigError: naming all that are missing.
+    """
+    missing = ", ".join(_flag(name) for name in command.needs if not getattr(options, name))
+    if missing:
+        raise ConfigError(f"loragate {command.name} needs {missing}; for example: {command.examples[0]}")
+
+
 def build_parser(command: Command) -> argparse.ArgumentParser:
     """The argparse parser of one command."""
     parser = _Parser(
@@ -102,12 +115,13 @@ def build_parser(command: Command) -> argparse.ArgumentParser:
     )
     texts = help_texts(command.options)
     defaults = {field.name: field.default for field in dataclasses.fields(command.options)}
-    own = inspect.get_annotations(command.options)
-    # the command's own settings before those it shares with others
-    for name, kind in sorted(field_kinds(command.options).items(), key=lambda item: item[0] not in own):
-        default = defaults[name]
-        shown = "" if default in (dataclasses.MISSING, None, "", ()) else f" [{_shown(default)}]"
-        text = (texts.get(name, "") + shown).replace("%", "%%")
+    needed = [name for name in defaults if name in command.needs or defaults[name] is dataclasses.MISSING]
+    shared = {name for parent in command.options.__mro__[1:] for name in inspect.get_annotations(parent)}
+    # what must be given, then the command's own settings, then those it shares with others
+    kinds = field_kinds(command.options)
+    for name in sorted(kinds, key=lambda name: 0 if name in needed else 2 if name in shared else 1):
+        kind, default = kinds[name], defaults[name]
+        text = (texts.get(name, "") + (" [required]" if name in needed else _shown(default))).replace("%", "%%")
         if name == command.positional:
             several = kind is tuple
             parser.add_argument(name, nargs="*" if several else "?", help=text, metavar=name.upper())
@@ -125,9 +139,16 @@ def build_parser(command: Command) -> argparse.ArgumentParser:
 
 
 def field_kinds(options: type) -> dict[str, Any]:
-    """{field name: plain type}, with `X | None` reduced to X."""
+    """{field name: plain type} of what a command offers, with `X | None` reduced to X.
+
+    A class of settings that shares fields with another and gives some of them no effect names those in its `WITHHELD`.
+    """
     hints = typing.get_type_hints(options)
-    return {field.name: _plain(hints[field.name]) for field in dataclasses.fields(options)}
+    return {
+        field.name: _plain(hints[field.name])
+        for field in dataclasses.fields(options)
+        if field.name not in _withheld(options)
+    }
 
 
 def read_config(path: Path, command: Command) -> dict[str, Any]:
@@ -178,7 +199,8 @@ def resolved_yaml(options: Any) -> str:
     """The options as a YAML text that `--config` reads back."""
     import yaml
 
-    return yaml.safe_dump(dataclasses.asdict(options), sort_keys=False, allow_unicode=True)
+    values = {name: value for name, value in dataclasses.asdict(options).items() if name not in _withheld(options)}
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def help_texts(options: type) -> dict[str, str]:
@@ -282,5 +304,14 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def _withheld(options: Any) -> frozenset[str]:
+    return getattr(options, "WITHHELD", frozenset())
+
+
+def _shown(default: Any) -> str:
+    """A default as it stands behind a help text; nothing for what is empty or off."""
+    if default in (dataclasses.MISSING, None, "", ()) or default is False:
+        return ""
+    if default is True:
+        return " [on]"
+    return f" [{default:g}]" if isinstance(default, float) else f" [{default}]"

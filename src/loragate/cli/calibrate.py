@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from loragate.cli.arguments import Command
+from loragate.cli.arguments import Command, require_given
 from loragate.cli.launching import begin
 from loragate.cli.models import check_batching, quiet_logging, require_free_out, require_reporters
 from loragate.cli.options import RunOptions
 from loragate.cli.quantization import check_quantization
 from loragate.cli.selecting import SelectionOptions, build_probe, build_retention, candidates_of, cautious_candidate
-from loragate.errors import ConfigError
 from loragate.training.settings import CalibrationSettings
 
 
@@ -25,7 +24,8 @@ class CalibrateOptions(RunOptions, CalibrationSettings, SelectionOptions):
         base_id: name of the base to record in the artifact, where the base was loaded from a local folder.
         tau: gate temperature.
         init_scale: size of the initial perturbation of the gate weights.
-        granularity: token, module or global.
+        granularity: what has a λ of its own: token (each token in each module), module (each module, whatever the token) or
+            global (one λ for all).
         detach_input: the gate reads its input without a gradient (the paper's semi-gradient); --no-detach-input gives the
             complete gradient, a variant.
         gate_modules: gate only these modules (names separated by commas); all LoRA linears otherwise.
@@ -44,9 +44,7 @@ class CalibrateOptions(RunOptions, CalibrationSettings, SelectionOptions):
 
 def run(options: CalibrateOptions) -> int:
     """Load, show a sample, train what is to be tried, keep the best or the adapter, write the artifact."""
-    for name in ("adapter", "data", "out"):
-        if not getattr(options, name):
-            raise ConfigError(f"loragate calibrate needs --{name}; for example: {COMMAND.examples[0]}")
+    require_given(COMMAND, options)
     candidates = candidates_of(options)
     from loragate.cli import calibration
 
@@ -83,6 +81,7 @@ COMMAND = Command(
     summary="Stage II: gate a finished LoRA adapter by minimising its top-k predictive entropy on response tokens.",
     options=CalibrateOptions,
     run=run,
+    needs=("adapter", "data", "out"),
     examples=(
         "loragate calibrate --adapter path/to/adapter --data train.jsonl --probe probe.jsonl --out gated",
         "loragate calibrate --adapter path/to/adapter --data train.jsonl --range=0,1 --unverified --out gated",

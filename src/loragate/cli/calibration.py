@@ -14,7 +14,6 @@ from loragate.cli.acceptance import is_unaccepted as is_unaccepted
 from loragate.cli.acceptance import keep_unaccepted, put_on, read_unaccepted
 from loragate.cli.arguments import resolved_yaml
 from loragate.cli.calibration_report import (
-    model_card,
     report_selection,
     report_training,
     show_data,
@@ -26,10 +25,12 @@ from loragate.cli.models import (
     adapter_folder,
     adapter_record,
     dtype_argument,
+    hub_adapter,
     load_adapter,
     load_base,
     load_tokenizer,
     pick_device,
+    revision_of_base,
 )
 from loragate.cli.rewards import reward_of
 from loragate.cli.run_rows import encode_run, keep_rows_record, read_rows
@@ -163,7 +164,7 @@ def load_model(options: Any, record: Any, base_name: str, display: Display) -> A
     with display.job("loading the model"):
         base = load_base(
             base_name,
-            revision=record.revision or "",
+            revision=revision_of_base(record, base_name),
             dtype=dtype_argument(options.dtype, device, options.quantization),
             device=loading_device(device),
             trust=options.trust_remote_code,
@@ -231,7 +232,6 @@ def accept(options: Any, folder: Path, candidate: Candidate) -> int:
     put_on(model, folder, record)
     selection = {**_no_evidence(candidate, UNVERIFIED, accepted=True), "why": record["why"]}
     evidence = {**record["evidence"], "selection": selection}
-    config = GateConfig(**record["gate"])
     (folder / "gate_config.json").unlink(missing_ok=True)  # written again last; until then nothing can be loaded
     save_gates(
         model,
@@ -239,8 +239,8 @@ def accept(options: Any, folder: Path, candidate: Candidate) -> int:
         adapter_source=folder / "adapter",
         k=support_size(evidence["training"]["settings"]["k"], model.get_output_embeddings().weight.shape[0]),
         base_id=options.base_id or lasting_name(base_name),
+        adapter_id=hub_adapter(options.adapter),
         evidence=evidence,
-        card=model_card(folder.name, base_name, options.adapter, config, evidence),
     )
     out.print(f"the gates of {candidate.name} are on; nothing shows that they help", markup=False)
     say_written(out, folder)
@@ -286,21 +286,14 @@ def write_artifact(job: Job, candidate: Candidate, evidence: dict[str, Any]) -> 
     """The gated folder, and the line that says what to run next."""
     if is_main_process():
         options = job.options
-        card = model_card(
-            job.folder.name,
-            job.base_name,
-            options.adapter,
-            gate_config(options, candidate.lower, candidate.upper),
-            evidence,
-        )
         save_gates(
             job.model,
             job.folder,
             adapter_source=adapter_folder(options.adapter),
             k=support_size(job.settings.k, job.model.get_output_embeddings().weight.shape[0]),
             base_id=options.base_id or lasting_name(job.base_name),
+            adapter_id=hub_adapter(options.adapter),
             evidence=evidence,
-            card=card,
         )
         job.tokenizer.save_pretrained(str(job.folder / "adapter" / "tokenizer"))
         say_written(job.out, job.folder)

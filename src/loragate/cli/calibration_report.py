@@ -1,8 +1,7 @@
-"""What the training commands say: the account of the rows, the outcome in words that promise nothing, the model card."""
+"""What the training commands say: the account of the rows, and the outcome in words that promise nothing."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from loragate.cli.display import duration
@@ -117,102 +116,6 @@ def report_selection(out: Any, record: dict[str, Any]) -> None:
         )
 
 
-def model_card(name: str, base: str, adapter: str, gate: Any, evidence: dict[str, Any]) -> str:
-    """README.md of the artifact."""
-    rows = [f"| how the range was chosen | {how_chosen(evidence['selection'])} |"]
-    training = evidence.get("training")
-    if training:
-        total, settings = training["gates"], training["settings"]
-        rows = [
-            f"| gate parameters | {training['parameters']:,} ({gate.granularity}) |",
-            f"| data | {training['data']['source']}, {training['rows']} rows, {training['response_tokens']:,} response tokens |",
-            f"| objective | {objective_in_words(settings)} |",
-            f"| steps | {steps_in_words(training)} |",
-            f"| {entropy_in_words(settings['k'])}, normalised | {training['entropy_before']:.3f} before, "
-            f"{training['entropy_after']:.3f} after |",
-            f"| share of λ < 0 / 0 to 1 / > 1 | {total['below_zero']:.3f} / {total['zero_to_one']:.3f} / "
-            f"{total['above_one']:.3f} |",
-            *rows,
-        ]
-    table = "\n".join(rows)
-    return (
-        f"---\nlibrary_name: loragate\nbase_model: {json.dumps(base)}\ntags: [lora, peft, loragate, scale]\n---\n\n"
-        f"# {name}\n\n"
-        f"LoRA adapter `{adapter}` on `{base}` {acting(gate, evidence)}\n\n"
-        '```python\nimport loragate as lg\n\nmodel = lg.load_gated("path/to/this/folder")\n```\n\n'
-        f"| | |\n|---|---|\n{table}\n\n"
-        f"{candidates_table(evidence['selection'])}"
-        "Lower entropy is the training objective and no evidence of better answers. Compare with the plain adapter in "
-        "`adapter/`, also at a lower sampling temperature, before relying on it.\n"
-    )
-
-
-def acting(gate: Any, evidence: dict[str, Any]) -> str:
-    """What the gates do, or that they do nothing."""
-    if evidence["selection"]["accepted"]:
-        objective = (evidence.get("training") or {}).get("settings", {}).get("objective", "entropy")
-        kind = {"entropy": "entropy gates", "random": "random gates (a control)"}.get(objective, f"gates ({objective})")
-        where = {"token": "each token and module", "module": "each module", "global": "all modules together"}
-        return (
-            f"with {kind}: for {where[gate.granularity]} the adapter's delta is scaled by λ in "
-            f"[{gate.lower:g}, {gate.upper:g}]."
-        )
-    return "with gates that are off: λ = 1 everywhere, so this folder answers exactly as the plain adapter does."
-
-
 def entropy_in_words(k: int) -> str:
     """The entropy of a support of k; 0 is the whole vocabulary."""
     return f"top-{k} entropy" if k else "full entropy"
-
-
-def steps_in_words(training: dict[str, Any]) -> str:
-    """Steps, batch and learning rate, or that there was no training."""
-    settings = training["settings"]
-    if settings.get("objective") == "random":
-        return f"none: drawn with seed {settings['seed']} and standard deviation {settings['random_scale']:g}"
-    return f"{training['steps']} of batch {settings['batch_size']}, learning rate {settings['learning_rate']:g}"
-
-
-def objective_in_words(settings: dict[str, Any]) -> str:
-    """The objective, with extensions named as such."""
-    objective = settings.get("objective", "entropy")
-    return {
-        "entropy": f"{entropy_in_words(settings['k'])} (SCALE)",
-        "random": "none: random gates (a control)",
-        "ce": "cross-entropy (the paper's ablation)",
-        "anchored": "anchored entropy on its own answers (an extension of loragate, not SCALE)",
-        "reward": "verifiable reward (an extension of loragate, not SCALE)",
-    }[objective]
-
-
-def how_chosen(selection: dict[str, Any]) -> str:
-    """One sentence."""
-    if "probe" not in selection:
-        why = f" ({selection['why']})" if selection.get("why") else ""
-        return (selection.get("reason") or "given by the user; not compared with the plain adapter") + why
-    probe = selection["probe"]
-    against = "labels" if probe["kind"] == "labelled" else "the adapter's own majority answers, without labels"
-    outcome = (
-        f"picked {selection['picked']}" if selection["accepted"] else "nothing beat the adapter, which remains (λ = 1)"
-    )
-    return (
-        f"{outcome}; {selection['cost']['trainings']} candidates and the adapter on {probe['questions']} questions × "
-        f"{probe['samples']} against {against}"
-    )
-
-
-def candidates_table(selection: dict[str, Any]) -> str:
-    """The evidence as Markdown; nothing where there is none."""
-    if "probe" not in selection:
-        return ""
-    retained = selection.get("retention", {}).get("evidence", {})
-    head, rule = "| candidate | score on the probe, % | 95 % interval |", "|---|---:|---:|"
-    lines = [head + " retention, % |", rule + "---:|"] if retained else [head, rule]
-    for name, found in selection["evidence"].items():
-        line = f"| {name} | {percent(found['mean'])} | {percent(found['low'])}–{percent(found['high'])} |"
-        lines.append(line + (f" {percent(retained[name]['mean'])} |" if retained else ""))
-    notes = [f"{name} was not eligible: it {reason}." for name, reason in selection["vetoed"].items()]
-    if selection["accepted"]:
-        notes += [f"Warning: {phrase}." for phrase in selection["warnings"].get(selection["picked"], ())]
-        notes.append("The picked candidate's score is flattered by the choice.")
-    return "\n".join(lines) + "\n\n" + "".join(f"{note}\n\n" for note in notes)

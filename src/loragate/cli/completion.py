@@ -6,7 +6,6 @@ Tab starts no Python. Values of options are completed as files.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from dataclasses import dataclass
 
@@ -53,14 +52,14 @@ def commands() -> dict[str, tuple[str, tuple[Flag, ...]]]:
 
 def flags_of(command: Command) -> tuple[Flag, ...]:
     """The flags of one command, its own before those that all commands share."""
-    texts, found = help_texts(command.options), []
-    kinds = field_kinds(command.options)
-    for field in dataclasses.fields(command.options):
-        if field.name == command.positional:
+    texts, kinds = help_texts(command.options), field_kinds(command.options)
+    found = []
+    for name, kind in kinds.items():
+        if name == command.positional:
             continue
-        dashed, text = field.name.replace("_", "-"), texts.get(field.name, "")
-        found.append(Flag(f"--{dashed}", kinds[field.name] is not bool, text))
-        if kinds[field.name] is bool:
+        dashed, text = name.replace("_", "-"), texts.get(name, "")
+        found.append(Flag(f"--{dashed}", kind is not bool, text))
+        if kind is bool:
             found.append(Flag(f"--no-{dashed}", False, f"the opposite of --{dashed}"))
     shared = {"config": "YAML file with any of these keys", "print-config": "print the resolved configuration and stop"}
     shared |= {"debug": "show the traceback of an error", "help": "describe the command"}

@@ -42,14 +42,15 @@ class DiagnoseOptions(EvaluationInputs):
 
     Attributes:
         what: entropy, gates, interventions, alignment or tokens.
-        model: gated folder; for entropy also a plain adapter.
+        model: gated folder, or owner/name[@revision] of one on the hub; for entropy also a plain adapter.
         out: run folder; must be new or empty, or hold the run to resume.
         rows: (entropy, alignment) prompts and responses to read, in the formats of calibrate's --data.
         max_rows: (entropy, alignment) first rows, or answers, to read; 256 for entropy, 48 for alignment.
-        max_length: (entropy, alignment) longest row in tokens.
+        max_length: (entropy, alignment, tokens) longest row, or answer, in tokens; tokens reads at most 512.
         run: (gates, alignment, tokens) folder of `loragate eval` whose stored answers are read: all tasks, or those of --tasks.
         of: (gates, alignment) whose answers: gated, adapter or base; gated for gates, adapter for alignment.
         answers: (gates, alignment) answers to read per question.
+        limit: first questions of each task only; all of them by default, 8 for tokens.
         suppress: (entropy) signs of ΔH at which the delta is switched off: negative and/or positive.
         threshold: (entropy) nats that ΔH must exceed.
         prompt_too: (entropy) also switch off inside the prompt, not only where tokens of the answer are predicted.
@@ -153,4 +154,5 @@ COMMAND = Command(
     run=run,
     examples=EXAMPLES,
     positional="what",
+    needs=("what", "model", "out"),
 )

@@ -51,7 +51,7 @@ def run(options: Any) -> int:
 
     session = begin(options, gated=True)
     model, tokenizer = session.loaded.model, session.loaded.tokenizer
-    k = options.k or support_of(options.model)
+    k = options.k or support_of(session.loaded.names["gated"])
     stored = read_checkpoints(Path(options.checkpoints), model) if options.checkpoints else {}
     material = gather(session)
     reader, classes = Reader(model), classes_of(session.loaded)

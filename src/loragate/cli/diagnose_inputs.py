@@ -41,7 +41,7 @@ class Session:
 
         seconds = time.monotonic() - self.began
         settings = {name: getattr(self.options, name) for name in names}
-        return about(self.loaded.names, source, self.options.seed, settings, seconds)
+        return about(self.loaded.sources, source, self.options.seed, settings, seconds)
 
     def finish(self, record: Any, name: str, next_line: str) -> int:
         """Write the record, print its conclusion and what to run next."""
@@ -148,7 +148,7 @@ def evaluate(session: Session, variants: Sequence[Any], acting_as: EngineFor, id
         session.folder,
         prepared,
         variants,
-        models=loaded.names,
+        models=loaded.sources,
         canary=figures,
         seed=options.seed,
         identity={

@@ -1,6 +1,7 @@
 """Progress for people: a live display on a terminal, plain lines in a log.
 
 A `Display` is told which jobs will come and roughly how long each takes, so that it can say how long is left altogether.
+rich is imported when something is drawn: half the commands import this file, and their help needs none of it.
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
 
 PLAIN_SECONDS = 10.0
 
 
 def console() -> Console:
     """The console that results are printed to."""
+    from rich.console import Console
+
     return Console(highlight=False, soft_wrap=not sys.stdout.isatty(), quiet=_is_other_process())
 
 
@@ -46,6 +51,8 @@ class Display:
     """
 
     def __init__(self, plan: Sequence[tuple[str, float]] = (), out: Console | None = None) -> None:
+        from rich.console import Console
+
         self.out = out or Console(stderr=True, highlight=False, quiet=_is_other_process())
         self.weights = dict(plan)
         self.total = sum(self.weights.values())
@@ -62,6 +69,8 @@ class Display:
         numbered = f"[{self.count}/{len(self.weights)}] {name}" if name in self.weights else name
         job = Job(self, numbered, weight, total)
         if self.live:
+            from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
             columns = (
                 SpinnerColumn(),
                 TextColumn("{task.description}"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -112,11 +111,13 @@ def run(options: DoctorOptions) -> int:
 
 
 def _version(name: str) -> str | None:
+    from importlib import metadata  # as heavy as all else that the help of this command needs
+
     if importlib.util.find_spec(name) is None:
         return None
     try:
-        return importlib.metadata.version(name.replace("_", "-"))
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version(name.replace("_", "-"))
+    except metadata.PackageNotFoundError:
         return "unknown"
 
 

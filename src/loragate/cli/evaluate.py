@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loragate.cli.arguments import Command, resolved_yaml
+from loragate.cli.arguments import Command, require_given, resolved_yaml
 from loragate.cli.display import Display, console, duration
 from loragate.cli.evaluation_engines import Engines
 from loragate.cli.evaluation_inputs import (
@@ -31,7 +31,7 @@ class EvalOptions(EvaluationInputs):
     """Settings of `loragate eval`.
 
     Attributes:
-        model: gated folder, PEFT adapter or base model, or its hub id; owner/name@revision for a gated adapter.
+        model: gated folder, PEFT adapter or base model, or its hub id; owner/name@revision for an adapter.
         out: run folder; must be new or empty, or hold the run to resume.
         controls: "cheap" also scores the adapter at lower temperatures, greedy, and with one λ; "full" adds random gates and
             says how the controls are trained that need it; "none" scores neither.
@@ -68,9 +68,7 @@ class EvalOptions(EvaluationInputs):
 
 def run(options: EvalOptions) -> int:
     """Load, prove that adapter and gates act, sample, judge, tabulate."""
-    for name in ("model", "out"):
-        if not getattr(options, name):
-            raise ConfigError(f"loragate eval needs --{name}; for example: {COMMAND.examples[0]}")
+    require_given(COMMAND, options)
     folder = Path(options.out)
     require_run_folder(folder, options.resume)
     exports = wanted_exports(options.export)
@@ -142,7 +140,6 @@ def plan(
     from loragate.evaluation.canary import canary
     from loragate.evaluation.evaluate import Evaluation
     from loragate.evaluation.variants import variants_for
-    from loragate.gates.hub import hub_source
 
     constants = [_number(text) for text in options.constants.split(",") if text.strip()]
     variants = [v for v in variants_for(loaded.kind, options.controls, constants) if loaded.can_act(v)]
@@ -154,7 +151,7 @@ def plan(
         folder,
         prepared,
         variants,
-        models={kind: hub_source(name) for kind, name in loaded.names.items()},
+        models=loaded.sources,
         canary=figures,
         seed=options.seed,
         identity={
@@ -340,6 +337,7 @@ COMMAND = Command(
     summary="Score base, adapter and gated adapter side by side, with intervals, controls and what the difference shows.",
     options=EvalOptions,
     run=run,
+    needs=("model", "out"),
     examples=(
         "loragate eval --model gated --suite math --out runs/math",
         "loragate eval --model gated --tasks math500 --data math500=test.jsonl --limit 100 --samples 4 --out runs/quick",

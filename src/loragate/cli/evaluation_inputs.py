@@ -80,6 +80,13 @@ class Loaded:
     positions: int | None = None
     note: str = ""
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """`names`, with the commit of what came from the hub."""
+        from loragate.gates.hub import hub_source
+
+        return {kind: hub_source(name) for kind, name in self.names.items()}
+
     def can_act(self, variant: Any) -> bool:
         """Whether this engine can be the row: vLLM has a constant λ where its plugin serves gates, and no random ones."""
         if self.model is None and variant.random is not None:

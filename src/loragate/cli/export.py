@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.cli.arguments import Command
+from loragate.cli.hub import place_on_disk
 from loragate.cli.models import require_free_out
 from loragate.errors import ConfigError
 
@@ -17,7 +18,8 @@ class ExportOptions:
     """Settings of `loragate export`.
 
     Attributes:
-        model: gated folder, or FOLDER@OVERRIDE such as gated@unit; with a constant also a plain adapter.
+        model: gated folder, or FOLDER@OVERRIDE such as gated@unit; with a constant also a plain adapter. On the hub:
+            owner/name, owner/name@revision, with @OVERRIDE behind it.
         out: folder for the plain adapter.
         constant: one λ for all gated modules in place of the gates; the only way to fold gates that read the token.
         uniform: one rank and one scale for all modules, for runtimes that read r and lora_alpha alone (llama.cpp, SGLang).
@@ -40,10 +42,12 @@ def run(options: ExportOptions) -> int:
 
     out = Path(options.out)
     require_free_out(out, resume=False)
-    place = options.model
+    place = place_on_disk(options.model)
     if options.constant is not None:
         if split_folder(place)[1] is not None:
-            raise ConfigError(f"--constant {options.constant:g}: {place} has an override already; give one of the two")
+            raise ConfigError(
+                f"--constant {options.constant:g}: {options.model} has an override already; give one of the two"
+            )
         place = f"{place}@constant={options.constant!r}"
     folder = Path(split_folder(place)[0])
     if not (folder / "gate_config.json").is_file() and split_folder(place)[1] is None:
@@ -53,12 +57,24 @@ def run(options: ExportOptions) -> int:
     coefficients = constant_coefficients(gates.config, gates.weights, gates.biases, override)
     config = fold_adapter(gates.adapter, coefficients, out, uniform=options.uniform)
     base = gates.base.get("id") or config.get("base_model_name_or_path") or ""
-    write_text(out / "README.md", card(place, str(base), coefficients, override or Override(), options.uniform))
+    write_text(
+        out / "README.md", card(_source(place), str(base), coefficients, override or Override(), options.uniform)
+    )
     print(f"{out}: a plain LoRA adapter, {summary(coefficients)}")
     if more := needs_uniform(config):
         print(f"its adapter_config.json has {', '.join(more)}, which llama.cpp does not read: add --uniform for it")
     print(f"next: loragate generate --model {out} --prompt TEXT")
     return 0
+
+
+def _source(place: str) -> str:
+    """What was folded, in words that mean something elsewhere: a folder's name, or the hub id with its commit."""
+    from loragate.gates.hub import hub_source
+    from loragate.gates.override_names import split_folder
+
+    folder, _ = split_folder(place)
+    source = hub_source(folder)
+    return (source if source != folder else Path(folder).name) + place[len(folder) :]
 
 
 def summary(coefficients: Mapping[str, float]) -> str:
@@ -70,9 +86,8 @@ def summary(coefficients: Mapping[str, float]) -> str:
     return f"λ from {values[0]:.4g} to {values[-1]:.4g} folded into {len(values)} modules ({below} of them reversed)"
 
 
-def card(place: str, base: str, coefficients: Mapping[str, float], override: Any, uniform: bool) -> str:
+def card(source: str, base: str, coefficients: Mapping[str, float], override: Any, uniform: bool) -> str:
     """README.md of the export."""
-    source = Path(place).name
     lines = [
         "# LoRA adapter with folded gates",
         "",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loragate.cli.arguments import Command
+from loragate.cli.arguments import Command, require_given
 from loragate.cli.display import Display, console
 from loragate.cli.models import load_tokenizer, pick_device, quiet_logging, require_not_an_adapter, require_place
 from loragate.errors import ConfigError, LoragateError
@@ -22,7 +22,7 @@ class ExtractOptions:
     Attributes:
         model: fine-tuned model, folder or hub id, in safetensors.
         base: the model it was fine-tuned from.
-        rank: of the adapter; every linear layer gets the same.
+        rank: rank of the adapter; every linear layer gets the same.
         out: folder of the adapter; must be new or empty.
         energy: share of the difference's energy for which a rank is suggested.
         revision: branch, tag or commit of the fine-tuned model on the hub.
@@ -48,9 +48,7 @@ class ExtractOptions:
 
 def run(options: ExtractOptions) -> int:
     """Read in pairs, decompose, report, write."""
-    for name in ("model", "base", "rank", "out"):
-        if not getattr(options, name):
-            raise ConfigError(f"loragate extract needs --{name}; for example: {COMMAND.examples[0]}")
+    require_given(COMMAND, options)
     if options.rank < 1:
         raise ConfigError(f"--rank {options.rank}: give at least 1")
     if not 0 < options.energy <= 1:
@@ -152,6 +150,7 @@ COMMAND = Command(
     summary="A fine-tuned checkpoint minus its base, as a LoRA adapter: truncated SVD per linear layer.",
     options=ExtractOptions,
     run=run,
+    needs=("model", "base", "rank", "out"),
     examples=(
         "loragate extract --model path/to/finetuned --base path/to/base --rank 64 --out adapter",
         "loragate extract --model owner/model-instruct --base owner/model --rank 128 --energy 0.9 --device cuda --out adapter",

@@ -21,6 +21,7 @@ from loragate.cli.models import (
     quiet_logging,
     require_not_an_adapter,
     require_place,
+    revision_of_base,
 )
 from loragate.cli.quantization import base_arguments, check_quantization
 from loragate.errors import ConfigError
@@ -33,7 +34,7 @@ class GenerateOptions:
     """Settings of `loragate generate`.
 
     Attributes:
-        model: gated folder, PEFT adapter or base model, or its hub id; owner/name@revision for a gated adapter.
+        model: gated folder, PEFT adapter or base model, or its hub id; owner/name@revision for an adapter.
         prompt: the user's turn; "-" reads it from standard input.
         prompts: file with one prompt per line, instead of prompt.
         raw: give the prompt to the model as it is, without the chat template.
@@ -188,7 +189,7 @@ def load_any(options: Any) -> tuple[Any, Any, bool]:
     if (folder / "adapter_config.json").is_file() or options.base:
         record = adapter_record(name)
         base = options.base or record.base_model_name_or_path
-        model = load_adapter(load_base(base, **how), name)
+        model = load_adapter(load_base(base, revision=revision_of_base(record, base), **how), name)
         places = [name, base]
         return model, load_tokenizer(places, chat_template=options.chat_template, trust=trust), False
     model = load_base(name, **how)

@@ -20,7 +20,7 @@ class InspectOptions:
     """Settings of `loragate inspect`.
 
     Attributes:
-        adapter: PEFT LoRA adapter or gated folder, or its hub id; owner/name@revision for a gated adapter.
+        adapter: PEFT LoRA adapter or gated folder, or its hub id; owner/name@revision for an adapter.
         base: base model to use instead of the one the adapter names; only its configuration is read.
         target_modules: gate only these modules (names separated by commas).
         json: print the findings as JSON.
@@ -86,7 +86,7 @@ def gates_of(options: InspectOptions) -> tuple[InspectOptions, dict[str, Any]]:
     """The options for the plain adapter in a gated folder, with what the folder says of its gates; {} for a plain adapter."""
     place = Path(on_disk(options.adapter))
     if not (place / "gate_config.json").is_file():
-        return options, {}
+        return replace(options, adapter=str(place)), {}
     from loragate.gates.hub import hub_source
     from loragate.gates.schema import read_gate_config, read_tensors
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loragate.cli.arguments import Command
+from loragate.cli.arguments import Command, require_given
 from loragate.cli.display import Display, console, duration
 from loragate.cli.models import (
     adapter_record,
@@ -23,6 +23,7 @@ from loragate.cli.models import (
     require_not_an_adapter,
     require_place,
 )
+from loragate.cli.quantization import check_quantization
 from loragate.errors import ConfigError, DataError
 
 
@@ -45,6 +46,7 @@ class MaskOptions:
         system: "none" renders without an injected default system message, "keep" as the template does.
         chat_template: jinja file to use instead of the tokenizer's template.
         dtype: auto, float32, bfloat16 or float16 of the models.
+        quantization: none, 8bit or 4bit storage of the models (bitsandbytes).
         device: auto, cpu, cuda, cuda:1, mps.
         resume: go on with an unfinished run.
         trust_remote_code: allow model code from the hub to run.
@@ -64,6 +66,7 @@ class MaskOptions:
     system: str = "none"
     chat_template: str = ""
     dtype: str = "auto"
+    quantization: str = "none"
     device: str = "auto"
     resume: bool = False
     trust_remote_code: bool = False
@@ -126,10 +129,9 @@ def check(options: MaskOptions) -> tuple[Path, bool]:
     """(the file to write, whether the reference is an adapter); refuses what cannot work before anything is read."""
     from loragate.training.token_influence import check_choice
 
-    for name in ("model", "reference", "data", "out"):
-        if not getattr(options, name):
-            raise ConfigError(f"loragate mask needs --{name}; for example: {COMMAND.examples[0]}")
+    require_given(COMMAND, options)
     check_choice(options.keep, options.scope)
+    check_quantization(options)
     if options.max_length < 2 or options.micro_batch_size < 1:
         raise ConfigError("--max-length must be at least 2 and --micro-batch-size at least 1")
     out_file = Path(options.out)
@@ -161,6 +163,7 @@ def identity(options: MaskOptions, rows: Any) -> dict[str, Any]:
         "system": options.system,
         "chat_template": options.chat_template,
         "dtype": options.dtype,
+        **({} if options.quantization == "none" else {"quantization": options.quantization}),
     }
 
 
@@ -185,9 +188,8 @@ def score_both(
     device = pick_device(options.device)
 
     def full(name: str) -> Any:
-        return load_base(
-            name, dtype=dtype_argument(options.dtype, device), device=device, trust=options.trust_remote_code
-        )
+        dtype, quantization = dtype_argument(options.dtype, device, options.quantization), options.quantization
+        return load_base(name, dtype=dtype, device=device, trust=options.trust_remote_code, quantization=quantization)
 
     base = score("base", lambda: full(options.model))
     if adapter:
@@ -266,6 +268,7 @@ COMMAND = Command(
     summary="Offline token mask: keep the response tokens on which a reference model gains most over the base.",
     options=MaskOptions,
     run=run,
+    needs=("model", "reference", "data", "out"),
     examples=(
         "loragate mask --model path/to/base --reference warm-up-adapter --data train.jsonl --out masked.jsonl --keep 0.6",
         "loragate mask --model path/to/base --reference path/to/finetuned --data train.jsonl --out masked.jsonl --scope row",

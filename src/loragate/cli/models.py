@@ -172,6 +172,12 @@ def adapter_record(name: str) -> Any:
     return record
 
 
+def revision_of_base(record: Any, base: str) -> str:
+    """The commit that an adapter's record pins, where `base` is the base that it names; empty for a folder or another base."""
+    named = base == record.base_model_name_or_path and not Path(base).is_dir()
+    return str(record.revision or "") if named else ""
+
+
 def load_adapter(base: Any, name: str) -> Any:
     """The adapter on its base, as a PeftModel with every parameter frozen."""
     from peft import PeftModel
@@ -191,6 +197,13 @@ def adapter_folder(name: str) -> str | None:
         return snapshot_download(name, allow_patterns=["adapter_*"], local_files_only=True)
     except LocalEntryNotFoundError:
         return None
+
+
+def hub_adapter(name: str) -> str | None:
+    """The hub id of an adapter, for records and the card; None for a folder, whose path means nothing to others."""
+    from loragate.gates.hub import hub_name
+
+    return name if hub_name(name) is not None else None
 
 
 def load_tokenizer(names: list[str], *, chat_template: str = "", trust: bool = False) -> Any:

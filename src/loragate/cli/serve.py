@@ -32,8 +32,8 @@ class ServeOptions:
         host: address to listen on; 127.0.0.1 is this machine alone.
         port: port to listen on.
         engine: auto (vllm where it is installed), vllm or transformers.
-        adapters: more adapters to serve beside, gated or plain: NAME=FOLDER separated by commas; FOLDER@unit and the like
-            serve it with an override of λ.
+        adapters: more adapters to serve beside, gated or plain: NAME=FOLDER separated by commas, or NAME=owner/name[@revision]
+            on the hub; @unit and the like behind it serve it with an override of λ.
         overrides: served for every gated adapter beside it, separated by commas: unit makes NAME@unit, and so on; off, unit,
             noreverse, noextrapolate, constant=0.5, clip=-1:2. With --dynamic, or on transformers, any is there anyway.
         dynamic: let clients load and unload adapters while the server runs (vllm); for trusted clients only.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from loragate.cli.hub import place_on_disk
 from loragate.cli.models import require_place
 from loragate.errors import ConfigError
 
@@ -80,11 +81,13 @@ def _named_place(part: str) -> tuple[str, str]:
     from loragate.gates.override_names import split_folder
 
     name, sign, place = part.partition("=")
+    place = place_on_disk(place) if name and place else place
     folder = Path(split_folder(place)[0])
     present = any((folder / file).is_file() for file in ("gate_config.json", "adapter_config.json"))
     if not sign or not name or not present:
         raise ConfigError(
-            f"--adapters {part}: expected NAME=FOLDER with the folder of a gated or plain adapter, or NAME=FOLDER@OVERRIDE"
+            f"--adapters {part}: expected NAME=FOLDER with the folder or hub id of a gated or plain adapter, or "
+            "NAME=FOLDER@OVERRIDE"
         )
     return name, str(folder.resolve()) + place[len(str(split_folder(place)[0])) :]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from loragate.cli.arguments import Command
+from loragate.cli.arguments import Command, require_given
 from loragate.cli.display import Display, console, duration
 from loragate.cli.launching import begin, loading_device
 from loragate.cli.models import (
@@ -45,9 +45,7 @@ class SftOptions(RunOptions, StageOneSettings):
 
 def run(options: SftOptions) -> int:
     """Load, show a sample, train, write the adapter."""
-    for name in ("model", "data", "out"):
-        if not getattr(options, name):
-            raise ConfigError(f"loragate sft needs --{name}; for example: {COMMAND.examples[0]}")
+    require_given(COMMAND, options)
     folder = Path(options.out)
     settings = StageOneSettings(**{field.name: getattr(options, field.name) for field in fields(StageOneSettings)})
     require_free_out(folder, options.resume)
@@ -65,6 +63,7 @@ def run(options: SftOptions) -> int:
     from loragate.cli.run_rows import encode_run, keep_rows_record, read_rows
     from loragate.data import encode_rows
     from loragate.gates.artifact import write_adapter
+    from loragate.gates.fingerprint import commit_of_base
     from loragate.training import train_adapter
     from loragate.training.stage_one import objective_of, require_keep_mask
 
@@ -115,7 +114,9 @@ def run(options: SftOptions) -> int:
             ),
         )
     if is_main_process():
-        result.model.peft_config["default"].base_model_name_or_path = lasting_name(options.model)
+        config = result.model.peft_config["default"]
+        config.base_model_name_or_path = lasting_name(options.model)
+        config.revision = commit_of_base(result.model, options.model)
         write_adapter(result.model, "default", folder)
         tokenizer.save_pretrained(str(folder))
         first, last = (
@@ -181,6 +182,7 @@ COMMAND = Command(
     summary="Stage I: train a LoRA or DoRA adapter with a token objective, or go on training a finished one.",
     options=SftOptions,
     run=run,
+    needs=("model", "data", "out"),
     examples=(
         "loragate sft --model path/to/base --data train.jsonl --out adapter",
         "loragate sft --config sft.yaml --objective dft --out adapter-dft",

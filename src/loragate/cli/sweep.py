@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from loragate.cli.arguments import Command, resolved_yaml
+from loragate.cli.arguments import Command, require_given, resolved_yaml
 from loragate.cli.display import console, duration
 from loragate.cli.options import RunOptions
 from loragate.cli.quantization import check_quantization
@@ -24,8 +23,8 @@ class SweepOptions(RunOptions, CalibrationSettings):
     """Settings of `loragate sweep`.
 
     Attributes:
-        adapter: finished PEFT LoRA adapter, folder or hub id.
-        adapters: several of them on one base, separated by commas, instead of adapter.
+        adapter: finished PEFT LoRA adapter, folder or hub id; or several with --adapters.
+        adapters: several adapters on one base, separated by commas, instead of adapter.
         ranges: "grid" for the paper's 42, or ranges separated by semicolons, as in --ranges="-3,1;0,1;-6,3".
         seeds: seeds of gates and row order, separated by commas.
         objectives: entropy, ce, anchored; separated by commas.
@@ -34,7 +33,7 @@ class SweepOptions(RunOptions, CalibrationSettings):
         probe_grader: how answers are judged without a task: default (math), math_verify, dft, exact, choice or tiny.
         probe_samples: samples per probe question.
         probe_temperature: sampling temperature of probe and test; take the one you will use.
-        probe_max_new_tokens: token limit of an answer; 0 takes 512, or what the model's positions leave.
+        probe_max_new_tokens: token limit of an answer to probe or test; 0 takes 512, or what the model's positions leave.
         test: questions of the same kind, answered by every cell for the oracle; never used to choose.
         test_samples: samples per test question; 0 takes probe_samples.
         runner: auto takes Ray where it is installed; ray; sequential.
@@ -44,14 +43,19 @@ class SweepOptions(RunOptions, CalibrationSettings):
         base: base model instead of the one the adapter names.
         tau: gate temperature.
         init_scale: size of the initial perturbation of the gate weights.
-        granularity: token, module or global.
+        granularity: what has a λ of its own: token (each token in each module), module (each module, whatever the token) or
+            global (one λ for all).
         detach_input: the gate reads its input without a gradient (the paper's semi-gradient); --no-detach-input gives the
             complete gradient, a variant.
         gate_modules: gate only these modules (names separated by commas); all LoRA linears otherwise.
         save_steps: write a checkpoint every so many steps, from which a killed trial goes on.
-        seed: without effect here; use seeds.
-        objective: without effect here; use objectives.
     """
+
+    WITHHELD: ClassVar[frozenset[str]] = frozenset(
+        {"seed", "objective"}  # seeds, objectives
+        | {"reward_kl", "advantage", "clip_ratio", "random_scale"}  # of objectives that no cell has
+        | {"strategy", "processes", "cache", "data_workers"}  # a trial is one process, which tokenises the rows once
+    )
 
     select: str = "shuffled"
     adapter: str = ""
@@ -122,17 +126,9 @@ def run(options: SweepOptions) -> int:
 
 def check(options: SweepOptions) -> None:
     """Refuse what can be seen to be wrong before anything is loaded."""
-    wanted = [name for name in ("data", "probe", "out") if not getattr(options, name)]
-    if not (options.adapter or options.adapters):
-        wanted.insert(0, "adapter")
-    if wanted:
-        flags = ", ".join(f"--{name}" for name in wanted)
-        raise ConfigError(f"loragate sweep needs {flags}; for example: {COMMAND.examples[0]}")
+    require_given(COMMAND, replace(options, adapter=options.adapter or options.adapters))
     if options.adapter and options.adapters:
         raise ConfigError("give --adapter for one adapter or --adapters for several, not both")
-    for name, instead in (("seed", "seeds"), ("objective", "objectives")):
-        if getattr(options, name) != getattr(CalibrationSettings(), name):
-            raise ConfigError(f"--{name} has no effect on a sweep; use --{instead}")
     if options.runner not in RUNNERS:
         raise ConfigError(
             f"--runner must be one of {', '.join(RUNNERS)}, found {options.runner!r}{nearest(options.runner, RUNNERS)}"
@@ -231,7 +227,6 @@ def conclude(
 ) -> None:
     """Write the chosen gates of one adapter, or say that it remains."""
     from loragate.report.cells import choice_sentence
-    from loragate.report.table import percent
     from loragate.sweep.outcome import selection_record
 
     out.print(choice_sentence(summary, choice), markup=False)
@@ -248,15 +243,7 @@ def conclude(
     best = folder / "best" if len(summary["choices"]) == 1 else folder / "best" / choice["adapter"]
     if not (best / "gate_config.json").is_file():
         record = selection_record(summary, choice)
-        low, high = choice["adapter_probe"]["mean"], record["evidence"][choice["picked"]]["mean"]
-        card = (
-            f"---\nlibrary_name: loragate\nbase_model: {json.dumps(materials.base)}\ntags: [lora, peft, loragate, scale]\n---\n\n"
-            f"# {best.name}\n\nEntropy gates in {choice['picked']} on `{source}`, picked by a sweep of {choice['candidates']} "
-            f"cells: {percent(high)} % on {summary['questions']} probe questions against {percent(low)} % of the plain adapter "
-            "in `adapter/`. The first figure is optimistic, because the cell was picked for it; measure both on other "
-            "questions, also at a lower sampling temperature.\n"
-        )
-        backend.write_best(materials, plan, folder, trial, best.resolve(), record, materials.base, card)
+        backend.write_best(materials, plan, folder, trial, best.resolve(), record, materials.base)
     out.print(f"written to {best} (seed {choice['seed']})", markup=False)
     out.print(f"next: loragate eval --model {shlex.quote(str(best))} --suite math --out runs/best", markup=False)
 
@@ -266,6 +253,7 @@ COMMAND = Command(
     summary="Calibrate over a grid of ranges, seeds, adapters and objectives, score every cell on a probe, and keep the best.",
     options=SweepOptions,
     run=run,
+    needs=("adapter", "data", "probe", "out"),
     examples=(
         'loragate sweep --adapter path/to/adapter --data train.jsonl --ranges="-3,1;0,1;-6,3" --probe probe.jsonl '
         "--out runs/sweep",

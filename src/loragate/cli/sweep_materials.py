@@ -16,11 +16,13 @@ from loragate.cli.models import (
     adapter_folder,
     adapter_record,
     dtype_argument,
+    hub_adapter,
     load_adapter,
     load_base,
     load_tokenizer,
     pick_device,
     quiet_logging,
+    revision_of_base,
 )
 from loragate.errors import ConfigError, nearest
 from loragate.sweep.plan import SweepPlan, Trial, label_adapters, make_trials, parse_ranges, place_fingerprint
@@ -68,6 +70,9 @@ class SweepMaterials:
 
     def adapter_source(self, label: str) -> str | None:
         return adapter_folder(self.adapters[label])
+
+    def adapter_id(self, label: str) -> str | None:
+        return hub_adapter(self.adapters[label])
 
     def load_tokenizer(self, label: str) -> Any:
         places = [self.adapters[label], self.base]
@@ -196,15 +201,11 @@ def settings_for(options: Any, objective: str) -> CalibrationSettings:
         raise ConfigError(
             f"--objectives: {objective!r} is none of {', '.join(OBJECTIVES)}{nearest(objective, OBJECTIVES)}{more}"
         )
-    read = {
-        name: set(CalibrationSettings(objective=name).as_record())
-        for name in names(options.objectives)
-        if name in OBJECTIVES
-    }
-    somewhere = set().union(*read.values()) if read else set()
+    read = [CalibrationSettings.read_by(name) for name in names(options.objectives) if name in OBJECTIVES]
+    somewhere = set().union(*read)
     unread = {name: value for name, value in given.items() if name not in somewhere}
     CalibrationSettings(**{**unread, "objective": objective})  # says which setting has no effect
-    own = set(CalibrationSettings(objective=objective).as_record())
+    own = set(CalibrationSettings.read_by(objective))
     return CalibrationSettings(
         **{**{name: value for name, value in given.items() if name in own}, "objective": objective}
     )
@@ -222,8 +223,7 @@ def common_base(adapters: dict[str, str], given: str) -> tuple[str, str]:
         name = given or record.base_model_name_or_path
         if not name:
             raise ConfigError(f"{place} does not name its base model; say which with --base")
-        local = Path(name).is_dir()
-        found[place] = (str(Path(name).resolve()) if local else name, "" if local else record.revision or "")
+        found[place] = (str(Path(name).resolve()) if Path(name).is_dir() else name, revision_of_base(record, name))
     first = next(iter(found))
     for place, base in found.items():
         if base != found[first]:

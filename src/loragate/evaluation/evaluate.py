@@ -293,16 +293,18 @@ class Evaluation:
         )
 
     def _averages(self, scores: dict[tuple[str, str], np.ndarray]) -> tuple[SuiteResult, ...]:
-        if len(self.tasks) < 2:
-            return ()
-        names = [prepared.task.name for prepared in self.tasks]
+        """One row per variant for every suite of which several tasks were asked; a mean over unlike tasks would say nothing."""
+        suites: dict[str, list[str]] = {}
+        for prepared in self.tasks:
+            suites.setdefault(prepared.task.suite, []).append(prepared.task.name)
         rows = []
-        for variant in self.variants:
-            ours = [scores[variant.name, name] for name in names]
-            comparison = None
-            if ("adapter", names[0]) in scores and variant.name != "adapter":
-                comparison = compare_suites(ours, [scores["adapter", name] for name in names])
-            rows.append(SuiteResult(variant.acts, suite_average(ours), variant.control, comparison))
+        for suite, names in suites.items():
+            for variant in self.variants if len(names) > 1 else ():
+                ours = [scores[variant.name, name] for name in names]
+                comparison = None
+                if ("adapter", names[0]) in scores and variant.name != "adapter":
+                    comparison = compare_suites(ours, [scores["adapter", name] for name in names])
+                rows.append(SuiteResult(variant.acts, suite_average(ours), variant.control, comparison, suite=suite))
         return tuple(rows)
 
 

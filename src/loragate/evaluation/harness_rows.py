@@ -18,6 +18,7 @@ import yaml
 from loragate.data import Rows, load_rows
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.tasks import load_task
+from loragate.evaluation.tasks.questions import commit_of
 
 DEFINITIONS = Path(__file__).parent / "harness_tasks"
 # asked for by habit; these run code, which needs the sandbox
@@ -62,7 +63,7 @@ class Questions:
     """All questions of a suite in the order in which they are scored.
 
     `source` is the file, folder or hub id; `fingerprints` holds the SHA-256 of each source read; `missing` the subsets
-    without a question; `revision` is the commit or branch that was read from the hub, None for files and unpinned sets.
+    without a question; `revision` is the commit (or branch, where the hub did not tell) that was read, None for files.
     """
 
     items: list[Question]
@@ -111,7 +112,7 @@ def load_questions(
         source: a local file, or for a suite whose subsets are separate on the hub also a folder with one file per
             subset. With it no connection is opened. None reads the hub.
         limit: the first questions of each subset only.
-        revision: of the hub data set; None takes the commit that the task's file pins, if any.
+        revision: of the hub data set; None takes the commit that the task's file pins, or the newest where it pins none.
 
     Raises:
         ConfigError: for a revision beside a local source.
@@ -119,8 +120,11 @@ def load_questions(
     """
     if source is not None and revision is not None:
         raise ConfigError(f"{suite.name}: found revision={revision!r}, which has no effect on the local {source}")
-    if source is None and revision is None:
-        revision = load_task(suite.name).dataset.revision
+    if source is None:
+        dataset = load_task(suite.name).dataset
+        revision = revision or dataset.revision
+        # where none is pinned, what the main branch is now is read and recorded, for all subsets the same
+        revision = commit_of(str(dataset.hub), revision) or revision
     parts = _parts(suite, source, revision)
     found: dict[str, list[Question]] = {}
     seen: dict[str, str] = {}

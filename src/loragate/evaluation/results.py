@@ -125,9 +125,10 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """The average of one variant over the tasks, those of the harness aside, and its paired difference to the adapter's.
+    """The average of one variant over a suite's tasks, those of the harness aside, and its paired difference to the adapter's.
 
-    `adjusted_p` and `verdict` are those of `TaskResult`, adjusted over the record's averages.
+    `adjusted_p` and `verdict` are those of `TaskResult`, adjusted over the record's averages. Tasks of different suites are not
+    averaged; an empty `suite` is in old records, where they were.
     """
 
     variant: Literal["base", "adapter", "gated"]
@@ -136,6 +137,7 @@ class SuiteResult:
     comparison: Difference | None = None
     adjusted_p: float | None = None
     verdict: Verdict | None = None
+    suite: str = ""
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,9 @@ class EvaluationRecord:
         if schema != SCHEMA:
             way_out = "upgrade loragate to read it" if schema > SCHEMA else "run the evaluation again"
             raise DataError(f"{source}: schema {schema} is not known to this version, which reads {SCHEMA}; {way_out}.")
+        rows = value.get("suites")
+        if isinstance(rows, list):  # old records do not say which suite an average is of
+            value = {**value, "suites": [{"suite": "", **row} if isinstance(row, dict) else row for row in rows]}
         return _parse(cls, value, source)
 
 

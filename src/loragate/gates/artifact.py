@@ -41,6 +41,7 @@ from loragate.gates.eligibility import examine_adapter
 from loragate.gates.fingerprint import (
     adapter_fingerprint,
     base_weight_samples,
+    commit_of_base,
     compare_base_samples,
     config_fingerprint,
 )
@@ -105,6 +106,8 @@ def save_gates(
         raise GateError(f"gate {broken[0]} is not finite; nothing was written")
     config = attached_config(peft_model, name)
     peft_config: Any = getattr(peft_model, "peft_config", {}).get(name)
+    name_of_base = base_id or getattr(peft_config, "base_model_name_or_path", None) or ""
+    revision = base_revision or getattr(peft_config, "revision", None)
     record = {
         "format": FORMAT,
         "schema_version": SCHEMA_VERSION,
@@ -112,8 +115,8 @@ def save_gates(
         "gate": asdict(config),
         "k": k,
         "base": {
-            "id": base_id or getattr(peft_config, "base_model_name_or_path", None) or "",
-            "revision": base_revision or getattr(peft_config, "revision", None),
+            "id": name_of_base,
+            "revision": commit_of_base(peft_model, name_of_base, revision) or revision,
             "config_sha256": config_fingerprint(peft_model),
             "quantization": quantization_of(peft_model),
             "weights": base_weight_samples(peft_model),

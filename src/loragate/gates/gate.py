@@ -111,19 +111,24 @@ class Recorder:
     def __init__(self, lower: float, upper: float) -> None:
         self.lower, self.upper = lower, upper
         self.owner: Recording | None = None
+        self.positions: torch.Tensor | None = None
         self.sums: torch.Tensor | None = None
 
     def update(self, lam_T: torch.Tensor) -> None:
         """Add the λ of one forward pass, [...]; positions outside the owner's token mask are left out.
 
-        A module that sees only routed tokens (an expert) cannot be matched with the mask and records nothing under one.
+        A module that is run on some positions only is matched by `positions`, flat indices into the mask. One that sees
+        routed tokens (an expert) cannot be matched and records nothing under a mask.
         """
         values = lam_T.reshape(-1)
         mask = None if self.owner is None else self.owner.token_mask
         if mask is not None:
+            mask = mask.reshape(-1)
+            if self.positions is not None and self.positions.numel() == values.numel():
+                mask = mask[self.positions.to(mask.device)]
             if mask.numel() != values.numel():
                 return
-            values = values[mask.reshape(-1).to(values.device)]
+            values = values[mask.to(values.device)]
         # One tenth of a per cent of the range from an end counts as saturated: tanh has no gradient left there.
         margin_low, margin_high = 1e-3 * (1.0 - self.lower), 1e-3 * (self.upper - 1.0)
         saturated = (values <= self.lower + margin_low) | ((values >= self.upper - margin_high) & (self.upper > 1.0))

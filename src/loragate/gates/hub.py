@@ -14,6 +14,8 @@ from typing import Any
 from loragate.errors import ArtifactError
 from loragate.gates.schema import ADAPTER, CARD, CONFIG, GATES
 
+PLAIN_CONFIG = "adapter_config.json"
+PLAIN_PATTERNS = ["adapter_*", "*token*.json", "tokenizer*", "vocab.*", "merges.txt", "*.jinja"]
 PATTERNS = [CONFIG, GATES, CARD, f"{ADAPTER}/*"]
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _NAME = re.compile(rf"({_PART}/{_PART})(?:@(\S+))?")
@@ -84,13 +86,33 @@ def download(name: HubName) -> Path:
         NotThere: if the repository, or gate_config.json in it, is not there.
         ArtifactError: if the revision is not there, or the download failed.
     """
+    return _snapshot(name, CONFIG, PATTERNS)
+
+
+def download_adapter(name: HubName) -> Path:
+    """The files of a gated or plain adapter in the hub cache; of a plain one configuration, weights and tokenizer.
+
+    Raises:
+        NotThere: if the repository is not there, or holds no adapter.
+        ArtifactError: if the revision is not there, or the download failed.
+    """
+    try:
+        return download(name)
+    except NotThere as no_gates:
+        try:
+            return _snapshot(name, PLAIN_CONFIG, PLAIN_PATTERNS)
+        except NotThere:
+            raise no_gates from None
+
+
+def _snapshot(name: HubName, config: str, patterns: list[str]) -> Path:
+    """The folder of the commit that holds `config`, with all files of `patterns`."""
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     try:
-        config = hf_hub_download(name.repository, CONFIG, revision=name.revision)
-        commit = Path(config).parent.name
-        return Path(snapshot_download(name.repository, revision=commit, allow_patterns=PATTERNS))
+        commit = Path(hf_hub_download(name.repository, config, revision=name.revision)).parent.name
+        return Path(snapshot_download(name.repository, revision=commit, allow_patterns=patterns))
     except HFValidationError as error:
         raise NotThere(f"{name} is neither a folder here nor a hub id ({error})") from None
     except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:

@@ -2,7 +2,8 @@
 
 λ is a scalar per token and B is linear, so gating the rank-r activation equals gating the d_out output; the fused form
 keeps only x, A x and v for the backward pass and never a (tokens × d_out) tensor. The plain form stands beside it and is
-what the tests hold the fused form to. Neither knows PEFT.
+what the tests hold the fused form to; the parts that Triton kernels can take over stand here as their twins. Nothing here
+knows PEFT.
 
 Shapes: T tokens (any leading shape), D input width, R rank, O output width.
 """
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from loragate.gates import backend
 from loragate.gates.signed_map import coefficient_from_response, gate_response, response_slope
 
 
@@ -24,9 +26,11 @@ def gate_logits(x_TD: torch.Tensor, weight_D: torch.Tensor | None, bias_1: torch
 
     Autocast would turn `x.float() @ w` into a bf16 product, so it is off here. Without a weight g = b for every token.
     """
+    if weight_D is None:
+        return bias_1.expand(x_TD.shape[:-1])
+    if not torch.is_autocast_enabled(x_TD.device.type):
+        return torch.matmul(x_TD.to(weight_D.dtype), weight_D) + bias_1
     with torch.autocast(x_TD.device.type, enabled=False):
-        if weight_D is None:
-            return bias_1.expand(x_TD.shape[:-1])
         return torch.matmul(x_TD.to(weight_D.dtype), weight_D) + bias_1
 
 
@@ -42,8 +46,8 @@ def up_project(gated_TR: torch.Tensor, lora_b_OR: torch.Tensor, scaling: float) 
 
 
 def scale_tokens(lam_T: torch.Tensor, values_TR: torch.Tensor) -> torch.Tensor:
-    """λ ⊙ values, computed in λ's dtype and returned in the dtype of `values` (so λ = 1 changes no bit)."""
-    return (lam_T.unsqueeze(-1) * values_TR.to(lam_T.dtype)).to(values_TR.dtype)
+    """λ ⊙ values, computed in the wider dtype of both and returned in that of `values` (so λ = 1 changes no bit)."""
+    return (lam_T.unsqueeze(-1) * values_TR).to(values_TR.dtype)
 
 
 def gated_delta_reference(
@@ -108,6 +112,67 @@ def overridden_coefficient(
     return lam_T
 
 
+def gated_reduction(
+    x_TD: torch.Tensor,
+    reduced_TR: torch.Tensor | None,
+    lora_a_RD: torch.Tensor,
+    weight_D: torch.Tensor | None,
+    bias_1: torch.Tensor,
+    lower: float,
+    upper: float,
+    tau: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(λ ⊙ A x, A x, v): all of the operation that is not a product with B. A x is computed when `reduced_TR` is None."""
+    if reduced_TR is None:
+        reduced_TR = F.linear(x_TD, lora_a_RD)
+    response_T = gate_response(gate_logits(x_TD, weight_D, bias_1), tau)
+    return scale_tokens(coefficient_from_response(response_T, lower, upper), reduced_TR), reduced_TR, response_T
+
+
+def rank_space_backward(
+    back_TR: torch.Tensor,
+    reduced_TR: torch.Tensor,
+    response_T: torch.Tensor,
+    lower: float,
+    upper: float,
+    tau: float,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gradient of the logit [T] in v's dtype, gradient of A x [T, R] in that of `back_TR`), from Bᵀ·dout.
+
+    Bᵀ·dout carries both: the gradient of λ_t is its product with (A x)_t, and λ_t times it is the gradient of (A x)_t.
+    """
+    working = response_T.dtype
+    scaled_TR = back_TR.to(working) * scaling
+    slope_T = response_slope(response_T, lower, upper)
+    grad_lam_T = (scaled_TR * reduced_TR.to(working)).sum(-1)
+    grad_logit_T = grad_lam_T * slope_T * (1.0 - response_T * response_T) / tau
+    lam_T = coefficient_from_response(response_T, lower, upper)
+    return grad_logit_T, (lam_T.unsqueeze(-1) * scaled_TR).to(back_TR.dtype)
+
+
+def weight_gradient(grad_logit_T: torch.Tensor, x_TD: torch.Tensor) -> torch.Tensor:
+    """Σ_t g_t · x_t, [D], in the dtype of the logit's gradient."""
+    return torch.matmul(grad_logit_T.reshape(-1), x_TD.reshape(-1, x_TD.shape[-1]).to(grad_logit_T.dtype))
+
+
+def _reduce(
+    x_TD: torch.Tensor,
+    lora_a_RD: torch.Tensor,
+    weight_D: torch.Tensor | None,
+    bias_1: torch.Tensor,
+    lower: float,
+    upper: float,
+    tau: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`gated_reduction` by a kernel where one may run."""
+    kernels = backend.kernels_for(x_TD, lora_a_RD, bias_1)
+    if kernels is None:
+        return gated_reduction(x_TD, None, lora_a_RD, weight_D, bias_1, lower, upper, tau)
+    reduced_TR = None if backend.projects(x_TD, lora_a_RD) else F.linear(x_TD, lora_a_RD)
+    return kernels.gated_reduction(x_TD, reduced_TR, lora_a_RD, weight_D, bias_1, lower, upper, tau)
+
+
 class _GatedDelta(torch.autograd.Function):
     """Forward as the reference; backward by hand from x, A x and v alone."""
 
@@ -125,13 +190,11 @@ class _GatedDelta(torch.autograd.Function):
         scaling: float,
         detach_input: bool,
     ) -> torch.Tensor:
-        reduced_TR = F.linear(x_TD, lora_a_RD)
-        response_T = gate_response(gate_logits(x_TD, weight_D, bias_1), tau)
-        lam_T = coefficient_from_response(response_T, lower, upper)
+        gated_TR, reduced_TR, response_T = _reduce(x_TD, lora_a_RD, weight_D, bias_1, lower, upper, tau)
         ctx.save_for_backward(x_TD, reduced_TR, response_T, lora_a_RD, lora_b_OR, weight_D)
         ctx.lower, ctx.upper, ctx.tau = lower, upper, tau
         ctx.scaling, ctx.detach_input = scaling, detach_input
-        return up_project(scale_tokens(lam_T, reduced_TR), lora_b_OR, scaling)
+        return up_project(gated_TR, lora_b_OR, scaling)
 
     @staticmethod
     @once_differentiable
@@ -139,30 +202,28 @@ class _GatedDelta(torch.autograd.Function):
         x_TD, reduced_TR, response_T, lora_a_RD, lora_b_OR, weight_D = ctx.saved_tensors
         need_x, need_a, need_b, need_weight, need_bias = ctx.needs_input_grad[:5]
         grad_x = grad_a = grad_b = grad_weight = grad_bias = None
-        working = response_T.dtype
-        lam_T = coefficient_from_response(response_T, ctx.lower, ctx.upper)
-        # Bᵀ·dout once: it carries both the gradient of λ and the gradient of A x.
-        back_TR = torch.matmul(grad_TO, lora_b_OR.to(grad_TO.dtype)).to(working) * ctx.scaling
-        grad_logit_T = None
-        if need_weight or need_bias or (need_x and not ctx.detach_input):
-            grad_lam_T = (back_TR * reduced_TR.to(working)).sum(-1)
-            slope_T = response_slope(response_T, ctx.lower, ctx.upper)
-            grad_logit_T = grad_lam_T * slope_T * (1.0 - response_T * response_T) / ctx.tau
+        kernels = backend.kernels_for(x_TD, lora_a_RD, response_T)
+        through_ranks = rank_space_backward if kernels is None else kernels.rank_space_backward
+        to_weight = weight_gradient if kernels is None else kernels.weight_gradient
+        if need_x or need_a or need_weight or need_bias:
+            back_TR = torch.matmul(grad_TO, lora_b_OR.to(grad_TO.dtype))
+            grad_logit_T, inner_TR = through_ranks(
+                back_TR, reduced_TR, response_T, ctx.lower, ctx.upper, ctx.tau, ctx.scaling
+            )
             if need_weight:
-                grad_weight = torch.matmul(grad_logit_T.reshape(-1), x_TD.reshape(-1, x_TD.shape[-1]).to(working))
+                grad_weight = to_weight(grad_logit_T, x_TD)
             if need_bias:
                 grad_bias = grad_logit_T.sum().reshape(1)
-        if need_x or need_a:
-            inner_TR = (lam_T.unsqueeze(-1) * back_TR).to(grad_TO.dtype)
             if need_x:
                 grad_x = torch.matmul(inner_TR, lora_a_RD.to(grad_TO.dtype)).to(x_TD.dtype)
-                if grad_logit_T is not None and not ctx.detach_input and weight_D is not None:
+                if not ctx.detach_input and weight_D is not None:
                     grad_x = grad_x + (grad_logit_T.unsqueeze(-1) * weight_D).to(x_TD.dtype)
             if need_a:
                 grad_a = torch.matmul(
                     inner_TR.reshape(-1, inner_TR.shape[-1]).t(), x_TD.reshape(-1, x_TD.shape[-1]).to(grad_TO.dtype)
                 ).to(lora_a_RD.dtype)
         if need_b:
+            lam_T = coefficient_from_response(response_T, ctx.lower, ctx.upper)
             gated_TR = scale_tokens(lam_T, reduced_TR).to(grad_TO.dtype)
             flat_OT = grad_TO.reshape(-1, grad_TO.shape[-1]).t()
             grad_b = (torch.matmul(flat_OT, gated_TR.reshape(-1, gated_TR.shape[-1])) * ctx.scaling).to(lora_b_OR.dtype)
@@ -185,6 +246,11 @@ def gated_delta(
     """The fused gated delta; same arguments and values as `gated_delta_reference` without overrides.
 
     Saved for the backward pass: x (the module input, which the modules of a block share), A x and v. Gradients flow to
-    x, A, B, w and b as far as they need one; second derivatives are refused by autograd.
+    x, A, B, w and b as far as they need one; second derivatives are refused by autograd. Where nothing needs a gradient
+    (generation) the same arithmetic runs without autograd's bookkeeping.
     """
+    tensors = (x_TD, lora_a_RD, lora_b_OR, weight_D, bias_1)
+    if not torch.is_grad_enabled() or not any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        gated_TR, _, _ = _reduce(x_TD, lora_a_RD, weight_D, bias_1, lower, upper, tau)
+        return up_project(gated_TR, lora_b_OR, scaling)
     return _GatedDelta.apply(x_TD, lora_a_RD, lora_b_OR, weight_D, bias_1, lower, upper, tau, scaling, detach_input)

@@ -18,6 +18,8 @@ GRANULARITIES = ("token", "module", "global")
 def gate_response(gate_logit: torch.Tensor, tau: float | torch.Tensor = 1.0) -> torch.Tensor:
     """v = tanh(g/τ) (eq:rw-gate-logit), in fp32 (fp64 stays fp64), same shape as `gate_logit`."""
     working = gate_logit if gate_logit.dtype == torch.float64 else gate_logit.float()
+    if not isinstance(tau, torch.Tensor) and tau == 1.0:
+        return torch.tanh(working)
     return torch.tanh(working / tau)
 
 
@@ -27,16 +29,30 @@ def response_slope(response: torch.Tensor, lower: float | torch.Tensor, upper: f
     `torch.where` is the only form with the right one-sided slope everywhere: `clamp` adds both slopes at v = 0, `relu`
     gives 0 there (a gate that starts at zero would never move) and `minimum`/`maximum` the mean.
     """
-    below = torch.as_tensor(1.0 - lower, dtype=response.dtype, device=response.device)
-    above = torch.as_tensor(upper - 1.0, dtype=response.dtype, device=response.device)
-    return torch.where(response < 0, below, above)
+    below, above = _slopes(response, lower, upper)
+    if isinstance(below, torch.Tensor) or isinstance(above, torch.Tensor):
+        below = torch.as_tensor(below, dtype=response.dtype, device=response.device)
+        above = torch.as_tensor(above, dtype=response.dtype, device=response.device)
+        return torch.where(response < 0, below, above)
+    # not `torch.where` of two numbers, which would wait for a copy from the host to the device
+    return torch.full_like(response, above).masked_fill_(response < 0, below)
+
+
+def _slopes(
+    response: torch.Tensor, lower: float | torch.Tensor, upper: float | torch.Tensor
+) -> tuple[float | torch.Tensor, float | torch.Tensor]:
+    def own(slope: float | torch.Tensor) -> float | torch.Tensor:
+        return slope.to(response) if isinstance(slope, torch.Tensor) else slope
+
+    return own(1.0 - lower), own(upper - 1.0)
 
 
 def coefficient_from_response(
     response: torch.Tensor, lower: float | torch.Tensor, upper: float | torch.Tensor
 ) -> torch.Tensor:
     """λ = 1 + (1−L)·min(v,0) + (U−1)·max(v,0) (eq:rw-transform); exactly 1 at v = 0."""
-    return 1.0 + response_slope(response, lower, upper) * response
+    below, above = _slopes(response, lower, upper)
+    return 1.0 + torch.where(response < 0, response * below, response * above)
 
 
 def gate_coefficient(

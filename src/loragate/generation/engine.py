@@ -1,9 +1,9 @@
 """From rendered prompts to samples.
 
 `Engine` is what evaluation needs of any program that generates; `TransformersEngine` is the one that runs everywhere.
-It hands the decoding loop to `transformers.generate` and only decides what goes into a batch, how a token is drawn
-(`sampling.py`) and where a row ends. Prompts arrive as finished strings: chat templates, tasks and grading live
-elsewhere.
+It decides what goes into a batch and leaves the loop to `decoding.py`, or to `transformers.generate` for models that
+this does not know; how a token is drawn is in `sampling.py` either way. Prompts arrive as finished strings: chat
+templates, tasks and grading live elsewhere.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 
 from loragate.errors import ConfigError
+from loragate.generation.decoding import decode, pad_left, plain_decoder
 from loragate.generation.requests import (
     FinishReason,
     find_stop_token_ids,
@@ -77,16 +77,27 @@ class TransformersEngine:
     The model's own generation settings (temperature, top-k, repetition penalty and so on) are not used: a sample depends
     on the `SamplingConfig` alone. A row ends at the tokenizer's end-of-sequence token, at those of the model's generation
     config or at one of `stop_token_ids`. The model is put in evaluation mode while it samples and restored afterwards.
+
+    The distinct prompts of a batch are read once for all their samples, and rows that have ended leave the batch, where
+    `decoding.plain_decoder` finds the model fit for it; `reuse_prompts=False` leaves every model to
+    `transformers.generate`, which draws the same samples in more time.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, batch_size: int = 64, stop_token_ids: Collection[int] | None = None
+        self,
+        model: Any,
+        tokenizer: Any,
+        batch_size: int = 64,
+        stop_token_ids: Collection[int] | None = None,
+        *,
+        reuse_prompts: bool = True,
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size is {batch_size}; give at least 1.")
         self.model = model
         self.tokenizer = tokenizer
         self.batch_size = batch_size
+        self.reuse_prompts = reuse_prompts
         self.stop_token_ids = find_stop_token_ids(tokenizer, model.generation_config, stop_token_ids or ())
 
     def generate(
@@ -122,25 +133,16 @@ class TransformersEngine:
         self, prompt_ids: list[list[int]], rows: Sequence[tuple[int, int]], config: SamplingConfig
     ) -> list[Sample]:
         pad_id = _pad_token_id(self.tokenizer, self.stop_token_ids)
-        input_ids, attention_mask = _pad_left([prompt_ids[question] for question, _ in rows], pad_id)
+        prompts = [prompt_ids[question] for question, _ in rows]
         counters = torch.tensor(rows, dtype=torch.int64)
+        width = max(map(len, prompts))
         spells_stop = stop_detector(self.tokenizer, config.stop)
-        sampler = SeededSampler(
-            config, counters[:, 0], counters[:, 1], input_ids.shape[1], self.stop_token_ids, spells_stop
-        )
-        output_ids = self.model.generate(
-            input_ids=input_ids.to(self.model.device),
-            attention_mask=attention_mask.to(self.model.device),
-            logits_processor=LogitsProcessorList([sampler]),
-            generation_config=GenerationConfig(
-                do_sample=False,
-                max_new_tokens=config.max_new_tokens,
-                eos_token_id=sorted(self.stop_token_ids),
-                pad_token_id=pad_id,
-                use_cache=True,
-            ),
-        )
-        new_ids = output_ids[:, input_ids.shape[1] :].tolist()
+        sampler = SeededSampler(config, counters[:, 0], counters[:, 1], width, self.stop_token_ids, spells_stop)
+        causal = plain_decoder(self.model) if self.reuse_prompts else None
+        if causal is not None:
+            new_ids = decode(causal, prompts, sampler, config.max_new_tokens, pad_id)
+        else:
+            new_ids = self._leave_to_generate(prompts, sampler, config.max_new_tokens, pad_id)
         token_ids = [row[:count] for row, count in zip(new_ids, sampler.tokens_B.tolist())]
         stopped = (sampler.stopped_B & ~sampler.ended_by_text_B).tolist()
         answers = finish_answers(self.tokenizer, token_ids, stopped, config.stop)
@@ -149,6 +151,25 @@ class TransformersEngine:
             for (question, index), (ids, text, reason), entropy in zip(rows, answers, sampler.mean_entropy().tolist())
         ]
 
+    def _leave_to_generate(
+        self, prompts: list[list[int]], sampler: SeededSampler, max_new_tokens: int, pad_id: int
+    ) -> list[list[int]]:
+        input_ids, attention_mask = pad_left(prompts, pad_id)
+        output_ids = self.model.generate(
+            input_ids=input_ids.to(self.model.device),
+            attention_mask=attention_mask.to(self.model.device),
+            logits_processor=LogitsProcessorList([sampler]),
+            generation_config=GenerationConfig(
+                do_sample=False,
+                max_new_tokens=max_new_tokens,
+                eos_token_id=sorted(self.stop_token_ids),
+                pad_token_id=pad_id,
+                use_cache=True,
+            ),
+        )
+        new_ids: list[list[int]] = output_ids[:, input_ids.shape[1] :].tolist()
+        return new_ids
+
 
 def _pad_token_id(tokenizer: Any, stop_token_ids: Collection[int]) -> int:
     """The tokenizer's padding token or, as padding is masked and cut off again, any token that ends a row."""
@@ -156,14 +177,6 @@ def _pad_token_id(tokenizer: Any, stop_token_ids: Collection[int]) -> int:
         if declared is not None:
             return int(declared)
     return min(stop_token_ids)
-
-
-def _pad_left(rows: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Return the rows as one tensor, aligned at their last token, and the mask of real tokens; both [B, T] int64."""
-    width = max(map(len, rows))
-    input_ids = torch.tensor([[pad_id] * (width - len(row)) + row for row in rows])
-    attention_mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    return input_ids, attention_mask
 
 
 @contextmanager

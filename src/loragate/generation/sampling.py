@@ -8,7 +8,7 @@ distribution on the way. Nothing here knows tasks, gates or adapters.
 The guarantee is exact for equal logits. Kernels may round differently for another batch shape (about 1e-6 in fp32, far
 more in bf16), and a draw that falls within that distance of a boundary between two tokens can then differ.
 
-Shapes: B rows, V vocabulary.
+Shapes: B rows, b of them still in the batch, V vocabulary.
 """
 
 from __future__ import annotations
@@ -141,12 +141,14 @@ def draw(scores_BV: Tensor, uniforms_B: Tensor, temperature: float, top_p: float
 class SeededSampler(LogitsProcessor):
     """Choose the next token of every row and measure the entropy of the distribution it came from.
 
-    The returned scores hold 0 at the chosen token and -inf elsewhere, so that `generate(do_sample=False)` takes exactly
-    this token. Make a new sampler for every call of `generate`, with no other logits processor before it.
+    As a logits processor it returns scores that hold 0 at the chosen token and -inf elsewhere, so that
+    `generate(do_sample=False)` takes exactly this token; `choose` returns the token itself. Make a new sampler for every
+    batch, with no other logits processor before it.
 
     After the call, `tokens_B` counts the generated tokens of each row, its stop token included, `stopped_B` says whether
     it ended at a stop token, and `mean_entropy()` is the mean, over these tokens, of the entropy in nats of the
-    full-vocabulary distribution at temperature 1, whatever the temperature and top-p of the draw.
+    full-vocabulary distribution at temperature 1, whatever the temperature and top-p of the draw. `rows_b` are the rows
+    that are asked for: all, until `keep` leaves some out.
     """
 
     def __init__(
@@ -169,43 +171,54 @@ class SeededSampler(LogitsProcessor):
         self.ended_by_text_B = torch.zeros(len(questions_B), dtype=torch.bool)
         self.tokens_B = torch.zeros(len(questions_B), dtype=torch.int64)
         self.entropy_B = torch.zeros(len(questions_B), dtype=torch.float64)
+        self.rows_b = torch.arange(len(questions_B))
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self._end_rows_at_stop_texts(input_ids)
-        entropy_B = torch.special.entr(scores.float().softmax(dim=-1)).sum(dim=-1).cpu().double()
-        running_B = ~self.stopped_B
-        self._refuse_non_finite(entropy_B, running_B)
-        self.entropy_B += torch.where(running_B, entropy_B, 0.0)
-        self.tokens_B += running_B
+        chosen_b = self.choose(input_ids[:, self.prompt_length :], scores)
+        return torch.full_like(scores, -torch.inf).scatter_(-1, chosen_b.to(scores.device)[:, None], 0.0)
+
+    def keep(self, kept: Tensor) -> None:
+        """From now on only these of the present rows are asked for; `kept` indexes `rows_b`."""
+        self.rows_b = self.rows_b[kept]
+
+    def choose(self, new_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the next token of each row of `rows_b`, [b] int64, given its tokens so far [b, T] and scores [b, V]."""
+        rows_b = self.rows_b
+        self._end_rows_at_stop_texts(new_ids)
+        entropy_b = torch.special.entr(scores.float().softmax(dim=-1)).sum(dim=-1).cpu().double()
+        running_b = ~self.stopped_B[rows_b]
+        self._refuse_non_finite(entropy_b, running_b)
+        self.entropy_B[rows_b] += torch.where(running_b, entropy_b, 0.0)
+        self.tokens_B[rows_b] += running_b
 
         if self.config.temperature == 0:
-            chosen_B = scores.argmax(dim=-1)
+            chosen_b = scores.argmax(dim=-1)
         else:
-            position = input_ids.shape[1] - self.prompt_length
-            uniforms_B = uniform(self.config.seed, self.questions_B, self.samples_B, position)
+            uniforms_b = uniform(self.config.seed, self.questions_B[rows_b], self.samples_B[rows_b], new_ids.shape[1])
             device = "cpu" if scores.device.type == "mps" else scores.device
-            chosen_B = draw(scores.to(device), uniforms_B.to(device), self.config.temperature, self.config.top_p)
-        if self.ended_by_text_B.any():
-            chosen_B = torch.where(self.ended_by_text_B.to(chosen_B.device), int(self.stop_ids[0]), chosen_B)
-        self.stopped_B |= torch.isin(chosen_B.cpu(), self.stop_ids)
-        return torch.full_like(scores, -torch.inf).scatter_(-1, chosen_B.to(scores.device)[:, None], 0.0)
+            chosen_b = draw(scores.to(device), uniforms_b.to(device), self.config.temperature, self.config.top_p)
+        ended_b = self.ended_by_text_B[rows_b]
+        if ended_b.any():
+            chosen_b = torch.where(ended_b.to(chosen_b.device), int(self.stop_ids[0]), chosen_b)
+        self.stopped_B[rows_b] |= torch.isin(chosen_b.cpu(), self.stop_ids)
+        return chosen_b
 
     def mean_entropy(self) -> Tensor:
         """Return the mean entropy per generated token of each row, [B] float64, in nats."""
         return self.entropy_B / self.tokens_B
 
-    def _end_rows_at_stop_texts(self, input_ids: Tensor) -> None:
-        """A row whose text is complete is done: `generate` is given a stop token for it, which nobody counts."""
+    def _end_rows_at_stop_texts(self, new_ids: Tensor) -> None:
+        """A row whose text is complete is done: it is given a stop token, which nobody counts."""
         if self.spells_stop is None:
             return
-        for row, ids in enumerate(input_ids[:, self.prompt_length :].tolist()):
+        for row, ids in zip(self.rows_b.tolist(), new_ids.tolist()):
             if not self.stopped_B[row] and self.spells_stop(ids):
                 self.stopped_B[row] = self.ended_by_text_B[row] = True
 
-    def _refuse_non_finite(self, entropy_B: Tensor, running_B: Tensor) -> None:
-        broken_B = running_B & ~entropy_B.isfinite()
-        if broken_B.any():
-            row = int(broken_B.nonzero()[0])
+    def _refuse_non_finite(self, entropy_b: Tensor, running_b: Tensor) -> None:
+        broken_b = running_b & ~entropy_b.isfinite()
+        if broken_b.any():
+            row = int(self.rows_b[broken_b.nonzero()[0]])
             raise LoragateError(
                 f"The model returned NaN or infinite logits at token {int(self.tokens_B[row])} of question "
                 f"{int(self.questions_B[row])}, sample {int(self.samples_B[row])}. Nothing can be sampled from them: "

@@ -1,34 +1,33 @@
 """The token-statistics head: log-probability, entropy and top-k entropy without full logits.
 
-Hidden states of response positions are projected in token chunks with fp32 logits; a chunk's logits die with the chunk.
-The gradient of top-k entropy lives on k logits only, so the forward keeps k indices and k derivatives per token and the
-backward is one `embedding_bag` over rows of the head: exact, at k/V of the dense cost. Log-probability and full entropy
-have dense gradients; these are either projected in the forward while the logits are there (`gradients=`), or recomputed
-chunk by chunk in the backward.
+Hidden states of response positions are projected in chunks of tokens and tiles of the vocabulary with fp32 logits; a
+tile's logits die with the tile, and `tiling.py` sizes it by a budget of bytes. The gradient of top-k entropy lives on k
+logits only, so the forward keeps k indices and k derivatives per token and the backward is one `embedding_bag` over rows
+of the head: exact, at k/V of the dense cost. Log-probability and full entropy have dense gradients; these are summed in
+the forward where it costs no more (`gradients=`), or recomputed tile by tile in the backward.
 
-The head's weight is frozen here: gradients flow to `hidden` only.
+The head's weight is frozen here: gradients flow to `hidden` only. It may be spread over a tensor-parallel group
+(`sharded_head.py`).
 
 Shapes: T tokens, D hidden, V vocabulary, K support, C tokens of one chunk.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from loragate.errors import ConfigError
 from loragate.losses.entropy import support_size
-from loragate.losses.projection import HeadOptions, Projection, largest
+from loragate.losses.head_function import STATISTICS, Plan, TokenStatisticsFunction
+from loragate.losses.projection import HeadOptions
+from loragate.losses.sharded_head import local_head
+from loragate.losses.tiling import BUDGET, needs_widening, tiling
 
 IGNORED = -100
-STATISTICS = ("log_prob", "entropy", "topk_entropy")
-_DENSE = ("log_prob", "entropy")
-_CHUNK_BYTES = 128 << 20
+_CHUNK_BYTES = BUDGET
 
 
 class TokenStatistics(NamedTuple):
@@ -79,38 +78,43 @@ def token_statistics(
 
     Args:
         hidden: [..., D], already shifted: position t predicts `labels[..., t]`.
-        weight: [V, D] frozen output embedding; `bias` [V] likewise.
+        weight: [V, D] frozen output embedding; `bias` [V] likewise. Or a DTensor that spreads the rows over a
+            tensor-parallel group, all of whose processes call this with the same positions.
         labels: [...] int64, −100 where a position does not count (it is not projected).
         k: support of the top-k entropy; k ≥ V, or 0, makes it the full entropy divided by log V.
         scale, softcap: the family's logit scale and soft cap.
         outputs: the statistics to compute, out of "log_prob", "entropy" and "topk_entropy"; all by default.
         gradients: the statistics that will be differentiated. Naming them saves a recomputation of the logits; the
             others come back detached. None keeps all of `outputs` differentiable.
-        chunk_tokens: positions per chunk; by default as many as fit 128 MiB of fp32 logits, at most 128 on a CPU.
+        chunk_tokens: positions per chunk; by default as many as `loragate.losses.tiling` finds best. The memory of a tile
+            of logits is 64 MiB at most either way.
 
     Returns:
         `TokenStatistics` shaped like `labels`, connected to `hidden` even when no label counts.
 
     Raises:
-        ConfigError: for mismatching shapes, an unknown name in `outputs` or `gradients`, or a head that requires a
-            gradient.
+        ConfigError: for mismatching shapes, an unknown name in `outputs` or `gradients`, a head that requires a
+            gradient, or a DTensor spread in another way.
     """
     _check(hidden, weight, labels, outputs, gradients)
     vocabulary = weight.shape[0]
     k = support_size(k, vocabulary)
     mask = labels != IGNORED
-    chosen_TD = hidden[mask]
-    if chunk_tokens is None:
-        # on a CPU smaller chunks are faster: their logits are still in the cache when they are searched
-        limit = 128 if hidden.device.type == "cpu" else 1 << 20
-        chunk_tokens = min(limit, max(16, _CHUNK_BYTES // (4 * vocabulary)))
+    chosen_TD, chosen_T = hidden[mask], labels[mask]
+    weight, bias, shard = local_head(weight, bias)
+    if shard is not None:
+        shard.require_same_tokens(chosen_T)
     if chosen_TD.shape[0] == 0:
         # keeps the graph alive, so that an empty micro-batch can be back-propagated on every rank
         nothing = hidden.float().sum() * 0.0
         zeros = torch.zeros(labels.shape, dtype=torch.float32, device=hidden.device) + nothing
         return TokenStatistics(zeros, zeros, zeros, mask, k)
-    plan = _Plan(k, tuple(outputs), gradients, chunk_tokens, HeadOptions(scale, softcap))
-    values = _TokenStatistics.apply(chosen_TD, weight, bias, labels[mask], plan)
+    rows, width = weight.shape
+    sizes = tiling(
+        rows, width, weight.device.type, widened=needs_widening(weight), tokens=chunk_tokens, budget=_CHUNK_BYTES
+    )
+    plan = Plan(k, tuple(outputs), gradients, sizes, HeadOptions(scale, softcap), vocabulary, shard)
+    values = TokenStatisticsFunction.apply(chosen_TD, weight, bias, chosen_T, plan)
     empty = torch.empty(0, device=hidden.device)
     spread = [
         value.new_zeros(labels.shape).masked_scatter(mask, value) if name in outputs else empty
@@ -165,176 +169,6 @@ def statistics_of_logits(
         support_size(k, logits.shape[-1]),
         kl,
     )
-
-
-@dataclass(frozen=True)
-class _Plan:
-    k: int
-    outputs: tuple[str, ...]
-    gradients: tuple[str, ...] | None
-    chunk: int
-    options: HeadOptions
-
-
-class _TokenStatistics(torch.autograd.Function):
-    """Returns (log_prob [T], entropy [T], normalised top-k entropy [T]) in fp32; empty where not asked for."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_TD: torch.Tensor,
-        weight_VD: torch.Tensor,
-        bias_V: torch.Tensor | None,
-        labels_T: torch.Tensor,
-        plan: _Plan,
-    ) -> Any:
-        full = plan.k >= weight_VD.shape[0]
-        needed = plan.outputs if plan.gradients is None else plan.gradients
-        if not hidden_TD.requires_grad:
-            needed = ()
-        # With k = V the top-k entropy is the full one: one dense gradient serves both.
-        planned = {"entropy" if name == "topk_entropy" and full else name for name in needed}
-        eager = tuple(name for name in _DENSE if name in planned) if plan.gradients is not None else ()
-        with torch.autocast(hidden_TD.device.type, enabled=False):
-            head = Projection(weight_VD, bias_V, plan.options)
-            run = _ForwardRun(head, plan, full, sparse="topk_entropy" in planned, eager=eager)
-            for hidden_CD, labels_C in zip(hidden_TD.split(plan.chunk), labels_T.split(plan.chunk), strict=True):
-                run.add(hidden_CD, labels_C)
-        recompute = plan.gradients is None and any(name in planned for name in _DENSE)
-        dense = [run.joined(f"d {name}") for name in eager]
-        ctx.save_for_backward(
-            hidden_TD if recompute else None,
-            weight_VD,
-            bias_V,
-            labels_T,
-            run.joined("index"),
-            run.joined("slope"),
-            *dense,
-        )
-        ctx.plan, ctx.full, ctx.eager, ctx.recompute, ctx.hidden_dtype = plan, full, eager, recompute, hidden_TD.dtype
-        ctx.set_materialize_grads(False)
-        values = {name: run.joined(name) for name in STATISTICS}
-        results = tuple(
-            torch.empty(0, device=hidden_TD.device) if value is None else value for value in values.values()
-        )
-        ctx.mark_non_differentiable(
-            *[result for name, result in zip(STATISTICS, results, strict=True) if name not in needed]
-        )
-        return results
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_log_prob: Any, grad_entropy: Any, grad_topk: Any) -> Any:
-        hidden_TD, weight_VD, bias_V, labels_T, index_TK, slope_TK, *dense = ctx.saved_tensors
-        if ctx.full and grad_topk is not None:
-            grad_entropy = grad_topk / math.log(ctx.plan.k) + (0 if grad_entropy is None else grad_entropy)
-            grad_topk = None
-        head = Projection(weight_VD, bias_V, ctx.plan.options)
-        upstream = {"log_prob": grad_log_prob, "entropy": grad_entropy}
-        parts = []
-        if grad_topk is not None:
-            parts.append(head.pull_back_sparse(index_TK, slope_TK * grad_topk.unsqueeze(-1)))
-        if ctx.recompute and not (grad_log_prob is None and grad_entropy is None):
-            parts.append(_recomputed(head, hidden_TD, labels_T, grad_log_prob, grad_entropy, ctx.plan.chunk))
-        for name, direction_TD in zip(ctx.eager, dense, strict=True):
-            if upstream[name] is not None:
-                parts.append(upstream[name].unsqueeze(-1) * direction_TD)
-        grad_hidden = sum(parts).to(ctx.hidden_dtype) if parts else None  # type: ignore[union-attr]
-        return grad_hidden, None, None, None, None
-
-
-class _ForwardRun:
-    """Collects the statistics, and what their gradients need, chunk by chunk."""
-
-    def __init__(self, head: Projection, plan: _Plan, full: bool, sparse: bool, eager: tuple[str, ...]) -> None:
-        self.head, self.plan, self.full, self.sparse, self.eager = head, plan, full, sparse, eager
-        self.columns: dict[str, list[torch.Tensor]] = {}
-
-    def joined(self, name: str) -> torch.Tensor | None:
-        return torch.cat(self.columns[name]) if name in self.columns else None
-
-    def _put(self, name: str, value: torch.Tensor) -> None:
-        self.columns.setdefault(name, []).append(value)
-
-    def add(self, hidden_CD: torch.Tensor, labels_C: torch.Tensor) -> None:
-        outputs, log_k = self.plan.outputs, math.log(self.plan.k)
-        z_CV, slope_CV = self.head.logits(hidden_CD)
-        if "topk_entropy" in outputs and not self.full:
-            self._add_topk(z_CV, slope_CV, log_k)
-        wants_entropy = "entropy" in outputs or "entropy" in self.eager or ("topk_entropy" in outputs and self.full)
-        if not wants_entropy and "log_prob" not in outputs:
-            return
-        log_z_C = torch.logsumexp(z_CV, -1)
-        if "log_prob" in outputs:
-            self._put("log_prob", z_CV.gather(-1, labels_C.unsqueeze(-1)).squeeze(-1) - log_z_C)
-        if not wants_entropy and "log_prob" not in self.eager:
-            return
-        p_CV = torch.exp(z_CV - log_z_C.unsqueeze(-1))
-        if wants_entropy:
-            entropy_C = log_z_C - torch.linalg.vecdot(p_CV, z_CV)
-            if "entropy" in outputs:
-                self._put("entropy", entropy_C)
-            if "topk_entropy" in outputs and self.full:
-                self._put("topk_entropy", entropy_C / log_k)
-            if "entropy" in self.eager:
-                slope = _entropy_slope(p_CV, z_CV, log_z_C, entropy_C)
-                self._put("d entropy", self.head.pull_back(slope, slope_CV))
-        if "log_prob" in self.eager:
-            self._put("d log_prob", self.head.pull_back(_log_prob_slope(p_CV, labels_C), slope_CV))
-
-    def _add_topk(self, z_CV: torch.Tensor, slope_CV: torch.Tensor | None, log_k: float) -> None:
-        top_CK, index_CK = largest(z_CV, self.plan.k)
-        log_q_CK = torch.log_softmax(top_CK, -1)
-        q_CK = log_q_CK.exp()
-        entropy_C = -(q_CK * log_q_CK).sum(-1)
-        self._put("topk_entropy", entropy_C / log_k)
-        if self.sparse:
-            # dH/dz = −q (log q + H) on the support (eq:rw-topk-logit-gradient), zero elsewhere
-            gradient_CK = -q_CK * (log_q_CK + entropy_C.unsqueeze(-1)) / log_k
-            gradient_CK *= self.head.options.scale if slope_CV is None else slope_CV.gather(-1, index_CK)
-            self._put("index", index_CK)
-            self._put("slope", gradient_CK)
-
-
-def _recomputed(
-    head: Projection,
-    hidden_TD: torch.Tensor,
-    labels_T: torch.Tensor,
-    grad_log_prob: torch.Tensor | None,
-    grad_entropy: torch.Tensor | None,
-    chunk: int,
-) -> torch.Tensor:
-    parts = []
-    with torch.autocast(hidden_TD.device.type, enabled=False):
-        for at in range(0, hidden_TD.shape[0], chunk):
-            rows = slice(at, at + chunk)
-            z_CV, slope_CV = head.logits(hidden_TD[rows])
-            log_z_C = torch.logsumexp(z_CV, -1)
-            p_CV = torch.exp(z_CV - log_z_C.unsqueeze(-1))
-            coefficient_CV: torch.Tensor | float = 0.0
-            if grad_entropy is not None:
-                entropy_C = log_z_C - (p_CV * z_CV).sum(-1)
-                coefficient_CV = _entropy_slope(p_CV, z_CV, log_z_C, entropy_C) * grad_entropy[rows].unsqueeze(-1)
-            if grad_log_prob is not None:
-                coefficient_CV = (
-                    _log_prob_slope(p_CV, labels_T[rows]) * grad_log_prob[rows].unsqueeze(-1) + coefficient_CV
-                )
-            parts.append(head.pull_back(torch.as_tensor(coefficient_CV), slope_CV))
-    return torch.cat(parts)
-
-
-def _entropy_slope(
-    p_CV: torch.Tensor, z_CV: torch.Tensor, log_z_C: torch.Tensor, entropy_C: torch.Tensor
-) -> torch.Tensor:
-    """dH/dz = −p (log p + H)."""
-    return -p_CV * (z_CV + (entropy_C - log_z_C).unsqueeze(-1))
-
-
-def _log_prob_slope(p_CV: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
-    """d log p_y / dz = e_y − p."""
-    slope_CV = -p_CV
-    slope_CV.scatter_add_(-1, labels_C.unsqueeze(-1), torch.ones_like(slope_CV[:, :1]))
-    return slope_CV
 
 
 def _check(

@@ -1,6 +1,9 @@
-"""The output head of one call: chunk-wise fp32 logits, the way back to the hidden states, and the search for the largest.
+"""The output head of one call: fp32 logits tile by tile, and the way back to the hidden states.
 
-Shapes: C tokens of one chunk, T tokens, D hidden, V vocabulary, K support.
+Head rows of low precision are multiplied as they are on CUDA; elsewhere they are widened to fp32, one tile of them at a
+time, so that a widened copy of the head never exists.
+
+Shapes: C tokens of one chunk, T tokens, D hidden, V vocabulary (or the columns of one tile), K support.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-_GROUP = 64
+from loragate.losses.largest import largest as largest
+from loragate.losses.tiling import BUDGET, rows_within
 
 
 @dataclass(frozen=True)
@@ -36,61 +40,124 @@ class Head:
 
 
 class Projection:
-    """Chunk-wise fp32 logits of frozen head rows, with the family's scale and soft cap."""
+    """fp32 logits of frozen head rows, with the family's scale and soft cap.
+
+    Logits are written into memory that the next call uses again.
+    """
 
     def __init__(self, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, options: HeadOptions) -> None:
         self.options = options
+        self.weight_VD = weight_VD
         self.working = torch.float64 if weight_VD.dtype == torch.float64 else torch.float32
         self.direct = multiplies_directly(weight_VD)
-        self.weight_VD = weight_VD if self.direct else weight_VD.to(self.working)
+        self.widened = not self.direct and weight_VD.dtype != self.working
         self.bias_V = None if bias_V is None else bias_V.to(self.working)
-        self.buffer_CV: torch.Tensor | None = None
+        self.room: torch.Tensor | None = None
+        self.wide_rows: torch.Tensor | None = None
+        self.wide_span: tuple[int, int] | None = None
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return int(self.weight_VD.shape[0])
+
+    def states(self, hidden_CD: torch.Tensor) -> torch.Tensor:
+        """Hidden states in the dtype in which they are multiplied."""
+        return hidden_CD.to(self.weight_VD.dtype if self.direct else self.working)
+
+    def tile(self, states_CD: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """z [C, stop − start] of some columns; `states_CD` as `states` gives them."""
+        if self.direct:
+            z_CV = product_in_fp32(states_CD, self.weight_VD[start:stop].t())
+        else:
+            z_CV = torch.mm(states_CD, self._rows(start, stop).t(), out=self._room(states_CD, stop - start))
+        return self._finished(z_CV, start, stop)
+
+    def slope(self, z: torch.Tensor) -> torch.Tensor | float:
+        """dz/d(W h) at logits z: of their shape where there is a soft cap, else the constant `scale`."""
+        cap = self.options.softcap
+        if cap is None:
+            return self.options.scale
+        return (z / cap).square_().neg_().add_(1.0).mul_(self.options.scale)
+
+    def tile_back(self, coefficient_CV: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Σ_v coefficient·W_v over some columns, [C, D]."""
+        if self.direct:
+            return product_in_fp32(coefficient_CV.to(self.weight_VD.dtype), self.weight_VD[start:stop])
+        return torch.mm(coefficient_CV, self._rows(start, stop))
 
     def logits(self, hidden_CD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(z [C, V], dz/d(W h) [C, V] or None where it is the constant `scale`)."""
-        if self.direct:
-            z_CV = product_in_fp32(hidden_CD.to(self.weight_VD.dtype), self.weight_VD.t())
+        """(z [C, V], dz/d(W h) [C, V] or None where it is the constant `scale`): whole rows, for objectives that need them."""
+        states_CD = self.states(hidden_CD)
+        if not self.widened:
+            z_CV = self.tile(states_CD, 0, self.vocabulary)
         else:
-            z_CV = torch.mm(hidden_CD.to(self.working), self.weight_VD.t(), out=self._room(hidden_CD))
+            z_CV = self._room(states_CD, self.vocabulary)
+            for start, stop in self._widened_spans():
+                torch.mm(states_CD, self._rows(start, stop).t(), out=z_CV[:, start:stop])
+            z_CV = self._finished(z_CV, 0, self.vocabulary)
+        slope_CV = self.slope(z_CV)
+        return z_CV, slope_CV if isinstance(slope_CV, torch.Tensor) else None
+
+    def pull_back(self, coefficient_CV: torch.Tensor, slope_CV: torch.Tensor | None) -> torch.Tensor:
+        """Σ_v coefficient·dz/dh over whole rows, [C, D]."""
+        weighted = coefficient_CV * (self.options.scale if slope_CV is None else slope_CV)
+        if not self.widened:
+            return self.tile_back(weighted, 0, self.vocabulary)
+        total = weighted.new_zeros((weighted.shape[0], self.weight_VD.shape[1]))
+        for start, stop in self._widened_spans():
+            total.addmm_(weighted[:, start:stop], self._rows(start, stop))
+        return total
+
+    def pull_back_sparse(self, indices_TK: torch.Tensor, coefficient_TK: torch.Tensor) -> torch.Tensor:
+        """Σ_j coefficient_j · W[index_j], [T, D], for a coefficient on K logits: K·D multiplications per token."""
+        if self.weight_VD.dtype == self.working:
+            return F.embedding_bag(indices_TK, self.weight_VD, per_sample_weights=coefficient_TK, mode="sum")
+        # embedding_bag would round the coefficients to the rows' dtype
+        total_TD = coefficient_TK.new_empty((indices_TK.shape[0], self.weight_VD.shape[1]))
+        size = self.weight_VD.shape[1] * (self.weight_VD.element_size() + total_TD.element_size())
+        count = rows_within(indices_TK.shape[1] * size, BUDGET)
+        for at in range(0, indices_TK.shape[0], count):
+            rows = slice(at, at + count)
+            gathered = F.embedding(indices_TK[rows], self.weight_VD).to(self.working)
+            torch.bmm(coefficient_TK[rows].unsqueeze(1), gathered, out=total_TD[rows].unsqueeze(1))
+        return total_TD
+
+    def _finished(self, z_CV: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         if self.bias_V is not None:
-            z_CV += self.bias_V
+            z_CV += self.bias_V[start:stop]
         if self.options.scale != 1.0:
             z_CV *= self.options.scale
         cap = self.options.softcap
-        if cap is None:
-            return z_CV, None
-        squashed_CV = z_CV.div_(cap).tanh_()
-        slope_CV = (1.0 - squashed_CV * squashed_CV) * self.options.scale
-        return squashed_CV * cap, slope_CV
+        return z_CV if cap is None else z_CV.div_(cap).tanh_().mul_(cap)
 
-    def _room(self, hidden_CD: torch.Tensor) -> torch.Tensor:
-        """Memory for one chunk's logits, used again by the next chunk."""
-        count = hidden_CD.shape[0]
-        if self.buffer_CV is None or self.buffer_CV.shape[0] < count:
-            self.buffer_CV = hidden_CD.new_empty((count, self.weight_VD.shape[0]), dtype=self.working)
-        return self.buffer_CV[:count]
+    def _rows(self, start: int, stop: int) -> torch.Tensor:
+        if not self.widened:
+            return self.weight_VD[start:stop]
+        count = stop - start
+        if self.wide_rows is None or self.wide_rows.shape[0] < count:
+            self.wide_rows = self.wide_span = None  # the old rows go before the new ones come
+            self.wide_rows = self.weight_VD.new_empty((count, self.weight_VD.shape[1]), dtype=self.working)
+        if self.wide_span != (start, stop):
+            self.wide_rows[:count].copy_(self.weight_VD[start:stop])
+            self.wide_span = (start, stop)
+        return self.wide_rows[:count]
 
-    def pull_back(self, coefficient_CV: torch.Tensor, slope_CV: torch.Tensor | None) -> torch.Tensor:
-        """Σ_v coefficient·dz/dh, [C, D], for a dense coefficient over the vocabulary."""
-        weighted = coefficient_CV * (self.options.scale if slope_CV is None else slope_CV)
-        if self.direct:
-            return torch.mm(weighted.to(self.weight_VD.dtype), self.weight_VD).to(self.working)
-        return torch.mm(weighted, self.weight_VD)
+    def _widened_spans(self) -> list[tuple[int, int]]:
+        step = rows_within(4 * self.weight_VD.shape[1], BUDGET)
+        return [(at, min(at + step, self.vocabulary)) for at in range(0, self.vocabulary, step)]
 
-    def pull_back_sparse(self, indices_TK: torch.Tensor, coefficient_TK: torch.Tensor) -> torch.Tensor:
-        """Σ_j coefficient_j · W[index_j], [T, D], for a coefficient on K logits."""
-        if not self.direct:
-            return F.embedding_bag(indices_TK, self.weight_VD, per_sample_weights=coefficient_TK, mode="sum")
-        rows = max(1, (64 << 20) // (indices_TK.shape[1] * self.weight_VD.shape[1]))
-        parts = [
-            torch.einsum("tk,tkd->td", weights, F.embedding(indices, self.weight_VD).float())
-            for indices, weights in zip(indices_TK.split(rows), coefficient_TK.split(rows), strict=True)
-        ]
-        return torch.cat(parts)
+    def _room(self, states_CD: torch.Tensor, columns: int) -> torch.Tensor:
+        """Memory for one tile's logits, used again by the next tile."""
+        size = states_CD.shape[0] * columns
+        if self.room is None or self.room.numel() < size:
+            self.room = None
+            self.room = states_CD.new_empty(size, dtype=self.working)
+        return self.room[:size].view(states_CD.shape[0], columns)
 
 
 def multiplies_directly(weight_VD: torch.Tensor) -> bool:
-    """Whether low-precision weights are used as they are (CUDA); elsewhere they are widened once per call."""
+    """Whether low-precision weights are used as they are (CUDA); elsewhere they are widened tile by tile."""
     return weight_VD.is_cuda and weight_VD.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -99,23 +166,3 @@ def product_in_fp32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if left.is_cuda:
         return torch.mm(left, right, out_dtype=torch.float32)
     return torch.mm(left.float(), right.float())
-
-
-def largest(values_CV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest values of each row and their columns, in descending order; exact, in two levels for wide rows.
-
-    The k groups of columns with the largest maxima hold the k largest values, so only those groups are searched. Among
-    equal values at the boundary either column may be returned, as with `torch.topk`.
-    """
-    groups = values_CV.shape[1] // _GROUP
-    if groups < 4 * k:
-        return torch.topk(values_CV, k, dim=-1)
-    grouped = values_CV[:, : groups * _GROUP].unflatten(-1, (groups, _GROUP))
-    chosen_CK = torch.topk(grouped.amax(-1), k, dim=-1, sorted=False).indices
-    candidates = torch.gather(grouped, 1, chosen_CK.unsqueeze(-1).expand(-1, -1, _GROUP)).flatten(1)
-    tail = values_CV[:, groups * _GROUP :]
-    top_CK, at_CK = torch.topk(torch.cat((candidates, tail), dim=-1) if tail.shape[1] else candidates, k, dim=-1)
-    inside = at_CK < candidates.shape[1]
-    group_CK = torch.gather(chosen_CK, 1, torch.where(inside, at_CK // _GROUP, 0))
-    column_CK = group_CK * _GROUP + at_CK % _GROUP
-    return top_CK, torch.where(inside, column_CK, at_CK - candidates.shape[1] + groups * _GROUP)

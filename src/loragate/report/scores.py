@@ -1,7 +1,7 @@
 """The tables of an evaluation, for the terminal and for Markdown, from the record's JSON.
 
 One table per task, with what must stand beside a score: its interval, the paired difference to the adapter and what may be
-said of it, how many answers were cut off and how many could not be judged. A last table averages over tasks.
+said of it, how many answers were cut off and how many could not be judged. Last tables average over the tasks of a suite.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def caption(record: Record) -> str:
 
 
 def score_tables(record: Record) -> list[Table]:
-    """One table per task and, for several tasks, their average."""
+    """One table per task and, for several tasks of a suite, their average."""
     tables = []
     for task in record["tasks"]:
         table = _table(f"{task['name']} v{task['version']} · {metric(record, task)}", COLUMNS)
@@ -43,9 +43,9 @@ def score_tables(record: Record) -> list[Table]:
             cells = [_stacked(cell) for cell in _cells(row)]
             table.add_row(Text(row_name(row)), *cells, style="bold" if row["variant"] == "gated" else None)
         tables.append(table)
-    if record["suites"]:
-        table = _table(_suite_title(record), SUITE_COLUMNS)
-        for row in record["suites"]:
+    for title, rows in suites_of(record):
+        table = _table(title, SUITE_COLUMNS)
+        for row in rows:
             cells = [_stacked(cell) for cell in _suite_cells(row)]
             table.add_row(Text(row_name(row)), *cells, style="bold" if row["variant"] == "gated" else None)
         tables.append(table)
@@ -58,9 +58,9 @@ def score_markdown(record: Record) -> str:
     for task in record["tasks"]:
         lines = [[row_name(row), *_joined(_cells(row))] for row in rows_of(record, task["name"])]
         parts.append(f"### {task['name']} v{task['version']} · {metric(record, task)}\n\n{_markdown(COLUMNS, lines)}")
-    if record["suites"]:
-        lines = [[row_name(row), *_joined(_suite_cells(row))] for row in record["suites"]]
-        parts.append(f"### {_suite_title(record)}\n\n{_markdown(SUITE_COLUMNS, lines)}")
+    for title, rows in suites_of(record):
+        lines = [[row_name(row), *_joined(_suite_cells(row))] for row in rows]
+        parts.append(f"### {title}\n\n{_markdown(SUITE_COLUMNS, lines)}")
     return "\n\n".join([*parts, *caption(record).split("\n")]) + "\n"
 
 
@@ -69,10 +69,16 @@ def row_name(row: Mapping[str, Any]) -> str:
     return row["variant"] if row["control"] is None else f"{row['variant']} {row['control']}"
 
 
-def _suite_title(record: Record) -> str:
-    count = record["suites"][0]["average"]["tasks"]
-    apart = ", those of lm-eval apart" if count < len(record["tasks"]) else ""
-    return f"average of {count} tasks{apart}"
+def suites_of(record: Record) -> list[tuple[str, list[Mapping[str, Any]]]]:
+    """[(title, rows)]: the averages of each suite, as "average of the 5 math tasks"."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in record["suites"]:
+        found.setdefault(row["suite"], []).append(row)
+    return [
+        (f"average of {f'the {count} {suite}' if suite else count} tasks", rows)
+        for suite, rows in found.items()
+        for count in [rows[0]["average"]["tasks"]]
+    ]
 
 
 def rows_of(record: Record, task: str) -> list[Mapping[str, Any]]:

@@ -18,7 +18,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,7 @@ OnEvent = Callable[[str, str, int, int, str], None]
 
 def settings_of(settings: CalibrationSettings, objective: str) -> CalibrationSettings:
     """The settings for a candidate's objective; what only other objectives read goes back to its default."""
-    read = set(CalibrationSettings(objective=objective).as_record()) - {"objective"}
-    given = {item.name: getattr(settings, item.name) for item in fields(settings) if item.name in read}
+    given = {name: getattr(settings, name) for name in CalibrationSettings.read_by(objective) if name != "objective"}
     return CalibrationSettings(**given, objective=objective)
 
 

@@ -20,6 +20,7 @@ from loragate.errors import DataError, TrainingError
 from loragate.files import write_atomically
 from loragate.gates import GateConfig, attach_gates, detach_gates, gate_parameters, save_gates
 from loragate.generation import TransformersEngine
+from loragate.losses.entropy import support_size
 from loragate.selection.probe import Probe, ProbeScores
 from loragate.sweep.plan import SweepPlan, Trial
 from loragate.sweep.records import (
@@ -54,6 +55,10 @@ class Materials(Protocol):
 
     def adapter_source(self, label: str) -> str | None:
         """The folder of the adapter's files, to copy them from."""
+        ...
+
+    def adapter_id(self, label: str) -> str | None:
+        """Its hub id, where it has one."""
         ...
 
     def load_tokenizer(self, label: str) -> Any: ...
@@ -123,7 +128,7 @@ class TrialRunner:
         status("finished")
         return result
 
-    def write_best(self, trial: Trial, target: Path, selection: dict[str, Any], base_id: str, card: str) -> None:
+    def write_best(self, trial: Trial, target: Path, selection: dict[str, Any], base_id: str) -> None:
         """Write the gates of a finished trial as a gated adapter."""
         result = read_result(self.folder, self.plan, trial)
         if result is None:
@@ -141,10 +146,10 @@ class TrialRunner:
                 self.model,
                 target,
                 adapter_source=self.materials.adapter_source(trial.adapter),
-                k=self.materials.settings(trial).k,
+                k=support_size(self.materials.settings(trial).k, self.model.get_output_embeddings().weight.shape[0]),
                 base_id=base_id,
+                adapter_id=self.materials.adapter_id(trial.adapter),
                 evidence={"parity": parity, "selection": selection, "training": training},
-                card=card,
             )
         finally:
             detach_gates(self.model)

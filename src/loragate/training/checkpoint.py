@@ -21,7 +21,6 @@ from loragate.training.rollouts import Answer
 from loragate.training.trainer import TRAINED
 
 STATE, OPTIMIZER, ANSWERS = "trainer_state.json", "optimizer.safetensors", "answers.safetensors"
-KEPT = 2
 
 
 @dataclass
@@ -46,9 +45,9 @@ class LoopState:
 
 
 def save_checkpoint(
-    folder: Path, state: LoopState, trained: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+    folder: Path, state: LoopState, trained: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer, keep: int
 ) -> None:
-    """Write `folder`/checkpoint-<step> and remove all but the newest two."""
+    """Write `folder`/checkpoint-<step> and remove all but the newest `keep`; 0 keeps all."""
     target = folder / f"checkpoint-{state.step}"
     weights = {name: parameter.detach().cpu().contiguous() for name, parameter in trained.items()}
     moments = {
@@ -72,7 +71,7 @@ def save_checkpoint(
         },
     )
     saved = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
-    for path in sorted(saved, key=lambda path: int(path.name.rpartition("-")[2]))[:-KEPT]:
+    for path in sorted(saved, key=lambda path: int(path.name.rpartition("-")[2]))[: -keep if keep else 0]:
         shutil.rmtree(path)
 
 

@@ -189,7 +189,7 @@ class _Loop:
         guard = self.job.guard
         if guard is not None:
             self.state.guard, self.state.waiting = guard.as_records(), list(guard.waiting)  # type: ignore[arg-type]
-        save_checkpoint(folder, self.state, self.job.trained, self.optimizer)
+        save_checkpoint(folder, self.state, self.job.trained, self.optimizer, self.settings.keep_checkpoints)
 
     # sampling
 

@@ -21,10 +21,12 @@ from torch import nn
 
 from loragate.data import Collator, EncodedRows, Rows
 from loragate.errors import TrainingError
+from loragate.gates.quantised import quantization_of
 from loragate.losses import StatisticsRequest
 from loragate.training.arrangement import PackedCollator, require_separate_sequences
 from loragate.training.callbacks import FirstGradientCheck, JsonlLog, StepReport, StepReporter, StopOnInterrupt
 from loragate.training.compatibility import Plan, refuse_impossible
+from loragate.training.last_layer import read_positions_only
 from loragate.training.lost import explain_lost_process
 from loragate.training.run_folder import explain_full_disk, prepare_folder
 from loragate.training.settings import TrainSettings
@@ -78,12 +80,16 @@ class TrainingJob:
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """What a run leaves behind: its log records, steps and wall time."""
+    """What a run leaves behind: its log records, steps and wall time.
+
+    `whole_last_layer` says why the last layer served every position and not only those that are read (None: it did not).
+    """
 
     history: list[dict[str, Any]]
     steps: int
     seconds: float
     fused_head: bool
+    whole_last_layer: str | None = None
 
 
 def run_training(
@@ -115,7 +121,8 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
             "weight. Leave the head out of the adapter's target_modules"
         )
     launch, device = launch_of(), target_device(job.model)
-    refuse_impossible(Plan.of_settings(job.settings, launch, device.type))
+    plan = Plan.of_settings(job.settings, launch, device.type, quantization=quantization_of(causal_model(job.model)))
+    refuse_impossible(plan)
     # the arguments start the process group, so everything that asks for ranks comes after them
     arguments = trainer_arguments(job.settings, folder, len(job.encoded), device.type)
     checkpoint = prepare_folder(job.identity, folder, resume) if keep else None
@@ -128,7 +135,11 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
     # DeepSpeed takes the gradients for itself and steps before they could be looked at
     if job.check_gradient and checkpoint is None and launch.strategy != "zero3":
         callbacks.append(FirstGradientCheck(job.trained))
-    with as_found(job.model, job.settings.gradient_checkpointing), statistics_forward(job.model) as fused:
+    with (
+        as_found(job.model, job.settings.gradient_checkpointing),
+        statistics_forward(job.model) as fused,
+        read_positions_only(job.model, causal_model(job.model)) as last_layer,
+    ):
         if not fused:
             logger.warning("the output head is not one frozen linear map: statistics use full logits (slower)")
         trainer = StatisticsTrainer(
@@ -138,6 +149,7 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
             where=job.rows.where,
             recorder=job.recorder,
             reference=job.reference,
+            last_layer=last_layer,
             model=job.model,
             args=arguments,
             train_dataset=as_dataset(job.encoded, job.settings, arguments.world_size),
@@ -159,7 +171,7 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
             f"stopped by Ctrl-C at step {trainer.state.global_step} of {trainer.state.max_steps}; {again}"
         )
     seconds = float(output.metrics.get("train_runtime", 0.0))
-    return TrainingOutcome(trainer.history, trainer.state.global_step, seconds, fused)
+    return TrainingOutcome(trainer.history, trainer.state.global_step, seconds, fused, last_layer.reason)
 
 
 def require_short_enough(model: Any, encoded: EncodedRows, rows: Rows) -> None:

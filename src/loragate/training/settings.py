@@ -32,6 +32,15 @@ _READ_BY = {
 }
 
 
+# they change no number, so that a resumed run may have others
+_UNRECORDED = ("keep_checkpoints",)
+
+
+def recorded(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings without those that no number depends on: what records hold, and what a resumed run must share."""
+    return {name: value for name, value in values.items() if name not in _UNRECORDED}
+
+
 @dataclass(frozen=True)
 class TrainSettings:
     """What both stages share; the subclasses set the paper's values.
@@ -52,6 +61,7 @@ class TrainSettings:
         seed: data order, and the initialisation of what is trained.
         logging_steps: log every so many steps.
         save_steps: write a checkpoint every so many steps (0: only on Ctrl-C).
+        keep_checkpoints: checkpoints that are kept, the newest so many (0: all of them, to look at the training afterwards).
         packing: lay the rows of a forward pass end to end instead of padding them; each step keeps its rows.
         group_by_length: sort the rows of a step by length before they are cut into forward passes; less padding.
         gradient_checkpointing: recompute activations in the backward pass.
@@ -75,6 +85,7 @@ class TrainSettings:
     seed: int = 42
     logging_steps: int = 10
     save_steps: int = 0
+    keep_checkpoints: int = 2
     packing: bool = False
     group_by_length: bool = False
     gradient_checkpointing: bool = False
@@ -86,7 +97,7 @@ class TrainSettings:
         for name in ("batch_size", "micro_batch_size", "logging_steps", "max_length"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, found {getattr(self, name)}")
-        for name in ("max_steps", "save_steps", "weight_decay", "warmup"):
+        for name in ("max_steps", "save_steps", "keep_checkpoints", "weight_decay", "warmup"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, found {getattr(self, name)}")
         for name in ("learning_rate", "epochs", "max_grad_norm"):
@@ -177,10 +188,10 @@ class CalibrationSettings(TrainSettings):
         anchor: what KL pulls towards: base (λ = 0), adapter (λ = 1), mixture (half of each) or product (geometric mean).
         beta: weight of KL(gated, anchor) beside the entropy in the objective anchored; 1 gives the cross-entropy to it.
         refresh: sample new answers every so many steps (0: 20 for anchored, 1 for reward).
-        samples_per_prompt: answers per prompt (0: 1 for anchored, 8 for reward).
-        max_new_tokens: token limit of a sampled answer.
-        temperature: of the sampling, for anchored; reward samples at 1, as its gradient needs.
-        sampling_batch_size: sequences generated at a time.
+        samples_per_prompt: answers sampled per prompt to train on (0: 1 for anchored, 8 for reward).
+        max_new_tokens: token limit of an answer sampled to train on, for anchored and reward; a probe has its own limit.
+        temperature: sampling temperature of the answers to train on, for anchored; reward samples at 1, as its gradient needs.
+        sampling_batch_size: sequences generated at a time, in training and for a probe.
         reward_kl: weight of KL(gated, anchor) per token in the objective reward; 0 leaves the anchor out.
         advantage: reward minus the group's mean (mean), or that divided by the group's deviation (std).
         clip_ratio: clipping of the probability ratio where answers serve several steps (refresh above 1).
@@ -225,7 +236,9 @@ class CalibrationSettings(TrainSettings):
             raise ConfigError(f"clip_ratio lies between 0 and 1, found {self.clip_ratio}")
         defaults = {field.name: field.default for field in fields(CalibrationSettings)}
         for name, readers in _READ_BY.items():
-            if self.objective not in readers and getattr(self, name) != defaults[name]:
+            # a probe is answered with sampling_batch_size, whatever the objective
+            unread = self.objective not in readers and name != "sampling_batch_size"
+            if unread and getattr(self, name) != defaults[name]:
                 raise ConfigError(
                     f"{name} has no effect on the objective {self.objective!r}, only on {' and '.join(readers)}; "
                     f"leave it out, or set the objective"
@@ -250,11 +263,16 @@ class CalibrationSettings(TrainSettings):
 
     def as_record(self) -> dict[str, Any]:
         """The settings that the objective reads, for run.json and the artifact."""
-        values = {field.name: getattr(self, field.name) for field in fields(CalibrationSettings)}
+        return recorded({name: getattr(self, name) for name in self.read_by(self.objective)})
+
+    @staticmethod
+    def read_by(objective: str) -> tuple[str, ...]:
+        """The settings that an objective reads."""
         # random gates are not trained: they read the rows and the seed, and no setting of an optimiser
         training = {field.name for field in fields(TrainSettings)} - {"seed", "max_length"}
         readers = {**dict.fromkeys(training, TRAINED), **_READ_BY}
-        return {name: value for name, value in values.items() if self.objective in readers.get(name, GATE_OBJECTIVES)}
+        names = [field.name for field in fields(CalibrationSettings)]
+        return tuple(name for name in names if objective in readers.get(name, GATE_OBJECTIVES))
 
     def _check_on_policy(self) -> None:
         if self.objective == "reward" and self.answers_per_prompt < 2:

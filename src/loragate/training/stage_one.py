@@ -20,7 +20,7 @@ from loragate.losses import StatisticsRequest
 from loragate.losses.objectives import FACTORIES, Objective
 from loragate.training.reference_model import BaseReference, OtherReference
 from loragate.training.run import OnStep, TrainingJob, encoded_fingerprint, require_short_enough, run_training
-from loragate.training.settings import StageOneSettings
+from loragate.training.settings import StageOneSettings, recorded
 from loragate.training.trainer import ReferenceOf
 
 logger = logging.getLogger("loragate")
@@ -221,7 +221,7 @@ def train_adapter(
         reference=reference,
         identity={
             "stage": "sft",
-            "settings": asdict(settings),
+            "settings": recorded(asdict(settings)),
             "data": source.fingerprint,
             "tokens": encoded_fingerprint(encoded),
             "base": base,

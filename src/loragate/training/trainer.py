@@ -21,6 +21,7 @@ from loragate.files import write_atomically
 from loragate.losses import ObjectiveContext, StatisticsRequest, TokenStatistics, add_statistics_forward
 from loragate.losses.divergence import Reference
 from loragate.training.arrangement import arrange
+from loragate.training.last_layer import LastLayer
 from loragate.training.settings import TrainSettings
 from loragate.training.sharding import (
     assign,
@@ -60,10 +61,12 @@ class StatisticsTrainer(SFTTrainer):
         where: Callable[[int], str] = lambda row: f"row {row}",
         recorder: Callable[[Any], Any] | None = None,
         reference: ReferenceOf | None = None,
+        last_layer: LastLayer | None = None,
         **kwargs: Any,
     ) -> None:
         self.token_loss, self.request, self.trained, self.where = token_loss, request, trained, where
         self.recorder, self.reference = recorder, reference
+        self.last_layer = last_layer or LastLayer("it was not asked for")
         self.sums: dict[str, torch.Tensor] = {}
         self.gate_summary: dict[str, float] = {}
         self.history: list[dict[str, Any]] = []
@@ -105,7 +108,8 @@ class StatisticsTrainer(SFTTrainer):
         with self._recording() as record:
             if record is not None:
                 record.token_mask = inputs["labels"].ne(-100)
-            stats = model(**inputs, statistics=request)
+            with self.last_layer.reading(inputs["labels"]):
+                stats = model(**inputs, statistics=request)
         if record is not None and (total := record.total()).get("tokens"):
             self.gate_summary = total
         losses = self.token_loss(stats, context)
@@ -274,7 +278,7 @@ def trainer_arguments(settings: TrainSettings, folder: Path, rows: int, device: 
         logging_first_step=True,
         save_strategy="steps" if settings.save_steps else "no",
         save_steps=settings.save_steps or 500,
-        save_total_limit=2,
+        save_total_limit=settings.keep_checkpoints or None,
         report_to=[name.strip() for name in settings.report_to.split(",") if name.strip()] or "none",
         disable_tqdm=True,
         ddp_find_unused_parameters=False,

@@ -150,7 +150,7 @@ def _from_hub(task: Task, limit: int | None, warnings: list[str]) -> tuple[Rows,
             f"{task.name}: {name}[{split}] at {dataset.revision or 'main'} could not be loaded. A local copy does as "
             f"well: {_local_help(task)}. The set lives at https://huggingface.co/datasets/{dataset.hub}. ({error})"
         ) from error
-    commit = _commit(str(dataset.hub), dataset.revision)
+    commit = commit_of(str(dataset.hub), dataset.revision)
     if commit is None:
         warnings.append(
             f"{task.name}: the commit of {dataset.hub} could not be told; pin one with --revision to make this repeatable"
@@ -158,7 +158,7 @@ def _from_hub(task: Task, limit: int | None, warnings: list[str]) -> tuple[Rows,
     return rows, f"{name}[{split}]", commit
 
 
-def _commit(hub: str, revision: str | None) -> str | None:
+def commit_of(hub: str, revision: str | None) -> str | None:
     """The commit that a revision means now; None where the hub does not answer."""
     if revision is not None and COMMIT.fullmatch(revision):
         return revision

@@ -10,7 +10,7 @@ from loragate.report.heatmap import layout_of, map_data, map_groups
 from loragate.report.page.charts import difference_colour
 from loragate.report.page.content import Block, Section
 from loragate.report.scores import COLUMNS as SCORE_COLUMNS
-from loragate.report.scores import caption, metric, row_name, rows_of, score_cells
+from loragate.report.scores import caption, metric, row_name, rows_of, score_cells, suites_of
 from loragate.report.table import ABSENT, p_value, percent, points
 
 Record = Mapping[str, Any]
@@ -35,7 +35,7 @@ def evaluation_section(record: Record, anchor: str, title: str) -> Section:
         blocks.append(
             Block("scores", {"rows": rows, "columns": columns, "caption": metric(record, task)}, task["name"])
         )
-    if record["suites"]:
+    for heading, averages in suites_of(record):
         rows = [
             {
                 "name": row_name(row),
@@ -44,12 +44,10 @@ def evaluation_section(record: Record, anchor: str, title: str) -> Section:
                 "not_run": False,
                 "cells": [_difference(row["comparison"])],
             }
-            for row in record["suites"]
+            for row in averages
         ]
-        count = record["suites"][0]["average"]["tasks"]
-        blocks.append(
-            Block("scores", {"rows": rows, "columns": columns[:1], "caption": ""}, f"Average of {count} tasks")
-        )
+        heading = heading[0].upper() + heading[1:]
+        blocks.append(Block("scores", {"rows": rows, "columns": columns[:1], "caption": ""}, heading))
     blocks.append(Block("text", {"paragraphs": caption(record).split("\n")}))
     return Section(anchor, title, tuple(blocks))
 

@@ -1,0 +1,82 @@
+"""Models of shapes that are far too large to run: every operator is met, and no tensor holds data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+
+from loragate.gates.gate import SignedGate
+from loragate.training import last_layer
+
+
+class KnownSelection(TorchFunctionMode):
+    """`tensor[mask]` with a mask that selects a known number of positions: fake tensors cannot count them."""
+
+    def __init__(self, selected: int) -> None:
+        super().__init__()
+        self.selected = selected
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.__getitem__ and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool:
+            flat = args[0].flatten(0, args[1].dim() - 1)
+            return flat.index_select(0, torch.empty(min(self.selected, flat.shape[0]), dtype=torch.int64))
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def without_data(selected: int) -> Iterator[None]:
+    """Inside, models have shapes and no memory, and every mask selects `selected` positions."""
+    with FakeTensorMode(), KnownSelection(selected):
+        yield
+
+
+def under_fake_mode() -> bool:
+    """Whether tensors made here hold no data."""
+    return active_fake_mode() is not None
+
+
+def build_fake(build: Callable[[], Any]) -> Any:
+    """A model built on the meta device, its tensors then made fake ones that look like CPU memory, which autograd takes."""
+    with unset_fake_temporarily(), torch.device("meta"):
+        model = build()
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            module._parameters[name] = made[id(parameter)]
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return model
+
+
+@contextmanager
+def gates_stay_put() -> Iterator[None]:
+    """Inside, under a fake mode, `gate.to(device)` does nothing: PyTorch cannot move a module of fake parameters."""
+    if not under_fake_mode():
+        yield
+        return
+    with patch.object(SignedGate, "to", lambda gate, *_args, **_options: gate):
+        yield
+
+
+@contextmanager
+def known_rows(read: int) -> Iterator[None]:
+    """Inside, under a fake mode, the last layer runs on `read` positions: which they are, no fake label can tell."""
+    if not under_fake_mode():
+        yield
+        return
+    with patch.object(last_layer, "read_rows", lambda _labels: torch.empty(read, dtype=torch.int64)):
+        yield

@@ -1,0 +1,159 @@
+"""The Triton kernels of the gated LoRA operation against their plain PyTorch twins, on a CUDA device.
+
+    python benchmarks/speed/kernel_gpu.py [--repeats 20] [--out FILE]
+
+Two questions at the widths of Qwen2.5-1.5B and 7B (hidden and MLP), rank 16, in bf16: do kernel and twin agree, and which is
+faster. Agreement is measured against the reference in fp64 on the same rounded inputs: a kernel passes if its error is at
+most 1.5 times the twin's plus 1e-5. Times are medians of alternating runs between CUDA events: a training step of one module
+without the base product (forward and backward of `gated_delta`) and a forward without gradients at 16 tokens (decoding).
+PEFT's plain delta, `B(A x)` by autograd, stands beside as the cost without a gate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from common import RESULTS, about
+
+from loragate.gates import backend
+from loragate.gates.operation import gated_delta, gated_delta_reference
+
+CASES = [  # input width, output width, tokens
+    (1536, 1536, 4096),
+    (1536, 8960, 4096),
+    (8960, 1536, 4096),
+    (3584, 3584, 8192),
+    (3584, 18944, 8192),
+    (18944, 3584, 16384),
+]
+RANK, DECODED = 16, 16
+BOUNDS = {"lower": -6.0, "upper": 3.0, "tau": 1.0, "scaling": 1.0}
+SETTINGS = ("torch", "auto", "triton")
+
+
+def choose(setting: str) -> None:
+    """Make the operation use one of the settings of LORAGATE_KERNEL."""
+    backend.chosen = lambda: setting
+
+
+def operands(width: int, output: int, tokens: int) -> list[torch.Tensor]:
+    draw = torch.Generator(device="cuda").manual_seed(0)
+
+    def make(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw, device="cuda").to(dtype)
+
+    x, a, b = make(1, tokens, width), make(RANK, width) / width**0.5, make(output, RANK) / RANK**0.5
+    return [x, a, b, make(width, dtype=torch.float32) / width**0.5, make(1, dtype=torch.float32) / 4]
+
+
+def gradients(run: Callable[..., torch.Tensor], values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """[out, grad x, grad w, grad b] for a fixed direction of the output."""
+    x, a, b, weight, bias = (value.detach().clone() for value in values)
+    for tensor in (x, weight, bias):
+        tensor.requires_grad_()
+    out = run(x, a, b, weight, bias, **BOUNDS)
+    direction = torch.randn(out.shape, generator=torch.Generator(device="cuda").manual_seed(1), device="cuda")
+    out.backward(direction.bfloat16().to(out.dtype))
+    return [out.detach(), x.grad, weight.grad, bias.grad]
+
+
+def agreement(width: int, output: int, tokens: int) -> dict[str, dict[str, float]]:
+    """{setting: {quantity: relative error against fp64}}, over at most 1024 tokens."""
+    values = operands(width, output, min(tokens, 1024))
+    exact = gradients(gated_delta_reference, [value.double() for value in values])
+    found = {}
+    for setting in SETTINGS:
+        choose(setting)
+        found[setting] = {
+            name: float((got.double() - true).norm() / true.norm())
+            for name, got, true in zip(
+                ("out", "x", "weight", "bias"), gradients(gated_delta, values), exact, strict=True
+            )
+        }
+    return found
+
+
+def milliseconds(run: Callable[[], object]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def times(width: int, output: int, tokens: int, repeats: int) -> dict[str, dict[str, float]]:
+    """{setting or "peft": {"step", "decode": median milliseconds}}."""
+    values = operands(width, output, tokens)
+    x, a, b, weight, bias = values
+    few = x[:, :DECODED]
+    direction = torch.ones(1, tokens, output, dtype=torch.bfloat16, device="cuda")
+    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_(), bias.clone().requires_grad_()]
+    factors = [a.clone().requires_grad_(), b.clone().requires_grad_()]
+
+    def gated_step() -> None:
+        gated_delta(leaves[0], a, b, leaves[1], leaves[2], **BOUNDS).backward(direction)
+
+    def plain_step() -> None:
+        F.linear(F.linear(leaves[0], factors[0]), factors[1]).backward(direction)
+
+    @torch.no_grad()
+    def gated_decode() -> None:
+        gated_delta(few, a, b, weight, bias, **BOUNDS)
+
+    @torch.no_grad()
+    def plain_decode() -> None:
+        F.linear(F.linear(few, a), b)
+
+    kinds: dict[str, dict[str, list[float]]] = {name: {"step": [], "decode": []} for name in (*SETTINGS, "peft")}
+    for turn in range(repeats + 3):
+        for name, row in kinds.items():
+            if name != "peft":
+                choose(name)
+            for kind, run in (
+                ("step", plain_step if name == "peft" else gated_step),
+                ("decode", plain_decode if name == "peft" else gated_decode),
+            ):
+                spent = milliseconds(run)
+                if turn >= 3:  # compilation and warm-up
+                    row[kind].append(spent)
+    return {name: {kind: statistics.median(spent) for kind, spent in row.items()} for name, row in kinds.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=RESULTS / "speed_kernel_gpu.json")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("this benchmark needs a CUDA device; none was found, nothing was measured or written", file=sys.stderr)
+        return 1
+    rows, failed = [], []
+    for width, output, tokens in CASES:
+        row = {"width": width, "output": output, "tokens": tokens, "rank": RANK}
+        row["errors"] = agreement(width, output, tokens)
+        row["milliseconds"] = times(width, output, tokens, options.repeats)
+        for setting in ("auto", "triton"):
+            for name, error in row["errors"][setting].items():
+                if error > 1.5 * row["errors"]["torch"][name] + 1e-5:
+                    failed.append(f"{width} to {output}, {setting}, {name}: {error:.2g}")
+        print(json.dumps(row))
+        rows.append(row)
+    record = {**about(torch.get_num_threads()), "repeats": options.repeats, "rows": rows, "disagreements": failed}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(record, indent=2) + "\n")
+    print(f"written to {options.out}")
+    for line in failed:
+        print(f"kernel and twin disagree: {line}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

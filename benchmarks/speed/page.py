@@ -1,0 +1,206 @@
+"""Fill the tables of docs/speed.md from benchmarks/results/speed_*.json: text between `<!-- figures: NAME -->` marks.
+
+    python benchmarks/speed/page.py [--check]
+
+No number of that page is typed by hand. A result that is not there yet leaves a sentence that says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "speed.md"
+RESULTS = ROOT / "benchmarks" / "results"
+MARKS = re.compile(r"(<!-- figures: ([\w ]+) -->\n).*?(<!-- /figures -->)", re.S)
+NAMES = {
+    "lora": "LoRA, full logits",
+    "lora_trl": "LoRA, TRL's fused head",
+    "dora": "DoRA, full logits",
+    "gates_naive": "gates done naively",
+    "gates_loragate": "**gates, loragate**",
+}
+WORDS = {"flops": "FLOPs", "saved": "saved activations", "time": "time"}
+SERIES = {"flops": "FLOPs", "flops_without_attention": "FLOPs without attention", "saved_bytes": "saved bytes"}
+
+
+def load(name: str) -> dict[str, Any] | None:
+    path = RESULTS / f"speed_{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def table(head: list[str], rows: list[list[str]], left: int = 1) -> str:
+    """A Markdown table; the first `left` columns are text, the others numbers."""
+    rule = ["---"] * left + ["---:"] * (len(head) - left)
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
+
+
+def verdict(met: bool) -> str:
+    return "met" if met else "**missed**"
+
+
+def made_on(found: dict[str, Any]) -> str:
+    """One line: machine and versions of a result."""
+    machine, versions = found["machine"], found["versions"]
+    parts = [f"{machine['cores']} {machine['architecture']} cores ({machine['instructions']})"]
+    parts += [f"on {machine['gpu']}"] if "gpu" in machine else []
+    parts += [f"threads {machine['threads']}", f"repeats {found.get('repeats', '')}".rstrip(), machine["clock"]]
+    parts += [f"{name} {version}" for name, version in versions.items() if name != "loragate"]
+    kind = "A quick run, to be replaced" if found.get("quick") else "Measured"
+    return f"\n{kind}: " + ", ".join(parts) + "."
+
+
+def step(found: dict[str, Any]) -> str:
+    """All contestants, one table for each shape."""
+    parts = []
+    for case in found["cases"]:
+        rows = []
+        for name, row in case["rows"].items():
+            to, seconds = row["to_lora"], row["seconds"]
+            low, high = to["time"]["quartiles"]
+            rows.append(
+                [
+                    NAMES[name],
+                    f"{row['flops'] / 1e9:.1f}",
+                    f"{to['flops']:.3f}",
+                    f"{to['flops_without_attention']:.3f}",
+                    f"{row['saved_bytes'] / 2**20:.0f}",
+                    f"{to['saved']:.3f}",
+                    f"{seconds['median']:.2f}",
+                    f"{to['time']['median']:.2f} ({low:.2f}–{high:.2f})",
+                ]
+            )
+        head = ["", "GFLOP", "÷ LoRA", "without attention", "saved MiB", "÷ LoRA", "seconds", "÷ LoRA (quartiles)"]
+        parts += [f"Vocabulary {case['vocabulary']:,}, MLP {case['intermediate']}:", "", table(head, rows), ""]
+    return "\n".join(parts) + made_on(found)
+
+
+def step_targets(found: dict[str, Any]) -> str:
+    """Targets against what was found, the two MLP widths side by side."""
+    widths = sorted({case["intermediate"] for case in found["cases"]}, reverse=True)
+    lines: dict[str, dict[str, str]] = {}
+    for row in found["targets"]:
+        figure, width = row["figure"].rsplit(", MLP ", 1)
+        line = lines.setdefault(f"{figure} | {row['target']}", {})
+        line[width] = f"{row['measured']:g} {verdict(row['met'])}"
+    rows = [[*words.split(" | "), *(line.get(str(width), "") for width in widths)] for words, line in lines.items()]
+    return table(["loragate's step", "target", *(f"MLP {width}" for width in widths)], rows, left=2)
+
+
+def true_shapes(found: dict[str, Any]) -> str:
+    limits = {row["figure"]: row for row in found["targets"]}
+    rows = []
+    for case in found["cases"]:
+        start = f"FLOPs of a Stage-II step, {case['model']}, 1 × {case['sequence']} tokens"
+        floor, lora = limits.get(f"{start}, to the floor"), limits.get(f"{start}, to a LoRA step")
+        rows.append(
+            [
+                case["model"],
+                str(case["sequence"]),
+                f"{case['flops']['floor'] / 1e12:.3f}",
+                f"{case['flops']['gates_loragate'] / 1e12:.3f}",
+                f"{case['to_floor']:.4f}" + (f" ({floor['target']}: {verdict(floor['met'])})" if floor else ""),
+                f"{case['to_lora']:.3f}" + (f" ({lora['target']}: {verdict(lora['met'])})" if lora else ""),
+                f"{case['to_lora_without_attention']:.3f}",
+            ]
+        )
+    head = ["", "tokens", "floor, TFLOP", "step, TFLOP", "÷ floor", "÷ LoRA step", "÷ LoRA, without attention"]
+    return table(head, rows) + "\n" + made_on(found)
+
+
+def scaling(found: dict[str, Any]) -> str:
+    rows = []
+    for name, curve in found["curves"].items():
+        slope, bend, values = curve["slope"], curve["bend"], curve["values"]
+        rows.append(
+            [
+                name,
+                f"{values[0]:,} … {values[-1]:,}",
+                *(f"{slope[key]:.2f}" for key in SERIES),
+                f"{slope['seconds']:.2f}",
+                f"{100 * bend['flops_without_attention']:.2f} %",
+                f"{100 * bend['saved_bytes']:.2f} %",
+            ]
+        )
+    head = ["grows", "from … to", *(f"slope: {word}" for word in SERIES.values()), "slope: time"]
+    return table([*head, "bend: FLOPs without attention", "bend: saved bytes"], rows, left=2) + "\n" + made_on(found)
+
+
+def quickstart(found: dict[str, Any]) -> str:
+    rows = [[row["stage"], f"{row['wall']:.1f}", f"{row['cpu']:.1f}"] for row in found["stages"]]
+    rows.append(["**whole**", f"{found['whole']['wall']:.1f}", f"{found['whole']['cpu']:.1f}"])
+    share = f"\nThe data pipeline takes {100 * found['data_share_of_training']:.1f} % of the training's CPU time."
+    return table(["stage", "wall s", "CPU s"], rows) + "\n" + share + "\n" + made_on(found)
+
+
+def own_targets(found: dict[str, Any]) -> str:
+    """The target lines of a result as they stand."""
+    rows = [
+        [row["figure"], row["target"], f"{row['measured']:g}", verdict(row["met"])] for row in found.get("targets", ())
+    ]
+    if not rows:
+        return "No target is set for these figures.\n" + made_on(found)
+    return table(["figure", "target", "measured", ""], rows, left=2) + "\n" + made_on(found)
+
+
+def serving() -> str:
+    """vLLM, from its own benchmark."""
+    cases = json.loads((RESULTS / "serving_throughput.json").read_text(encoding="utf-8"))["cases"]
+    rows = []
+    for name, case in cases.items():
+        ratio = case["gated_to_adapter"]
+        low, high = ratio["quartiles"]
+        rows.append([name, "≥ 0.95", f"{ratio['median']:.3f} ({low:.3f}–{high:.3f})", verdict(ratio["median"] >= 0.95)])
+    return table(["gated ÷ plain adapter in vLLM, tokens/s", "target", "median (quartiles)", ""], rows, left=2)
+
+
+TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "step": ("step", step),
+    "step targets": ("step", step_targets),
+    "true shapes": ("true_shapes", true_shapes),
+    "scaling": ("scaling", scaling),
+    "quickstart": ("quickstart", quickstart),
+    "head": ("head", own_targets),
+    "decode": ("decode", own_targets),
+    "startup": ("startup", own_targets),
+    "kernel gpu": ("kernel_gpu", own_targets),
+}
+
+
+def filled(text: str) -> str:
+    """The page with every marked table made again."""
+
+    def fill(found: re.Match[str]) -> str:
+        if found[2] == "serving":
+            return f"{found[1]}\n{serving()}\n\n{found[3]}"
+        source, make = TABLES[found[2]]
+        result = load(source)
+        made = f"Not measured yet: run `benchmarks/speed/{source}.py`." if result is None else make(result)
+        return f"{found[1]}\n{made}\n\n{found[3]}"
+
+    return MARKS.sub(fill, text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit status 1 if the page is not up to date"
+    )
+    chosen = parser.parse_args()
+    before = PAGE.read_text(encoding="utf-8")
+    after = filled(before)
+    if chosen.check:
+        return int(before != after)
+    PAGE.write_text(after, encoding="utf-8")
+    print("docs/speed.md: up to date" if before == after else "docs/speed.md: tables made again")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

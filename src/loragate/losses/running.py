@@ -1,0 +1,208 @@
+"""Statistics of next-token distributions whose logits come tile by tile, so that no full row of them ever exists.
+
+Per token a running maximum m, Σ e^(z−m) and Σ e^(z−m)(z−m) give log-sum-exp and entropy after the last tile; the k
+largest logits are merged from tile to tile. The gradient of log-probability, e_y − p pulled back through the head, is
+summed in the same pass, rescaled whenever the maximum moves: it costs one product per tile and no second projection.
+
+Shapes: C tokens of one chunk, V columns of one tile, D hidden, K support.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from loragate.losses.largest import RunningLargest
+from loragate.losses.projection import Projection
+
+if TYPE_CHECKING:
+    from loragate.losses.sharded_head import Shard
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to gather from the tiles.
+
+    Attributes:
+        top: how many of the largest logits; 0 for none.
+        log_prob: log p of the label.
+        entropy: full entropy.
+        direction: "log_prob" or "entropy": its derivative by hidden, d log p / dh or dH / dh; the latter only where a row
+            is one tile.
+        normaliser: log-sum-exp, which the three before need, even if none of them is wanted.
+    """
+
+    top: int = 0
+    log_prob: bool = False
+    entropy: bool = False
+    direction: str | None = None
+    normaliser: bool = False
+
+
+class RunningRows:
+    """The running statistics of one chunk of tokens; see `Wanted` for what it gathers."""
+
+    def __init__(
+        self,
+        head: Projection,
+        hidden_CD: torch.Tensor,
+        labels_C: torch.Tensor,
+        wanted: Wanted,
+        shard: Shard | None = None,
+    ) -> None:
+        self.head, self.labels_C, self.wanted, self.shard = head, labels_C, wanted, shard
+        self.states_CD = head.states(hidden_CD)
+        self.normalising = bool(wanted.log_prob or wanted.entropy or wanted.direction or wanted.normaliser)
+        self.top = RunningLargest(wanted.top)
+        count, working = hidden_CD.shape[0], head.working
+        # the smallest number and no infinity, whose differences would be NaN in a tile that is masked throughout
+        self.maximum_C = hidden_CD.new_full((count,), torch.finfo(working).min, dtype=working)
+        self.total_C = self.maximum_C.new_zeros(count)
+        self.weighted_C = self.maximum_C.new_zeros(count)
+        self.label_C = self.maximum_C.new_zeros(count)
+        self.pull_CD = self.maximum_C.new_zeros((count, hidden_CD.shape[1])) if wanted.direction else None
+
+    def run(self, spans: list[tuple[int, int]]) -> None:
+        """Project all tiles and take them in; then join with the other processes' parts of the vocabulary."""
+        for start, stop in spans:
+            self._take(start, stop)
+        if self.shard is not None:
+            self._join()
+
+    def _take(self, start: int, stop: int) -> None:
+        z_CV = self.head.tile(self.states_CD, start, stop)
+        if self.wanted.top:
+            self.top.add(z_CV, start)
+        if not self.normalising:
+            return
+        at_C, inside_C = label_columns(self.labels_C - self._first, start, stop)
+        self.label_C += torch.where(inside_C, z_CV.gather(-1, at_C.unsqueeze(-1)).squeeze(-1), 0.0)
+        slope = self.head.slope(z_CV) if self.pull_CD is not None else None
+        highest_C = torch.maximum(self.maximum_C, z_CV.amax(-1))
+        self._rescale(highest_C)
+        below_CV = z_CV.sub_(highest_C.unsqueeze(-1))  # in place: the logits are not needed any more
+        if self.wanted.entropy or self.wanted.direction == "entropy":
+            share_CV = below_CV.exp()
+            self.weighted_C += torch.linalg.vecdot(share_CV, below_CV)
+        else:
+            share_CV = below_CV.exp_()
+        self.total_C += share_CV.sum(-1)
+        if self.pull_CD is not None:
+            if self.wanted.direction == "entropy":
+                # dH/dz = −p (log p + H), with log p + H = (z − m) − Σ e^(z−m)(z−m) / Σ e^(z−m)
+                share_CV *= below_CV.sub_((self.weighted_C / self.total_C).unsqueeze(-1))
+            if isinstance(slope, torch.Tensor):
+                share_CV *= slope
+            self.pull_CD += self.head.tile_back(share_CV, start, stop)
+
+    @property
+    def _first(self) -> int:
+        """The vocabulary index of this process's first head row."""
+        return 0 if self.shard is None else self.shard.first
+
+    def _rescale(self, highest_C: torch.Tensor) -> None:
+        """State the sums relative to a new maximum."""
+        gap_C = self.maximum_C - highest_C
+        decay_C = gap_C.exp()
+        self.weighted_C += gap_C * self.total_C
+        self.weighted_C *= decay_C
+        self.total_C *= decay_C
+        if self.pull_CD is not None:
+            self.pull_CD *= decay_C.unsqueeze(-1)
+        self.maximum_C = highest_C
+
+    def _join(self) -> None:
+        assert self.shard is not None
+        if self.wanted.top:
+            assert self.top.found is not None
+            top_CK, column_CK = self.top.found
+            self.top = RunningLargest(self.wanted.top)
+            self.top.merge(*self.shard.candidates(top_CK, column_CK + self._first, self.wanted.top))
+        if self.normalising:
+            self._rescale(self.shard.maximum(self.maximum_C))
+            sums = self.shard.total(torch.stack((self.total_C, self.weighted_C, self.label_C)))
+            self.total_C, self.weighted_C, self.label_C = sums.unbind()
+
+    def normaliser(self) -> torch.Tensor:
+        """log Σ e^z, [C]."""
+        return self.maximum_C + self.total_C.log()
+
+    def log_prob(self) -> torch.Tensor:
+        """log p of the label, [C]."""
+        return self.label_C - self.normaliser()
+
+    def entropy(self) -> torch.Tensor:
+        """Full entropy in nats, [C]."""
+        return self.total_C.log() - self.weighted_C / self.total_C
+
+    def direction(self) -> torch.Tensor:
+        """d log p / d hidden, [C, D]: the slope at the label times its head row, less the mean of all rows under p.
+
+        Or dH / d hidden, where that was wanted.
+        """
+        assert self.pull_CD is not None
+        mean_CD = self.pull_CD / self.total_C.unsqueeze(-1)
+        if self.head.options.softcap is None:
+            mean_CD *= self.head.options.scale  # a slope that varies went into each tile
+        if self.wanted.direction == "entropy":
+            return mean_CD.neg_()
+        at_C, inside_C = label_columns(self.labels_C - self._first, 0, self.head.vocabulary)
+        own_CD = F.embedding(at_C, self.head.weight_VD).to(self.head.working)
+        slope = self.head.slope(self.label_C)
+        factor_C = inside_C.to(own_CD.dtype) * slope
+        direction_CD = torch.addcmul(mean_CD.neg_(), own_CD, factor_C.unsqueeze(-1))
+        return direction_CD if self.shard is None else self.shard.total(direction_CD)
+
+
+def label_columns(labels_C: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(column of each label in a tile, whether it lies there); the column is some valid one where it does not."""
+    inside_C = (labels_C >= start) & (labels_C < stop)
+    return (labels_C - start).clamp(0, stop - start - 1), inside_C
+
+
+def recomputed_gradient(
+    head: Projection,
+    hidden_CD: torch.Tensor,
+    labels_C: torch.Tensor,
+    log_z_C: torch.Tensor,
+    entropy_C: torch.Tensor | None,
+    upstream: Mapping[str, torch.Tensor | None],
+    spans: list[tuple[int, int]],
+) -> torch.Tensor:
+    """d(Σ g_y log p_y + g_h H)/d hidden, [C, D], by projecting the tiles once more.
+
+    Args:
+        head: the head, or this process's rows of it.
+        hidden_CD, labels_C: the chunk; labels count from the head's first row.
+        log_z_C: log-sum-exp over the whole vocabulary.
+        entropy_C: full entropy, where it has a gradient.
+        upstream: g_y as "log_prob" and g_h as "entropy", each [C] or None; not both None.
+        spans: the tiles.
+    """
+    states_CD = head.states(hidden_CD)
+    total_CD = log_z_C.new_zeros(hidden_CD.shape)
+    grad_y, grad_h = upstream["log_prob"], upstream["entropy"]
+    less_y = 0.0 if grad_y is None else -grad_y.unsqueeze(-1)
+    for start, stop in spans:
+        z_CV = head.tile(states_CD, start, stop)
+        slope = head.slope(z_CV)
+        # d log p_y/dz = e_y − p;  dH/dz = −p (log p + H)
+        log_p_CV = z_CV.sub_(log_z_C.unsqueeze(-1))
+        if grad_h is None:
+            coefficient_CV = log_p_CV.exp_().mul_(less_y)
+        else:
+            assert entropy_C is not None
+            p_CV = log_p_CV.exp()
+            coefficient_CV = log_p_CV.add_(entropy_C.unsqueeze(-1)).mul_(-grad_h.unsqueeze(-1)).add_(less_y).mul_(p_CV)
+            del p_CV
+        if grad_y is not None:
+            at_C, inside_C = label_columns(labels_C, start, stop)
+            coefficient_CV.scatter_add_(-1, at_C.unsqueeze(-1), (grad_y * inside_C).unsqueeze(-1))
+        coefficient_CV *= slope
+        total_CD += head.tile_back(coefficient_CV, start, stop)
+        del z_CV, log_p_CV, coefficient_CV, slope  # before the next tile is made
+    return total_CD

@@ -1,0 +1,81 @@
+"""How much of the logits exists at a time: tiles of tokens × vocabulary columns, sized from one budget of bytes.
+
+All sizes of the token-statistics head come from here, so that its memory is the same whatever the batch, the vocabulary
+and the width. Beside a tile of logits live, for log-probability and entropy, at most two more of its size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+BUDGET = 64 << 20
+"""Bytes of one tile of logits, of the head rows widened for it, and of the rows that a sparse backward gathers at a time."""
+
+_LEAST = 16
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Sizes of one tile: `tokens` × `columns` of the vocabulary."""
+
+    tokens: int
+    columns: int
+
+    def spans(self, vocabulary: int) -> list[tuple[int, int]]:
+        """First column and end of each tile of a row, as even as multiples of 64 allow."""
+        count = -(-vocabulary // self.columns)
+        size = -(-vocabulary // count)
+        if self.columns >= 64:
+            size = min(self.columns, -(-size // 64) * 64)
+        return [(at, min(at + size, vocabulary)) for at in range(0, vocabulary, size)]
+
+
+def preferred_tokens(device: str) -> int:
+    """Tokens that make the product with a tile of head rows worth reading them, by device type.
+
+    A GPU needs some 300 multiplications per weight read to be busy; a CPU is content with fewer tokens, and the search for
+    the largest is quicker the wider the tile.
+    """
+    return 128 if device == "cpu" else 512
+
+
+def tiling(
+    vocabulary: int, width: int, device: str, *, widened: bool, tokens: int | None = None, budget: int = BUDGET
+) -> Tiling:
+    """Tile sizes for logits of four bytes.
+
+    Args:
+        vocabulary: V, or the part of it that this process holds.
+        width: D.
+        device: device type of the head.
+        widened: whether head rows are copied to fp32 for the product; their copy then keeps to the budget too.
+        tokens: positions per tile where the caller insists.
+        budget: bytes, see `BUDGET`.
+    """
+    columns = max(_LEAST, budget // (4 * (tokens or preferred_tokens(device))))
+    if widened:
+        columns = min(columns, max(_LEAST, budget // (4 * width)))
+    columns = min(columns, vocabulary)
+    if tokens is None:
+        tokens = max(_LEAST, budget // (4 * columns))
+        if device == "cpu" and not widened:
+            # the logits of a narrow vocabulary are then still in the cache when they are searched
+            tokens = min(tokens, preferred_tokens(device))
+    return Tiling(tokens, columns)
+
+
+def rows_within(bytes_per_row: int, budget: int) -> int:
+    """How many rows of so many bytes keep to the budget; at least one."""
+    return max(1, budget // bytes_per_row)
+
+
+def needs_widening(weight_VD: torch.Tensor) -> bool:
+    """Whether head rows must be copied to fp32 to be multiplied in fp32: low precision off CUDA."""
+    return weight_VD.dtype in (torch.bfloat16, torch.float16) and not weight_VD.is_cuda
+
+
+def chunks(count: int, size: int) -> list[slice]:
+    """Slices of `size` that cover `count` positions."""
+    return [slice(at, at + size) for at in range(0, count, size)]

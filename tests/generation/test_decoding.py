@@ -1,0 +1,197 @@
+"""The engine's own loop against `transformers.generate`: equal samples for every batch, prompts read once, rows dropped."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from peft import IA3Config, LoraConfig, get_peft_model
+
+import loragate as lg
+from loragate.generation import Sample, SamplingConfig, TransformersEngine
+from loragate.generation.decoding import DROP_SHARE, plain_decoder
+from loragate.world.base import load_base
+from loragate.world.problems import problems
+from tiny import tiny_adapter, tiny_tokenizer
+
+# between 1 and 13 tokens, so that a sliding window of 8 is passed while prompts are read, in answers, and never
+PROMPTS = [" ".join(f"w{(5 * i + 3 * j) % 20 + 4}" for j in range(count)) for i, count in enumerate((4, 13, 1, 9))]
+CONFIG = SamplingConfig(max_new_tokens=12, samples=3, seed=5)
+STOPS = [5, 7, 9]
+SHAPE = {
+    "vocab_size": 24,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.4,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+OWN_LOOP: dict[str, Callable[[], Any]] = {
+    "qwen2": lambda: tf.Qwen2Config(**SHAPE),
+    "qwen3": lambda: tf.Qwen3Config(**SHAPE, head_dim=8),
+    "mistral-window": lambda: tf.MistralConfig(**SHAPE, sliding_window=8),
+    "gemma2-alternating": lambda: tf.Gemma2Config(**SHAPE, head_dim=8, sliding_window=8),
+    "qwen2_moe": lambda: tf.Qwen2MoeConfig(
+        **SHAPE, moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=4, num_experts_per_tok=2
+    ),
+    "gpt2": lambda: tf.GPT2Config(
+        vocab_size=24, n_embd=32, n_layer=2, n_head=4, n_positions=64, eos_token_id=1, initializer_range=0.4
+    ),
+}
+LEFT_TO_GENERATE: dict[str, Callable[[], Any]] = {
+    "phi3-own-inputs": lambda: tf.Phi3Config(**SHAPE),
+    "mamba-states": lambda: tf.MambaConfig(
+        vocab_size=24, hidden_size=32, num_hidden_layers=2, state_size=4, pad_token_id=0, eos_token_id=1
+    ),
+    "lfm2-convolutions": lambda: tf.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
+}
+
+
+def build(config: Any) -> Any:
+    torch.manual_seed(1)
+    return tf.AutoModelForCausalLM.from_config(config).eval()
+
+
+def drawn(model: Any, tokenizer: Any, config: SamplingConfig = CONFIG, prompts: Any = PROMPTS, **options: Any) -> Any:
+    return TransformersEngine(model, tokenizer, stop_token_ids=STOPS, **options).generate(prompts, config)
+
+
+def identities(samples: list[Sample]) -> list[tuple[Any, ...]]:
+    return [(s.question, s.sample, s.text, s.token_ids, s.finish_reason) for s in samples]
+
+
+@contextmanager
+def shapes_read(model: Any) -> Iterator[list[tuple[int, int]]]:
+    """(rows, positions) of every forward pass."""
+    seen: list[tuple[int, int]] = []
+    hook = model.register_forward_pre_hook(
+        lambda _module, _args, given: seen.append(tuple(given["input_ids"].shape)), with_kwargs=True
+    )
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("name", OWN_LOOP)
+def test_samples_are_those_of_generate_whatever_the_batch(name: str, tokenizer: Any) -> None:
+    model = build(OWN_LOOP[name]())
+    assert plain_decoder(model) is model
+    expected = drawn(model, tokenizer, reuse_prompts=False)
+    assert {s.finish_reason for s in expected} == {"stop", "length"}, "rows must leave at different times"
+    for size in (1, 4, 64):
+        found = drawn(model, tokenizer, batch_size=size)
+        assert identities(found) == identities(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert one.entropy == pytest.approx(other.entropy, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", LEFT_TO_GENERATE)
+def test_models_that_carry_more_than_a_cache_are_left_to_generate(name: str, tokenizer: Any) -> None:
+    model = build(LEFT_TO_GENERATE[name]())
+    assert plain_decoder(model) is None
+    with shapes_read(model) as seen:
+        found = drawn(model, tokenizer)
+    assert identities(found) == identities(drawn(model, tokenizer, reuse_prompts=False))
+    assert {rows for rows, _ in seen} == {12}
+
+
+def test_each_prompt_is_read_once_and_ended_rows_leave(qwen2: Any, tokenizer: Any) -> None:
+    with shapes_read(qwen2) as seen:
+        found = drawn(qwen2, tokenizer)
+    assert seen[0] == (4, 13), "four prompts, not twelve rows"
+    assert {positions for _, positions in seen[1:]} == {1}
+    rows = [count for count, _ in seen[1:]]
+    assert rows == sorted(rows, reverse=True)
+    assert rows[-1] < rows[0]
+    for step, count in enumerate(rows, start=1):
+        running = sum(len(sample.token_ids) > step for sample in found)
+        assert running <= count
+        assert count - running < max(1, DROP_SHARE * count)
+    assert len(rows) == max(len(sample.token_ids) for sample in found) - 1
+    with shapes_read(qwen2) as before:
+        drawn(qwen2, tokenizer, reuse_prompts=False)
+    assert before[0] == (12, 13)
+    assert {count for count, _ in before} == {12}
+
+
+def test_a_question_cut_by_a_batch_and_a_resumed_run_read_no_more_than_they_need(qwen2: Any, tokenizer: Any) -> None:
+    whole = drawn(qwen2, tokenizer)
+    with shapes_read(qwen2) as seen:
+        assert identities(drawn(qwen2, tokenizer, batch_size=4)) == identities(whole)
+    # longest prompt first: 1 1 1 3 | 3 3 0 0 | 0 2 2 2
+    assert [(rows, positions) for rows, positions in seen if positions > 1] == [(2, 13), (2, 9), (2, 4)]
+    pending = [(s.question, s.sample) for s in whole if (s.question + s.sample) % 2]
+    with shapes_read(qwen2) as seen:
+        rest = TransformersEngine(qwen2, tokenizer, stop_token_ids=STOPS).generate(PROMPTS, CONFIG, pending=pending)
+    assert seen[0] == (4, 13)
+    assert identities(rest) == [one for one, s in zip(identities(whole), whole) if (s.question, s.sample) in pending]
+
+
+def test_equal_prompts_are_read_once_and_draw_their_own_samples(qwen2: Any, tokenizer: Any) -> None:
+    with shapes_read(qwen2) as seen:
+        found = drawn(qwen2, tokenizer, prompts=["w5 w9"] * 4)
+    assert seen[0] == (1, 2)
+    assert len({s.token_ids for s in found}) > 6
+
+
+def test_the_tiny_worlds_model_draws_the_same_tokens_with_adapter_and_gates() -> None:
+    base, tokenizer = load_base()
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": item.prompt}], tokenize=False, add_generation_prompt=True
+        )
+        for item in problems("test", 4, (4, 4), seed=0)
+    ]
+    config = SamplingConfig(max_new_tokens=48, samples=3, seed=2)
+    torch.manual_seed(2)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).eval()
+    lg.attach_gates(model, lg.GateConfig(-3, 1))
+    with torch.no_grad():
+        for parameter in lg.gate_parameters(model).values():
+            parameter.normal_(0, 0.3)
+    expected = identities(drawn(model, tokenizer, config, prompts, reuse_prompts=False))
+    assert len({len(tokens) for *_, tokens, _ in expected}) > 4
+    for size in (5, 64):
+        assert identities(drawn(model, tokenizer, config, prompts, batch_size=size)) == expected
+
+
+def test_which_models_the_loop_takes(qwen2: Any) -> None:
+    lora = tiny_adapter()
+    assert plain_decoder(lora) is lora.get_base_model()
+    assert plain_decoder(tiny_adapter(use_dora=True)) is not None
+    assert plain_decoder(tiny_adapter(alora_invocation_tokens=[4, 5])) is None
+    ia3 = IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
+    assert plain_decoder(get_peft_model(tiny_adapter().unload(), ia3)) is None
+    small = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 24}
+    assert plain_decoder(tf.T5ForConditionalGeneration(tf.T5Config(**small))) is None
+
+    def forward(_self: Any, **given: Any) -> Any:
+        return type(qwen2).forward(qwen2, **given)
+
+    forward.state_per_row = True  # type: ignore[attr-defined]
+    qwen2.forward = types.MethodType(forward, qwen2)
+    assert plain_decoder(qwen2) is None
+    del qwen2.forward
+    assert plain_decoder(qwen2) is qwen2
+    qwen2.lm_head.weight.ds_id = 0  # how DeepSpeed's ZeRO-3 marks a shard
+    assert plain_decoder(qwen2) is None
+
+
+def test_an_adapter_that_is_switched_off_draws_as_the_base() -> None:
+    model, tokenizer = tiny_adapter(), tiny_tokenizer()
+    config = SamplingConfig(max_new_tokens=6, samples=2, seed=1)
+    base = identities(drawn(tiny_adapter().unload(), tokenizer, config))
+    assert identities(drawn(model, tokenizer, config)) != base
+    with model.disable_adapter():
+        assert identities(drawn(model, tokenizer, config)) == base

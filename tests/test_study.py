@@ -1,0 +1,116 @@
+"""The study: its statistics against plain formulas, and the page that quotes it against the committed verdicts."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from scipy import stats
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "study.md"
+
+
+@pytest.fixture(scope="module")
+def report() -> ModuleType:
+    path = ROOT / "benchmarks" / "study" / "report.py"
+    specification = importlib.util.spec_from_file_location("study_report", path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[module.__name__] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+def cell(report: ModuleType, base: int, seed: int, **verdicts: list[list[int]]):
+    tables = {name: {"test": np.array(rows), "dev": np.array(rows)} for name, rows in verdicts.items()}
+    return report.Cell(f"{base}-{seed}", "arithmetic", base, seed, tables)
+
+
+def test_interval_is_students_over_the_means_of_bases(report):
+    rng = np.random.default_rng(3)
+    cells = [cell(report, base, seed) for base in (1, 2, 3, 4) for seed in (0, 1, 2)]
+    values = rng.normal(2.0, 5.0, len(cells))
+    found = report.over_bases(cells, list(values))
+    means = values.reshape(4, 3).mean(axis=1)
+    low, high = stats.t.interval(0.95, 3, means.mean(), stats.sem(means))
+    assert found["mean"] == pytest.approx(means.mean())
+    assert (found["low"], found["high"]) == pytest.approx((low, high))
+    assert found["above"] == (values > 0).sum()
+    assert (found["cells"], found["bases"]) == (12, 4)
+    assert found["worst"] == values.min()
+
+
+def test_one_base_has_no_interval_and_shows_nothing(report):
+    found = report.over_bases([cell(report, 1, 0), cell(report, 1, 1)], [3.0, 4.0])
+    assert math.isnan(found["low"])
+    assert report.verdict(found) == "not shown"
+
+
+@pytest.mark.parametrize(("low", "high", "said"), [(0.1, 2, "holds"), (-2, -0.1, "opposite"), (-1, 1, "not shown")])
+def test_verdict(report, low, high, said):
+    assert report.verdict({"low": low, "high": high}) == said
+
+
+def test_rule_picks_by_development_questions_and_prefers_the_adapter_in_a_tie(report):
+    equal = cell(report, 1, 0, **{"LoRA": [[1, 0]], "SCALE [0,1]": [[0, 1]]})
+    assert report.pick(equal, ("LoRA", "SCALE [0,1]")) == "LoRA"
+    better = cell(report, 1, 0, **{"LoRA": [[1, 0]], "SCALE [0,1]": [[1, 1]]})
+    assert report.pick(better, ("LoRA", "SCALE [0,1]")) == "SCALE [0,1]"
+    assert report.pick(better, ("LoRA",)) == "LoRA"
+
+
+def test_regret_and_harm_by_hand(report):
+    right, wrong = [[1, 1], [1, 1], [1, 1], [1, 1]], [[0, 0], [0, 0], [0, 0], [0, 0]]
+    verdicts = dict.fromkeys(report.PLAIN, wrong) | {"LoRA": right}
+    cells = [cell(report, base, 0, **verdicts) for base in (1, 2)]
+    found = report.rules(cells)
+    assert found["always [-6,3]"]["gain"]["mean"] == -100
+    assert found["always [-6,3]"]["harmed"] == 2
+    assert found["always [-6,3]"]["regret"]["mean"] == 100
+    assert found["automatic: all four ranges"]["picks"] == {"LoRA": 2}
+    assert found["automatic: all four ranges"]["regret_fair"]["mean"] == 0
+    assert "automatic: one λ for all" not in found  # its candidates were not measured
+
+
+def test_pack_and_load_give_the_verdicts_back(report, tmp_path):
+    folder = tmp_path / "answers" / "arithmetic-31-0"
+    folder.mkdir(parents=True)
+    (folder / "cell.json").write_text(
+        json.dumps({"name": "arithmetic-31-0", "world": "arithmetic", "base_seed": 31, "sft_seed": 0})
+    )
+    split = {"correct": [[1, 0], [0, 0], [1, 1]], "ended": 1.0, "tokens": 9.5}
+    (folder / "LoRA.json").write_text(json.dumps({"name": "LoRA", "temperature": 1.0, "test": split, "dev": split}))
+    file = tmp_path / "verdicts.jsonl.gz"
+    report.pack(report.from_cache(tmp_path), file)
+    (one,) = report.load(file)
+    assert one.score("LoRA") == pytest.approx(50)
+    assert one.verdicts["LoRA"]["dev"].tolist() == split["correct"]
+    before = file.read_bytes()
+    report.pack(report.from_cache(tmp_path), file)
+    assert file.read_bytes() == before
+
+
+def test_every_seed_of_the_study_is_fresh():
+    """No base of the study was seen when a default was chosen."""
+    from loragate.world.situations import SITUATIONS
+
+    with gzip.open(ROOT / "benchmarks" / "results" / "study_verdicts.jsonl.gz", "rt", encoding="utf-8") as lines:
+        bases = {(row["world"], row["base"]) for row in map(json.loads, lines)}
+    assert bases
+    assert not bases & {(one.world, one.base_seed) for one in SITUATIONS}
+
+
+def test_the_page_shows_what_the_committed_verdicts_give(report):
+    results = report.study(report.load(report.VERDICTS))
+    tables = "\n".join(line for world, result in results.items() for line in report.markdown(world, result))
+    page = PAGE.read_text(encoding="utf-8")
+    assert report.between_markers(page, tables) == page, "run `python benchmarks/study/report.py --docs docs/study.md`"

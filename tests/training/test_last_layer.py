@@ -1,0 +1,271 @@
+"""The last layer served only where it is read: same losses, gradients and λ statistics, fewer FLOPs."""
+
+import pytest
+import torch
+import transformers as tf
+from peft import LoraConfig, get_peft_model
+from torch.utils.flop_counter import FlopCounterMode
+
+import loragate as lg
+from loragate.gates import record_gates
+from loragate.gates.attach import gate_modules
+from loragate.losses import StatisticsRequest
+from loragate.training import CalibrationSettings
+from loragate.training.checks import without_dropout
+from loragate.training.last_layer import LastLayer, read_positions_only, read_rows
+from loragate.training.trainer import causal_model, statistics_forward
+from tiny import VOCABULARY, tiny_adapter, tiny_base
+
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 1,
+    "initializer_range": 0.2,
+}
+FAMILIES = {
+    "qwen2": lambda: tf.Qwen2Config(**SHAPE),
+    "qwen3": lambda: tf.Qwen3Config(**SHAPE, head_dim=8),
+    "llama": lambda: tf.LlamaConfig(**SHAPE),
+    "mistral": lambda: tf.MistralConfig(**SHAPE, sliding_window=4),
+    "gemma": lambda: tf.GemmaConfig(**SHAPE, head_dim=8),
+    "gemma2": lambda: tf.Gemma2Config(**SHAPE, head_dim=8, final_logit_softcapping=5.0),
+    "gemma3": lambda: tf.Gemma3TextConfig(**SHAPE, head_dim=8),
+    "phi3": lambda: tf.Phi3Config(**SHAPE),
+    "olmo2": lambda: tf.Olmo2Config(**SHAPE),
+    "granite": lambda: tf.GraniteConfig(**SHAPE, logits_scaling=4.0),
+    "cohere": lambda: tf.CohereConfig(**SHAPE, logit_scale=0.25),
+}
+WHOLE = {
+    "gpt2": (lambda: tf.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4), "has no self_attn and mlp"),
+    "qwen2_moe": (
+        lambda: tf.Qwen2MoeConfig(
+            **SHAPE, moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=4, num_experts_per_tok=2
+        ),
+        "routes its tokens",
+    ),
+}
+REQUEST = StatisticsRequest(20, ("log_prob", "topk_entropy"))
+
+
+def gated(config, dropout=0.0):
+    torch.manual_seed(0)
+    base = tf.AutoModelForCausalLM.from_config(config)
+    lora = LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules="all-linear",
+        init_lora_weights=False,
+        lora_dropout=dropout,
+        task_type="CAUSAL_LM",
+    )
+    model = get_peft_model(base, lora).eval()
+    lg.attach_gates(model, lg.GateConfig(-3, 2, init_scale=0.2))
+    return model
+
+
+def batch():
+    ids = torch.randint(2, VOCABULARY, (3, 11), generator=torch.Generator().manual_seed(5))
+    labels = ids.clone()
+    labels[:, :4] = -100
+    labels[1, 9:] = -100
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def step(model, last=None, data=None):
+    """(log_prob, top-k entropy, {gate: gradient}, λ statistics) of one forward and backward."""
+    data = data or batch()
+    last = last or LastLayer("not asked for")
+    with record_gates(model) as recording, last.reading(data["labels"]):
+        recording.token_mask = data["labels"].ne(-100)
+        stats = model(**data, statistics=REQUEST)
+    (stats.topk_entropy.sum() - stats.log_prob.sum()).backward()
+    gradients = {name: parameter.grad for name, parameter in lg.gate_parameters(model).items()}
+    model.zero_grad(set_to_none=True)
+    return stats.log_prob.detach(), stats.topk_entropy.detach(), gradients, recording.statistics()
+
+
+def assert_same(some, whole, rtol=2e-4, atol=2e-6):
+    for left, right in zip(some[:2], whole[:2], strict=True):
+        torch.testing.assert_close(left, right, rtol=rtol, atol=atol)
+    for name, gradient in whole[2].items():
+        torch.testing.assert_close(
+            some[2][name], gradient, rtol=rtol, atol=atol * 10, msg=lambda text, n=name: n + text
+        )
+    assert some[3].keys() == whole[3].keys()
+    for name, values in whole[3].items():
+        assert some[3][name] == pytest.approx(values, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_losses_gradients_and_gate_statistics_are_those_of_the_whole_layer(name):
+    model = gated(FAMILIES[name]())
+    model.train()
+    with without_dropout(model), statistics_forward(model):
+        whole = step(model)
+        with read_positions_only(model, causal_model(model)) as last:
+            assert last.reason is None
+            assert last.arrived
+            some = step(model, last)
+            again = step(model)  # the hooks alone change nothing
+        after = step(model)
+    assert_same(some, whole)
+    for other in (again, after):
+        assert torch.equal(other[0], whole[0])
+        assert all(torch.equal(other[2][key], value) for key, value in whole[2].items())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_fp64_agreement():
+    model = gated(FAMILIES["qwen3"]()).double()
+    for gate in gate_modules(model).values():
+        for parameter in gate.parameters():
+            parameter.data = parameter.data.double()
+    data = batch()
+    gradients = []
+    with statistics_forward(model), read_positions_only(model, causal_model(model)) as last:
+        for reading in (LastLayer("whole"), last):
+            with reading.reading(data["labels"]):
+                hidden = causal_model(model).base_model(data["input_ids"]).last_hidden_state
+            read = hidden.view(-1, 32)[read_rows(data["labels"])]
+            (read * torch.linspace(-1, 1, read.numel(), dtype=read.dtype).view_as(read)).sum().backward()
+            gradients.append({name: parameter.grad for name, parameter in lg.gate_parameters(model).items()})
+            model.zero_grad(set_to_none=True)
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_layers_keep_the_rows_of_their_own_forward(reentrant):
+    """Two forward passes of the same number of rows at other positions, then both backward passes."""
+    model = gated(FAMILIES["qwen2"]())
+    model.train()
+    first = batch()
+    second = {**first, "labels": first["labels"].roll(3, 1)}
+    assert read_rows(first["labels"]).numel() != first["labels"].numel()
+
+    def both(last):
+        totals = []
+        for data in (first, second):
+            with last.reading(data["labels"]):
+                totals.append(model(**data, statistics=REQUEST).topk_entropy.sum())
+        (totals[0] - 2 * totals[1]).backward()
+        gradients = {name: parameter.grad for name, parameter in lg.gate_parameters(model).items()}
+        model.zero_grad(set_to_none=True)
+        return gradients
+
+    with statistics_forward(model), read_positions_only(model, causal_model(model)) as last:
+        assert last.reason is None
+        expected = both(LastLayer("whole"))
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        for name, gradient in both(last).items():
+            torch.testing.assert_close(gradient, expected[name], rtol=2e-4, atol=2e-5)
+
+
+def test_flops_fall_by_the_rows_that_are_not_read():
+    model = gated(FAMILIES["llama"]())
+    data, flops = batch(), []
+    with statistics_forward(model), read_positions_only(model, causal_model(model)) as last:
+        for reading in (LastLayer("whole"), last):
+            with FlopCounterMode(display=False) as counter:
+                step(model, reading, data)
+            flops.append(counter.get_total_flops())
+    skipped = data["labels"].numel() - read_rows(data["labels"]).numel()
+    assert skipped == 33 - (8 + 6 + 8)
+    base = 32 * 32 + 32 * 32 + 3 * 32 * 48  # q, o and the MLP
+    inputs = 4 * 32 + 48
+    factors = 4 * (inputs + 3 * 32 + 2 * 48)
+    # the gates' own gradient; the counter does not know the forward's matrix-vector product
+    assert flops[0] - flops[1] == 2 * skipped * (2 * base + 2 * factors + inputs)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_layers_of_another_form_stay_whole(name):
+    make, reason = WHOLE[name]
+    model = gated(make())
+    with statistics_forward(model):
+        whole = step(model)
+        with read_positions_only(model, causal_model(model)) as last:
+            assert reason in last.reason
+            some = step(model, last)
+    assert torch.equal(some[0], whole[0])
+
+
+def test_dropout_keeps_the_layer_whole():
+    model = gated(FAMILIES["llama"](), dropout=0.1)
+    with statistics_forward(model), read_positions_only(model, causal_model(model)) as last:
+        assert "dropout" in last.reason
+
+
+def test_an_mlp_that_mixes_positions_is_noticed():
+    class Mixing(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, hidden):
+            return self.inner(hidden) + hidden.cumsum(1)
+
+    base = tiny_base()
+    base.model.layers[-1].mlp = Mixing(base.model.layers[-1].mlp)
+    model = tiny_adapter(base=base)
+    lg.attach_gates(model, lg.GateConfig(-3, 2))
+    with statistics_forward(model), read_positions_only(model, causal_model(model)) as last:
+        assert "log-probabilities would differ" in last.reason
+        assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_layer_that_drops_its_keywords_is_noticed():
+    model = gated(FAMILIES["llama"]())
+    layer = causal_model(model).model.layers[-1]
+    inner = layer.self_attn.forward
+    layer.self_attn.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    call = layer.forward
+    layer.forward = lambda hidden, **kwargs: call(hidden, **{k: v for k, v in kwargs.items() if "rows" not in k})
+    with statistics_forward(model), read_positions_only(model, causal_model(model)) as last:
+        assert "keywords" in last.reason
+
+
+def test_no_label_or_all_labels_serve_every_position():
+    model = gated(FAMILIES["qwen2"]())
+    data = batch()
+    with statistics_forward(model), read_positions_only(model, causal_model(model)) as last:
+        for labels in (torch.full_like(data["labels"], -100), data["input_ids"]):
+            with last.reading(labels):
+                assert last.asked is None
+                model(**{**data, "labels": labels}, statistics=REQUEST)
+            assert last.rows is None
+
+
+def test_read_rows_are_those_that_predict_or_carry_a_label():
+    labels = torch.tensor([[-100, -100, 5, 6], [-100, 7, -100, 8]])
+    assert read_rows(labels).tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert read_rows(torch.full((1, 3), -100)).numel() == 0
+
+
+def test_calibration_agrees_with_a_whole_last_layer(tokenizer, rows, monkeypatch):
+    settings = CalibrationSettings(
+        batch_size=8, micro_batch_size=4, learning_rate=1e-2, logging_steps=2, k=20, max_length=64, max_steps=3
+    )
+    models = [tiny_adapter(), tiny_adapter()]
+    results = [lg.calibrate(models[0], tokenizer, rows, lg.GateConfig(-3, 2), settings)]
+    monkeypatch.setattr(LastLayer, "install", lambda self, layer: setattr(self, "reason", "switched off"))
+    results.append(lg.calibrate(models[1], tokenizer, rows, lg.GateConfig(-3, 2), settings))
+    losses = [[record["loss"] for record in result.history if "loss" in record] for result in results]
+    shares = [[record[key] for record in result.history for key in record if "gate_" in key] for result in results]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert shares[0] == pytest.approx(shares[1], rel=1e-4, abs=1e-6)
+    for (name, some), whole in zip(
+        lg.gate_parameters(models[0]).items(), lg.gate_parameters(models[1]).values(), strict=True
+    ):
+        torch.testing.assert_close(some, whole, rtol=1e-3, atol=1e-6, msg=lambda text, n=name: n + text)
