@@ -8,7 +8,8 @@ samples of at most 72 tokens; and a random model of hidden 512 × 8 layers, 512 
 none of which ends early. Tokens read (rows × positions of every forward pass) and FLOPs are counted and repeat exactly.
 
 Gates: greedy `generate` of the same LoRA adapter (rank 16, all linear layers, unmerged) with and without gates, at batch
-1 and 16, on the tiny base and on hidden 512 × 8 layers; the ratio is tokens per second, gated ÷ plain.
+1 and 16, on the tiny base, on hidden 512 × 8 layers, and on four layers as wide as those of Qwen2.5-1.5B; the ratio is
+tokens per second, gated ÷ plain. Gates add a few small operators per module: the smaller the model, the more they weigh.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ from loragate.world.problems import problems
 
 LOOPS = {"own_loop": True, "generate": False}
 BATCHES = (1, 16)
+DECODERS = {
+    "hidden 512 × 8": Shape(),
+    "hidden 1536 × 4": Shape(hidden=1536, intermediate=8960, layers=4, heads=12, kv_heads=2),
+}
+NEW_TOKENS = {"tiny": 64, "hidden 512 × 8": 32, "hidden 1536 × 4": 12}
 
 
 def counted(model: Any, run: Callable[[], Any]) -> dict[str, int]:
@@ -124,7 +130,7 @@ def decoders(kind: str) -> dict[str, Any]:
             lora = LoraConfig(r=16, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
             found[name] = get_peft_model(load_base()[0], lora).eval()
         else:
-            found[name] = adapter(Shape()).eval()
+            found[name] = adapter(DECODERS[kind]).eval()
     lg.attach_gates(found["gated"], lg.GateConfig(-3, 1))
     with torch.no_grad():
         for parameter in lg.gate_parameters(found["gated"]).values():
@@ -181,7 +187,7 @@ def main() -> None:
             flush=True,
         )
     gates = []
-    for kind, tokens in (("tiny", 64), ("hidden 512 × 8", 32)):
+    for kind, tokens in NEW_TOKENS.items():
         for batch in BATCHES:
             row = measure_gates(kind, batch, 8 if chosen.quick else tokens, chosen.repeats, clock)
             gates.append(row)

@@ -26,10 +26,10 @@ class Tiling:
     def spans(self, vocabulary: int) -> list[tuple[int, int]]:
         """First column and end of each tile of a row, as even as multiples of 64 allow."""
         count = -(-vocabulary // self.columns)
-        size = -(-vocabulary // count)
-        if self.columns >= 64:
-            size = min(self.columns, -(-size // 64) * 64)
-        return [(at, min(at + size, vocabulary)) for at in range(0, vocabulary, size)]
+        unit = 64 if self.columns >= 64 and self.columns % 64 == 0 else 1
+        blocks = -(-vocabulary // unit)
+        ends = [min(vocabulary, unit * (blocks * (at + 1) // count)) for at in range(count)]
+        return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def preferred_tokens(device: str) -> int:
