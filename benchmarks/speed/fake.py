@@ -8,11 +8,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
+from loragate.analysis.plan_trace import materialise
 from loragate.gates.gate import SignedGate
 from loragate.training import last_layer
 
@@ -47,18 +47,7 @@ def build_fake(build: Callable[[], Any]) -> Any:
     """A model built on the meta device, its tensors then made fake ones that look like CPU memory, which autograd takes."""
     with unset_fake_temporarily(), torch.device("meta"):
         model = build()
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is None:
-                continue
-            if id(parameter) not in made:
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
-                made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            module._parameters[name] = made[id(parameter)]
-        for name, buffer in list(module._buffers.items()):
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    materialise(model)
     return model
 
 

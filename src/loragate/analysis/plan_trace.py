@@ -159,7 +159,7 @@ def trace_step(config: Any, workload: Workload, layers: int) -> Footprint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     with FakeTensorMode():
-        _materialise(model)
+        materialise(model)
         return _run(model, workload)
 
 
@@ -217,7 +217,7 @@ def _chunk(workload: Workload, vocabulary: int, width: int) -> int:
     return tiling(vocabulary, width, workload.device, widened=widened).tokens
 
 
-def _materialise(model: nn.Module) -> None:
+def materialise(model: nn.Module) -> None:
     """Meta parameters and buffers become fake ones that look like CPU memory, which autocast and autograd accept."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
