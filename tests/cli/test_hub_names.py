@@ -1,6 +1,7 @@
 """`owner/name@revision` of adapters and bases, wherever a command takes one, against the stand-in of the hub."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -92,12 +93,22 @@ def test_an_adapter_is_pinned_to_its_commit(hub, caplog):
     assert revision_of_base(record, "user/other") == ""
 
 
-def test_a_tokenizer_comes_from_the_revision(hub):
+def test_a_tokenizer_comes_from_the_revision(place, hub, tmp_path):
     files = hub.commits["user/base"]
     changed = json.loads(files[BASE_NEW]["tokenizer_config.json"])
     files[BASE_NEW]["tokenizer_config.json"] = json.dumps({**changed, "model_max_length": 77}).encode()
     assert load_tokenizer(["user/base@v1"]).model_max_length != 77
     assert load_tokenizer(["user/base"]).model_max_length == 77
+    assert load_tokenizer(["user/base"], revision="v1").model_max_length != 77
+    assert load_tokenizer(["user/base@main"], revision="v1").model_max_length == 77, "what is asked for comes first"
+    # a base that only the adapter's record pins is read at that commit, weights and tokenizer alike
+    record = json.loads((place / "adapter" / "adapter_config.json").read_text())
+    shutil.copytree(place / "adapter", tmp_path / "adapter")
+    for commit, longest in ((BASE_OLD, False), (None, True)):
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({**record, "revision": commit}))
+        options = GenerateOptions(model=str(tmp_path / "adapter"), device="cpu")
+        for engine in ("transformers", "vllm"):
+            assert (load_inputs(options, options.model, engine).tokenizer.model_max_length == 77) is longest, engine
 
 
 def test_calibrate_records_both_commits(place, hub, tmp_path, capsys):

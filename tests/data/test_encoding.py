@@ -81,6 +81,9 @@ def test_the_first_bad_row_is_named_by_line(write, talk):
     path = write("rows.jsonl", [{"text": "a"}])
     with pytest.raises(DataError, match=f"{path}:1: found the keys text, which fit no known row format"):
         encode_rows(load_rows(path), byte_level(), max_length=None)
+    path = write("rows.jsonl", [{"text": str(i)} for i in range(9)])
+    with pytest.raises(DataError, match=f"{path}:1: found the keys text"):
+        encode_rows(load_rows(path).shuffled(seed=3), byte_level(), max_length=None)
 
 
 def test_the_format_can_be_named():

@@ -19,7 +19,7 @@ from loragate.cli.calibration_report import (
     show_data,
     warn_about_endings,
 )
-from loragate.cli.display import Display, console
+from loragate.cli.display import Display, console, next_evaluation
 from loragate.cli.hub import pinned
 from loragate.cli.launching import loading_device
 from loragate.cli.models import (
@@ -116,6 +116,7 @@ def prepare(options: Any, settings: Any, folder: Path, candidates: list[Candidat
     base_name = base_named(options.base, record, options.adapter)
     tokenizer = load_tokenizer(
         [adapter_place(options.adapter), base_name],
+        revision=revision_of_base(record, base_name),
         chat_template=options.chat_template,
         trust=options.trust_remote_code,
     )
@@ -309,7 +310,7 @@ def write_artifact(job: Job, candidate: Candidate, evidence: dict[str, Any]) -> 
 def say_written(out: Any, folder: Path) -> None:
     """Where the result is, and what to run next."""
     out.print(f"written to {folder}; its adapter/ is the plain adapter to compare with", markup=False)
-    out.print(f"next: loragate eval --model {folder} --suite math --out runs/{folder.name}", markup=False)
+    out.print(next_evaluation(folder, f"runs/{folder.name}"), markup=False)
 
 
 def keep_configuration(options: Any, folder: Path) -> None:

@@ -7,6 +7,7 @@ rich is imported when something is drawn: half the commands import this file, an
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,12 @@ def console() -> Console:
     terminal = sys.stdout.isatty()
     width = None if terminal or "COLUMNS" in os.environ else FILE_WIDTH  # None: rich asks the terminal, or COLUMNS
     return Console(highlight=False, soft_wrap=not terminal, width=width, quiet=_is_other_process())
+
+
+def next_evaluation(model: object, out: str) -> str:
+    """The line that says how what a command made is evaluated; what it is for, only its owner knows."""
+    command = shlex.join(["loragate", "eval", "--model", str(model), "--suite", "math", "--out", out])
+    return f"next: {command}, with the --suite that it is for, or --tasks FILE.yaml with questions of your own"
 
 
 def _is_other_process() -> bool:

@@ -214,11 +214,11 @@ def _for_vllm(options: Any, name: str, note: str) -> Loaded:
         require_not_an_adapter(name)
         base = split_base(name)[0]
         kind, names, places = "base", {"base": base}, [base]
-    if revision:
-        places[-1] = f"{base}@{revision}"
     config = AutoConfig.from_pretrained(base, revision=revision or None, trust_remote_code=options.trust_remote_code)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    tokenizer = load_tokenizer(places, chat_template=options.chat_template, trust=options.trust_remote_code)
+    tokenizer = load_tokenizer(
+        places, revision=revision, chat_template=options.chat_template, trust=options.trust_remote_code
+    )
     commit = _commit_of_base(base, revision)
     return Loaded(kind, tokenizer, names, None, options.dtype, positions, note, commit)
 

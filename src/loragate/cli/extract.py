@@ -142,7 +142,7 @@ def _keep_tokenizer(options: ExtractOptions, folder: Path, out: Any) -> None:
 
     named, revision = split_base(options.model, options.revision)
     try:
-        tokenizer = load_tokenizer([f"{named}@{revision}" if revision else named], trust=options.trust_remote_code)
+        tokenizer = load_tokenizer([named], revision=revision or "", trust=options.trust_remote_code)
     except LoragateError as error:
         out.print(f"note: no tokenizer was copied, the base's will be used: {error}", markup=False)
         return

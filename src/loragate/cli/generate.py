@@ -22,6 +22,7 @@ from loragate.cli.models import (
     quiet_logging,
     require_not_an_adapter,
     require_place,
+    revision_for,
     revision_of_base,
 )
 from loragate.cli.quantization import base_arguments, check_quantization
@@ -180,21 +181,22 @@ def load_any(options: Any) -> tuple[Any, Any, bool]:
     trust, quantization = options.trust_remote_code, getattr(options, "quantization", "none")
     dtype = dtype_argument(options.dtype, device, quantization)
     how: dict[str, Any] = {"dtype": dtype, "device": device, "trust": trust, "quantization": quantization}
+    words: dict[str, Any] = {"chat_template": options.chat_template, "trust": trust}
     if (folder / "gate_config.json").is_file():
         recorded = read_gate_config(folder)["base"]
         base = options.base or recorded["id"]
         with explained("gated adapter", name):
             model = load_gated_on(folder, options.base, recorded, **how)
         places = [str(folder / "adapter" / "tokenizer"), str(folder / "adapter"), base]
-        return model, load_tokenizer(places, chat_template=options.chat_template, trust=trust), True
+        return model, load_tokenizer(places, revision=revision_for(name, options.base), **words), True
     if (folder / "adapter_config.json").is_file() or options.base:
         record = adapter_record(name)
         base = base_named(options.base, record, options.model)
-        model = load_adapter(load_base(base, revision=revision_of_base(record, base), **how), name)
-        places = [name, base]
-        return model, load_tokenizer(places, chat_template=options.chat_template, trust=trust), False
+        revision = revision_of_base(record, base)
+        model = load_adapter(load_base(base, revision=revision, **how), name)
+        return model, load_tokenizer([name, base], revision=revision, **words), False
     model = load_base(name, **how)
-    return model, load_tokenizer([name], chat_template=options.chat_template, trust=trust), False
+    return model, load_tokenizer([name], **words), False
 
 
 def load_gated_on(folder: Path, given: str, recorded: dict[str, Any], *, device: str, **how: Any) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.cli.arguments import Command
-from loragate.cli.display import console
+from loragate.cli.display import console, next_evaluation
 from loragate.cli.hub import on_disk
 from loragate.cli.models import (
     adapter_record,
@@ -179,8 +179,8 @@ def _endings(options: InspectOptions, base: str, revision: str | None) -> dict[s
     from loragate.errors import LoragateError
 
     try:
-        place = f"{base}@{revision}" if revision else base
-        tokenizer = load_tokenizer([options.adapter, place], trust=options.trust_remote_code)
+        trust = options.trust_remote_code
+        tokenizer = load_tokenizer([options.adapter, base], revision=revision or "", trust=trust)
     except LoragateError as error:
         return {"problems": [f"the tokenizer could not be read, so endings were not checked: {error}"]}
     try:
@@ -266,7 +266,7 @@ def run(options: InspectOptions) -> int:
         out.print("next: this adapter cannot be gated as it is; see the reasons above")
         return 1
     if gates:
-        out.print(f"next: loragate eval --model {gates['source']} --suite math --out DIR", markup=False)
+        out.print(next_evaluation(gates["source"], "DIR"), markup=False)
         return 0
     out.print(f"next: loragate calibrate --adapter {found['adapter']} --data FILE --probe FILE --out DIR", markup=False)
     return 0

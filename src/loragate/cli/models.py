@@ -254,9 +254,9 @@ def hub_adapter(name: str) -> str | None:
     return name if hub_name(name) is not None else None
 
 
-def load_tokenizer(names: list[str], *, chat_template: str = "", trust: bool = False) -> Any:
+def load_tokenizer(names: list[str], *, revision: str = "", chat_template: str = "", trust: bool = False) -> Any:
     """The tokenizer of the first place that has one (an adapter's own copy comes before its base's); the last is the base's,
-    which may be on the hub."""
+    which may be on the hub, and `revision` is then as in `load_base`."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     from loragate.gates.hub import split_base
@@ -269,8 +269,9 @@ def load_tokenizer(names: list[str], *, chat_template: str = "", trust: bool = F
             tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(chosen)
             tokenizer.init_kwargs.pop("auto_map", None)
         else:
-            place, revision = split_base(chosen)
-            tokenizer = AutoTokenizer.from_pretrained(place, revision=revision, trust_remote_code=trust)
+            place, asked = split_base(chosen)
+            revision = asked or ("" if Path(chosen).is_dir() else revision)
+            tokenizer = AutoTokenizer.from_pretrained(place, revision=revision or None, trust_remote_code=trust)
     if chat_template:
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.cli.arguments import Command, checked_values, field_kinds
-from loragate.cli.display import console, duration
+from loragate.cli.display import console, duration, next_evaluation
 from loragate.errors import ConfigError, LoragateError, nearest
 
 VERBS = ("list", "show", "run", "check")
@@ -177,11 +177,7 @@ def run_recipe(options: RecipesOptions, recipe: Any) -> int:
     out.print(f"finished: {path} (resolved.yaml says what was run, recipe.json when)", markup=False)
     last = [stage for stage in stages if not wanted or stage.name in wanted][-1]
     shown = last.values["out"] if last.command in ("eval", "sweep") else ""
-    out.print(
-        f"next: look at {shown}"
-        if shown
-        else f"next: loragate eval --model {last.values['out']} --suite math --out runs/e"
-    )
+    out.print(f"next: look at {shown}" if shown else next_evaluation(last.values["out"], "runs/e"), markup=False)
     return 0
 
 

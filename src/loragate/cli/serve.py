@@ -191,7 +191,8 @@ def vllm_arguments(options: ServeOptions, base: str, scratch: Path) -> list[str]
     found += ["--tokenizer", own] if own else []
     template = options.chat_template
     if options.system == "none":
-        tokenizer = load_tokenizer(places, chat_template=template, trust=options.trust_remote_code)
+        trust = options.trust_remote_code
+        tokenizer = load_tokenizer(places, revision=base_revision(options), chat_template=template, trust=trust)
         if (wrapped := template_for_vllm(tokenizer)) is not None:
             template = str(scratch / "chat_template.jinja")
             write_text(Path(template), wrapped)

@@ -70,9 +70,9 @@ def base_revision(options: Any) -> str:
 
 def tokenizer_places(options: Any, base: str) -> list[str]:
     """Where the tokenizer may be, the adapter's own copy first."""
-    folder, revision = Path(options.model), base_revision(options)
+    folder = Path(options.model)
     own = folder / "adapter" if is_gated(folder) else folder
-    return [str(own / "tokenizer"), str(own), f"{base}@{revision}" if revision else base]
+    return [str(own / "tokenizer"), str(own), base]
 
 
 def _named_place(part: str) -> tuple[str, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.cli.arguments import Command, require_given
-from loragate.cli.display import Display, console, duration
+from loragate.cli.display import Display, console, duration, next_evaluation
 from loragate.cli.hub import pinned
 from loragate.cli.launching import begin, loading_device
 from loragate.cli.models import (
@@ -177,7 +177,7 @@ def load_reference(options: SftOptions, device: str) -> Any:
 def next_line(folder: Path, data: str, dora: bool) -> str:
     """What to run next; a DoRA adapter cannot be gated."""
     if dora:
-        return f"next: loragate eval --model {folder} --suite math --out runs/{folder.name}"
+        return next_evaluation(folder, f"runs/{folder.name}")
     return f"next: loragate calibrate --adapter {folder} --data {data} --probe FILE --out {folder}-gated"
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from loragate.cli.arguments import Command, require_given, resolved_yaml
-from loragate.cli.display import console, duration
+from loragate.cli.display import console, duration, next_evaluation
 from loragate.cli.options import RunOptions
 from loragate.cli.quantization import check_quantization
 from loragate.errors import ConfigError, LoragateError, nearest
@@ -232,7 +231,7 @@ def conclude(
     out.print(choice_sentence(summary, choice), markup=False)
     source = materials.adapters[choice["adapter"]]
     if not choice["accepted"]:
-        out.print(f"next: loragate eval --model {shlex.quote(source)} --suite math --out runs/adapter", markup=False)
+        out.print(next_evaluation(source, "runs/adapter"), markup=False)
         return
     trial = next(
         trial
@@ -245,7 +244,7 @@ def conclude(
         record = selection_record(summary, choice)
         backend.write_best(materials, plan, folder, trial, best.resolve(), record, materials.place_of_base)
     out.print(f"written to {best} (seed {choice['seed']})", markup=False)
-    out.print(f"next: loragate eval --model {shlex.quote(str(best))} --suite math --out runs/best", markup=False)
+    out.print(next_evaluation(best, "runs/best"), markup=False)
 
 
 COMMAND = Command(

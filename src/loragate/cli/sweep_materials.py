@@ -82,8 +82,12 @@ class SweepMaterials:
         return hub_adapter(self.adapters[label])
 
     def load_tokenizer(self, label: str) -> Any:
-        places = [adapter_place(self.adapters[label]), self.place_of_base]
-        return load_tokenizer(places, chat_template=self.options.chat_template, trust=self.options.trust_remote_code)
+        return load_tokenizer(
+            [adapter_place(self.adapters[label]), self.base],
+            revision=self.revision,
+            chat_template=self.options.chat_template,
+            trust=self.options.trust_remote_code,
+        )
 
     def load_rows(self) -> Any:
         from loragate.cli.run_rows import read_rows

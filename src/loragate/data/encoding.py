@@ -101,7 +101,7 @@ def encode_rows(
         rows: from `load_rows`, or a list of dicts.
         max_length: longest sequence in tokens, cut on the right; None for no limit.
         system: "none" or "keep", see `Chat`.
-        format: name of the row format; detected from the first row when None. All rows must have it.
+        format: name of the row format; detected from the row that comes first in its file when None. All rows must have it.
         on_progress: called with (rows done, rows in all) after each batch.
         cache: folder in which the result is looked up and kept; None for neither. A slow tokenizer, which cannot be
             told apart from another by its content, is not cached.
@@ -216,10 +216,11 @@ class _Work:
 
 
 def _detect(rows: Rows) -> str:
+    first = rows.earliest()
     try:
-        return detect_format(rows[0])
+        return detect_format(rows[first])
     except DataError as error:
-        raise DataError(f"{rows.where(0)}: {error}") from None
+        raise DataError(f"{rows.where(first)}: {error}") from None
 
 
 def _nothing_left(rows: Rows, max_length: int | None, empty: int) -> str:

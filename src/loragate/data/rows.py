@@ -60,6 +60,10 @@ class Rows(Sequence[dict[str, Any]]):
         """Name row `index` for a person: 'file.jsonl:12' (lines from 1), 'org/name[train] row 7' (rows from 0)."""
         return f"{self._place}{self._numbers[self._order[index]]}"
 
+    def earliest(self) -> int:
+        """The index of the row that comes first in its file, however the rows are ordered here."""
+        return min(range(len(self)), key=self._order.__getitem__)
+
     def shuffled(self, seed: int) -> Rows:
         """The same rows in a random order that depends on `seed` and the number of rows only."""
         order = list(self._order)

@@ -26,8 +26,8 @@ def canary(model: Any, tokenizer: Any, prompts: Sequence[str], kind: Kind) -> di
         (λ = 0 against the model without the gated deltas) and "one_from_adapter" (λ = 1 against the plain adapter).
 
     Raises:
-        GateError: if the adapter changes no logit, if the gates change none, or if λ = 0 is not the base or λ = 1 not
-            the adapter up to rounding.
+        GateError: if the adapter changes no logit, if the gates change none, or if λ = 0 is not the model without
+            the gated deltas or λ = 1 not the adapter, up to rounding.
     """
     if kind == "base":
         return {}
@@ -50,7 +50,10 @@ def canary(model: Any, tokenizer: Any, prompts: Sequence[str], kind: Kind) -> di
         }
         half = model.dtype in (torch.bfloat16, torch.float16)
         rounding = (2.0**-6 if half else 1e-5) * max(parity.logit_scale, 1.0)
-        for figure, constant, reference in (("zero_from_base", 0, "base"), ("one_from_adapter", 1, "adapter")):
+        for figure, constant, reference in (
+            ("zero_from_base", 0, "model without the gated deltas"),
+            ("one_from_adapter", 1, "adapter"),
+        ):
             if not figures[figure] <= rounding:
                 raise GateError(
                     f"canary: with λ = {constant} the gated model must be the {reference}, but logits differ by "
