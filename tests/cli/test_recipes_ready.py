@@ -62,3 +62,15 @@ def test_the_harness_is_missed_before_training(monkeypatch):
     with pytest.raises(ConfigError, match="stage 'retention' could not run here: retention suites need"):
         require_parts([stage], options_of)
     require_parts([SimpleNamespace(name="e", command="eval", values={"model": "x", "suite": "tiny"})], options_of)
+
+
+@pytest.mark.parametrize(("suite", "task"), [("math", "aime24"), ("retention", "[a-z_]+")])
+def test_questions_that_cannot_be_had_are_missed_before_training(monkeypatch, suite, task):
+    found = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: name))
+    monkeypatch.setattr(recipes_ready, "importlib", found)
+    monkeypatch.setattr("loragate.evaluation.judging.require_graders", lambda *given: None)
+    stages = STAGES.placed("runs/x")
+    values = {"model": "x", "suite": suite}
+    with pytest.raises(ConfigError, match=f"stage 'late' could not run here: {task}: .*--data {task}=FILE") as caught:
+        require_parts([*stages[:2], SimpleNamespace(name="late", command="eval", values=values)], options_of)
+    assert "--stages sft,calibrate" in str(caught.value)

@@ -13,9 +13,10 @@ from loragate.cli.display import Display, console, duration
 from loragate.cli.evaluation_engines import Engines
 from loragate.cli.evaluation_inputs import (
     EvaluationInputs,
-    assignments,
     chosen_tasks,
+    commits_of,
     files_of,
+    harness_questions,
     load_inputs,
     local_file,
     prepare_tasks,
@@ -171,28 +172,9 @@ def plan(
 def describe_suites(options: EvalOptions, loaded: Any, tasks: list[Any]) -> dict[str, Any]:
     """What each retention suite is asked, its rows read and checked before anything is sampled."""
     from loragate.data import template_hash
-    from loragate.evaluation.retention import describe_suite
 
-    files, commits = files_of(options, tasks), commits_of(options, tasks)
-    return {
-        task.name: {
-            **describe_suite(
-                task.name,
-                local_file(files[task.name], task.name) if task.name in files else None,
-                options.limit,
-                options.max_new_tokens,
-                commits.get(task.name),
-            ),
-            "chat_template": template_hash(loaded.tokenizer),
-        }
-        for task in tasks
-        if task.engine != "loragate"
-    }
-
-
-def commits_of(options: EvalOptions, tasks: list[Any]) -> dict[str, str]:
-    """{task: commit} of `--revision`."""
-    return assignments(options.revision, "--revision", [task.name for task in tasks])
+    template = template_hash(loaded.tokenizer)
+    return {name: {**asked, "chat_template": template} for name, asked in harness_questions(options, tasks).items()}
 
 
 def harness_for(options: EvalOptions, loaded: Any) -> Any:

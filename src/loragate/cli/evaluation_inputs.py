@@ -309,18 +309,47 @@ def _files_in(folder: Path, task: str) -> list[Path]:
     ]
 
 
+def commits_of(options: Any, tasks: list[Any]) -> dict[str, str]:
+    """{task: commit} of `--revision`."""
+    return assignments(options.revision, "--revision", [task.name for task in tasks])
+
+
+def own_questions(options: Any, tasks: list[Any]) -> list[tuple[Any, Any]]:
+    """(task, its questions) of the tasks that we ask ourselves."""
+    from loragate.evaluation.tasks import load_questions
+
+    files, commits = files_of(options, tasks), commits_of(options, tasks)
+    return [
+        (task, load_questions(task, files.get(task.name), options.limit, options.seed, commits.get(task.name)))
+        for task in tasks
+        if task.engine == "loragate"
+    ]
+
+
+def harness_questions(options: Any, tasks: list[Any]) -> dict[str, dict[str, Any]]:
+    """{suite: what it is asked} of the tasks that the harness asks, their rows read and checked."""
+    from loragate.evaluation.retention import describe_suite
+
+    files, commits = files_of(options, tasks), commits_of(options, tasks)
+    return {
+        task.name: describe_suite(
+            task.name,
+            local_file(files[task.name], task.name) if task.name in files else None,
+            options.limit,
+            options.max_new_tokens,
+            commits.get(task.name),
+        )
+        for task in tasks
+        if task.engine != "loragate"
+    }
+
+
 def prepare_tasks(options: Any, loaded: Loaded, tasks: list[Any]) -> list[Any]:
     """The tasks that we ask ourselves, with questions and rendered prompts."""
     from loragate.evaluation.prepared import prepare
-    from loragate.evaluation.tasks import load_questions
 
-    files = files_of(options, tasks)
-    commits = assignments(options.revision, "--revision", [task.name for task in tasks])
     prepared = []
-    for task in tasks:
-        if task.engine != "loragate":
-            continue
-        questions = load_questions(task, files.get(task.name), options.limit, options.seed, commits.get(task.name))
+    for task, questions in own_questions(options, tasks):
         prepared.append(
             prepare(
                 task,

@@ -153,6 +153,8 @@ def run_recipe(options: RecipesOptions, recipe: Any) -> int:
         folder = RunFolder.begin(path, recipe)
         require_earlier(stages, wanted, folder)
         ahead = [s for s in stages if (not wanted or s.name in wanted) and not folder.is_finished(s)]
+        if any(stage.command == "eval" for stage in ahead):
+            out.print("checking that the evaluations can run, and reading their questions")
         require_parts(ahead, lambda stage: validate(stage, recipe.name))
         out.print(f"{recipe.name} in {path}: {', '.join(stage.name for stage in stages)}", markup=False)
         for number, stage in enumerate(stages):

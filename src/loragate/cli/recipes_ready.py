@@ -1,6 +1,7 @@
 """What a run of a recipe asks before its first stage: is the work of earlier stages there, and can later ones run at all?
 
-A recipe trains for hours and evaluates last, so an engine or library that only the evaluation needs is missed at once.
+A recipe trains for hours and evaluates last, so an engine, a library or a data set that only the evaluation needs is missed
+at once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from loragate.errors import ConfigError
+from loragate.errors import ConfigError, LoragateError
 
 
 def require_earlier(stages: Sequence[Any], wanted: Sequence[str], folder: Any) -> None:
@@ -57,13 +58,13 @@ def require_parts(stages: Sequence[Any], options_of: Any) -> None:
         instead = f"; or leave the evaluations for later with --stages {rest}" if rest else ""
         try:
             _require(options)
-        except ConfigError as error:
+        except LoragateError as error:
             change = f"; --set {stage.name}.engine=transformers does without vLLM" if options.engine == "vllm" else ""
             raise ConfigError(f"stage '{stage.name}' could not run here: {error}{change}{instead}") from error
 
 
 def _require(options: Any) -> None:
-    from loragate.cli.evaluation_inputs import chosen_tasks
+    from loragate.cli.evaluation_inputs import chosen_tasks, harness_questions, own_questions
     from loragate.evaluation.judging import JudgeSettings, require_graders
     from loragate.generation.vllm_engine import require_vllm
 
@@ -75,3 +76,5 @@ def _require(options: Any) -> None:
     require_graders(
         [task for task in tasks if task.engine == "loragate"], options.grader, JudgeSettings(sandbox=options.sandbox)
     )
+    own_questions(options, tasks)
+    harness_questions(options, tasks)
