@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
+import importlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -18,15 +19,14 @@ PAGE = ROOT / "docs" / "study.md"
 
 
 @pytest.fixture(scope="module")
-def report() -> ModuleType:
-    path = ROOT / "benchmarks" / "study" / "report.py"
-    specification = importlib.util.spec_from_file_location("study_report", path)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[module.__name__] = module
-    specification.loader.exec_module(module)
-    return module
+def report() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(ROOT / "benchmarks" / "study"))
+    try:
+        yield importlib.import_module("report")
+    finally:
+        sys.path.pop(0)
+        for name in ("report", "tables"):
+            sys.modules.pop(name, None)
 
 
 def cell(report: ModuleType, base: int, seed: int, **verdicts: list[list[int]]):
@@ -108,7 +108,9 @@ def test_files_are_joined_by_cell_and_method_and_one_base_shows_its_mean_alone(r
         [first, [row("english", "english-51-0", "LoRA", 3), row("commands", "commands-41-0", "base", 4)]]
     )
     assert [(one["world"], one["tokens"]) for one in found] == [("arithmetic", 2), ("commands", 4), ("english", 3)]
-    assert report.interval(report.over_bases([cell(report, 1, 0)], [3.0])) == "+3.0 [+3.0, +3.0]"
+    from tables import interval
+
+    assert interval(report.over_bases([cell(report, 1, 0)], [3.0])) == "+3.0 [+3.0, +3.0]"
 
 
 def test_every_seed_of_the_study_is_fresh():
@@ -122,7 +124,6 @@ def test_every_seed_of_the_study_is_fresh():
 
 
 def test_the_page_shows_what_the_committed_verdicts_give(report):
-    results = report.study(report.load(report.VERDICTS))
-    tables = "\n".join(line for world, result in results.items() for line in report.markdown(world, result))
     page = PAGE.read_text(encoding="utf-8")
-    assert report.between_markers(page, tables) == page, "run `python benchmarks/study/report.py --docs docs/study.md`"
+    shown = report.filled(page, report.study(report.load(report.VERDICTS)))
+    assert shown == page, "run `python benchmarks/study/report.py --docs docs/study.md`"

@@ -21,15 +21,15 @@ from typing import Any
 
 import numpy as np
 from scipy.stats import t as student
+from tables import FEWEST_BASES, glance, markdown
 
 from loragate.files import write_json, write_text
 from loragate.selection import choose
 
 VERDICTS = Path(__file__).parents[1] / "results" / "study_verdicts.jsonl.gz"
 WORLD_ORDER = ("arithmetic", "commands", "larger", "english")
-TITLES = {"english": "English"}
-FEWEST_BASES = 3
-BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+TABLES = ("<!-- tables: begin -->", "<!-- tables: end -->")
+GLANCE = ("<!-- glance: begin -->", "<!-- glance: end -->")
 ORDER = (
     "base",
     "LoRA",
@@ -288,61 +288,6 @@ def fair_regret(cell: Cell, picked: str) -> float:
     return 100 * float(np.mean(second[best, np.arange(len(best))] - second[names.index(picked)]))
 
 
-def markdown(name: str, result: dict[str, Any]) -> list[str]:
-    """The tables of one world."""
-    retained = any("retention" in entry for entry in result["methods"].values())
-    lines = [
-        f"### The {TITLES.get(name, name)} world",
-        "",
-        "| method | score | versus LoRA | cells above LoRA | worst cell | "
-        + ("retention | " if retained else "")
-        + "tokens | cut off |",
-        "|---|---:|---:|---:|---:|" + ("---:|" if retained else "") + "---:|---:|",
-    ]
-    for method, entry in result["methods"].items():
-        gap = entry["versus_lora"]
-        cells = [
-            method,
-            f"{entry['score']['mean']:.1f}",
-            "–" if method == "LoRA" else interval(gap),
-            "–" if method == "LoRA" else f"{gap['above']} of {gap['cells']}",
-            "–" if method == "LoRA" else f"{gap['worst']:+.1f}",
-        ]
-        if retained:
-            cells.append(f"{entry['retention']['mean']:.1f}" if "retention" in entry else "–")
-        cells += [f"{entry['tokens']:.1f}", f"{entry['cut_off']:.1f} %"]
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "| claim | difference | cells | verdict |", "|---|---:|---:|---|"]
-    for said, gap in result["claims"].items():
-        lines.append(f"| {said} | {interval(gap)} | {gap['above']} of {gap['cells']} | {gap['verdict']} |")
-    lines += [
-        "",
-        "| rule | gain over the LoRA | worst cell | cells harmed | regret | fair regret | picks |",
-        "|---|---:|---:|---:|---:|---:|---|",
-    ]
-    for rule, entry in result["rules"].items():
-        picks = ", ".join(f"{one.removeprefix('SCALE ')} {count}" for one, count in entry["picks"].items())
-        lines.append(
-            f"| {rule} | {interval(entry['gain'])} | {entry['gain']['worst']:+.1f} | {entry['harmed']} of {entry['cells']} | "
-            f"{entry['regret']['mean']:.1f} | {entry['regret_fair']['mean']:.1f} | {picks} |"
-        )
-    gates = {method: entry["gates"] for method, entry in result["methods"].items() if "gates" in entry}
-    entropies = {method: entry["entropy"] for method, entry in result["methods"].items() if "entropy" in entry}
-    lines += ["", "| gates | λ < 0 | 0 to 1 | λ > 1 | training entropy |", "|---|---:|---:|---:|---:|"]
-    for method, shares in gates.items():
-        before, after = entropies[method]
-        parts = " | ".join(f"{100 * share:.0f} %" for share in shares.values())
-        lines.append(f"| {method} | {parts} | {before:.3f} → {after:.3f} |")
-    return [*lines, ""]
-
-
-def interval(gap: dict[str, Any]) -> str:
-    """Mean and interval, in points; of one or two bases the extremes of their cells, in square brackets."""
-    if gap["bases"] < FEWEST_BASES:
-        return f"{gap['mean']:+.1f} [{gap['worst']:+.1f}, {gap['best']:+.1f}]"
-    return f"{gap['mean']:+.1f} ({gap['low']:+.1f} to {gap['high']:+.1f})"
-
-
 def study(cells: list[Cell]) -> dict[str, Any]:
     """Everything that is read from the cells, world by world."""
     results = {}
@@ -352,11 +297,14 @@ def study(cells: list[Cell]) -> dict[str, Any]:
     return results
 
 
-def between_markers(page: str, tables: str) -> str:
-    """The page with the tables in place of what stood between the markers."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n\n{tables.strip()}\n\n{END}{after}"
+def filled(page: str, results: dict[str, Any]) -> str:
+    """The page with its tables in place of what stood between the markers."""
+    everything = "\n".join(line for world, result in results.items() for line in markdown(world, result))
+    for (begin, end), tables in ((GLANCE, "\n".join(glance(results))), (TABLES, everything)):
+        before, rest = page.split(begin)
+        _, after = rest.split(end)
+        page = f"{before}{begin}\n\n{tables.strip()}\n\n{end}{after}"
+    return page
 
 
 def main() -> None:
@@ -379,10 +327,9 @@ def main() -> None:
     elif options.pack or options.add:
         parser.error("--pack and --add take the verdicts of a --cache; give one")
     results = study(load(verdicts))
-    tables = "\n".join(line for world, result in results.items() for line in markdown(world, result))
-    print(tables)
+    print("\n".join(glance(results)), *(line for item in results.items() for line in markdown(*item)), sep="\n")
     if options.docs:
-        write_text(options.docs, between_markers(options.docs.read_text(encoding="utf-8"), tables))
+        write_text(options.docs, filled(options.docs.read_text(encoding="utf-8"), results))
     if options.out:
         write_json(options.out, results)
 
