@@ -32,13 +32,14 @@ PAGES = {
     "generate": "five-minutes.md",
     "eval": "evaluation.md",
     "regrade": "grading.md",
-    "push": "artifact.md",
+    "push": "hub.md",
     "diagnose": "diagnostics.md",
     "report": "report.md",
     "explore": "report.md",
     "serve": "serving.md",
     "export": "serving.md",
     "doctor": "install.md",
+    "completion": "install.md",
 }
 LINK = re.compile(r"(\]\()(\.\./[^)\s#]+)(#[^)\s]*)?(\))")
 

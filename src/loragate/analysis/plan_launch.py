@@ -26,8 +26,8 @@ def launch_command(plan: Plan, option: Option) -> str:
         words += ["--model", "MODEL" if request.model.endswith(".json") else request.model]
     else:
         words += ["--adapter", "ADAPTER"]
-        # no process of a sharded run holds a model that could answer a probe
-        words += ["--range=L,U", "--unverified"] if option.strategy in ("fsdp2", "zero3") else ["--probe", "PROBE"]
+        # ranges are chosen in one process
+        words += ["--range=L,U", "--unverified"] if option.gpus > 1 else ["--probe", "PROBE"]
     words += ["--data", "DATA", "--out", "OUT"]
     words += ["--max-length", str(request.seq), "--batch-size", str(request.batch)]
     words += ["--micro-batch-size", str(option.micro_batch)]

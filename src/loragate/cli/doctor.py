@@ -21,7 +21,7 @@ REQUIRED = {
     "peft": "0.21",
     "trl": "1.16",
     "accelerate": "1.12",
-    "datasets": "4.0",
+    "datasets": "4.7",
 }
 OPTIONAL = {
     "math_verify": 'math answers in eval and calibrate (pip install "loragate[math]")',
@@ -31,7 +31,9 @@ OPTIONAL = {
     "tensorboard": "logging to TensorBoard (--report-to tensorboard)",
     "trackio": "logging to Trackio",
     "wandb": "logging to Weights & Biases",
-    "bitsandbytes": "4- and 8-bit bases",
+    "bitsandbytes": '4- and 8-bit bases (pip install "loragate[quantization]")',
+    "gradio": 'loragate explore (pip install "loragate[explore]")',
+    "deepspeed": "--strategy zero3",
 }
 
 

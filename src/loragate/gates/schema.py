@@ -156,7 +156,7 @@ def _absent(folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
         return (
             f"{folder} is a plain PEFT adapter without gates; calibrate it first: "
-            f"loragate calibrate --adapter {folder} --data FILE --range=0,1 --out DIR"
+            f"loragate calibrate --adapter {folder} --data FILE --probe FILE --out DIR"
         )
     if folder.is_dir():
         return f"{folder} holds no {CONFIG}; give the folder that `loragate calibrate --out` wrote"

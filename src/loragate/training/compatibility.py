@@ -110,7 +110,7 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.launch.sharded and p.sampling and p.objective not in _ON_POLICY,
         lambda p: (
             f"under {p.launch.strategy} no process holds a model that could sample answers, so a range cannot be chosen on a "
-            "probe here: add --unverified and compare with the plain adapter afterwards (loragate eval), or launch with ddp"
+            "probe here: add --unverified and compare with the plain adapter afterwards (loragate eval), or choose in one process"
         ),
     ),
     Rule(
