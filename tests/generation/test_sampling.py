@@ -164,6 +164,7 @@ def test_sampler_refuses_broken_logits_of_running_rows_only(bad: float) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"stop": "END"}, r"stop is the text 'END'; give a tuple of texts, such as \('END',\)"),
         ({"temperature": -0.1}, "temperature is -0.1; give 0 for greedy"),
         ({"temperature": math.nan}, "temperature is nan"),
         ({"top_p": 0.0}, "top_p is 0.0; it must lie in"),

@@ -270,8 +270,8 @@ def test_a_masked_part_of_the_vocabulary(monkeypatch):
     bias[:16] = -torch.inf
     labels[labels >= 0] = labels[labels >= 0].clamp(min=16)
     rest = torch.where(labels >= 0, labels - 16, labels)
-    for name in ("log_prob", "topk_entropy"):
-        options = {"k": 5, "outputs": (name,), "gradients": (name,)}
+    for name, k in (("log_prob", 5), ("topk_entropy", 5)):
+        options = {"k": k, "outputs": (name,), "gradients": (name,)}
         masked = gradient(lambda h, o=options: token_statistics(h, weight, labels, bias=bias, **o), hidden, name)
         wanted = gradient(lambda h, o=options: token_statistics(h, weight[16:], rest, **o), hidden, name)
         torch.testing.assert_close(masked, wanted, rtol=1e-10, atol=1e-12)
@@ -301,6 +301,50 @@ def test_bad_arguments_are_explained():
         token_statistics(hidden, weight, labels, gradients=("entropie",))
     with pytest.raises(ConfigError, match="not among outputs"):
         token_statistics(hidden, weight, labels, outputs=("entropy",), gradients=("log_prob",))
+    with pytest.raises(ConfigError, match=r"head bias .* a head of 37 rows"):
+        token_statistics(hidden, weight, labels, bias=weight.new_zeros(36))
+    with pytest.raises(ConfigError, match="head is trainable"):
+        token_statistics(hidden, weight, labels, bias=weight.new_zeros(37).requires_grad_())
+    with pytest.raises(ConfigError, match=r"labels are torch\.float32"):
+        token_statistics(hidden, weight, labels.float())
+    with pytest.raises(ConfigError, match="chunk_tokens must be at least 1"):
+        token_statistics(hidden, weight, labels, chunk_tokens=0)
+
+
+@pytest.mark.parametrize("wrong", [37, -1])
+def test_a_label_that_is_no_index_is_refused(wrong):
+    """Other losses ignore −1; clamped into the vocabulary it would be a wrong number and no error."""
+    hidden, weight, labels = operands()
+    labels = labels.clone()
+    labels[labels >= 0] = labels[labels >= 0].index_fill(0, torch.tensor([0]), wrong)
+    with pytest.raises(ConfigError, match="the head has 37 rows: give indices from 0 to 36, and -100 where"):
+        token_statistics(hidden, weight, labels)
+    with pytest.raises(ConfigError, match=f"(from {wrong} to|to {wrong},)"):
+        statistics_of_logits(hidden @ weight.t(), labels, 7)
+
+
+def test_masked_logits_add_nothing_to_the_topk_entropy():
+    logits = torch.randn(4, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    masked = torch.cat([logits, torch.full((4, 20), -torch.inf, dtype=torch.float64)], -1)
+    for k in (10, 40, 0):
+        (left,) = torch.autograd.grad(topk_entropy(masked, k, normalize=False).sum(), logits, retain_graph=True)
+        (right,) = torch.autograd.grad(topk_entropy(logits, min(k, 30), normalize=False).sum(), logits)
+        torch.testing.assert_close(left, right)
+    assert torch.isfinite(topk_entropy(masked, 0)).all()
+
+
+def test_a_support_that_reaches_into_masked_tokens():
+    hidden, weight, labels = operands()
+    hidden.requires_grad_()
+    bias = torch.zeros(37, dtype=torch.float64)
+    bias[20:] = -torch.inf
+    labels = torch.where(labels >= 0, labels.clamp(max=19), labels)
+    counted = labels >= 0
+    fast = token_statistics(hidden, weight, labels, k=30, bias=bias, outputs=("topk_entropy",)).topk_entropy[counted]
+    plain = topk_entropy((hidden @ weight.t() + bias)[counted], 30)
+    torch.testing.assert_close(fast, plain, rtol=1e-10, atol=1e-12)
+    left, right = (torch.autograd.grad(value.sum(), hidden)[0] for value in (fast, plain))
+    torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-12)
 
 
 def test_k_of_zero_is_the_whole_vocabulary():

@@ -45,6 +45,8 @@ class SamplingConfig:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            raise ConfigError(f"stop is the text {self.stop!r}; give a tuple of texts, such as ({self.stop!r},).")
         object.__setattr__(self, "stop", tuple(self.stop))  # JSON gives a list
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ConfigError(f"stop is {self.stop!r}; give texts that are not empty.")

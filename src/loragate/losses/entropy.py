@@ -26,7 +26,7 @@ def topk_entropy(logits: torch.Tensor, k: int = 100, normalize: bool = True) -> 
     """Entropy of the softmax over the k largest logits (eq:rw-topk), differentiable by autograd.
 
     Args:
-        logits: [..., V], any floating dtype; computed in fp32 (fp64 stays fp64).
+        logits: [..., V], any floating dtype; computed in fp32 (fp64 stays fp64). Logits of −inf add nothing.
         k: support size; k ≥ V, or 0, gives the full entropy.
         normalize: divide by log k (by log V where k ≥ V), so that the result lies in [0, 1].
 
@@ -36,5 +36,6 @@ def topk_entropy(logits: torch.Tensor, k: int = 100, normalize: bool = True) -> 
     working = logits if logits.dtype == torch.float64 else logits.float()
     k = support_size(k, logits.shape[-1])
     log_q = torch.log_softmax(torch.topk(working, k, dim=-1).values, dim=-1)
-    entropy = -(log_q.exp() * log_q).sum(-1)
+    # a logit of −inf (a token that is masked) adds nothing, and 0 · log 0 would be NaN
+    entropy = -(log_q.exp() * log_q.masked_fill(log_q == -torch.inf, 0.0)).sum(-1)
     return entropy / math.log(k) if normalize else entropy

@@ -41,7 +41,7 @@ class TokenStatistics(NamedTuple):
         k: support size of `topk_entropy`.
         kl: KL(p ‖ reference) over the vocabulary in nats, zero where ignored; None without a reference.
 
-    A statistic that was not asked for holds an empty tensor, so that using it fails on its shape.
+    A statistic that was not asked for holds an empty tensor: used beside another one it fails on its shape, and its sum is 0.
     """
 
     log_prob: torch.Tensor
@@ -77,10 +77,11 @@ def token_statistics(
     """Statistics of softmax(W h) at the positions whose label counts.
 
     Args:
-        hidden: [..., D], already shifted: position t predicts `labels[..., t]`.
-        weight: [V, D] frozen output embedding; `bias` [V] likewise. Or a DTensor that spreads the rows over a
-            tensor-parallel group, all of whose processes call this with the same positions.
-        labels: [...] int64, −100 where a position does not count (it is not projected).
+        hidden: [..., D], after the final norm and already shifted: position t predicts `labels[..., t]`.
+        weight: [V, D] frozen output embedding; `bias` [V] likewise, where −inf masks a token (not for the full entropy). Or a
+            DTensor that spreads the rows over a tensor-parallel group, all of whose processes call this with the same
+            positions.
+        labels: [...] int64 indices of the vocabulary, −100 where a position does not count (it is not projected).
         k: support of the top-k entropy; k ≥ V, or 0, makes it the full entropy divided by log V.
         scale, softcap: the family's logit scale and soft cap.
         outputs: the statistics to compute, out of "log_prob", "entropy" and "topk_entropy"; all by default.
@@ -90,17 +91,19 @@ def token_statistics(
             of logits is 64 MiB at most either way.
 
     Returns:
-        `TokenStatistics` shaped like `labels`, connected to `hidden` even when no label counts.
+        `TokenStatistics` shaped like `labels`, connected to `hidden` even when no label counts; differentiable once.
 
     Raises:
-        ConfigError: for mismatching shapes, an unknown name in `outputs` or `gradients`, a head that requires a
-            gradient, or a DTensor spread in another way.
+        ConfigError: for mismatching shapes, a label outside the vocabulary, an unknown name in `outputs` or `gradients`, a
+            head that requires a gradient, or a DTensor spread in another way.
     """
     _check(hidden, weight, labels, outputs, gradients)
+    _check_head(weight, bias, chunk_tokens)
     vocabulary = weight.shape[0]
     k = support_size(k, vocabulary)
     mask = labels != IGNORED
     chosen_TD, chosen_T = hidden[mask], labels[mask]
+    require_labels(chosen_T, vocabulary)
     weight, bias, shard = local_head(weight, bias)
     if shard is not None:
         shard.require_same_tokens(chosen_T)
@@ -152,6 +155,7 @@ def statistics_of_logits(
 
     working = logits if logits.dtype == torch.float64 else logits.float()
     mask = labels != IGNORED
+    require_labels(labels[mask], logits.shape[-1])
     log_p = torch.log_softmax(working, -1)
     log_prob = log_p.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
@@ -186,12 +190,37 @@ def _check(
         raise ConfigError(
             f"head weight {tuple(weight.shape)} does not project hidden states of width {hidden.shape[-1]}"
         )
-    if weight.requires_grad and torch.is_grad_enabled():
-        raise ConfigError(
-            "the output head is trainable, but token statistics carry gradients to the hidden states only; freeze it "
-            "(take lm_head out of modules_to_save)"
-        )
+    if labels.is_floating_point() or labels.is_complex():
+        raise ConfigError(f"labels are {labels.dtype}; give integer indices of the vocabulary")
     if unknown := sorted({*outputs, *(gradients or ())} - set(STATISTICS)):
         raise ConfigError(f"unknown statistic {unknown[0]!r}; known: {', '.join(STATISTICS)}")
     if absent := sorted(set(gradients or ()) - set(outputs)):
         raise ConfigError(f"gradients names {absent[0]!r}, which is not among outputs")
+
+
+def _check_head(weight: torch.Tensor, bias: torch.Tensor | None, chunk_tokens: int | None) -> None:
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ConfigError(f"head bias {tuple(bias.shape)} does not belong to a head of {weight.shape[0]} rows")
+    if torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad)):
+        raise ConfigError(
+            "the output head is trainable, but token statistics carry gradients to the hidden states only; freeze it "
+            "(take lm_head out of modules_to_save)"
+        )
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ConfigError(f"chunk_tokens must be at least 1, found {chunk_tokens}")
+
+
+def require_labels(labels_T: torch.Tensor, vocabulary: int) -> None:
+    """Refuse labels that are no index of the vocabulary; other losses ignore other numbers than ours, −100.
+
+    Raises:
+        ConfigError: naming the smallest and the largest label.
+    """
+    if labels_T.numel() == 0 or labels_T.is_meta or type(labels_T) is not torch.Tensor:
+        return  # nothing to look at: tensors without data are how a plan counts
+    low, high = (int(value) for value in labels_T.aminmax())
+    if low < 0 or high >= vocabulary:
+        raise ConfigError(
+            f"labels reach from {low} to {high}, but the head has {vocabulary} rows: give indices from 0 to {vocabulary - 1}, "
+            f"and {IGNORED} where a position does not count"
+        )

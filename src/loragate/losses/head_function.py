@@ -175,6 +175,7 @@ def _collect_topk(found: _Found, rows: slice, running: RunningRows, log_k: float
     top_CK, index_CK = running.top.found
     log_q_CK = torch.log_softmax(top_CK, -1)
     q_CK = log_q_CK.exp()
+    log_q_CK.masked_fill_(q_CK == 0.0, 0.0)  # a logit of −inf adds nothing; 0 · log 0 would be NaN
     entropy_C = -(q_CK * log_q_CK).sum(-1)
     found.put("topk_entropy", rows, entropy_C / log_k)
     if sparse:
