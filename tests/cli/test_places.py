@@ -8,6 +8,8 @@ import pytest
 from loragate.cli.models import adapter_record, base_named, require_place
 from loragate.cli.places import beside, inside
 from loragate.errors import ConfigError
+from loragate.gates import GateConfig, attach_gates, detach_gates
+from tiny import tiny_adapter
 
 
 def adapter(folder, when=0):
@@ -62,3 +64,15 @@ def test_a_base_that_moved_is_traced_to_the_adapter(tmp_path):
     record.base_model_name_or_path = None
     with pytest.raises(ConfigError, match="mine does not name its base model"):
         base_named("", record, "mine")
+
+
+def test_gates_that_peft_lost_are_missed(tmp_path, caplog):
+    model = attach_gates(tiny_adapter(), GateConfig(-1, 2))
+    model.save_pretrained(tmp_path / "saved")
+    caplog.clear()
+    adapter_record(str(tmp_path / "saved"))
+    assert "gates that were lost when PEFT saved it" in caplog.text
+    detach_gates(model).save_pretrained(tmp_path / "plain")
+    caplog.clear()
+    adapter_record(str(tmp_path / "plain"))
+    assert not caplog.text

@@ -13,10 +13,10 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 
 import loragate as lg
-from loragate.errors import ArtifactError, GateError, LoragateError
+from loragate.errors import ArtifactError, ConfigError, GateError, LoragateError
 from loragate.gates import attached_config
 from loragate.gates.artifact import file_sha256
-from loragate.gates.schema import gate_metadata
+from loragate.gates.schema import gate_metadata, read_gate_config
 from tiny import tiny_adapter, tiny_base
 
 CONFIG = lg.GateConfig(-6, 3)
@@ -340,3 +340,44 @@ def test_a_natively_loaded_adapter_round_trips(tmp_path, folders, dtype, token_i
     if dtype == torch.float32:  # PEFT computes bf16 factors in fp32, the native loader in bf16
         with torch.no_grad():
             torch.testing.assert_close(again(token_ids).logits, model(token_ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"evidence": {"k": 7}}, r"evidence holds the key 'k' \(the keys are parity, selection, training\)"),
+        ({"evidence": {"paritee": {}}}, "'paritee'; did you mean 'parity'"),
+        ({"evidence": {"gate": {"lower": 0.0}}}, "evidence holds the key 'gate'"),
+        ({"evidence": {"training": {"loss": torch.ones(1)}}}, r"evidence\['training'\] cannot be written as JSON"),
+        ({"evidence": {"training": {"loss": float("nan")}}}, r"evidence\['training'\] cannot be written as JSON"),
+        ({"evidence": [1]}, "evidence must be a dictionary, found list"),
+        ({"k": -4}, "k must be an integer of at least 2, or 0"),
+        ({"k": 1}, "k must be an integer of at least 2, or 0"),
+        ({"k": 20.0}, "k must be an integer of at least 2, or 0"),
+        ({"k": True}, "k must be an integer of at least 2, or 0"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_before_anything_is_written(adapter, tmp_path, arguments, words):
+    lg.attach_gates(adapter, CONFIG)
+    with pytest.raises(ConfigError, match=words):
+        lg.save_gates(adapter, tmp_path / "gated", **arguments)
+    assert not (tmp_path / "gated").exists()
+
+
+def test_evidence_is_recorded_as_it_is_given(adapter, tmp_path):
+    lg.attach_gates(adapter, CONFIG)
+    lg.save_gates(
+        adapter, tmp_path / "gated", k=0, base_id="a/b", evidence={"training": {"steps": 3}, "selection": None}
+    )
+    record = read_gate_config(tmp_path / "gated")
+    assert (record["k"], record["parity"], record["selection"], record["training"]) == (0, None, None, {"steps": 3})
+    rewrite(tmp_path / "gated", lambda record: record.update(k=-4))
+    with pytest.raises(ArtifactError, match="key 'k' must be a support size, found -4"):
+        read_gate_config(tmp_path / "gated")
+
+
+def test_a_source_that_does_not_exist_is_said_to(adapter, tmp_path, caplog):
+    lg.attach_gates(adapter, CONFIG)
+    with caplog.at_level("WARNING", logger="loragate"):
+        lg.save_gates(adapter, tmp_path / "gated", adapter_source=tmp_path / "nope", base_id="a/b")
+    assert f"{tmp_path / 'nope'} does not exist; the loaded adapter is written instead" in caplog.text

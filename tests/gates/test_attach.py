@@ -8,7 +8,7 @@ from peft import LoraConfig, PeftModel
 
 import loragate as lg
 from loragate.errors import GateError
-from loragate.gates import gates_disabled
+from loragate.gates import active_adapter, gates_disabled, train_gates_only
 from tiny import tiny_adapter, tiny_base
 
 CONFIG = lg.GateConfig(-6, 3)
@@ -444,3 +444,65 @@ def test_offloaded_adapters_are_refused():
     with pytest.raises(GateError, match="not in memory"):
         lg.attach_gates(model, CONFIG)
     assert not any("lora_gate" in name for name, _ in model.named_modules())
+
+
+def test_no_name_means_the_active_adapter(token_ids):
+    model = tiny_adapter(name="mine")
+    assert {verdict.status for verdict in lg.examine_adapter(model)} == {"gate"}
+    for arguments in ((), (None,), ("mine",)):
+        lg.attach_gates(model, CONFIG, *arguments)
+        assert lg.gate_parameters(model)
+        train_gates_only(model)
+        lg.detach_gates(model, *arguments)
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.set_adapter("second")
+    lg.attach_gates(model, CONFIG)
+    assert len(lg.gate_parameters(model, "second")) == 4
+    model.base_model.set_adapter(["mine", "second"])
+    for act in (lg.detach_gates, lg.examine_adapter, lambda model: lg.attach_gates(model, CONFIG)):
+        with pytest.raises(GateError, match="2 adapters are active"):
+            act(model)
+
+
+def test_the_active_adapter_is_found_through_wrappers():
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    model = tiny_adapter(name="mine")
+    lg.attach_gates(model, CONFIG)
+    expected = list(lg.gate_parameters(model))
+    assert list(lg.gate_parameters(Wrapper(model))) == expected
+    assert list(lg.gate_parameters(model.base_model.model)) == expected, "a transformers model that knows of no adapter"
+
+
+def test_a_base_without_an_adapter_is_told_apart(base):
+    def record(model):
+        with lg.record_gates(model):
+            pass
+
+    for act in (lg.gate_parameters, record, active_adapter, lg.detach_gates, lg.examine_adapter, train_gates_only):
+        with pytest.raises(GateError, match="carries no LoRA layers; load the adapter onto it first"):
+            act(base)
+    with pytest.raises(GateError, match=r"no LoRA adapter named 'zz' \(it has default\)"):
+        lg.gate_parameters(tiny_adapter(), "zz")
+    with pytest.raises(GateError, match="'default' carries no gates to detach"):
+        lg.detach_gates(tiny_adapter(), None)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"seed": 1.5}, "seed must be an integer"),
+        ({"seed": -1}, "seed must be an integer"),
+        ({"seed": True}, "seed must be an integer"),
+        ({"detach_input": "yes"}, "detach_input must be True or False"),
+        ({"detach_input": 1}, "detach_input must be True or False"),
+        ({"init_scale": "small"}, "init_scale must be a number"),
+        ({"init_scale": float("nan")}, "init_scale must lie in"),
+    ],
+)
+def test_settings_of_another_type_are_refused(setting, words):
+    with pytest.raises(GateError, match=words):
+        lg.GateConfig(-6, 3, **setting)

@@ -5,6 +5,7 @@ import torch
 
 import loragate as lg
 from loragate.errors import GateError
+from loragate.gates.gate import Recorder, Recording
 
 
 @pytest.fixture
@@ -90,3 +91,43 @@ def test_saturation_is_counted_at_both_ends(adapter, token_ids):
             with lg.record_gates(adapter) as recording:
                 adapter(token_ids)
         assert recording.total()["saturated"] == share
+
+
+@pytest.mark.parametrize("shape", [(2, 6), (3, 7), (1, 14), (7, 2)])
+def test_a_mask_of_another_shape_is_refused(gated, shape):
+    ids = torch.arange(5, 19).reshape(2, 7)
+    with lg.record_gates(gated) as recording, torch.no_grad():
+        recording.token_mask = torch.ones(shape, dtype=torch.bool)
+        with pytest.raises(GateError, match=rf"token_mask has shape \[{shape[0]}, {shape[1]}\].*\[2, 7\] tokens"):
+            gated(ids)
+        recording.token_mask = None
+        gated(ids)
+    assert recording.total()["tokens"] == 14 * 14
+
+
+def test_what_is_no_mask_is_refused_when_it_is_set(gated, token_ids):
+    with lg.record_gates(gated) as recording, torch.no_grad():
+        for mask, words in [
+            (torch.ones(2, 7), "bool tensor .* found dtype torch.float32"),
+            (torch.ones(2, 7, dtype=torch.long), "found dtype torch.int64"),
+            ([[True, False]], "found list"),
+            (torch.ones(7, dtype=torch.bool), r"\[batch, sequence\] of the batch, found \[7\]"),
+        ]:
+            with pytest.raises(GateError, match=words):
+                recording.token_mask = mask
+        with pytest.raises(AttributeError, match="token_msk"):
+            recording.token_msk = torch.ones(2, 7, dtype=torch.bool)
+        recording.token_mask = torch.zeros_like(token_ids, dtype=torch.bool)
+        gated(token_ids)
+    assert recording.total() == {"tokens": 0.0}
+
+
+def test_an_experts_routed_tokens_are_left_out_under_a_mask(gated):
+    recorder = Recorder(-6, 3)
+    recording = Recording({"experts.0": recorder})
+    recording.token_mask = torch.ones(2, 7, dtype=torch.bool)
+    recorder.update(torch.zeros(5))
+    assert recording.total() == {}
+    recorder.update(torch.zeros(2, 7, 4))  # heads apart
+    recorder.update(torch.zeros(14))
+    assert recording.total()["tokens"] == 14

@@ -86,3 +86,26 @@ def test_other_settings_are_checked():
         GateConfig(-1, 2, target_modules=[])
     with pytest.raises(GateError, match="init_scale"):
         GateConfig(-1, 2, init_scale=-1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((0.2, 0.8), "lower bound must be ≤ 0"),
+        ((-1, 0.8), "upper bound must be ≥ 1"),
+        ((float("nan"), 1), "lower must be a finite number"),
+        ((0, float("inf")), "upper must be a finite number"),
+        ((-1, 1, 0.0), "tau must be positive"),
+        ((-1, 1, -1.0), "tau must be positive"),
+        ((torch.tensor(-1.0), 0.5), "upper bound must be ≥ 1"),
+    ],
+)
+def test_the_map_refuses_what_is_no_range(arguments, words):
+    with pytest.raises(GateError, match=words):
+        gate_coefficient(torch.zeros(2), *arguments)
+
+
+def test_bounds_may_be_tensors():
+    lower, upper, tau = torch.tensor([-1.0, -6.0]), torch.tensor([2.0, 3.0]), torch.tensor([1.0, 0.5])
+    found = gate_coefficient(torch.tensor([-1e3, 1e3]), lower, upper, tau)
+    assert found.tolist() == [-1.0, 3.0]

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from loragate.errors import ConfigError
-from loragate.losses import ObjectiveContext, TokenStatistics, objectives, statistics_of_logits
+from loragate.losses import (
+    ObjectiveContext,
+    TokenStatistics,
+    WeightedCrossEntropy,
+    objectives,
+    statistics_of_logits,
+)
 from loragate.losses.objectives import (
     FACTORIES,
     EntropyKLSelective,
@@ -220,3 +226,25 @@ def test_every_objective_says_what_it_reads():
         assert objective.name == name
         assert set(objective.gradients or ()) <= set(objective.outputs)
         assert isinstance(objective.settings, dict)
+
+
+def test_the_built_in_objectives_are_read_only():
+    for name in ("mine", "dft"):
+        with pytest.raises(TypeError, match="does not support item assignment"):
+            objectives[name] = objectives["sft"]
+    assert "mine" not in objectives
+
+
+def test_a_rule_may_read_either_entropy():
+    rule = lambda stats, _: torch.ones_like(stats.log_prob)  # noqa: E731
+    made = {
+        (top, full): WeightedCrossEntropy("mine", rule, reads_entropy=top, reads_full_entropy=full).outputs
+        for top in (False, True)
+        for full in (False, True)
+    }
+    assert made == {
+        (False, False): ("log_prob",),
+        (False, True): ("log_prob", "entropy"),
+        (True, False): ("log_prob", "topk_entropy"),
+        (True, True): ("log_prob", "entropy", "topk_entropy"),
+    }

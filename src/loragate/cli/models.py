@@ -190,6 +190,7 @@ def adapter_record(name: str) -> Any:
     from peft import PeftConfig
 
     from loragate.gates.hub import adapter_place
+    from loragate.gates.peft_saving import lost_gates
 
     if not Path(name).is_dir():
         require_place("adapter", name)
@@ -203,6 +204,12 @@ def adapter_record(name: str) -> Any:
     kind = getattr(record.peft_type, "value", str(record.peft_type))
     if kind != "LORA":
         raise ConfigError(f"{name} is a {kind} adapter; gates need a LoRA adapter")
+    if lost_gates(folder):
+        logging.getLogger("loragate").warning(
+            "%s holds gates that were lost when PEFT saved it (loragate.save_gates keeps them); it is read as the plain "
+            "adapter",
+            name,
+        )
     return record
 
 

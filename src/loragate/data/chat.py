@@ -74,7 +74,8 @@ class Chat:
         if self.template is None:
             raise DataError(
                 f"{at}this is a conversation, but the tokenizer {self.tokenizer.name_or_path!r} has no chat template. "
-                "Give one with --chat-template FILE, or use plain rows: the keys prompt and completion, both text."
+                "Give one with --chat-template FILE (in Python: tokenizer.chat_template = TEXT), or use plain rows: the keys "
+                "prompt and completion, both text."
             )
         if self._loses_text:
             raise DataError(

@@ -15,6 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+import numpy as np
+
 from loragate.data.chat import active_template
 from loragate.data.formats import EmptyResponse, Turns, detect_format, normalize
 from loragate.data.loading import load_rows
@@ -79,6 +81,11 @@ class EncodedRows(Sequence[dict[str, Any]]):
     def __getitem__(self, index: slice) -> Sequence[dict[str, Any]]: ...
     def __getitem__(self, index: int | slice) -> dict[str, Any] | Sequence[dict[str, Any]]:
         return self._items[index]
+
+    def column(self, name: str) -> np.ndarray:
+        """One array of `PackedRows` over all rows, such as "ids", "lengths" or "rows", without making the rows."""
+        items = self._items if isinstance(self._items, PackedRows) else PackedRows.of(self._items)
+        return items.arrays[name]
 
     def __repr__(self) -> str:
         return f"EncodedRows({len(self)} rows, {self.summary})"

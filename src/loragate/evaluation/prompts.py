@@ -32,7 +32,8 @@ def render_questions(task: Task, questions: Sequence[Question], tokenizer: Any, 
         ]
     if tokenizer.chat_template is None:
         raise ConfigError(
-            f"{task.name} asks through a chat template and the tokenizer has none; give one with --chat-template FILE"
+            f"{task.name} asks through a chat template and the tokenizer has none; give one with --chat-template FILE (in "
+            "Python: tokenizer.chat_template = TEXT)"
         )
     chat = Chat(tokenizer, system)
     head = [{"role": "system", "content": task.system}] if task.system else []

@@ -2,7 +2,6 @@
 
 from loragate.gates.artifact import load_gates, save_gates
 from loragate.gates.attach import (
-    active_adapter,
     attach_gates,
     attached_config,
     detach_gates,
@@ -11,7 +10,7 @@ from loragate.gates.attach import (
 )
 from loragate.gates.config import GateConfig
 from loragate.gates.control import gate_override, gates_disabled, record_gates, trace_gates
-from loragate.gates.eligibility import Verdict, examine_adapter, require_gateable
+from loragate.gates.eligibility import Verdict, active_adapter, examine_adapter, require_gateable
 from loragate.gates.fingerprint import adapter_fingerprint, weights_checksum
 from loragate.gates.loading import load_gated
 from loragate.gates.parity import Parity, measure_parity

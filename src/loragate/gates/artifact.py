@@ -13,6 +13,7 @@ folder when a hash, module, shape, dtype, number or the schema is wrong; it neve
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import shutil
 from dataclasses import asdict
@@ -25,19 +26,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from loragate.errors import ArtifactError, GateError
+from loragate.errors import ArtifactError, ConfigError, GateError, nearest
 from loragate.files import write_atomically, write_json, write_text
 from loragate.gates.attach import (
-    active_adapter,
     attach_gates,
     attached_config,
     detach_gates,
     gate_modules,
     gate_parameters,
+    is_gated,
 )
 from loragate.gates.card import render_card
 from loragate.gates.config import GateConfig
-from loragate.gates.eligibility import examine_adapter
+from loragate.gates.eligibility import active_adapter, examine_adapter
 from loragate.gates.fingerprint import (
     adapter_fingerprint,
     base_weight_samples,
@@ -46,15 +47,18 @@ from loragate.gates.fingerprint import (
     config_fingerprint,
 )
 from loragate.gates.hub import split_base
+from loragate.gates.peft_saving import save_configuration
 from loragate.gates.quantised import quantization_of, storage_warning
 from loragate.gates.schema import (
     ADAPTER,
     CARD,
     CONFIG,
+    EVIDENCE,
     FORMAT,
     GATES,
     SCHEMA_VERSION,
     gate_metadata,
+    is_support,
     read_gate_config,
     read_tensors,
 )
@@ -84,11 +88,12 @@ def save_gates(
         adapter_name: None for the active adapter.
         adapter_source: folder of the Stage-I adapter; its files are copied byte for byte. Without it the adapter is
             written anew by PEFT, gate keys left out.
-        k: support size of the entropy objective the gates were trained with, recorded for readers.
-        base_id, base_revision: how to find the base again; defaults to the adapter's own record. The id may carry the
-            revision, as in "owner/name@revision".
+        k: support size of the entropy objective the gates were trained with, recorded for readers; 0 for the whole
+            vocabulary.
+        base_id, base_revision: how to find the base again; defaults to the adapter's own record, and where that names none,
+            to what the model was loaded from. The id may carry the revision, as in "owner/name@revision".
         adapter_id: hub id of the Stage-I adapter, where it has one, with "@revision" where that is known; named in the card.
-        evidence: JSON-able record under the keys "parity", "selection" and "training".
+        evidence: JSON-able record under the keys "parity", "selection" and "training"; other keys are refused.
         card: text of README.md; made from the record when absent.
 
     Returns:
@@ -97,8 +102,11 @@ def save_gates(
     Raises:
         GateError: if the adapter carries no gates or a gate is not finite.
         ArtifactError: if the folder already holds an artifact.
+        ConfigError: for a `k` that is no support size, or evidence under another key or not JSON-able. Nothing is written
+            then.
     """
     folder = Path(folder)
+    _check_evidence(k, evidence)
     if (folder / CONFIG).exists():
         raise ArtifactError(f"{folder} already holds a gated adapter; choose another folder or remove it first")
     name = active_adapter(peft_model, adapter_name)
@@ -108,7 +116,12 @@ def save_gates(
         raise GateError(f"gate {broken[0]} is not finite; nothing was written")
     config = attached_config(peft_model, name)
     peft_config: Any = getattr(peft_model, "peft_config", {}).get(name)
-    own_base = getattr(peft_config, "base_model_name_or_path", None) or ""
+    own_base = getattr(peft_config, "base_model_name_or_path", None) or _loaded_from(peft_model)
+    if not base_id and not own_base:
+        logger.warning(
+            "the base of this adapter has no name, so loragate.load_gated will find it only with base=…; record one with "
+            "save_gates(…, base_id=…)"
+        )
     name_of_base, revision = split_base(base_id or own_base, base_revision)
     if name_of_base == own_base:  # the adapter's pin means nothing on another base
         revision = revision or getattr(peft_config, "revision", None)
@@ -132,9 +145,7 @@ def save_gates(
             **_named_adapter(adapter_id),
         },
         "modules": list(gate_modules(peft_model, name)),
-        "parity": None,
-        "selection": None,
-        "training": None,
+        **dict.fromkeys(EVIDENCE),
         **(evidence or {}),
     }
     write_adapter(peft_model, name, folder / ADAPTER, adapter_source)
@@ -143,6 +154,30 @@ def save_gates(
     write_text(folder / CARD, card or render_card(folder.resolve().name, record))
     write_json(folder / CONFIG, record)
     return folder
+
+
+def _check_evidence(k: int, evidence: dict[str, Any] | None) -> None:
+    if not is_support(k):
+        raise ConfigError(f"k must be an integer of at least 2, or 0 for the whole vocabulary, found {k!r}")
+    if not isinstance(evidence, (dict, type(None))):
+        raise ConfigError(f"evidence must be a dictionary, found {type(evidence).__name__}")
+    for key, value in (evidence or {}).items():
+        if key not in EVIDENCE:
+            raise ConfigError(
+                f"evidence holds the key {key!r}{nearest(str(key), EVIDENCE)} (the keys are {', '.join(EVIDENCE)})"
+            )
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"evidence[{key!r}] cannot be written as JSON ({error}); give numbers, text, lists and dictionaries, no "
+                "tensors, NaN or infinity"
+            ) from error
+
+
+def _loaded_from(model: Any) -> str:
+    """The folder or hub id that the base was loaded from; empty for one that was made in memory."""
+    return str(getattr(getattr(model, "config", None), "_name_or_path", None) or "")
 
 
 def _named_adapter(adapter_id: str | None) -> dict[str, str]:
@@ -165,9 +200,8 @@ def write_adapter(model: nn.Module, adapter_name: str, folder: Path, source: str
                 write_atomically(folder / file, lambda path, origin=origin: shutil.copyfile(origin, path))  # type: ignore[misc]
         return
     if source is not None:
-        logger.warning(
-            "%s does not hold the adapter as it is loaded; the loaded one is written instead of a copy", source
-        )
+        what = "does not hold the adapter as it is loaded" if Path(source).is_dir() else "does not exist"
+        logger.warning("%s %s; the loaded adapter is written instead of a copy", source, what)
     # a natively loaded adapter has the base model's own names; PEFT reads them under its wrapper's prefix
     prefix = "base_model.model."
     state = {key if key.startswith(prefix) else prefix + key: value for key, value in state.items()}
@@ -176,7 +210,7 @@ def write_adapter(model: nn.Module, adapter_name: str, folder: Path, source: str
     peft_config: Any = model.peft_config[adapter_name]  # type: ignore[index]
     before, peft_config.inference_mode = peft_config.inference_mode, True
     try:
-        peft_config.save_pretrained(str(folder))
+        save_configuration(peft_config, folder)
     finally:
         peft_config.inference_mode = before
 
@@ -207,14 +241,19 @@ def load_gates(peft_model: nn.Module, folder: str | Path, adapter_name: str | No
         adapter_name: None for the active adapter.
 
     Returns:
-        The model, gated; gates are frozen until trained again.
+        The model, gated. The gates are frozen; `loragate.gates.train_gates_only(model)` has them train again.
 
     Raises:
+        GateError: if the model has no such adapter, or it carries gates already.
         ArtifactError: naming the file and what is wrong: unknown schema, tampered hash, missing or extra module, wrong
             shape or dtype, non-finite numbers, another adapter or another base. The model is left ungated.
     """
     folder = Path(folder)
     name = active_adapter(peft_model, adapter_name)
+    if is_gated(peft_model, name):
+        raise GateError(
+            f"adapter {name!r} carries gates already; take them off first: loragate.detach_gates(model, {name!r})"
+        )
     record = read_gate_config(folder)
     config = GateConfig(**record["gate"])
     tensors = read_tensors(folder, record)

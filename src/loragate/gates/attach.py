@@ -1,8 +1,9 @@
 """Putting gates onto an adapter that is already loaded, and taking them off again.
 
 Attachment sets PEFT's per-instance extension points (`lora_variant`, `adapter_layer_names`,
-`frozen_peft_weight_names`) and changes no class, so that saving, freezing, `set_adapter`, `disable_adapter`, mixed
-batches and deletion keep working as PEFT does them.
+`frozen_peft_weight_names`) and changes no class, so that freezing, `set_adapter`, `disable_adapter`, mixed batches and
+deletion keep working as PEFT does them. What PEFT itself writes of a gated adapter lacks what makes its gates act, and says
+so (`loragate.gates.peft_saving`).
 """
 
 from __future__ import annotations
@@ -14,39 +15,28 @@ from torch import nn
 
 from loragate.errors import GateError
 from loragate.gates.config import GateConfig
-from loragate.gates.eligibility import examine_adapter, lora_layers, require_gateable
+from loragate.gates.eligibility import active_adapter, examine_adapter, lora_layers, require_gateable
 from loragate.gates.gate import SignedGate
+from loragate.gates.peft_saving import warn_no_more, warn_on_saving
 from loragate.gates.variant import GatedLora
 
 GLOBAL_BIAS = "global.bias"
 
 
-def active_adapter(model: nn.Module, adapter_name: str | None = None) -> str:
-    """`adapter_name`, or the one active adapter when it is None.
-
-    Raises:
-        GateError: if several adapters are active and none was named.
-    """
-    if adapter_name is not None:
-        return adapter_name
-    active: Any = getattr(model, "active_adapters", None)
-    if callable(active):
-        active = active()
-    if active is None:
-        active = getattr(model, "active_adapter", "default")
-    names = [active] if isinstance(active, str) else list(active)
-    if len(names) != 1:
-        raise GateError(f"{len(names)} adapters are active ({', '.join(names)}); say which with adapter_name")
-    return names[0]
-
-
-def attach_gates(peft_model: nn.Module, config: GateConfig, adapter_name: str = "default") -> nn.Module:
+def attach_gates(peft_model: nn.Module, config: GateConfig, adapter_name: str | None = None) -> nn.Module:
     """Gate a loaded LoRA adapter in place; only its gate parameters train afterwards.
+
+    Where the named adapter is not the active one, its gates are all that is set to train but no forward pass reads
+    them, so a training loop finds no gradient: make it active first (`model.set_adapter`). `model.save_pretrained`
+    writes what loads as the plain adapter, and warns; `loragate.save_gates` keeps the gates. PEFT's
+    `add_weighted_adapter` combines the plain adapters and leaves gates out without a word. Gates that were loaded
+    (`load_gates`, `load_gated`) are frozen until `loragate.gates.train_gates_only(model)`, which is also to be called
+    after `disable_adapter` where the adapter holds modules_to_save: PEFT sets these to train again.
 
     Args:
         peft_model: a PeftModel, or a transformers model with a LoRA adapter loaded natively.
         config: range, temperature, granularity and target modules.
-        adapter_name: the adapter to gate.
+        adapter_name: the adapter to gate; None for the active one.
 
     Returns:
         The same model. The adapter's output changes by no bit at zero gates and by about 1e-4 in logits at the default
@@ -55,19 +45,21 @@ def attach_gates(peft_model: nn.Module, config: GateConfig, adapter_name: str = 
     Raises:
         GateError: where a gate would have no effect or be wrong (see `loragate.gates.eligibility`); nothing is changed.
     """
-    verdicts = require_gateable(examine_adapter(peft_model, adapter_name, config.target_modules))
+    name = active_adapter(peft_model, adapter_name)
+    verdicts = require_gateable(examine_adapter(peft_model, name, config.target_modules))
     chosen = {verdict.path for verdict in verdicts}
-    layers = list(lora_layers(peft_model, adapter_name))
-    devices = {layer.lora_A[adapter_name].weight.device for path, layer in layers if path in chosen}
+    layers = list(lora_layers(peft_model, name))
+    devices = {layer.lora_A[name].weight.device for path, layer in layers if path in chosen}
     _check_devices(devices, config)
     shared_bias = None
     if config.granularity == "global":
         shared_bias = nn.Parameter(torch.full((1,), -config.init_scale, device=next(iter(devices))))
     for path, layer in layers:
         if path in chosen:
-            _attach_one(layer, path, config, adapter_name, shared_bias)
-        _freeze_factors(layer, adapter_name)
-    train_gates_only(peft_model, adapter_name)
+            _attach_one(layer, path, config, name, shared_bias)
+        _freeze_factors(layer, name)
+    train_gates_only(peft_model, name)
+    warn_on_saving(peft_model, name)
     return peft_model
 
 
@@ -105,36 +97,51 @@ def _check_devices(devices: set[torch.device], config: GateConfig) -> None:
         )
 
 
-def train_gates_only(model: nn.Module, adapter_name: str) -> None:
-    """Freeze every parameter of the model but the gates of `adapter_name`.
+def train_gates_only(model: nn.Module, adapter_name: str | None = None) -> None:
+    """Freeze every parameter of the model but the gates of `adapter_name` (None: the active one).
 
-    PEFT itself turns modules_to_save copies on again after `disable_adapter`; call this again before training then.
+    `attach_gates` does it. Call it before you train gates that were loaded, which are frozen, and again after
+    `disable_adapter` where the adapter holds modules_to_save: PEFT sets these to train again.
+
+    Raises:
+        GateError: if the adapter carries no gates.
     """
     trainable = {id(parameter) for parameter in gate_parameters(model, adapter_name).values()}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in trainable)
 
 
-def detach_gates(peft_model: nn.Module, adapter_name: str = "default") -> nn.Module:
+def detach_gates(peft_model: nn.Module, adapter_name: str | None = None) -> nn.Module:
     """Remove the gates of an adapter in place; the adapter acts at full strength again and its factors stay frozen.
+
+    Args:
+        peft_model: the gated model.
+        adapter_name: the adapter to take them off; None for the active one.
 
     Raises:
         GateError: if the adapter carries no gates.
     """
-    gated = [(path, layer) for path, layer in lora_layers(peft_model, adapter_name) if _is_gated(layer, adapter_name)]
-    if not gated:
-        raise GateError(f"adapter {adapter_name!r} carries no gates to detach")
-    for _, layer in lora_layers(peft_model, adapter_name):
+    name = active_adapter(peft_model, adapter_name)
+    if not is_gated(peft_model, name):
+        raise GateError(f"adapter {name!r} carries no gates to detach")
+    for _, layer in lora_layers(peft_model, name):
         layer.frozen_peft_weight_names = {
-            name: frozen for name, frozen in layer.frozen_peft_weight_names.items() if name != adapter_name
+            other: frozen for other, frozen in layer.frozen_peft_weight_names.items() if other != name
         }
-    for _, layer in gated:
-        del layer.lora_variant[adapter_name]
-        del layer.lora_gate[adapter_name]
+        if not _is_gated(layer, name):
+            continue
+        del layer.lora_variant[name]
+        del layer.lora_gate[name]
         if len(layer.lora_gate) == 0:
-            layer.adapter_layer_names = tuple(name for name in layer.adapter_layer_names if name != "lora_gate")
+            layer.adapter_layer_names = tuple(group for group in layer.adapter_layer_names if group != "lora_gate")
             del layer.lora_gate
+    warn_no_more(peft_model, name)
     return peft_model
+
+
+def is_gated(model: nn.Module, adapter_name: str) -> bool:
+    """Whether an adapter carries gates."""
+    return any(_is_gated(layer, adapter_name) for _, layer in lora_layers(model, adapter_name))
 
 
 def gate_modules(model: nn.Module, adapter_name: str | None = None) -> dict[str, SignedGate]:

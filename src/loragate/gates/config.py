@@ -26,7 +26,8 @@ class GateConfig:
             (full match) or a list of module names matched at the end of the path, as in PEFT.
 
     Raises:
-        GateError: for a range that does not contain [0, 1], an unknown granularity or an empty target list.
+        GateError: for a range that does not contain [0, 1], an unknown granularity, an empty target list, or a setting of
+            another type.
     """
 
     lower: float
@@ -45,8 +46,14 @@ class GateConfig:
                 f"granularity must be one of {', '.join(GRANULARITIES)}, found {self.granularity!r}"
                 + nearest(str(self.granularity), GRANULARITIES)
             )
+        if isinstance(self.init_scale, bool) or not isinstance(self.init_scale, (int, float)):
+            raise GateError(f"init_scale must be a number, found {self.init_scale!r}")
         if not 0 <= self.init_scale <= 1:
             raise GateError(f"init_scale must lie in [0, 1], found {self.init_scale!r}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            raise GateError(f"seed must be an integer of at least 0, found {self.seed!r}")
+        if not isinstance(self.detach_input, bool):
+            raise GateError(f"detach_input must be True or False, found {self.detach_input!r}")
         if self.target_modules is not None and not isinstance(self.target_modules, str):
             object.__setattr__(self, "target_modules", tuple(self.target_modules))
         if self.target_modules is not None and len(self.target_modules) == 0:

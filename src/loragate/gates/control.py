@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from loragate.errors import GateError
-from loragate.gates.attach import active_adapter, gate_modules
-from loragate.gates.eligibility import lora_layers
+from loragate.gates.attach import gate_modules
+from loragate.gates.eligibility import active_adapter, lora_layers
 from loragate.gates.gate import Override, Recorder, Recording, Trace
 
 
@@ -58,7 +58,12 @@ def record_gates(peft_model: nn.Module, adapter_name: str | None = None) -> Iter
     """Collect λ statistics of all forward passes inside the context (as applied, overrides included).
 
     Yields:
-        A `Recording`; set its `token_mask` (bool [batch, sequence]) before a forward pass to count only some tokens.
+        A `Recording`: `statistics()` per module and `total()` over all modules give the number of values, mean and standard
+        deviation of λ and the shares below 0, in [0, 1], above 1 and at a bound ("saturated"). Set its `token_mask` (bool
+        [batch, sequence]) before a forward pass to count only some tokens.
+
+    Raises:
+        GateError: if the adapter carries no gates; in a forward pass, for a `token_mask` of another shape.
     """
     gates = gate_modules(peft_model, adapter_name)
     recorders = {path: Recorder(gate.config.lower, gate.config.upper) for path, gate in gates.items()}

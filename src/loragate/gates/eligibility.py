@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
@@ -65,7 +65,7 @@ class Verdict:
 def lora_layers(model: nn.Module, adapter_name: str) -> Iterator[tuple[str, Any]]:
     """(module path in the base model's own names, LoRA layer) of every layer that holds `adapter_name`."""
     for name, module in model.named_modules():
-        if not isinstance(module, BaseTunerLayer) or not hasattr(module, "lora_A"):
+        if not _is_lora(module):
             continue
         if adapter_name in module.lora_A or adapter_name in getattr(module, "lora_embedding_A", {}):
             yield base_path(name), module
@@ -76,6 +76,52 @@ def base_path(name: str) -> str:
     for prefix in ("module.", "_orig_mod.", "base_model.model."):
         name = name.removeprefix(prefix)
     return re.sub(r"\.base_layer(?=\.|$)", "", name)
+
+
+def active_adapter(model: nn.Module, adapter_name: str | None = None) -> str:
+    """`adapter_name`, or the one active adapter when it is None.
+
+    Raises:
+        GateError: if the model holds no LoRA adapter, or none of that name, or if not exactly one is active and none was
+            named.
+    """
+    known = _adapter_names(model)
+    if not known:
+        raise GateError(
+            "the model carries no LoRA layers; load the adapter onto it first, e.g. "
+            "peft.PeftModel.from_pretrained(base, adapter_folder)"
+        )
+    names = [adapter_name] if adapter_name is not None else _active_names(model)
+    if len(names) != 1:
+        which = f"{len(names)} adapters are active ({', '.join(names)})" if names else "no adapter is active"
+        raise GateError(f"{which}; say which with adapter_name (the model has {', '.join(known)})")
+    if names[0] not in known:
+        raise GateError(
+            f"the model has no LoRA adapter named {names[0]!r}{nearest(names[0], known)} (it has {', '.join(known)})"
+        )
+    return names[0]
+
+
+def _active_names(model: nn.Module) -> list[str]:
+    active: Any = getattr(model, "active_adapters", None)
+    try:
+        active = active() if callable(active) else active
+    except ValueError:  # a transformers model whose adapter was put on by peft itself knows of none
+        active = None
+    if active is None:  # nor does a wrapper, such as DistributedDataParallel
+        active = next(module.active_adapters for module in model.modules() if _is_lora(module))
+    return [active] if isinstance(active, str) else list(active)
+
+
+def _adapter_names(model: nn.Module) -> list[str]:
+    held = (
+        [*module.lora_A, *getattr(module, "lora_embedding_A", {})] for module in model.modules() if _is_lora(module)
+    )
+    return sorted({name for names in held for name in names})
+
+
+def _is_lora(module: Any) -> TypeGuard[Any]:
+    return isinstance(module, BaseTunerLayer) and hasattr(module, "lora_A")
 
 
 def judge(path: str, layer: Any, adapter_name: str, is_head: bool = False) -> Verdict:
@@ -131,17 +177,15 @@ def judge(path: str, layer: Any, adapter_name: str, is_head: bool = False) -> Ve
     return Verdict(path, "gate", **sizes)
 
 
-def examine_adapter(model: nn.Module, adapter_name: str, target_modules: Any = None) -> list[Verdict]:
-    """Verdicts on every module of the adapter, in model order.
+def examine_adapter(model: nn.Module, adapter_name: str | None = None, target_modules: Any = None) -> list[Verdict]:
+    """Verdicts on every module of the adapter (None: the active one), in model order.
 
     Raises:
         GateError: if the model has no such adapter, or a target list or pattern matches nothing it could gate.
     """
-    layers = list(lora_layers(model, adapter_name))
-    if not layers:
-        raise GateError(_missing_adapter(model, adapter_name))
+    name = active_adapter(model, adapter_name)
     heads = {id(module) for module in (_output_head(model),) if module is not None}
-    verdicts = [judge(path, layer, adapter_name, id(layer) in heads) for path, layer in layers]
+    verdicts = [judge(path, layer, name, id(layer) in heads) for path, layer in lora_layers(model, name)]
     if target_modules is None:
         return verdicts
     chosen = _chosen_paths([verdict.path for verdict in verdicts], target_modules)
@@ -227,21 +271,4 @@ def _output_head(model: nn.Module) -> nn.Module | None:
         return None
 
 
-def _missing_adapter(model: nn.Module, adapter_name: str) -> str:
-    known = sorted(
-        {
-            name
-            for module in model.modules()
-            if isinstance(module, BaseTunerLayer) and hasattr(module, "lora_A")
-            for name in [*module.lora_A, *getattr(module, "lora_embedding_A", {})]
-        }
-    )
-    if not known:
-        return (
-            "the model carries no LoRA layers; load the adapter onto it first, e.g. "
-            "peft.PeftModel.from_pretrained(base, adapter_folder)"
-        )
-    return f"the model has no LoRA adapter named {adapter_name!r}{nearest(adapter_name, known)} (it has {', '.join(known)})"
-
-
-__all__ = ["Verdict", "base_path", "examine_adapter", "judge", "lora_layers", "require_gateable"]
+__all__ = ["Verdict", "active_adapter", "base_path", "examine_adapter", "judge", "lora_layers", "require_gateable"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from loragate.errors import ArtifactError
 from loragate.gates.artifact import load_gates
-from loragate.gates.hub import gated_folder, split_base
+from loragate.gates.hub import gated_folder, is_hub_id, split_base
 from loragate.gates.schema import ADAPTER, CONFIG, read_gate_config
 
 
@@ -33,10 +33,10 @@ def load_gated(
 
     Returns:
         A gated PeftModel in eval mode with every parameter frozen; `generate`, KV cache, batches and padding work as
-        with any PeftModel.
+        with any PeftModel. `loragate.gates.train_gates_only(model)` has the gates train again.
 
     Raises:
-        ArtifactError: if the artifact is malformed, belongs to another base or adapter, or is not to be had from the hub.
+        ArtifactError: if the artifact is malformed, belongs to another base or adapter, or it or the base is not to be had.
     """
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -55,8 +55,30 @@ def load_gated(
         from_pretrained_kwargs["revision"] = base_revision
     if base is None and Path(base_id).is_absolute() and not Path(base_id).exists():
         raise ArtifactError(f"{folder / CONFIG}: the base {base_id} is not here; say where it is with base=… (--base)")
-    model = AutoModelForCausalLM.from_pretrained(base_id, **from_pretrained_kwargs)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(base_id, **from_pretrained_kwargs)
+    except (OSError, ValueError) as error:
+        holds_no_model = Path(base_id).is_dir() and not (Path(base_id) / "config.json").is_file()
+        if isinstance(error, ValueError) and not holds_no_model:
+            raise  # about an argument, such as trust_remote_code or quantization_config
+        where = None if base is not None else folder / CONFIG
+        raise ArtifactError(_without_base(base_id, where, error)) from error
     gated = PeftModel.from_pretrained(model, str(folder / ADAPTER))
     load_gates(gated, folder)
     gated.eval()
     return gated
+
+
+def _without_base(base: str, recorded_in: Path | None, error: Exception) -> str:
+    """What to do about a base that transformers could not load; `recorded_in` names it, unless it was given."""
+    named = f"the base {base}" if recorded_in is None else f"{recorded_in}: the recorded base {base}"
+    said = (str(error).splitlines() or [type(error).__name__])[0]
+    if Path(base).exists():
+        return f"{named} cannot be loaded ({said})"
+    if recorded_in is None:
+        return f"{named} is no folder here, and cannot be had from the hub either ({said})"
+    if is_hub_id(base):
+        lost = f"is no folder here (a relative path counts from the working folder), and cannot be had from the hub ({said})"
+    else:
+        lost = "is a relative path that leads to no folder from the working folder"
+    return f"{named} {lost}; say where the base is with base=… (--base)"

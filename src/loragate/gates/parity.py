@@ -17,9 +17,8 @@ from peft.tuners.lora.layer import LoraVariant
 from torch import nn
 
 from loragate.errors import GateError
-from loragate.gates.attach import active_adapter
 from loragate.gates.control import gate_override, gates_disabled
-from loragate.gates.eligibility import lora_layers
+from loragate.gates.eligibility import active_adapter, lora_layers
 from loragate.gates.variant import GatedLora
 
 

@@ -17,10 +17,12 @@ from safetensors.torch import load
 
 from loragate.errors import ArtifactError, GateError
 from loragate.gates.config import GateConfig
+from loragate.gates.peft_saving import lost_gates
 
 FORMAT = "loragate"
 SCHEMA_VERSION = 1
 CONFIG, GATES, ADAPTER, CARD = "gate_config.json", "gates.safetensors", "adapter", "README.md"
+EVIDENCE = ("parity", "selection", "training")
 _MAX_CONFIG_BYTES = 16 << 20
 
 _REQUIRED: dict[str, type | tuple[type, ...]] = {
@@ -71,6 +73,8 @@ def read_gate_config(folder: Path) -> dict[str, Any]:
         GateConfig(**record["gate"])
     except (GateError, TypeError) as error:
         _fail(path, f"key 'gate': {error}")
+    if record["k"] < 0:
+        _fail(path, f"key 'k' must be a support size, found {record['k']}")
     _require(path, record["base"], {"id": str, "config_sha256": str, "weights": dict}, "base.")
     for key in ("revision", "quantization"):
         if not isinstance(record["base"].get(key), (str, type(None))):
@@ -153,6 +157,13 @@ def _read_json(folder: Path, path: Path) -> dict[str, Any]:
 
 
 def _absent(folder: Path) -> str:
+    if lost_gates(folder):
+        return (
+            f"{folder} was written by save_pretrained from a gated model, which loses what makes its gates act: their range "
+            "and what they belong to. Write it again from the model in memory with loragate.save_gates(model, folder). "
+            "Without that model, load the adapter, attach_gates with the settings the gates were trained with, and give "
+            "peft.set_peft_model_state_dict the tensors of adapter_model.safetensors"
+        )
     if (folder / "adapter_config.json").is_file():
         return (
             f"{folder} is a plain PEFT adapter without gates; calibrate it first: "
@@ -173,6 +184,11 @@ def _require(path: Path, record: dict[str, Any], keys: dict[str, Any], prefix: s
             _fail(path, f"key '{prefix}{key}' has the wrong type: found {type(value).__name__}")
         if isinstance(value, float) and not math.isfinite(value):
             _fail(path, f"key '{prefix}{key}' is not finite")
+
+
+def is_support(k: Any) -> bool:
+    """Whether k can be the support of the entropy objective: at least 2, or 0 for the whole vocabulary."""
+    return isinstance(k, int) and not isinstance(k, bool) and (k == 0 or k > 1)
 
 
 def _is_number(value: Any) -> bool:

@@ -72,7 +72,15 @@ def gate_coefficient(
     Returns:
         λ, same shape, fp32 (fp64 for an fp64 input). The image is the open interval in exact arithmetic and the closed
         one in fp32. λ = 1 at g = 0, and λ = 0 where v = −1/(1−L).
+
+    Raises:
+        GateError: for numbers that are no range or temperature (see `check_range`). Tensors are not looked into.
     """
+    check_range(
+        0.0 if isinstance(lower, torch.Tensor) else lower,
+        1.0 if isinstance(upper, torch.Tensor) else upper,
+        1.0 if isinstance(tau, torch.Tensor) else tau,
+    )
     return coefficient_from_response(gate_response(gate_logit, tau), lower, upper)
 
 

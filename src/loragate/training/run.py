@@ -20,7 +20,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from loragate.data import Collator, EncodedRows, Rows
-from loragate.errors import TrainingError
+from loragate.errors import DataError, TrainingError
 from loragate.gates.quantised import quantization_of
 from loragate.losses import StatisticsRequest
 from loragate.training.arrangement import PackedCollator, require_separate_sequences
@@ -122,7 +122,13 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
             "weight. Leave the head out of the adapter's target_modules"
         )
     launch, device = launch_of(), target_device(job.model)
-    plan = Plan.of_settings(job.settings, launch, device.type, quantization=quantization_of(causal_model(job.model)))
+    plan = Plan.of_settings(
+        job.settings,
+        launch,
+        device.type,
+        quantization=quantization_of(causal_model(job.model)),
+        reference=job.reference is not None,
+    )
     refuse_impossible(plan)
     # the arguments start the process group, so everything that asks for ranks comes after them
     arguments = trainer_arguments(job.settings, folder, len(job.encoded), device.type)
@@ -167,7 +173,9 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
         finally:
             stopper.restore()
     if stopper.asked and trainer.state.global_step < trainer.state.max_steps:
-        again = f"run the same command with --resume to go on from {folder}" if keep else "nothing was kept"
+        again = (
+            f"run the same command with --resume (resume=True) to go on from {folder}" if keep else "nothing was kept"
+        )
         raise TrainingError(
             f"stopped by Ctrl-C at step {trainer.state.global_step} of {trainer.state.max_steps}; {again}"
         )
@@ -176,17 +184,30 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
 
 
 def require_short_enough(model: Any, encoded: EncodedRows, rows: Rows) -> None:
-    """Refuse rows that are longer than the model has positions.
+    """Refuse rows that are longer than the model has positions, or that hold tokens which it does not have.
 
     Raises:
         TrainingError: naming the longest row.
+        DataError: naming the row with the largest token id.
     """
     positions = getattr(causal_model(model).config.get_text_config(), "max_position_embeddings", None)
-    longest = max(encoded, key=lambda row: len(row["input_ids"]))
-    if positions is not None and len(longest["input_ids"]) > positions:
+    lengths, ids, places = (encoded.column(name) for name in ("lengths", "ids", "rows"))
+    longest = int(lengths.argmax())
+    if positions is not None and lengths[longest] > positions:
         raise TrainingError(
-            f"{rows.where(longest['row'])} has {len(longest['input_ids'])} tokens, but the model has {positions} positions; "
+            f"{rows.where(int(places[longest]))} has {lengths[longest]} tokens, but the model has {positions} positions; "
             f"set max_length to {positions} or less"
+        )
+    weight = getattr(causal_model(model).get_input_embeddings(), "weight", None)
+    # ZeRO-3 leaves an empty tensor in the place of a weight that it has spread
+    shape = tuple(getattr(weight, "ds_shape", getattr(weight, "shape", ())))
+    embedded = int(shape[0]) if len(shape) == 2 else None
+    largest = int(ids.argmax())
+    if embedded is not None and ids[largest] >= embedded:
+        at = int(places[lengths.cumsum().searchsorted(largest, side="right")])
+        raise DataError(
+            f"{rows.where(at)} has the token id {ids[largest]}, but the base embeds {embedded} tokens: the tokenizer belongs to "
+            "another base. Load the base's own, or give the base more embeddings (resize_token_embeddings)"
         )
 
 

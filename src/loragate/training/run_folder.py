@@ -22,7 +22,7 @@ from loragate.training.trainer import TRAINED
 from loragate.version import __version__
 
 VERSION = "loragate"
-STATE = "trainer_state.json"
+STATE, LOG = "trainer_state.json", "metrics.jsonl"
 FULL_SIGNS = ("No space left", "disk is full")
 STREAM_SIGNS = ("failed writing file", "file write failed", "iostream error", "unexpected pos")
 LITTLE = 256 << 20  # bytes
@@ -37,20 +37,28 @@ def prepare_folder(identity: dict[str, Any], folder: Path, resume: bool) -> str 
         The checkpoint to go on from; None to begin.
 
     Raises:
-        TrainingError: if the folder holds an unfinished run that is not to be resumed, or another run.
+        TrainingError: if the folder holds a run that is not to be resumed, finished or not, or another run.
     """
     record = folder / "run.json"
     last = last_checkpoint(folder)
     if not resume:
+        if is_finished(folder, last):
+            raise TrainingError(
+                f"{folder} holds the log of a finished run, which is not overwritten; choose another --out (run_folder), "
+                "remove the folder, or have the run's result again with --resume (resume=True)"
+            )
         if last is not None:
             raise TrainingError(
-                f"{folder} holds an unfinished run ({Path(last).name}); continue it with --resume, or choose another --out"
+                f"{folder} holds an unfinished run ({Path(last).name}); continue it with --resume (resume=True), or choose "
+                "another --out (run_folder)"
             )
         if process_state().is_main_process:
             write_json(record, {**identity, VERSION: __version__})
         return None
     if not record.is_file():
-        raise TrainingError(f"{record} is missing: there is no run to resume in {folder}; run without --resume")
+        raise TrainingError(
+            f"{record} is missing: there is no run to resume in {folder}; run without --resume (resume=False)"
+        )
     try:
         stored = json.loads(record.read_text(encoding="utf-8"))
         before = stored.pop(VERSION, None)
@@ -60,10 +68,23 @@ def prepare_folder(identity: dict[str, Any], folder: Path, resume: bool) -> str 
         raise TrainingError(
             f"{record}: this run was begun with loragate {before or 'of an unknown version'}, and this is {__version__}. Both "
             "could compute the steps differently, so the run is not mixed of the two: go on with that version "
-            f"(pip install 'loragate=={before or 'VERSION'}'), or begin again in another --out"
+            f"(pip install 'loragate=={before or 'VERSION'}'), or begin again in another --out (run_folder)"
         )
     _require_same(record, stored, json.loads(json.dumps(identity)))
     return last
+
+
+def is_finished(folder: Path, last: str | None) -> bool:
+    """Whether a run of the trainer came to its end: its log ends in the wall time, its last checkpoint in the last step.
+
+    A run that was stopped logs its wall time too, and leaves a checkpoint.
+    """
+    try:
+        ended = "train_runtime" in json.loads((folder / LOG).read_text(encoding="utf-8").splitlines()[-1])
+        state = {} if last is None else json.loads((Path(last) / STATE).read_text(encoding="utf-8"))
+        return bool(ended and state.get("global_step") == state.get("max_steps"))
+    except (OSError, ValueError, IndexError, TypeError):
+        return False
 
 
 def last_checkpoint(folder: Path) -> str | None:
@@ -98,7 +119,8 @@ def _step_of(checkpoint: Path) -> int:
 def _require_same(record: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
     if stored.get("stage") != wanted.get("stage"):
         raise TrainingError(
-            f"{record}: this is a run of {stored.get('stage')!r}, and {wanted.get('stage')!r} is to go on; choose another --out"
+            f"{record}: this is a run of {stored.get('stage')!r}, and {wanted.get('stage')!r} is to go on; choose another --out "
+            "(run_folder)"
         )
     differing = sorted(key for key in {*stored, *wanted} if stored.get(key) != wanted.get(key))
     if not differing:
@@ -110,7 +132,7 @@ def _require_same(record: Path, stored: dict[str, Any], wanted: dict[str, Any]) 
         key, before, now = f"{key}.{inner}", before.get(inner), now.get(inner)
     raise TrainingError(
         f"{record}: this is another run: '{key}' was {_short(before)}, now {_short(now)}. "
-        "Repeat the original settings to resume, or choose another --out"
+        "Repeat the original settings to resume, or choose another --out (run_folder)"
     )
 
 
@@ -142,7 +164,7 @@ def explain_full_disk(folder: Path | None) -> Iterator[None]:
         kept = f"{Path(last).name} is complete and kept" if last else "no checkpoint had been written yet"
         raise TrainingError(
             f"the disk that holds {folder} is full, so training stopped; {kept}. Free some space (a checkpoint needs about "
-            f"{_megabytes(last)} MB, and two are kept), then run the same command with --resume"
+            f"{_megabytes(last)} MB, and two are kept), then run the same command with --resume (resume=True)"
         ) from error
 
 

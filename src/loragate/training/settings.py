@@ -36,6 +36,23 @@ _READ_BY = {
 _UNRECORDED = ("keep_checkpoints",)
 
 
+def _require_name(objective: Any, known: tuple[str, ...], stage: str) -> None:
+    if not isinstance(objective, str):
+        raise ConfigError(
+            f"the objective of the settings is a name, one of {', '.join(known)}, found {type(objective).__name__}; an object "
+            f"of your own is given to {stage} itself: {stage}(..., objective=...)"
+        )
+
+
+def _joined(modules: Any) -> str:
+    """Module names as the command line writes them; PEFT and GateConfig take lists."""
+    if isinstance(modules, str):
+        return modules
+    if not isinstance(modules, (list, tuple)) or not modules or not all(isinstance(name, str) for name in modules):
+        raise ConfigError(f"target_modules is 'all-linear' or names of modules, found {modules!r}")
+    return ",".join(modules)
+
+
 def recorded(values: dict[str, Any]) -> dict[str, Any]:
     """Settings without those that no number depends on: what records hold, and what a resumed run must share."""
     return {name: value for name, value in values.items() if name not in _UNRECORDED}
@@ -94,6 +111,8 @@ class TrainSettings:
     report_to: str = "none"
 
     def __post_init__(self) -> None:
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"seed must be an integer, found {self.seed!r}")
         for name in ("batch_size", "micro_batch_size", "logging_steps", "max_length"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, found {getattr(self, name)}")
@@ -142,7 +161,7 @@ class StageOneSettings(TrainSettings):
         rank: LoRA's r.
         alpha: LoRA's α.
         dropout: LoRA's dropout.
-        target_modules: "all-linear", or module names separated by commas.
+        target_modules: "all-linear", or module names separated by commas (in Python also a list of names).
         dora: train a DoRA adapter (which cannot be gated).
         rslora: scale by α/√r instead of α/r.
     """
@@ -163,6 +182,8 @@ class StageOneSettings(TrainSettings):
         if self.warmup is None:
             object.__setattr__(self, "warmup", 0.0 if self.adapter else 0.1)
         super().__post_init__()
+        object.__setattr__(self, "target_modules", _joined(self.target_modules))
+        _require_name(self.objective, OBJECTIVES, "train_adapter")
         if self.objective not in OBJECTIVES:
             raise ConfigError(
                 f"objective must be one of {', '.join(OBJECTIVES)}, found {self.objective!r}"
@@ -216,6 +237,7 @@ class CalibrationSettings(TrainSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _require_name(self.objective, GATE_OBJECTIVES, "calibrate")
         if self.k < 2 and self.k != 0:
             raise ConfigError(f"k must be at least 2, or 0 for the whole vocabulary, found {self.k}")
         for name in ("max_rows", "refresh", "samples_per_prompt", "beta", "reward_kl"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,22 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import nn
 
-from loragate.data import EncodedRows, Rows, encode_rows, load_rows
+from loragate.data import EncodedRows, Rows, encode_rows
 from loragate.errors import ConfigError, nearest
 from loragate.gates.fingerprint import base_weight_samples, config_fingerprint, weights_checksum
 from loragate.gates.hub import adapter_place
 from loragate.losses import StatisticsRequest
 from loragate.losses.objectives import FACTORIES, Objective
+from loragate.training.given import (
+    RowsGiven,
+    require_encoded,
+    require_plain_base,
+    require_resumable,
+    require_tokenizer,
+    rows_given,
+    settings_given,
+)
+from loragate.training.own_objective import per_token, require_mask_column, require_own
 from loragate.training.reference_model import BaseReference, OtherReference
 from loragate.training.run import OnStep, TrainingJob, encoded_fingerprint, require_short_enough, run_training
 from loragate.training.settings import StageOneSettings, recorded
@@ -37,7 +46,10 @@ _OF_THE_ADAPTER = {
 
 @dataclass(frozen=True)
 class StageOneResult:
-    """A trained adapter on its base, with the run's log."""
+    """A trained adapter on its base, with the run's log.
+
+    `objective` is what trained it: `settings.objective`, or the name of an objective of one's own; `constants` are its.
+    """
 
     model: Any
     settings: StageOneSettings
@@ -47,6 +59,8 @@ class StageOneResult:
     rows: int
     response_tokens: int
     data: dict[str, Any]
+    objective: str
+    constants: dict[str, Any]
 
 
 def objective_of(settings: StageOneSettings) -> Objective:
@@ -78,11 +92,7 @@ def require_keep_mask(settings: StageOneSettings, encoded: EncodedRows, source: 
     Raises:
         ConfigError: naming the data and the ways to a keep_mask.
     """
-    if "keep_mask" in objective_of(settings).requires and "keep_mask" not in encoded[0]:
-        raise ConfigError(
-            f"objective {settings.objective!r} needs a keep_mask, and {source.source} has no such column: a list of 0 and 1, one "
-            "per response token. Make one with loragate mask --model BASE --reference MODEL --data IN --out OUT"
-        )
+    require_mask_column(objective_of(settings), encoded, source)
 
 
 def adapter_settings(settings: StageOneSettings, record: Any) -> StageOneSettings:
@@ -151,9 +161,10 @@ def build_adapter(base_model: Any, settings: StageOneSettings, adapter_name: str
 def train_adapter(
     base_model: Any,
     tokenizer: Any,
-    rows: Rows | Sequence[dict[str, Any]],
+    rows: RowsGiven,
     settings: StageOneSettings | None = None,
     *,
+    objective: Objective | None = None,
     run_folder: str | Path | None = None,
     resume: bool = False,
     on_step: OnStep | None = None,
@@ -163,12 +174,15 @@ def train_adapter(
     """Train an adapter on all response tokens of the rows.
 
     Args:
-        base_model: a causal LM without adapters.
+        base_model: a causal LM without adapters; `model.unload()` of an earlier result gives it back.
         tokenizer: its tokenizer.
-        rows: in any of the known formats; the objectives "mask" and "forgetting" need a keep_mask column.
+        rows: in any of the known formats, or the path or hub id of a file with them; the objectives "mask" and "forgetting"
+            need a keep_mask column.
         settings: the paper's values by default; with `adapter` a finished adapter is trained on.
+        objective: one of your own in place of `settings.objective`: a `loragate.losses.WeightedCrossEntropy`, or an object of
+            the protocol `loragate.losses.objectives.Objective`.
         run_folder, resume, on_step: as in `calibrate`.
-        encoded: rows already tokenised, in training order.
+        encoded: rows already tokenised (`loragate.data.encode_rows`), in training order.
         reference_model: a frozen causal LM for an objective with a KL to a reference (eksft); None takes the base itself
             with the adapter switched off.
 
@@ -177,21 +191,30 @@ def train_adapter(
 
     Raises:
         DataError, TrainingError: as in `calibrate`.
-        ConfigError: for a reference that the objective does not read, rows without a keep_mask that it needs, or a setting
-            that contradicts the adapter to continue.
+        ConfigError: for a base that carries an adapter, a reference that the objective does not read, rows without a keep_mask
+            that it needs, a setting that contradicts the adapter to continue, an objective of one's own that is incomplete
+            or contradicted by the settings, or an argument of another kind.
     """
-    settings = settings or StageOneSettings()
+    settings = settings_given(settings, StageOneSettings)
+    require_tokenizer(tokenizer)
+    require_resumable(resume, run_folder)
+    require_own(objective, settings)
+    require_plain_base(base_model)
     if settings.adapter:
         settings = adapter_settings(settings, PeftConfig.from_pretrained(adapter_place(settings.adapter)))
-    source = rows if isinstance(rows, Rows) else load_rows(list(rows))
+    source = rows_given(rows)
+    require_encoded(encoded, source)
     if encoded is None:
         source = source.shuffled(settings.seed)
         encoded = encode_rows(source, tokenizer, max_length=settings.max_length)
-    objective = objective_of(settings)
-    require_keep_mask(settings, encoded, source)
-    refers = "reference_kl" in objective.requires
+    chosen = objective_of(settings) if objective is None else objective
+    require_mask_column(chosen, encoded, source)
+    refers = "reference_kl" in chosen.requires
     if reference_model is not None and not refers:
-        raise ConfigError(f"a reference model has no effect on the objective {settings.objective!r}, only on eksft")
+        raise ConfigError(
+            f"a reference model has no effect on the objective {chosen.name!r}, only on eksft and on an objective of your own "
+            "that requires 'reference_kl'"
+        )
     require_short_enough(base_model, encoded, source)
     base = {"config": config_fingerprint(base_model), "weights": base_weight_samples(base_model)}
     reference: ReferenceOf | None = None
@@ -217,17 +240,17 @@ def train_adapter(
         encoded=encoded,
         rows=source,
         settings=settings,
-        token_loss=objective.loss,
-        request=StatisticsRequest(objective.k, objective.outputs, objective.gradients),
+        token_loss=chosen.loss if objective is None else per_token(objective),
+        request=StatisticsRequest(chosen.k, tuple(chosen.outputs), chosen.gradients and tuple(chosen.gradients)),
         trained=trained,
         reference=reference,
         identity={
             "stage": "sft",
-            "settings": recorded(asdict(settings)),
+            "settings": {**recorded(asdict(settings)), "objective": chosen.name},
             "data": source.fingerprint,
             "tokens": encoded_fingerprint(encoded),
             "base": base,
-            "constants": objective.settings,
+            "constants": chosen.settings,
             **identity,
         },
     )
@@ -241,4 +264,6 @@ def train_adapter(
         rows=len(encoded),
         response_tokens=encoded.summary.response_tokens,
         data={"source": source.source, "fingerprint": source.fingerprint},
+        objective=chosen.name,
+        constants=dict(chosen.settings),
     )

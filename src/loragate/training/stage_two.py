@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from loragate.data import EncodedRows, Rows, encode_rows, load_rows
+from loragate.data import EncodedRows, Rows, encode_rows
 from loragate.errors import ConfigError, TrainingError
 from loragate.gates import (
     GateConfig,
@@ -33,6 +33,8 @@ from loragate.gates import (
 from loragate.generation import Sample
 from loragate.losses import ObjectiveContext, StatisticsRequest, TokenStatistics, verify_head
 from loragate.losses.entropy import support_size
+from loragate.losses.objectives import Objective
+from loragate.training.callables import Callables
 from loragate.training.checks import (
     check_parity,
     frozen_parameters,
@@ -40,10 +42,19 @@ from loragate.training.checks import (
     require_only_gates_train,
     without_dropout,
 )
-from loragate.training.guards import Guard, GuardCallback, GuardLimits, saturation
+from loragate.training.given import (
+    RowsGiven,
+    require_encoded,
+    require_resumable,
+    require_tokenizer,
+    rows_given,
+    settings_given,
+)
+from loragate.training.guards import Guard, GuardLimits
 from loragate.training.on_policy import OnPolicyJob, run_on_policy
+from loragate.training.own_objective import per_token, require_mask_column, require_own
 from loragate.training.random_gates import draw_gates
-from loragate.training.rollouts import Reward, Sampler, as_answers
+from loragate.training.rollouts import Reward, Sampler
 from loragate.training.run import (
     OnStep,
     TrainingJob,
@@ -56,7 +67,7 @@ from loragate.training.run import (
 )
 from loragate.training.settings import CalibrationSettings
 from loragate.training.sharding import spread
-from loragate.training.trainer import causal_model
+from loragate.training.trainer import TokenLoss, causal_model
 
 PARITY_ROWS, PARITY_TOKENS = 4, 256
 
@@ -79,6 +90,8 @@ class CalibrationResult:
         stopped: None, or the guard's sentence that says why training ended early; the gates are those of that step.
         guard: readings of the guard, the first one of the starting adapter.
         sampled: answers, tokens and seconds of sampling, where the objective samples.
+        objective: what trained the gates: `settings.objective`, or the name of an objective of one's own.
+        constants: those of an objective of one's own.
     """
 
     config: GateConfig
@@ -99,6 +112,8 @@ class CalibrationResult:
     stopped: str | None = None
     guard: list[dict[str, Any]] = field(default_factory=list)
     sampled: dict[str, float] = field(default_factory=dict)
+    objective: str = field(kw_only=True)
+    constants: dict[str, Any] = field(default_factory=dict)
 
     def evidence(self) -> dict[str, Any]:
         """The JSON-able record that goes into the artifact."""
@@ -106,7 +121,8 @@ class CalibrationResult:
         return {
             "parity": self.parity.as_dict(),
             "training": {
-                "settings": self.settings.as_record(),
+                "settings": {**self.settings.as_record(), "objective": self.objective},
+                **({"constants": self.constants} if self.constants else {}),
                 "entropy_before": self.entropy_before,
                 "entropy_after": self.entropy_after,
                 "gates": self.gates_total,
@@ -135,10 +151,11 @@ def cross_entropy_loss(stats: TokenStatistics, context: ObjectiveContext | None 
 def calibrate(
     peft_model: Any,
     tokenizer: Any,
-    rows: Rows | Sequence[dict[str, Any]],
+    rows: RowsGiven,
     config: GateConfig,
     settings: CalibrationSettings | None = None,
     *,
+    objective: Objective | None = None,
     adapter_name: str | None = None,
     run_folder: str | Path | None = None,
     resume: bool = False,
@@ -154,19 +171,24 @@ def calibrate(
     Args:
         peft_model: base with a plain LoRA adapter; gated in place. On an error the gates are taken off again.
         tokenizer: the base's tokenizer, with a chat template if the rows are conversations.
-        rows: prompts and responses in any of the known formats; nothing about right and wrong is needed.
+        rows: prompts and responses in any of the known formats, or the path or hub id of a file with them; nothing about right
+            and wrong is needed.
         config: the gates.
         settings: the training; the paper's values by default.
+        objective: one of your own in place of `settings.objective`: a `loragate.losses.WeightedCrossEntropy`, or an object of
+            the protocol `loragate.losses.objectives.Objective`. It reads the rows' responses and no reference model;
+            `settings.k` stays the support of the entropies before and after.
         adapter_name: None for the active adapter.
         run_folder: for the log and checkpoints; None keeps nothing but the result.
         resume: continue the run in `run_folder`.
         on_step: progress callback.
-        encoded: rows already tokenised in the order and number to be used, to share the work between calibrations.
+        encoded: rows already tokenised (`loragate.data.encode_rows`) in the order and number to be used, to share the work
+            between calibrations.
         sampler: draws the answers of the objectives anchored and reward with the gates as they are at the call; None
             samples with transformers from the model in memory.
         reward: (row, answer text, finished) to a number, for the objective reward.
         guard: limits on what sampled answers may come to look like; training ends early beyond them, see
-            `CalibrationResult.stopped`. The objectives entropy and ce need a `probe` for it.
+            `CalibrationResult.stopped`. Objectives that do not sample need a `probe` for it.
         probe: samples from the model as it is, always of the same prompts.
 
     Returns:
@@ -175,44 +197,48 @@ def calibrate(
     Raises:
         GateError: if the adapter cannot be gated.
         DataError: if a row cannot be used.
-        ConfigError: for a callable that the objective would not use, or one that it lacks.
+        ConfigError: for a callable that the objective would not use, or one that it lacks; an objective of one's own that is
+            incomplete, or contradicted by the settings; an argument of another kind.
         TrainingError: if parity fails, a frozen weight changed, or the loss is not finite.
     """
-    settings = settings or CalibrationSettings()
-    callables = _Callables(sampler, reward, None if guard is None else Guard(guard), probe)
-    callables.check(settings.objective, settings.on_policy)
+    settings = settings_given(settings, CalibrationSettings)
+    if not isinstance(config, GateConfig):
+        raise ConfigError(
+            f"config is a {type(config).__name__}, expected a GateConfig, as in GateConfig(-3, 1); the order is "
+            "calibrate(model, tokenizer, rows, config, settings)"
+        )
+    require_tokenizer(tokenizer)
+    require_resumable(resume, run_folder)
+    require_own(objective, settings)
+    callables = Callables(sampler, reward, None if guard is None else Guard(guard), probe)
+    callables.check(settings.objective if objective is None else objective.name, settings.on_policy)
     name = active_adapter(peft_model, adapter_name)
-    source = rows if isinstance(rows, Rows) else load_rows(list(rows))
+    source = rows_given(rows)
+    require_encoded(encoded, source)
     if encoded is None:
         source, encoded = calibration_rows(source, tokenizer, settings)
+    if objective is not None:
+        require_mask_column(objective, encoded, source)
     attach_gates(peft_model, config, name)
     try:
         with spread(peft_model) as model:
             return _calibrate(
-                model, tokenizer, source, encoded, config, settings, name, run_folder, resume, on_step, callables
+                model,
+                tokenizer,
+                source,
+                encoded,
+                config,
+                settings,
+                name,
+                run_folder,
+                resume,
+                on_step,
+                callables,
+                objective,
             )
     except BaseException:
         detach_gates(peft_model, name)
         raise
-
-
-@dataclass(frozen=True)
-class _Callables:
-    sampler: Sampler | None
-    reward: Reward | None
-    guard: Guard | None
-    probe: Callable[[], Sequence[Sample]] | None
-
-    def check(self, objective: str, on_policy: bool) -> None:
-        if self.reward is not None and objective != "reward":
-            raise ConfigError(f"a reward has no effect on the objective {objective!r}; set objective='reward'")
-        if self.sampler is not None and not on_policy:
-            raise ConfigError(f"a sampler has no effect on the objective {objective!r}, which trains on the given rows")
-        if self.probe is not None and (on_policy or self.guard is None):
-            why = "its guard reads the answers that it samples anyway" if on_policy else "no guard would read it"
-            raise ConfigError(f"a probe has no effect here: {why}")
-        if self.guard is not None and not on_policy and self.probe is None:
-            raise ConfigError(f"a guard of the objective {objective!r} needs a probe: a callable that returns samples")
 
 
 def calibration_rows(
@@ -239,7 +265,8 @@ def _calibrate(
     run_folder: str | Path | None,
     resume: bool,
     on_step: OnStep | None,
-    callables: _Callables,
+    callables: Callables,
+    objective: Objective | None,
 ) -> CalibrationResult:
     began = time.monotonic()
     require_short_enough(model, encoded, rows)
@@ -249,23 +276,25 @@ def _calibrate(
     parity = measure_parity(model, batch["input_ids"].to(device), batch["attention_mask"].to(device), name)
     check_parity(parity, causal_model(model).dtype)
     vocabulary = causal_model(model).get_output_embeddings().weight.shape[0]
-    request = StatisticsRequest(support_size(settings.k, vocabulary), ("topk_entropy",), ("topk_entropy",))
-    before, _, _ = measure_entropy(model, encoded, collator, request.k, name)
+    k = support_size(settings.k, vocabulary)
+    before, _, _ = measure_entropy(model, encoded, collator, k, name)
 
     train_gates_only(model, name)
     trained: dict[str, Any] = dict(gate_parameters(model, name))
     require_only_gates_train(model, trained)
     frozen = weights_checksum(frozen_parameters(model))
     guard = callables.guard
+    trained_by = settings.objective if objective is None else objective.name
     identity = {
         "stage": "calibrate",
-        "settings": settings.as_record(),
+        "settings": {**settings.as_record(), "objective": trained_by},
         "gate": asdict(config),
         "data": rows.fingerprint,
         "tokens": encoded_fingerprint(encoded),
         "adapter_sha256": adapter_fingerprint(model, name),
         "frozen_weights": frozen,
         **({} if guard is None else {"guard": asdict(guard.limits)}),
+        **({} if objective is None else {"constants": objective.settings}),
     }
     folder = None if run_folder is None else Path(run_folder)
     sampled: dict[str, float] = {}
@@ -292,27 +321,27 @@ def _calibrate(
             outcome = run_on_policy(own, folder, resume=resume, on_step=on_step)
             sampled = own.sampled
         else:
-            ce = settings.objective == "ce"
+            token_loss, request = _loss_and_request(settings.objective, objective, k)
             job = TrainingJob(
                 model=model,
                 tokenizer=tokenizer,
                 encoded=encoded,
                 rows=rows,
                 settings=settings,
-                token_loss=cross_entropy_loss if ce else entropy_loss,
-                request=StatisticsRequest(request.k, ("log_prob", "topk_entropy"), ("log_prob",)) if ce else request,
+                token_loss=token_loss,
+                request=request,
                 trained=trained,
                 identity=identity,
                 recorder=lambda running: record_gates(running, name),
                 check_gradient=True,
-                callbacks=_guarding(model, tokenizer, encoded, name, callables),
+                callbacks=callables.guarding(model, tokenizer, encoded, name),
             )
             outcome = run_training(job, folder, resume=resume, on_step=on_step)
     if weights_checksum(frozen_parameters(model)) != frozen:
         raise TrainingError(
             "a frozen weight of the base or the adapter changed during calibration; the result is not used"
         )
-    after, statistics, total = measure_entropy(model, encoded, collator, request.k, name)
+    after, statistics, total = measure_entropy(model, encoded, collator, k, name)
     return CalibrationResult(
         config=config,
         settings=settings,
@@ -332,24 +361,19 @@ def _calibrate(
         stopped=None if guard is None else guard.verdict,
         guard=[] if guard is None else guard.as_records(),
         sampled=sampled,
+        objective=trained_by,
+        constants={} if objective is None else dict(objective.settings),
     )
 
 
-def _guarding(
-    model: Any, tokenizer: Any, encoded: EncodedRows, name: str, callables: _Callables
-) -> tuple[GuardCallback, ...]:
-    """The guard of a trainer run, its first reading taken from the gates as they start."""
-    guard, probe = callables.guard, callables.probe
-    if guard is None or probe is None:
-        return ()
-    device = next(model.parameters()).device
-    batch = {key: value.to(device) for key, value in collator_for(tokenizer)(list(encoded)[:16]).items()}
-
-    def read(step: int) -> None:
-        guard.observe(step, as_answers(probe()), lambda: saturation(model, [batch], name), complete=True)
-
-    read(0)
-    return (GuardCallback(guard, read, guard.limits.every),)
+def _loss_and_request(name: str, own: Objective | None, k: int) -> tuple[TokenLoss, StatisticsRequest]:
+    """What trains gates on the given rows, and the statistics that it reads."""
+    if own is not None:
+        gradients = None if own.gradients is None else tuple(own.gradients)
+        return per_token(own), StatisticsRequest(own.k, tuple(own.outputs), gradients)
+    if name == "ce":
+        return cross_entropy_loss, StatisticsRequest(k, ("log_prob", "topk_entropy"), ("log_prob",))
+    return entropy_loss, StatisticsRequest(k, ("topk_entropy",), ("topk_entropy",))
 
 
 def _cut(row: dict[str, Any], length: int) -> dict[str, Any]:

@@ -1,13 +1,17 @@
-"""Stage-I token objectives as a registry of small objects over token statistics; docs/methods.md derives each.
+"""Stage-I token objectives by name, small objects over token statistics; docs/methods.md derives each.
 
 weighted   sft, dft, profit, eaft, talr, mask: cross-entropies with a detached weight w_t ≥ 0
 signed     eksft, forgetting: with terms that no nonnegative weight gives
 controls   entropy, interleaved: the adapter itself trained on entropy
+
+The names are fixed and `objectives` is read-only. An objective of one's own is given to the training itself:
+`train_adapter(..., objective=WeightedCrossEntropy("mine", rule))`, and likewise to `calibrate`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from loragate.losses.objectives.base import (
     Objective,
@@ -30,7 +34,8 @@ FACTORIES: dict[str, Callable[..., Objective]] = {
     "entropy": EntropyMinimisation,
     "interleaved": Interleaved,
 }
-objectives: dict[str, Objective] = {name: make() for name, make in FACTORIES.items()}
+# read-only, as training reads the names from its settings; an objective of one's own goes to the training call itself
+objectives: Mapping[str, Objective] = MappingProxyType({name: make() for name, make in FACTORIES.items()})
 
 __all__ = [
     "FACTORIES",

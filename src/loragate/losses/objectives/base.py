@@ -49,13 +49,17 @@ class ObjectiveContext:
 class Objective(Protocol):
     """A per-token training objective.
 
+    Any object that has these will do, such as a class of your own; it is given to `train_adapter` or `calibrate` as
+    `objective=`. Its name is then none of the built-in ones.
+
     Attributes:
-        name: registry name.
-        k: support of the top-k entropy it reads; 0 for the whole vocabulary.
-        requires: what the context or the statistics must hold: "keep_mask", "reference_kl", "sequence_ids".
-        outputs: the statistics it reads.
-        gradients: those it differentiates; None for all of them, recomputed in the backward as they are needed.
-        settings: its constants, for run records.
+        name: what records call it.
+        k: support of the top-k entropy it reads; 0 for the whole vocabulary, 2 where it reads none.
+        requires: what the context or the statistics must hold: "keep_mask", "reference_kl" (Stage I only), "sequence_ids".
+        outputs: the statistics it reads, of "log_prob", "entropy" (in full) and "topk_entropy".
+        gradients: those it differentiates, the others come detached; None for all, recomputed in the backward as they are
+            needed.
+        settings: its constants, for run records; JSON-able.
     """
 
     @property
@@ -97,11 +101,13 @@ class WeightedCrossEntropy:
     """−w_t · log p_t with w_t from a rule under no_grad.
 
     Attributes:
-        name: registry name.
-        rule: gives w_t ≥ 0 for every position.
+        name: what records call it.
+        rule: gives w_t ≥ 0 for every position, from (stats, context). Training with an objective of one's own refuses a
+            negative weight, and a weight that is not finite where a token counts.
         k: support of the top-k entropy the rule reads (2 where it reads none).
         requires: names of `ObjectiveContext` fields the rule needs.
-        reads_entropy: whether the rule reads the top-k entropy.
+        reads_entropy: whether the rule reads the top-k entropy, `stats.topk_entropy`.
+        reads_full_entropy: whether the rule reads the entropy over the whole vocabulary, `stats.entropy`.
         settings: the rule's constants, for run records.
     """
 
@@ -111,11 +117,13 @@ class WeightedCrossEntropy:
     requires: frozenset[str] = frozenset()
     reads_entropy: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
+    reads_full_entropy: bool = False
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """The statistics it reads."""
-        return ("log_prob", "topk_entropy") if self.reads_entropy else ("log_prob",)
+        full = ("entropy",) if self.reads_full_entropy else ()
+        return ("log_prob", *full, *(("topk_entropy",) if self.reads_entropy else ()))
 
     @property
     def gradients(self) -> tuple[str, ...]:

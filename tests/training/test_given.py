@@ -1,0 +1,136 @@
+"""What is given to the two stages: mix-ups are one sentence, before anything is changed or loaded."""
+
+import json
+
+import pytest
+
+import loragate as lg
+from loragate.data import encode_rows, load_rows
+from loragate.data.encoding import EncodedRows
+from loragate.errors import ConfigError, DataError, TrainingError
+from loragate.training import CalibrationSettings, StageOneSettings
+from loragate.training.run import require_short_enough
+from loragate.training.run_folder import prepare_folder
+from tiny import tiny_adapter, tiny_base, tiny_rows
+
+SHARED = {"batch_size": 8, "micro_batch_size": 4, "max_length": 64, "max_steps": 1, "logging_steps": 1}
+ONE = StageOneSettings(**SHARED, rank=2)
+TWO = CalibrationSettings(**SHARED, k=20)
+CONFIG = lg.GateConfig(-3, 2)
+
+
+def train(tokenizer, rows=None, settings=ONE, base=None, **options):
+    return lg.train_adapter(base or tiny_base(), tokenizer, rows or tiny_rows(8), settings, **options)
+
+
+def calibrate(tokenizer, rows=None, config=CONFIG, settings=TWO, **options):
+    return lg.calibrate(tiny_adapter(), tokenizer, rows or tiny_rows(8), config, settings, **options)
+
+
+def test_a_base_with_an_adapter_is_refused_untouched(tokenizer):
+    base = tiny_base()
+    first = train(tokenizer, base=base).model
+    factors = {name: value.clone() for name, value in first.state_dict().items()}
+    for again in (base, first):
+        with pytest.raises(ConfigError, match=r"already carries an adapter \(.*q_proj.*load a fresh base.*unload\(\)"):
+            train(tokenizer, base=again)
+    assert all((value == factors[name]).all() for name, value in first.state_dict().items())
+    assert train(tokenizer, base=first.unload()).steps == 1
+
+
+def test_a_path_and_any_iterable_are_rows(tokenizer, tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in tiny_rows(8)))
+    for rows in (path, str(path)):
+        assert train(tokenizer, rows).data["source"] == str(path)
+        assert calibrate(tokenizer, rows).data["source"] == str(path)
+    assert train(tokenizer, iter(tiny_rows(8))).rows == 8
+    with pytest.raises(DataError, match="found no file"):
+        train(tokenizer, str(tmp_path / "other.jsonl"))
+    with pytest.raises(DataError, match="found NoneType, expected a path"):
+        lg.train_adapter(tiny_base(), tokenizer, None, ONE)
+    with pytest.raises(DataError, match="found NoneType, expected a path"):
+        lg.calibrate(tiny_adapter(), tokenizer, None, CONFIG, TWO)
+
+
+@pytest.mark.parametrize("stage", [train, calibrate])
+def test_mix_ups_of_both_stages(tokenizer, stage):
+    with pytest.raises(ConfigError, match="resume=True needs run_folder"):
+        stage(tokenizer, resume=True)
+    with pytest.raises(ConfigError, match="the tokenizer is NoneType"):
+        stage(None)
+    with pytest.raises(ConfigError, match=r"the tokenizer is list; .*before the rows"):
+        stage(tiny_rows(8), tokenizer)
+    with pytest.raises(ConfigError, match=r"encoded is a list, expected EncodedRows: what loragate\.data\.encode_rows"):
+        stage(tokenizer, encoded=[{"input_ids": [1], "labels": [1], "row": 0}])
+    encoded = encode_rows(tiny_rows(12), tokenizer, max_length=64)
+    with pytest.raises(DataError, match="encoded holds 12 rows up to index 11, and rows has 8"):
+        stage(tokenizer, encoded=encoded)
+
+
+def test_settings_and_gates_of_another_kind(tokenizer):
+    with pytest.raises(
+        ConfigError, match="train_adapter are StageOneSettings, found CalibrationSettings, which belong"
+    ):
+        train(tokenizer, settings=TWO)
+    with pytest.raises(ConfigError, match="calibrate are CalibrationSettings, found StageOneSettings, which belong"):
+        calibrate(tokenizer, settings=ONE)
+    with pytest.raises(ConfigError, match=r"found dict$"):
+        train(tokenizer, settings={"rank": 2})
+    with pytest.raises(ConfigError, match="config is a tuple, expected a GateConfig"):
+        calibrate(tokenizer, config=(-3, 2))
+
+
+def test_fields_of_another_kind():
+    for kind, stage in ((StageOneSettings, "train_adapter"), (CalibrationSettings, "calibrate")):
+        with pytest.raises(ConfigError, match=rf"is a name, one of .*{stage}\(\.\.\., objective=\.\.\.\)"):
+            kind(objective=lg.objectives["dft"])
+        for seed in (1.5, "1", True, None):
+            with pytest.raises(ConfigError, match="seed must be an integer"):
+                kind(seed=seed)
+    assert StageOneSettings(target_modules=["q_proj", "v_proj"]) == StageOneSettings(target_modules="q_proj,v_proj")
+    for wrong in ([], [1], None, {"q_proj"}):
+        with pytest.raises(ConfigError, match="target_modules is 'all-linear' or names"):
+            StageOneSettings(target_modules=wrong)
+
+
+def test_tokens_of_another_base_are_named(tokenizer):
+    rows = load_rows(tiny_rows(8))
+    encoded = encode_rows(rows, tokenizer, max_length=64)
+    largest = max(encoded, key=lambda row: max(row["input_ids"]))
+    assert max(largest["input_ids"]) >= 100
+    small = tiny_base(vocab_size=100)
+    told = f"row {largest['row']} has the token id {max(largest['input_ids'])}, but the base embeds 100 tokens"
+    with pytest.raises(DataError, match=told):
+        require_short_enough(small, encoded, rows)
+    with pytest.raises(DataError, match="tokenizer belongs to another base"):
+        lg.train_adapter(small, tokenizer, rows, ONE)
+    with pytest.raises(DataError, match="tokenizer belongs to another base"):
+        lg.calibrate(tiny_adapter(base=tiny_base(vocab_size=100)), tokenizer, rows, CONFIG, TWO)
+    require_short_enough(tiny_base(), encoded, rows)
+    with pytest.raises(DataError, match=told):  # items that are not packed
+        require_short_enough(small, EncodedRows(list(encoded), encoded.summary), rows)
+
+
+def test_rows_longer_than_the_model_are_named(tokenizer):
+    rows = load_rows(tiny_rows(8))
+    encoded = encode_rows(rows, tokenizer, max_length=64)
+    longest = max(encoded, key=lambda row: len(row["input_ids"]))
+    short = tiny_base(max_position_embeddings=8)
+    with pytest.raises(TrainingError, match=f"row {longest['row']} has {len(longest['input_ids'])} tokens"):
+        require_short_enough(short, encoded, rows)
+
+
+@pytest.mark.parametrize("save_steps", [0, 1])
+def test_a_finished_run_is_not_overwritten(tokenizer, tmp_path, save_steps):
+    settings = StageOneSettings(**SHARED, rank=2, save_steps=save_steps)
+    train(tokenizer, settings=settings, run_folder=tmp_path)
+    kept = {path.name: path.read_bytes() for path in tmp_path.glob("*.json*")}
+    with pytest.raises(TrainingError, match="holds the log of a finished run, which is not overwritten"):
+        train(tokenizer, settings=StageOneSettings(**SHARED, rank=4), run_folder=tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.json*")} == kept
+
+
+def test_a_run_that_is_not_there_is_named_for_both_ways_of_calling(tmp_path):
+    with pytest.raises(TrainingError, match=r"run without --resume \(resume=False\)"):
+        prepare_folder({"stage": "sft"}, tmp_path, True)
