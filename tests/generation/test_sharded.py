@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -37,12 +38,18 @@ def identities(samples: list[Sample]) -> list[tuple[Any, ...]]:
     return [(s.question, s.sample, s.text, s.token_ids, s.finish_reason) for s in samples]
 
 
-def load_engine(folder: str, tokenizer: Any) -> TransformersEngine:
-    """An engine on the model of this folder, which leaves the number of its process behind."""
+def load_engine(folder: str, tokenizer: Any, together: int = 1) -> TransformersEngine:
+    """An engine on the model of this folder, which leaves the number of its process behind.
+
+    It is ready when `together` processes have come so far, or else the first one could do all the work alone.
+    """
     torch.set_num_threads(1)
     used = Path(folder) / "processes"
     used.mkdir(exist_ok=True)
     (used / str(os.getpid())).touch()
+    late = time.monotonic() + 120
+    while len(list(used.iterdir())) < together and time.monotonic() < late:
+        time.sleep(0.1)
     return TransformersEngine(Qwen2ForCausalLM.from_pretrained(folder).eval(), tokenizer)
 
 
@@ -154,10 +161,10 @@ def test_two_ray_actors_draw_what_one_process_draws(
     ray_cluster: Any, qwen2: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
     qwen2.save_pretrained(tmp_path)
-    make_engine = partial(load_engine, str(tmp_path), tokenizer)
-    expected = make_engine().generate(PROMPTS, CONFIG)
+    expected = load_engine(str(tmp_path), tokenizer).generate(PROMPTS, CONFIG)
     used = tmp_path / "processes"
     (used / str(os.getpid())).unlink()
+    make_engine = partial(load_engine, str(tmp_path), tokenizer, together=2)
     engine = ShardedEngine(make_engine, 2, RayData(gpus=0), batch_size=2)
     batches: list[int] = []
     got = engine.generate(PROMPTS, CONFIG, on_samples=lambda batch: batches.append(len(batch)))
