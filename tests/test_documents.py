@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -27,6 +26,7 @@ from loragate import errors
 from loragate.cli.arguments import build_parser, field_kinds, help_texts, parse, read_config
 from loragate.cli.main import COMMANDS, overview
 from loragate.errors import ConfigError
+from loragate.evaluation.sandbox import probe as probe_sandbox
 from tiny import tiny_adapter, tiny_base, tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -218,8 +218,9 @@ PAGES_WITH_PYTHON = [path for path in DOCUMENTS if any(fence.language == "python
 
 @pytest.mark.parametrize("path", PAGES_WITH_PYTHON, ids=lambda path: path.name)
 def test_python_snippets_run(path, tmp_path, monkeypatch, capsys):
-    if path.name == "sandbox.md" and shutil.which("bwrap") is None:
-        pytest.skip("bubblewrap is not installed")
+    problem = probe_sandbox("bubblewrap") if path.name == "sandbox.md" else None
+    if problem:
+        pytest.skip(f"bubblewrap: {problem}")
     monkeypatch.chdir(tmp_path)
     tiny_base().save_pretrained("path/to/base")
     tiny_tokenizer().save_pretrained("path/to/base")

@@ -21,6 +21,7 @@ from loragate.evaluation.canary import canary
 from loragate.evaluation.grade import Grade
 from loragate.evaluation.judging import JudgeSettings, judged_by, read_grades, write_grades
 from loragate.evaluation.results import read_record
+from loragate.evaluation.sandbox import probe as probe_sandbox
 from loragate.evaluation.variants import Variant, acting, variants_for
 from loragate.generation import Sample, SampleWriter, SamplingConfig
 from tiny import tiny_adapter, tiny_base, tiny_tokenizer
@@ -422,8 +423,9 @@ def test_bad_input(place, tmp_path, capsys):
 @pytest.mark.slow
 def test_every_suite_end_to_end(place, tmp_path, capsys):
     """Every hand-made sample file, the tiny world and the generated arithmetic, for base, adapter and gates by one command."""
-    if shutil.which("bwrap") is None and not os.environ.get("LORAGATE_REQUIRE_BWRAP"):
-        pytest.skip("bubblewrap is not installed")
+    problem = probe_sandbox("bubblewrap")
+    if problem and not os.environ.get("LORAGATE_REQUIRE_BWRAP"):
+        pytest.skip(f"bubblewrap: {problem}")
     for name in ("math_verify", "lm_eval"):
         pytest.importorskip(name, reason=f"{name} is not installed (pip install loragate[eval])")
     samples = Path(__file__).parents[1] / "evaluation" / "samples"

@@ -52,7 +52,7 @@ def findings() -> dict[str, Any]:
     """Versions, devices, optional parts and problems as plain data."""
     import torch
 
-    from loragate.evaluation.sandbox import available_tiers
+    from loragate.evaluation.sandbox import available_tiers, probe
 
     versions = {name: _version(name) for name in [*REQUIRED, "safetensors", "tokenizers", "matplotlib"]}
     devices = [f"cpu ({os.cpu_count()} cores, {torch.get_num_threads()} threads)"]
@@ -80,6 +80,7 @@ def findings() -> dict[str, Any]:
         "devices": devices,
         "optional": {name: _version(name) for name in OPTIONAL},
         "sandbox": available_tiers(),
+        "sandbox_problem": probe("bubblewrap"),
         "free_disk_gib": round(free, 1),
         "offline": os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"),
         "problems": problems,
@@ -100,8 +101,9 @@ def run(options: DoctorOptions) -> int:
     for name, purpose in OPTIONAL.items():
         print(f"  {name:<14} {found['optional'][name] or 'not installed'}: {purpose}")
     tiers = ", ".join(found["sandbox"]) or "none"
-    hint = "" if "bubblewrap" in found["sandbox"] else " (install bubblewrap to run programs of models safely)"
-    print(f"sandbox for programs: {tiers}{hint}")
+    print(f"sandbox for programs: {tiers}")
+    if found["sandbox_problem"]:
+        print(f"  bubblewrap, which runs programs of models safely, does not work: {found['sandbox_problem']}")
     print(
         f"disk: {found['free_disk_gib']} GiB free; hub: {'offline' if found['offline'] else 'reachable if the network is'}"
     )

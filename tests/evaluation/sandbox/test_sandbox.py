@@ -250,6 +250,35 @@ def test_a_tier_that_cannot_work_says_what_to_do(monkeypatch: pytest.MonkeyPatch
     assert isinstance(SandboxError(""), ConfigError)
 
 
+@pytest.mark.parametrize(("name", "forbidding", "meaning"), tiers.SWITCHES, ids=lambda value: value[-12:])
+def test_what_forbids_namespaces_is_named(tmp_path, monkeypatch, name: str, forbidding: str, meaning: str) -> None:
+    monkeypatch.setattr(tiers, "CONTAINER_MARKS", ())
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert tiers.namespaces_forbidden(tmp_path) is None
+    switch = tmp_path / name
+    switch.parent.mkdir()
+    switch.write_text(f"{forbidding}\n", encoding="ascii")
+    assert tiers.namespaces_forbidden(tmp_path) == meaning
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert tiers.namespaces_forbidden(tmp_path) is None, "root may"
+    monkeypatch.setattr(tiers, "CONTAINER_MARKS", (str(tmp_path),))
+    assert "container" in str(tiers.namespaces_forbidden(tmp_path))
+
+
+def test_a_tier_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = "the sandbox did not start: bwrap: setting up uid map: Permission denied"
+    monkeypatch.setattr("loragate.evaluation.sandbox.self_test._answers", {})
+    monkeypatch.setattr("loragate.evaluation.sandbox.self_test.missing", lambda tier: None)
+    monkeypatch.setattr("loragate.evaluation.sandbox.self_test._self_test", lambda tier, style: failed)
+    monkeypatch.setattr("loragate.evaluation.sandbox.self_test.namespaces_forbidden", lambda: tiers.SWITCHES[0][2])
+    with pytest.raises(SandboxError, match=r"uid map: Permission denied; AppArmor .*; docs/sandbox.md") as refused:
+        run_program("pass")
+    assert '"Where it does not start"' in str(refused.value)
+    page = (Path(__file__).parents[3] / "docs" / "sandbox.md").read_text(encoding="utf-8")
+    assert "## Where it does not start\n" in page
+    assert all(f"`{name.replace('/', '.')} = {value}`" in page for name, value, _ in tiers.SWITCHES)
+
+
 def test_a_tier_that_breaks_its_promise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     need(TOP)
     monkeypatch.setattr("loragate.evaluation.sandbox.self_test._answers", {})

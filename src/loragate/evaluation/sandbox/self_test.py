@@ -19,7 +19,7 @@ from pathlib import Path
 from loragate.evaluation.sandbox.child import Child
 from loragate.evaluation.sandbox.limits import Limits
 from loragate.evaluation.sandbox.supervise import Watch
-from loragate.evaluation.sandbox.tiers import TIERS, known_tier, launch, missing, refusal
+from loragate.evaluation.sandbox.tiers import TIERS, known_tier, launch, missing, namespaces_forbidden, refusal
 
 # What is tried is printed as one JSON list of what succeeded.
 ATTACK = """
@@ -101,6 +101,9 @@ def _probe(tier: str) -> tuple[str | None, str]:
         if reason is None:
             return None, style
         reasons.append(reason)
+    forbidden = namespaces_forbidden() if tier != "rlimits" else None
+    if forbidden is not None:
+        reasons.append(f'{forbidden}; docs/sandbox.md, "Where it does not start", has the ways out')
     return "; ".join(dict.fromkeys(reasons)), ""
 
 

@@ -6,6 +6,7 @@ install and which flag lowers the tier.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import secrets
@@ -24,6 +25,21 @@ TIERS = {
     "namespaces": "no network, own processes, limits; the file system is NOT protected",
     "rlimits": "limits only; NOT isolated",
 }
+# What keeps users from making namespaces: a file of the kernel, the value that forbids it, and what that means.
+SWITCHES = (
+    (
+        "kernel/apparmor_restrict_unprivileged_userns",
+        "1",
+        "AppArmor gives user namespaces to programs with a profile only (kernel.apparmor_restrict_unprivileged_userns = 1)",
+    ),
+    (
+        "kernel/unprivileged_userns_clone",
+        "0",
+        "the kernel gives users no namespaces (kernel.unprivileged_userns_clone = 0)",
+    ),
+    ("user/max_user_namespaces", "0", "the kernel allows no user namespaces (user.max_user_namespaces = 0)"),
+)
+CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv")
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/tmp",
@@ -99,6 +115,18 @@ def missing(tier: str) -> str | None:
     if program and not shutil.which(program):
         package = {"bwrap": "bubblewrap", "unshare": "util-linux"}[program]
         return f"there is no `{program}` here; install it with `apt install {package}`"
+    return None
+
+
+def namespaces_forbidden(settings: Path = Path("/proc/sys")) -> str | None:
+    """What here is known to keep this user from making namespaces, or None; why a tier that is installed may not start."""
+    if os.geteuid() != 0:
+        for name, forbidding, meaning in SWITCHES:
+            with contextlib.suppress(OSError):
+                if (settings / name).read_text(encoding="ascii").strip() == forbidding:
+                    return meaning
+    if any(os.path.exists(mark) for mark in CONTAINER_MARKS):
+        return "this is a container, and most containers forbid namespaces"
     return None
 
 
