@@ -2,10 +2,15 @@
 
 import json
 import re
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 IMAGES = sorted((ROOT / "docker").glob("Dockerfile*"))
@@ -121,3 +126,22 @@ def test_the_lowest_versions_are_those_of_the_package():
         assert (pin + ".0").startswith(floors[name] + ".") or pin == floors[name], (
             f"{name}: {pin} is not {floors[name]}"
         )
+
+
+@pytest.mark.parametrize("name", ["constraints.txt", "constraints-lowest.txt"])
+def test_every_pin_takes_the_oldest_python(name):
+    """Distributions ship Python 3.11.2; a pin that wants a later patch release stops `make test` there."""
+    floor = SpecifierSet(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"])
+    oldest = next(iter(floor)).version + ".0"
+    installed = {canonicalize_name(each.metadata["Name"]): each for each in metadata.distributions()}
+    pins = [Requirement(line) for line in (ROOT / name).read_text().splitlines() if line and line[0].isalnum()]
+    here = [
+        pin for pin in pins if (found := installed.get(canonicalize_name(pin.name))) and found.version in pin.specifier
+    ]
+    assert here, "no pin is installed"
+    refusing = {}
+    for pin in here:
+        needed = installed[canonicalize_name(pin.name)].metadata["Requires-Python"]
+        if needed and oldest not in SpecifierSet(needed):
+            refusing[pin.name] = needed
+    assert not refusing
