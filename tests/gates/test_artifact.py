@@ -327,6 +327,35 @@ def test_a_source_that_is_not_the_loaded_adapter_is_not_copied(tmp_path, folders
         assert torch.equal(lg.load_gated(tmp_path / "gated")(token_ids).logits, model(token_ids).logits)
 
 
+@pytest.mark.parametrize(
+    "tied",
+    [
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+    ],
+    ids=["saved", "adapted"],
+)
+def test_an_adapter_that_keeps_embeddings_and_head_tied_is_written_without_a_source(tmp_path, folders, tied, token_ids):
+    model = tiny_adapter(ensure_weight_tying=True, **tied)
+    lg.attach_gates(model, CONFIG)
+    shake(model)
+    lg.save_gates(model, tmp_path / "gated", base_id=str(folders[0]))
+    with torch.no_grad():
+        assert torch.equal(lg.load_gated(tmp_path / "gated")(token_ids).logits, model(token_ids).logits)
+
+
+def test_gates_that_a_trainer_has_cast_are_written_as_the_reader_wants_them(tmp_path, folders):
+    model = PeftModel.from_pretrained(tiny_base(), folders[1])
+    lg.attach_gates(model, CONFIG)
+    shake(model)
+    for parameter in lg.gate_parameters(model).values():
+        parameter.data = parameter.data.to(torch.bfloat16)  # as TRL does it on a 4-bit base
+    lg.save_gates(model, tmp_path / "gated", adapter_source=folders[1])
+    again = lg.gate_parameters(lg.load_gated(tmp_path / "gated"))
+    for name, parameter in lg.gate_parameters(model).items():
+        assert torch.equal(again[name], parameter.float())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_natively_loaded_adapter_round_trips(tmp_path, folders, dtype, token_ids):
     model = tiny_base().to(dtype)

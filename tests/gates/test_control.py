@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import loragate as lg
 from loragate.errors import GateError
@@ -131,3 +133,24 @@ def test_an_experts_routed_tokens_are_left_out_under_a_mask(gated):
     recorder.update(torch.zeros(2, 7, 4))  # heads apart
     recorder.update(torch.zeros(14))
     assert recording.total()["tokens"] == 14
+
+
+class NoDoubles(TorchDispatchMode):
+    """Refuses fp64 on Apple's GPUs, as these do."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for made in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(made, torch.Tensor) and made.device.type == "mps" and made.dtype == torch.float64:
+                raise TypeError("the MPS framework doesn't support float64")
+        return result
+
+
+def test_recording_asks_an_apple_gpu_for_no_doubles():
+    with FakeTensorMode(), NoDoubles():
+        lam = torch.empty(2, 3, device="mps")
+        with pytest.raises(TypeError):
+            lam.double()
+        recorder = Recorder(-6, 3)
+        recorder.update(lam)
+        assert recorder.sums.device.type == "cpu"

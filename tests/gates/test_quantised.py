@@ -11,8 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 import loragate as lg
 from loragate.errors import ArtifactError, GateError
+from loragate.gates.fingerprint import base_weight_samples, compare_base_samples, weights_checksum
 from loragate.gates.quantised import quantization_of, quantization_of_config, storage_warning
 from loragate.training import CalibrationSettings, StageOneSettings, train_adapter
+from packed import packed
 from tiny import tiny_base, tiny_rows
 
 SETTINGS = {"batch_size": 8, "micro_batch_size": 4, "learning_rate": 0.05, "logging_steps": 1, "max_length": 64}
@@ -198,3 +200,34 @@ def test_nothing_is_told_where_nothing_was_recorded():
     assert storage_warning(None, "4bit") is None
     assert storage_warning("4bit", "4bit") is None
     assert "a gptq base" in storage_warning("gptq", "none")
+
+
+def in_fp8(base):
+    """The base with weights whose stored numbers are not the weights' own; their scale lies elsewhere."""
+    for layer in base.model.layers:
+        layer.self_attn.o_proj.weight.data = (layer.self_attn.o_proj.weight.data * 7).to(torch.float8_e4m3fn)
+    return base
+
+
+def test_a_base_of_packed_tensors_is_calibrated_and_loaded_again(place, tokenizer, token_ids, tmp_path):
+    model = PeftModel.from_pretrained(packed(tiny_base(hidden_size=64, intermediate_size=128)), place / "adapter")
+    lg.calibrate(model, tokenizer, tiny_rows(24), lg.GateConfig(-6, 3), CalibrationSettings(**SETTINGS))
+    lg.save_gates(model, tmp_path / "gated")
+    again = PeftModel.from_pretrained(packed(tiny_base(hidden_size=64, intermediate_size=128)), place / "adapter")
+    lg.load_gates(again, tmp_path / "gated")
+    assert torch.equal(logits_of(again.eval(), token_ids), logits_of(model.eval(), token_ids))
+
+
+@pytest.mark.parametrize("pack", [packed, in_fp8])
+def test_a_base_is_known_again_by_its_weights_that_are_not_packed(pack):
+    plain = base_weight_samples(tiny_base())
+    assert compare_base_samples(pack(tiny_base()), plain) is None
+    assert compare_base_samples(tiny_base(), base_weight_samples(pack(tiny_base()))) is None
+    assert compare_base_samples(pack(tiny_base(seed=1)), plain) is not None
+
+
+def test_the_checksum_sees_into_packed_tensors():
+    weight = packed(tiny_base()).model.layers[0].self_attn.v_proj.weight
+    before = weights_checksum([("weight", weight)])
+    weight.integers[0, 0] += 1
+    assert weights_checksum([("weight", weight)]) != before

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from loragate.losses import StatisticsRequest, add_statistics_forward, statistics_of_logits, verify_head
+from packed import packed
 from tiny import tiny_adapter, tiny_base
 
 
@@ -62,6 +63,13 @@ def test_a_trainable_head_takes_the_slow_path_and_gets_its_gradient(batch):
     assert not add_statistics_forward(model)
     model(**batch, statistics=StatisticsRequest(20)).log_prob.sum().backward()
     assert model.lm_head.weight.grad.abs().max() > 0
+
+
+def test_a_packed_head_takes_the_slow_path(batch):
+    model = packed(tiny_base(tie_word_embeddings=False), "lm_head").requires_grad_(False)
+    wanted = expected(model, batch, 20)
+    assert not add_statistics_forward(model)
+    assert_same(model(**batch, statistics=StatisticsRequest(20)), wanted)
 
 
 def test_an_unknown_head_is_noticed(batch):

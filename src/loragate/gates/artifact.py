@@ -91,7 +91,8 @@ def save_gates(
         k: support size of the entropy objective the gates were trained with, recorded for readers; 0 for the whole
             vocabulary.
         base_id, base_revision: how to find the base again; defaults to the adapter's own record, and where that names none,
-            to what the model was loaded from. The id may carry the revision, as in "owner/name@revision".
+            to what the model was loaded from. The id may carry the revision, as in "owner/name@revision". A model does not
+            say which revision it was loaded at: name it where that was not the default one.
         adapter_id: hub id of the Stage-I adapter, where it has one, with "@revision" where that is known; named in the card.
         evidence: JSON-able record under the keys "parity", "selection" and "training"; other keys are refused.
         card: text of README.md; made from the record when absent.
@@ -110,7 +111,11 @@ def save_gates(
     if (folder / CONFIG).exists():
         raise ArtifactError(f"{folder} already holds a gated adapter; choose another folder or remove it first")
     name = active_adapter(peft_model, adapter_name)
-    tensors = {key: value.detach().to("cpu").contiguous() for key, value in gate_parameters(peft_model, name).items()}
+    # trainers cast what trains on a quantised base to bf16; the reader takes fp32 alone
+    tensors = {
+        key: value.detach().to("cpu", torch.float32).contiguous()
+        for key, value in gate_parameters(peft_model, name).items()
+    }
     broken = [key for key, value in tensors.items() if not bool(torch.isfinite(value).all())]
     if broken:
         raise GateError(f"gate {broken[0]} is not finite; nothing was written")
@@ -204,7 +209,8 @@ def write_adapter(model: nn.Module, adapter_name: str, folder: Path, source: str
         logger.warning("%s %s; the loaded adapter is written instead of a copy", source, what)
     # a natively loaded adapter has the base model's own names; PEFT reads them under its wrapper's prefix
     prefix = "base_model.model."
-    state = {key if key.startswith(prefix) else prefix + key: value for key, value in state.items()}
+    # tied weights are one tensor under several names, which safetensors refuses to write
+    state = {key if key.startswith(prefix) else prefix + key: value.clone() for key, value in state.items()}
     write_atomically(folder / weights, lambda path: save_file(state, str(path), metadata={"format": "pt"}))
     folder.mkdir(parents=True, exist_ok=True)
     peft_config: Any = model.peft_config[adapter_name]  # type: ignore[index]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -142,9 +142,30 @@ def _base_parameters(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
         parts = name.split(".")
         if any(part.startswith("lora_") or part == "modules_to_save" for part in parts):
             continue
-        if not parameter.is_floating_point() or getattr(parameter, "quant_state", None) is not None:
+        if not parameter.is_floating_point() or _is_packed(parameter):
             continue
         yield base_path(name).replace(".original_module.", "."), parameter
+
+
+def _is_packed(parameter: torch.Tensor) -> bool:
+    """Whether a tensor that calls itself floating-point is stored quantised: by bitsandbytes, in fp8, or by torchao."""
+    return (
+        getattr(parameter, "quant_state", None) is not None or parameter.element_size() == 1 or _wraps_others(parameter)
+    )
+
+
+def _wraps_others(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for several others, as torchao's do; those that FSDP2 shards stand for one."""
+    return hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "full_tensor")
+
+
+def _stored(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that hold a tensor's bits: itself, or those that it stands for."""
+    if not _wraps_others(tensor):
+        yield name, tensor
+        return
+    for inner in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        yield from _stored(f"{name}.{inner}", getattr(tensor, inner))
 
 
 def weights_checksum(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -154,7 +175,8 @@ def weights_checksum(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     changed bit changes the result. Meant to prove that frozen weights stayed frozen, not as a defence against forgery.
     """
     digest = hashlib.sha256()
-    for name, tensor in sorted(parameters, key=lambda item: item[0]):
+    held = (pair for name, tensor in parameters for pair in _stored(name, tensor))
+    for name, tensor in sorted(held, key=lambda item: item[0]):
         words = _whole(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
         total = 0
         for start in range(0, words.numel(), 1 << 24):

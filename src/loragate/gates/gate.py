@@ -139,6 +139,8 @@ class Recorder:
                 return
             mask = mask.reshape(-1)
             values = values[mask.to(values.device)]
+        if values.device.type == "mps":
+            values = values.cpu()  # Apple's GPUs have no float64
         # One tenth of a per cent of the range from an end counts as saturated: tanh has no gradient left there.
         margin_low, margin_high = 1e-3 * (1.0 - self.lower), 1e-3 * (self.upper - 1.0)
         saturated = (values <= self.lower + margin_low) | ((values >= self.upper - margin_high) & (self.upper > 1.0))

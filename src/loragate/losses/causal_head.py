@@ -54,10 +54,13 @@ def read_head(model: Any) -> Head | None:
         module = module.original_module if disabled or not active else copies[active[0]]
     if not isinstance(module, nn.Linear) or hasattr(module, "lora_A"):
         return None
-    if module.weight.requires_grad or not module.weight.is_floating_point():
+    weight = module.weight
+    if weight.requires_grad or not weight.is_floating_point():
         return None
+    if hasattr(weight, "__tensor_flatten__") and not hasattr(weight, "full_tensor"):
+        return None  # torchao's quantised tensors call themselves floating-point, but have no rows to multiply by
     config = model.config.get_text_config()
-    return Head(module.weight, module.bias, _logit_scale(config), getattr(config, "final_logit_softcapping", None))
+    return Head(weight, module.bias, _logit_scale(config), getattr(config, "final_logit_softcapping", None))
 
 
 def _logit_scale(config: Any) -> float:
