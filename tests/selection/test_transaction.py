@@ -299,6 +299,20 @@ def test_the_choice():
         choose({"adapter": scores(1, 0), "a": scores(1)}, "adapter")
 
 
+def test_rounding_breaks_no_tie():
+    """Means over 12 samples and over 4 are rounded differently; as many right answers of both are a tie."""
+    few, many = np.zeros((3, 4)), np.zeros((3, 12))
+    few[0, :1] = few[1, :1] = 1  # 2 of 12
+    many[0, :1] = many[1, :1] = many[2, :4] = 1  # 6 of 36
+    one, other = (table.mean(axis=1, keepdims=True) for table in (few, many))
+    assert abs(one.mean() - other.mean()) < 1e-15
+    up = np.nextafter(one, 1)
+    assert up.mean() > one.mean()
+    for name in ("a", "b"):
+        assert choose({"adapter": one, name: other}, "adapter").accepted is False
+        assert choose({"adapter": one, name: up}, "adapter").accepted is False
+
+
 def test_a_grader_that_reads_no_answer_is_reported():
     assert unread(0.5, "default") == []
     (phrase,) = unread(0.2, "default")

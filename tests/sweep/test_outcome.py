@@ -82,6 +82,19 @@ def test_the_adapter_remains_where_nothing_beats_it_and_on_a_tie():
     assert summarise(PLAN, results(nothing))["choices"][0]["picked"] == "adapter"
 
 
+def test_what_is_written_beats_the_adapter_by_itself():
+    """The cell wins on the average of its seeds, and its first seed is worse than the adapter."""
+    found = results(MEANS)
+    slug = "a_entropy_-3_1_seed0"
+    found[slug] = TrialResult(found[slug].trial, scored(0.1, 7), None, found[slug].training)
+    summary = summarise(PLAN, found)
+    choice = summary["choices"][0]
+    assert (choice["picked"], choice["seed"]) == ("[-3,1]", 1)
+    worse, better = summary["cells"][0]["by_seed"]
+    assert worse < choice["adapter_probe"]["mean"] < better
+    assert selection_record(summary, choice)["written_seed"] == 1
+
+
 def test_a_cell_that_lacks_a_seed_is_shown_but_not_chosen():
     found = results(MEANS)
     del found["a_entropy_-3_1_seed1"]

@@ -1,12 +1,18 @@
 """Rows cut into forward passes: the same rows in every step, whatever the arrangement."""
 
+import hashlib
+
+import numpy as np
 import pytest
 import torch
 
+from loragate.data import EncodedRows
+from loragate.data.packed import PackedRows
 from loragate.errors import ConfigError
 from loragate.losses.head import IGNORED
-from loragate.training import CalibrationSettings
+from loragate.training import CalibrationSettings, trainer
 from loragate.training.arrangement import PackedCollator, arrange, balanced, packed, require_separate_sequences
+from loragate.training.run import encoded_fingerprint
 from tiny import tiny_base
 
 
@@ -108,3 +114,24 @@ def test_a_model_that_ignores_the_boundaries_is_refused(monkeypatch):
     monkeypatch.setattr(model, "forward", deaf)
     with pytest.raises(ConfigError, match="packed sequences read each other"):
         require_separate_sequences(model, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("how", [{}, {"packing": True}], ids=["plain", "packed"])
+def test_a_data_set_that_is_made_in_parts_is_the_same(monkeypatch, how):
+    rows = [{**row, "keep_mask": [1] * len(row["labels"])} for row in rows_of(*LENGTHS)]
+    for size in (1, 5, 100):
+        monkeypatch.setattr(trainer, "ROWS_AT_A_TIME", size)
+        assert trainer.as_dataset(rows, settings(**how), 2).to_list() == arrange(rows, settings(**how), 2)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_fingerprint_covers_tokens_labels_and_masks_in_their_order(masked):
+    rows = [{**row, **({"keep_mask": [0, 1] * 9} if masked else {})} for row in rows_of(3, 1, 5)]
+    rows = [{**row, **({"keep_mask": row["keep_mask"][: len(row["labels"])]} if masked else {})} for row in rows]
+    plain = hashlib.sha256()
+    for row in rows:
+        for key in ("input_ids", "labels", *(["keep_mask"] if masked else [])):
+            plain.update(np.array(row[key], np.int64).tobytes())
+    assert encoded_fingerprint(EncodedRows(rows, None)) == plain.hexdigest()
+    assert encoded_fingerprint(EncodedRows(PackedRows.of(rows), None)) == plain.hexdigest()
+    assert encoded_fingerprint(EncodedRows(rows[::-1], None)) != plain.hexdigest()

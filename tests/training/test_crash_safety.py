@@ -4,8 +4,10 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -143,6 +145,101 @@ def test_a_write_that_fails_for_want_of_space_names_the_checkpoint_that_is_kept(
     lg.calibrate(model, tokenizer, tiny_rows(12), CONFIG, SETTINGS, run_folder=folder, resume=True, on_step=kept.append)
     assert min(report.step for report in kept) == 3
     lg.calibrate(whole, tokenizer, tiny_rows(12), CONFIG, SETTINGS)
+    assert all(torch.equal(value, gates(whole)[name]) for name, value in gates(model).items())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"objective": "anchored", "refresh": 2, "max_new_tokens": 4, "max_steps": 3},
+        {"objective": "anchored", "refresh": 2, "max_new_tokens": 4, "max_steps": 3, "save_steps": 2},
+        {"objective": "random"},
+        {"objective": "ce"},
+        {"objective": "ce", "save_steps": 2},
+    ],
+    ids=["anchored", "anchored with a checkpoint", "random", "ce", "ce with a checkpoint"],
+)
+def test_a_finished_run_is_never_begun_over(tokenizer, tmp_path, changes):
+    values = {} if changes["objective"] == "random" else {**SETTINGS.as_record(), "save_steps": 0}
+    settings = CalibrationSettings(**{**values, "k": 20, "max_length": 64, **changes})
+    model, folder = tiny_adapter(), tmp_path / "run"
+    lg.calibrate(model, tokenizer, tiny_rows(12), CONFIG, settings, run_folder=folder)
+    expected = gates(model)
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    with pytest.raises(TrainingError, match=r"holds the log of a finished run, which is not overwritten.*--resume"):
+        lg.calibrate(tiny_adapter(), tokenizer, tiny_rows(12), CONFIG, settings, run_folder=folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+    again = tiny_adapter()
+    lg.calibrate(again, tokenizer, tiny_rows(12), CONFIG, settings, run_folder=folder, resume=True)
+    assert all(torch.equal(value, expected[name]) for name, value in gates(again).items())
+
+
+@pytest.mark.parametrize("max_steps", [3, 5], ids=["at the end of an epoch", "within an epoch"])
+def test_a_finished_run_that_is_resumed_gives_its_result_and_takes_no_step(tokenizer, tmp_path, max_steps):
+    settings = replace(SETTINGS, max_steps=max_steps, save_steps=2, schedule="constant")
+    model, folder, steps = tiny_adapter(), tmp_path / "run", []
+    complete = lg.calibrate(model, tokenizer, tiny_rows(12), CONFIG, settings, run_folder=folder)
+    log = (folder / "metrics.jsonl").read_text()
+    for _ in range(2):
+        again = tiny_adapter()
+        resumed = lg.calibrate(
+            again, tokenizer, tiny_rows(12), CONFIG, settings, run_folder=folder, resume=True, on_step=steps.append
+        )
+        assert resumed.steps == complete.steps == max_steps
+        assert all(torch.equal(value, gates(model)[name]) for name, value in gates(again).items())
+        assert resumed.history == complete.history[:-1], "all but the line with the wall time"
+    assert steps == []
+    assert (folder / "metrics.jsonl").read_text() == log
+
+
+def test_the_history_of_a_resumed_run_begins_at_its_beginning(tokenizer, tmp_path):
+    def kill(report):
+        if report.step == 3:
+            raise RuntimeError("killed")
+
+    complete = lg.calibrate(tiny_adapter(), tokenizer, tiny_rows(12), CONFIG, SETTINGS)
+    folder = tmp_path / "run"
+    with pytest.raises(RuntimeError, match="killed"):
+        lg.calibrate(tiny_adapter(), tokenizer, tiny_rows(12), CONFIG, SETTINGS, run_folder=folder, on_step=kill)
+    resumed = lg.calibrate(tiny_adapter(), tokenizer, tiny_rows(12), CONFIG, SETTINGS, run_folder=folder, resume=True)
+    assert resumed.history[:-1] == complete.history[:-1]
+    assert [record["step"] for record in resumed.history] == [1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("objective", ["entropy", "anchored"])
+def test_half_a_checkpoint_does_not_push_a_newer_whole_one_out(tokenizer, tmp_path, objective):
+    """Killed while checkpoint-6 was written, resumed from 3, stopped by Ctrl-C at 5, with one checkpoint to keep."""
+    more = {"refresh": 1, "max_new_tokens": 4} if objective == "anchored" else {}
+    settings = replace(SETTINGS, objective=objective, save_steps=3, keep_checkpoints=1, max_steps=6, **more)
+    folder, whole = tmp_path / "run", tiny_adapter()
+
+    def kill(report):
+        if report.step == 5:
+            raise RuntimeError("killed")
+
+    def interrupt(report):
+        if report.step == 4 and not report.values:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    lg.calibrate(whole, tokenizer, tiny_rows(12), CONFIG, settings)
+    with pytest.raises(RuntimeError, match="killed"):
+        lg.calibrate(tiny_adapter(), tokenizer, tiny_rows(12), CONFIG, settings, run_folder=folder, on_step=kill)
+    shutil.copytree(folder / "checkpoint-3", folder / "checkpoint-6")
+    (folder / "checkpoint-6" / "trainer_state.json").unlink()
+    with pytest.raises(TrainingError, match="stopped by Ctrl-C at step 5"):
+        lg.calibrate(
+            tiny_adapter(),
+            tokenizer,
+            tiny_rows(12),
+            CONFIG,
+            settings,
+            run_folder=folder,
+            resume=True,
+            on_step=interrupt,
+        )
+    assert last_checkpoint(folder) == str(folder / "checkpoint-5")
+    model = tiny_adapter()
+    lg.calibrate(model, tokenizer, tiny_rows(12), CONFIG, settings, run_folder=folder, resume=True)
     assert all(torch.equal(value, gates(whole)[name]) for name, value in gates(model).items())
 
 

@@ -166,7 +166,13 @@ def test_fsdp2_resumes_bit_for_bit_and_its_checkpoint_serves_one_process(tmp_pat
     do(tmp_path, jobs[1::2], FSDP2)
     for name in ("gates", "adapter"):
         before, after = read(tmp_path / name), read(tmp_path / f"{name} resumed")
-        assert next(entry["step"] for entry in after[0]["history"]) == 3
+        logs = [
+            (tmp_path / each / "run" / "metrics.jsonl").read_text().splitlines() for each in (name, f"{name} resumed")
+        ]
+        # each line has its time: those of steps 1 and 2 are the first run's own
+        assert logs[0][:2] == logs[1][:2]
+        assert logs[0][2] != logs[1][2]
+        assert [entry["step"] for entry in after[0]["history"]] == [1, 2, 3, 3]
         for key, values in before[1].items():
             assert torch.equal(after[1][key], values), key
         shutil.rmtree(tmp_path / f"{name} alone" / "run" / "checkpoint-3")

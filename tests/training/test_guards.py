@@ -4,8 +4,10 @@ import pytest
 import torch
 
 import loragate as lg
-from loragate.errors import ConfigError
+from loragate.errors import ConfigError, GateError
+from loragate.gates.gate import Recording
 from loragate.training.guards import (
+    BoundRecorder,
     Guard,
     GuardLimits,
     Reading,
@@ -118,3 +120,36 @@ def test_saturation_counts_response_tokens_and_restores_recorders():
     with lg.record_gates(model) as recording:
         model(input_ids=ids)
     assert recording.total()["tokens"] == 14 * 12
+
+
+def test_a_mask_of_another_shape_is_refused_and_routed_tokens_count_nothing():
+    recorder = BoundRecorder(-3, 2)
+    Recording({"a": recorder}).token_mask = torch.ones(2, 6, dtype=torch.bool)
+    for shape in [(2, 5), (6, 2), (1, 12)]:
+        with pytest.raises(GateError, match=r"the response mask has shape \[2, 6\], but a gate sees"):
+            recorder.update(torch.full(shape, 2.0))
+    recorder.update(torch.full((7,), 2.0))  # what an expert sees
+    assert recorder.count == 0
+    recorder.update(torch.full((2, 6), 2.0))
+    assert (recorder.count, recorder.at_bound) == (12, 12)
+
+
+def test_saturation_that_no_module_could_count_is_not_zero(monkeypatch):
+    model = tiny_adapter()
+    lg.attach_gates(model, lg.GateConfig(-3, 2))
+    monkeypatch.setattr(BoundRecorder, "update", lambda self, lam_T: None)
+    ids = torch.randint(3, 60, (2, 6))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+    assert saturation(model, [batch], "default") is None
+
+
+def test_saturation_makes_no_logits():
+    """At 16 rows of 4096 tokens and 152k words they would take 20 GB in bf16."""
+    model = tiny_adapter()
+    lg.attach_gates(model, lg.GateConfig(-3, 2))
+    called = []
+    model.get_base_model().lm_head.register_forward_hook(lambda *_: called.append(1))
+    ids = torch.randint(3, 60, (2, 6))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+    assert saturation(model, [batch], "default") == 0.0
+    assert not called

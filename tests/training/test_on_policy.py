@@ -177,7 +177,8 @@ def test_resume_continues_bit_for_bit(tokenizer, rows, tmp_path, settings, rewar
     assert len(resumed.guard) > 1
     assert resumed.sampled["answers"] == complete.sampled["answers"]
     logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in logged] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in logged if "loss" in record] == [1, 2, 3, 4, 5, 6]
+    assert "train_runtime" in logged[-1]
 
 
 def test_a_torn_checkpoint_is_passed_over(tokenizer, rows, tmp_path):
@@ -388,6 +389,42 @@ def test_a_guard_stops_a_trainer_run_through_its_probe(tokenizer, rows):
     assert result.guard[0]["saturated"] == 0.0
 
 
+@pytest.mark.parametrize("killed", [True, False], ids=["before the verdict", "after the verdict"])
+def test_a_guarded_trainer_run_resumes_to_the_same_readings_and_verdict(tokenizer, rows, tmp_path, killed):
+    """The verdict falls at step 4, where there is a checkpoint too; a resumed run must not train on beyond it."""
+    settings = CalibrationSettings(**{**SHARED, "batch_size": 4}, save_steps=2)
+    steps = []
+
+    def probe():
+        ended = [Sample(index, 0, "", (index, 5, 1), "stop", 0.0) for index in range(8)]
+        return looping(8) if steps and steps[-1] == 3 else ended  # asked after steps 2 and 4, before these are noted
+
+    def run(folder, kill_at=None, **more):
+        def note(report):
+            steps.append(report.step)
+            if report.step == kill_at:
+                raise RuntimeError("killed")
+
+        steps.clear()
+        model, guard = tiny_adapter(), GuardLimits(every=2)
+        result = lg.calibrate(
+            model, tokenizer, rows, CONFIG, settings, guard=guard, probe=probe, run_folder=folder, on_step=note, **more
+        )
+        return result, gates(model)
+
+    complete, expected = run(tmp_path / "whole")
+    assert (complete.steps, [reading["step"] for reading in complete.guard]) == (4, [0, 2, 4])
+    if killed:
+        with pytest.raises(RuntimeError, match="killed"):
+            run(tmp_path / "run", kill_at=3)
+    else:
+        run(tmp_path / "run")
+    resumed, found = run(tmp_path / "run", resume=True)
+    assert (resumed.steps, resumed.stopped, resumed.guard) == (4, complete.stopped, complete.guard)
+    assert set(steps) == ({3, 4} if killed else set())
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
 def test_gates_trained_with_cross_entropy(tokenizer, rows):
     settings = CalibrationSettings(**{**SHARED, "learning_rate": 0.05}, objective="ce", max_steps=20)
     model = tiny_adapter()
@@ -424,6 +461,21 @@ def test_callables_and_settings_without_effect_are_refused(tokenizer, rows):
     ]:
         with pytest.raises(ConfigError, match=words):
             CalibrationSettings(**options)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(tokenizer, rows, monkeypatch):
+    from loragate.training import on_policy_loss
+
+    whole = on_policy_loss.AnchoredEntropy.terms
+
+    def steep(self, scorer, batch, answers, before_T):
+        terms = whole(self, scorer, batch, answers, before_T)
+        terms.losses_T = terms.losses_T + (terms.losses_T * 0).sqrt()  # finite, with an infinite slope times 0
+        return terms
+
+    monkeypatch.setattr(on_policy_loss.AnchoredEntropy, "terms", steep)
+    with pytest.raises(TrainingError, match="the gradient is not finite at step 1, though the loss is"):
+        lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, ANCHORED)
 
 
 def test_several_processes_are_refused(tokenizer, rows, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -217,6 +218,27 @@ def test_a_loss_of_another_shape_is_refused_at_the_first_step(tokenizer, loss, t
     objective = SimpleNamespace(**{**WHOLE, "loss": loss})
     with pytest.raises(ConfigError, match=told):
         lg.train_adapter(tiny_base(), tokenizer, tiny_rows(8), ONE, objective=objective)
+
+
+@pytest.mark.parametrize("stage", ["train_adapter", "calibrate"])
+def test_a_gradient_that_is_not_finite_stops_the_run_before_it_is_applied(tokenizer, stage):
+    """In the last step no later loss would tell, and the result would be NaN throughout."""
+
+    class Steep(Margin):
+        def loss(self, stats, context):
+            losses = super().loss(stats, context)
+            last = context.step == context.total_steps - 1
+            return losses + (losses * 0).sqrt() if last else losses  # finite, with an infinite slope times 0
+
+    values = {"batch_size": 4, "micro_batch_size": 2, "max_length": 64, "max_steps": 3}
+    if stage == "train_adapter":
+        settings = StageOneSettings(**values, rank=2)
+        train = partial(lg.train_adapter, tiny_base(), tokenizer, tiny_rows(12), settings)
+    else:
+        settings = CalibrationSettings(**values, k=20)
+        train = partial(lg.calibrate, tiny_adapter(), tokenizer, tiny_rows(12), lg.GateConfig(-3, 2), settings)
+    with pytest.raises(TrainingError, match=r"gradient is not finite at step 3, though the loss is\. Nothing was"):
+        train(objective=Steep())
 
 
 def test_weights_that_are_none_are_refused(tokenizer):

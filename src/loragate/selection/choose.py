@@ -15,6 +15,9 @@ import numpy as np
 from loragate.errors import ConfigError
 from loragate.evaluation import average_at_k
 
+# means over another number of samples round differently; two shares of right answers are further apart than this
+_ROUNDING = 1e-9
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -62,7 +65,7 @@ def choose(candidates: Mapping[str, np.ndarray], fallback: str, vetoed: Mapping[
         raise ConfigError(f"all candidates must be scored on the same questions and samples, found {shapes}")
     best = fallback
     for name, scores in candidates.items():
-        if name not in vetoed and np.mean(scores) > np.mean(candidates[best]):
+        if name not in vetoed and np.mean(scores) > np.mean(candidates[best]) + _ROUNDING:
             best = name
     questions, samples = shapes[fallback]
     return Choice(

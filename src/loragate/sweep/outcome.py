@@ -114,7 +114,7 @@ def _choice(adapter: str, cells: list[Cell], results: Mapping[str, TrialResult])
         "lower": None if picked is None else picked["lower"],
         "upper": None if picked is None else picked["upper"],
         "objective": None if picked is None else picked["objective"],
-        "seed": None if picked is None else picked["seeds"][0],
+        "seed": None if picked is None else _written_seed(picked, float(own.probe.scores.mean())),
         "candidates": len(mine),
         "adapter_probe": asdict(average_at_k(own.probe.scores)),
         "adapter_signs": own.probe.signs,
@@ -132,6 +132,11 @@ def _choice(adapter: str, cells: list[Cell], results: Mapping[str, TrialResult])
             "chosen_minus_adapter": _difference(tests, choice.name, UNTOUCHED),
         }
     return record
+
+
+def _written_seed(cell: Cell, adapter: float) -> int:
+    """The first seed whose gates beat the adapter on the probe; a cell that beats it on average has one."""
+    return next(seed for seed, score in zip(cell["seeds"], cell["by_seed"], strict=True) if score > adapter)
 
 
 def selection_record(summary: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ same sum over the same tokens, so the three runs agree up to rounding, and the s
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,20 +27,23 @@ def arrange(rows: Sequence[Row], settings: TrainSettings, processes: int = 1) ->
     passes, and repeating real rows would change the last step. Neighbours go to different processes, so that the passes
     which run at the same time are of like length.
     """
+    return [item for step in arranged_steps(rows, settings, processes) for item in step]
+
+
+def arranged_steps(rows: Sequence[Row], settings: TrainSettings, processes: int = 1) -> Iterator[list[Row]]:
+    """The items of `arrange`, one optimiser step at a time: a data set as lists of numbers is many times its size."""
     together = settings.micro_batch_size * processes
-    arranged: list[Row] = []
     for start in range(0, len(rows), settings.batch_size):
         step = [rows[index] for index in range(start, min(start + settings.batch_size, len(rows)))]
         if settings.packing:
             passes = -(-len(step) // together) * processes
-            arranged += [packed(part or [_unlabelled(step[0])]) for part in balanced(step, passes)]
+            yield [packed(part or [_unlabelled(step[0])]) for part in balanced(step, passes)]
             continue
         if settings.group_by_length:
             step = sorted(step, key=lambda row: -len(row["input_ids"]))
-        arranged += step
-    if processes > 1 and not settings.packing:
-        arranged += [_unlabelled(arranged[0])] * (-len(arranged) % together)
-    return arranged
+        if processes > 1:
+            step += [_unlabelled(step[0])] * (-len(step) % together)
+        yield step
 
 
 def balanced(rows: Sequence[Row], parts: int) -> list[list[Row]]:

@@ -41,7 +41,7 @@ class Callables:
         if guard is None or probe is None:
             return ()
         device = next(model.parameters()).device
-        batch = {key: value.to(device) for key, value in collator_for(tokenizer)(list(encoded)[:16]).items()}
+        batch = {key: value.to(device) for key, value in collator_for(tokenizer)(encoded[:16]).items()}
 
         def read(step: int) -> None:
             guard.observe(step, as_answers(probe()), lambda: saturation(model, [batch], name), complete=True)

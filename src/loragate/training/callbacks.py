@@ -109,6 +109,33 @@ class FirstGradientCheck(TrainerCallback):
             )
 
 
+class FiniteGradientCheck(TrainerCallback):
+    """Refuses a gradient that is not finite before it is applied: after it, every weight that trains would be NaN."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        self.parameters = parameters
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        found: list[torch.Tensor] = []
+        for parameter in self.parameters.values():
+            gradient: Any = parameter.grad
+            if gradient is not None and hasattr(gradient, "to_local"):
+                gradient = gradient.to_local()
+            if gradient is not None and gradient.numel():
+                found.append(gradient.abs().amax().float().to(found[0].device if found else gradient.device))
+        if found and not bool(torch.isfinite(torch.stack(found)).all()):
+            raise TrainingError(not_finite(state.global_step + 1))
+
+
+def not_finite(step: int) -> str:
+    """What is said of a step whose loss is finite and whose gradient is not."""
+    return (
+        f"the gradient is not finite at step {step}, though the loss is. Nothing was updated in this step. Lower the learning "
+        "rate or train in fp32; if the objective is your own, look for a slope that is infinite somewhere (a root or logarithm "
+        "at 0)"
+    )
+
+
 class StopOnInterrupt(TrainerCallback):
     """First Ctrl-C: finish the step, write a checkpoint and stop. Second: stop at once."""
 

@@ -28,7 +28,7 @@ class LoopState:
     """Where a run stands between two steps.
 
     Attributes:
-        step: optimiser steps taken.
+        step, total: optimiser steps taken, and in all.
         answers: the answers in use (those of the current refresh).
         before: log-probabilities at sampling time of each answer's tokens; empty where they are not needed.
         history, sampled: log records, counts of what was sampled.
@@ -36,6 +36,7 @@ class LoopState:
     """
 
     step: int = 0
+    total: int = 0
     answers: list[Answer] = field(default_factory=list)
     before: list[torch.Tensor] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -63,6 +64,7 @@ def save_checkpoint(
         target / STATE,
         {
             "global_step": state.step,
+            "max_steps": state.total,
             "answers": [asdict(answer) for answer in state.answers],
             "history": state.history,
             "sampled": state.sampled,
@@ -111,6 +113,7 @@ def load_checkpoint(
                 }
     return LoopState(
         step=record["global_step"],
+        total=record.get("max_steps", 0),
         answers=answers,
         before=[before[str(index)] for index in range(len(before))],
         history=record["history"],

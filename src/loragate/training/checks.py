@@ -70,7 +70,7 @@ def measure_entropy(
     was_training = model.training
     model.eval()
     total = count = 0.0
-    chosen = list(encoded)[:limit]
+    chosen = encoded[:limit]
     try:
         with statistics_forward(model), record_gates(model, adapter_name) as recording:
             for at in range(0, len(chosen), 8):

@@ -17,9 +17,11 @@ from typing import Any, Protocol
 import torch
 from transformers import TrainerCallback
 
-from loragate.errors import ConfigError
+from loragate.errors import ConfigError, GateError
 from loragate.gates.attach import gate_modules
 from loragate.gates.gate import Recorder, Recording
+
+READING = "guard_reading"  # key of a reading among the trainer's log records
 
 
 class AnyAnswer(Protocol):
@@ -148,7 +150,7 @@ class Guard:
         self,
         step: int,
         answers: Sequence[AnyAnswer],
-        saturation: Callable[[], float] | None = None,
+        saturation: Callable[[], float | None] | None = None,
         *,
         complete: bool = False,
     ) -> str | None:
@@ -162,10 +164,14 @@ class Guard:
             return self.verdict
         reading = take_reading(self.waiting, step, None if saturation is None else saturation())
         self.waiting = []
+        return self.judge(reading)
+
+    def judge(self, reading: Reading) -> str | None:
+        """Add a finished reading and compare it with the first one; returns the verdict."""
         self.readings.append(reading)
         found = breaches(self.readings[0], reading, self.limits)
         if found:
-            self.verdict = f"stopped by the guard at step {step}: " + "; ".join(found)
+            self.verdict = f"stopped by the guard at step {reading.step}: " + "; ".join(found)
         return self.verdict
 
     def as_records(self) -> list[dict[str, Any]]:
@@ -174,7 +180,10 @@ class Guard:
 
 
 class GuardCallback(TrainerCallback):
-    """Reads a probe every so many steps of a trainer run, and stops it when the guard says so."""
+    """Reads a probe every so many steps of a trainer run, and stops it when the guard says so.
+
+    The readings also go into the trainer's own log history, so that a checkpoint has those that were made before it.
+    """
 
     def __init__(self, guard: Guard, probe: Callable[[int], None], every: int) -> None:
         self.guard, self.probe, self.every = guard, probe, every
@@ -182,8 +191,15 @@ class GuardCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
             self.probe(state.global_step)
+            state.log_history.append({"step": state.global_step, READING: asdict(self.guard.readings[-1])})
             if self.guard.verdict is not None:
                 control.should_training_stop = True
+
+    def restore(self, records: Sequence[dict[str, Any]]) -> None:
+        """Take over the readings in the log history of a checkpoint that the run goes on from."""
+        for record in records:
+            if READING in record:
+                self.guard.judge(Reading(**record[READING]))
 
 
 class BoundRecorder(Recorder):
@@ -195,9 +211,15 @@ class BoundRecorder(Recorder):
         self.at_bound = self.count = 0
 
     def update(self, lam_T: torch.Tensor) -> None:
+        """As in `Recorder`: routed tokens of another number count nothing, another [batch, sequence] is refused."""
         values = lam_T.reshape(-1)
         mask = None if self.owner is None else self.owner.token_mask
         if mask is not None:
+            if lam_T.dim() == 2 and lam_T.shape != mask.shape:
+                raise GateError(
+                    f"the response mask has shape {list(mask.shape)}, but a gate sees {list(lam_T.shape)} tokens: this model lays "
+                    "out its tokens in another way, so the share of λ at a bound cannot be measured; train without a guard"
+                )
             if mask.numel() != values.numel():
                 return
             values = values[mask.reshape(-1).to(values.device)]
@@ -212,8 +234,15 @@ def at_bound(lam: torch.Tensor, lower: float, upper: float, margin: float = 0.01
 
 
 @torch.no_grad()
-def saturation(model: Any, batches: Sequence[dict[str, torch.Tensor]], adapter_name: str) -> float:
-    """Share of λ at a bound over the response tokens of some collated batches, over all modules."""
+def saturation(model: Any, batches: Sequence[dict[str, torch.Tensor]], adapter_name: str) -> float | None:
+    """Share of λ at a bound over the response tokens of some collated batches, over all modules that count them.
+
+    None where none does: the gates sit in experts alone, which see routed tokens.
+    """
+    from loragate.training.trainer import causal_model
+
+    # the gates all lie below the head, and logits of a whole vocabulary would be the largest tensor of the pass
+    below_head = causal_model(model).base_model
     gates = gate_modules(model, adapter_name)
     recorders = {path: BoundRecorder(gate.config.lower, gate.config.upper) for path, gate in gates.items()}
     recording = Recording(dict(recorders))
@@ -223,9 +252,9 @@ def saturation(model: Any, batches: Sequence[dict[str, torch.Tensor]], adapter_n
             gate.recorder = recorders[path]
         for batch in batches:
             recording.token_mask = batch["labels"].ne(-100)
-            model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
+            below_head(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
     finally:
         for path, gate in gates.items():
             gate.recorder = previous[path]
     total = sum(recorder.count for recorder in recorders.values())
-    return sum(recorder.at_bound for recorder in recorders.values()) / max(total, 1)
+    return sum(recorder.at_bound for recorder in recorders.values()) / total if total else None

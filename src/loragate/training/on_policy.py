@@ -23,7 +23,7 @@ from transformers import TrainerControl, TrainerState
 from loragate.data import EncodedRows, Rows
 from loragate.errors import ConfigError, TrainingError
 from loragate.gates import record_gates
-from loragate.training.callbacks import FirstGradientCheck, JsonlLog, StepReporter, StopOnInterrupt
+from loragate.training.callbacks import FirstGradientCheck, JsonlLog, StepReporter, StopOnInterrupt, not_finite
 from loragate.training.checkpoint import LoopState, load_checkpoint, save_checkpoint
 from loragate.training.guards import Guard, Reading, saturation
 from loragate.training.on_policy_loss import OnPolicyLoss, Terms, losses
@@ -142,7 +142,7 @@ class _Loop:
         )
         self.total = settings.steps(len(job.encoded))
         self.warmup = round(settings.warmup * self.total)
-        self.state = LoopState()
+        self.state = LoopState(total=self.total)
         self.first_gradient: FirstGradientCheck | None = FirstGradientCheck(job.trained)
         self.sums: dict[str, float] = {}
         self.gate_summary: dict[str, float] = {}
@@ -175,9 +175,12 @@ class _Loop:
             if self.folder is not None and (due or control.should_save):
                 self._save(self.folder)
                 control.should_save = False
+        seconds = time.monotonic() - began
+        # the last line of the log, as the trainer writes it: it tells a run that ended from one that was killed
+        self._tell("on_log", shown, control, logs={"train_runtime": round(seconds, 4)})
         self._tell("on_train_end", shown, control)
         self.job.sampled.update(state.sampled)
-        return TrainingOutcome(state.history, state.step, time.monotonic() - began, self.scorer.fused)
+        return TrainingOutcome(state.history, state.step, seconds, self.scorer.fused)
 
     def _tell(self, event: str, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         for callback in self.callbacks:
@@ -231,7 +234,7 @@ class _Loop:
         return answers
 
     def _watch(self, guard: Guard, answers: Sequence[Answer]) -> str | None:
-        def saturated() -> float:
+        def saturated() -> float | None:
             few = list(answers[:SATURATION_ANSWERS])
             return saturation(self.job.model, [batch for batch, _ in self._batches(few)], self.job.adapter_name)
 
@@ -277,6 +280,8 @@ class _Loop:
             self.first_gradient.on_pre_optimizer_step(None, None, None)
             self.first_gradient = None
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm))
+        if not math.isfinite(norm):
+            raise TrainingError(not_finite(state.step + 1))
         rate = settings.learning_rate * learning_rate_factor(settings.schedule, state.step, self.warmup, self.total)
         for group in self.optimizer.param_groups:
             group["lr"] = rate

@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
@@ -23,13 +23,22 @@ from loragate.data import Collator, EncodedRows, Rows
 from loragate.errors import DataError, TrainingError
 from loragate.gates.quantised import quantization_of
 from loragate.losses import StatisticsRequest
+from loragate.losses.head import IGNORED
 from loragate.training.arrangement import PackedCollator, require_separate_sequences
-from loragate.training.callbacks import FirstGradientCheck, JsonlLog, StepReport, StepReporter, StopOnInterrupt
+from loragate.training.callbacks import (
+    FiniteGradientCheck,
+    FirstGradientCheck,
+    JsonlLog,
+    StepReport,
+    StepReporter,
+    StopOnInterrupt,
+)
 from loragate.training.compatibility import Plan, refuse_impossible
+from loragate.training.guards import READING, GuardCallback
 from loragate.training.last_layer import read_positions_only
 from loragate.training.lost import explain_lost_process
 from loragate.training.recomputation import recomputes, stop_recomputing
-from loragate.training.run_folder import explain_full_disk, prepare_folder
+from loragate.training.run_folder import Past, explain_full_disk, prepare_folder
 from loragate.training.settings import TrainSettings
 from loragate.training.sharding import partitioned, target_device
 from loragate.training.strategy import launch_of
@@ -133,6 +142,12 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
     # the arguments start the process group, so everything that asks for ranks comes after them
     arguments = trainer_arguments(job.settings, folder, len(job.encoded), device.type)
     checkpoint = prepare_folder(job.identity, folder, resume) if keep else None
+    past = Past.of(checkpoint)
+    guards = [callback for callback in job.callbacks if isinstance(callback, GuardCallback)]
+    for guard in guards:
+        guard.restore(past.records)
+    # the trainer would take a step more before it looks whether it is to stop
+    ended = past.steps >= arguments.max_steps or any(guard.guard.verdict is not None for guard in guards)
     stopper = StopOnInterrupt()
     callbacks: list[Any] = [stopper, *job.callbacks]
     if keep:
@@ -142,6 +157,9 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
     # DeepSpeed takes the gradients for itself and steps before they could be looked at
     if job.check_gradient and checkpoint is None and launch.strategy != "zero3":
         callbacks.append(FirstGradientCheck(job.trained))
+    # fp16's loss scaling skips such a step by itself
+    if launch.strategy != "zero3" and job.settings.precision != "fp16":
+        callbacks.append(FiniteGradientCheck(job.trained))
     with (
         as_found(job.model, job.settings.gradient_checkpointing),
         statistics_forward(job.model) as fused,
@@ -165,6 +183,14 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
             callbacks=callbacks,
         )
         _quiet(trainer)
+        trainer.history = [
+            {name: value for name, value in record.items() if name != "epoch"}
+            for record in past.records
+            if READING not in record
+        ]
+        if checkpoint is not None and ended:
+            trainer._load_from_checkpoint(checkpoint)
+            return TrainingOutcome(trainer.history, past.steps, 0.0, fused, last_layer.reason)
         if job.settings.packing:
             require_separate_sequences(job.model, next(job.model.parameters()).device)
         try:
@@ -214,10 +240,14 @@ def require_short_enough(model: Any, encoded: EncodedRows, rows: Rows) -> None:
 def encoded_fingerprint(encoded: EncodedRows) -> str:
     """sha256 over token ids and labels in training order."""
     digest = hashlib.sha256()
-    for row in encoded:
-        for key in ("input_ids", "labels", "keep_mask"):
-            if key in row:
-                digest.update(array("q", (int(value) for value in row[key])).tobytes())
+    ids, learned = encoded.column("ids").astype(np.int64), encoded.column("learned")
+    columns = [ids, np.where(learned, ids, IGNORED)]
+    if "keep_mask" in encoded[0]:
+        columns.append(encoded.column("kept").astype(np.int64))
+    ends = np.cumsum(encoded.column("lengths"))
+    for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+        for column in columns:
+            digest.update(column[begin:end].tobytes())
     return digest.hexdigest()
 
 

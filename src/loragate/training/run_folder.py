@@ -10,8 +10,9 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from loragate.training.trainer import TRAINED
 from loragate.version import __version__
 
 VERSION = "loragate"
-STATE, LOG = "trainer_state.json", "metrics.jsonl"
+RECORD, STATE, LOG = "run.json", "trainer_state.json", "metrics.jsonl"
 FULL_SIGNS = ("No space left", "disk is full")
 STREAM_SIGNS = ("failed writing file", "file write failed", "iostream error", "unexpected pos")
 LITTLE = 256 << 20  # bytes
@@ -39,7 +40,7 @@ def prepare_folder(identity: dict[str, Any], folder: Path, resume: bool) -> str 
     Raises:
         TrainingError: if the folder holds a run that is not to be resumed, finished or not, or another run.
     """
-    record = folder / "run.json"
+    record = folder / RECORD
     last = last_checkpoint(folder)
     if not resume:
         if is_finished(folder, last):
@@ -71,20 +72,55 @@ def prepare_folder(identity: dict[str, Any], folder: Path, resume: bool) -> str 
             f"(pip install 'loragate=={before or 'VERSION'}'), or begin again in another --out (run_folder)"
         )
     _require_same(record, stored, json.loads(json.dumps(identity)))
+    if process_state().is_main_process:
+        _remove_torn(folder, last)
     return last
 
 
-def is_finished(folder: Path, last: str | None) -> bool:
-    """Whether a run of the trainer came to its end: its log ends in the wall time, its last checkpoint in the last step.
+def _remove_torn(folder: Path, last: str | None) -> None:
+    """Half a checkpoint beyond the last whole one would count as the newest, and be kept in place of one written now."""
+    step = 0 if last is None else _step_of(Path(last))
+    for torn in folder.glob("checkpoint-*"):
+        if _step_of(torn) > step:
+            shutil.rmtree(torn, ignore_errors=True)
 
-    A run that was stopped logs its wall time too, and leaves a checkpoint.
+
+def is_finished(folder: Path, last: str | None) -> bool:
+    """Whether a run came to its end: its log ends in the wall time, at the last step.
+
+    A run that was stopped logs its wall time too, and leaves a checkpoint. Random gates take no steps: their run is
+    finished once it is on record.
     """
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        if json.loads((folder / RECORD).read_text(encoding="utf-8"))["settings"]["objective"] == "random":
+            return True
     try:
-        ended = "train_runtime" in json.loads((folder / LOG).read_text(encoding="utf-8").splitlines()[-1])
-        state = {} if last is None else json.loads((Path(last) / STATE).read_text(encoding="utf-8"))
-        return bool(ended and state.get("global_step") == state.get("max_steps"))
-    except (OSError, ValueError, IndexError, TypeError):
+        end = json.loads((folder / LOG).read_text(encoding="utf-8").splitlines()[-1])
+        state = None if last is None else json.loads((Path(last) / STATE).read_text(encoding="utf-8"))
+        return "train_runtime" in end and (state is None or end["step"] >= state["max_steps"])
+    except (OSError, ValueError, LookupError, TypeError):
         return False
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a trainer's checkpoint tells of the run before it.
+
+    Attributes:
+        steps: optimiser steps taken.
+        records: its log records, as the trainer keeps them.
+    """
+
+    steps: int = 0
+    records: Sequence[dict[str, Any]] = ()
+
+    @classmethod
+    def of(cls, checkpoint: str | None) -> Past:
+        """That of a complete checkpoint; nothing for None."""
+        if checkpoint is None:
+            return cls()
+        state = json.loads((Path(checkpoint) / STATE).read_text(encoding="utf-8"))
+        return cls(state["global_step"], state.get("log_history", ()))
 
 
 def last_checkpoint(folder: Path) -> str | None:

@@ -271,7 +271,7 @@ def _calibrate(
     began = time.monotonic()
     require_short_enough(model, encoded, rows)
     collator = collator_for(tokenizer)
-    batch = collator([_cut(row, PARITY_TOKENS) for row in list(encoded)[:PARITY_ROWS]])
+    batch = collator([_cut(row, PARITY_TOKENS) for row in encoded[:PARITY_ROWS]])
     device = next(model.parameters()).device
     parity = measure_parity(model, batch["input_ids"].to(device), batch["attention_mask"].to(device), name)
     check_parity(parity, causal_model(model).dtype)

@@ -20,7 +20,7 @@ from loragate.errors import TrainingError
 from loragate.files import write_atomically
 from loragate.losses import ObjectiveContext, StatisticsRequest, TokenStatistics, add_statistics_forward
 from loragate.losses.divergence import Reference
-from loragate.training.arrangement import arrange
+from loragate.training.arrangement import arranged_steps
 from loragate.training.last_layer import LastLayer
 from loragate.training.recomputation import recomputation_argument
 from loragate.training.settings import TrainSettings
@@ -42,6 +42,7 @@ except ImportError as error:  # pragma: no cover - trl is a dependency of the pa
 TokenLoss = Callable[[TokenStatistics, ObjectiveContext], torch.Tensor]
 ReferenceOf = Callable[[Any, dict[str, Any]], Reference]
 TRAINED, OPTIMIZER, SCHEDULER = "trained.safetensors", "optimizer.pt", "scheduler.pt"
+ROWS_AT_A_TIME = 2048  # that are Python lists while a data set is made
 
 
 class StatisticsTrainer(SFTTrainer):
@@ -292,10 +293,16 @@ def trainer_arguments(settings: TrainSettings, folder: Path, rows: int, device: 
 
 
 def as_dataset(rows: Sequence[dict[str, Any]], settings: TrainSettings, processes: int = 1) -> Any:
-    """Tokenised rows (input_ids, labels, row, optional keep_mask) as an in-memory `datasets.Dataset`, see `arrange`."""
-    from datasets import Dataset
+    """Tokenised rows (input_ids, labels, row, optional keep_mask) as a `datasets.Dataset` in memory, in the order of `arrange`."""
+    from datasets import Dataset, concatenate_datasets
 
-    return Dataset.from_list(arrange(rows, settings, processes))
+    parts, waiting = [], []
+    for step in arranged_steps(rows, settings, processes):
+        waiting += step
+        if len(waiting) >= ROWS_AT_A_TIME:
+            parts.append(Dataset.from_list(waiting))
+            waiting = []
+    return concatenate_datasets([*parts, Dataset.from_list(waiting)] if waiting else parts)
 
 
 @contextmanager
