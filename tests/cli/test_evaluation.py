@@ -83,7 +83,7 @@ def fails(capsys, *argv, status=2):
 def test_rows_of_each_kind():
     assert [v.name for v in variants_for("base")] == ["base"]
     assert [v.name for v in variants_for("adapter", "none")] == ["adapter", "base"]
-    names = [v.name for v in variants_for("gated", "cheap", [-0.5, 0.5])]
+    names = [v.name for v in variants_for("gated", "cheap", [-0.5, 0.5, 0.5])]  # one row per name
     expected = ["adapter", "base", "gated", "adapter T=0.6", "adapter T=0.3", "adapter greedy"]
     assert names == [*expected, "adapter λ=-0.5", "adapter λ=0.5"]
     with pytest.raises(lg.errors.ConfigError, match="λ = 0 is the base"):
@@ -324,6 +324,30 @@ def test_a_run_that_stopped_while_it_began_goes_on(place, tmp_path, capsys):
         shutil.rmtree(tmp_path / "run" / name)
     assert run(place, "base", tmp_path / "run", "--resume") == 0
     assert (tmp_path / "run" / "questions" / "words.jsonl").is_file()
+
+
+def test_other_weights_in_the_same_folder_are_not_resumed(place, tmp_path, capsys):
+    """The gates were calibrated anew into the folder that the first answers came from."""
+    shutil.copytree(place / "gated", tmp_path / "gated")
+    command = ["eval", "--model", tmp_path / "gated", "--tasks", place / "words.yaml", "--out", tmp_path / "run"]
+    command += ["--controls", "none"]
+    assert main([str(word) for word in command]) == 0
+    shutil.rmtree(tmp_path / "gated")
+    model = lg.attach_gates(tiny_adapter(base=tiny_base()), lg.GateConfig(-3, 2))
+    with torch.no_grad():
+        for parameter in lg.gate_parameters(model).values():
+            parameter.fill_(0.25)
+    lg.save_gates(model, tmp_path / "gated", adapter_source=place / "adapter", base_id=str(place / "base"))
+    assert "weights.gated" in fails(capsys, *command, "--resume")
+
+
+def test_redrawn_answers_are_judged_anew(place, tmp_path, capsys):
+    assert run(place, "base", tmp_path / "run") == 0
+    path = tmp_path / "run" / "samples" / "base" / "words.jsonl"
+    rows = [{**json.loads(line), "text": "w3"} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(place, "base", tmp_path / "run", "--resume") == 0
+    assert read_record(tmp_path / "run" / "results.json").results[0].avg_at_k.mean == 1
 
 
 def test_verdicts_of_other_limits_are_not_taken_over(place, tmp_path, capsys):

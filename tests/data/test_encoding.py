@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from chat_tokenizers import CHATML_DEFAULT, THINKING, byte_level, decoded, learned
+from chat_tokenizers import CHATML, CHATML_DEFAULT, THINKING, byte_level, decoded, learned
 
 from loragate.data import encoding
 from loragate.data.encoding import encode_rows
@@ -104,3 +106,25 @@ def test_keep_masks_are_spread_and_checked(write, talk):
     path = write("rows.jsonl", [row, {"messages": talk("a", "b")}])
     with pytest.raises(DataError, match=f"{path}:2: the row has no keep_mask, unlike {path}:1; give it on every row"):
         encode_rows(load_rows(path), byte_level(), max_length=None)
+
+
+def test_tool_calls_from_a_column_store_are_those_of_json_lines(write, tmp_path):
+    """A column store writes null for the arguments of other rows' tools; rows of one fingerprint have one text."""
+    template = CHATML.replace(
+        "{{ m.content }}", "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
+    )
+    tokenizer = byte_level("{% if tools %}{{ tools | tojson }}{% endif %}" + template)
+
+    def row(name, argument):
+        call = {"type": "function", "function": {"name": name, "arguments": {argument: "x"}}}
+        schema = {"type": "function", "function": {"name": name, "parameters": {argument: {"type": "string"}}}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return {"messages": [{"role": "user", "content": "q"}, answer], "tools": [schema]}
+
+    data = [row("weather", "city"), row("search", "query")]
+    pq.write_table(pa.Table.from_pylist(data), tmp_path / "rows.parquet")
+    lines, columns = load_rows(write("rows.jsonl", data)), load_rows(tmp_path / "rows.parquet")
+    assert lines.fingerprint == columns.fingerprint
+    by_line, by_column = (list(encode_rows(rows, tokenizer, max_length=None)) for rows in (lines, columns))
+    assert by_line == by_column
+    assert '"arguments": {"query": "x"}' in learned(by_column[1], tokenizer)

@@ -173,8 +173,10 @@ def describe_suites(options: EvalOptions, loaded: Any, tasks: list[Any]) -> dict
     """What each retention suite is asked, its rows read and checked before anything is sampled."""
     from loragate.data import template_hash
 
-    template = template_hash(loaded.tokenizer)
-    return {name: {**asked, "chat_template": template} for name, asked in harness_questions(options, tasks).items()}
+    rendering = {"chat_template": template_hash(loaded.tokenizer)}
+    if options.system != "none":
+        rendering["system"] = options.system
+    return {name: {**asked, **rendering} for name, asked in harness_questions(options, tasks).items()}
 
 
 def harness_for(options: EvalOptions, loaded: Any) -> Any:
@@ -198,6 +200,7 @@ def harness_for(options: EvalOptions, loaded: Any) -> Any:
                 revisions={name: commits[name]} if name in commits else {},
                 max_new_tokens=options.max_new_tokens,
                 chat_template=loaded.tokenizer.chat_template is not None,
+                system=options.system,
                 on_progress=on_progress,
             )[name]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from loragate.data.messages import Message, conversation, kind_of, pair_messages, text_of
+from loragate.data.messages import Message, conversation, kind_of, pair_messages, text_of, without_nulls
 from loragate.data.printable import escape_controls
 from loragate.errors import ConfigError, DataError, nearest
 
@@ -247,7 +247,7 @@ def _tools(row: Row) -> tuple[dict[str, Any], ...] | None:
         return None
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
         raise DataError(f"tools is {kind_of(tools)}, expected a list of tool schemas (objects)")
-    return tuple(dict(tool) for tool in tools)
+    return tuple(without_nulls(tool) for tool in tools)
 
 
 def _key_list(row: Row) -> str:

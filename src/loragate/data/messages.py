@@ -30,7 +30,7 @@ def message(entry: Any, place: str) -> Message:
         raise DataError(f"{place} is {kind_of(entry)}, expected an object with role and content")
     if not {"content", "value", "tool_calls", "reasoning_content"} & entry.keys():
         raise DataError(f"{place} has no content; found the keys {', '.join(map(str, entry)) or '(none)'}")
-    present = {str(key): value for key, value in entry.items() if value is not None}
+    present: Message = without_nulls(entry)
     role = present.pop("role", None) or present.pop("from", None)
     content = present.pop("content", None)
     content = present.pop("value", "") if content is None else content
@@ -40,6 +40,18 @@ def message(entry: Any, place: str) -> Message:
         found = excerpt(role) + nearest(role, known) if isinstance(role, str) else kind_of(role)
         raise DataError(f"{place} has as its role {found}; expected one of {', '.join(known)}")
     return {"role": name, "content": _content(content, place), **present}
+
+
+def without_nulls(value: Any) -> Any:
+    """`value` without the null fields of its objects at any depth: a column store writes one for every key that is absent.
+
+    In a tool call or a tool schema they would be rendered, and learned.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [without_nulls(item) for item in value]
+    return value
 
 
 def _content(content: Any, place: str) -> str:

@@ -33,6 +33,7 @@ from loragate.evaluation.harness_scores import HarnessScores
 from loragate.evaluation.judging import (
     CODE,
     JudgeSettings,
+    answers_hash,
     grader_for,
     grader_version,
     judge,
@@ -52,6 +53,7 @@ from loragate.evaluation.results import (
 from loragate.evaluation.retention import retention_result
 from loragate.evaluation.sampling import draw_samples
 from loragate.evaluation.variants import Variant
+from loragate.evaluation.weights import weights_of
 from loragate.files import first_difference, write_json, write_text
 from loragate.generation import Engine, Sample
 
@@ -117,9 +119,11 @@ class Evaluation:
             ConfigError: naming the first difference.
         """
         path = self.folder / "eval.json"
+        identity = {**self.identity, "weights": weights_of(self.models)}
         if resume:
             before = json.loads(path.read_text(encoding="utf-8"))
-            found = first_difference(before, self.identity)
+            # runs of earlier versions do not say what their folders held
+            found = first_difference(before, identity if "weights" in before else self.identity)
             if found is not None:
                 key, old, new = found
                 raise ConfigError(
@@ -127,7 +131,7 @@ class Evaluation:
                     "same settings, or choose another --out"
                 )
         else:
-            write_json(path, self.identity)  # first of all: with it the folder can be resumed
+            write_json(path, identity)  # first of all: with it the folder can be resumed
         for prepared in self.tasks:
             write_questions(self.folder, prepared)
             write_text(
@@ -249,7 +253,7 @@ class Evaluation:
 
         samples = draw_samples(Stored(), prepared.prompts, sampling, self._samples_path(variant, prepared))
         path = self._grades_path(variant, prepared)
-        judge_now = judged_by(grader, self.judging)
+        judge_now = judged_by(grader, self.judging) | {"answers": answers_hash(samples)}
         grades = read_grades(path, samples, judge_now)
         if grades is None:
 

@@ -45,6 +45,7 @@ def run_harness(
     revisions: Mapping[str, str] | None = None,
     max_new_tokens: int | None = None,
     chat_template: bool = True,
+    system: str = "none",
     on_progress: OnProgress | None = None,
 ) -> dict[str, HarnessScores]:
     """Run retention suites zero-shot on `model`, as it is: base, adapter, gated, or inside `gate_override`.
@@ -57,7 +58,8 @@ def run_harness(
         revisions: suite -> commit of its hub data set, in place of the pinned one.
         max_new_tokens: token limit of an answer; None takes the suite's own (2048 for MMLU-Pro, 1024 for BBH).
         chat_template: render each prompt as one user turn. The harness's task description stands at the beginning of
-            that turn, not in a system message, and no default system message is slipped in.
+            that turn, not in a system message.
+        system: "none" leaves out a system message that the template would slip in, "keep" leaves the template alone.
         on_progress: called with (requests done, requests in all).
 
     Raises:
@@ -85,7 +87,7 @@ def run_harness(
         for task in loaded["tasks"].values():
             task.set_fewshot_seed(seed)
             _guard_filters(task)
-        bridge = _bridge(model, tokenizer, batch_size, chat_template, meter)
+        bridge = _bridge(model, tokenizer, batch_size, chat_template, system, meter)
         results = lm_eval.evaluator.evaluate(
             lm=bridge, task_dict=loaded, bootstrap_iters=0, log_samples=True, apply_chat_template=chat_template
         )
@@ -223,7 +225,7 @@ class _Meter:
                 self.on_progress(self.done, self.total)
 
 
-def _bridge(model: Any, tokenizer: Any, batch_size: int, chat_template: bool, meter: _Meter) -> Any:
+def _bridge(model: Any, tokenizer: Any, batch_size: int, chat_template: bool, system: str, meter: _Meter) -> Any:
     """The harness's model over ours: its log-likelihoods, our answers and our chat rendering."""
     import torch
     from lm_eval.models.huggingface import HFLM
@@ -241,7 +243,7 @@ def _bridge(model: Any, tokenizer: Any, batch_size: int, chat_template: bool, me
             self.stop_ids = stop_token_ids(model, tokenizer)
             self.answers: dict[tuple[str, int], Answer] = {}
             self.cut_choices = 0
-            self._chat = Chat(tokenizer)
+            self._chat = Chat(tokenizer, system)
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
             first, *rest = chat_history

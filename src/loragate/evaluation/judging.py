@@ -6,6 +6,7 @@ stored samples and stored questions only, so it can be repeated with another gra
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -114,6 +115,14 @@ def judged_by(grader: str, settings: JudgeSettings) -> dict[str, Any]:
     if grader in (*MATH, *CODE):
         kept |= {"timeout_s": float(settings.timeout_s), "memory_mb": settings.memory_mb}
     return kept | ({"sandbox": settings.sandbox} if grader in CODE else {})
+
+
+def answers_hash(samples: Sequence[Sample]) -> str:
+    """SHA-256 (hex) over what graders see of the samples: a redrawn answer must not get the verdict of the one before."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(json.dumps([sample.question, sample.sample, sample.text, sample.finish_reason]).encode())
+    return digest.hexdigest()
 
 
 def with_answer(task: Task, question: Question, answer: str) -> Question:

@@ -88,7 +88,7 @@ def variants_for(kind: Kind, controls: str = "cheap", constants: Sequence[float]
     if controls != "none":
         rows += [Variant("adapter", f"T={value:g}", temperature=value) for value in COOLER]
         rows.append(Variant("adapter", "greedy", temperature=0.0))
-        for value in constants:
+        for value in dict.fromkeys(constants):
             if value in (0, 1) or not math.isfinite(value):
                 raise ConfigError(f"--constants {value:g}: λ = 0 is the base and λ = 1 the adapter; give other numbers")
             rows.append(Variant("adapter", f"λ={value:g}", constant=value))

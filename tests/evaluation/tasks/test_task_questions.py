@@ -100,6 +100,8 @@ def test_other_published_forms_of_the_same_sets(jsonl):
     floats = [{"id": 7, "problem": "P?", "answer": 27.0, "url": "u"}, {"id": 8, "problem": "Q?", "answer": 2.5}]
     questions = load_questions(load_task("amc23"), file=jsonl(floats)).questions
     assert [question.gold for question in questions] == ["27", "2.5"]
+    huge = [{"id": 7, "problem": "P?", "answer": 10**400, "url": "u"}]
+    assert load_questions(load_task("amc23"), file=jsonl(huge)).questions[0].gold == "1" + "0" * 400
     numbers = [{"problem": "P?", "answer": 25}]
     (question,) = load_questions(load_task("aime24"), file=jsonl(numbers)).questions
     assert (question.id, question.gold) == ("0", "25")
@@ -142,6 +144,8 @@ def test_more_rows_that_do_not_fit(jsonl):
         load_questions(
             load_task("olympiadbench"), file=jsonl([{**sample_rows("olympiadbench")[0], "final_answer": [3]}])
         )
+    with pytest.raises(DataError, match=r"rows.jsonl:2: column 'solution' holds half of a surrogate pair"):
+        load_questions(task, file=jsonl([rows[0], {**rows[1], "solution": "\ud83d"}]))
     torn = jsonl([])
     torn.write_text('{"problem": \n', encoding="utf-8")
     with pytest.raises(DataError, match=r"rows.jsonl:1: malformed JSON"):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from loragate.evaluation.grade import Grade
@@ -36,8 +38,24 @@ CHOICES = {
     "The answer is A because of friction": "A",
     "B is correct.": "B",
     "Option (D) is the right one": "D",
+    "We get \\boxed{b}": "B",
+    "We get \\boxed{\\text{(b)}}": "B",
+    "We get \\boxed{B, a dog}": "B",
 }
-NOTHING = ["", "I do not know", "A cat sat.", "the answer is 42", "Answer: none", "The answer is Bob", "DNA and RNA"]
+NOTHING = [
+    "",
+    "I do not know",
+    "A cat sat.",
+    "the answer is 42",
+    "Answer: none",
+    "The answer is Bob",
+    "DNA and RNA",
+    "\\boxed{A plant}",
+    "\\boxed{A, C}",
+    "\\boxed{A/C}",
+    "\\boxed{\\text{(A) and (C)}}",
+    "\\boxed{A \\text{ or } C}",
+]
 
 
 @pytest.mark.parametrize(("response", "letter"), list(CHOICES.items()), ids=[str(i) for i in range(len(CHOICES))])
@@ -49,6 +67,15 @@ def test_letters(response, letter):
 def test_no_letter(response):
     assert choice_letter(response) is None
     assert grade_choice(response, "A") == Grade(False, None, "no_answer")
+
+
+@pytest.mark.parametrize("filler", ["\n", " ", "*", "_", "(", "$", "answer is ", "** "])
+def test_a_response_stuck_on_filler_costs_no_time(filler):
+    """What a model that never stops writes: read in the caller's process, where no limit holds."""
+    began = time.perf_counter()
+    for beginning in ("The answer is", "answer: option", "**", "\\boxed{"):
+        assert choice_letter(f"{beginning}{filler * 8000}7") is None
+    assert time.perf_counter() - began < 2
 
 
 def test_letters_outside_the_choices_do_not_count():

@@ -14,7 +14,7 @@ from fractions import Fraction
 
 from loragate.evaluation.grading.notation import is_text, key, normalise, strip_outer_braces, unwrap_fonts
 from loragate.evaluation.grading.numbers import Number, read_number, same_number
-from loragate.evaluation.grading.shapes import Shape, name_of, read_shape
+from loragate.evaluation.grading.shapes import Shape, name_of, read_shape, sides_of
 from loragate.evaluation.grading.units import read_unit, split_unit
 
 Verdict = bool | None
@@ -24,7 +24,12 @@ MAX_PARTS = 12
 
 _UNJUDGED = re.compile(r"\\(?:[lcvd]?dots[a-z]?|bmod|pmod|mod|equiv)(?![A-Za-z])|\.\.\.")
 _BASE = re.compile(r"([0-9A-F]+)_\{?(\d+)\}?")
-_CHOICE = re.compile(r"\(?([A-J])\)?(?:[.:)]?\s.*)?", re.S)
+# a letter and its option's text; a second letter, or an operator after a bare one, makes it something else
+_CHOICE = re.compile(
+    r"\(?([A-J])(?:[).:]*|[).:]+\s(?!(?:and|or)\s+\(?[A-J](?![A-Za-z])).*|\s(?!(?:and|or)\s+\(?[A-J](?![A-Za-z]))[\w(\"'].*)",
+    re.S,
+)
+_APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])")
 _CHOICE_GOLD = re.compile(r"\(([A-J])\)(?:\s.*)?|([A-J])", re.S)
 
 
@@ -57,7 +62,13 @@ def _same(gold: str, answer: str, tolerance: float | None, algebra: Algebra) -> 
     gold_shape, answer_shape = read_shape(gold), read_shape(answer)
     if gold_shape.kind != "item" or answer_shape.kind != "item":
         number = _same_value(gold, answer, tolerance)  # before its commas are taken for a list: 10,080
-        return number if number is not None else _same_shape(gold_shape, answer_shape, tolerance, algebra)
+        if number is not None:
+            return number
+        pair = ((gold, gold_shape), (answer, answer_shape))
+        left, right = (name_of(text)[1] if shape.kind == "item" else text for text, shape in pair)
+        if (left, right) != (gold, answer):  # a tuple, set or matrix with a name on one side: v = (1,2)
+            return _same(left, right, tolerance, algebra)
+        return _same_shape(gold_shape, answer_shape, tolerance, algebra)
     return _same_item(gold_shape.parts[0], answer_shape.parts[0], tolerance, algebra)
 
 
@@ -69,7 +80,7 @@ def _same_special(gold: str, answer: str) -> Verdict:
         chosen = _CHOICE.fullmatch(plain_answer)
         if chosen is not None:
             return chosen[1] == (letter[1] or letter[2])
-    words = [is_text(text) and len(unwrap_fonts(text)) > (1 if "{" in text else 2) for text in (gold, answer)]
+    words = [_is_word(text) for text in (gold, answer)]
     if all(words):
         return _fold(plain_gold) == _fold(plain_answer)
     if any(words) and (read_number(plain_gold) or read_number(plain_answer)):
@@ -83,6 +94,12 @@ def _same_special(gold: str, answer: str) -> Verdict:
     if re.fullmatch(r"\\emptyset\s*", plain_gold) or re.fullmatch(r"\\emptyset\s*", plain_answer):
         return False
     return None
+
+
+def _is_word(text: str) -> bool:
+    """Whether letters are a word and not a product of variables: font commands say so, or their number, or "no"."""
+    plain = unwrap_fonts(text)
+    return is_text(text) and (len(plain) > (1 if "{" in text else 2) or plain.casefold() == "no")
 
 
 def _fold(text: str) -> str:
@@ -101,10 +118,22 @@ def _same_item(gold: str, answer: str, tolerance: float | None, algebra: Algebra
     known = _same_value(gold, answer, tolerance)
     if known is not None:
         return known
+    if "=" not in gold and (said := _said_twice(answer)):
+        either, sides = said
+        verdicts = [_same_item(gold, side, tolerance, algebra) for side in sides]
+        return _any(verdicts) if either else _all(verdicts)
     (gold_body, _), (answer_body, _) = split_unit(gold), split_unit(answer)
     if (gold_body, answer_body) != (gold, answer) and key(gold_body) == key(answer_body):
         return True
     return algebra(unwrap_fonts(gold_body), unwrap_fonts(answer_body), tolerance)
+
+
+def _said_twice(answer: str) -> tuple[bool, list[str]] | None:
+    r"""(one of them is enough, the sides) of `\frac{1}{3} \approx 0.333`, and of `5+7=12`, where all must be right."""
+    for either, sides in ((True, _APPROXIMATELY.split(answer)), (False, sides_of(answer))):
+        if len(sides) > 1 and (filled := [side.strip() for side in sides if side.strip()]):
+            return either, filled
+    return None
 
 
 def _same_name(gold: str, answer: str) -> bool:
@@ -157,6 +186,10 @@ def _same_shape(gold: Shape, answer: Shape, tolerance: float | None, algebra: Al
 def _all(verdicts: object) -> Verdict:
     seen = list(verdicts)  # type: ignore[call-overload]
     return False if False in seen else None if None in seen else True
+
+
+def _any(verdicts: Sequence[Verdict]) -> Verdict:
+    return True if True in verdicts else None if None in verdicts else False
 
 
 def _pair_up(gold: Sequence[str], answer: Sequence[str], same: Callable[[str, str], Verdict]) -> Verdict:

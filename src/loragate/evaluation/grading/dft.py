@@ -83,7 +83,7 @@ def strip_string(text: str) -> str:
     text = re.sub(r"\\mbox\{.*?\}", "", text).replace("'", "").replace('"', "")
     if "j" in text and "i" not in text:
         text = text.replace("j", "i")
-    text = re.sub(r"(\d+)\.0*(\D|$)", r"\1\2", text)
+    text = re.sub(r"(?<!\d)(\d+)\.0*(\D|$)", r"\1\2", text)  # from the first digit on only: 0.333… may go on for long
     if text.startswith("."):
         text = "0" + text
     sides = text.split("=")

@@ -16,7 +16,7 @@ _UNICODE = str.maketrans(
         "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ",
         "≤": r"\leq ", "≥": r"\geq ", "≠": r"\neq ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
         "°": r"^\circ ", "±": r"\pm ", "…": r"\ldots ", "（": "(", "）": ")", "，": ",", "：": ":", "\u00a0": " ",
-        "\u2009": " ", "\u202f": " ", "²": "^2", "³": "^3",
+        "\u2009": " ", "\u202f": " ", "²": "^2", "³": "^3", "≈": r"\approx ",
     }
 )  # fmt: skip
 _REPLACEMENTS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
@@ -56,7 +56,7 @@ def normalise(answer: str) -> str:
         text = pattern.sub(replacement, text)
     text = re.sub(r"(?<=\d)\x00(?=\d{3})", "", text).replace("\x00", ",")
     text = re.sub(r"\s+", " ", text).strip()
-    while len(text) > 1 and text.endswith((".", ",", ";")) and not text.endswith("..."):
+    while len(text) > 1 and text.endswith((".", ",", ";", "\\")) and not text.endswith("..."):
         text = text[:-1].rstrip()
     return _root_braces(strip_outer_braces(text))
 
@@ -84,7 +84,7 @@ def is_text(text: str) -> bool:
 
 def key(text: str) -> str:
     """Return the spelling under which equal answers are equal strings: no fonts, no blanks, braces only where needed."""
-    plain = re.sub(r"(\\[A-Za-z]+) (?=[A-Za-z])", "\\1\x00", unwrap_fonts(text))
+    plain = re.sub(r"(\\[A-Za-z]+) (?=[A-Za-z])|(?<=\d) (?=\d)", "\\1\x00", unwrap_fonts(text))
     plain = re.sub(r"\s+", "", plain).replace("\x00", " ")
     return re.sub(r"([_^])\{(\w)\}", r"\1\2", plain)
 

@@ -17,6 +17,11 @@ _WORD_SEPARATOR = re.compile(
 )
 _NAME = re.compile(r"(?:[A-Za-z]|\\(?:theta|alpha|beta|lambda|mu|omega|tau|phi))(?:_\{?\w+\}?)?")
 
+# possessive throughout: a left side of many words that is no name must not be taken apart in every possible way
+_LEFT_SIDE = re.compile(
+    r"(?:\\[A-Za-z]++|[A-Za-z]++|_\{?\w++\}?|\^\{-1\}|\((?:[A-Za-z,\s]|\\[A-Za-z]++|_\w)++\)|[|'{}\s])++"
+)
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -102,15 +107,15 @@ def split_top(text: str, separator: str) -> list[str]:
     return [*parts, text[start:].strip()]
 
 
+def sides_of(text: str) -> list[str]:
+    """Split at the signs of equality."""
+    return [side.strip() for side in re.split(r"(?<![<>!\\=])=(?!=)", text)]
+
+
 def name_of(text: str) -> tuple[str, str]:
     r"""Split `x = 5`, `f(x) = 5` or `\angle ABC = 5` into (name, value); the name is "" where there is none."""
-    left, *rest = [side.strip() for side in re.split(r"(?<![<>!\\=])=(?!=)", text)]
-    if (
-        not rest
-        or not rest[-1]
-        or left.count("{") != left.count("}")
-        or not re.fullmatch(r"(?:\\[A-Za-z]+|[A-Za-z]+|_\{?\w+\}?|\^\{-1\}|\([A-Za-z,]+\)|[|'{}\s])+", left)
-    ):
+    left, *rest = sides_of(text)
+    if not rest or not rest[-1] or left.count("{") != left.count("}") or not _LEFT_SIDE.fullmatch(left):
         return "", text
     return re.sub(r"\s+", "", left), rest[-1]
 

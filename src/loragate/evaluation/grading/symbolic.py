@@ -29,6 +29,7 @@ _WHOLE = (("3", "5", "2", "7", "4", "6"), ("6", "2", "5", "3", "8", "4"))
 _EVALUATES = re.compile(r"\\(?:[dt]?binom|sqrt|log|ln|gcd|lcm|sin|cos|tan|lfloor|lceil|max|min|sum|prod)(?![A-Za-z])")
 _BINDS = re.compile(r"\\(?:sum|prod|int|lim)(?![A-Za-z])")  # a bound variable may be gone after evaluation
 _FUNCTIONS = r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)|ln|log|exp|sqrt|max|min"
+_BARE_FUNCTION = re.compile(r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)|ln|log|exp")
 _IDENTIFIER = re.compile(
     rf"\\(?:begin|end)\{{[a-z]+\}}|\\[A-Za-z]+|(?<![A-Za-z])(?:{_FUNCTIONS})(?![A-Za-z])"
     r"|(?P<name>[A-Za-z](?:\s*_\s*(?:\{\s*\\?\w+\s*\}|\w))?)"
@@ -101,6 +102,8 @@ def _radians(match: re.Match[str]) -> str:
 
 def _code(match: re.Match[str]) -> str:
     """Spell an identifier as one that the parser keeps apart: it folds case and reads `I_0` as a multiple of i."""
+    if _BARE_FUNCTION.fullmatch(match.group()):
+        return f"\\{match.group()} "
     name = re.sub(r"[{}\s]", "", match["name"] or "")
     if not name or re.fullmatch("[a-z]", name):
         return match.group()

@@ -41,6 +41,7 @@ _FONT = r"\\(?:text(?:rm|it|bf)?|mbox|mathrm|operatorname)\s*\{[^{}]*\}"
 _POWER = r"(?:\s*\^\s*(?:\{\s*-?\d+\s*\}|\d))?"
 _SUN = r"[MLR]_\{?\\odot\}?"
 _WORDS = r"(?<=[\d})\s])\s(?:square |cubic )?[A-Za-z]{1,12}" + _POWER + r"(?:\s*/\s*[A-Za-z]{1,8}" + _POWER + ")?"
+_COUNTED = re.compile(r"(?:square |cubic )?(?!alpha$|beta$|gamma$|theta$|lambda$|omega$|sinh$|cosh$|tanh$)[A-Za-z]{4,}")
 _TAIL = re.compile(rf"\s*(?:(?:(?:{_FONT}|{_SUN}){_POWER}[\s/]*(?:\\cdot\s*)?)+|{_WORDS}|\^\s*\\circ\s*(?:[CFK])?)\s*$")
 
 
@@ -71,8 +72,8 @@ def split_unit(text: str) -> tuple[str, str]:
     if re.fullmatch(r"(?:and|or|if|where|is|not|for|mod|e|i|pi|x|y|z|n)", plain):
         return text, ""
     is_words = re.match(_FONT + r"|\^|" + _SUN, tail) is None
-    if is_words and read_unit(plain) is None:
-        return text, ""  # bare letters are variables unless they are known to be a unit
+    if is_words and read_unit(plain) is None and not _COUNTED.fullmatch(plain):
+        return text, ""  # a few bare letters are variables unless they are known to be a unit
     return body, plain
 
 

@@ -12,30 +12,36 @@ from loragate.evaluation.grade import Grade
 from loragate.evaluation.grading.extraction import last_boxed
 
 LETTERS = "ABCDEFGHIJ"
-# what may stand between the announcement and the letter, and what ends a letter
-_OPEN = r"[\s(\[*_$\"'`{]*(?:\\\()?(?:\\(?:text|textbf|mathrm|mathbf)\s*\{\s*)?[(\[*]*"
+# what may stand between the announcement and the letter, and what ends a letter; possessive, as no time limit holds here
+# and a model that is stuck writes the same filler a thousand times
+_OPEN = r"[\s(\[*_$\"'`{]*+(?:\\\()?(?:\\(?:text|textbf|mathrm|mathbf)\s*+\{\s*+)?[(\[*]*+"
 _END = r"(?![A-Za-z0-9'’])"
-_ANNOUNCED = r"(?i:\banswer\b(?:\s+choice)?[\s*_]*(?:\bis\b|:|=)[\s*_]*(?:(?:option|choice)\b)?[:\s*_]*)" + _OPEN
+_AND = r"[)\]}*\s]*+(?:,|/|\\?&|(?:\\text\{\s*)?(?:and|or)\b)[\s(}]*+"
+_ANNOUNCED = r"(?i:\banswer\b(?:\s+choice)?[\s*_]*+(?:\bis\b|:|=)[\s*_]*+(?:(?:option|choice)\b)?[:\s*_]*+)" + _OPEN
 
 
 def choice_letter(response: str, letters: str = LETTERS) -> str | None:
     r"""The letter that a response chooses, or None.
 
-    Tried in turn: the last `\boxed{C}`; "the answer is (C)", "Answer: **C**" and the like, small letters only where a
-    bracket, a full stop or the end follows; "C is correct"; a bold `**C**` or `**C. text**`; a line that holds only the
-    letter; the last capital that stands alone with no small word after it, as "A" and "I" are words of their own.
+    Tried in turn: the last `\boxed{C}`, which chooses nothing where it holds several letters; "the answer is (C)",
+    "Answer: **C**" and the like, small letters only where a bracket, a full stop or the end follows; "C is correct"; a
+    bold `**C**` or `**C. text**`; a line that holds only the letter; the last capital that stands alone with no small
+    word after it, as "A" and "I" are words of their own.
     """
     allowed = f"[{letters}]"
     if (boxed := last_boxed(response)) is not None:
-        found = re.fullmatch(rf"{_OPEN}({allowed})(?:[)\]}}*.:,\s].*)?", boxed, re.S)
+        letter = rf"({allowed}(?!(?<=[AI]) +[a-z])|(?i:{allowed})(?=[)\]}}*.:]|$))"
+        if re.match(rf"{_OPEN}{allowed}{_AND}{allowed}{_END}(?! +[a-z])", boxed):
+            return None
+        found = re.fullmatch(rf"{_OPEN}{letter}(?:[)\]}}*.:,\s].*)?", boxed, re.S)
         if found:
-            return found[1]
+            return found[1].upper()
     forms = (
         rf"{_ANNOUNCED}({allowed}){_END}(?!(?<=I) +[a-z])",
         rf"{_ANNOUNCED}((?i:{allowed}))(?=[)\]*}}.]|\s*$)",
         rf"(?<![A-Za-z0-9'’\\])({allowed})[)*_]*\s+(?:is|must be)\s+(?:the\s+)?(?:correct|right|best)\b",
         rf"\*\*\s*\(?({allowed})\)?\s*(?:[.:)][^*\n]*)?\*\*",
-        rf"(?m)^\s*\(?({allowed})[).]?\s*$",
+        rf"(?m)^[^\S\n]*\(?({allowed})[).]?[^\S\n]*$",
         rf"(?<![A-Za-z0-9'’\\])({allowed}){_END}(?! +[a-z])",
     )
     for form in forms:

@@ -6,6 +6,7 @@ that machines without a connection are first-class.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -173,6 +174,7 @@ def commit_of(hub: str, revision: str | None) -> str | None:
 def _question(task: Task, row: dict[str, Any], where: str, index: int) -> Question:
     schema = task.dataset.schema
     check_row(row, schema, where, task.name)
+    _refuse_torn_text(row, where)
     # an optional column that is absent reads as null, so that a template can ask for it
     values = {**dict.fromkeys(schema), **row}
     filled = {name: _fill(name, candidates, values, where) for name, candidates in task.columns.items()}
@@ -207,7 +209,18 @@ def _as_text(value: Any) -> str | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     # 27.0 is how a column of floats writes 27
-    return str(int(value)) if float(value).is_integer() else repr(value)
+    return str(int(value)) if isinstance(value, int) or value.is_integer() else repr(value)
+
+
+def _refuse_torn_text(row: dict[str, Any], where: str) -> None:
+    """All columns are stored with the answers, and half of a surrogate pair can neither be stored nor tokenised."""
+    for name, value in row.items():
+        try:
+            json.dumps(value, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:
+            raise DataError(
+                f"{where}: column '{name}' holds half of a surrogate pair, which is not valid text; mend or remove the row"
+            ) from None
 
 
 def _refuse_repeated_ids(questions: list[Question]) -> None:
