@@ -163,7 +163,27 @@ def test_a_value_that_is_the_logits_agrees_everywhere():
         sums.add(reader, batch, values, K, TokenClasses(tokenizer, {1}))
     assert torch.allclose(found.vectors["entropy"], 2.5 * found.vectors["value_topk"], rtol=1e-3, atol=1e-5)
     assert sums.summary([0])[0].weighted.mean > 0.999
-    assert found.top_is_best == found.tokens
+
+
+def test_the_answer_is_no_prompt_where_only_its_end_is_counted():
+    """Rollouts count a few positions of an answer; a λ before the first of them still belongs to its own class."""
+    peft, (tokenizer, rows) = gated(), material(1)
+    prompt = next(at for at, label in enumerate(rows[0]["labels"]) if label >= 0)
+    late = {**rows[0], "labels": [*[-100] * (len(rows[0]["labels"]) - 1), rows[0]["labels"][-1]]}
+    reader, classes = Reader(peft), TokenClasses(tokenizer, {1})
+    (batch,) = batches([late], tokenizer.pad_token_id, 1, "cpu")
+    values = reference_values(reader, late, tokenizer.pad_token_id)
+    found = {}
+    for given in (prompt, None):
+        sums = CoordinateSums(peft)
+        with differentiable_gates(peft):
+            sums.add(reader, batch, values, K, classes, given)
+        found[given] = {row.name: row.coordinates for row in sums.summary([0])}
+    modules = len(lg.gate_parameters(peft)) // 2
+    assert len(rows[0]["input_ids"]) - prompt > 2
+    assert 0 < found[prompt]["prompt"] <= modules * (prompt - 1)
+    assert found[None]["prompt"] > found[prompt]["prompt"]
+    assert found[None]["all"] == found[prompt]["all"]
 
 
 def test_rows_of_one_question_are_merged():
@@ -236,3 +256,46 @@ def test_rollouts_complete_and_grade_every_branch():
         {tokenizer.eos_token_id},
     )
     assert float(complete[0].values) == 1.0
+
+
+def test_a_late_branch_takes_no_room_from_an_early_one(monkeypatch):
+    """Each answer may grow to its own limit, whatever the longest branch leaves of the model's positions."""
+    positions, limit = 64, 60
+    early = Branch(0, 0, 7, 2, (3, 4, 7))
+    late = Branch(1, 0, 8, 2, (3, 4, *[5] * (limit - 2), 8))
+    last = Branch(2, 0, 9, 6, (3, 4, 5, 6, 7, 8, *[5] * 57, 9))
+    assert [len(branch.token_ids) for branch in (late, last)] == [61, positions]
+    limits, told = [], []
+
+    class NeverEnds:
+        def __init__(self, model, tokenizer, batch_size):
+            self.tokenizer = tokenizer
+
+        def generate(self, prompts, config, on_progress):
+            for ids in self.tokenizer(prompts)["input_ids"]:
+                assert len(ids) + config.max_new_tokens <= positions
+            limits.append(config.max_new_tokens)
+            on_progress(len(prompts), len(prompts))
+            return [Sample(at, 0, "", (7,) * config.max_new_tokens, "length", None) for at in range(len(prompts))]
+
+    monkeypatch.setattr("loragate.analysis.task_values.TransformersEngine", NeverEnds)
+    seen = {}
+
+    def grade(answers):
+        seen.update({row: len(answer.token_ids) for row, answer in answers})
+        return [True] * len(answers)
+
+    values = rollout_values(
+        None,
+        tiny_tokenizer(),
+        [early, late, last],
+        grade,
+        SamplingConfig(max_new_tokens=limit),
+        {1},
+        positions,
+        on_progress=lambda *at: told.append(at),
+    )
+    assert seen == {0: limit, 1: limit, 2: positions - 6}
+    assert limits == [1, limit - 1]
+    assert told == [(1, 2), (2, 2)]
+    assert sorted(values) == [0, 1, 2]

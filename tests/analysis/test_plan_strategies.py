@@ -139,6 +139,9 @@ def test_the_fastest_that_fits_is_chosen(model_file):
     assert "--num_processes 2 -m loragate sft --model MODEL" in command
     assert "ddp.yaml" in command
     assert "--max-length 512 --batch-size 8 --micro-batch-size 4 --rank 16" in command
+    assert "--epochs" not in command
+    longer = replace(plan, request=replace(plan.request, rows=5000, epochs=2.5))
+    assert "--max-rows 5000 --epochs 2.5" in launch_command(longer, plan.chosen), "what the time was planned for"
     zero = next(option for option in plan.options if option.strategy == "zero3" and option.checkpointing)
     assert "--dtype bfloat16 --precision fp32 --gradient-checkpointing" in launch_command(plan, zero)
 

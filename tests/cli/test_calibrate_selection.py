@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,13 @@ import torch
 from safetensors.torch import load_file
 
 import loragate as lg
+from loragate.cli.arguments import parse
+from loragate.cli.calibrate import COMMAND, CalibrateOptions
 from loragate.cli.main import main
+from loragate.cli.selecting import accept_command
 from loragate.evaluation.results import read_record
 from loragate.generation import SamplingConfig, TransformersEngine
+from loragate.selection.candidate import Candidate
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 POOL = [f"w{i} w{i + 1} w{i + 2} w{i + 3} w{i + 4} w{i + 5} w{i + 6}" for i in range(80)]
@@ -368,3 +373,13 @@ def test_a_killed_selection_goes_on(place, tmp_path):
     assert (left["picked"], left["evidence"], left["signs"]) == (right["picked"], right["evidence"], right["signs"])
     for name, value in load_file(whole / "gates.safetensors").items():
         assert torch.equal(load_file(out / "gates.safetensors")[name], value)
+
+
+def test_the_command_that_accepts_names_all_that_loading_needs():
+    given = CalibrateOptions(
+        adapter="a", data="d", out="o", base="b", quantization="4bit", dtype="bfloat16", trust_remote_code=True
+    )
+    words = shlex.split(accept_command(given, Candidate(0.0, 1.0, "entropy")))
+    again, _ = parse(COMMAND, words[2:])
+    expected = {"range": "0,1", "unverified": True, "resume": True}
+    assert again == replace(given, **expected)

@@ -104,7 +104,10 @@ def test_interventions_then_gates_and_alignment_on_their_answers(place, tmp_path
     assert "the run holds words; did you mean 'words'?" in fails(
         capsys, "gates", "--model", place / "gated", "--out", tmp_path / "y", "--run", out, "--tasks", "word"
     )
+    assert diagnose(place, "gates", tmp_path / "first", "--run", out, "--limit", 1) == 0
+    first = read(GatesRecord, tmp_path / "first" / "gates.json")
     gates = read(GatesRecord, tmp_path / "gates" / "gates.json")
+    assert (first.answers, gates.answers) == (2, 8), "two answers to each of the first, or of all, questions"
     assert (gates.lower, gates.upper) == (-3.0, 2.0)
     assert "They reverse most in" in " ".join(gates.conclusion)
     more = ["--value", "rollouts", "--run", out, "--positions", 2, "--actions", 2, "--rollouts", 1, "--answers", 1]
@@ -132,6 +135,15 @@ def test_alignment_with_a_reference(place, tmp_path, capsys, monkeypatch):
         row.name for row in sorted(record.modules, key=lambda row: -abs(row.gain.mean))[:12]
     }
     assert "12 of 14 modules" in shown
+
+
+def test_a_whole_model_as_reference_beside_a_base_that_was_moved(place, tmp_path):
+    """--base says where the adapter's base is; it must not turn the reference into an adapter."""
+    more = ["--base", place / "base", "--rows", place / "rows.jsonl", "--max-rows", 2]
+    assert diagnose(place, "alignment", tmp_path / "a", *more, "--reference", place / "base") == 0
+    assert diagnose(place, "alignment", tmp_path / "b", *more, "--reference", place / "adapter") == 0
+    names = [read(AlignmentRecord, tmp_path / name / "alignment.json").value_of for name in ("a", "b")]
+    assert names == [f"log-probability under {place / name}" for name in ("base", "adapter")]
 
 
 def test_what_is_refused(place, tmp_path, capsys):

@@ -304,7 +304,14 @@ def test_resume_through_the_command(place, tmp_path, capsys, monkeypatch):
     assert main(arguments) == 130
     assert not (out / "gate_config.json").exists(), "nothing half-written"
     monkeypatch.undo()
-    assert "continue it with --resume" in fails(capsys, *arguments)
+    kept = {path.name: path.read_bytes() for path in (out / "run").glob("*.*")}
+    assert {"config.yaml", "data.json", "run.json"} <= set(kept)
+    other = ["plain.jsonl" if "messages.jsonl" in word else word for word in arguments]
+    other[other.index("plain.jsonl")] = str(place / "plain.jsonl")
+    for again in (arguments, [*other, "--max-rows", "8"]):
+        assert "an unfinished run (checkpoint-2); continue it with --resume" in fails(capsys, *again, status=2)
+    assert "'settings.learning_rate' was" in fails(capsys, *arguments, "--resume", "--learning-rate", "1e-3")
+    assert kept == {path.name: path.read_bytes() for path in (out / "run").glob("*.*")}, "what the run began with stays"
     assert main([*arguments, "--resume"]) == 0
     gates = load_file(out / "gates.safetensors")
     monkeypatch.undo()

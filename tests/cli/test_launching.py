@@ -1,5 +1,8 @@
 """Starting a command on several processes, and what it refuses before it loads anything."""
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -25,11 +28,11 @@ def no_launcher(monkeypatch):
 def started(monkeypatch):
     calls = []
 
-    def run(command, env, check):
+    def popen(command, env):
         calls.append((command, env))
-        return SimpleNamespace(returncode=7)
+        return SimpleNamespace(wait=lambda: 7)
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "Popen", popen)
     monkeypatch.setattr(sys, "argv", ["loragate", "calibrate", "--strategy", "fsdp2"])
     return calls
 
@@ -110,3 +113,49 @@ def test_the_commands_refuse_before_they_look_for_a_model(capsys):
     assert "leave one of them out" in capsys.readouterr().err
     assert main(["calibrate", "--adapter", "nothing", "--precision", "fp16", *arguments[:6]]) == 2
     assert "fp16 needs CUDA" in capsys.readouterr().err
+
+
+CHILD = """
+import signal, sys, time
+def end(number, frame):
+    time.sleep(1.5)
+    open(sys.argv[1], "w").write(signal.Signals(number).name)
+    sys.exit(3)
+signal.signal(signal.SIGINT, end)
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+time.sleep(30)
+"""
+PARENT = """
+import subprocess, sys
+from loragate.cli.launching import wait_for
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]])
+try:
+    sys.exit(wait_for(child))
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of a process group")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_run_that_is_stopped_is_waited_for_until_it_has_written_its_checkpoint(tmp_path, name):
+    written = tmp_path / "checkpoint"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, CHILD, str(written)],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        assert parent.stdout.readline() == b"ready\n"
+        if name == "SIGINT":
+            os.killpg(parent.pid, signal.SIGINT)  # as a terminal does
+        else:
+            parent.terminate()  # as `kill` does: the child is not told
+        assert parent.wait(timeout=20) == (130 if name == "SIGINT" else 3)
+        assert written.read_text() == name
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
+        parent.stdout.close()

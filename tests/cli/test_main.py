@@ -129,7 +129,18 @@ def test_configuration_files(tmp_path, capsys):
     assert "'k' must be integer, found 1.5" in message("k: 1.5")
     assert "'resume' must be true or false" in message("resume: maybe")
     assert "expected keys and values, found list" in message("- 1")
+    assert "put them in quotes" in message("precision: yes")
+    assert "line 3: key 'max-rows' stands in line 1 already" in message("max_rows: 1\nk: 2\nmax-rows: 3")
     assert "cannot be read" in fails(capsys, "calibrate", "--config", str(tmp_path / "none.yaml"))
+
+
+def test_keys_without_a_value_and_lists_in_configuration_files(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("adapter: a\nbatch_size:\nprobe: null\nresume:\nselect_seed:\n")
+    assert parse(CALIBRATE, ["--config", str(path)])[0] == CalibrateOptions(adapter="a")
+    for text in ('ranges: ["-3,1", "0,1"]', "ranges: [[-3, 1], [0, 1]]", "ranges: -3,1;0,1"):
+        path.write_text(text)
+        assert parse(CALIBRATE, ["--config", str(path)])[0].ranges == "-3,1;0,1"
 
 
 def test_print_config(capsys):

@@ -82,6 +82,10 @@ def test_dry_run_writes_nothing(place, tmp_path, capsys):
     assert f"--model={place / 'base'} --data={place / 'math.parquet'}" in text
     assert "--revision" not in text
     assert not out.exists()
+    assert main(["recipes", "run", SCALE, "--dry-run", "--stages", "calibrate", *local(place)]) == 0
+    text = capsys.readouterr().out
+    assert "loragate calibrate" in text
+    assert "loragate sft" not in text
 
 
 def test_what_is_refused(place, tmp_path, capsys):

@@ -1,11 +1,12 @@
 """`loragate report` from folders to file."""
 
 import json
+import re
 
 import pytest
 
 from loragate.cli.main import main
-from loragate.cli.report_sources import find_sources
+from loragate.cli.report_sources import all_sources, find_sources
 from loragate.errors import DataError
 from pages import quickstart_record, traces
 
@@ -103,6 +104,62 @@ def test_bad_input(tmp_path, monkeypatch, capsys, arguments, told):
     assert not list(tmp_path.glob("*.html"))
 
 
+def training(folder, *log):
+    (folder / "run").mkdir(parents=True)
+    (folder / "run" / "run.json").write_text(json.dumps({"stage": "sft"}))
+    (folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in log))
+    return str(folder)
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    places = [
+        training(tmp_path / seed / "gated", {"step": 1, "nll": value}) for seed, value in (("s0", 3.25), ("s1", 7.5))
+    ]
+    names = [source.name for source in all_sources([*places, places[0] + "/"])]
+    assert names == ["s0/gated", "s1/gated"], "each once, whatever way it is written"
+    assert main(["report", *places, "--out", str(tmp_path / "report.html")]) == 0
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert all(shown in text for shown in ("s0/gated", "s1/gated", ">3.25<", ">7.5<"))
+    files = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        files.append(tmp_path / name / "results.json")
+        files[-1].write_text(json.dumps(quickstart_record()))
+    assert [source.name for source in all_sources(list(map(str, files)))] == ["a/results", "b/results"]
+    assert [source.name for source in all_sources([places[0], str(files[0])])] == ["gated", "results"]
+
+
+def test_a_run_that_diverged_is_shown(tmp_path):
+    place = training(tmp_path / "r", {"step": 1, "nll": 2.0}, {"step": 2, "nll": float("nan")}, {"step": 3, "nll": 4.0})
+    assert main(["report", place, "--out", str(tmp_path / "report.html")]) == 0
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<td>nan</td>" in text, "the table says so"
+    assert all("nan" not in points for points in re.findall(r'points="([^"]*)"', text))
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("gate_config.json", {}),
+        ("gate_config.json", []),
+        ("results.json", {"results": [], "tasks": [], "suites": []}),
+        ("results.json", {"table": [], "calibrations": {}}),
+        ("sweep_results.json", {"cells": []}),
+        ("gates.json", {"kind": "realised gates", "conclusion": ["x"]}),
+        ("gates.json", {"kind": "of another version", "conclusion": ["x"]}),
+        ("tokens.json", {}),
+        ("metrics.jsonl", {"step": 1, "nll": "low"}),
+    ],
+    ids=str,
+)
+def test_a_record_that_lacks_something_is_named(tmp_path, capsys, file, content):
+    (tmp_path / file).write_text(json.dumps(content))
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "report.html")]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{tmp_path / file}: not the" in said
+    assert "fault of loragate" not in said
+
+
 def test_a_broken_log_line_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnot json\n{"step": 2}\n')
     with pytest.raises(DataError, match="line 2 is not JSON"):
@@ -117,3 +174,8 @@ def test_figures_come_as_svg_and_pdf(run, tmp_path, capsys):
     assert sorted(path.stem for path in folder.glob("*.pdf")) == names
     assert all(path.read_bytes().startswith(b"%PDF") for path in folder.glob("*.pdf"))
     assert "entropy.svg" in capsys.readouterr().out
+    (folder / "entropy.svg").write_text("mine")
+    assert main(["report", str(run), "--figures", str(folder)]) == 2
+    assert "exists; choose another folder, or give --overwrite" in " ".join(capsys.readouterr().err.split())
+    assert (folder / "entropy.svg").read_text() == "mine"
+    assert main(["report", str(run), "--figures", str(folder), "--overwrite"]) == 0

@@ -60,8 +60,21 @@ class CoordinateSums:
         self.modules = list(self.gates)
         self.rows: list[np.ndarray] = []
 
-    def add(self, reader: Reader, batch: Batch, values: ActionValues, k: int, classes: TokenClasses) -> None:
-        """Take in one row; the model carries the gates as they are."""
+    def add(
+        self,
+        reader: Reader,
+        batch: Batch,
+        values: ActionValues,
+        k: int,
+        classes: TokenClasses,
+        prompt_length: int | None = None,
+    ) -> None:
+        """Take in one row; the model carries the gates as they are.
+
+        Args:
+            prompt_length: tokens before the response, where only some of its positions are counted; by default all before the
+                first counted token.
+        """
         leaves: dict[str, torch.Tensor] = {}
 
         def leaf(path: str, _layer: Any, x: torch.Tensor) -> torch.Tensor | None:
@@ -77,7 +90,7 @@ class CoordinateSums:
             wants = torch.autograd.grad(states, order, entropy, retain_graph=True, allow_unused=True)
             helps = torch.autograd.grad(states, order, value, allow_unused=True)
         labels, ids = batch["labels"][0].tolist(), batch["input_ids"][0].tolist()
-        first = next(at for at, label in enumerate(labels) if label >= 0)
+        first = next(at for at, label in enumerate(labels) if label >= 0) if prompt_length is None else prompt_length
         groups = np.array(
             [len(CLASSES) if at + 1 < first else classes.index(token) for at, token in enumerate(ids[1:])],
             dtype=np.int64,

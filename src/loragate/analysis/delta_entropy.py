@@ -218,8 +218,9 @@ def distribution(delta: np.ndarray) -> tuple[Histogram, dict[str, float]]:
 def write_tokens(path: Path, tokenizer: Any, rows: Sequence[Row], found: TokenEntropies, classes: TokenClasses) -> None:
     """One JSON object per row: its response tokens with ΔH, entropies and log-probabilities, for later display."""
     lines = []
+    ends = np.searchsorted(found.rows, np.arange(len(rows) + 1))
     for index, row in enumerate(rows):
-        at = np.flatnonzero(found.rows == index)
+        at = slice(ends[index], ends[index + 1])
         ids = found.token_ids[at].tolist()
         first = next((place for place, label in enumerate(row["labels"]) if label >= 0), 0)
         record: dict[str, Any] = {

@@ -31,6 +31,8 @@ def launch_command(plan: Plan, option: Option) -> str:
     words += ["--data", "DATA", "--out", "OUT"]
     words += ["--max-length", str(request.seq), "--batch-size", str(request.batch)]
     words += ["--micro-batch-size", str(option.micro_batch)]
+    words += ["--max-rows", str(request.rows)] if request.rows else []
+    words += ["--epochs", f"{request.epochs:g}"] if request.epochs != 1 else []
     if request.stage == "sft":
         words += ["--rank", str(request.rank)]
         if request.target_modules != "all-linear":

@@ -16,7 +16,8 @@ Shapes: T counted positions of one row, V vocabulary, A actions tried, C chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -157,30 +158,38 @@ def rollout_values(
         stop_token_ids: ids that end an answer; a branch that ends with one is complete.
         positions: of the model; an answer that would pass them is cut off.
     """
-    open_ends = [branch for branch in tried if not _complete(branch, sampling, stop_token_ids)]
-    engine = TransformersEngine(
-        model, _Spelled(tokenizer, [list(branch.token_ids) for branch in open_ends]), batch_size
-    )
+    left = {
+        number: 0 if branch.action in stop_token_ids else _room(branch, sampling, positions)
+        for number, branch in enumerate(tried)
+    }
     answers: list[tuple[int, Sample]] = []
     owners: list[int] = []
-    numbers = {id(branch): number for number, branch in enumerate(tried)}
-    if open_ends:
-        keys = [str(index) for index in range(len(open_ends))]
-        longest = max(len(branch.token_ids) for branch in open_ends)
-        room = sampling.max_new_tokens if positions is None else min(sampling.max_new_tokens, positions - longest)
-        for drawn in engine.generate(keys, replace(sampling, max_new_tokens=room), on_progress):
-            branch = open_ends[drawn.question]
+    before = 0
+    total = sampling.samples * sum(room > 0 for room in left.values())
+
+    def report(done: int, _of: int) -> None:
+        if on_progress is not None:
+            on_progress(before + done, total)
+
+    for part, numbers in enumerate(_parts(tried, left, positions)):
+        before, ids = len(answers), [list(tried[number].token_ids) for number in numbers]
+        engine = TransformersEngine(model, _Spelled(tokenizer, ids), batch_size)
+        limit = max(left[number] for number in numbers)
+        # the streams of random numbers are told apart by the places in a part
+        how = replace(sampling, max_new_tokens=limit, seed=sampling.seed + part)
+        for drawn in engine.generate([str(place) for place in range(len(ids))], how, report):
+            branch = tried[numbers[drawn.question]]
             whole = (*branch.token_ids[branch.prompt_length :], *drawn.token_ids)
             answers.append(
                 (branch.row, _answer(tokenizer, whole, sampling.max_new_tokens, drawn.finish_reason == "stop"))
             )
-            owners.append(numbers[id(branch)])
-    for branch in tried:
-        if _complete(branch, sampling, stop_token_ids):
+            owners.append(numbers[drawn.question])
+    for number, branch in enumerate(tried):
+        if not left[number]:
             whole = branch.token_ids[branch.prompt_length :]
             ended = branch.action in stop_token_ids
             answers.append((branch.row, _answer(tokenizer, whole, sampling.max_new_tokens, ended)))
-            owners.append(numbers[id(branch)])
+            owners.append(number)
     right = np.asarray(grade(answers), dtype=float)
     sums, sizes = np.zeros(len(tried)), np.zeros(len(tried))
     np.add.at(sums, owners, right)
@@ -188,9 +197,28 @@ def rollout_values(
     return _tables(tried, sums / sizes)
 
 
-def _complete(branch: Branch, sampling: SamplingConfig, stop_token_ids: Collection[int]) -> bool:
-    length = len(branch.token_ids) - branch.prompt_length
-    return branch.action in stop_token_ids or length >= sampling.max_new_tokens
+def _room(branch: Branch, sampling: SamplingConfig, positions: int | None) -> int:
+    """Tokens that may still follow: what is left of the whole answer's limit, and of the model's positions."""
+    left = sampling.max_new_tokens - (len(branch.token_ids) - branch.prompt_length)
+    return max(0, left if positions is None else min(left, positions - len(branch.token_ids)))
+
+
+def _parts(tried: Sequence[Branch], left: Mapping[int, int], positions: int | None) -> list[list[int]]:
+    """Numbers of the open branches, in parts that can be completed together.
+
+    One call of the engine has one limit of new tokens, for which the longest of its branches must have the positions; a late
+    branch must not take them from an early one.
+    """
+    order = sorted((number for number in left if left[number]), key=lambda number: -len(tried[number].token_ids))
+    parts: list[list[int]] = []
+    room = 0.0
+    for number in order:
+        if not parts or left[number] > room:
+            parts.append([])
+            # the first of a part is its longest
+            room = math.inf if positions is None else positions - len(tried[number].token_ids)
+        parts[-1].append(number)
+    return [sorted(part) for part in parts]
 
 
 def _answer(tokenizer: Any, ids: Sequence[int], limit: int, ended: bool) -> Sample:

@@ -163,6 +163,7 @@ def read_config(path: Path, command: Command) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
     try:
         loaded = yaml.safe_load(text)
+        node: Any = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark is not None else ""
@@ -171,11 +172,19 @@ def read_config(path: Path, command: Command) -> dict[str, Any]:
         return {}
     if not isinstance(loaded, dict):
         raise ConfigError(f"--config {path}: expected keys and values, found {type(loaded).__name__}")
+    seen: dict[str, int] = {}
+    for key, _ in node.value:
+        name, line_of = str(key.value).replace("-", "_"), key.start_mark.line + 1
+        if name in seen:
+            raise ConfigError(f"--config {path} line {line_of}: key '{key.value}' stands in line {seen[name]} already")
+        seen[name] = line_of
     return checked_values(loaded, command, f"--config {path}")
 
 
 def checked_values(loaded: dict[Any, Any], command: Command, where: str) -> dict[str, Any]:
     """Keys and values of a YAML mapping, checked against the command's settings and converted to their types.
+
+    A key without a value (`probe:`, or null) is left at its default, or is None where the setting can be that.
 
     Args:
         where: opens every error message.
@@ -183,7 +192,8 @@ def checked_values(loaded: dict[Any, Any], command: Command, where: str) -> dict
     Raises:
         ConfigError: naming the key, what was found and the nearest known key.
     """
-    kinds = field_kinds(command.options)
+    kinds, hints = field_kinds(command.options), typing.get_type_hints(command.options)
+    optional = {name for name in kinds if type(None) in typing.get_args(hints[name])}
     values: dict[str, Any] = {}
     for key, value in loaded.items():
         name = str(key).replace("-", "_")
@@ -191,7 +201,8 @@ def checked_values(loaded: dict[Any, Any], command: Command, where: str) -> dict
             raise ConfigError(
                 f"{where}: unknown key '{key}'{nearest(name, kinds)} (loragate {command.name} --help lists them)"
             )
-        values[name] = _from_yaml(where, str(key), value, kinds[name])
+        if value is not None or name in optional:
+            values[name] = _from_yaml(where, str(key), value, kinds[name])
     return values
 
 
@@ -245,9 +256,12 @@ def _from_yaml(place: str, key: str, value: Any, kind: Any) -> Any:
         return value
     if kind is str:
         if isinstance(value, list):
-            return ",".join(str(part) for part in value)
+            parts = [",".join(map(str, part)) if isinstance(part, list) else str(part) for part in value]
+            # a list of ranges, whose parts have commas of their own
+            return (";" if any("," in part for part in parts) else ",").join(parts)
         if not isinstance(value, (str, int, float)) or isinstance(value, bool):
-            raise ConfigError(f"{where} must be text, found {value!r}")
+            quote = " (YAML reads yes, no, on and off as true and false; put them in quotes)"
+            raise ConfigError(f"{where} must be text, found {value!r}{quote if isinstance(value, bool) else ''}")
         return str(value)
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ConfigError(f"{where} must be a number, found {value!r}")

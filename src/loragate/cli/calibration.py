@@ -314,9 +314,10 @@ def say_written(out: Any, folder: Path) -> None:
 
 
 def keep_configuration(options: Any, folder: Path) -> None:
-    """The resolved settings, as a file that `--config` reads."""
-    if is_main_process():
-        write_text(folder / "run" / "config.yaml", resolved_yaml(options))
+    """The resolved settings, as a file that `--config` reads; a run that goes on keeps the file that it began with."""
+    path = folder / "run" / "config.yaml"
+    if is_main_process() and not (options.resume and path.is_file()):
+        write_text(path, resolved_yaml(options))
 
 
 def names_for_record(options: Any, base_name: str) -> dict[str, Any]:

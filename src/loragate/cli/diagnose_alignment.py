@@ -19,13 +19,17 @@ MODULES_SHOWN = 12
 
 @dataclass
 class Material:
-    """What directions are computed on: rows, their values, and which rows belong to one question."""
+    """What directions are computed on: rows, their values, and which rows belong to one question.
+
+    `prompt_lengths` is given where a row's first counted token is not the first of its answer.
+    """
 
     rows: list[dict[str, Any]]
     values: list[Any]
     groups: list[int]
     source: str
     value_of: str
+    prompt_lengths: list[int] | None = None
 
 
 def run(options: Any) -> int:
@@ -63,7 +67,8 @@ def run(options: Any) -> int:
         with session.display.job("single λ", len(material.rows)) as job:
             for index, (row, values) in enumerate(zip(material.rows, material.values, strict=True)):
                 (batch,) = batches([row], pad_id(tokenizer), 1, reader.device)
-                sums.add(reader, batch, values, k, classes)
+                prompt_length = material.prompt_lengths[index] if material.prompt_lengths else None
+                sums.add(reader, batch, values, k, classes, prompt_length)
                 job.advance_to(index + 1)
         modules = all_terms(rows, parameter_slices(model), options.seed)
         checkpoints, updates = over_training(session, reader, material, k, stored) if stored else ((), ())
@@ -158,7 +163,7 @@ def with_reference(session: Session, rows: list[dict[str, Any]], groups: list[in
         what = f"log-probability under the {name} itself"
     else:
         with session.display.job("loading the reference"):
-            other = load_inputs(session.options, name)
+            other = load_inputs(_options_for(session.options, name), name)
         sizes = [len(item.tokenizer) for item in (loaded, other)]
         if sizes[0] != sizes[1] or loaded.tokenizer.get_vocab() != other.tokenizer.get_vocab():
             raise ConfigError(
@@ -169,6 +174,15 @@ def with_reference(session: Session, rows: list[dict[str, Any]], groups: list[in
     with session.display.job("reading with the reference"), context:
         values = [reference_values(reader, row, pad_id(loaded.tokenizer)) for row in rows]
     return Material(rows, values, groups, source, what)
+
+
+def _options_for(options: Any, reference: str) -> Any:
+    """The options for loading a reference: --base says where an adapter's base is, and a whole model has none."""
+    from loragate.cli.hub import on_disk
+
+    place = Path(on_disk(reference))
+    adapter = any((place / file).is_file() for file in ("gate_config.json", "adapter_config.json"))
+    return options if adapter else replace(options, base="")
 
 
 def with_reward(
@@ -252,7 +266,8 @@ def with_rollouts(
         f"mean verdict of {grader} over {sampling.samples} completions by the adapter, of the {options.actions} likeliest tokens "
         f"at {options.positions} positions per answer"
     )
-    return Material(rows, [values[index] for index in range(len(rows))], [s.question for s in samples], source, what)
+    groups = [sample.question for sample in samples]
+    return Material(rows, [values[index] for index in range(len(rows))], groups, source, what, lengths)
 
 
 def over_training(

@@ -222,7 +222,12 @@ def read_answers(session: Session, default_of: str) -> tuple[list[Answers], str,
     for prepared in chosen:
         name = prepared.task.name
         samples = read_samples(folder / "samples" / variant.slug / f"{name}.jsonl")
-        kept = [sample for sample in samples if sample.sample < options.answers and sample.token_ids]
+        first = len(prepared.prompts) if options.limit is None else options.limit
+        kept = [
+            sample
+            for sample in samples
+            if sample.sample < options.answers and sample.question < first and sample.token_ids
+        ]
         path = folder / "grades" / grader_for(prepared.task, options.grader) / variant.slug / f"{name}.jsonl"
         grades = read_grades(path, samples)
         if grades is not None:

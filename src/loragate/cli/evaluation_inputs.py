@@ -166,7 +166,7 @@ def gates_are_off(name: str) -> str:
     if any(bool(values.any()) for values in read_tensors(folder, record).values()):
         return ""  # whatever the record says, these gates act
     why = selection.get("reason") or "nothing beat the adapter on the probe when the range was chosen"
-    return f"the gates of {name} are off: {why}. It is scored as the plain adapter that it is"
+    return f"the gates of {name} are off: {why}. It answers as the plain adapter that it is"
 
 
 def options_with(options: Any, name: str, served_by: str = "transformers") -> Any:

@@ -7,8 +7,10 @@ already (`accelerate launch`, torchrun, Slurm) is taken as it is.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 from typing import Any
 
 from loragate.errors import ConfigError, nearest
@@ -113,4 +115,31 @@ def _start(launch: Launch) -> int:
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // launch.processes)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={launch.processes}"]
     command += ["-m", "loragate", *sys.argv[1:]]
-    return subprocess.run(command, env=environment, check=False).returncode
+    return wait_for(subprocess.Popen(command, env=environment))
+
+
+def wait_for(process: subprocess.Popen[Any]) -> int:
+    """The exit status of a child that leads a run; returns when it has ended, whatever signal arrives meanwhile.
+
+    The terminal tells the child of Ctrl-C too, and it takes its time to write a checkpoint and to end its own children. The
+    signal of `kill` and of service managers reaches this process alone, so it is passed on.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C, once the child has ended.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate()) if main else None
+    interrupted = False
+    try:
+        while True:
+            try:
+                status = process.wait()
+                break
+            except KeyboardInterrupt:
+                interrupted = True
+    finally:
+        if main:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+    if interrupted:
+        raise KeyboardInterrupt
+    return status

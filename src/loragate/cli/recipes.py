@@ -17,6 +17,7 @@ from typing import Any
 
 from loragate.cli.arguments import Command, checked_values, field_kinds
 from loragate.cli.display import console, duration, next_evaluation
+from loragate.cli.launching import wait_for
 from loragate.errors import ConfigError, LoragateError, nearest
 
 VERBS = ("list", "show", "run", "check")
@@ -144,8 +145,10 @@ def run_recipe(options: RecipesOptions, recipe: Any) -> int:
         key, why = next(iter(missing.items()))
         raise ConfigError(f"{recipe.name} needs {key}: {why}. Give it with --set {key}=FILE")
     if options.dry_run:
-        for line in command_lines(recipe, str(path), switches(), options.launcher):
-            print(line)
+        lines = command_lines(recipe, str(path), switches(), options.launcher)
+        for stage, line in zip(recipe.stages, lines, strict=True):
+            if not wanted or stage.name in wanted:
+                print(line)
         return 0
     launcher = shlex.split(options.launcher or recipe.launcher)
     stages = recipe.placed(str(path))
@@ -197,9 +200,8 @@ def call(command: list[str], what: str, again: str) -> None:
     except OSError as error:
         raise ConfigError(f"--launcher: {command[0]} cannot be started ({error.strerror})") from error
     try:
-        status = process.wait()
+        status = wait_for(process)
     except KeyboardInterrupt:
-        process.wait()  # the terminal has told it too; it writes its checkpoint
         status = 130
     if status == 130:
         print(f"the stage goes on where it was with the same command:\n  {again}", file=sys.stderr)

@@ -10,7 +10,7 @@ from typing import Any
 
 from loragate.cli.arguments import Command
 from loragate.cli.display import console
-from loragate.cli.report_sources import Source, find_sources
+from loragate.cli.report_sources import Source, all_sources, readable
 from loragate.errors import ConfigError
 from loragate.version import __version__
 
@@ -24,7 +24,7 @@ class ReportOptions:
         out: HTML file to write.
         title: heading of the report.
         figures: folder for the figures as SVG and PDF, in place of the report.
-        overwrite: replace an existing file.
+        overwrite: replace an existing report, or existing figures.
     """
 
     runs: tuple[str, ...] = ()
@@ -43,12 +43,12 @@ def run(options: ReportOptions) -> int:
         raise ConfigError(f"--out {path}: a report is an HTML file; end its name in .html")
     if path.exists() and not (options.overwrite or options.figures):
         raise ConfigError(f"--out {path} exists; choose another name, or give --overwrite")
-    sources = [source for place in options.runs for source in find_sources(Path(place))]
+    sources = all_sources(options.runs)
     out = console()
     if options.figures:
         from loragate.cli.report_figures import draw_figures
 
-        for path in draw_figures(sources, Path(options.figures)):
+        for path in draw_figures(sources, Path(options.figures), overwrite=options.overwrite):
             out.print(f"written {path}", markup=False)
         return 0
     from loragate.files import write_text
@@ -77,7 +77,8 @@ def page(sources: Sequence[Source], title: str) -> str:
 
     def add(make: Any, kind: str, heading: str, source: Source, *data: Any) -> None:
         title = f"{heading}: {source.name}" if several or len(of[source.kind]) > 1 else heading
-        sections.append(make(*data, anchor=f"{kind}-{len(sections)}", title=title))
+        with readable(source):
+            sections.append(make(*data, anchor=f"{kind}-{len(sections)}", title=title))
 
     for source in of.get("quickstart", []):
         add(quickstart_section, "scores", "Scores", source, source.record["table"])
@@ -86,26 +87,36 @@ def page(sources: Sequence[Source], title: str) -> str:
     for source in of.get("sweep", []):
         add(sweep_section, "ranges", "Ranges", source, source.record)
     for source in of.get("artifact", []):
-        if source.record.get("selection"):
+        with readable(source):
+            chosen = bool(source.record.get("selection"))
+        if chosen:
             add(selection_section, "selection", "How the range was chosen", source, source.record["selection"])
     for source in of.get("quickstart", []):
-        lower, upper = _bounds(source.record["picked"])
-        add(gates_section, "gates", "Gates on generated text", source, source.record["realised_gates"], lower, upper)
-        histories = {name: value["history"] for name, value in source.record["calibrations"].items()}
+        with readable(source):
+            lower, upper = _bounds(source.record["picked"])
+            histories = {name: value["history"] for name, value in source.record["calibrations"].items()}
+            realised = source.record["realised_gates"]
+        add(gates_section, "gates", "Gates on generated text", source, realised, lower, upper)
         add(training_section, "training", "Training", source, histories)
     traces, left_out = None, 0
     for source in of.get("diagnosis", []):
-        add(diagnosis_section, "diagnosis", TITLES[source.record["kind"]], source, source.record)
+        with readable(source):
+            heading = TITLES[source.record["kind"]]
+        add(diagnosis_section, "diagnosis", heading, source, source.record)
     for number, source in enumerate(of.get("traces", [])):
         if number:
             raise ConfigError(
                 f"{source.path}: a report shows the tokens of one run; {of['traces'][0].path} is there already"
             )
-        traces, left_out = embedded(source.record)
-        block = Block("tokens", {"questions": len(traces["questions"]), "left_out": left_out})
+        with readable(source):
+            traces, left_out = embedded(source.record)
+            block = Block("tokens", {"questions": len(traces["questions"]), "left_out": left_out})
         sections.append(Section("tokens", "Token by token", (block,)))
     if of.get("training"):
         histories = {source.name: source.record["history"] for source in of["training"]}
+        for source in of["training"]:
+            with readable(source):
+                training_section({source.name: source.record["history"]}, "", "")
         sections.append(training_section(histories, "trainings", "Training runs"))
     sections.append(provenance_section(provenance(sources), "provenance", "Where this comes from"))
     footer = f"Written by loragate {__version__} on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from {len(sources)} records."
@@ -120,19 +131,20 @@ def statements(sources: Sequence[Source]) -> list[str]:
 
     lines: list[str] = []
     for source in sources:
-        if source.kind == "quickstart":
-            lines += source.record["reading"]
-        elif source.kind == "evaluation":
-            lines += evaluation_statements(source.record)
+        with readable(source):
+            if source.kind == "quickstart":
+                lines += source.record["reading"]
+            elif source.kind == "evaluation":
+                lines += evaluation_statements(source.record)
     for source in sources:
-        if source.kind == "sweep":
-            lines += [
-                f"Sweep {source.name}: {choice_sentence(source.record, choice)}" for choice in source.record["choices"]
-            ]
-        elif source.kind == "artifact":
-            lines += artifact_statements(source)
-        elif source.kind == "diagnosis":
-            lines += diagnosis_statements(source.record)
+        with readable(source):
+            if source.kind == "sweep":
+                record = source.record
+                lines += [f"Sweep {source.name}: {choice_sentence(record, choice)}" for choice in record["choices"]]
+            elif source.kind == "artifact":
+                lines += artifact_statements(source)
+            elif source.kind == "diagnosis":
+                lines += diagnosis_statements(source.record)
     if not lines:
         lines.append("No scores were given to this report: it shows what was trained, not whether it helps.")
     return lines
@@ -162,25 +174,31 @@ def provenance(sources: Sequence[Source]) -> list[tuple[str, str]]:
     """(what, value) of files, models, data and versions, as the records state them."""
     facts: list[tuple[str, str]] = []
     for source in sources:
-        record, name = source.record, source.name
-        facts.append((f"{name}: {source.kind}", source.path.name))
-        if source.kind == "artifact":
-            facts += [
-                (f"{name}: base", str(record["base"]["id"])),
-                (f"{name}: adapter sha256", record["adapter"]["sha256"][:16]),
-                (f"{name}: gates sha256", str(record.get("gates_sha256", ""))[:16]),
-            ]
-            if parity := record.get("parity"):  # zero gates were not trained
-                facts.append((f"{name}: parity before training", f"{parity['initial']:.2g} in logits"))
-        elif source.kind == "evaluation":
-            facts += [(f"{name}: {key}", str(value)) for key, value in record["models"].items() if value]
-            for task in record["tasks"]:
-                facts.append(
-                    (f"{name}: {task['name']}", f"{task['dataset']} @ {task['dataset_revision'] or 'no revision'}")
-                )
-        versions = record.get("versions") if isinstance(record, dict) else None
-        if versions:
-            facts.append((f"{name}: versions", ", ".join(f"{key} {value}" for key, value in versions.items())))
+        with readable(source):
+            facts += _facts_of(source)
+    return facts
+
+
+def _facts_of(source: Source) -> list[tuple[str, str]]:
+    record, name = source.record, source.name
+    facts = [(f"{name}: {source.kind}", source.path.name)]
+    if source.kind == "artifact":
+        facts += [
+            (f"{name}: base", str(record["base"]["id"])),
+            (f"{name}: adapter sha256", record["adapter"]["sha256"][:16]),
+            (f"{name}: gates sha256", str(record.get("gates_sha256", ""))[:16]),
+        ]
+        if parity := record.get("parity"):  # zero gates were not trained
+            facts.append((f"{name}: parity before training", f"{parity['initial']:.2g} in logits"))
+    elif source.kind == "evaluation":
+        facts += [(f"{name}: {key}", str(value)) for key, value in record["models"].items() if value]
+        for task in record["tasks"]:
+            facts.append(
+                (f"{name}: {task['name']}", f"{task['dataset']} @ {task['dataset_revision'] or 'no revision'}")
+            )
+    versions = record.get("versions") if isinstance(record, dict) else None
+    if versions:
+        facts.append((f"{name}: versions", ", ".join(f"{key} {value}" for key, value in versions.items())))
     return facts
 
 

@@ -7,29 +7,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from loragate.cli.report_sources import Source
-from loragate.errors import DataError
+from loragate.cli.report_sources import Source, readable
+from loragate.errors import ConfigError, DataError
 
 SUFFIXES = (".svg", ".pdf")
 Drawing = Callable[[Path], None]
 
 
-def draw_figures(sources: Sequence[Source], folder: Path) -> list[Path]:
+def draw_figures(sources: Sequence[Source], folder: Path, *, overwrite: bool = False) -> list[Path]:
     """Write every figure that the records allow, as SVG and PDF; returns the files.
 
     Raises:
+        ConfigError: if one of them is there already and is not to be overwritten.
         DataError: if no record allows a figure.
     """
     drawings = planned(sources)
     if not drawings:
         raise DataError("none of these runs holds what a figure shows: scores, calibrations, gates, a sweep")
-    written = []
-    for name, draw in drawings.items():
-        for suffix in SUFFIXES:
-            path = folder / f"{name}{suffix}"
-            draw(path)
-            written.append(path)
-    return written
+    written = {folder / f"{name}{suffix}": draw for name, draw in drawings.items() for suffix in SUFFIXES}
+    present = [path for path in written if path.exists()]
+    if present and not overwrite:
+        raise ConfigError(f"--figures {folder}: {present[0].name} exists; choose another folder, or give --overwrite")
+    for path, draw in written.items():
+        draw(path)
+    return list(written)
 
 
 def planned(sources: Sequence[Source]) -> dict[str, Drawing]:
@@ -45,23 +46,25 @@ def planned(sources: Sequence[Source]) -> dict[str, Drawing]:
     # the artifact of a quickstart is one of its calibrations
     studied = {source.path.parent for source in sources if source.kind == "quickstart"}
     for source in sources:
-        record, tag = source.record, source.name.replace("/", "_")
-        if source.kind == "quickstart":
-            drawings[f"scores_{tag}"] = partial(accuracy_bars, record["table"])
-            drawings[f"gates_{tag}"] = partial(lambda_map, record["realised_gates"])
-            histories = {name: value["history"] for name, value in record["calibrations"].items()}
-            drawings[f"training_{tag}"] = partial(entropy_curve, histories)
-            for name, value in record["calibrations"].items():
-                _calibration(f"{source.name} {name}", value["training"], entropy, shares, times)
-        elif source.kind == "artifact" and record.get("training") and source.path.parent.parent not in studied:
-            _calibration(source.name, record["training"], entropy, shares, times)
-        elif source.kind == "sweep":
-            drawings |= {f"{name}_{tag}": draw for name, draw in heat_maps(record).items()}
-        elif source.kind == "training":
-            runtime = next((r["train_runtime"] for r in reversed(record["history"]) if "train_runtime" in r), None)
-            if runtime is not None:
+        with readable(source):
+            record, tag = source.record, source.name.replace("/", "_")
+            if source.kind == "quickstart":
+                drawings[f"scores_{tag}"] = partial(accuracy_bars, record["table"])
+                drawings[f"gates_{tag}"] = partial(lambda_map, record["realised_gates"])
+                histories = {name: value["history"] for name, value in record["calibrations"].items()}
+                drawings[f"training_{tag}"] = partial(entropy_curve, histories)
+                for name, value in record["calibrations"].items():
+                    _calibration(f"{source.name} {name}", value["training"], entropy, shares, times)
+            elif source.kind == "artifact" and record.get("training") and source.path.parent.parent not in studied:
+                _calibration(source.name, record["training"], entropy, shares, times)
+            elif source.kind == "sweep":
+                drawings |= {f"{name}_{tag}": draw for name, draw in heat_maps(record).items()}
+            elif source.kind == "training":
+                runtime = next((r["train_runtime"] for r in reversed(record["history"]) if "train_runtime" in r), None)
                 stage = "stage two" if record["run"].get("stage") == "calibrate" else "stage one"
-                times.append((source.name, stage, runtime))
+                # an artifact tells the time of the training beside it
+                if runtime is not None and (source.name, stage) not in {time[:2] for time in times}:
+                    times.append((source.name, stage, runtime))
     if entropy:
         drawings["entropy"] = partial(entropy_bars, entropy)
     if shares:

@@ -7,11 +7,13 @@ source. A folder that holds nothing known is an error that says what was looked 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loragate.errors import DataError
+from loragate.errors import DataError, LoragateError
 
 TRACES = "tokens.json"
 DIAGNOSES = ("entropy.json", "gates.json", "interventions.json", "alignment.json")
@@ -47,8 +49,50 @@ class Source:
     name: str
 
 
-def find_sources(place: Path) -> list[Source]:
+def all_sources(places: Sequence[str]) -> list[Source]:
+    """Everything known in some places, each read once; places of one name are told apart by the folders above them.
+
+    Raises:
+        DataError: as `find_sources`.
+    """
+    whole = list(dict.fromkeys(Path(place).resolve() for place in places))
+    found: list[Source] = []
+    for place in whole:
+        own = _parts_of(place)
+        others = [_parts_of(other) for other in whole if other != place]
+        count = next((n for n in range(1, len(own)) if all(part[-n:] != own[-n:] for part in others)), len(own))
+        given = next(Path(text) for text in places if Path(text).resolve() == place)
+        found += find_sources(given, "/".join(own[-count:]))
+    return found
+
+
+def _parts_of(place: Path) -> tuple[str, ...]:
+    return (place.with_suffix("") if place.is_file() else place).parts
+
+
+@contextmanager
+def readable(source: Source) -> Iterator[None]:
+    """Turns the failure to find in a record what it should hold into one sentence that names its file.
+
+    Raises:
+        DataError: for a record that was changed, or written by another version.
+    """
+    try:
+        yield
+    except LoragateError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise DataError(
+            f"{source.path}: not the {source.kind} record that this version writes ({type(error).__name__}: {error}); make it "
+            "anew with the command that wrote it, or leave it out"
+        ) from error
+
+
+def find_sources(place: Path, name: str = "") -> list[Source]:
     """Everything known in a folder and three folders down; or the one file that was named.
+
+    Args:
+        name: of the place in the report; by default its own.
 
     Raises:
         DataError: for a place that does not exist, holds nothing known, or holds a file that cannot be read.
@@ -56,17 +100,15 @@ def find_sources(place: Path) -> list[Source]:
     if not place.exists():
         raise DataError(f"{place} does not exist; give folders that loragate commands have written")
     if place.is_file():
-        found = _file(place, place.stem)
+        found = _file(place, name or place.stem)
         if not found:
             raise DataError(f"{place} is no record that a report can show; known are {', '.join(KNOWN)}")
         return found
-    found = []
+    found, name = [], name or place.resolve().name
     for pattern in PATTERNS:
         for file in sorted(place.glob(pattern)):
             folder = file.parent
-            found += _file(
-                file, place.resolve().name if folder == place else f"{place.resolve().name}/{folder.relative_to(place)}"
-            )
+            found += _file(file, name if folder == place else f"{name}/{folder.relative_to(place)}")
     if not found:
         raise DataError(f"{place} holds nothing that a report can show; looked for {', '.join(KNOWN)}")
     return found

@@ -88,17 +88,19 @@ def cache_folder(wanted: str, many: bool) -> Path | None:
 
 
 def keep_rows_record(options: Any, folder: Path, rows: Any, encoded: Any, max_rows: int) -> None:
-    """Write run/data.json; on a resumed run compare with it first.
+    """Write run/data.json; a resumed run is compared with the one that it began with, which is kept.
 
     Raises:
         DataError: if the rows are not those that the run began with.
     """
-    from loragate.data.record import NAME, require_same_rows, rows_record
+    from loragate.data.record import NAME, read_record, require_same_rows, rows_record
     from loragate.files import write_json
     from loragate.training.strategy import process_state
 
     if options.resume:
         require_same_rows(folder / "run", rows)
+        if read_record(folder / "run") is not None:
+            return
     if process_state().is_main_process:
         given = {
             "split": options.split,

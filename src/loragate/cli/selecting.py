@@ -320,7 +320,7 @@ def accept_command(options: Any, candidate: Any) -> str:
     """The command that switches on what was trained without evidence; it names all that loading needs."""
     usual = type(options)()
     words = ["loragate", "calibrate", "--adapter", options.adapter, "--data", options.data, "--out", options.out]
-    for name in ("base", "base_id", "chat_template", "dtype", "device"):
+    for name in ("base", "base_id", "chat_template", "dtype", "quantization", "device"):
         if getattr(options, name) != getattr(usual, name):
             words += [_flag(name), getattr(options, name)]
     words += ["--trust-remote-code"] if options.trust_remote_code else []

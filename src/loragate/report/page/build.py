@@ -60,7 +60,7 @@ def build_page(
     if size > PAGE_LIMIT:
         raise LoragateError(
             f"the report would be {size / 1e6:.1f} MB, more than {PAGE_LIMIT / 1e6:g} MB; give it fewer runs, or fewer "
-            "token traces (diagnose tokens --questions)"
+            "token traces (diagnose tokens --limit)"
         )
     return text
 

@@ -18,11 +18,13 @@ PURPLE, ORANGE, NEUTRAL = (123, 77, 160), (214, 118, 20), (236, 236, 236)
 def line_chart(curves: Mapping[str, Sequence[tuple[float, float]]], *, x_label: str, y_label: str) -> Markup:
     """An SVG of one line per curve; the classes line-0, line-1, … take colour and dash from the style sheet.
 
-    The vertical axis starts at zero where all values are positive, so that a small change does not look large.
+    The vertical axis starts at zero where all values are positive, so that a small change does not look large. Values that are
+    not finite, as of a training that diverged, are left out.
     """
+    curves = {name: [point for point in curve if math.isfinite(point[1])] for name, curve in curves.items()}
     points = [point for curve in curves.values() for point in curve]
-    x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
-    y_low, y_high = min(0.0, *(y for _, y in points)), max(0.0, *(y for _, y in points))
+    x_low, x_high = min((x for x, _ in points), default=0.0), max((x for x, _ in points), default=1.0)
+    y_low, y_high = min([0.0, *(y for _, y in points)]), max([0.0, *(y for _, y in points)])
     y_high = y_high if y_high > y_low else y_low + 1.0
     x_high = x_high if x_high > x_low else x_low + 1.0
 

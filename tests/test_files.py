@@ -1,0 +1,56 @@
+"""Atomic writes: whole or not at all, with the permissions of an ordinary file, also where a folder cannot be synced."""
+
+import errno
+import os
+import stat
+
+import pytest
+
+from loragate.errors import LoragateError
+from loragate.files import write_atomically, write_json, write_text
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path):
+    path = tmp_path / "new" / "record.json"
+    write_json(path, {"a": 1})
+
+    def torn(temporary):
+        temporary.write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, torn)
+    with pytest.raises(ValueError, match="Out of range"):
+        write_json(path, {"a": float("nan")})
+    assert path.read_text() == '{\n  "a": 1\n}\n'
+    assert [item.name for item in path.parent.iterdir()] == ["record.json"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_a_file_may_be_read_by_whom_the_umask_allows(tmp_path):
+    before = os.umask(0o027)
+    try:
+        write_text(tmp_path / "a", "x")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o640
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders are synced on POSIX alone")
+@pytest.mark.parametrize(("number", "fatal"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)])
+def test_a_folder_that_cannot_be_synced(tmp_path, monkeypatch, number, fatal):
+    """Some network file systems refuse to sync a folder; the file stands in its place all the same."""
+    real = os.fsync
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if fatal:
+        with pytest.raises(LoragateError, match="was not written"):
+            write_text(tmp_path / "a", "x")
+    else:
+        write_text(tmp_path / "a", "x")
+    assert (tmp_path / "a").read_text() == "x"
