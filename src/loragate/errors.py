@@ -35,6 +35,10 @@ class TrainingError(LoragateError):
     """A training run that must not continue (parity, frozen weights changed, non-finite loss)."""
 
 
+class DivergenceError(TrainingError):
+    """A loss or gradient that is not finite; nothing of it was applied, and other settings may do."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the known name closest to `name`, or an empty string."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

@@ -11,7 +11,7 @@ from selection_kit import FakeEngine, acting, probe
 
 import loragate as lg
 from loragate.data import load_rows
-from loragate.errors import ConfigError, DataError
+from loragate.errors import ConfigError, DataError, DivergenceError
 from loragate.selection import Candidate, choose, transaction
 from loragate.selection.outcome import unread
 from loragate.selection.retention import vetoes
@@ -104,6 +104,55 @@ def test_the_picked_gates_are_attached_exactly_as_trained(tmp_path):
     assert record["cost"]["trainings"] == 2
     assert record["vetoed"] == record["warnings"] == {}
     assert "retention" not in record
+
+
+@pytest.fixture
+def diverging(monkeypatch):
+    """A set of ranges whose training meets a gradient that is not finite; the real loop, with a hook on a gate."""
+    ranges, real = set(), transaction.calibrate
+
+    def calibrate(model, tokenizer, rows, config, *args, on_step, **options):
+        def spoil(report):
+            on_step(report)
+            if (config.lower, config.upper) in ranges:
+                gate = next(iter(lg.gate_parameters(model).values()))
+                gate.register_hook(lambda gradient: gradient * float("nan"))
+
+        return real(model, tokenizer, rows, config, *args, on_step=spoil, **options)
+
+    monkeypatch.setattr(transaction, "calibrate", calibrate)
+    return ranges
+
+
+def test_a_range_that_diverges_drops_out(tmp_path, trainings, diverging):
+    diverging.add((-3, 1))
+    right = {None: 10, (-3, 1): 20, (0, 1): 12}
+    one = begin(tmp_path, right)
+    selection = one.run([ONE, TWO])
+    assert trainings == [(-3, 1), (0, 1)]
+    assert selection.candidate == TWO
+    record = json.loads(json.dumps(selection.as_record()))
+    assert set(record["evidence"]) == {"adapter", "[0,1]"}
+    assert set(record["failed"]) == {"[-3,1]"}
+    assert record["failed"]["[-3,1]"].startswith("the gradient is not finite at step 2")
+    one.put_on(selection, ONE)
+    assert acting(one.model) == (0, 1)
+    again = begin(tmp_path, right).run([ONE, TWO], resume=True)
+    assert trainings == [(-3, 1), (0, 1)], "neither is trained again"
+    assert again.as_record() == selection.as_record()
+    other = dataclasses.replace(SETTINGS, learning_rate=1e-3)
+    with pytest.raises(DataError, match="made with another"):
+        begin(tmp_path, right, settings=other).run([ONE, TWO], resume=True)
+
+
+def test_where_all_ranges_diverge_the_error_says_why(tmp_path, diverging):
+    diverging.update({(-3, 1), (0, 1)})
+    one = begin(tmp_path, {None: 10, (-3, 1): 20, (0, 1): 12})
+    before = logits(one.model)
+    with pytest.raises(DivergenceError, match="the gradient is not finite at step 2"):
+        one.run([ONE, TWO])
+    assert acting(one.model) is None
+    assert torch.equal(logits(one.model), before)
 
 
 def test_nothing_finished_is_done_again(tmp_path, trainings):

@@ -99,6 +99,8 @@ def report_selection(out: Any, record: dict[str, Any]) -> None:
         )
     for phrase in record["warnings"].get("adapter", ()):
         out.print(f"warning: {phrase}", markup=False)
+    for name, reason in record.get("failed", {}).items():
+        out.print(f"{name} could not be trained and drops out: {reason}", markup=False)
     for name, reason in record["vetoed"].items():
         out.print(f"{name} is not eligible: it {reason}", markup=False)
     if record["accepted"]:

@@ -234,7 +234,11 @@ def _scores_on(selection: dict[str, Any]) -> str:
 
 def _notes(selection: dict[str, Any], training: dict[str, Any]) -> list[str]:
     vetoed, warnings = _mapping(selection.get("vetoed")), _mapping(selection.get("warnings"))
-    notes = [f"{plain(name)} was not eligible: it {plain(reason)}." for name, reason in vetoed.items()]
+    notes = [
+        f"{plain(name)} could not be trained: {plain(reason)}."
+        for name, reason in _mapping(selection.get("failed")).items()
+    ]
+    notes += [f"{plain(name)} was not eligible: it {plain(reason)}." for name, reason in vetoed.items()]
     for name in dict.fromkeys(("adapter", selection.get("picked"))):
         found = warnings.get(name) if isinstance(name, str) else None
         notes += [f"Warning on {plain(name)}: {plain(phrase)}." for phrase in found or ()]

@@ -64,6 +64,7 @@ class Selection:
         outcomes: by name, the adapter among them.
         probe: description of the questions.
         retention: description of the retention probe; None where there is none.
+        failed: {candidate: why its training could not go on}; these have no outcome.
     """
 
     choice: Choice
@@ -71,6 +72,7 @@ class Selection:
     outcomes: dict[str, Outcome]
     probe: dict[str, Any]
     retention: dict[str, Any] | None = None
+    failed: dict[str, str] = field(default_factory=dict)
 
     def warnings(self, name: str) -> list[str]:
         """How the answers of a candidate look worse than the adapter's, and whether its training was stopped."""
@@ -93,6 +95,7 @@ class Selection:
             "signs": {name: outcome.signs for name, outcome in self.outcomes.items()},
             "warnings": {name: found for name in self.outcomes if (found := self.warnings(name))},
             "vetoed": self.choice.vetoed,
+            **({"failed": self.failed} if self.failed else {}),
             **self._retention_record(),
             "cost": {
                 "trainings": len(trainings),

@@ -3,6 +3,7 @@
     folder/<candidate>/run/              log and checkpoints of its training
     folder/<candidate>/gates.safetensors
     folder/<candidate>/trained.json      record of its training; from here on it is not trained again
+    folder/<candidate>/failed.json       in its place: why training could not go on; the other candidates may do
     folder/<candidate>/result.json       what it did on the probe; written last, so it marks the candidate as finished
     folder/adapter/result.json           the untouched adapter, always a candidate
 
@@ -27,7 +28,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loragate.data import EncodedRows, Rows
-from loragate.errors import ConfigError, DataError
+from loragate.errors import ConfigError, DataError, DivergenceError
 from loragate.files import write_atomically, write_json
 from loragate.gates import GateConfig, adapter_fingerprint, attach_gates, detach_gates, gate_parameters
 from loragate.gates.attach import active_adapter
@@ -105,6 +106,7 @@ class Transaction:
             ConfigError: for no candidates, two of one name, several processes, or earlier candidates in the folder that
                 are not to be resumed.
             DataError: if what is resumed was made with another probe, other rows, settings, gates or models.
+            DivergenceError: if no candidate's training stayed finite. One that did not only drops out.
         """
         if not candidates or len({candidate.slug for candidate in candidates}) != len(candidates):
             raise ConfigError(f"candidate ranges must be given, each once; found {[c.name for c in candidates]}")
@@ -117,14 +119,20 @@ class Transaction:
         for candidate in candidates:
             settings_of(self.settings, candidate.objective)  # a setting that does not fit shows before any training
         outcomes = {ADAPTER: self._adapter(on_event)}
+        failed: dict[str, str] = {}
         for candidate in candidates:
-            outcomes[candidate.name] = self._try(candidate, on_event, resume)
+            try:
+                outcomes[candidate.name] = self._try(candidate, on_event, resume)
+            except DivergenceError as error:
+                failed[candidate.name] = str(error)
+                if len(failed) == len(candidates):
+                    raise
         kept = {name: o.retention for name, o in outcomes.items() if o.retention is not None}
         vetoed = vetoes(kept, ADAPTER) if kept else {}
         choice = choose({name: outcome.scores for name, outcome in outcomes.items()}, ADAPTER, vetoed)
         picked = next((candidate for candidate in candidates if candidate.name == choice.name), None)
         retention = None if self.retention is None else self.retention.as_dict()
-        return Selection(choice, picked, outcomes, self.probe.as_dict(), retention)
+        return Selection(choice, picked, outcomes, self.probe.as_dict(), retention, failed)
 
     def put_on(self, selection: Selection, reference: Candidate) -> None:
         """Attach the chosen gates, or zero gates in the range of `reference` where the adapter remains."""
@@ -151,6 +159,8 @@ class Transaction:
         if found is not None:
             return replace(found, gates=load_file(place / "gates.safetensors"))
         trained = _read(place / "trained.json", made_from)
+        if (known := _read(place / "failed.json", made_from)) is not None:
+            raise DivergenceError(known["reason"])
 
         def report(step: Any) -> None:
             if on_event is not None:
@@ -159,18 +169,22 @@ class Transaction:
                 on_event(candidate.name, "training", step.step, step.total, note)
 
         if trained is None:
-            result = calibrate(
-                self.model,
-                self.tokenizer,
-                self.rows,
-                config,
-                settings,
-                run_folder=place / "run",
-                resume=resume and (place / "run" / "run.json").is_file(),
-                on_step=report,
-                encoded=self.encoded,
-                **options,
-            )
+            try:
+                result = calibrate(
+                    self.model,
+                    self.tokenizer,
+                    self.rows,
+                    config,
+                    settings,
+                    run_folder=place / "run",
+                    resume=resume and (place / "run" / "run.json").is_file(),
+                    on_step=report,
+                    encoded=self.encoded,
+                    **options,
+                )
+            except DivergenceError as error:
+                write_json(place / "failed.json", {"made_from": made_from, "reason": str(error)})
+                raise
             gates = {name: value.detach().cpu().clone() for name, value in gate_parameters(self.model).items()}
             write_atomically(place / "gates.safetensors", lambda path: save_file(gates, path))
             trained = {"made_from": made_from, "evidence": result.evidence(), "seconds": result.seconds}

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from loragate.errors import TrainingError
+from loragate.errors import DivergenceError, TrainingError
 from loragate.files import describe_os_error, write_text
 
 
@@ -124,7 +124,7 @@ class FiniteGradientCheck(TrainerCallback):
             if gradient is not None and gradient.numel():
                 found.append(gradient.abs().amax().float().to(found[0].device if found else gradient.device))
         if found and not bool(torch.isfinite(torch.stack(found)).all()):
-            raise TrainingError(not_finite(state.global_step + 1))
+            raise DivergenceError(not_finite(state.global_step + 1))
 
 
 def not_finite(step: int) -> str:

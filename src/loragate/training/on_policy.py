@@ -21,7 +21,7 @@ from torch import nn
 from transformers import TrainerControl, TrainerState
 
 from loragate.data import EncodedRows, Rows
-from loragate.errors import ConfigError, TrainingError
+from loragate.errors import ConfigError, DivergenceError, TrainingError
 from loragate.gates import record_gates
 from loragate.training.callbacks import FirstGradientCheck, JsonlLog, StepReporter, StopOnInterrupt, not_finite
 from loragate.training.checkpoint import LoopState, load_checkpoint, save_checkpoint
@@ -268,7 +268,7 @@ class _Loop:
             summed = terms.losses_T.sum()
             if not bool(torch.isfinite(summed)):
                 named = ", ".join(self.job.rows.where(self.prompts[answers[index].prompt].row) for index in members)
-                raise TrainingError(
+                raise DivergenceError(
                     f"the loss is not finite at step {state.step + 1}, on answers to {named}. Nothing was updated in this "
                     "step. Lower the learning rate or train in fp32"
                 )
@@ -281,7 +281,7 @@ class _Loop:
             self.first_gradient = None
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm))
         if not math.isfinite(norm):
-            raise TrainingError(not_finite(state.step + 1))
+            raise DivergenceError(not_finite(state.step + 1))
         rate = settings.learning_rate * learning_rate_factor(settings.schedule, state.step, self.warmup, self.total)
         for group in self.optimizer.param_groups:
             group["lr"] = rate

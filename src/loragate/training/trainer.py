@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from loragate.errors import TrainingError
+from loragate.errors import DivergenceError, TrainingError
 from loragate.files import write_atomically
 from loragate.losses import ObjectiveContext, StatisticsRequest, TokenStatistics, add_statistics_forward
 from loragate.losses.divergence import Reference
@@ -119,7 +119,7 @@ class StatisticsTrainer(SFTTrainer):
             num_items_in_batch = stats.mask.sum()
         summed = losses.sum()
         if not bool(torch.isfinite(summed)):
-            raise TrainingError(self._offending_rows(losses, rows))
+            raise DivergenceError(self._offending_rows(losses, rows))
         loss = summed / torch.as_tensor(num_items_in_batch, device=summed.device).clamp(min=1)
         loss = loss * self.accelerator.num_processes
         self._count(stats)
