@@ -7,6 +7,7 @@ losing the gates, changes almost every answer.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -26,16 +27,29 @@ def make_models(
     base.save_pretrained(place / "base")
     _tokenizer(vocabulary).save_pretrained(place / "base")
     for name, (seed, lower, upper) in GATES.items():
-        torch.manual_seed(seed)
-        lora = LoraConfig(
-            r=rank, lora_alpha=rank // 2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
+        write_gated(
+            place, name, _base(hidden, layers, vocabulary, positions), lg.GateConfig(lower, upper), seed=seed, rank=rank
         )
-        model = get_peft_model(_base(hidden, layers, vocabulary, positions), lora).eval()
-        lg.attach_gates(model, lg.GateConfig(lower, upper))
-        for key, parameter in lg.gate_parameters(model).items():
-            parameter.data.normal_(0, 1.5 / hidden**0.5 if key.endswith("weight") else 0.5)
-        lg.save_gates(model, place / name, base_id=str(place / "base"))
     return place
+
+
+def write_gated(
+    place: Path, name: str, base: Any, config: lg.GateConfig, *, seed: int, rank: int = 8, strength: int = 1
+) -> None:
+    """A random adapter with random gates for `base` into place/name; `strength` multiplies alpha, half the rank else."""
+    torch.manual_seed(seed)
+    lora = LoraConfig(
+        r=rank,
+        lora_alpha=strength * rank // 2,
+        target_modules="all-linear",
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+    model = get_peft_model(base, lora).eval()
+    lg.attach_gates(model, config)
+    for key, parameter in lg.gate_parameters(model).items():
+        parameter.data.normal_(0, 1.5 / base.config.hidden_size**0.5 if key.endswith("weight") else 0.5)
+    lg.save_gates(model, place / name, base_id=str(place / "base"))
 
 
 def _base(hidden: int, layers: int, vocabulary: int, positions: int) -> Qwen2ForCausalLM:

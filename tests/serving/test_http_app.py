@@ -163,6 +163,14 @@ def test_a_stop_text_ends_the_answer_and_is_not_in_it(url: str) -> None:
     assert complete(url, max_tokens=3)["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("limit", [{"max_tokens": 3, "max_completion_tokens": None}, {"max_completion_tokens": 3}])
+def test_the_limit_has_two_names_and_either_may_be_null(url: str, limit: dict[str, Any]) -> None:
+    asked = {"model": "gated", "prompt": PROMPT, "temperature": 0, **limit}
+    status, reply = call(f"{url}/v1/completions", asked)
+    assert status == 200
+    assert reply["usage"]["completion_tokens"] == 3
+
+
 def test_chat(url: str) -> None:
     body = {"model": "gated", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8, "temperature": 0}
     status, reply = call(f"{url}/v1/chat/completions", body)
@@ -182,7 +190,7 @@ BAD = {
     "temperature": ({"temperature": "hot"}, 400, "temperature must be a number"),
     "negative": ({"temperature": -1}, 400, "temperature is -1"),
     "tokens": ({"max_tokens": 0}, 400, "whole number of at least 1"),
-    "positions": ({"max_tokens": 500}, 400, "the model's 128 positions"),
+    "positions": ({"max_tokens": 500}, 400, "the model's 128 positions: set max_tokens to 125 or less"),
     "prompt": ({"prompt": [1, 2]}, 400, "prompt must be a text"),
     "empty": ({"prompt": ""}, 400, "none of them empty"),
     "stop": ({"stop": [""]}, 400, "stop must be"),

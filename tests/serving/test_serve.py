@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -16,6 +18,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,12 +26,13 @@ import torch
 
 import loragate as lg
 from loragate.cli.main import main
-from loragate.cli.serve import ServeOptions, free_port
+from loragate.cli.serve import ServeOptions, free_port, print_clients
 from loragate.cli.serve_folders import base_revision, served_folders
 from loragate.errors import ConfigError
 from loragate.gates.override_names import parse_override
 from loragate.generation import SamplingConfig, TransformersEngine
-from loragate.serving.vllm_server import server_command
+from loragate.serving.http_app import Asked
+from loragate.serving.vllm_server import server_command, unserved_heads, usual_share
 from tiny import tiny_adapter, tiny_base, tiny_tokenizer
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 192, "max_position_embeddings": 128, "initializer_range": 0.1}
@@ -103,6 +107,8 @@ class Running:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            # a shell lets what it starts in the background ignore Ctrl-C, and children inherit that
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         self.lines: list[str] = []
         self.ready = threading.Event()
@@ -282,6 +288,7 @@ def test_settings_that_cannot_be(folders: Path, capsys: pytest.CaptureFixture[st
     gated = folders / "gated"
     assert "did you mean 'vllm'" in fails(capsys, "serve", gated, "--engine", "vlm")
     assert "--port 70000" in fails(capsys, "serve", gated, "--port", "70000")
+    assert "--vllm-memory 1.5" in fails(capsys, "serve", gated, "--vllm-memory", "1.5")
     assert "does not exist" in fails(capsys, "serve", tmp_path / "none")
     assert "--dynamic has no effect" in fails(capsys, "serve", gated, "--engine", "transformers", "--dynamic")
     if importlib.util.find_spec("vllm") is None:
@@ -341,6 +348,22 @@ def test_the_template_for_vllm() -> None:
             assert wrapped.apply_chat_template(talk, tokenize=False, add_generation_prompt=True) == expected
 
 
+@pytest.mark.parametrize(("chat", "path"), [(True, "chat/completions"), (False, "completions")])
+def test_what_is_printed_to_paste_fits_the_tokenizer(capsys: pytest.CaptureFixture[str], chat: bool, path: str) -> None:
+    print_clients("0.0.0.0", 8000, ["base", "gated"], chat=chat)
+    printed = capsys.readouterr().out
+    words = shlex.split(next(line for line in printed.splitlines() if line.startswith("curl")))
+    assert words[1] == f"http://127.0.0.1:8000/v1/{path}"
+    asked = json.loads(words[-1])
+    assert asked.pop("model") == "gated"
+    assert asked == {
+        "max_tokens": 64,
+        **({"messages": [{"role": "user", "content": "Hello"}]} if chat else {"prompt": "Hello"}),
+    }
+    call = ast.parse(printed[printed.index("print(") :])
+    assert f"client.{path.replace('/', '.')}.create(" in ast.unparse(call)
+
+
 def test_a_port_in_use_is_named_before_vllm_starts() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -348,7 +371,97 @@ def test_a_port_in_use_is_named_before_vllm_starts() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--port {port}"):
             free_port("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=r"--host 192\.0\.2\.1: it cannot be served from"):
+        free_port("192.0.2.1", 0)  # an address of documents, which no machine has
     assert free_port("127.0.0.1", 0) > 0
+
+
+def test_the_share_of_memory_and_the_heads_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM for a CPU does not start where less than its share is free, and ends at the first request of other heads."""
+    versions = {"0.32.0": 0.9, "0.32.0+cpu": 0.37}
+    memory, attention = ModuleType("vllm.utils.cpu_resource_utils"), ModuleType("vllm.v1.attention.backends.cpu_attn")
+    memory.get_memory_node_info = lambda: SimpleNamespace(total_memory=1000, available_memory=755)  # type: ignore[attr-defined]
+    attention.CPUAttentionBackend = SimpleNamespace(get_supported_head_sizes=lambda: [32, 64])  # type: ignore[attr-defined]
+    for module in (memory, attention):
+        parts = module.__name__.split(".")
+        for end in range(1, len(parts)):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(parts[end - 1]))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for version, share in versions.items():
+        monkeypatch.setattr("loragate.serving.vllm_server.vllm_version", lambda version=version: version)
+        assert usual_share() == share
+    assert unserved_heads(tiny_base(**SHAPE).config) is None
+    assert "heads have 8 features" in str(unserved_heads(tiny_base().config))
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `serve --engine transformers` would serve; nothing is served."""
+    from loragate.serving import http_app
+
+    found: dict[str, Any] = {}
+
+    class Server:
+        server_address = ("127.0.0.1", 1)
+
+        def serve_forever(self) -> None:
+            raise KeyboardInterrupt
+
+        def server_close(self) -> None:
+            pass
+
+    def make_server(app: Any, host: str, port: int) -> Server:
+        found["app"] = app
+        return Server()
+
+    monkeypatch.setattr(http_app, "make_server", make_server)
+    return found
+
+
+def test_gates_beside_a_plain_adapter_may_be_called_gated(folders: Path, started: dict[str, Any]) -> None:
+    place = folders / "second"
+    command = ["serve", str(folders / "gated" / "adapter"), "--base", str(folders / "base"), "--engine", "transformers"]
+    assert main([*command, "--adapters", f"gated={place}", "--port", "0"]) == 0
+    assert started["app"].models == ("base", "adapter", "gated")
+    asked = Asked("gated", NEW_TOKENS, 0.0, 1.0, 1, 0, ())
+    answers = [found[0].text for _, found in started["app"].complete(PROMPTS, asked)]
+    samples = TransformersEngine(model_of("second"), tiny_tokenizer()).generate(
+        PROMPTS, SamplingConfig(0, 1, NEW_TOKENS)
+    )
+    assert answers == [sample.text for sample in samples]
+
+
+def test_gates_that_are_off_answer_to_their_name(
+    folders: Path, started: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Clients of vLLM ask for `gated` whatever calibration found; the other server has to know it as well."""
+    model = tiny_adapter(seed=1, base=tiny_base(**SHAPE), lora_alpha=2)
+    lg.attach_gates(model, lg.GateConfig(lower=-3, upper=2))
+    for parameter in lg.gate_parameters(model).values():
+        parameter.data.zero_()
+    lg.save_gates(model, tmp_path / "off", base_id=str(folders / "base"))
+    record = tmp_path / "off" / "gate_config.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "selection": {"accepted": False}}))
+    assert main(["serve", str(tmp_path / "off"), "--engine", "transformers", "--port", "0"]) == 0
+    assert "are off" in capsys.readouterr().out
+    assert started["app"].models == ("base", "adapter", "gated")
+    texts = [
+        [found[0].text for _, found in started["app"].complete(PROMPTS, Asked(name, 8, 0.0, 1.0, 1, 0, ()))]
+        for name in ("adapter", "gated")
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_a_taken_port_is_named_before_the_model_is_loaded(
+    folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("loragate.cli.evaluation_inputs.load_inputs", lambda *_: pytest.fail("loaded"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        printed = fails(capsys, "serve", folders / "gated", "--engine", "transformers", "--port", port)
+    assert f"--port {port}: 127.0.0.1 cannot be served from" in printed
 
 
 def test_the_base_is_taken_at_its_recorded_commit(folders: Path, tmp_path: Path) -> None:

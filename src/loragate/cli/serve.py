@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import signal
@@ -15,7 +16,7 @@ from loragate.cli.arguments import Command
 from loragate.cli.display import console
 from loragate.cli.hub import on_disk
 from loragate.cli.models import require_place
-from loragate.cli.serve_folders import base_revision, plain_part, served_folders, tokenizer_places
+from loragate.cli.serve_folders import base_revision, is_gated, plain_part, served_folders, tokenizer_places
 from loragate.errors import ConfigError, nearest
 
 ENGINES = ("auto", "vllm", "transformers")
@@ -40,7 +41,7 @@ class ServeOptions:
         verify: measure log-probs of vLLM against transformers, print them and stop; the exit status tells.
         max_model_len: positions to plan for, prompt and answer together; 0 takes the model's (vllm).
         tensor_parallel: devices that share the model (vllm).
-        vllm_memory: share of a device's memory that vLLM may fill.
+        vllm_memory: share of a device's memory that vLLM may fill; 0 takes 0.9, or on a CPU half of what is free.
         vllm_args: further arguments of vLLM's server, as one text.
         system: "none" renders without an injected default system message, "keep" as the template does.
         chat_template: jinja file to use instead of the tokenizer's template.
@@ -61,7 +62,7 @@ class ServeOptions:
     verify: bool = False
     max_model_len: int = 0
     tensor_parallel: int = 1
-    vllm_memory: float = 0.9
+    vllm_memory: float = 0.0
     vllm_args: str = ""
     system: str = "none"
     chat_template: str = ""
@@ -77,6 +78,8 @@ def run(options: ServeOptions) -> int:
         raise ConfigError(f"--engine {options.engine}: expected {', '.join(ENGINES)}{nearest(options.engine, ENGINES)}")
     if not 0 <= options.port <= 65535:
         raise ConfigError(f"--port {options.port}: expected a number from 0 to 65535")
+    if not 0 <= options.vllm_memory <= 1:
+        raise ConfigError(f"--vllm-memory {options.vllm_memory:g}: expected a share above 0 and at most 1, or 0")
     options = replace(options, model=on_disk(options.model))
     require_place("model", options.model)
     installed = importlib.util.find_spec("vllm") is not None
@@ -115,17 +118,21 @@ def free_port(host: str, port: int) -> int:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ConfigError(
-                f"--port {port}: {host} cannot be served from ({error.strerror}); give another"
-            ) from error
+            taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
+            flag = f"--port {port}: {host}" if taken else f"--host {host}: it"
+            raise ConfigError(f"{flag} cannot be served from ({error.strerror}); give another") from error
         return int(probe.getsockname()[1])
 
 
-def prepare_vllm(adapters: dict[str, str]) -> int:
-    """Check plugin, version and folders before vLLM starts; returns the rank to make room for."""
+def prepare_vllm(options: ServeOptions, base: str, adapters: dict[str, str]) -> int:
+    """Check plugin, version, folders and base before vLLM starts; returns the rank to make room for."""
+    from transformers import AutoConfig
+
+    from loragate.cli.models import explained
     from loragate.generation.vllm_engine import lora_rank, require_gate_plugin
     from loragate.serving import read_place
     from loragate.serving.folder import has_lambda
+    from loragate.serving.vllm_server import on_cpu, unserved_heads
 
     rank = 1
     for place in adapters.values():
@@ -133,6 +140,12 @@ def prepare_vllm(adapters: dict[str, str]) -> int:
             require_gate_plugin(place)
             read_place(place)
         rank = max(rank, lora_rank(plain_part(place)))
+    if on_cpu():
+        with explained("base model", base):
+            trust, revision = options.trust_remote_code, base_revision(options) or None
+            config = AutoConfig.from_pretrained(base, revision=revision, trust_remote_code=trust)
+        if (why := unserved_heads(config)) is not None:
+            raise ConfigError(f"{base}: {why}; use --engine transformers")
     return rank
 
 
@@ -144,7 +157,7 @@ def serve_vllm(options: ServeOptions) -> int:
     from loragate.serving.vllm_server import server_command, start, stop, wait_until_healthy
 
     base, adapters = served_folders(options)
-    rank = prepare_vllm(adapters)
+    rank = prepare_vllm(options, base, adapters)
     port = free_port(options.host, options.port)
     out = console()
     with tempfile.TemporaryDirectory(prefix="loragate-serve-") as scratch:
@@ -162,7 +175,7 @@ def serve_vllm(options: ServeOptions) -> int:
         try:
             wait_until_healthy(process, address(options.host, port))
             out.print(f"ready after {time.monotonic() - began:.0f} s", markup=False)
-            print_clients(options.host, port, ["base", *adapters])
+            print_clients(options.host, port, ["base", *adapters], chat=renders_chats(options, base))
             status = process.wait()
         except KeyboardInterrupt:
             stop(process)
@@ -180,9 +193,10 @@ def vllm_arguments(options: ServeOptions, base: str, scratch: Path) -> list[str]
     from loragate.cli.models import load_tokenizer
     from loragate.cli.serve_template import template_for_vllm
     from loragate.files import write_text
+    from loragate.serving.vllm_server import usual_share
 
     found = ["--dtype", options.dtype, "--tensor-parallel-size", str(options.tensor_parallel)]
-    found += ["--gpu-memory-utilization", f"{options.vllm_memory:g}"]
+    found += ["--gpu-memory-utilization", f"{options.vllm_memory or usual_share():g}"]
     found += ["--max-model-len", str(options.max_model_len)] if options.max_model_len else []
     found += ["--trust-remote-code"] if options.trust_remote_code else []
     found += ["--revision", base_revision(options)] if base_revision(options) else []
@@ -199,21 +213,40 @@ def vllm_arguments(options: ServeOptions, base: str, scratch: Path) -> list[str]
     return [*found, *(["--chat-template", template] if template else [])]
 
 
+def renders_chats(options: ServeOptions, base: str) -> bool:
+    """Whether there is a template, without which conversations are refused."""
+    from loragate.cli.models import load_tokenizer
+
+    places, trust = tokenizer_places(options, base), options.trust_remote_code
+    tokenizer = load_tokenizer(
+        places, revision=base_revision(options), chat_template=options.chat_template, trust=trust
+    )
+    return tokenizer.chat_template is not None
+
+
 def serve_transformers(options: ServeOptions) -> int:
     """Our own small server over the model in memory, until Ctrl-C."""
     from loragate.cli.evaluation_inputs import load_inputs
-    from loragate.cli.serve_transformers import add_adapters, transformers_app
+    from loragate.cli.serve_transformers import Row, add_adapters, transformers_app
     from loragate.serving.http_app import make_server
 
     more = served_folders(options)[1] if options.adapters else {}
+    # before the model is loaded, which may take minutes
+    port = free_port(options.host, options.port)
     loaded = load_inputs(options, options.model)
     if loaded.note:
         console().print(loaded.note, markup=False)
-    rows = add_adapters(loaded.model, {name: more[name] for name in more if name not in ("gated", "adapter")})
+    gated = is_gated(Path(options.model))
+    own = ("gated", "adapter") if gated else ("adapter",)
+    rows = add_adapters(loaded.model, {name: more[name] for name in more if name not in own})
+    if gated and loaded.kind == "adapter":
+        # its gates are off: it answers to its name all the same, as in vLLM
+        rows = {"gated": Row("adapter", "adapter"), **rows}
     app = transformers_app(loaded.model, loaded.tokenizer, loaded.kind, system=options.system, more=rows)
-    server = make_server(app, options.host, options.port)
+    server = make_server(app, options.host, port)
     end_on_terminate()
-    print_clients(options.host, server.server_address[1], list(app.models))
+    chat = loaded.tokenizer.chat_template is not None
+    print_clients(options.host, server.server_address[1], list(app.models), chat=chat)
     try:
         server.serve_forever()
     except KeyboardInterrupt:
@@ -238,20 +271,25 @@ def address(host: str, port: int) -> str:
     return f"http://{local}:{port}"
 
 
-def print_clients(host: str, port: int, names: list[str]) -> None:
-    """Lines to paste: curl, and Python's openai client."""
+def print_clients(host: str, port: int, names: list[str], *, chat: bool) -> None:
+    """Lines to paste: curl, and Python's openai client; plain completions where conversations cannot be rendered."""
     url = address(host, port)
     request: dict[str, object] = {"model": "gated" if "gated" in names else names[-1], "max_tokens": 64}
-    request["messages"] = [{"role": "user", "content": "Hello"}]
+    if chat:
+        path, answer = "chat/completions", "chat.completions.create(**{}).choices[0].message.content"
+        request["messages"] = [{"role": "user", "content": "Hello"}]
+    else:
+        path, answer = "completions", "completions.create(**{}).choices[0].text"
+        request["prompt"] = "Hello"
     body = json.dumps(request)
     lines = [
         f"serving {', '.join(names)} at {url}/v1 (Ctrl-C stops)",
         "",
-        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+        f"curl {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'",
         "",
         "from openai import OpenAI",
         f'client = OpenAI(base_url="{url}/v1", api_key="none")',
-        f"print(client.chat.completions.create(**{request!r}).choices[0].message.content)",
+        f"print(client.{answer.format(repr(request))})",
     ]
     print("\n".join(lines), flush=True)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.cli.display import Display, console
-from loragate.errors import ConfigError
+from loragate.errors import ConfigError, LoragateError
 
 TOLERANCE = 1e-4
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS, SEED = 4, 40, 32, 0
@@ -24,25 +24,29 @@ def verify(options: Any, base: str, adapters: dict[str, str]) -> int:
     from loragate.cli.serve import prepare_vllm
     from loragate.cli.serve_folders import base_revision
     from loragate.serving.parity import compare, greedy, open_llm
+    from loragate.serving.vllm_server import usual_share
 
     quiet_logging()
     device = pick_device(options.device)
     dtype = options.dtype if options.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
-    rank, display = prepare_vllm(adapters), Display()
+    rank, display = prepare_vllm(options, base, adapters), Display()
     revision = base_revision(options) or None
     prompts = random_prompts(base, options.trust_remote_code, revision)
-    with display.job("starting vLLM"):
-        llm, requests = open_llm(
-            base,
-            adapters,
-            max_lora_rank=rank,
-            dtype=dtype,
-            max_model_len=options.max_model_len or None,
-            tensor_parallel_size=options.tensor_parallel,
-            gpu_memory_utilization=options.vllm_memory,
-            trust_remote_code=options.trust_remote_code,
-            revision=revision,
-        )
+    try:
+        with display.job("starting vLLM"):
+            llm, requests = open_llm(
+                base,
+                adapters,
+                max_lora_rank=rank,
+                dtype=dtype,
+                max_model_len=options.max_model_len or None,
+                tensor_parallel_size=options.tensor_parallel,
+                gpu_memory_utilization=options.vllm_memory or usual_share(),
+                trust_remote_code=options.trust_remote_code,
+                revision=revision,
+            )
+    except (RuntimeError, ValueError) as error:
+        raise LoragateError(f"vLLM could not start with {base} ({error}). What it printed above says why") from error
     names = ["base", *adapters]
     try:
         with display.job("decoding in vLLM"):

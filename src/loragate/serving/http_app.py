@@ -127,7 +127,8 @@ def make_server(app: App, host: str, port: int) -> ThreadingHTTPServer:
             except RequestError as error:
                 self.fail(error)
             except LoragateError as error:
-                self.fail(RequestError(400, str(error)))
+                # what this protocol calls it
+                self.fail(RequestError(400, str(error).replace("max_new_tokens", "max_tokens")))
             except ConnectionError:
                 self.close_connection = True
             except Exception as error:
@@ -247,8 +248,11 @@ def _asked(app: App, body: dict[str, Any], own: set[str], default_tokens: int | 
         known = ", ".join(app.models)
         raise RequestError(404, f"the model {model!r} does not exist; this server has {known}", "model")
     numbers = {name: _number(body, name, default) for name, default in _NUMBERS.items()}
-    limit = body.get("max_completion_tokens", body.get("max_tokens"))
-    limit = _whole(limit, "max_tokens", 1) if limit is not None else default_tokens
+    # a client may send either as null beside the other
+    limit = next(
+        (_whole(body[name], name, 1) for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None),
+        default_tokens,
+    )
     seed = _whole(body["seed"], "seed", None) if body.get("seed") is not None else secrets.randbelow(1 << 62)
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop

@@ -6,6 +6,7 @@ so that one early difference does not hide the rest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ class Agreement:
     """How far served answers lie from the reference.
 
     Attributes:
-        prompt, generated: largest absolute difference of a log-prob, in nats.
+        prompt, generated: largest absolute difference of a log-prob, in nats; infinite where one is no number.
         tokens: generated tokens compared.
         mismatches: generated tokens that are not the reference's own most likely one.
         close_calls: of these, where the reference's two best lie within 1e-3 of each other, so that rounding decides.
@@ -148,4 +149,6 @@ def compare(model: Any, served: Sequence[Served]) -> Agreement:
 
 
 def _furthest(reference_T: torch.Tensor, found: Sequence[float]) -> float:
-    return float((reference_T - torch.tensor(found)).abs().max())
+    furthest = float((reference_T - torch.tensor(found)).abs().max())
+    # NaN is below no bound, and `max` would let it pass
+    return furthest if math.isfinite(furthest) else math.inf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -12,9 +13,55 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from loragate.errors import LoragateError
 from loragate.serving.plugin import ADAPTERS
+from loragate.serving.versions import vllm_version
+
+USUAL_SHARE = 0.9
+"""Share of an accelerator's memory that vLLM may fill."""
+
+
+def on_cpu() -> bool:
+    """Whether vLLM is a build for the CPU, by the mark in its version that it goes by itself; it is not imported."""
+    return "cpu" in vllm_version()
+
+
+def usual_share() -> float:
+    """The share of memory that vLLM is given unless told: `USUAL_SHARE`, or on a CPU half of what is free.
+
+    On a CPU it is a share of the machine's whole memory, and vLLM does not start where less than that is free.
+    """
+    if not on_cpu():
+        return USUAL_SHARE
+    try:
+        from vllm.utils.cpu_resource_utils import get_memory_node_info
+
+        node = get_memory_node_info()
+        return max(0.01, math.floor(50 * node.available_memory / node.total_memory) / 100)
+    except (ImportError, OSError, AttributeError):
+        return USUAL_SHARE
+
+
+def unserved_heads(config: Any) -> str | None:
+    """Why vLLM's attention on a CPU cannot serve a base, which it would say only at the first request, and end.
+
+    Args:
+        config: the base's, of transformers.
+    """
+    try:
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        sizes = CPUAttentionBackend.get_supported_head_sizes()
+    except (ImportError, AttributeError):
+        return None
+    text = config.get_text_config()
+    width, heads = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)
+    size = getattr(text, "head_dim", None) or (width // heads if width and heads else None)
+    if size is None or size in sizes:
+        return None
+    return f"its attention heads have {size} features, and vLLM's attention on a CPU takes {', '.join(map(str, sizes))}"
 
 
 def server_command(

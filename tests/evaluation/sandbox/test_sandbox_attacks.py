@@ -13,7 +13,7 @@ from attacks import ATTEMPT, BREAKOUTS, CHEATS, CHECKS, TOP, Breakout, Cheat
 from guard import need
 
 import loragate
-from loragate.evaluation.sandbox import Checks, Limits, run_program, run_tests
+from loragate.evaluation.sandbox import Checks, Limits, run_program, run_tests, tiers
 
 SQUARE = Checks(CHECKS, ("f",), ("f",))
 SLOW_TIERS = ("namespaces", "rlimits")
@@ -55,6 +55,7 @@ def test_breakouts_are_refused(breakout: Breakout, tier: str, tmp_path: Path, mo
             "HOST_FILE": str(host_file),
             "HOST_PID": os.getpid(),
             "CHECKOUT": str(Path(loragate.__file__).parent),
+            "PYTHON": (os.path.realpath(sys.base_prefix), *tiers.package_folders()),
             "TMP_TOP": Path(sys.prefix).parts[2] if sys.prefix.startswith("/tmp/") else "",
         }
         lines = "".join(f"{name} = {value!r}\n" for name, value in names.items())

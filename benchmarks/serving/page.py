@@ -1,0 +1,138 @@
+"""Fill the figures of docs/serving.md from benchmarks/results/serving_*.json: text between `<!-- figures: NAME -->` marks.
+
+python benchmarks/serving/page.py [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "serving.md"
+FAQ = ROOT / "docs" / "faq.md"
+RESULTS = ROOT / "benchmarks" / "results"
+MARKS = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- /figures -->)", re.S)
+ROWS = {
+    "base": "base",
+    "plain": "plain",
+    "wide": "gated, [−6, 3]",
+    "narrow": "gated, [−1, 2], τ 0.5",
+    "module": "gated by module, [−3, 2]",
+    "global": "one gate for all, [−3, 2]",
+    "some": "gates on three modules, [−3, 2]",
+    "strong": "gated, [−6, 3]",
+}
+CASES = {
+    "all slots filled": "base, plain, two gated; all slots filled",
+    "prefix cache": "the same from the prefix cache",
+    "one slot, chunked prefill": "one slot, chunked prefill of 24 tokens",
+    "other granularities": "other granularities",
+    "two ranks": "two CPU ranks (tensor parallel)",
+    "two ranks, sharded adapters": "two ranks, fully sharded adapters",
+    "adapter four times as strong": "adapter four times as strong",
+}
+
+
+def load(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"serving_{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def table(head: list[str], rows: list[list[str]], left: int = 1) -> str:
+    """A Markdown table; the first `left` columns are text, the others numbers."""
+    rule = ["---"] * left + ["---:"] * (len(head) - left)
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
+
+
+def agreement() -> str:
+    rows = []
+    for case, found in load("agreement")["largest_difference_of_a_log_prob"].items():
+        for place, (name, one) in enumerate(found.items()):
+            prompt = "" if one["prompt"] is None else f"{one['prompt']:.1e}"
+            other = f"{one['other_greedy_choices']} of {one['tokens']}"
+            rows.append([CASES[case] if place == 0 else "", ROWS[name], prompt, f"{one['generated']:.1e}", other])
+    return table(["batch", "row", "prompt", "generated", "other greedy choices"], rows, left=2)
+
+
+def rounding() -> str:
+    found = load("agreement")["transformers_with_and_without_cache"]
+    others = max(value for name, value in found.items() if name != "strong")
+    return (
+        "transformers differs from itself, token by token with its cache against one pass over the same tokens, by "
+        f"{found['base']:.1e} for the base, by at most {others:.1e} for these adapters and by {found['strong']:.1e} for the "
+        "one four times as strong."
+    )
+
+
+def largest_difference() -> float:
+    """Over all cases but the one that shows how rounding grows."""
+    cases = load("agreement")["largest_difference_of_a_log_prob"]
+    return max(
+        max(one["prompt"] or 0.0, one["generated"])
+        for case, found in cases.items()
+        if case != "adapter four times as strong"
+        for one in found.values()
+    )
+
+
+def throughput() -> str:
+    rows = []
+    for case, found in load("throughput")["cases"].items():
+        speed, ratio = found["tokens_per_second"], found["gated_to_adapter"]
+        low, high = ratio["quartiles"]
+        speeds = [f"{value:,.0f}" if value >= 100 else f"{value:.1f}" for value in speed.values()]
+        rows.append([case, *speeds, f"{ratio['median']:.2f} ({low:.2f}–{high:.2f})"])
+    head = ["tokens per second", "base", "plain adapter", "gated", "gated : plain, median (quartiles)"]
+    return table(head, rows)
+
+
+def clients() -> str:
+    rows = []
+    for engine, name in (("vllm", "vLLM"), ("transformers", "transformers")):
+        found = load(f"load_{engine}")
+        rows.append(
+            [
+                f"{name} ([results](../benchmarks/results/serving_load_{engine}.json))",
+                f"{found['requests']:,} of {found['tokens_per_request']} tokens",
+                str(found["errors"]),
+                str(found["replies_that_differ"]),
+                ", ".join(f"{value:.0f} s" for value in found["latency_s"].values()),
+                ", ".join(str(size) for size in found["memory_mib"]),
+            ]
+        )
+    memory = "memory before the first and after each round, MiB"
+    return table(["server", "requests", "errors", "replies that differ", "p50, p95 latency", memory], rows)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "agreement": agreement,
+    "rounding": rounding,
+    "throughput": throughput,
+    "clients": clients,
+}
+
+
+def filled(text: str) -> str:
+    """The page with every table as the results have it."""
+    return MARKS.sub(lambda mark: f"{mark[1]}{PARTS[mark[2]]()}\n{mark[3]}", text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; the exit status tells")
+    options = parser.parse_args()
+    text = PAGE.read_text(encoding="utf-8")
+    new = filled(text)
+    if options.check:
+        sys.exit(new != text)
+    PAGE.write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""The figures of docs/serving.md, and the one of them that docs/faq.md repeats, are those of the committed results."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+SERVING = Path(__file__).parents[2] / "benchmarks" / "serving"
+
+
+@pytest.fixture(scope="module")
+def page():
+    spec = importlib.util.spec_from_file_location("serving_page", SERVING / "page.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_shows_the_results_as_they_are(page):
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert [mark[1] for mark in page.MARKS.findall(text)] == ["throughput", "clients", "agreement", "rounding"]
+    assert page.filled(text) == text, "run python benchmarks/serving/page.py"
+
+
+def test_the_bound_holds_in_the_results(page):
+    assert page.largest_difference() < 1e-4
+    cases = page.load("agreement")["largest_difference_of_a_log_prob"]
+    assert set(cases) == set(page.CASES)
+    assert not any(one["other_greedy_choices"] for case in cases.values() for one in case.values())
+
+
+def test_the_answers_to_questions_name_the_largest_difference(page):
+    assert f"at most {page.largest_difference():.1e} " in page.FAQ.read_text(encoding="utf-8")
