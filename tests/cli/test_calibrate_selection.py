@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 import loragate as lg
 from loragate.cli.arguments import parse
 from loragate.cli.calibrate import COMMAND, CalibrateOptions
+from loragate.cli.calibration_report import report_selection
+from loragate.cli.display import console
 from loragate.cli.main import main
 from loragate.cli.selecting import accept_command
 from loragate.evaluation.results import read_record
@@ -383,3 +385,20 @@ def test_the_command_that_accepts_names_all_that_loading_needs():
     again, _ = parse(COMMAND, words[2:])
     expected = {"range": "0,1", "unverified": True, "resume": True}
     assert again == replace(given, **expected)
+
+
+def test_a_range_that_dropped_out_is_named_with_its_reason(capsys):
+    score = {"mean": 0.5, "low": 0.4, "high": 0.6}
+    record = {
+        "probe": {"kind": "labelled", "questions": 40, "samples": 4},
+        "evidence": {"adapter": score},
+        "signs": {"adapter": {"finished": 1.0, "tokens": 9.0}},
+        "picked": "adapter",
+        "accepted": False,
+        "warnings": {},
+        "vetoed": {},
+    }
+    report_selection(console(), record)
+    assert "drops out" not in capsys.readouterr().out
+    report_selection(console(), {**record, "failed": {"[-6,3]": "the loss is not finite at step 4"}})
+    assert "[-6,3] could not be trained and drops out: the loss is not finite at step 4" in capsys.readouterr().out

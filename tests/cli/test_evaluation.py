@@ -16,6 +16,9 @@ import pytest
 import torch
 
 import loragate as lg
+from loragate.cli.evaluate import EvalOptions
+from loragate.cli.evaluation_engines import Engines
+from loragate.cli.evaluation_inputs import Loaded, load_inputs
 from loragate.cli.main import main
 from loragate.evaluation.canary import canary
 from loragate.evaluation.grade import Grade
@@ -338,7 +341,22 @@ def test_other_weights_in_the_same_folder_are_not_resumed(place, tmp_path, capsy
         for parameter in lg.gate_parameters(model).values():
             parameter.fill_(0.25)
     lg.save_gates(model, tmp_path / "gated", adapter_source=place / "adapter", base_id=str(place / "base"))
-    assert "weights.gated" in fails(capsys, *command, "--resume")
+    assert f"other weights than are in {tmp_path / 'gated'} now (weights.gated" in fails(capsys, *command, "--resume")
+
+
+def test_vllm_on_a_cpu_is_given_what_is_free_and_heads_that_it_takes(place, monkeypatch):
+    """As `serve` does: it would not start, or end at the first request."""
+    monkeypatch.setattr("loragate.generation.vllm_engine.require_vllm", lambda: None)
+    monkeypatch.setattr("loragate.serving.vllm_server.usual_share", lambda: 0.37)
+    loaded = Loaded("base", None, {"base": str(place / "base")})
+    for given, share in ((0.0, 0.37), (0.8, 0.8)):
+        engines = Engines(EvalOptions(engine="vllm", vllm_memory=given), loaded)
+        assert engines._make(Variant("base")).keywords["gpu_memory_utilization"] == share
+    monkeypatch.setattr("loragate.serving.vllm_server.unserved_heads", lambda config: f"no {config.model_type}")
+    assert load_inputs(EvalOptions(), str(place / "base"), "vllm").kind == "base"
+    monkeypatch.setattr("loragate.serving.vllm_server.on_cpu", lambda: True)
+    with pytest.raises(lg.errors.ConfigError, match="no qwen2; use --engine transformers"):
+        load_inputs(EvalOptions(), str(place / "base"), "vllm")
 
 
 def test_redrawn_answers_are_judged_anew(place, tmp_path, capsys):

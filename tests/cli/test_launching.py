@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -138,7 +139,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of a process group")
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGINT twice, here alone"])
 def test_a_run_that_is_stopped_is_waited_for_until_it_has_written_its_checkpoint(tmp_path, name):
     written = tmp_path / "checkpoint"
     parent = subprocess.Popen(
@@ -151,10 +152,14 @@ def test_a_run_that_is_stopped_is_waited_for_until_it_has_written_its_checkpoint
         assert parent.stdout.readline() == b"ready\n"
         if name == "SIGINT":
             os.killpg(parent.pid, signal.SIGINT)  # as a terminal does
-        else:
+        elif name == "SIGTERM":
             parent.terminate()  # as `kill` does: the child is not told
-        assert parent.wait(timeout=20) == (130 if name == "SIGINT" else 3)
-        assert written.read_text() == name
+        else:
+            parent.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+            parent.send_signal(signal.SIGINT)
+        assert parent.wait(timeout=20) == (3 if name == "SIGTERM" else 130)
+        assert written.read_text() == ("SIGINT" if name == "SIGINT" else "SIGTERM")
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(parent.pid, signal.SIGKILL)

@@ -26,7 +26,7 @@ import torch
 
 import loragate as lg
 from loragate.cli.main import main
-from loragate.cli.serve import ServeOptions, free_port, print_clients
+from loragate.cli.serve import ServeOptions, free_port, print_clients, renders_chats
 from loragate.cli.serve_folders import base_revision, served_folders
 from loragate.errors import ConfigError
 from loragate.gates.override_names import parse_override
@@ -362,6 +362,15 @@ def test_what_is_printed_to_paste_fits_the_tokenizer(capsys: pytest.CaptureFixtu
     }
     call = ast.parse(printed[printed.index("print(") :])
     assert f"client.{path.replace('/', '.')}.create(" in ast.unparse(call)
+
+
+def test_a_tokenizer_that_vllm_alone_reads_ends_no_server(folders: Path, tmp_path: Path) -> None:
+    """Asked once vLLM serves: with --system keep nothing else loads the tokenizer here."""
+    options = ServeOptions(str(folders / "gated"), system="keep")
+    assert renders_chats(options, str(folders / "base"))
+    (tmp_path / "tokenizer.json").write_text("{")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert renders_chats(ServeOptions(str(tmp_path), system="keep"), str(tmp_path))
 
 
 def test_a_port_in_use_is_named_before_vllm_starts() -> None:

@@ -40,7 +40,7 @@ class EvalOptions(EvaluationInputs):
         engine: transformers (any device) or vllm (pip install "loragate[vllm]").
         batch_size: sequences generated at a time; with vLLM or replicas, questions whose answers are drawn together.
         replicas: copies of the model that answer at once, on the devices of a Ray cluster (pip install "loragate[sweep]").
-        vllm_memory: share of a device's memory that vLLM may fill.
+        vllm_memory: share of a device's memory that vLLM may fill; 0 takes 0.9, or on a CPU half of what is free.
         tensor_parallel: devices that share one copy of the model in vLLM.
         grader: grader of math answers in place of the tasks' own: default, math_verify or dft.
         sandbox: where programs run: bubblewrap; namespaces and rlimits isolate less and must be asked for.
@@ -57,7 +57,7 @@ class EvalOptions(EvaluationInputs):
     engine: str = "transformers"
     batch_size: int = 64
     replicas: int = 1
-    vllm_memory: float = 0.9
+    vllm_memory: float = 0.0
     tensor_parallel: int = 1
     grader: str = ""
     sandbox: str = "bubblewrap"

@@ -32,8 +32,8 @@ class Engines:
         for name in ("replicas", "tensor_parallel", "batch_size"):
             if getattr(options, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least 1")
-        if not 0 < options.vllm_memory <= 1:
-            raise ConfigError(f"--vllm-memory {options.vllm_memory:g}: expected a share above 0 and at most 1")
+        if not 0 <= options.vllm_memory <= 1:
+            raise ConfigError(f"--vllm-memory {options.vllm_memory:g}: expected a share above 0 and at most 1, or 0")
         if options.engine == "vllm":
             from loragate.generation.vllm_engine import require_vllm
 
@@ -86,6 +86,7 @@ class Engines:
         if options.engine != "vllm":
             return partial(RowEngine, options, _anywhere(options.model), variant)
         from loragate.generation import VllmEngine
+        from loragate.serving.vllm_server import usual_share
 
         # one λ for all goes over the gated modules, as it does in memory
         acts = "gated" if variant.constant is not None and "gated" in names else variant.acts
@@ -98,7 +99,7 @@ class Engines:
             tokenizer=self.loaded.tokenizer,
             dtype=options.dtype,
             batch_size=options.batch_size,
-            gpu_memory_utilization=options.vllm_memory,
+            gpu_memory_utilization=options.vllm_memory or usual_share(),
             tensor_parallel=options.tensor_parallel,
         )
 

@@ -41,7 +41,7 @@ def run(options: ExportOptions) -> int:
     from loragate.serving import read_place
 
     out = Path(options.out)
-    require_free_out(out, resume=False)
+    require_free_out(out, resume=None)
     place = place_on_disk(options.model)
     if options.constant is not None:
         if split_folder(place)[1] is not None:

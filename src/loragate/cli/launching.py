@@ -121,8 +121,9 @@ def _start(launch: Launch) -> int:
 def wait_for(process: subprocess.Popen[Any]) -> int:
     """The exit status of a child that leads a run; returns when it has ended, whatever signal arrives meanwhile.
 
-    The terminal tells the child of Ctrl-C too, and it takes its time to write a checkpoint and to end its own children. The
-    signal of `kill` and of service managers reaches this process alone, so it is passed on.
+    The terminal tells the child of Ctrl-C too, and it takes its time to write a checkpoint and to end its own children; a
+    second Ctrl-C asks it to end in any case. The signal of `kill` and of service managers reaches this process alone, so it is
+    passed on.
 
     Raises:
         KeyboardInterrupt: after Ctrl-C, once the child has ended.
@@ -136,6 +137,8 @@ def wait_for(process: subprocess.Popen[Any]) -> int:
                 status = process.wait()
                 break
             except KeyboardInterrupt:
+                if interrupted:
+                    process.terminate()  # a stop button may tell this process alone
                 interrupted = True
     finally:
         if main:

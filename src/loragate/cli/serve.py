@@ -17,7 +17,7 @@ from loragate.cli.display import console
 from loragate.cli.hub import on_disk
 from loragate.cli.models import require_place
 from loragate.cli.serve_folders import base_revision, is_gated, plain_part, served_folders, tokenizer_places
-from loragate.errors import ConfigError, nearest
+from loragate.errors import ConfigError, LoragateError, nearest
 
 ENGINES = ("auto", "vllm", "transformers")
 
@@ -218,9 +218,12 @@ def renders_chats(options: ServeOptions, base: str) -> bool:
     from loragate.cli.models import load_tokenizer
 
     places, trust = tokenizer_places(options, base), options.trust_remote_code
-    tokenizer = load_tokenizer(
-        places, revision=base_revision(options), chat_template=options.chat_template, trust=trust
-    )
+    try:
+        tokenizer = load_tokenizer(
+            places, revision=base_revision(options), chat_template=options.chat_template, trust=trust
+        )
+    except LoragateError:
+        return True  # vLLM, which is serving by now, reads formats that transformers does not
     return tokenizer.chat_template is not None
 
 

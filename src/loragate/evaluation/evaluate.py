@@ -126,6 +126,11 @@ class Evaluation:
             found = first_difference(before, identity if "weights" in before else self.identity)
             if found is not None:
                 key, old, new = found
+                if key.startswith("weights"):
+                    raise ConfigError(
+                        f"--resume: the answers in {self.folder} came from other weights than are in "
+                        f"{self.models[key.split('.')[1]]} now ({key} in {path.name}); put those back, or choose another --out"
+                    )
                 raise ConfigError(
                     f"--resume: {path} was begun with {key} = {old!r:.80}, now it is {new!r:.80}; repeat the command with the "
                     "same settings, or choose another --out"

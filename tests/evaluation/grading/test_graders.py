@@ -191,9 +191,17 @@ REALISTIC = [
     ("12", "12 square units", True),
     ("10", "10 percent", True),
     ("6", "5 apples", False),
+    ("5", "5 million", None),
+    ("2", "2 sigma", None),
+    ("2", "2 cosx", None),
+    ("90 degrees", "90 radians", False),
     ("No", "no.", True),
     # digits apart are not one number
     ("42", "4 2", None),
+    (r"10000\pi", r"10\,000\pi", True),
+    (r"\sqrt{12345}", r"\sqrt{12 345}", True),
+    ("3.141592653", "3.141 592 653", True),
+    ("12345x", "12 34 5x", None),
     ("7", "7\\\\", True),
 ]
 

@@ -84,7 +84,8 @@ def is_text(text: str) -> bool:
 
 def key(text: str) -> str:
     """Return the spelling under which equal answers are equal strings: no fonts, no blanks, braces only where needed."""
-    plain = re.sub(r"(\\[A-Za-z]+) (?=[A-Za-z])|(?<=\d) (?=\d)", "\\1\x00", unwrap_fonts(text))
+    # digits apart are two numbers, unless in groups of three: 10 000
+    plain = re.sub(r"(\\[A-Za-z]+) (?=[A-Za-z])|(?<=\d) (?=\d)(?!\d{3}(?!\d))", "\\1\x00", unwrap_fonts(text))
     plain = re.sub(r"\s+", "", plain).replace("\x00", " ")
     return re.sub(r"([_^])\{(\w)\}", r"\1\2", plain)
 

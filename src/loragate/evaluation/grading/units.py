@@ -22,6 +22,7 @@ _TABLE: dict[str, tuple[str, str]] = {
     "ms": ("time", "1e-3"), "s": ("time", "1"), "minute": ("time", "60"), "h": ("time", "3600"),
     "day": ("time", "86400"), "week": ("time", "604800"), "month": ("month", "1"), "year": ("month", "12"),
     "cent": ("money", "0.01"), "dollar": ("money", "1"), "euro": ("euro", "1"), "degree": ("angle", "1"),
+    "radian": ("radian", "1"),
     "Hz": ("frequency", "1"), "kHz": ("frequency", "1e3"), "MHz": ("frequency", "1e6"), "GHz": ("frequency", "1e9"),
     "J": ("energy", "1"), "kJ": ("energy", "1e3"), "erg": ("energy", "1e-7"), "eV": ("eV", "1"), "keV": ("eV", "1e3"),
     "MeV": ("eV", "1e6"), "W": ("power", "1"), "kW": ("power", "1e3"), "N": ("force", "1"), "K": ("kelvin", "1"),
@@ -41,7 +42,12 @@ _FONT = r"\\(?:text(?:rm|it|bf)?|mbox|mathrm|operatorname)\s*\{[^{}]*\}"
 _POWER = r"(?:\s*\^\s*(?:\{\s*-?\d+\s*\}|\d))?"
 _SUN = r"[MLR]_\{?\\odot\}?"
 _WORDS = r"(?<=[\d})\s])\s(?:square |cubic )?[A-Za-z]{1,12}" + _POWER + r"(?:\s*/\s*[A-Za-z]{1,8}" + _POWER + ")?"
-_COUNTED = re.compile(r"(?:square |cubic )?(?!alpha$|beta$|gamma$|theta$|lambda$|omega$|sinh$|cosh$|tanh$)[A-Za-z]{4,}")
+# words that change the number before them
+_FACTORS = (
+    "alpha|beta|gamma|delta|epsilon|theta|kappa|lambda|sigma|omega|infinity|sqrt|(?:sin|cos|tan|cot|sec|csc|log|exp)[a-z]|"
+    "squared|cubed|factorial|hundred|thousand|million|billion|trillion|dozen"
+)
+_COUNTED = re.compile(rf"(?:square |cubic )?(?!(?:{_FACTORS})s?$)[A-Za-z]{{4,}}")
 _TAIL = re.compile(rf"\s*(?:(?:(?:{_FONT}|{_SUN}){_POWER}[\s/]*(?:\\cdot\s*)?)+|{_WORDS}|\^\s*\\circ\s*(?:[CFK])?)\s*$")
 
 
