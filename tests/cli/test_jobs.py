@@ -310,7 +310,7 @@ def test_resume_through_the_command(place, tmp_path, capsys, monkeypatch):
     other[other.index("plain.jsonl")] = str(place / "plain.jsonl")
     for again in (arguments, [*other, "--max-rows", "8"]):
         assert "an unfinished run (checkpoint-2); continue it with --resume" in fails(capsys, *again, status=2)
-    exported = fails(capsys, "export", "--model", place / "adapter", "--out", out, status=2)
+    exported = fails(capsys, "export", place / "adapter", "--out", out, status=2)
     assert "holds an unfinished run (checkpoint-2); choose another folder" in exported
     assert "'settings.learning_rate' was" in fails(capsys, *arguments, "--resume", "--learning-rate", "1e-3")
     assert kept == {path.name: path.read_bytes() for path in (out / "run").glob("*.*")}, "what the run began with stays"
