@@ -58,6 +58,7 @@ def full(**changes):
         "signs": {"adapter": {"finished": 0.97, "tokens": 210.4}},
         "warnings": {"[-3,1]": ["answers are longer"]},
         "vetoed": {"[-6,3]": "forgets"},
+        "failed": {"[0,6]": "the loss is not finite"},
         "retention": {"evidence": {"adapter": SCORE, "[-3,1]": {"mean": 0.7, "low": 0.6, "high": 0.8}}},
     }
     return a_record(training=training, selection={**selection, **changes})
@@ -91,6 +92,7 @@ def test_everything_measured_is_said():
         "| adapter | 50.0 | 40.0–60.0 | 97 | 210 | 50.0 | 40.0–60.0 |",
         "| [-3,1] | 55.0 | 40.0–60.0 |  |  | 70.0 | 60.0–80.0 |",
         "- [-6,3] was not eligible: it forgets.",
+        "- [0,6] could not be trained: the loss is not finite.",
         "- Warning on [-3,1]: answers are longer.",
         "no evidence of better answers",
         "flattered by the choice",

@@ -174,12 +174,17 @@ def test_a_finished_run_is_never_begun_over(tokenizer, tmp_path, changes):
     assert all(torch.equal(value, expected[name]) for name, value in gates(again).items())
 
 
-@pytest.mark.parametrize("max_steps", [3, 5], ids=["at the end of an epoch", "within an epoch"])
-def test_a_finished_run_that_is_resumed_gives_its_result_and_takes_no_step(tokenizer, tmp_path, max_steps):
-    settings = replace(SETTINGS, max_steps=max_steps, save_steps=2, schedule="constant")
+@pytest.mark.parametrize(
+    ("max_steps", "changes"),
+    [(3, {}), (5, {}), (4, {"objective": "anchored", "refresh": 2, "max_new_tokens": 4})],
+    ids=["at the end of an epoch", "within an epoch", "anchored"],
+)
+def test_a_finished_run_that_is_resumed_gives_its_result_and_takes_no_step(tokenizer, tmp_path, max_steps, changes):
+    settings = replace(SETTINGS, max_steps=max_steps, save_steps=2, schedule="constant", **changes)
     model, folder, steps = tiny_adapter(), tmp_path / "run", []
     complete = lg.calibrate(model, tokenizer, tiny_rows(12), CONFIG, settings, run_folder=folder)
     log = (folder / "metrics.jsonl").read_text()
+    assert "train_runtime" in log.splitlines()[-1]
     for _ in range(2):
         again = tiny_adapter()
         resumed = lg.calibrate(
@@ -187,7 +192,7 @@ def test_a_finished_run_that_is_resumed_gives_its_result_and_takes_no_step(token
         )
         assert resumed.steps == complete.steps == max_steps
         assert all(torch.equal(value, gates(model)[name]) for name, value in gates(again).items())
-        assert resumed.history == complete.history[:-1], "all but the line with the wall time"
+        assert resumed.history == [record for record in complete.history if "train_runtime" not in record]
     assert steps == []
     assert (folder / "metrics.jsonl").read_text() == log
 
@@ -226,6 +231,7 @@ def test_half_a_checkpoint_does_not_push_a_newer_whole_one_out(tokenizer, tmp_pa
         lg.calibrate(tiny_adapter(), tokenizer, tiny_rows(12), CONFIG, settings, run_folder=folder, on_step=kill)
     shutil.copytree(folder / "checkpoint-3", folder / "checkpoint-6")
     (folder / "checkpoint-6" / "trainer_state.json").unlink()
+    os.utime(folder / "checkpoint-6", (2**31, 2**31))  # the trainer goes by times, which some file systems make up
     with pytest.raises(TrainingError, match="stopped by Ctrl-C at step 5"):
         lg.calibrate(
             tiny_adapter(),
@@ -241,6 +247,55 @@ def test_half_a_checkpoint_does_not_push_a_newer_whole_one_out(tokenizer, tmp_pa
     model = tiny_adapter()
     lg.calibrate(model, tokenizer, tiny_rows(12), CONFIG, settings, run_folder=folder, resume=True)
     assert all(torch.equal(value, gates(whole)[name]) for name, value in gates(model).items())
+
+
+@pytest.mark.parametrize("objective", ["entropy", "anchored"])
+def test_folders_that_only_look_like_checkpoints_are_left_alone(tokenizer, tmp_path, objective):
+    # the trainer itself counts every folder called checkpoint-* where few are to be kept
+    more = {"refresh": 1, "max_new_tokens": 4, "keep_checkpoints": 1} if objective == "anchored" else {}
+    settings = replace(SETTINGS, objective=objective, **{"keep_checkpoints": 0, **more})
+    kept = [tmp_path / name / "mine.txt" for name in ("checkpoint-good-1", "checkpoint-notes-9", "checkpoint-notes")]
+    for file in kept:
+        file.parent.mkdir()
+        file.write_text("mine")
+    for resume in (False, True):
+        lg.calibrate(tiny_adapter(), tokenizer, tiny_rows(12), CONFIG, settings, run_folder=tmp_path, resume=resume)
+        assert all(file.is_file() for file in kept)
+    with pytest.raises(TrainingError, match="the disk that holds"), explain_full_disk(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert all(file.is_file() for file in kept)
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_a_torn_one(tokenizer, finished, monkeypatch):
+    folder, _ = finished
+    whole = Path.read_text
+
+    def stale(path, *args, **kwargs):
+        if path.parent.name == "checkpoint-3":
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return whole(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", stale)
+    with pytest.raises(OSError, match="Stale file handle"):
+        lg.calibrate(tiny_adapter(), tokenizer, tiny_rows(12), CONFIG, SETTINGS, run_folder=folder, resume=True)
+    monkeypatch.undo()
+    assert is_complete(folder / "checkpoint-3")
+
+
+def test_a_record_is_written_once_every_process_has_looked_for_an_earlier_one(tmp_path, monkeypatch):
+    """A run of random gates is finished once it is on record, and another process may be a little behind."""
+    looked = []
+
+    class Main:
+        is_main_process = True
+
+        def wait_for_everyone(self):
+            looked.append((tmp_path / "run.json").exists())
+
+    monkeypatch.setattr("loragate.training.run_folder.process_state", Main)
+    prepare_folder({"settings": {"objective": "random"}}, tmp_path, resume=False)
+    assert looked == [False]
+    assert (tmp_path / "run.json").exists()
 
 
 def test_other_errors_pass_as_they_are(tmp_path):

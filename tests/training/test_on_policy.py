@@ -27,6 +27,7 @@ from loragate.training.rollouts import (
     training_prompts,
 )
 from loragate.training.scoring import ResponseScorer
+from loragate.training.strategy import Launch
 from tiny import tiny_adapter, tiny_base, tiny_rows
 
 CONFIG = lg.GateConfig(-3, 2)
@@ -423,6 +424,22 @@ def test_a_guarded_trainer_run_resumes_to_the_same_readings_and_verdict(tokenize
     assert (resumed.steps, resumed.stopped, resumed.guard) == (4, complete.stopped, complete.guard)
     assert set(steps) == ({3, 4} if killed else set())
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_a_guard_of_a_sharded_run_is_refused(tokenizer, rows, monkeypatch, strategy):
+    """Its probe would sample from the model in memory, which is not the one that trains."""
+    monkeypatch.setattr("loragate.training.callables.launch_of", lambda: Launch(strategy, 2))
+    with pytest.raises(ConfigError, match=f"under {strategy} no process holds a model that a guard's probe could"):
+        lg.calibrate(
+            tiny_adapter(),
+            tokenizer,
+            rows,
+            CONFIG,
+            CalibrationSettings(**SHARED),
+            guard=GuardLimits(),
+            probe=lambda: looping(8),
+        )
 
 
 def test_gates_trained_with_cross_entropy(tokenizer, rows):

@@ -12,6 +12,7 @@ from loragate.generation import Sample
 from loragate.training.guards import Guard, GuardCallback, saturation
 from loragate.training.rollouts import Reward, Sampler, as_answers
 from loragate.training.run import collator_for
+from loragate.training.strategy import launch_of
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class Callables:
             raise ConfigError(f"a probe has no effect here: {why}")
         if self.guard is not None and not on_policy and self.probe is None:
             raise ConfigError(f"a guard of the objective {objective!r} needs a probe: a callable that returns samples")
+        if self.probe is not None and (launch := launch_of()).sharded:
+            raise ConfigError(
+                f"under {launch.strategy} no process holds a model that a guard's probe could sample from: launch with ddp, or "
+                "leave guard and probe out"
+            )
 
     def guarding(self, model: Any, tokenizer: Any, encoded: EncodedRows, name: str) -> tuple[GuardCallback, ...]:
         """The guard of a trainer run, its first reading taken from the gates as they start."""

@@ -6,6 +6,7 @@ All through the transformers callback contract; nothing here computes a loss.
 from __future__ import annotations
 
 import json
+import math
 import signal
 import threading
 import time
@@ -122,7 +123,8 @@ class FiniteGradientCheck(TrainerCallback):
             if gradient is not None and hasattr(gradient, "to_local"):
                 gradient = gradient.to_local()
             if gradient is not None and gradient.numel():
-                found.append(gradient.abs().amax().float().to(found[0].device if found else gradient.device))
+                largest = torch.linalg.vector_norm(gradient, math.inf).float()
+                found.append(largest.to(found[0].device if found else largest.device))
         if found and not bool(torch.isfinite(torch.stack(found)).all()):
             raise DivergenceError(not_finite(state.global_step + 1))
 

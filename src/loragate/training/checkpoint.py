@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from loragate.errors import TrainingError
 from loragate.files import write_atomically, write_json
 from loragate.training.rollouts import Answer
+from loragate.training.run_folder import checkpoints
 from loragate.training.trainer import TRAINED
 
 STATE, OPTIMIZER, ANSWERS = "trainer_state.json", "optimizer.safetensors", "answers.safetensors"
@@ -72,8 +73,7 @@ def save_checkpoint(
             "waiting": [asdict(answer) for answer in state.waiting],
         },
     )
-    saved = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
-    for path in sorted(saved, key=lambda path: int(path.name.rpartition("-")[2]))[: -keep if keep else 0]:
+    for path in checkpoints(folder)[: -keep if keep else 0]:
         shutil.rmtree(path)
 
 

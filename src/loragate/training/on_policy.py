@@ -156,6 +156,7 @@ class _Loop:
 
     def run(self) -> TrainingOutcome:
         state, settings, began = self.state, self.settings, time.monotonic()
+        first = state.step
         shown, control = TrainerState(global_step=state.step, max_steps=self.total), TrainerControl()
         self._tell("on_train_begin", shown, control)
         self.job.model.train()
@@ -176,8 +177,9 @@ class _Loop:
                 self._save(self.folder)
                 control.should_save = False
         seconds = time.monotonic() - began
-        # the last line of the log, as the trainer writes it: it tells a run that ended from one that was killed
-        self._tell("on_log", shown, control, logs={"train_runtime": round(seconds, 4)})
+        if state.step > first:
+            # the last line of the log, as the trainer writes it: it tells a run that ended from one that was killed
+            self._tell("on_log", shown, control, logs={"train_runtime": round(seconds, 4)})
         self._tell("on_train_end", shown, control)
         self.job.sampled.update(state.sampled)
         return TrainingOutcome(state.history, state.step, seconds, self.scorer.fused)

@@ -53,7 +53,9 @@ def prepare_folder(identity: dict[str, Any], folder: Path, resume: bool) -> str 
                 f"{folder} holds an unfinished run ({Path(last).name}); continue it with --resume (resume=True), or choose "
                 "another --out (run_folder)"
             )
-        if process_state().is_main_process:
+        state = process_state()
+        state.wait_for_everyone()  # a slower process must not take this run's record for that of an earlier one
+        if state.is_main_process:
             write_json(record, {**identity, VERSION: __version__})
         return None
     if not record.is_file():
@@ -80,7 +82,7 @@ def prepare_folder(identity: dict[str, Any], folder: Path, resume: bool) -> str 
 def _remove_torn(folder: Path, last: str | None) -> None:
     """Half a checkpoint beyond the last whole one would count as the newest, and be kept in place of one written now."""
     step = 0 if last is None else _step_of(Path(last))
-    for torn in folder.glob("checkpoint-*"):
+    for torn in checkpoints(folder):
         if _step_of(torn) > step:
             shutil.rmtree(torn, ignore_errors=True)
 
@@ -125,8 +127,12 @@ class Past:
 
 def last_checkpoint(folder: Path) -> str | None:
     """The newest checkpoint that was written to its end; a killed run may leave a torn one, which is passed over."""
-    found = [(step, path) for path in folder.glob("checkpoint-*") if (step := _step_of(path)) and is_complete(path)]
-    return str(max(found)[1]) if found else None
+    return next((str(path) for path in reversed(checkpoints(folder)) if is_complete(path)), None)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """All checkpoints in the order of their steps, torn ones too; not a folder of the user's that is called alike."""
+    return sorted((path for path in folder.glob("checkpoint-*") if _step_of(path)), key=_step_of)
 
 
 def is_complete(checkpoint: Path) -> bool:
@@ -134,6 +140,9 @@ def is_complete(checkpoint: Path) -> bool:
 
     The state file is the last to be written, but not at once: a kill can leave it empty. The weights are checked for their
     length, the optimiser for being there.
+
+    Raises:
+        OSError: if a file is there and cannot be read. Such a checkpoint may be whole, and a torn one is removed.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -141,14 +150,14 @@ def is_complete(checkpoint: Path) -> bool:
         state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
         with safe_open(str(checkpoint / TRAINED), framework="pt") as file:
             names = list(file.keys())
-    except (OSError, ValueError, SafetensorError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, SafetensorError):
         return False
     written = any((checkpoint / name).is_file() for name in OPTIMIZERS) or any(checkpoint.glob("global_step*"))
     return bool(names) and written and isinstance(state, dict) and state.get("global_step") == _step_of(checkpoint)
 
 
 def _step_of(checkpoint: Path) -> int:
-    number = checkpoint.name.rpartition("-")[2]
+    number = checkpoint.name.removeprefix("checkpoint-")
     return int(number) if number.isdigit() else 0
 
 
@@ -193,7 +202,7 @@ def explain_full_disk(folder: Path | None) -> Iterator[None]:
             raise
         if folder is None:
             raise TrainingError("the disk is full; free some space in the temporary folder and run again") from error
-        for torn in folder.glob("checkpoint-*"):
+        for torn in checkpoints(folder):
             if not is_complete(torn):
                 shutil.rmtree(torn, ignore_errors=True)
         last = last_checkpoint(folder)
