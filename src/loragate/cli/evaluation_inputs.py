@@ -193,7 +193,7 @@ def _for_vllm(options: Any, name: str, note: str) -> Loaded:
 
     from loragate.gates.hub import split_base
     from loragate.generation.vllm_engine import has_gates, require_gate_plugin
-    from loragate.serving.vllm_server import on_cpu, unserved_heads
+    from loragate.serving.vllm_server import require_served
 
     require_place("model", name)
     revision = revision_for(name, options.base)
@@ -216,8 +216,7 @@ def _for_vllm(options: Any, name: str, note: str) -> Loaded:
         base = split_base(name)[0]
         kind, names, places = "base", {"base": base}, [base]
     config = AutoConfig.from_pretrained(base, revision=revision or None, trust_remote_code=options.trust_remote_code)
-    if on_cpu() and (why := unserved_heads(config)) is not None:
-        raise ConfigError(f"{base}: {why}; use --engine transformers")
+    require_served(base, config)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     tokenizer = load_tokenizer(
         places, revision=revision, chat_template=options.chat_template, trust=options.trust_remote_code

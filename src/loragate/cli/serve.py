@@ -132,7 +132,7 @@ def prepare_vllm(options: ServeOptions, base: str, adapters: dict[str, str]) -> 
     from loragate.generation.vllm_engine import lora_rank, require_gate_plugin
     from loragate.serving import read_place
     from loragate.serving.folder import has_lambda
-    from loragate.serving.vllm_server import on_cpu, unserved_heads
+    from loragate.serving.vllm_server import on_cpu, require_served
 
     rank = 1
     for place in adapters.values():
@@ -144,8 +144,7 @@ def prepare_vllm(options: ServeOptions, base: str, adapters: dict[str, str]) -> 
         with explained("base model", base):
             trust, revision = options.trust_remote_code, base_revision(options) or None
             config = AutoConfig.from_pretrained(base, revision=revision, trust_remote_code=trust)
-        if (why := unserved_heads(config)) is not None:
-            raise ConfigError(f"{base}: {why}; use --engine transformers")
+        require_served(base, config)
     return rank
 
 

@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loragate.errors import LoragateError
+from loragate.errors import ConfigError, LoragateError
 from loragate.serving.plugin import ADAPTERS
 from loragate.serving.versions import vllm_version
 
@@ -62,6 +62,20 @@ def unserved_heads(config: Any) -> str | None:
     if size is None or size in sizes:
         return None
     return f"its attention heads have {size} features, and vLLM's attention on a CPU takes {', '.join(map(str, sizes))}"
+
+
+def require_served(base: str, config: Any) -> None:
+    """Refuse a base that vLLM would start with here and then end at the first request.
+
+    Args:
+        base: its name, for the message.
+        config: as of `unserved_heads`.
+
+    Raises:
+        ConfigError: with the reason and the other engine.
+    """
+    if on_cpu() and (why := unserved_heads(config)) is not None:
+        raise ConfigError(f"{base}: {why}; use --engine transformers")
 
 
 def server_command(

@@ -8,6 +8,9 @@ import pytest
 
 from loragate.evaluation.sandbox import probe
 
+ALL = ("bubblewrap", "namespaces", "rlimits")
+NETWORK = ("bubblewrap", "namespaces")
+TOP = ("bubblewrap",)
 REQUIRED = {"bubblewrap"} if os.environ.get("LORAGATE_REQUIRE_BWRAP") == "1" else set()
 
 

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from attacks import ATTEMPT, BREAKOUTS, CHEATS, CHECKS, TOP, Breakout, Cheat
-from guard import need
+from breakouts import ATTEMPT, BREAKOUTS, Breakout
+from cheats import CHEATS, CHECKS, Cheat
+from guard import TOP, need
 
 import loragate
 from loragate.evaluation.sandbox import Checks, Limits, run_program, run_tests, tiers
