@@ -19,7 +19,6 @@ from loragate.evaluation.evaluate import Evaluation
 from loragate.evaluation.results import (
     EvaluationRecord,
     SuiteResult,
-    package_versions,
     read_record,
     task_result,
     verdict,
@@ -27,6 +26,7 @@ from loragate.evaluation.results import (
 )
 from loragate.evaluation.statistics import Difference, average_at_k, compare
 from loragate.evaluation.variants import Variant
+from loragate.records import package_versions
 from loragate.report.reading import read_results
 from loragate.report.scores import caption, score_markdown, score_tables, suites_of
 

@@ -47,7 +47,6 @@ from loragate.evaluation.results import (
     SuiteResult,
     TaskInfo,
     TaskResult,
-    package_versions,
     task_result,
 )
 from loragate.evaluation.retention import retention_result
@@ -56,6 +55,7 @@ from loragate.evaluation.variants import Variant
 from loragate.evaluation.weights import weights_of
 from loragate.files import first_difference, write_json, write_text
 from loragate.generation import Engine, Sample
+from loragate.records import package_versions
 
 EngineFor = Callable[[Variant], AbstractContextManager[Engine]]
 Harness = Callable[[Variant, str, Callable[[int, int], None]], HarnessScores]

@@ -16,10 +16,10 @@ from typing import Any
 
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.grade import Grade
-from loragate.evaluation.results import package_versions
 from loragate.evaluation.tasks import Question, Task
 from loragate.files import write_text
 from loragate.generation import Sample
+from loragate.records import package_versions
 
 OnProgress = Callable[[int, int], None]
 MATH = ("default", "math_verify", "dft")

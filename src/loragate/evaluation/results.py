@@ -10,29 +10,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import platform
-import types
 import typing
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from loragate.errors import ConfigError, DataError, LoragateError, nearest
+from loragate import records
+from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.aggregates import SuiteEstimate, dft_rounded_mean, majority_at_k, pass_at_k
 from loragate.evaluation.statistics import Difference, Estimate, average_at_k, check_scores, compare, holm
 from loragate.files import write_json
 from loragate.generation import SamplingConfig
 
 SCHEMA = 1
-PACKAGES = ("loragate", "torch", "transformers", "peft", "vllm", "math-verify", "sympy", "lm_eval")
 Verdict = Literal["better", "worse", "no difference shown"]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -150,7 +146,7 @@ class EvaluationRecord:
         tasks, results, suites: what was run and what came out.
         seed: of sampling.
         sandbox: tier in which programs ran; None if none did.
-        versions: of the packages and the machine's system; see `package_versions`.
+        versions: of the packages and the machine's system; see `loragate.records.package_versions`.
         seconds: of the whole evaluation.
         canary: differences in logits that show that adapter and gates acted.
         warnings: what a reader of the scores should know, in sentences.
@@ -196,7 +192,7 @@ class EvaluationRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return what the file holds."""
-        return typing.cast(dict[str, Any], _plain(self))
+        return typing.cast(dict[str, Any], records.to_json(self))
 
     @classmethod
     def from_json(cls, value: Any, source: str = "record") -> EvaluationRecord:
@@ -213,7 +209,7 @@ class EvaluationRecord:
         rows = value.get("suites")
         if isinstance(rows, list):  # old records do not say which suite an average is of
             value = {**value, "suites": [{"suite": "", **row} if isinstance(row, dict) else row for row in rows]}
-        return _parse(cls, value, source)
+        return records.from_json(cls, value, source, "restore the file or run the evaluation again")
 
 
 Row = TypeVar("Row", TaskResult, SuiteResult)
@@ -303,75 +299,3 @@ def _adjusted(rows: tuple[Row, ...]) -> tuple[Row, ...]:
     for (index, difference), p in zip(compared, holm([difference.p for _, difference in compared])):
         changed[index] = dataclasses.replace(rows[index], adjusted_p=p, verdict=verdict(difference, p=p))
     return tuple(changed)
-
-
-def package_versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """Return the versions of Python, the system and the installed ones of `packages`, "absent" for the others."""
-    versions = {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
-    for package in packages:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "absent"
-    return versions
-
-
-def _plain(value: Any) -> Any:
-    """Dataclasses, tuples and numbers of numpy as what JSON knows; the names of fields become keys."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    value = value.item() if isinstance(value, np.generic) else value
-    if isinstance(value, float) and not math.isfinite(value):
-        raise DataError(
-            f"found {value} in a record; every figure in it must be finite, and None where it is not known."
-        )
-    return value
-
-
-def _parse(kind: Any, value: Any, place: str) -> Any:
-    """`value` as an instance of the annotation `kind`, or a `DataError` that names `place`."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        return _parse_fields(typing.cast(type, kind), value, place)
-    if origin in (typing.Union, types.UnionType):
-        (inner,) = (argument for argument in arguments if argument is not type(None))
-        return None if value is None else _parse(inner, value, place)
-    if origin is Literal and value in arguments:
-        return value
-    if origin is tuple and isinstance(value, list):
-        return tuple(_parse(arguments[0], item, f"{place}[{index}]") for index, item in enumerate(value))
-    if origin is dict and isinstance(value, dict):
-        whole = arguments[0] is int
-        if whole and not all(key.isdecimal() for key in value):
-            raise DataError(f"{place}: found the keys {', '.join(value)}; expected whole numbers.")
-        return {int(key) if whole else key: _parse(arguments[1], item, f"{place}.{key}") for key, item in value.items()}
-    if kind is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
-    if kind in (int, str) and type(value) is kind:
-        return value
-    expected = (
-        " or ".join(map(repr, arguments)) if origin is Literal else getattr(origin or kind, "__name__", str(kind))
-    )
-    raise DataError(f"{place}: found {value!r:.80}, expected {expected}; restore the file or run the evaluation again.")
-
-
-def _parse_fields(kind: type[T], value: Any, place: str) -> T:
-    if not isinstance(value, dict):
-        raise DataError(f"{place}: found {value!r:.80}, expected an object with the keys of {kind.__name__}.")
-    hints = typing.get_type_hints(kind)
-    names = [item.name for item in dataclasses.fields(typing.cast(Any, kind))]
-    for key in value:
-        if key not in names:
-            raise DataError(f"{place}: unknown key {key!r}{nearest(key, names)}; remove it, or upgrade loragate.")
-    for name in names:
-        if name not in value:
-            raise DataError(f"{place}: the key {name!r} is missing; restore the file or run the evaluation again.")
-    parsed = {name: _parse(hints[name], value[name], f"{place}.{name}") for name in names}
-    try:
-        return kind(**parsed)
-    except LoragateError as error:
-        raise DataError(f"{place}: {error}") from None

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from loragate import strict_yaml
 from loragate.errors import ConfigError, nearest
 
 HERE = Path(__file__).parent
@@ -103,7 +104,7 @@ def read_file(path: Path) -> dict[str, Any]:
 @lru_cache(maxsize=256)
 def _read(path: Path, changed: int) -> dict[str, Any]:
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        content = strict_yaml.load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
@@ -120,20 +121,6 @@ def _read(path: Path, changed: int) -> dict[str, Any]:
                 + (nearest(str(key), WORDS) if key not in WORDS else "")
             )
     return content
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML in which a repeated key is an error, not a silent choice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key '{key.value}' appears twice", key.start_mark
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
 
 
 def _kind(kind: type) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from loragate import strict_yaml
 from loragate.errors import ConfigError, nearest
 from loragate.evaluation.tasks.generated import GENERATORS
 from loragate.evaluation.tasks.schema import check_schema
@@ -115,23 +116,9 @@ def load_task(name_or_path: str | Path) -> Task:
     )
 
 
-class _Loader(yaml.SafeLoader):
-    """Safe YAML in which a repeated key is an error, not a silent choice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key '{key.value}' appears twice", key.start_mark
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        content = strict_yaml.load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"there is no task file {path}") from None
     except (OSError, UnicodeDecodeError) as error:
