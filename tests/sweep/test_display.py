@@ -24,7 +24,7 @@ def shown(folder, terminal):
         place.mkdir(parents=True)
     with live_table(folder, PLAN, out):
         Status(places[2])("training", 3, 10, 0.25)
-        note_failure(places[3], LoragateError("no disk"))
+        note_failure(places[3], PLAN, LoragateError("no disk"))
         write_result(folder, PLAN, result())
     return out.file.getvalue()
 

@@ -9,12 +9,13 @@ import sys
 import numpy as np
 import pytest
 
-from loragate.errors import LoragateError
+from loragate.errors import DivergenceError, LoragateError
 from loragate.sweep import SweepPlan, Trial
 from loragate.sweep.records import (
     Scored,
     Status,
     TrialResult,
+    diverged,
     held,
     note_attempt,
     note_failure,
@@ -82,18 +83,31 @@ def test_states_are_read_from_files_and_old_ones_count_as_waiting(tmp_path):
     later = Watch(tmp_path, PLAN)
     later.began += 3600
     assert later.states()[1].state == "waiting"
-    note_failure(place, LoragateError("no disk"))
+    note_failure(place, PLAN, LoragateError("no disk"))
     assert (watch.states()[1].state, watch.states()[1].error) == ("failed", "no disk")
     write_result(tmp_path, PLAN, result())
     state = watch.states()[1]
     assert (state.state, state.score, state.done) == ("finished", 0.75, 3)
 
 
+def test_a_diverged_trial_is_final_for_its_own_sweep(tmp_path):
+    place = trial_folder(tmp_path, TRIAL)
+    place.mkdir(parents=True)
+    note_failure(place, PLAN, LoragateError("no disk"))
+    assert diverged(tmp_path, PLAN) == {}
+    note_failure(place, PLAN, DivergenceError("not finite at step 3"))
+    assert diverged(tmp_path, PLAN) == {TRIAL.slug: "not finite at step 3"}
+    later = Watch(tmp_path, PLAN)
+    later.began += 3600
+    assert (later.states()[1].state, later.states()[1].error) == ("failed", "not finite at step 3")
+    assert diverged(tmp_path, SweepPlan(PLAN.trials, {"data": 2})) == {}
+
+
 def test_one_process_at_a_time(tmp_path):
     pytest.importorskip("fcntl", reason="no such locks on Windows")
     code = (
         "import sys; from pathlib import Path; from loragate.sweep.records import held\n"
-        "from loragate.errors import LoragateError\n"
+        "from loragate.errors import DivergenceError, LoragateError\n"
         "try:\n"
         "    with held(Path(sys.argv[1]), 0.0, 'taken'): print('held')\n"
         "except LoragateError as error: print(error)"

@@ -16,7 +16,7 @@ import pytest
 from places import COMMAND_LINE, arguments, attempts, numbers, stamps, sweep
 
 import loragate as lg
-from loragate.errors import ConfigError, DataError, LoragateError
+from loragate.errors import ConfigError, DataError, DivergenceError, LoragateError
 from tiny import VOCABULARY
 
 
@@ -211,6 +211,39 @@ def test_a_failed_trial_is_told_and_the_others_go_on(place, tmp_path, capsys, mo
     monkeypatch.undo()
     assert sweep([*argv, "--resume"]) == 0
     assert before.items() < stamps(out).items()
+
+
+def test_a_cell_that_diverged_takes_no_part_and_the_others_are_compared(place, tmp_path, capsys, monkeypatch):
+    from loragate.sweep import trials
+
+    real, tried = trials.calibrate, []
+
+    def sometimes(model, tokenizer, rows, config, settings, **more):
+        tried.append((config.lower, settings.seed))
+        if (config.lower, settings.seed) == (-3, 1):
+            raise DivergenceError("the loss is not finite at step 1")
+        return real(model, tokenizer, rows, config, settings, **more)
+
+    monkeypatch.setattr(trials, "calibrate", sometimes)
+    out = tmp_path / "out"
+    argv = arguments(place, out, "--runner", "sequential")
+    assert sweep(argv) == 0
+    told = capsys.readouterr().out
+    assert "diverged: one_entropy_-3_2_seed1: the loss is not finite at step 1" in told
+    assert "1 of 5 trials diverged and take no part, nor does a cell that lacks a seed for it" in told
+    record = json.loads((out / "sweep_results.json").read_text())
+    assert record["diverged"] == {"one_entropy_-3_2_seed1": "the loss is not finite at step 1"}
+    assert (record["failures"], record["choices"][0]["candidates"]) == ({}, 1)
+    assert (
+        "Diverged, and out of the comparison:\n\n- `one_entropy_-3_2_seed1`" in (out / "sweep_results.md").read_text()
+    )
+    assert len(tried) == 4
+    assert sweep([*argv, "--resume"]) == 0
+    assert len(tried) == 4, "what diverged would diverge again"
+
+    monkeypatch.setattr(trials, "calibrate", lambda *_, **__: (_ for _ in ()).throw(DivergenceError("not finite")))
+    with pytest.raises(DivergenceError, match="no cell's training stayed finite; lower --learning-rate"):
+        sweep(arguments(place, tmp_path / "all", "--runner", "sequential", seeds="0"))
 
 
 def test_auto_runs_sequentially_where_ray_is_absent(place, tmp_path, monkeypatch, capsys):

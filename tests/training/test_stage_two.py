@@ -11,7 +11,7 @@ import torch
 
 import loragate as lg
 from loragate.data import load_rows
-from loragate.errors import ConfigError, GateError, TrainingError
+from loragate.errors import ConfigError, DivergenceError, GateError, TrainingError
 from loragate.gates import weights_checksum
 from loragate.training import CalibrationSettings, calibration_rows
 from loragate.training.reference import reference_loop
@@ -141,6 +141,40 @@ def test_a_loss_that_is_not_finite_names_the_row(tokenizer, rows, monkeypatch):
     model = tiny_adapter()
     with pytest.raises(TrainingError, match=r"not finite at step 2: row \d+\. Nothing was updated"):
         lg.calibrate(model, tokenizer, rows, CONFIG, SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("longest", "skipped", "told"),
+    [
+        (25, [True] * 5, "skipped all 5 steps because their gradients were not finite, so nothing was trained"),
+        (3, [False, True, True, True], "not finite in the last 3 steps, up to step 4, and fp16's loss scaling skipped"),
+        (3, [True, True, False, True, True], None),
+    ],
+)
+def test_steps_that_loss_scaling_skips_do_not_pass_in_silence(tokenizer, monkeypatch, longest, skipped, told):
+    """fp16 needs CUDA; here the trainer's own optimiser only says that it skipped."""
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    from loragate.training import callbacks, run
+
+    said = iter(skipped)
+    last = {}
+
+    def was_skipped(self):  # asked by the trainer, by the scheduler and by the check
+        count = self.state_dict()["state"][0]["step"].item()
+        if count not in last:
+            last[count] = next(said)
+        return last[count]
+
+    monkeypatch.setattr(AcceleratedOptimizer, "step_was_skipped", property(was_skipped))
+    monkeypatch.setattr(callbacks.SkippedStepCheck, "LONGEST", longest)
+    monkeypatch.setattr(run, "FiniteGradientCheck", lambda trained: callbacks.SkippedStepCheck())
+    settings = replace(SETTINGS, max_steps=len(skipped))
+    if told is None:
+        assert lg.calibrate(tiny_adapter(), tokenizer, tiny_rows(40), CONFIG, settings).steps == len(skipped)
+        return
+    with pytest.raises(DivergenceError, match=told):
+        lg.calibrate(tiny_adapter(), tokenizer, tiny_rows(40), CONFIG, settings)
 
 
 def test_resume_continues_bit_for_bit(tokenizer, rows, tmp_path):

@@ -10,7 +10,7 @@ from loragate.cli.arguments import Command, require_given, resolved_yaml
 from loragate.cli.display import console, duration, next_evaluation
 from loragate.cli.options import RunOptions
 from loragate.cli.quantization import check_quantization
-from loragate.errors import ConfigError, LoragateError, nearest
+from loragate.errors import ConfigError, DivergenceError, LoragateError, nearest
 from loragate.files import write_json, write_text
 from loragate.training.settings import CalibrationSettings
 
@@ -95,7 +95,7 @@ def run(options: SweepOptions) -> int:
     from loragate.cli.models import quiet_logging
     from loragate.cli.sweep_display import live_table
     from loragate.cli.sweep_materials import prepare
-    from loragate.sweep.records import finished, held
+    from loragate.sweep.records import diverged, finished, held
 
     quiet_logging()
     out = console()
@@ -105,7 +105,8 @@ def run(options: SweepOptions) -> int:
         plan.begin(folder, options.resume)
         write_text(folder / "config.yaml", resolved_yaml(options))
         done = finished(folder, plan)
-        pending = [trial for trial in plan.trials if trial.slug not in done]
+        final = {*done, *diverged(folder, plan)}
+        pending = [trial for trial in plan.trials if trial.slug not in final]
         again = f", {len(done)} of them finished before" if done else ""
         out.print(f"{len(plan.trials)} trials{again}; {backend.describe()}", markup=False)
         try:
@@ -188,16 +189,17 @@ def finish(options: SweepOptions, out: Any, folder: Path, plan: Any, materials: 
     from loragate.report.cells import sweep_markdown, sweep_tables
     from loragate.report.heatmap import heat_maps
     from loragate.sweep.outcome import summarise
-    from loragate.sweep.records import FAILED, finished, read_json, trial_folder
+    from loragate.sweep.records import FAILED, diverged, finished, read_json, trial_folder
 
     results = finished(folder, plan)
     summary = summarise(plan, results)
+    dropped = diverged(folder, plan)
     failures = {}
     for trial in plan.trials:
-        if trial.slug not in results:
+        if trial.slug not in results and trial.slug not in dropped:
             note = read_json(trial_folder(folder, trial) / FAILED)
             failures[trial.slug] = str(note.get("error", "its worker was lost, several times"))
-    summary["failures"] = failures
+    summary |= {"diverged": dropped, "failures": failures}
     write_json(folder / "sweep_results.json", summary)
     write_text(folder / "sweep_results.md", sweep_markdown(summary))
     for name, draw in heat_maps(summary).items():
@@ -205,6 +207,8 @@ def finish(options: SweepOptions, out: Any, folder: Path, plan: Any, materials: 
             draw(folder / f"{name}.{suffix}")
     for table in sweep_tables(summary):
         out.print(table)
+    for slug, error in list(dropped.items())[:3]:
+        out.print(f"diverged: {slug}: {error}", markup=False)
     for slug, error in list(failures.items())[:3]:
         out.print(f"failed: {slug}: {error}", markup=False)
     spent = sum(summary["seconds"].values())
@@ -215,6 +219,15 @@ def finish(options: SweepOptions, out: Any, folder: Path, plan: Any, materials: 
         raise LoragateError(
             f"{len(failures)} of {len(plan.trials)} trials are not finished, so nothing was chosen; repeat the command with "
             "--resume to try them again"
+        )
+    if dropped:
+        out.print(
+            f"{len(dropped)} of {len(plan.trials)} trials diverged and take no part, nor does a cell that lacks a seed for it",
+            markup=False,
+        )
+    if not any(choice["candidates"] for choice in summary["choices"]):
+        raise DivergenceError(
+            "no cell's training stayed finite; lower --learning-rate or train in fp32, in a new --out"
         )
     for choice in summary["choices"]:
         conclude(options, out, folder, plan, materials, backend, summary, choice)

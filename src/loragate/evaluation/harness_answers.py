@@ -7,7 +7,7 @@ cut at its beginning, and that is counted. Nothing here knows tasks or the harne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -69,15 +69,39 @@ def greedy_answers(
     order = sorted(range(len(prompts)), key=lambda index: (-len(kept[index]), index))
     answers: dict[int, Answer] = {}
     with torch.no_grad(), own_generation_settings(model):
-        for start in range(0, len(order), batch_size):
-            rows = order[start : start + batch_size]
-            budgets = [min(max_new_tokens, max_length - len(kept[row])) for row in rows]
+        room = {row: min(max_new_tokens, max_length - len(kept[row])) for row in order}
+        for rows in _batches(order, kept, room, batch_size, max_length if _positions_are_learned(model) else None):
+            budgets = [room[row] for row in rows]
             batch = _batch(model, tokenizer, [kept[row] for row in rows], budgets, stops, stop_ids)
             for row, budget, (text, tokens, reason) in zip(rows, budgets, batch):
                 answers[row] = Answer(text, tokens, reason, budget, len(prompts[row]) - len(kept[row]))
             if on_batch is not None:
                 on_batch(len(rows))
     return [answers[index] for index in range(len(prompts))]
+
+
+def _batches(
+    order: Sequence[int], kept: Sequence[list[int]], room: dict[int, int], size: int, limit: int | None
+) -> Iterator[list[int]]:
+    """Rows, the longest prompt first, in batches of at most `size`.
+
+    With a `limit` a batch ends before the first row whose answer would carry the longest one past that many positions: a row
+    that has ended is fed on until its batch is done.
+    """
+    rows: list[int] = []
+    for row in order:
+        if len(rows) == size or (rows and limit is not None and len(kept[rows[0]]) + room[row] > limit):
+            yield rows
+            rows = []
+        rows.append(row)
+    if rows:
+        yield rows
+
+
+def _positions_are_learned(model: Any) -> bool:
+    """Whether a table of positions ends somewhere (GPT-2, OPT, …); rotary positions do not."""
+    tables = (name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, torch.nn.Embedding))
+    return any(name == "wpe" or "position" in name for name in tables)
 
 
 def _batch(

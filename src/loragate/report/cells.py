@@ -52,9 +52,10 @@ def sweep_markdown(record: Mapping[str, Any]) -> str:
         table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         parts.append(f"## {_title(record, choice)}\n\n{table}\n\n{choice_sentence(record, choice)}")
     parts.append(_caption(record))
-    failures = record.get("failures") or {}
-    if failures:
-        parts.append("Not finished:\n\n" + "\n".join(f"- `{slug}`: {error}" for slug, error in failures.items()))
+    for title, key in (("Diverged, and out of the comparison:", "diverged"), ("Not finished:", "failures")):
+        reasons = record.get(key) or {}
+        if reasons:
+            parts.append(f"{title}\n\n" + "\n".join(f"- `{slug}`: {error}" for slug, error in reasons.items()))
     return "\n\n".join(parts) + "\n"
 
 

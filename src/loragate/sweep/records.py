@@ -5,7 +5,7 @@ trials/<slug>/gates.safetensors   the trained gates
 trials/<slug>/run/                log and checkpoints of the training
 trials/<slug>/attempts.jsonl      one line per start: when, where, by which process
 trials/<slug>/status.json         where it stands, for the live table; may be out of date
-trials/<slug>/failed.json         why the last attempt failed, until another one starts
+trials/<slug>/failed.json         why the last attempt failed, until another one starts; final where the training diverged
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from loragate.errors import LoragateError
+from loragate.errors import DivergenceError, LoragateError
 from loragate.files import write_json
 from loragate.sweep.plan import SweepPlan, Trial
 
@@ -141,11 +141,22 @@ def note_attempt(place: Path, **facts: Any) -> dict[str, Any]:
     return record
 
 
-def note_failure(place: Path, error: BaseException) -> None:
+def diverged(folder: Path, plan: SweepPlan) -> dict[str, str]:
+    """{slug: reason} of the trials whose training met a value that is not finite; another attempt would meet it again."""
+    notes = {trial.slug: read_json(trial_folder(folder, trial) / FAILED) for trial in plan.trials}
+    return {
+        slug: str(note.get("error"))
+        for slug, note in notes.items()
+        if note.get("diverged") is True and note.get("sweep") == plan.fingerprint
+    }
+
+
+def note_failure(place: Path, plan: SweepPlan, error: BaseException) -> None:
     """Keep why an attempt failed."""
     text = str(error) if isinstance(error, LoragateError) else f"{type(error).__name__}: {error}"
     with suppress(LoragateError):  # the failure itself matters more than its note
-        write_json(place / FAILED, {"error": text[:2000], "time": round(time.time(), 3)})
+        note = {"error": text[:2000], "diverged": isinstance(error, DivergenceError), "sweep": plan.fingerprint}
+        write_json(place / FAILED, {**note, "time": round(time.time(), 3)})
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class TrialRunner:
             ):
                 return read_result(self.folder, self.plan, trial) or self._attempt(trial, place)
         except Exception as error:
-            note_failure(place, error)
+            note_failure(place, self.plan, error)
             raise
 
     def _attempt(self, trial: Trial, place: Path) -> TrialResult:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from loragate.sweep.plan import SweepPlan, Trial
-from loragate.sweep.records import FAILED, STATUS, TrialResult, read_json, read_result, trial_folder
+from loragate.sweep.records import FAILED, STATUS, TrialResult, diverged, read_json, read_result, trial_folder
 
 RUNNING = ("loading", "training", "probing", "testing")
 
@@ -37,7 +37,7 @@ class TrialState:
 
 
 class Watch:
-    """Reads the states again at every call; what earlier processes left behind counts as waiting.
+    """Reads the states again at every call; what earlier processes left behind counts as waiting, unless it is final.
 
     Args:
         folder, plan: of the sweep.
@@ -47,6 +47,7 @@ class Watch:
         self.folder, self.plan = folder, plan
         self.began = time.time() - 1.0
         self.finished: dict[str, TrialState] = {}
+        self.diverged = diverged(folder, plan)  # by an earlier process; what diverges in this one is recent
 
     def states(self) -> list[TrialState]:
         """One per trial, in the plan's order."""
@@ -58,6 +59,8 @@ class Watch:
         if (result := read_result(self.folder, self.plan, trial)) is not None:
             return self.finished.setdefault(trial.slug, _finished(result))
         place = trial_folder(self.folder, trial)
+        if trial.slug in self.diverged:
+            return TrialState(trial, "failed", error=self.diverged[trial.slug])
         if self._recent(place / FAILED):
             return TrialState(trial, "failed", error=str(read_json(place / FAILED).get("error", "")))
         status = read_json(place / STATUS) if self._recent(place / STATUS) else {}

@@ -129,6 +129,41 @@ class FiniteGradientCheck(TrainerCallback):
             raise DivergenceError(not_finite(state.global_step + 1))
 
 
+class SkippedStepCheck(TrainerCallback):
+    """Ends an fp16 run whose steps are all skipped: loss scaling drops a gradient that is not finite without a word.
+
+    A few skipped steps at the start are the scale finding its size: from 2^16 it is halved at each. After `LONGEST` in a row it
+    is below 1, and the gradient itself is at fault.
+    """
+
+    LONGEST = 25
+
+    def __init__(self) -> None:
+        self.skipped = self.taken = 0
+        self.resumed = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.resumed = state.global_step > 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if getattr(optimizer, "step_was_skipped", False):
+            self.skipped += 1
+        else:
+            self.skipped, self.taken = 0, self.taken + 1
+        if self.skipped == self.LONGEST:
+            raise DivergenceError(
+                f"the gradient was not finite in the last {self.skipped} steps, up to step {state.global_step}, and fp16's loss "
+                "scaling skipped them all. Train in bf16 or fp32"
+            )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.skipped and not self.taken and not self.resumed:
+            raise DivergenceError(
+                f"fp16's loss scaling skipped all {self.skipped} steps because their gradients were not finite, so nothing was "
+                "trained. Train in bf16 or fp32, or for more steps than the scale needs to find its size (about 16)"
+            )
+
+
 def not_finite(step: int) -> str:
     """What is said of a step whose loss is finite and whose gradient is not."""
     return (

@@ -29,6 +29,7 @@ from loragate.training.callbacks import (
     FiniteGradientCheck,
     FirstGradientCheck,
     JsonlLog,
+    SkippedStepCheck,
     StepReport,
     StepReporter,
     StopOnInterrupt,
@@ -157,8 +158,9 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
     # DeepSpeed takes the gradients for itself and steps before they could be looked at
     if job.check_gradient and checkpoint is None and launch.strategy != "zero3":
         callbacks.append(FirstGradientCheck(job.trained))
-    # fp16's loss scaling skips such a step by itself
-    if launch.strategy != "zero3" and job.settings.precision != "fp16":
+    if job.settings.precision == "fp16":
+        callbacks.append(SkippedStepCheck())
+    elif launch.strategy != "zero3":
         callbacks.append(FiniteGradientCheck(job.trained))
     with (
         as_found(job.model, job.settings.gradient_checkpointing),
