@@ -160,6 +160,10 @@ def test_what_is_refused(place, tmp_path, capsys):
     assert "plain adapter; this look needs gates" in fails(
         capsys, "gates", "--model", place / "adapter", "--out", out, "--run", out
     )
+    for setting in (("--suite", "math"), ("--samples", 2), ("--temperature", 0.5), ("--max-new-tokens", 9)):
+        assert f"{setting[0]} has no effect with --run, whose answers are stored" in fails(
+            capsys, "gates", "--model", gated, "--out", out, "--run", out, *setting
+        )
     assert "is a base" in fails(
         capsys, "entropy", "--model", place / "base", "--out", out, "--rows", place / "rows.jsonl"
     )

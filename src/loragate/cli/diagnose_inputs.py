@@ -17,6 +17,8 @@ from loragate.errors import ConfigError, nearest
 from loragate.files import write_text
 
 KINDS = ("gated", "adapter", "base")
+DRAWING = ("suite", "data", "revision", "samples", "temperature", "max_new_tokens")
+"""Settings of answers that are drawn now."""
 
 
 @dataclass
@@ -64,8 +66,14 @@ def begin(options: Any, *, gated: bool) -> Session:
         gated: whether gates are needed.
 
     Raises:
-        ConfigError: for a folder that is not free, a base alone, or gates that are absent or off.
+        ConfigError: for a folder that is not free, settings of sampling beside stored answers, a base alone, or gates that are absent or off.
     """
+    for name in DRAWING if options.run else ():
+        if getattr(options, name) not in (None, ""):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no effect with --run, whose answers are stored; choose among them with "
+                "--tasks, --answers and --limit"
+            )
     folder = Path(options.out)
     samples_now = bool(options.suite or options.tasks) and not options.run
     if options.resume and not samples_now:
@@ -202,10 +210,6 @@ def read_answers(session: Session, default_of: str) -> tuple[list[Answers], str,
         raise ConfigError(f"--of {of}: expected {', '.join(KINDS)}")
     if not (options.run or session.has_tasks):
         raise ConfigError("give --run FOLDER (stored answers of `loragate eval`), or tasks with --suite or --tasks")
-    if options.run and options.suite:
-        raise ConfigError(
-            "--suite has no effect with --run, whose answers are stored; choose among its tasks with --tasks"
-        )
     variant: Any = Variant(of)  # type: ignore[arg-type]
     if not options.run:
         evaluate(session, [variant], lambda row: acting(loaded.model, row, loaded.kind), {"of": of})
