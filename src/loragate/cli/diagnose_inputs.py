@@ -66,7 +66,8 @@ def begin(options: Any, *, gated: bool) -> Session:
         gated: whether gates are needed.
 
     Raises:
-        ConfigError: for a folder that is not free, settings of sampling beside stored answers, a base alone, or gates that are absent or off.
+        ConfigError: for a folder that is not free, settings of sampling beside stored answers, a base alone, or gates
+            that are absent or off.
     """
     for name in DRAWING if options.run else ():
         if getattr(options, name) not in (None, ""):
