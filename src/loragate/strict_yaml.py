@@ -20,6 +20,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # no name of anything; refused below as a key that cannot be one
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key '{key.value}' appears twice", key.start_mark

@@ -15,7 +15,7 @@ from chat_tokenizers import (
 )
 
 from loragate.data.formats import Turns, normalize
-from loragate.data.rendering import Encoder, encode, prompt_ids, render_prompt
+from loragate.data.rendering import Encoder, prompt_ids, render_prompt
 from loragate.errors import ConfigError, DataError
 
 TOKENIZERS = {
@@ -31,6 +31,10 @@ TOKENIZERS = {
 @pytest.fixture(params=TOKENIZERS)
 def model(request):
     return TOKENIZERS[request.param]
+
+
+def encode(row, tokenizer, *, where="", **options):
+    return Encoder(tokenizer, **options).encode([(row, where)])[0]
 
 
 def turns(messages, **kwargs):

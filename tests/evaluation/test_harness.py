@@ -158,13 +158,12 @@ def test_a_stop_string_and_the_models_positions_end_an_answer():
     assert (stopped[0].tokens, stopped[0].finish_reason) == (place + 1, "stop")
 
 
-def test_learned_positions_are_never_passed():
-    from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+def test_the_end_of_a_table_of_positions_is_never_passed():
+    from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig, MptConfig, OPTConfig
 
     tokenizer = tiny_tokenizer()
     torch.manual_seed(0)
     size = {"vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
-    gpt = GPT2LMHeadModel(GPT2Config(n_positions=40, n_embd=16, n_layer=1, n_head=2, **size)).eval()
     small = {
         "hidden_size": 16,
         "num_hidden_layers": 1,
@@ -172,18 +171,25 @@ def test_learned_positions_are_never_passed():
         "ffn_dim": 16,
         "word_embed_proj_dim": 16,
     }
-    opt = OPTForCausalLM(OPTConfig(max_position_embeddings=40, **small, **size)).eval()
+    gpt = {"n_positions": 40, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    configs = (
+        GPT2Config(**gpt, **size),
+        GPTJConfig(**gpt, rotary_dim=4, **size),
+        OPTConfig(max_position_embeddings=40, **small, **size),
+        MptConfig(max_seq_len=40, d_model=16, n_heads=2, n_layers=1, **size),
+    )
     prompts = [[5 + index % 9] * length for index, length in enumerate((3, 38, 30, 29, 4, 28, 60))]
     options = {"stops": [], "stop_ids": set(), "max_new_tokens": 12, "max_length": 40}
-    for model in (gpt, opt):
+    for config in configs:
+        model = AutoModelForCausalLM.from_config(config).eval()
         alone = greedy_answers(model, tokenizer, prompts, batch_size=1, **options)
         assert [answer.tokens for answer in alone] == [12, 10, 10, 11, 12, 12, 10]
         sizes: list[int] = []
-        assert greedy_answers(model, tokenizer, prompts, batch_size=4, on_batch=sizes.append, **options) == alone
+        assert greedy_answers(model, tokenizer, prompts, batch_size=7, on_batch=sizes.append, **options) == alone
         assert sizes == [3, 1, 3]
     sizes = []
-    greedy_answers(tiny_base(), tokenizer, prompts, batch_size=4, on_batch=sizes.append, **options)
-    assert sizes == [4, 3], "rotary positions need no smaller batches"
+    greedy_answers(tiny_base(), tokenizer, prompts, batch_size=7, on_batch=sizes.append, **options)
+    assert sizes == [7], "rotary positions need no smaller batches"
 
 
 # -------------------------------------------------------------------------------------------------- extraction

@@ -63,18 +63,9 @@ def test_a_record_survives_its_file(tmp_path: Path) -> None:
 
 
 def test_suites_and_absent_values_survive() -> None:
-    suite = SuiteResult("gated", suite_average([GATED, ADAPTER]), None, compare_suites([GATED], [ADAPTER]))
+    suite = SuiteResult("gated", suite_average([GATED, ADAPTER]), "math", None, compare_suites([GATED], [ADAPTER]))
     record = dataclasses.replace(make_record(), suites=(suite,), sandbox=None, canary={})
     assert EvaluationRecord.from_json(record.to_json()) == record
-
-
-def test_averages_of_old_records_name_no_suite() -> None:
-    row = SuiteResult("gated", suite_average([GATED, ADAPTER]))
-    record = dataclasses.replace(make_record(), suites=(row,))
-    old = record.to_json()
-    del old["suites"][0]["suite"]
-    assert EvaluationRecord.from_json(old) == record
-    assert suites_of(old | {"suites": [{**old["suites"][0], "suite": ""}]})[0][0] == "average of 2 tasks"
 
 
 def test_averages_stand_per_suite() -> None:
@@ -121,8 +112,10 @@ def test_p_values_are_adjusted_over_the_record() -> None:
 
 def test_averages_are_adjusted_among_themselves() -> None:
     average = SuiteEstimate(0.5, 0.1, 0.4, 0.6, 2, 9)
-    rows = [SuiteResult("base", average, None, Difference(0.1, 0.05, 0.15, p)) for p in (0.03, 0.01)]
-    record = dataclasses.replace(make_record(), suites=(SuiteResult("adapter", average), *rows)).with_adjusted_p()
+    rows = [SuiteResult("base", average, "math", None, Difference(0.1, 0.05, 0.15, p)) for p in (0.03, 0.01)]
+    record = dataclasses.replace(
+        make_record(), suites=(SuiteResult("adapter", average, "math"), *rows)
+    ).with_adjusted_p()
     assert [row.adjusted_p for row in record.suites] == [None, 0.03, 0.02]
     assert [row.verdict for row in record.suites] == [None, "better", "better"]
 

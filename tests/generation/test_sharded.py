@@ -26,7 +26,6 @@ from loragate.generation.sharded import (
     _from_text,
     _Replica,
     _to_text,
-    run_here,
 )
 
 PROMPTS = [" ".join(f"w{(5 * i + 3 * j) % 20 + 4}" for j in range(1 + i % 6)) for i in range(9)]
@@ -36,6 +35,13 @@ SAMPLE = Sample(0, 1, "zwei\n\u2028Zeilen é \x0b\x85", (6, 1), "stop", 1.0 / 3.
 
 def identities(samples: list[Sample]) -> list[tuple[Any, ...]]:
     return [(s.question, s.sample, s.text, s.token_ids, s.finish_reason) for s in samples]
+
+
+def run_here(job: Job, parts: Any, replicas: int = 1) -> Iterator[list[Sample]]:
+    """An executor without other processes."""
+    engine = job.make_engine() if parts else None
+    for rows in parts:
+        yield job.draw(engine, rows)
 
 
 def load_engine(folder: str, tokenizer: Any, together: int = 1) -> TransformersEngine:
@@ -104,8 +110,6 @@ def test_settings_that_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(ConfigError, match="shards is 0"):
         ShardedEngine(no_engine, 0, run_here)
-    with pytest.raises(ConfigError, match="2 shards were asked for"):
-        ShardedEngine(no_engine, 2, run_here).generate(PROMPTS, CONFIG)
     with pytest.raises(DataError, match="question 9"):
         ShardedEngine(no_engine, 1, run_here).generate(PROMPTS, CONFIG, pending=[(9, 0)])
     with pytest.raises(ConfigError, match="2 shards with 1 GPU each do not fit into a Ray cluster of 1 GPU"):

@@ -242,7 +242,7 @@ def test_a_cell_that_diverged_takes_no_part_and_the_others_are_compared(place, t
     assert len(tried) == 4, "what diverged would diverge again"
 
     monkeypatch.setattr(trials, "calibrate", lambda *_, **__: (_ for _ in ()).throw(DivergenceError("not finite")))
-    with pytest.raises(DivergenceError, match="no cell's training stayed finite; lower --learning-rate"):
+    with pytest.raises(DivergenceError, match="no cell's training stayed finite in all its seeds; lower"):
         sweep(arguments(place, tmp_path / "all", "--runner", "sequential", seeds="0"))
 
 

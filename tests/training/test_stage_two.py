@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -143,38 +144,72 @@ def test_a_loss_that_is_not_finite_names_the_row(tokenizer, rows, monkeypatch):
         lg.calibrate(model, tokenizer, rows, CONFIG, SETTINGS)
 
 
-@pytest.mark.parametrize(
-    ("longest", "skipped", "told"),
-    [
-        (25, [True] * 5, "skipped all 5 steps because their gradients were not finite, so nothing was trained"),
-        (3, [False, True, True, True], "not finite in the last 3 steps, up to step 4, and fp16's loss scaling skipped"),
-        (3, [True, True, False, True, True], None),
-    ],
-)
-def test_steps_that_loss_scaling_skips_do_not_pass_in_silence(tokenizer, monkeypatch, longest, skipped, told):
-    """fp16 needs CUDA; here the trainer's own optimiser only says that it skipped."""
+@pytest.fixture
+def skipping(monkeypatch):
+    """fp16 needs CUDA; here accelerate's optimiser skips the steps that a list names, as loss scaling makes it do."""
     from accelerate.optimizer import AcceleratedOptimizer
 
     from loragate.training import callbacks, run
 
-    said = iter(skipped)
-    last = {}
+    step = AcceleratedOptimizer.step
 
-    def was_skipped(self):  # asked by the trainer, by the scheduler and by the check
-        count = self.state_dict()["state"][0]["step"].item()
-        if count not in last:
-            last[count] = next(said)
-        return last[count]
+    def prepare(skipped, longest=25):
+        said = iter(skipped)
 
-    monkeypatch.setattr(AcceleratedOptimizer, "step_was_skipped", property(was_skipped))
-    monkeypatch.setattr(callbacks.SkippedStepCheck, "LONGEST", longest)
-    monkeypatch.setattr(run, "FiniteGradientCheck", lambda trained: callbacks.SkippedStepCheck())
-    settings = replace(SETTINGS, max_steps=len(skipped))
+        def sometimes(self, closure=None):
+            self._is_overflow = next(said)
+            if not self._is_overflow:
+                step(self, closure)
+
+        monkeypatch.setattr(AcceleratedOptimizer, "step", sometimes)
+        monkeypatch.setattr(callbacks.SkippedStepCheck, "LONGEST", longest)
+        monkeypatch.setattr(run, "FiniteGradientCheck", lambda trained: callbacks.SkippedStepCheck())
+        return replace(SETTINGS, micro_batch_size=8, max_steps=len(skipped), save_steps=2)
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    ("skipped", "told"),
+    [
+        ([True] * 5, "skipped all 5 steps because their gradients were not finite, so nothing was trained"),
+        (
+            [True, False, True, True, True],
+            "not finite in the last 3 steps, up to step 5, and fp16's loss scaling skipped",
+        ),
+        ([True, True, False, True, True], None),
+    ],
+)
+def test_steps_that_loss_scaling_skips_do_not_pass_in_silence(tokenizer, skipping, skipped, told):
+    settings = skipping(skipped, 25 if all(skipped) else 3)
     if told is None:
-        assert lg.calibrate(tiny_adapter(), tokenizer, tiny_rows(40), CONFIG, settings).steps == len(skipped)
+        assert lg.calibrate(tiny_adapter(), tokenizer, tiny_rows(40), CONFIG, settings).steps == 5
         return
     with pytest.raises(DivergenceError, match=told):
         lg.calibrate(tiny_adapter(), tokenizer, tiny_rows(40), CONFIG, settings)
+
+
+def test_a_run_whose_steps_were_all_skipped_does_not_resume_into_success(tokenizer, skipping, tmp_path):
+    run = partial(lg.calibrate, tokenizer=tokenizer, rows=tiny_rows(32), config=CONFIG, run_folder=tmp_path / "run")
+    for resume, left in ((False, 4), (True, 2)):
+        settings = replace(skipping([True] * left), max_steps=4)
+        with pytest.raises(DivergenceError, match="skipped all 4 steps"):
+            run(tiny_adapter(), settings=settings, resume=resume)
+
+
+def test_ctrl_c_in_skipped_steps_is_ctrl_c(tokenizer, skipping, tmp_path):
+    told = []
+
+    def interrupt(step):
+        if not told:
+            told.append(step.step)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    settings = skipping([True] * 5)
+    with pytest.raises(TrainingError, match=r"stopped by Ctrl-C at step [12] of 5"):
+        lg.calibrate(
+            tiny_adapter(), tokenizer, tiny_rows(40), CONFIG, settings, run_folder=tmp_path / "run", on_step=interrupt
+        )
 
 
 def test_resume_continues_bit_for_bit(tokenizer, rows, tmp_path):

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from loragate.errors import ConfigError, DataError, nearest
+from loragate.training.strategy import launch_of, process_state
 
 MANY = 10_000  # rows from which on tokenising is kept on disk and spread over processes without being asked for
 WORKERS = 8
 WAIT_S = 6 * 3600.0
+SELECTIONS = ("first", "shuffled")
 
 
 def read_rows(options: Any, seed: int | None = None) -> Any:
@@ -27,7 +29,6 @@ def read_rows(options: Any, seed: int | None = None) -> Any:
         DataError: for data that cannot be read; on a resumed run it says what the run had.
     """
     from loragate.data import load_rows
-    from loragate.data.rows import SELECTIONS
 
     how = options.select
     if how not in SELECTIONS:
@@ -47,7 +48,7 @@ def read_rows(options: Any, seed: int | None = None) -> Any:
     chosen_by = seed if options.select_seed is None else options.select_seed
     if first or not options.max_rows or chosen_by is None:
         return rows
-    return rows.select(options.max_rows, how, chosen_by)
+    return rows.shuffled(chosen_by).take(options.max_rows)
 
 
 def encode_run(options: Any, rows: Any, job: Any, encode: Callable[..., Any]) -> Any:
@@ -58,7 +59,7 @@ def encode_run(options: Any, rows: Any, job: Any, encode: Callable[..., Any]) ->
     Args:
         job: of the display; advanced with every batch.
     """
-    many, ranks = len(rows) >= MANY, int(os.environ.get("WORLD_SIZE", "1") or 1)
+    many, ranks = len(rows) >= MANY, launch_of().processes
     if options.data_workers < 0:
         raise ConfigError(f"--data-workers must not be negative, found {options.data_workers}")
     cache = cache_folder(options.cache, many)
@@ -95,7 +96,6 @@ def keep_rows_record(options: Any, folder: Path, rows: Any, encoded: Any, max_ro
     """
     from loragate.data.record import NAME, read_record, require_same_rows, rows_record
     from loragate.files import write_json
-    from loragate.training.strategy import process_state
 
     if options.resume:
         require_same_rows(folder / "run", rows)

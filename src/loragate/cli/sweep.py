@@ -113,7 +113,7 @@ def run(options: SweepOptions) -> int:
             with backend:
                 with live_table(folder, plan):
                     backend.run(materials, plan, folder, pending)
-                return finish(options, out, folder, plan, materials, backend)
+                return finish(out, folder, plan, materials, backend)
         except KeyboardInterrupt:
             count = len(finished(folder, plan))
             out.print(
@@ -184,7 +184,7 @@ def choose_backend(options: SweepOptions, out: Any) -> Any:
         return Sequential()
 
 
-def finish(options: SweepOptions, out: Any, folder: Path, plan: Any, materials: Any, backend: Any) -> int:
+def finish(out: Any, folder: Path, plan: Any, materials: Any, backend: Any) -> int:
     """Choose, write results, table, heat maps and the best gates; say what comes next."""
     from loragate.report.cells import sweep_markdown, sweep_tables
     from loragate.report.heatmap import heat_maps
@@ -202,7 +202,8 @@ def finish(options: SweepOptions, out: Any, folder: Path, plan: Any, materials: 
     summary |= {"diverged": dropped, "failures": failures}
     write_json(folder / "sweep_results.json", summary)
     write_text(folder / "sweep_results.md", sweep_markdown(summary))
-    for name, draw in heat_maps(summary).items():
+    maps = heat_maps(summary)
+    for name, draw in maps.items():
         for suffix in ("png", "svg"):
             draw(folder / f"{name}.{suffix}")
     for table in sweep_tables(summary):
@@ -213,7 +214,8 @@ def finish(options: SweepOptions, out: Any, folder: Path, plan: Any, materials: 
         out.print(f"failed: {slug}: {error}", markup=False)
     spent = sum(summary["seconds"].values())
     out.print(
-        f"written to {folder / 'sweep_results.json'}, .md and heatmap*.png; {duration(spent)} of work", markup=False
+        f"written to {folder / 'sweep_results.json'}, .md{' and heatmap*.png' if maps else ''}; {duration(spent)} of work",
+        markup=False,
     )
     if failures:
         raise LoragateError(
@@ -227,19 +229,18 @@ def finish(options: SweepOptions, out: Any, folder: Path, plan: Any, materials: 
         )
     if not any(choice["candidates"] for choice in summary["choices"]):
         raise DivergenceError(
-            "no cell's training stayed finite; lower --learning-rate or train in fp32, in a new --out"
+            "no cell's training stayed finite in all its seeds; lower --learning-rate or train in fp32, in a new --out"
         )
     for choice in summary["choices"]:
-        conclude(options, out, folder, plan, materials, backend, summary, choice)
+        conclude(out, folder, plan, materials, backend, summary, choice)
     return 0
 
 
-def conclude(
-    options: SweepOptions, out: Any, folder: Path, plan: Any, materials: Any, backend: Any, summary: Any, choice: Any
-) -> None:
+def conclude(out: Any, folder: Path, plan: Any, materials: Any, backend: Any, summary: Any, choice: Any) -> None:
     """Write the chosen gates of one adapter, or say that it remains."""
     from loragate.report.cells import choice_sentence
     from loragate.sweep.outcome import selection_record
+    from loragate.sweep.records import read_json
 
     out.print(choice_sentence(summary, choice), markup=False)
     source = materials.adapters[choice["adapter"]]
@@ -253,7 +254,9 @@ def conclude(
         == tuple(choice[name] for name in ("adapter", "lower", "upper", "objective", "seed"))
     )
     best = folder / "best" if len(summary["choices"]) == 1 else folder / "best" / choice["adapter"]
-    if not (best / "gate_config.json").is_file():
+    kept = read_json(best / "gate_config.json").get("selection") or {}
+    if (kept.get("picked"), kept.get("written_seed")) != (choice["picked"], choice["seed"]):
+        (best / "gate_config.json").unlink(missing_ok=True)  # of a choice before a diverged trial was tried again
         record = selection_record(summary, choice)
         backend.write_best(materials, plan, folder, trial, best.resolve(), record, materials.place_of_base)
     out.print(f"written to {best} (seed {choice['seed']})", markup=False)

@@ -74,8 +74,8 @@ def headline(states: Sequence[TrialState], before: int, seconds: float) -> str:
     parts = [f"{done} of {len(states)} finished", f"{running} running"]
     if counts["failed"]:
         parts.append(f"{counts['failed']} failed")
-    if done > before and seconds > 5 and done < len(states):
-        left = seconds / (done - before) * (len(states) - done)
+    if done > before and seconds > 5 and done + counts["failed"] < len(states):
+        left = seconds / (done - before) * (len(states) - done - counts["failed"])
         parts.append(f"about {duration(left)} left")
     return ", ".join(parts)
 

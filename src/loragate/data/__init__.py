@@ -17,7 +17,7 @@ from loragate.data.endings import EndingReport, ending_health
 from loragate.data.formats import FORMATS, Turns, detect_format, normalize
 from loragate.data.loading import load_rows
 from loragate.data.preview import mask_as_text, preview
-from loragate.data.rendering import Encoded, Encoder, encode, prompt_ids, render_prompt
+from loragate.data.rendering import Encoded, Encoder, prompt_ids, render_prompt
 from loragate.data.rows import Rows
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "Summary",
     "Turns",
     "detect_format",
-    "encode",
     "encode_rows",
     "ending_health",
     "load_rows",

@@ -121,24 +121,6 @@ class Encoder:
         return ids if ids[-1:] == [end] else [*ids, end]
 
 
-def encode(
-    turns: Turns,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_length: int | None = None,
-    system: str = "none",
-    where: str = "",
-) -> Encoded:
-    """Tokenise one row; see `Chat` for `system` and `Encoder` for many rows.
-
-    Raises:
-        DataError: for a conversation without a chat template, a template that refuses it, an empty prompt, or a
-            keep_mask of the wrong length. The message begins with `where`.
-        ConfigError: for an unknown `system` or a max_length below 2.
-    """
-    return Encoder(tokenizer, max_length=max_length, system=system).encode([(turns, where)])[0]
-
-
 def render_prompt(
     prompt: str | Sequence[Mapping[str, Any]],
     tokenizer: PreTrainedTokenizerBase,

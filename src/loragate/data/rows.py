@@ -14,9 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, overload
 
-from loragate.errors import ConfigError, DataError, nearest
+from loragate.errors import ConfigError, DataError
 
-SELECTIONS = ("first", "shuffled")
 FETCHED = 1000  # rows that are read together out of a column store
 
 
@@ -73,17 +72,6 @@ class Rows(Sequence[dict[str, Any]]):
     def take(self, n: int) -> Rows:
         """The first `n` rows, or all when there are fewer."""
         return self._view(self._order[: check_limit(n)])
-
-    def select(self, count: int, how: str = "first", seed: int = 0) -> Rows:
-        """`count` of the rows (0: all): the "first" in their order, or the first after a shuffle with `seed` ("shuffled").
-
-        Raises:
-            ConfigError: for an unknown `how`.
-        """
-        if how not in SELECTIONS:
-            raise ConfigError(f"select must be one of {', '.join(SELECTIONS)}, found {how!r}{nearest(how, SELECTIONS)}")
-        chosen = self.shuffled(seed) if how == "shuffled" else self
-        return chosen.take(count) if count else chosen
 
     @property
     def fingerprint(self) -> str:

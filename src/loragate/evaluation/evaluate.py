@@ -122,8 +122,7 @@ class Evaluation:
         identity = {**self.identity, "weights": weights_of(self.models)}
         if resume:
             before = json.loads(path.read_text(encoding="utf-8"))
-            # runs of earlier versions do not say what their folders held
-            found = first_difference(before, identity if "weights" in before else self.identity)
+            found = first_difference(before, identity)
             if found is not None:
                 key, old, new = found
                 if key.startswith("weights"):
@@ -313,7 +312,7 @@ class Evaluation:
                 comparison = None
                 if ("adapter", names[0]) in scores and variant.name != "adapter":
                     comparison = compare_suites(ours, [scores["adapter", name] for name in names])
-                rows.append(SuiteResult(variant.acts, suite_average(ours), variant.control, comparison, suite=suite))
+                rows.append(SuiteResult(variant.acts, suite_average(ours), suite, variant.control, comparison))
         return tuple(rows)
 
 

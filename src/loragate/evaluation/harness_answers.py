@@ -70,7 +70,7 @@ def greedy_answers(
     answers: dict[int, Answer] = {}
     with torch.no_grad(), own_generation_settings(model):
         room = {row: min(max_new_tokens, max_length - len(kept[row])) for row in order}
-        for rows in _batches(order, kept, room, batch_size, max_length if _positions_are_learned(model) else None):
+        for rows in _batches(order, kept, room, batch_size, max_length if _positions_end(model) else None):
             budgets = [room[row] for row in rows]
             batch = _batch(model, tokenizer, [kept[row] for row in rows], budgets, stops, stop_ids)
             for row, budget, (text, tokens, reason) in zip(rows, budgets, batch):
@@ -98,10 +98,10 @@ def _batches(
         yield rows
 
 
-def _positions_are_learned(model: Any) -> bool:
-    """Whether a table of positions ends somewhere (GPT-2, OPT, …); rotary positions do not."""
-    tables = (name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, torch.nn.Embedding))
-    return any(name == "wpe" or "position" in name for name in tables)
+def _positions_end(model: Any) -> bool:
+    """Whether a table of positions ends somewhere (GPT-2, GPT-J, OPT, MPT, …). Rotary angles, whose frequencies are a buffer in
+    every family that computes them, do not; a wrong True only costs speed."""
+    return not any(name.endswith("inv_freq") for name, _ in model.named_buffers())
 
 
 def _batch(

@@ -125,7 +125,7 @@ def answers_hash(samples: Sequence[Sample]) -> str:
     return digest.hexdigest()
 
 
-def with_answer(task: Task, question: Question, answer: str) -> Question:
+def with_answer(question: Question, answer: str) -> Question:
     """The question with another reference answer, for graders that read it from the gold or from the row."""
     return replace(question, gold=answer, row={**question.row, "answer": answer})
 

@@ -124,16 +124,16 @@ class SuiteResult:
     """The average of one variant over a suite's tasks, those of the harness aside, and its paired difference to the adapter's.
 
     `adjusted_p` and `verdict` are those of `TaskResult`, adjusted over the record's averages. Tasks of different suites are not
-    averaged; an empty `suite` is in old records, where they were.
+    averaged.
     """
 
     variant: Literal["base", "adapter", "gated"]
     average: SuiteEstimate
+    suite: str
     control: str | None = None
     comparison: Difference | None = None
     adjusted_p: float | None = None
     verdict: Verdict | None = None
-    suite: str = ""
 
 
 @dataclass(frozen=True)
@@ -206,9 +206,6 @@ class EvaluationRecord:
         if schema != SCHEMA:
             way_out = "upgrade loragate to read it" if schema > SCHEMA else "run the evaluation again"
             raise DataError(f"{source}: schema {schema} is not known to this version, which reads {SCHEMA}; {way_out}.")
-        rows = value.get("suites")
-        if isinstance(rows, list):  # old records do not say which suite an average is of
-            value = {**value, "suites": [{"suite": "", **row} if isinstance(row, dict) else row for row in rows]}
         return records.from_json(cls, value, source, "restore the file or run the evaluation again")
 
 

@@ -13,14 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from loragate.errors import ConfigError, nearest
-from loragate.gates import (
-    GateConfig,
-    attach_gates,
-    detach_gates,
-    gate_override,
-    gate_parameters,
-    gates_disabled,
-)
+from loragate.gates import constant_gate, gate_parameters, gates_disabled
 from loragate.generation import SamplingConfig
 
 Kind = Literal["base", "adapter", "gated"]
@@ -116,7 +109,7 @@ def acting(model: Any, variant: Variant, kind: Kind) -> Iterator[None]:
         with _random(model, variant.random):
             yield
     elif variant.constant is not None:
-        with _constant(model, variant.constant, gated=kind == "gated"):
+        with constant_gate(model, variant.constant):
             yield
     elif variant.acts == "adapter" and kind == "gated":
         with gates_disabled(model):
@@ -136,15 +129,3 @@ def _random(model: Any, seed: int) -> Iterator[None]:
     finally:
         for name, parameter in gate_parameters(model).items():
             parameter.data.copy_(trained[name])
-
-
-@contextmanager
-def _constant(model: Any, value: float, *, gated: bool) -> Iterator[None]:
-    if not gated:
-        attach_gates(model, GateConfig(min(value, -1.0), max(value, 2.0)))
-    try:
-        with gate_override(model, constant=value):
-            yield
-    finally:
-        if not gated:
-            detach_gates(model)

@@ -3,7 +3,7 @@
 from loragate.generation.engine import Engine, OnProgress, Sample, TransformersEngine
 from loragate.generation.samples import SampleWriter, read_samples
 from loragate.generation.sampling import SamplingConfig, SeededSampler, request_seed, uniform
-from loragate.generation.sharded import RayData, ShardedEngine, run_here
+from loragate.generation.sharded import RayData, ShardedEngine
 from loragate.generation.vllm_engine import VllmEngine
 
 __all__ = [
@@ -19,6 +19,5 @@ __all__ = [
     "VllmEngine",
     "read_samples",
     "request_seed",
-    "run_here",
     "uniform",
 ]

@@ -2,7 +2,7 @@
 
 A sample depends on the run seed, its question and its index alone, so the (question, sample) pairs can be dealt out to
 any number of engines that hold the same model. `ShardedEngine` deals them out and collects; an executor says where the
-engines live: `run_here` in this process, `RayData` in a pool of Ray actors over the devices of one or many machines.
+engines live: `RayData` in a pool of Ray actors over the devices of one or many machines.
 Nothing here knows which engine it is.
 
 Ray Data's own stage for vLLM is not used: its rows carry no finish reason, and what one engine draws would take another
@@ -102,16 +102,6 @@ class ShardedEngine:
                 "missing ones again."
             )
         return samples
-
-
-def run_here(job: Job, parts: Sequence[Rows], replicas: int = 1) -> Iterator[list[Sample]]:
-    """The executor without other processes: one engine, one part after another."""
-    if replicas != 1:
-        raise ConfigError(f"{replicas} shards were asked for, but this process holds one engine; use the Ray executor.")
-    engine = job.make_engine() if parts else None
-    for rows in parts:
-        assert engine is not None
-        yield job.draw(engine, rows)
 
 
 @dataclass(frozen=True)

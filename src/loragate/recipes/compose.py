@@ -144,7 +144,7 @@ def _build(name: str, layers: list[Layer], unmarked: str = "") -> Recipe:
     }
     plan = _plan(name, merged)
     stages = tuple(
-        _stage(stage, command, _inherited(name, stage, blocks, marks), values, plan, merged, marks)
+        _stage(stage, command, _inherited(name, stage, blocks, marks), values, merged, marks)
         for stage, command in plan.items()
     )
     return Recipe(
@@ -201,7 +201,6 @@ def _stage(
     command: str,
     found: dict[str, tuple[Any, str]],
     values: dict[str, str],
-    plan: dict[str, str],
     merged: Layer,
     marks: dict[str, str],
 ) -> Stage:

@@ -76,6 +76,8 @@ def choice_sentence(record: Mapping[str, Any], choice: Mapping[str, Any]) -> str
             if cell["differs"]
             else "That is not told apart from the adapter: the gain may be luck."
         )
+    elif not choice["candidates"]:
+        text = "the adapter remains: no cell's training stayed finite in all its seeds."
     else:
         text = f"the adapter remains: none of {choice['candidates']} cells is above its {_interval(own)} % on the probe ({size})."
     oracle = choice["oracle"]
@@ -102,7 +104,7 @@ def _rows(choice: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> list
                 name,
                 [
                     _interval(cell["probe"]),
-                    f"{points(difference['mean'])} (p{p_value(difference['p_holm'])})",
+                    points(difference["mean"]) + (f" (p{p_value(difference['p_holm'])})" if cell["complete"] else ""),
                     ", ".join(percent(mean) for mean in cell["by_seed"]) if len(cell["by_seed"]) > 1 else ABSENT,
                     f"{cell['entropy_before']:.3f} → {cell['entropy_after']:.3f}"
                     if cell["entropy_after"] is not None

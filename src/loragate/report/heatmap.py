@@ -39,7 +39,7 @@ def heat_maps(record: Mapping[str, Any]) -> dict[str, Callable[[str | Path], Non
 def map_groups(record: Mapping[str, Any]) -> list[tuple[str, str, Mapping[str, Any]]]:
     """(adapter, objective, choice) of every map of a sweep's record; without adapters that were not scored yet."""
     choices = {choice["adapter"]: choice for choice in record["choices"]}
-    groups = dict.fromkeys((cell["adapter"], cell["objective"]) for cell in record["cells"])
+    groups = dict.fromkeys((cell["adapter"], cell["objective"]) for cell in record["cells"] if cell["complete"])
     return [(adapter, objective, choices[adapter]) for adapter, objective in groups if adapter in choices]
 
 
@@ -112,7 +112,8 @@ def heat_map(data: Mapping[str, Any], path: str | Path) -> None:
 def map_data(record: Mapping[str, Any], choice: Mapping[str, Any], adapter: str, objective: str) -> dict[str, Any]:
     """What `heat_map` draws, out of a sweep's record."""
     oracle = choice["oracle"]
-    mine = [cell for cell in record["cells"] if (cell["adapter"], cell["objective"]) == (adapter, objective)]
+    wanted = (adapter, objective, True)  # a cell that lacks a seed is not compared
+    mine = [cell for cell in record["cells"] if (cell["adapter"], cell["objective"], cell["complete"]) == wanted]
     cells = [
         {
             "lower": cell["lower"],

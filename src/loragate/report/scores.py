@@ -75,7 +75,7 @@ def suites_of(record: Record) -> list[tuple[str, list[Mapping[str, Any]]]]:
     for row in record["suites"]:
         found.setdefault(row["suite"], []).append(row)
     return [
-        (f"average of {f'the {count} {suite}' if suite else count} tasks", rows)
+        (f"average of the {count} {suite} tasks", rows)
         for suite, rows in found.items()
         for count in [rows[0]["average"]["tasks"]]
     ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -37,9 +36,6 @@ class Choice:
     questions: int
     samples: int
     vetoed: dict[str, str] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def choose(candidates: Mapping[str, np.ndarray], fallback: str, vetoed: Mapping[str, str] | None = None) -> Choice:

@@ -185,7 +185,7 @@ def agreement_probe(
         extracted = [[] for _ in questions]
         samples = adapter.generate(prompts, cool, on_progress)
         # an impossible gold: only what can be extracted matters here
-        blank = [judging.with_answer(task, question, judging.NOTHING) for question in questions]
+        blank = [judging.with_answer(question, judging.NOTHING) for question in questions]
         grades = judging.judge(task, blank, samples, task.grader, judge_settings)
         for sample, grade in zip(samples, grades, strict=True):
             extracted[sample.question].append(grade.extracted)
@@ -198,7 +198,7 @@ def agreement_probe(
         Probe(
             "agreement",
             task,
-            tuple(judging.with_answer(task, questions[index], str(found.answers[index])) for index in found.usable),
+            tuple(judging.with_answer(questions[index], str(found.answers[index])) for index in found.usable),
             tuple(prompts[index] for index in found.usable),
             sampling,
             judge_settings,

@@ -31,7 +31,8 @@ def summarise(plan: SweepPlan, results: Mapping[str, TrialResult]) -> dict[str, 
     """
     adapters = list(dict.fromkeys(trial.adapter for trial in plan.trials))
     cells = [cell for cell in (_cell(key, trials, results) for key, trials in _grouped(plan).items()) if cell]
-    compared = [cell for cell in cells if cell["difference"] is not None]
+    # a cell that lacks a seed is shown and not compared
+    compared = [cell for cell in cells if cell["complete"] and cell["difference"] is not None]
     for cell, p in zip(compared, holm([cell["difference"]["p"] for cell in compared]) if compared else [], strict=True):
         cell["difference"]["p_holm"] = p
         cell["differs"] = _differs(cell["difference"])

@@ -139,28 +139,20 @@ class SkippedStepCheck(TrainerCallback):
     LONGEST = 25
 
     def __init__(self) -> None:
-        self.skipped = self.taken = 0
-        self.resumed = False
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.resumed = state.global_step > 0
+        self.skipped = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        if getattr(optimizer, "step_was_skipped", False):
-            self.skipped += 1
-        else:
-            self.skipped, self.taken = 0, self.taken + 1
+        self.skipped = self.skipped + 1 if getattr(optimizer, "step_was_skipped", False) else 0
         if self.skipped == self.LONGEST:
             raise DivergenceError(
                 f"the gradient was not finite in the last {self.skipped} steps, up to step {state.global_step}, and fp16's loss "
                 "scaling skipped them all. Train in bf16 or fp32"
             )
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.skipped and not self.taken and not self.resumed:
+        # an optimiser has no state before its first step; asked before the last checkpoint is written
+        if self.skipped and state.global_step >= state.max_steps and not optimizer.state:
             raise DivergenceError(
-                f"fp16's loss scaling skipped all {self.skipped} steps because their gradients were not finite, so nothing was "
-                "trained. Train in bf16 or fp32, or for more steps than the scale needs to find its size (about 16)"
+                f"fp16's loss scaling skipped all {state.global_step} steps because their gradients were not finite, so nothing "
+                "was trained. Train in bf16 or fp32, or for more steps than the scale needs to find its size (about 16)"
             )
 
 

@@ -15,13 +15,11 @@ from loragate.errors import ConfigError
 from loragate.evaluation.sandbox import (
     TIERS,
     Checks,
-    Item,
     Limits,
     SandboxError,
     available_tiers,
     probe,
     run_program,
-    run_programs,
     run_tests,
     tiers,
 )
@@ -206,23 +204,32 @@ def test_arguments_are_copies() -> None:
 
 def test_many_programs_keep_their_order() -> None:
     seen: list[tuple[int, int]] = []
-    items = [Item(f"assert {n} % 2 == 0") for n in range(6)]
-    items.append(Item("def f(x): return x", Checks("assert f(1) == 1", ("f",))))
-    results = run_programs(items, 3, lambda done, total: seen.append((done, total)), tier=need(TOP))
-    assert [result.reason for result in results] == ["ok", "wrong"] * 3 + ["ok"]
-    assert seen == [(n, 7) for n in range(1, 8)]
+    tier, checks = need(TOP), Checks("assert f() % 2 == 0", ("f",))
+    results = run_many(
+        lambda n: run_tests(f"def f(): return {n}", checks, tier),
+        range(6),
+        3,
+        lambda done, total: seen.append((done, total)),
+        threading.Event(),
+    )
+    assert [result.reason for result in results] == ["ok", "wrong"] * 3
+    assert seen == [(n, 6) for n in range(1, 7)]
 
 
 def test_an_interrupt_kills_what_runs() -> None:
     mark = f"loragate-test-{os.getpid()}-{time.monotonic_ns()}"
-    loop = Item(f"MARK = {mark!r}\n{DAEMON}\nwhile True: pass", limits=Limits(seconds=60))
+    loop = f"MARK = {mark!r}\n{DAEMON}\nwhile True: pass"
+    cancel, limits, tier = threading.Event(), Limits(seconds=60), need(TOP)
+
+    def work(program: str) -> object:
+        return run_tests(program, Checks("pass", ()), tier, limits=limits, cancel=cancel)
 
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
     before = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        run_programs([Item("pass"), loop, loop, loop], 2, interrupt, tier=need(TOP))
+        run_many(work, ["pass", loop, loop, loop], 2, interrupt, cancel)
     assert time.monotonic() - before < 10
     time.sleep(0.2)
     assert alive(mark) == []
@@ -246,7 +253,7 @@ def test_a_tier_that_cannot_work_says_what_to_do(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(SandboxError, match=r"apt install bubblewrap.*--sandbox namespaces.*--sandbox rlimits"):
         run_program("pass")
     with pytest.raises(SandboxError, match="bwrap"):
-        run_programs([Item("pass")])
+        run_tests("pass", Checks("pass", ()))
     assert isinstance(SandboxError(""), ConfigError)
 
 

@@ -48,14 +48,4 @@ def _closing_braces(text: str) -> dict[int, int]:
 
 def closing_brace(text: str, start: int) -> int | None:
     r"""Return the index of the brace that closes the one at `start`, or None; `\{` and `\}` do not count."""
-    depth, index = 0, start
-    while index < len(text):
-        character = text[index]
-        if character == "\\":
-            index += 2
-            continue
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return index
-        index += 1
-    return None
+    return _closing_braces(text).get(start)

@@ -3,7 +3,7 @@
 from loragate.evaluation.sandbox.code import CodeTask, grade_code, grade_codes, humaneval_program, mbpp_program
 from loragate.evaluation.sandbox.extract import extract_code
 from loragate.evaluation.sandbox.limits import Limits, ProgramResult, SandboxError
-from loragate.evaluation.sandbox.programs import Checks, Item, run_program, run_programs, run_tests
+from loragate.evaluation.sandbox.programs import Checks, run_program, run_tests
 from loragate.evaluation.sandbox.self_test import available_tiers, probe
 from loragate.evaluation.sandbox.tiers import TIERS
 
@@ -11,7 +11,6 @@ __all__ = [
     "TIERS",
     "Checks",
     "CodeTask",
-    "Item",
     "Limits",
     "ProgramResult",
     "SandboxError",
@@ -23,6 +22,5 @@ __all__ = [
     "mbpp_program",
     "probe",
     "run_program",
-    "run_programs",
     "run_tests",
 ]

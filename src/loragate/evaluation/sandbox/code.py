@@ -26,10 +26,6 @@ class CodeTask:
     program: str
     checks: Checks
 
-    def as_one_program(self) -> str:
-        """The usual single text, for `run_program` or for reading; there the program can reach the checks."""
-        return f"{self.program}\n\n{self.checks.source}\n"
-
 
 def humaneval_program(row: Row, response: str) -> CodeTask | None:
     """Return the task for a row of HumanEval or HumanEval+ (prompt, test, entry_point), or None without code.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from loragate.evaluation.sandbox.child import Child
@@ -37,22 +37,12 @@ class Checks:
     before: str = ""
 
 
-@dataclass(frozen=True)
-class Item:
-    """One program for `run_programs`: free-form, or with checks."""
-
-    source: str
-    checks: Checks | None = None
-    limits: Limits = field(default_factory=Limits)
-
-
 def run_program(
     source: str,
     timeout_s: float = 10,
     tier: str = "bubblewrap",
     *,
     limits: Limits | None = None,
-    cancel: threading.Event | None = None,
 ) -> ProgramResult:
     """Run a program that contains its own asserts; it passes only if it ran to its end.
 
@@ -65,14 +55,13 @@ def run_program(
         timeout_s: wall time in seconds.
         tier: a name in `TIERS`.
         limits: the other limits; `timeout_s` stands for its `seconds`.
-        cancel: set by another thread to kill the program.
 
     Raises:
         SandboxError: when the tier does not work here.
         ConfigError: for an unknown tier or a limit that makes no sense.
     """
     style = root_style_of(tier)
-    return _one_process(source, replace(limits or Limits(), seconds=timeout_s), tier, style, cancel)
+    return _one_process(source, replace(limits or Limits(), seconds=timeout_s), tier, style)
 
 
 def run_tests(
@@ -92,27 +81,6 @@ def run_tests(
     Raises as `run_program`.
     """
     return _two_processes(program, checks, limits or Limits(), tier, root_style_of(tier), cancel)
-
-
-def run_programs(
-    items: Iterable[Item],
-    workers: int = 1,
-    on_progress: Callable[[int, int], None] | None = None,
-    tier: str = "bubblewrap",
-) -> list[ProgramResult]:
-    """Run many programs, `workers` at a time; the results are in the order of `items`.
-
-    `on_progress` is called with (programs done, programs in all). An interrupt kills what runs and starts no more.
-    """
-    style = root_style_of(tier)
-    cancel = threading.Event()
-
-    def work(item: Item) -> ProgramResult:
-        if item.checks is None:
-            return _one_process(item.source, item.limits, tier, style, cancel)
-        return _two_processes(item.source, item.checks, item.limits, tier, style, cancel)
-
-    return run_many(work, list(items), workers, on_progress, cancel)
 
 
 def run_many(
@@ -138,10 +106,10 @@ def run_many(
     return [job.result() for job in jobs]
 
 
-def _one_process(source: str, limits: Limits, tier: str, style: str, cancel: threading.Event | None) -> ProgramResult:
+def _one_process(source: str, limits: Limits, tier: str, style: str) -> ProgramResult:
     nonce = secrets.token_hex(16)
     child = Child("program", launch(tier, limits, root_style=style), limits, {"source": source})
-    return _finish([child], child, child, nonce, True, tier, "one process", cancel)
+    return _finish([child], child, child, nonce, True, tier, "one process", None)
 
 
 def _two_processes(

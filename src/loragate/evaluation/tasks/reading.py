@@ -71,7 +71,7 @@ GENERATION_KEYS: Kinds = {
     "max_new_tokens": _WHOLE,
     "stop": ((list,), "a list of texts"),
 }
-HARNESS_KEYS: Kinds = {"task": _TEXT, "metric": _TEXT, "num_fewshot": _WHOLE, "max_gen_toks": _WHOLE}
+HARNESS_KEYS: Kinds = {"task": _TEXT, "metric": _TEXT}
 # what a task of either engine needs
 NEEDED = {
     "loragate": ("dataset", "columns", "prompt", "generation", "grader", "metric"),

@@ -88,14 +88,10 @@ class Harness:
     Attributes:
         task: the harness's own name of the task or group.
         metric: the figure to report, as the harness names it.
-        num_fewshot: worked examples in the prompt.
-        max_gen_toks: limit in tokens; None for tasks scored by likelihood.
     """
 
     task: str
     metric: str
-    num_fewshot: int = 0
-    max_gen_toks: int | None = None
 
 
 @dataclass(frozen=True)
