@@ -51,6 +51,17 @@ def test_counts_are_those_of_the_real_model(tied):
     assert counted(real.config, stage="sft", rank=4).gates == 0
 
 
+def test_blocks_are_those_that_the_trainer_shards():
+    config = tiny_base().config
+    model = build_on_meta(config, stage="sft", rank=4)
+    before = count_parameters(model, config)
+    model.get_base_model().model.layers[0].experts = torch.nn.ModuleList(torch.nn.Identity() for _ in range(9))
+    assert count_parameters(model, config) == before
+    model.get_base_model().model.layers = torch.nn.Sequential()
+    found = count_parameters(model, config)
+    assert (found.block, found.root) == (0, found.base)
+
+
 def test_experts_are_counted_once_and_used_in_part():
     config = read_config_of(
         model_type="mixtral",

@@ -411,7 +411,10 @@ def test_quickstart(tmp_path, capsys):
     assert all(0 <= row["accuracy"]["low"] <= row["accuracy"]["mean"] <= row["accuracy"]["high"] <= 1 for row in ran)
     assert all(row["retention"] is not None for row in ran)
     assert results["reading"]
-    assert set(results["selection"]["evidence"]) == {"adapter", "[0,1]"}
+    selection = json.loads((out / "gated" / "gate_config.json").read_text())["selection"]
+    assert selection["picked"] == results["selection"]["picked"] == ("[0,1]" if selection["accepted"] else "adapter")
+    assert set(selection["evidence"]) == {"adapter", "[0,1]"}
+    assert "picked nothing" not in (out / "gated" / "README.md").read_text()
     for name in ("accuracy.png", "entropy.png", "lambda.png"):
         assert (out / "figures" / name).stat().st_size > 5000
     assert main(["generate", "--model", str(out / "gated"), "--prompt", "solve 3 + 4"]) == 0

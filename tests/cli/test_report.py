@@ -28,7 +28,7 @@ def run(tmp_path):
         "base": {"id": "org/base"},
         "adapter": {"sha256": "a" * 64},
         "parity": {"initial": 1e-5},
-        "selection": {"method": "best on a probe", "name": "[-6,3]", "accepted": True, "evidence": {}},
+        "selection": {"method": "best on a probe", "picked": "[-6,3]", "accepted": True, "evidence": {}},
         "training": {"entropy_before": 0.3, "entropy_after": 0.1, "steps": 3},
     }
     (folder / "gated" / "gate_config.json").write_text(json.dumps(gate))

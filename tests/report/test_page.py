@@ -13,7 +13,7 @@ from loragate.errors import LoragateError
 from loragate.report.page import Block, Section, build_page
 from loragate.report.page.build import safe_json
 from loragate.report.page.charts import lambda_colour, line_chart, ticks
-from loragate.report.page.scores import evaluation_statements, quickstart_section, sweep_section
+from loragate.report.page.scores import evaluation_statements, quickstart_section, selection_section, sweep_section
 from loragate.report.page.tokens import embedded
 from loragate.report.page.training import gates_section, training_section
 from pages import HOSTILE, estimate, quickstart_record, quickstart_rows, traces
@@ -235,3 +235,10 @@ def test_a_sweep_marks_the_chosen_and_the_oracle_cell():
     assert "·" not in cells["[0, 1]"]["note"]
     assert "·" in cells["[−6, 3]"]["note"]
     assert cells["[0, 1]"]["background"] != cells["[−6, 3]"]["background"]
+
+
+def test_what_was_picked_is_marked_among_the_evidence():
+    evidence = {"adapter": estimate(0.4), "[-3,1]": estimate(0.5), "[0,1]": estimate(0.45)}
+    selection = {"method": "best of 2", "accepted": True, "picked": "[-3,1]", "evidence": evidence}
+    section = selection_section(selection, "selection", "How the range was chosen")
+    assert [row["name"] for row in section.blocks[1].data["rows"]] == ["adapter", "[-3,1] (chosen)", "[0,1]"]

@@ -11,7 +11,7 @@ from loragate.data.packed import PackedRows
 from loragate.errors import ConfigError
 from loragate.losses.head import IGNORED
 from loragate.training import CalibrationSettings, trainer
-from loragate.training.arrangement import PackedCollator, arrange, balanced, packed, require_separate_sequences
+from loragate.training.arrangement import PackedCollator, arranged_steps, balanced, packed, require_separate_sequences
 from loragate.training.run import encoded_fingerprint
 from tiny import tiny_base
 
@@ -28,6 +28,11 @@ def settings(**changes):
 
 
 LENGTHS = (3, 9, 1, 5, 2, 8, 4, 7, 6, 2, 3)
+
+
+def arrange(rows, how, processes=1):
+    """All items that the loader gets, in its order."""
+    return [item for step in arranged_steps(rows, how, processes) for item in step]
 
 
 def steps_of(arranged, size=4):

@@ -13,7 +13,8 @@ from loragate.losses import StatisticsRequest
 from loragate.training import CalibrationSettings
 from loragate.training.checks import without_dropout
 from loragate.training.last_layer import LastLayer, read_positions_only, read_rows
-from loragate.training.trainer import causal_model, statistics_forward
+from loragate.training.sharding import causal_model
+from loragate.training.trainer import statistics_forward
 from tiny import VOCABULARY, tiny_adapter, tiny_base
 
 SHAPE = {

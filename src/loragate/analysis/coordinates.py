@@ -26,6 +26,7 @@ from loragate.gates.attach import gate_modules
 PROMPT = "prompt"
 GROUPS = (*CLASSES, PROMPT)
 """Class of the token that a position predicts; positions whose next token belongs to the prompt are "prompt"."""
+LEAST = 50  # coordinates that a group needs to be called the best or the worst
 
 
 @dataclass(frozen=True)
@@ -140,11 +141,9 @@ def agreement(name: str, sums_NX: np.ndarray, seed: int) -> Agreement | None:
     )
 
 
-def best_and_worst(
-    rows: Sequence[Agreement], names: Sequence[str], least: int = 50
-) -> tuple[Agreement, Agreement] | None:
-    """Of the named ones with at least so many coordinates, those with the largest and smallest weighted share."""
-    known = [row for row in rows if row.name in names and row.coordinates >= least]
+def best_and_worst(rows: Sequence[Agreement], names: Sequence[str]) -> tuple[Agreement, Agreement] | None:
+    """Of the named ones with at least `LEAST` coordinates, those with the largest and smallest weighted share."""
+    known = [row for row in rows if row.name in names and row.coordinates >= LEAST]
     if not known:
         return None
     return max(known, key=lambda row: row.weighted.mean), min(known, key=lambda row: row.weighted.mean)

@@ -12,15 +12,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepCost:
-    """Floating-point operations per token of a sequence, and parameters.
+    """Floating-point operations per token of a sequence, and parameters that train.
 
     Attributes:
         stage_two: FLOPs per token of a gate-training step with the sparse-backward head.
         stage_one: FLOPs per token of a LoRA step with full logits, for comparison.
         gate_parameters: Σ (d_in + 1) over the gated modules.
         lora_parameters: Σ r (d_in + d_out).
-        body_parameters: weights of the linear layers the tokens pass through, without the head.
-        head_parameters: vocabulary × hidden.
         body_forward: FLOPs per token of one forward of the body, which gradient checkpointing adds to either step.
         stage_one_head: FLOPs per token of a LoRA step with this package's head, which projects response positions only.
     """
@@ -29,10 +27,8 @@ class StepCost:
     stage_one: float
     gate_parameters: int
     lora_parameters: int
-    body_parameters: int
-    head_parameters: int
-    body_forward: float = 0.0
-    stage_one_head: float = 0.0
+    body_forward: float
+    stage_one_head: float
 
     @property
     def ratio(self) -> float:
@@ -87,8 +83,6 @@ def step_cost(
         float(stage_one),
         gates,
         lora,
-        body_parameters,
-        head_parameters,
         float(forward),
         float(stage_one_head),
     )

@@ -48,10 +48,8 @@ class SuppliedLora(LoraVariant):
 
 
 @contextmanager
-def supplied_coefficients(
-    peft_model: Any, coefficients: Coefficients, adapter_name: str | None = None
-) -> Iterator[list[str]]:
-    """Run the adapter with λ from `coefficients` inside the context; gates that are attached are not consulted.
+def supplied_coefficients(peft_model: Any, coefficients: Coefficients) -> Iterator[list[str]]:
+    """Run the active adapter with λ from `coefficients` inside the context; gates that are attached are not consulted.
 
     Yields:
         The paths of the modules that are scaled: those that could be gated. Other deltas (embeddings, the output head)
@@ -60,7 +58,7 @@ def supplied_coefficients(
     Raises:
         GateError: for an adapter whose delta is not linear in one scale, such as DoRA.
     """
-    name = active_adapter(peft_model, adapter_name)
+    name = active_adapter(peft_model)
     layers = list(lora_layers(peft_model, name))
     held = {}
     for path, layer in layers:

@@ -123,7 +123,9 @@ class Option:
 
     def as_record(self) -> dict[str, Any]:
         """Plain data for JSON; memory in GiB, times in seconds."""
-        return {**asdict(self), "memory_gib": self.memory.as_gib(), "memory": None, "time": asdict(self.time)}
+        record = asdict(self)
+        del record["memory"]
+        return {**record, "memory_gib": self.memory.as_gib()}
 
 
 @dataclass(frozen=True)

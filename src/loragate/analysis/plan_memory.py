@@ -13,9 +13,10 @@ import torch
 
 from loragate.analysis.plan_model import Parameters
 from loragate.analysis.plan_trace import Footprint
+from loragate.gates.quantised import EIGHT_BIT, FOUR_BIT, NONE
 
 STRATEGIES = ("single", "ddp", "fsdp2", "zero3")
-QUANTIZATIONS = ("none", "8bit", "4bit")
+QUANTIZATIONS = (NONE, EIGHT_BIT, FOUR_BIT)
 FP32 = 4
 # assumptions, printed with every plan
 CONTEXT = 0.8 * 2**30  # CUDA context, cuBLAS workspaces
@@ -78,9 +79,9 @@ def weight_bytes(parameters: Parameters, dtype: torch.dtype, quantization: str) 
     """Bytes of the whole base; quantised are the linear layers but the head, as bitsandbytes does it."""
     size = dtype.itemsize
     rest = (parameters.base - parameters.linear) * size
-    if quantization == "8bit":
+    if quantization == EIGHT_BIT:
         return rest + parameters.linear + FP32 * parameters.linear_rows
-    if quantization == "4bit":
+    if quantization == FOUR_BIT:
         blocks = parameters.linear / BLOCK_4BIT
         return rest + parameters.linear / 2 + blocks + FP32 * blocks / BLOCK_OF_BLOCKS
     return float(parameters.base * size)
@@ -94,7 +95,7 @@ def gpu_memory(
     strategy: str,
     gpus: int,
     dtype: torch.dtype,
-    quantization: str = "none",
+    quantization: str = NONE,
     accumulating: bool = False,
     tokens: int = 0,
 ) -> Memory:
@@ -125,9 +126,9 @@ def gpu_memory(
     elif strategy == "zero3":
         gathered = size * min(float(parameters.base), max(ZERO3_LIVE, parameters.root + parameters.block))
     temporary = footprint.temporary
-    if quantization == "4bit":
+    if quantization == FOUR_BIT:
         temporary += size * parameters.largest_linear
-    elif quantization == "8bit":
+    elif quantization == EIGHT_BIT:
         # the weight widened for the backward pass, or the input in 8 bits beside an int32 product
         widest = max((d_in + 4 * d_out for d_in, d_out, _ in parameters.modules), default=0)
         temporary += max(size * parameters.largest_linear, float(tokens * widest))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from loragate.gates import GateConfig
 from loragate.gates.eligibility import examine_adapter, lora_layers
 from loragate.gates.gate import SignedGate
 from loragate.gates.variant import GatedLora
+from loragate.training.sharding import decoder_layers
 
 STAGES = ("sft", "calibrate")
 LINEAR = (nn.Linear, Conv1D)  # GPT-2 keeps the weights of its linear layers transposed
@@ -159,10 +161,12 @@ def count_parameters(model: Any, config: Any) -> Parameters:
     linear = sum(weight.numel() for weight in linears)
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
     routed = sum(p.numel() for p in fused) * getattr(text, "num_experts_per_tok", 1) // experts
-    blocks = [
-        sum(p.numel() for name, p in layer.named_parameters() if ".lora_" not in name)
-        for layer in decoder_layers(causal)
-    ]
+    blocks: list[int] = []
+    with suppress(ConfigError):  # without repeated layers everything is in the root
+        blocks = [
+            sum(p.numel() for name, p in layer.named_parameters() if ".lora_" not in name)
+            for layer in decoder_layers(causal)
+        ]
     base = sum(p.numel() for _, p in own)
     heads = getattr(text, "num_attention_heads", 0)
     size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
@@ -187,12 +191,6 @@ def count_parameters(model: Any, config: Any) -> Parameters:
         vocabulary=head.weight.shape[0],
         attention_width=heads * size,
     )
-
-
-def decoder_layers(causal: Any) -> list[nn.Module]:
-    """The repeated layers of a causal LM: the longest module list of its backbone."""
-    lists = [list(module) for module in causal.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=len, default=[])
 
 
 def with_layers(config: Any, layers: int) -> Any:

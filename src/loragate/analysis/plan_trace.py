@@ -85,11 +85,6 @@ class Footprint:
     backward: float
 
     @property
-    def peak(self) -> float:
-        """The largest of the four."""
-        return max(self.forward, self.head, self.head_backward, self.backward)
-
-    @property
     def head_workspace(self) -> float:
         """What the head needs for a moment, beyond what is kept."""
         return max(0.0, self.head - self.saved, self.head_backward - self.saved)

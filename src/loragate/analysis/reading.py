@@ -19,6 +19,7 @@ from loragate.generation import Sample
 from loragate.losses import TokenStatistics, token_statistics, verify_head
 from loragate.losses.causal_head import read_head
 from loragate.losses.head import IGNORED, statistics_of_logits
+from loragate.training.sharding import causal_model
 
 Row = dict[str, Any]
 Batch = dict[str, Tensor]
@@ -53,9 +54,8 @@ class Reader:
     """What a causal model says at the counted positions of a batch, with whatever acts on it at the moment."""
 
     def __init__(self, model: Any) -> None:
-        getter = getattr(model, "get_base_model", None)
         self.model = model
-        self.causal = getter() if callable(getter) else model
+        self.causal = causal_model(model)
         self.fused = verify_head(self.causal)
 
     @property

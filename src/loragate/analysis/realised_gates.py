@@ -29,6 +29,7 @@ POSITIONS: tuple[Position, ...] = ("written", "read")
 _MARGIN = 1e-3
 _STATISTICS = ("count", "below", "above", "at_lower", "at_upper", "sum", "squares")
 LEAST = 50
+_BINS_PER_UNIT = 4
 
 
 @dataclass(frozen=True)
@@ -100,13 +101,13 @@ class GatesRecord:
     schema: int = SCHEMA
 
 
-def histogram_edges(lower: float, upper: float, per_unit: int = 4) -> np.ndarray:
-    """Edges from L to U with 0 and 1 among them, about `per_unit` bins for each unit of λ."""
-    parts = [np.linspace(0.0, 1.0, per_unit + 1)]
+def histogram_edges(lower: float, upper: float) -> np.ndarray:
+    """Edges from L to U with 0 and 1 among them, about four bins for each unit of λ."""
+    parts = [np.linspace(0.0, 1.0, _BINS_PER_UNIT + 1)]
     if lower < 0:
-        parts.insert(0, np.linspace(lower, 0.0, max(1, round(-lower * per_unit)) + 1)[:-1])
+        parts.insert(0, np.linspace(lower, 0.0, max(1, round(-lower * _BINS_PER_UNIT)) + 1)[:-1])
     if upper > 1:
-        parts.append(np.linspace(1.0, upper, max(1, round((upper - 1) * per_unit)) + 1)[1:])
+        parts.append(np.linspace(1.0, upper, max(1, round((upper - 1) * _BINS_PER_UNIT)) + 1)[1:])
     return np.concatenate(parts)
 
 

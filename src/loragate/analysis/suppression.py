@@ -71,7 +71,7 @@ class Decisions:
 
 
 @contextmanager
-def suppressing(model: Any, rule: Suppression, adapter_name: str | None = None) -> Iterator[Decisions]:
+def suppressing(model: Any, rule: Suppression) -> Iterator[Decisions]:
     """Generation of the PeftModel is that of the suppressed stream inside the context.
 
     For generation with a cache only; a forward pass of whole texts has no one moment at which to decide.
@@ -93,7 +93,7 @@ def suppressing(model: Any, rule: Suppression, adapter_name: str | None = None) 
 
     forward.state_per_row = True  # type: ignore[attr-defined]  # the engine then copies and drops no rows
 
-    with supplied_coefficients(model, lambda _path, _layer, _x: streams.coefficients_BS, adapter_name):
+    with supplied_coefficients(model, lambda _path, _layer, _x: streams.coefficients_BS):
         causal.forward = types.MethodType(forward, causal)
         try:
             yield streams.decisions

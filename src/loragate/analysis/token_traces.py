@@ -20,7 +20,6 @@ from loragate.generation import Sample
 
 SCHEMA = 1
 CANDIDATES = 5
-VARIANTS = ("base", "adapter", "gated")
 
 
 @dataclass(frozen=True)
@@ -49,24 +48,22 @@ def trace_answers(
     questions: Sequence[Question],
     *,
     max_tokens: int = 512,
-    adapter_name: str | None = None,
     on_question: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """The trace record of some answers.
 
     Args:
-        peft_model: base with a gated adapter, in memory.
+        peft_model: base with a gated adapter, the active one, in memory.
         tokenizer: the base's; prompts are tokenised without added special tokens, as for generation.
         questions: prompts with answers of "base", "adapter" or "gated".
         max_tokens: of an answer that is traced; what lies beyond is left out and counted in "cut".
-        adapter_name: None for the active adapter.
         on_question: called with (done, all).
 
     Returns:
         {"schema", "kind", "lower", "upper", "modules", "questions"}; per answer "tokens", "log_prob", "entropy",
         "delta_entropy" (nats), "top" and "gates": uint8 [modules, tokens] in base64, λ = L + (U − L) · byte / 255.
     """
-    name = active_adapter(peft_model, adapter_name)
+    name = active_adapter(peft_model)
     config = attached_config(peft_model, name)
     readers: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         "base": peft_model.disable_adapter,

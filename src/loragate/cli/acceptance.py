@@ -13,6 +13,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
+from loragate.cli.places import is_gated
 from loragate.errors import ConfigError, DataError
 from loragate.files import write_atomically, write_json
 from loragate.gates import GateConfig, adapter_fingerprint, attach_gates
@@ -54,7 +55,7 @@ def is_unaccepted(folder: Path) -> bool:
     """Whether the folder holds gates that were trained and are still off (also after an interrupted acceptance)."""
     if not (folder / PLACE / "evidence.json").is_file():
         return False
-    if not (folder / "gate_config.json").is_file():
+    if not is_gated(folder):
         return (folder / "adapter").is_dir()
     return (read_gate_config(folder).get("selection") or {}).get("accepted") is False
 

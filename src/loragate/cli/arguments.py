@@ -87,7 +87,7 @@ def parse(command: Command, argv: list[str]) -> tuple[Any, argparse.Namespace]:
         and values.get(field.name) is None
     ]
     if missing:
-        flags = ", ".join(name.upper() if name == command.positional else _flag(name) for name in missing)
+        flags = ", ".join(name.upper() if name == command.positional else flag_of(name) for name in missing)
         raise ConfigError(f"loragate {command.name} needs {flags}; for example: {command.examples[0]}")
     return command.options(**values), namespace
 
@@ -98,7 +98,7 @@ def require_given(command: Command, options: Any) -> None:
     Raises:
         ConfigError: naming all that are missing.
     """
-    missing = ", ".join(_flag(name) for name in command.needs if not getattr(options, name))
+    missing = ", ".join(flag_of(name) for name in command.needs if not getattr(options, name))
     if missing:
         raise ConfigError(f"loragate {command.name} needs {missing}; for example: {command.examples[0]}")
 
@@ -126,12 +126,14 @@ def build_parser(command: Command) -> argparse.ArgumentParser:
             several = kind is tuple
             parser.add_argument(name, nargs="*" if several else "?", help=text, metavar=name.upper())
         elif kind is bool:
-            parser.add_argument(_flag(name), dest=name, default=None, action=argparse.BooleanOptionalAction, help=text)
+            parser.add_argument(
+                flag_of(name), dest=name, default=None, action=argparse.BooleanOptionalAction, help=text
+            )
         elif kind is tuple:
-            parser.add_argument(_flag(name), dest=name, default=None, action="append", help=text, metavar="TEXT")
+            parser.add_argument(flag_of(name), dest=name, default=None, action="append", help=text, metavar="TEXT")
         else:
-            convert = _converter(name, kind)
-            parser.add_argument(_flag(name), dest=name, default=None, type=convert, help=text, metavar=_meta(kind))
+            convert = _converter(kind)
+            parser.add_argument(flag_of(name), dest=name, default=None, type=convert, help=text, metavar=_meta(kind))
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of these keys; flags override it")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -238,6 +240,16 @@ def help_texts(options: type) -> dict[str, str]:
     return texts
 
 
+def flag_of(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def comma_list(text: str) -> list[str]:
+    """The parts of a value that is a list separated by commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def _from_yaml(place: str, key: str, value: Any, kind: Any) -> Any:
     if value is None:
         return None
@@ -282,7 +294,7 @@ def _number(text: str, kind: Any) -> Any:
     return number
 
 
-def _converter(name: str, kind: Any) -> typing.Callable[[str], Any]:
+def _converter(kind: Any) -> typing.Callable[[str], Any]:
     def convert(text: str) -> Any:
         if kind is str:
             return text
@@ -312,10 +324,6 @@ def _plain(kind: Any) -> Any:
 
 def _meta(kind: Any) -> str:
     return {int: "INTEGER", float: "NUMBER", dict: "JSON"}.get(kind, "TEXT")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _withheld(options: Any) -> frozenset[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from loragate.cli.arguments import Command, require_given
 from loragate.cli.launching import begin
-from loragate.cli.models import check_batching, quiet_logging, require_free_out, require_reporters
+from loragate.cli.models import quiet_logging, require_free_out, require_reporters
 from loragate.cli.options import RunOptions
 from loragate.cli.quantization import check_quantization
 from loragate.cli.selecting import SelectionOptions, build_probe, build_retention, candidates_of, cautious_candidate
@@ -63,7 +63,6 @@ def run(options: CalibrateOptions) -> int:
         return calibration.accept(options, folder, candidates[0])
     require_free_out(folder, options.resume)
     require_reporters(options.report_to)
-    check_batching(settings)
     quiet_logging()
     job = calibration.prepare(options, settings, folder, candidates)
     if options.unverified:

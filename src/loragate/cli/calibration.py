@@ -12,7 +12,7 @@ from typing import Any
 
 from loragate.cli.acceptance import is_unaccepted as is_unaccepted
 from loragate.cli.acceptance import keep_unaccepted, put_on, read_unaccepted
-from loragate.cli.arguments import resolved_yaml
+from loragate.cli.arguments import comma_list, resolved_yaml
 from loragate.cli.calibration_report import (
     report_selection,
     report_training,
@@ -205,7 +205,7 @@ def train_as_given(job: Job, candidate: Candidate) -> int:
     """A range that the user accepted without evidence."""
     evidence = {**train(job, candidate), "selection": _no_evidence(candidate, UNVERIFIED, accepted=True)}
     report_training(job.out, evidence)
-    write_artifact(job, candidate, evidence)
+    write_artifact(job, evidence)
     return 0
 
 
@@ -221,7 +221,7 @@ def train_without_evidence(job: Job, candidate: Candidate, why: str) -> int:
         )
     load_gate_values(job.model, {})
     evidence["selection"] = {**_no_evidence(candidate, OFF, accepted=False), "why": why}
-    write_artifact(job, candidate, evidence)
+    write_artifact(job, evidence)
     job.out.print(
         f"the gates of {candidate.name} are trained but off: nothing shows that they help. Give --probe FILE with at least 32 "
         "prompts and answers to have a range chosen. To switch these on as they are:",
@@ -287,11 +287,11 @@ def choose_and_write(job: Job, probe: Any, retention: Any, candidates: list[Cand
     if selection.candidate is not None:
         evidence = {**selection.outcomes[picked.name].evidence, **evidence}
         report_training(job.out, evidence)
-    write_artifact(job, picked, evidence)
+    write_artifact(job, evidence)
     return 0
 
 
-def write_artifact(job: Job, candidate: Candidate, evidence: dict[str, Any]) -> None:
+def write_artifact(job: Job, evidence: dict[str, Any]) -> None:
     """The gated folder, and the line that says what to run next."""
     if is_main_process():
         options = job.options
@@ -332,18 +332,17 @@ def lasting_name(base: str) -> str:
     return str(Path(base).resolve()) if Path(base).is_dir() else split_base(base)[0]
 
 
-def gate_config(options: Any, lower: float, upper: float) -> GateConfig:
-    """The `GateConfig` of the command's flags."""
-    targets = tuple(name.strip() for name in options.gate_modules.split(",") if name.strip())
+def gate_config(options: Any, lower: float, upper: float, seed: int | None = None) -> GateConfig:
+    """The `GateConfig` of a command's flags, with another seed than theirs where one is given."""
     return GateConfig(
         lower,
         upper,
         tau=options.tau,
         init_scale=options.init_scale,
-        seed=options.seed,
+        seed=options.seed if seed is None else seed,
         detach_input=options.detach_input,
         granularity=options.granularity,
-        target_modules=targets or None,
+        target_modules=tuple(comma_list(options.gate_modules)) or None,
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.cli.diagnose_inputs import Session, begin, classes_of, pad_id, read_answers, read_rows
+from loragate.cli.places import is_adapter
 from loragate.errors import ConfigError, DataError, nearest
 
 ROWS = 48
@@ -180,9 +181,7 @@ def _options_for(options: Any, reference: str) -> Any:
     """The options for loading a reference: --base says where an adapter's base is, and a whole model has none."""
     from loragate.cli.hub import on_disk
 
-    place = Path(on_disk(reference))
-    adapter = any((place / file).is_file() for file in ("gate_config.json", "adapter_config.json"))
-    return options if adapter else replace(options, base="")
+    return options if is_adapter(Path(on_disk(reference))) else replace(options, base="")
 
 
 def with_reward(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from loragate.cli.arguments import comma_list
 from loragate.cli.diagnose_inputs import Session, begin, classes_of, evaluate, pad_id, read_rows
 from loragate.errors import ConfigError
 
@@ -22,7 +23,7 @@ def run(options: Any) -> int:
         raise ConfigError(
             "loragate diagnose entropy needs --rows (ΔH on them), --suite or --tasks (interventions), or both"
         )
-    wanted = [part.strip() for part in options.suppress.split(",") if part.strip()]
+    wanted: list[Any] = comma_list(options.suppress)
     rules = [Suppression(sign, options.threshold, options.prompt_too) for sign in wanted]
     if not rules:
         raise ConfigError(f"--suppress is empty; give one of {', '.join(SIGNS)}, or both")

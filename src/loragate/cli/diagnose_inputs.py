@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loragate.cli.arguments import resolved_yaml
+from loragate.cli.arguments import comma_list, resolved_yaml
 from loragate.cli.display import Display, console, duration
 from loragate.cli.evaluate import describe_canary, progress, require_run_folder
 from loragate.cli.evaluation_inputs import Loaded, chosen_tasks, load_inputs, prepare_tasks
@@ -251,7 +251,7 @@ def stored_tasks(evaluation: Any, text: str) -> list[Any]:
         ConfigError: for a name that is not among them.
     """
     by_name = {prepared.task.name: prepared for prepared in evaluation.tasks}
-    names = [part.strip() for part in text.split(",") if part.strip()] or list(by_name)
+    names = comma_list(text) or list(by_name)
     for name in names:
         if name not in by_name:
             raise ConfigError(f"--tasks {name}: the run holds {', '.join(by_name)}{nearest(name, by_name)}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loragate.cli.arguments import Command, require_given, resolved_yaml
+from loragate.cli.arguments import Command, comma_list, require_given, resolved_yaml
 from loragate.cli.display import Display, console, duration
 from loragate.cli.evaluation_engines import Engines
 from loragate.cli.evaluation_inputs import (
@@ -228,7 +228,7 @@ def require_run_folder(folder: Path, resume: bool) -> None:
 
 def wanted_exports(text: str) -> list[str]:
     """The formats of `--export`."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = comma_list(text)
     for name in names:
         if name not in EXPORTS:
             raise ConfigError(f"--export {name}: expected {' or '.join(EXPORTS)}{nearest(name, EXPORTS)}")

@@ -1,4 +1,4 @@
-"""What a command that scores models needs: which tasks on which files, and a loaded model with engines for its rows.
+"""What a command that scores models needs: which tasks on which files, and a loaded model with its tokenizer and names.
 
 Shared by `eval` and by every later command that evaluates.
 """
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loragate.cli.arguments import comma_list
 from loragate.cli.hub import on_disk
 from loragate.cli.models import (
     adapter_record,
@@ -18,6 +19,7 @@ from loragate.cli.models import (
     require_place,
     revision_for,
 )
+from loragate.cli.places import is_gated
 from loragate.cli.quantization import check_quantization
 from loragate.errors import ConfigError, nearest
 
@@ -157,7 +159,7 @@ def gates_are_off(name: str) -> str:
     from loragate.gates.schema import read_gate_config, read_tensors
 
     folder = Path(name)
-    if not (folder / "gate_config.json").is_file():
+    if not is_gated(folder):
         return ""
     record = read_gate_config(folder)
     selection = record.get("selection")
@@ -239,15 +241,12 @@ def chosen_tasks(options: Any) -> list[Any]:
             f"any of {', '.join(task_names())}"
         )
     tasks = list(suite(options.suite)) if options.suite else []
-    for name in (part.strip() for part in options.tasks.split(",")):
-        if name:
-            task = load_task(name)
-            same = [other for other in tasks if other.name == task.name]
-            if same and same[0].fingerprint != task.fingerprint:
-                raise ConfigError(
-                    f"--tasks {name}: a task called {task.name} is in the list already; rename one of them"
-                )
-            tasks += [] if same else [task]
+    for name in comma_list(options.tasks):
+        task = load_task(name)
+        same = [other for other in tasks if other.name == task.name]
+        if same and same[0].fingerprint != task.fingerprint:
+            raise ConfigError(f"--tasks {name}: a task called {task.name} is in the list already; rename one of them")
+        tasks += [] if same else [task]
     for task in tasks:
         built_in = task.name in task_names() and load_task(task.name).fingerprint == task.fingerprint
         if task.engine != "loragate" and not built_in:
@@ -265,7 +264,7 @@ def assignments(text: str, flag: str, known: list[str]) -> dict[str, str]:
         ConfigError: for anything else, or a task that is not evaluated.
     """
     found: dict[str, str] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    for part in comma_list(text):
         name, sign, value = part.partition("=")
         if not sign or not value:
             raise ConfigError(f"{flag} {part}: expected TASK=VALUE")

@@ -11,6 +11,7 @@ from loragate.cli.arguments import Command
 from loragate.cli.generate import load_any, room_for_answers
 from loragate.cli.hub import on_disk
 from loragate.cli.models import quiet_logging
+from loragate.cli.places import is_gated
 from loragate.errors import ConfigError
 
 
@@ -54,7 +55,7 @@ def run(options: ExploreOptions) -> int:
 def explorer_of(options: ExploreOptions) -> Any:
     """The page for a gated folder, not launched."""
     options = replace(options, model=on_disk(options.model))
-    if not (Path(options.model) / "gate_config.json").is_file():
+    if not is_gated(Path(options.model)):
         raise ConfigError(
             f"{options.model} is no gated folder (it has no gate_config.json); make one with loragate calibrate, or with "
             "loragate quickstart, which writes runs/quickstart/gated"

@@ -10,6 +10,7 @@ from typing import Any
 from loragate.cli.arguments import Command
 from loragate.cli.hub import place_on_disk
 from loragate.cli.models import require_free_out
+from loragate.cli.places import is_gated
 from loragate.errors import ConfigError
 
 
@@ -50,7 +51,7 @@ def run(options: ExportOptions) -> int:
             )
         place = f"{place}@constant={options.constant!r}"
     folder = Path(split_folder(place)[0])
-    if not (folder / "gate_config.json").is_file() and split_folder(place)[1] is None:
+    if not is_gated(folder) and split_folder(place)[1] is None:
         read_gate_config(folder)  # says what the folder is instead
     gates = read_place(place)
     override = replace(gates.override) if gates.override is not None else None

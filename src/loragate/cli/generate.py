@@ -25,6 +25,7 @@ from loragate.cli.models import (
     revision_for,
     revision_of_base,
 )
+from loragate.cli.places import is_adapter, is_gated
 from loragate.cli.quantization import base_arguments, check_quantization
 from loragate.errors import ConfigError
 
@@ -175,14 +176,14 @@ def load_any(options: Any) -> tuple[Any, Any, bool]:
     name = on_disk(options.model)
     folder = Path(name)
     require_place("model", name)
-    if not (folder / "gate_config.json").is_file() and not (folder / "adapter_config.json").is_file():
+    if not is_adapter(folder):
         require_not_an_adapter(name)
     device = pick_device(options.device)
     trust, quantization = options.trust_remote_code, getattr(options, "quantization", "none")
     dtype = dtype_argument(options.dtype, device, quantization)
     how: dict[str, Any] = {"dtype": dtype, "device": device, "trust": trust, "quantization": quantization}
     words: dict[str, Any] = {"chat_template": options.chat_template, "trust": trust}
-    if (folder / "gate_config.json").is_file():
+    if is_gated(folder):
         recorded = read_gate_config(folder)["base"]
         base = options.base or recorded["id"]
         with explained("gated adapter", name):

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from loragate.cli.arguments import Command
+from loragate.cli.arguments import Command, comma_list
 from loragate.cli.display import console, next_evaluation
 from loragate.cli.hub import on_disk
 from loragate.cli.models import (
@@ -20,6 +20,7 @@ from loragate.cli.models import (
     require_place,
     revision_of_base,
 )
+from loragate.cli.places import is_gated
 from loragate.errors import ConfigError
 
 
@@ -48,6 +49,7 @@ def inspect_adapter(options: InspectOptions) -> dict[str, Any]:
     from peft import get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from loragate.analysis.plan_model import count_parameters
     from loragate.gates import examine_adapter
     from loragate.gates.hub import split_base
 
@@ -62,12 +64,12 @@ def inspect_adapter(options: InspectOptions) -> dict[str, Any]:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
     dtype_bytes = 2 if str(getattr(config, "dtype", "")).endswith("16") else 4
-    body, head, total = _weights(model, config)
+    total = sum(parameter.numel() for parameter in model.parameters())
     # initialisations that read the base's weights cannot run without them, and do not matter for a verdict
     record.init_lora_weights = True
     with explained("adapter", options.adapter), torch.device("meta"):
         model = get_peft_model(model, record)
-    targets = [name.strip() for name in options.target_modules.split(",") if name.strip()] or None
+    targets = comma_list(options.target_modules) or None
     verdicts = examine_adapter(model, "default", targets)
     gated = [verdict for verdict in verdicts if verdict.status == "gate"]
     trainable = _why_not_trainable(verdicts)
@@ -88,7 +90,9 @@ def inspect_adapter(options: InspectOptions) -> dict[str, Any]:
         "problems": problems,
     }
     if gated:
-        findings["cost"] = _cost(config, gated, body, head, total, dtype_bytes)
+        model.unload()  # a head under LoRA and whole copies of modules are not weights of the base
+        modules = [(verdict.d_in, verdict.d_out, verdict.rank) for verdict in gated]
+        findings["cost"] = _cost(replace(count_parameters(model, config), base=total, modules=modules), dtype_bytes)
     findings["endings"] = _endings(options, base, revision)
     problems.extend(findings["endings"].get("problems", []))
     return findings
@@ -109,7 +113,7 @@ def _why_not_trainable(verdicts: list[Any]) -> str:
 def gates_of(options: InspectOptions) -> tuple[InspectOptions, dict[str, Any]]:
     """The options for the plain adapter in a gated folder, with what the folder says of its gates; {} for a plain adapter."""
     place = Path(on_disk(options.adapter))
-    if not (place / "gate_config.json").is_file():
+    if not is_gated(place):
         return replace(options, adapter=str(place)), {}
     from loragate.gates.hub import hub_source
     from loragate.gates.schema import read_gate_config, read_tensors
@@ -128,46 +132,17 @@ def gates_of(options: InspectOptions) -> tuple[InspectOptions, dict[str, Any]]:
     return replace(options, adapter=str(place / "adapter"), base=options.base or record["base"]["id"]), found
 
 
-def _weights(model: Any, config: Any) -> tuple[int, int, int]:
-    """(linear weights one token passes, head weights, all parameters), counted on the meta device."""
-    import torch
+def _cost(parameters: Any, dtype_bytes: int) -> dict[str, Any]:
+    from loragate.analysis.plan_time import cost_of
 
-    text = config.get_text_config()
-    head_module = model.get_output_embeddings()
-    body = sum(
-        module.weight.numel()
-        for module in model.modules()
-        if isinstance(module, torch.nn.Linear) and module is not head_module
-    )
-    # fused experts are 3-dimensional parameters; a token passes only the experts it is routed to
-    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
-    if experts:
-        fused = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 3)
-        body += fused * getattr(text, "num_experts_per_tok", 1) // experts
-    return body, head_module.weight.numel(), sum(parameter.numel() for parameter in model.parameters())
-
-
-def _cost(config: Any, gated: list[Any], body: int, head: int, total: int, dtype_bytes: int) -> dict[str, Any]:
-    from loragate.analysis import step_cost
-
-    text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", 0)
-    head_size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
-    cost = step_cost(
-        [(verdict.d_in, verdict.d_out, verdict.rank) for verdict in gated],
-        body,
-        head,
-        attention_width=heads * head_size,
-        layers=text.num_hidden_layers,
-        hidden=text.hidden_size,
-    )
+    cost = cost_of(parameters, sequence=512)
     return {
         "gate_parameters": cost.gate_parameters,
-        "gate_share": cost.gate_parameters / total,
+        "gate_share": cost.gate_parameters / parameters.base,
         "lora_parameters": cost.lora_parameters,
         "tflop_per_million_tokens": cost.stage_two / 1e6,
         "ratio_to_lora_step": cost.ratio,
-        "base_gib": total * dtype_bytes / 2**30,
+        "base_gib": parameters.base * dtype_bytes / 2**30,
         "optimizer_mib": cost.gate_parameters * 16 / 2**20,
     }
 

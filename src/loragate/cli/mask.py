@@ -24,6 +24,7 @@ from loragate.cli.models import (
     require_not_an_adapter,
     require_place,
 )
+from loragate.cli.places import is_adapter
 from loragate.cli.quantization import check_quantization
 from loragate.errors import ConfigError, DataError
 
@@ -150,7 +151,7 @@ def check(options: MaskOptions) -> tuple[Path, str, bool]:
     require_not_an_adapter(options.model)
     reference = pinned(options.reference)
     folder = Path(on_disk(reference))
-    if (folder / "adapter_config.json").is_file() or (folder / "gate_config.json").is_file():
+    if is_adapter(folder):
         adapter_record(reference)
         return out_file, reference, True
     require_place("reference model", options.reference)

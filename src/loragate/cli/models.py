@@ -5,17 +5,27 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from loragate.cli.places import beside, inside
+from loragate.cli.arguments import comma_list
+from loragate.cli.places import beside, inside, is_gated
 from loragate.cli.quantization import base_arguments, dtype_for
 from loragate.errors import ConfigError, GateError, LoragateError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def bounds_of(text: str) -> tuple[float, float]:
+    """(L, U) as written in "-3,1" or "[-3,1]", whatever they are.
+
+    Raises:
+        ValueError: for anything but two numbers.
+    """
+    lower, upper = (float(part) for part in text.replace(" ", "").strip("[]()").split(","))
+    return lower, upper
 
 
 def parse_range(text: str) -> tuple[float, float]:
@@ -26,9 +36,8 @@ def parse_range(text: str) -> tuple[float, float]:
     """
     from loragate.gates.signed_map import check_range
 
-    parts = text.replace(" ", "").strip("[]()").split(",")
     try:
-        lower, upper = (float(part) for part in parts)
+        lower, upper = bounds_of(text)
     except ValueError as error:
         raise ConfigError(f"--range must be two numbers such as --range=-3,1, found {text!r}") from error
     try:
@@ -86,14 +95,9 @@ def require_not_an_adapter(name: str) -> None:
 
 def require_reporters(names: str) -> None:
     """Refuse a logging integration that is not installed, before anything is loaded."""
-    for name in (part.strip() for part in names.split(",")):
-        if name and name not in ("none", "all") and importlib.util.find_spec(name) is None:
+    for name in comma_list(names):
+        if name not in ("none", "all") and importlib.util.find_spec(name) is None:
             raise ConfigError(f"--report-to {name}: the package is not installed; pip install {name}")
-
-
-def check_batching(settings: Any) -> None:
-    """Refuse a batch that cannot be split over the processes, before anything is loaded."""
-    settings.accumulation(int(os.environ.get("WORLD_SIZE", "1") or 1))
 
 
 def pick_device(wanted: str) -> str:
@@ -215,7 +219,7 @@ def adapter_record(name: str) -> Any:
         require_place("adapter", name)
     folder = Path(adapter_place(name))
     if folder.is_dir() and not (folder / "adapter_config.json").is_file():
-        if (folder / "gate_config.json").is_file():
+        if is_gated(folder):
             raise ConfigError(f"{name} is already a gated adapter; its plain adapter is {folder / 'adapter'}")
         raise ConfigError(f"{name} holds no adapter_config.json, so it is not a PEFT adapter folder{inside(folder)}")
     with explained("adapter", name):
@@ -254,7 +258,7 @@ def revision_for(name: str, base: str = "") -> str:
     from loragate.gates.schema import read_gate_config
 
     folder = Path(name)
-    if (folder / "gate_config.json").is_file():
+    if is_gated(folder):
         return str(split_base(base)[1] or "") if base else str(read_gate_config(folder)["base"].get("revision") or "")
     if (folder / "adapter_config.json").is_file():
         record = adapter_record(name)

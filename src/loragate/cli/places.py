@@ -1,12 +1,22 @@
-"""What to say of a name that leads nowhere: the folder that was probably meant, from what lies beside it and below it.
+"""What a folder is, and what to say of a name that leads nowhere: the folder that was probably meant, from what lies around it.
 
-Tails of error messages; looks at names of files only and never reads one.
+Verdicts and tails of error messages; looks at names of files only and never reads one.
 """
 
 from __future__ import annotations
 
 import difflib
 from pathlib import Path
+
+
+def is_gated(folder: Path) -> bool:
+    """Whether a folder is a gated adapter."""
+    return (folder / "gate_config.json").is_file()
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder is an adapter, gated or plain."""
+    return is_gated(folder) or (folder / "adapter_config.json").is_file()
 
 
 def beside(name: str) -> str:

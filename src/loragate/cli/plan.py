@@ -107,14 +107,10 @@ def as_record(plan: Any) -> dict[str, Any]:
         "parameters": {key: value for key, value in asdict(plan.parameters).items() if key != "modules"},
         "tokens_per_step": plan.request.batch * plan.request.seq,
         "flops_per_token": plan.cost.per_token(plan.request.stage),
-        "options": [_option(option) for option in plan.options],
-        "chosen": None if chosen is None else {**_option(chosen), "command": launch_command(plan, chosen)},
+        "options": [option.as_record() for option in plan.options],
+        "chosen": None if chosen is None else {**chosen.as_record(), "command": launch_command(plan, chosen)},
         "changes": plan.changes,
     }
-
-
-def _option(option: Any) -> dict[str, Any]:
-    return {key: value for key, value in option.as_record().items() if key != "memory"}
 
 
 def _print(plan: Any, record: dict[str, Any]) -> None:

@@ -179,6 +179,7 @@ def collect(
 
     from loragate.report.reading import read_results
 
+    evidence = asdict(choice)
     reading = read_results(study.table, adapter_name="LoRA", gated_name=f"SCALE {picked}")
     reading += controls.reading()
     if not choice.accepted:
@@ -194,7 +195,7 @@ def collect(
             "python": platform.python_version(),
         },
         "settings": asdict(options),
-        "selection": choice.as_dict(),
+        "selection": {"picked": evidence.pop("name"), **evidence},
         "picked": picked,
         "constant_lambda": {
             name: float(scores.scores.mean()) for name, scores in study.dev_scores.items() if name.startswith("λ=")
@@ -215,9 +216,6 @@ def write_inputs(study: Any, folder: Path) -> None:
     from loragate.world.base import save_base
 
     save_base(study.base, study.tokenizer, folder / "base")
-    for name in ("config", "generation_config"):
-        if not (folder / "base" / f"{name}.json").exists():
-            raise ConfigError(f"{folder / 'base'} was not written completely")
     study.base.name_or_path = str((folder / "base").resolve())
     study.base.config._name_or_path = study.base.name_or_path
     write_text(folder / "data" / "demonstrations.jsonl", "".join(json.dumps(row) + "\n" for row in study.rows))

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from loragate.cli.arguments import Command, checked_values, field_kinds
+from loragate.cli.arguments import Command, checked_values, comma_list, field_kinds, flag_of
 from loragate.cli.display import console, duration, next_evaluation
 from loragate.cli.launching import wait_for
 from loragate.errors import ConfigError, LoragateError, nearest
@@ -137,7 +137,7 @@ def run_recipe(options: RecipesOptions, recipe: Any) -> int:
     from loragate.sweep.records import held
 
     out, path = console(), Path(options.out or default_folder(recipe))
-    wanted = [name.strip() for name in options.stages.split(",") if name.strip()]
+    wanted = comma_list(options.stages)
     for name in wanted:
         recipe.stage(name)
     missing = {key: why for key, why in recipe.missing().items() if not wanted or key.partition(".")[0] in wanted}
@@ -305,7 +305,7 @@ def run_line(options: RecipesOptions, recipe: Any, folder: str) -> str:
     words = ["loragate", "recipes", "run", recipe.name, "--out", folder]
     for name in ("local_model", "local_data", "recipes_dir", "stages", "launcher"):
         if getattr(options, name):
-            words += ["--" + name.replace("_", "-"), getattr(options, name)]
+            words += [flag_of(name), getattr(options, name)]
     for text in options.set:
         words += ["--set", text]
     return shlex.join(words)
@@ -349,8 +349,7 @@ def _require_effect(options: RecipesOptions, verb: str) -> None:
     for field in dataclasses.fields(RecipesOptions):
         if field.name != "words" and field.name not in READ_BY[verb] and getattr(options, field.name) != field.default:
             readers = " and ".join(name for name, fields in READ_BY.items() if field.name in fields)
-            flag = "--" + field.name.replace("_", "-")
-            raise ConfigError(f"{flag} has no effect on loragate recipes {verb}, only on {readers}")
+            raise ConfigError(f"{flag_of(field.name)} has no effect on loragate recipes {verb}, only on {readers}")
 
 
 EXAMPLE = "math/qwen2.5-math-1.5b/scale"

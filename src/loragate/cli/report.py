@@ -10,6 +10,7 @@ from typing import Any
 
 from loragate.cli.arguments import Command
 from loragate.cli.display import console
+from loragate.cli.models import bounds_of
 from loragate.cli.report_sources import Source, all_sources, readable
 from loragate.errors import ConfigError
 from loragate.version import __version__
@@ -93,7 +94,7 @@ def page(sources: Sequence[Source], title: str) -> str:
             add(selection_section, "selection", "How the range was chosen", source, source.record["selection"])
     for source in of.get("quickstart", []):
         with readable(source):
-            lower, upper = _bounds(source.record["picked"])
+            lower, upper = bounds_of(source.record["picked"])
             histories = {name: value["history"] for name, value in source.record["calibrations"].items()}
             realised = source.record["realised_gates"]
         add(gates_section, "gates", "Gates on generated text", source, realised, lower, upper)
@@ -200,11 +201,6 @@ def _facts_of(source: Source) -> list[tuple[str, str]]:
     if versions:
         facts.append((f"{name}: versions", ", ".join(f"{key} {value}" for key, value in versions.items())))
     return facts
-
-
-def _bounds(name: str) -> tuple[float, float]:
-    lower, upper = name.strip("[]").split(",")
-    return float(lower), float(upper)
 
 
 COMMAND = Command(

@@ -8,14 +8,15 @@ none        no evidence can be had: one range is trained, and stays off until it
 
 from __future__ import annotations
 
-import os
 import shlex
 from dataclasses import dataclass, fields
 from typing import Any
 
+from loragate.cli.arguments import flag_of
 from loragate.cli.models import parse_range
 from loragate.errors import ConfigError, nearest
 from loragate.training.settings import GATE_OBJECTIVES, ON_POLICY
+from loragate.training.strategy import launch_of
 
 CAUTIOUS = (0.0, 1.0)
 
@@ -77,9 +78,9 @@ def candidates_of(options: Any) -> list[Any]:
             "it started from in 5 of 18 situations while its training loss fell as it should. Give --probe FILE (at least 32 "
             "prompts with answers), leave --range out to have it chosen, or accept the gates as they come with --unverified"
         )
-    if not options.unverified and int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+    if not options.unverified and (processes := launch_of().processes) > 1:
         raise ConfigError(
-            f"ranges are chosen in one process, and this is one of {os.environ['WORLD_SIZE']}; start loragate without a "
+            f"ranges are chosen in one process, and this is one of {processes}; start loragate without a "
             "distributed launcher, or train one range on all of them with --range=L,U --unverified"
         )
     _require_effect(options, automatic)
@@ -115,7 +116,7 @@ def _require_effect(options: Any, automatic: bool) -> None:
     ]
     for name, needed in (("probe_task", "probe"), ("retention_task", "retention_probe")):
         if name in changed and not getattr(options, needed):
-            raise ConfigError(f"{_flag(name)} has no effect without {_flag(needed)} FILE")
+            raise ConfigError(f"{flag_of(name)} has no effect without {flag_of(needed)} FILE")
     if options.exclude and not (options.probe or options.retention_probe):
         raise ConfigError("--exclude has no effect without --probe FILE")
     if "ranges" in changed and not automatic:
@@ -125,7 +126,7 @@ def _require_effect(options: Any, automatic: bool) -> None:
     asking = ("probe_samples", "probe_temperature", "probe_max_new_tokens", "probe_sandbox", "probe_grader")
     for name in (*asking, "retention_probe"):
         if name in changed and options.unverified and (name, options.objective) != ("probe_grader", "reward"):
-            raise ConfigError(f"{_flag(name)} has no effect with --unverified, which asks no probe")
+            raise ConfigError(f"{flag_of(name)} has no effect with --unverified, which asks no probe")
     if (
         options.probe_samples < 1
         or options.probe_max_new_tokens < 0
@@ -134,10 +135,6 @@ def _require_effect(options: Any, automatic: bool) -> None:
         raise ConfigError(
             "--probe-samples must be at least 1, --probe-max-new-tokens and --probe-temperature must not be negative"
         )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True)
@@ -322,7 +319,7 @@ def accept_command(options: Any, candidate: Any) -> str:
     words = ["loragate", "calibrate", "--adapter", options.adapter, "--data", options.data, "--out", options.out]
     for name in ("base", "base_id", "chat_template", "dtype", "quantization", "device"):
         if getattr(options, name) != getattr(usual, name):
-            words += [_flag(name), getattr(options, name)]
+            words += [flag_of(name), getattr(options, name)]
     words += ["--trust-remote-code"] if options.trust_remote_code else []
     words += [f"--range={candidate.lower:g},{candidate.upper:g}", "--unverified", "--resume"]
     return shlex.join(words)

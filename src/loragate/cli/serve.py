@@ -16,7 +16,8 @@ from loragate.cli.arguments import Command
 from loragate.cli.display import console
 from loragate.cli.hub import on_disk
 from loragate.cli.models import require_place
-from loragate.cli.serve_folders import base_revision, is_gated, plain_part, served_folders, tokenizer_places
+from loragate.cli.places import is_adapter, is_gated
+from loragate.cli.serve_folders import base_revision, plain_part, served_folders, tokenizer_places
 from loragate.errors import ConfigError, LoragateError, nearest
 
 ENGINES = ("auto", "vllm", "transformers")
@@ -83,8 +84,8 @@ def run(options: ServeOptions) -> int:
     options = replace(options, model=on_disk(options.model))
     require_place("model", options.model)
     installed = importlib.util.find_spec("vllm") is not None
-    is_adapter = any((Path(options.model) / name).is_file() for name in ("gate_config.json", "adapter_config.json"))
-    with_vllm = options.engine == "vllm" or options.verify or (options.engine == "auto" and installed and is_adapter)
+    fits = installed and is_adapter(Path(options.model))
+    with_vllm = options.engine == "vllm" or options.verify or (options.engine == "auto" and fits)
     if with_vllm:
         if not installed:
             raise ConfigError("vLLM is not installed; run: pip install loragate[vllm], or use --engine transformers")

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from loragate.cli.arguments import comma_list
 from loragate.cli.hub import place_on_disk
 from loragate.cli.models import require_place, revision_for
+from loragate.cli.places import is_adapter, is_gated
 from loragate.errors import ConfigError
 
 
@@ -22,7 +24,7 @@ def served_folders(options: Any) -> tuple[str, dict[str, str]]:
     from loragate.gates.schema import read_gate_config
 
     folder = Path(options.model).resolve()
-    if not any((folder / file).is_file() for file in ("gate_config.json", "adapter_config.json")):
+    if not is_adapter(folder):
         raise ConfigError(
             f"{options.model} is no local folder of a gated or plain adapter, which is what these settings serve"
         )
@@ -36,23 +38,18 @@ def served_folders(options: Any) -> tuple[str, dict[str, str]]:
         raise ConfigError(f"{folder} does not say on which base it was trained; name it with --base")
     require_place("base model", base)
     base = split_base(base)[0]
-    for part in _parts(options.adapters):
+    for part in comma_list(options.adapters):
         name, place = _named_place(part)
         if name in (*adapters, "base"):
             raise ConfigError(f"--adapters {part}: the name {name} is taken; choose another")
         adapters[name] = place
     gated = [name for name, place in adapters.items() if is_gated(Path(place))]
-    for text in _parts(options.overrides):
+    for text in comma_list(options.overrides):
         parse_override(text)
         if not gated:
             raise ConfigError(f"--overrides {text} has no effect: none of the adapters carries gates")
         adapters |= {f"{name}@{text}": f"{adapters[name]}@{text}" for name in gated}
     return base, adapters
-
-
-def is_gated(folder: Path) -> bool:
-    """Whether a folder is a gated adapter."""
-    return (folder / "gate_config.json").is_file()
 
 
 def plain_part(place: str) -> Path:
@@ -81,14 +78,9 @@ def _named_place(part: str) -> tuple[str, str]:
     name, sign, place = part.partition("=")
     place = place_on_disk(place) if name and place else place
     folder = Path(split_folder(place)[0])
-    present = any((folder / file).is_file() for file in ("gate_config.json", "adapter_config.json"))
-    if not sign or not name or not present:
+    if not sign or not name or not is_adapter(folder):
         raise ConfigError(
             f"--adapters {part}: expected NAME=FOLDER with the folder or hub id of a gated or plain adapter, or "
             "NAME=FOLDER@OVERRIDE"
         )
     return name, str(folder.resolve()) + place[len(str(split_folder(place)[0])) :]
-
-
-def _parts(text: str) -> list[str]:
-    return [part for part in (part.strip() for part in text.split(",")) if part]

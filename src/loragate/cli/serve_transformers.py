@@ -35,7 +35,8 @@ def add_adapters(model: Any, places: Mapping[str, str]) -> dict[str, Row]:
         places: {served name: folder, or FOLDER@OVERRIDE}.
     """
     from loragate.cli.models import explained
-    from loragate.cli.serve_folders import is_gated, plain_part
+    from loragate.cli.places import is_gated
+    from loragate.cli.serve_folders import plain_part
     from loragate.gates import load_gates
     from loragate.gates.override_names import split_folder
 
@@ -62,7 +63,6 @@ def transformers_app(
     kind: str,
     *,
     system: str = "none",
-    batch_size: int = 16,
     more: Mapping[str, Row] | None = None,
 ) -> App:
     """The app over a loaded model.
@@ -72,13 +72,12 @@ def transformers_app(
         tokenizer: its tokenizer.
         kind: "base", "adapter" or "gated"; decides the names that can be asked for.
         system: "none" renders without an injected default system message, "keep" as the template does.
-        batch_size: sequences generated at a time.
         more: rows of further adapters, from `add_adapters`.
     """
     from loragate.data import prompt_ids, render_prompt
     from loragate.generation import SamplingConfig, TransformersEngine
 
-    engine = TransformersEngine(model, tokenizer, batch_size=batch_size)
+    engine = TransformersEngine(model, tokenizer, batch_size=16)
     rows = {name: Row(name, kind) for name in NAMES[kind]} | dict(more or {})
 
     def complete(prompts: Sequence[str], asked: Asked) -> list[tuple[int, list[Answer]]]:
@@ -119,6 +118,7 @@ def answering(model: Any, rows: Mapping[str, Row], name: str) -> Iterator[None]:
         ConfigError: for an override on the base or on an adapter without gates, which takes a constant alone.
     """
     from loragate.evaluation.variants import Variant, acting
+    from loragate.gates import constant_gate, gate_override
     from loragate.gates.override_names import split_name
 
     override = None
@@ -134,8 +134,11 @@ def answering(model: Any, rows: Mapping[str, Row], name: str) -> Iterator[None]:
         if override is None:
             with acting(model, Variant(row.acts), row.kind):
                 yield
+        elif override.constant is not None:
+            with constant_gate(model, override.constant, row.adapter):
+                yield
         else:
-            with _overridden(model, row, override):
+            with gate_override(model, override.minimum, override.maximum, adapter_name=row.adapter):
                 yield
 
 
@@ -150,19 +153,3 @@ def _active(model: Any, row: Row) -> Iterator[None]:
         yield
     finally:
         model.set_adapter(before)
-
-
-@contextmanager
-def _overridden(model: Any, row: Row, override: Any) -> Iterator[None]:
-    """λ overridden; a plain adapter gets gates for as long, so that one λ can be laid over them."""
-    from loragate.gates import GateConfig, attach_gates, detach_gates, gate_override
-
-    gated = row.kind == "gated"
-    if not gated:
-        attach_gates(model, GateConfig(-1.0, 2.0), row.adapter)
-    try:
-        with gate_override(model, override.minimum, override.maximum, override.constant, row.adapter):
-            yield
-    finally:
-        if not gated:
-            detach_gates(model, row.adapter)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.cli.display import Display, console
+from loragate.cli.places import is_gated
 from loragate.errors import ConfigError, LoragateError
 
 TOLERANCE = 1e-4
@@ -106,7 +107,7 @@ def _reference(options: Any, base: str, place: str | None, dtype: Any, device: s
     from loragate.gates.override_names import split_folder
 
     folder, override = split_folder(place) if place is not None else (None, None)
-    if folder is not None and (Path(folder) / "gate_config.json").is_file():
+    if folder is not None and is_gated(Path(folder)):
         model = load_gated(folder, base=base, dtype=dtype, trust_remote_code=options.trust_remote_code).to(device)
     else:
         model = load_base(base, dtype=dtype, device=device, trust=options.trust_remote_code)

@@ -12,7 +12,6 @@ from loragate.cli.hub import pinned
 from loragate.cli.launching import begin, loading_device
 from loragate.cli.models import (
     adapter_record,
-    check_batching,
     dtype_argument,
     load_base,
     load_tokenizer,
@@ -54,7 +53,6 @@ def run(options: SftOptions) -> int:
     if (status := begin(options, settings, reference=bool(options.reference))) is not None:
         return status
     require_reporters(options.report_to)
-    check_batching(settings)
     require_place("base model", options.model)
     require_not_an_adapter(options.model)
     settings, note = with_adapter(settings)
@@ -67,7 +65,8 @@ def run(options: SftOptions) -> int:
     from loragate.gates.fingerprint import commit_of_base
     from loragate.gates.hub import split_base
     from loragate.training import train_adapter
-    from loragate.training.stage_one import objective_of, require_keep_mask
+    from loragate.training.own_objective import require_mask_column
+    from loragate.training.stage_one import objective_of
 
     objective = objective_of(settings)
     require_reference(options, objective)
@@ -82,7 +81,7 @@ def run(options: SftOptions) -> int:
             job,
             lambda **how: encode_rows(rows, tokenizer, max_length=settings.max_length, system=options.system, **how),
         )
-    require_keep_mask(settings, encoded, rows)
+    require_mask_column(objective, encoded, rows)
     show_data(out, encoded, tokenizer)
     if "keep_mask" in encoded[0] and "keep_mask" not in objective.requires:
         out.print(f"note: the keep_mask column is not read by the objective {settings.objective}", markup=False)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from loragate.cli.arguments import comma_list
 from loragate.cli.hub import pinned
 from loragate.cli.models import (
     adapter_record,
@@ -98,20 +99,9 @@ class SweepMaterials:
         return dataclasses.replace(settings_for(self.options, trial.objective), seed=trial.seed)
 
     def gates(self, trial: Trial) -> Any:
-        from loragate.gates import GateConfig
+        from loragate.cli.calibration import gate_config
 
-        options = self.options
-        targets = tuple(name.strip() for name in options.gate_modules.split(",") if name.strip())
-        return GateConfig(
-            trial.lower,
-            trial.upper,
-            tau=options.tau,
-            init_scale=options.init_scale,
-            seed=trial.seed,
-            detach_input=options.detach_input,
-            granularity=options.granularity,
-            target_modules=targets or None,
-        )
+        return gate_config(self.options, trial.lower, trial.upper, trial.seed)
 
     def probes(self, model: Any, tokenizer: Any) -> tuple[Any, Any]:
         from loragate.cli.selecting import answer_limit
@@ -149,10 +139,10 @@ def prepare(options: Any) -> tuple[SweepMaterials, SweepPlan]:
 
     options = with_absolute_paths(options)
     adapters = {
-        label: pinned(place) for label, place in label_adapters(names(options.adapters or options.adapter)).items()
+        label: pinned(place) for label, place in label_adapters(comma_list(options.adapters or options.adapter)).items()
     }
     ranges, seeds = parse_ranges(options.ranges), numbers(options.seeds)
-    objectives = names(options.objectives)
+    objectives = comma_list(options.objectives)
     records = {objective: _record(settings_for(options, objective)) for objective in objectives}
     base, revision = common_base(adapters, options.base)
     rows = read_rows(options)
@@ -217,7 +207,7 @@ def settings_for(options: Any, objective: str) -> CalibrationSettings:
         raise ConfigError(
             f"--objectives: {objective!r} is none of {', '.join(OBJECTIVES)}{nearest(objective, OBJECTIVES)}{more}"
         )
-    read = [CalibrationSettings.read_by(name) for name in names(options.objectives) if name in OBJECTIVES]
+    read = [CalibrationSettings.read_by(name) for name in comma_list(options.objectives) if name in OBJECTIVES]
     somewhere = set().union(*read)
     unread = {name: value for name, value in given.items() if name not in somewhere}
     CalibrationSettings(**{**unread, "objective": objective})  # says which setting has no effect
@@ -268,20 +258,15 @@ def with_absolute_paths(options: Any) -> Any:
         if getattr(options, name) and Path(getattr(options, name)).exists()
     }
     if options.adapters:
-        places = [str(Path(p).resolve()) if Path(p).exists() else p for p in names(options.adapters)]
+        places = [str(Path(p).resolve()) if Path(p).exists() else p for p in comma_list(options.adapters)]
         changed["adapters"] = ",".join(places)
     return dataclasses.replace(options, **changed)
-
-
-def names(text: str) -> list[str]:
-    """The parts of a list that is separated by commas."""
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def numbers(text: str) -> list[int]:
     """Seeds: whole numbers separated by commas."""
     try:
-        return [int(part) for part in names(text)]
+        return [int(part) for part in comma_list(text)]
     except ValueError:
         raise ConfigError(
             f"--seeds: expected whole numbers separated by commas, such as 0,1,2, found {text!r}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from loragate.evaluation import SuiteScores, compare, run_suite
 from loragate.gates import (
     GateConfig,
     attach_gates,
+    constant_gate,
     detach_gates,
-    gate_override,
     gate_parameters,
     record_gates,
 )
-from loragate.generation import OnProgress, Sample, SamplingConfig, TransformersEngine
+from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from loragate.selection import Choice, choose
 from loragate.training import CalibrationResult, CalibrationSettings, StageOneSettings, calibrate, train_adapter
 from loragate.training.callbacks import StepReport
@@ -153,11 +153,7 @@ class Study:
                     parameter.requires_grad_(False)
             yield
         finally:
-            self.take_off()
-
-    def take_off(self) -> None:
-        """Back to the plain adapter."""
-        detach_gates(self.model)
+            detach_gates(self.model)
 
     @contextmanager
     def gated(self, name: str) -> Iterator[None]:
@@ -165,17 +161,11 @@ class Study:
         with self.wearing(self.calibrations[name].config, self.gates[name]):
             yield
 
-    @contextmanager
-    def scaled(self, constant: float) -> Iterator[None]:
+    def scaled(self, constant: float) -> AbstractContextManager[None]:
         """The adapter at one constant λ inside the context (0 is the base)."""
-        attach_gates(self.model, GateConfig(min(constant, 0.0), max(constant, 1.0)))
-        try:
-            with gate_override(self.model, constant=constant):
-                yield
-        finally:
-            self.take_off()
+        return constant_gate(self.model, constant)
 
-    def score_dev(self, name: str, on_progress: OnProgress | None = None) -> None:
+    def score_dev(self, name: str) -> None:
         """Avg@4 on the development questions, of a range, of "adapter", or of a constant λ ("λ=0.5")."""
         if name == "adapter":
             context: Any = nullcontext()
@@ -186,7 +176,7 @@ class Study:
         with context:
             config = SamplingConfig(max_new_tokens=MAX_NEW_TOKENS, samples=4, seed=self.seed + 1)
             engine = TransformersEngine(self.model, self.tokenizer, batch_size=BATCH)
-            self.dev_scores[name] = run_suite(engine, self.dev.prompts, self.dev.is_right, config, on_progress)
+            self.dev_scores[name] = run_suite(engine, self.dev.prompts, self.dev.is_right, config)
 
     def choose_range(self) -> Choice:
         """The best range on the development questions, the untouched adapter among the candidates."""
@@ -197,15 +187,7 @@ class Study:
         """The best constant λ on the development questions."""
         return max(CONSTANTS, key=lambda value: float(self.dev_scores[f"λ={value:g}"].scores.mean()))
 
-    def score_test(
-        self,
-        name: str,
-        group: str,
-        *,
-        temperature: float = 1.0,
-        model: Any = None,
-        on_progress: OnProgress | None = None,
-    ) -> None:
+    def score_test(self, name: str, group: str, *, temperature: float = 1.0, model: Any = None) -> None:
         """One line of the table: Avg@k on the test questions and retention, at one temperature."""
         model = self.model if model is None else model
         engine = TransformersEngine(model, self.tokenizer, batch_size=BATCH)
@@ -213,7 +195,7 @@ class Study:
         config = SamplingConfig(
             temperature=temperature, max_new_tokens=MAX_NEW_TOKENS, samples=samples, seed=self.seed + 2
         )
-        suite = run_suite(engine, self.test.prompts, self.test.is_right, config, on_progress)
+        suite = run_suite(engine, self.test.prompts, self.test.is_right, config)
         few = SamplingConfig(
             temperature=temperature, max_new_tokens=24, samples=1 if temperature == 0 else 4, seed=self.seed + 3
         )

@@ -9,7 +9,7 @@ from loragate.gates.attach import (
     train_gates_only,
 )
 from loragate.gates.config import GateConfig
-from loragate.gates.control import gate_override, gates_disabled, record_gates, trace_gates
+from loragate.gates.control import constant_gate, gate_override, gates_disabled, record_gates, trace_gates
 from loragate.gates.eligibility import Verdict, active_adapter, examine_adapter, require_gateable
 from loragate.gates.fingerprint import adapter_fingerprint, weights_checksum
 from loragate.gates.loading import load_gated
@@ -24,6 +24,7 @@ __all__ = [
     "adapter_fingerprint",
     "attach_gates",
     "attached_config",
+    "constant_gate",
     "detach_gates",
     "examine_adapter",
     "gate_coefficient",

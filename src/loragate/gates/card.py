@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from loragate.gates.hub import is_hub_id
+from loragate.gates.quantised import NONE
 from loragate.version import __version__
 
 _UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ufeff]+|\s+")
@@ -135,7 +136,7 @@ def _facts(record: dict[str, Any], selection: dict[str, Any], training: dict[str
         ("gated modules", f"{len(record['modules']):,}" + _counted(training.get("parameters"), ", {:,} parameters")),
         ("how the range was chosen", _chosen(selection)),
     ]
-    if storage and storage != "none":
+    if storage and storage != NONE:
         facts.append(("storage of the base in training", plain(storage)))
     if not training:
         return [*facts, ("training", "not recorded")]

@@ -1,22 +1,24 @@
-"""Looking at λ and laying something over it, without touching a parameter: four context managers.
+"""Looking at λ and laying something over it, without touching a parameter: five context managers.
 
-`gate_override` makes the paper's inference interventions (max(λ,0), min(λ,1), clip) and the constant-λ control;
-`record_gates` collects λ statistics, `trace_gates` every single λ; `gates_disabled` runs the plain Stage-I adapter through
-PEFT's own code.
+`gate_override` makes the paper's inference interventions (max(λ,0), min(λ,1), clip) and the constant-λ control, which
+`constant_gate` lays over a plain adapter too; `record_gates` collects λ statistics, `trace_gates` every single λ;
+`gates_disabled` runs the plain Stage-I adapter through PEFT's own code.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
 from loragate.errors import GateError
-from loragate.gates.attach import gate_modules
+from loragate.gates.attach import attach_gates, detach_gates, gate_modules
+from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import active_adapter, lora_layers
-from loragate.gates.gate import Override, Recorder, Recording, Trace
+from loragate.gates.gate import Override, Recorder, Recording, SignedGate, Trace
 
 
 @contextmanager
@@ -54,6 +56,25 @@ def gate_override(
 
 
 @contextmanager
+def constant_gate(peft_model: nn.Module, constant: float, adapter_name: str | None = None) -> Iterator[None]:
+    """One λ for a whole adapter inside the context; an adapter without gates gets neutral ones for as long.
+
+    Raises:
+        GateError: as `gate_override`, or as `attach_gates` where gates cannot be put on.
+    """
+    name = active_adapter(peft_model, adapter_name)
+    plain = not any(name in getattr(layer, "lora_gate", ()) for _, layer in lora_layers(peft_model, name))
+    if plain:
+        attach_gates(peft_model, GateConfig(min(constant, -1.0), max(constant, 2.0)), name)
+    try:
+        with gate_override(peft_model, constant=constant, adapter_name=name):
+            yield
+    finally:
+        if plain:
+            detach_gates(peft_model, name)
+
+
+@contextmanager
 def record_gates(peft_model: nn.Module, adapter_name: str | None = None) -> Iterator[Recording]:
     """Collect λ statistics of all forward passes inside the context (as applied, overrides included).
 
@@ -66,16 +87,9 @@ def record_gates(peft_model: nn.Module, adapter_name: str | None = None) -> Iter
         GateError: if the adapter carries no gates; in a forward pass, for a `token_mask` of another shape.
     """
     gates = gate_modules(peft_model, adapter_name)
-    recorders = {path: Recorder(gate.config.lower, gate.config.upper) for path, gate in gates.items()}
-    recording = Recording(recorders)
-    previous = {path: gate.recorder for path, gate in gates.items()}
-    try:
-        for path, gate in gates.items():
-            gate.recorder = recorders[path]
+    recording = Recording({path: Recorder(gate.config.lower, gate.config.upper) for path, gate in gates.items()})
+    with recorders_on(gates, recording.recorders):
         yield recording
-    finally:
-        for path, gate in gates.items():
-            gate.recorder = previous[path]
 
 
 @contextmanager
@@ -88,11 +102,18 @@ def trace_gates(peft_model: nn.Module, adapter_name: str | None = None) -> Itera
     """
     gates = gate_modules(peft_model, adapter_name)
     traces = {path: Trace() for path in gates}
+    with recorders_on(gates, traces):
+        yield {path: trace.values for path, trace in traces.items()}
+
+
+@contextmanager
+def recorders_on(gates: Mapping[str, SignedGate], recorders: Mapping[str, Any]) -> Iterator[None]:
+    """Each gate's λ goes to the recorder of its path inside the context, and not to the one it had before."""
     previous = {path: gate.recorder for path, gate in gates.items()}
     try:
         for path, gate in gates.items():
-            gate.recorder = traces[path]
-        yield {path: trace.values for path, trace in traces.items()}
+            gate.recorder = recorders[path]
+        yield
     finally:
         for path, gate in gates.items():
             gate.recorder = previous[path]

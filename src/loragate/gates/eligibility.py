@@ -269,6 +269,3 @@ def _output_head(model: nn.Module) -> nn.Module | None:
         return getter() if getter is not None else None
     except (AttributeError, NotImplementedError):
         return None
-
-
-__all__ = ["Verdict", "active_adapter", "base_path", "examine_adapter", "judge", "lora_layers", "require_gateable"]

@@ -23,35 +23,23 @@ def gate_response(gate_logit: torch.Tensor, tau: float | torch.Tensor = 1.0) -> 
     return torch.tanh(working / tau)
 
 
-def response_slope(response: torch.Tensor, lower: float | torch.Tensor, upper: float | torch.Tensor) -> torch.Tensor:
+def response_slope(response: torch.Tensor, lower: float, upper: float) -> torch.Tensor:
     """dλ/dv on the branch that holds at v: 1−L for v < 0 and U−1 for v ≥ 0, same shape as `response`.
 
-    `torch.where` is the only form with the right one-sided slope everywhere: `clamp` adds both slopes at v = 0, `relu`
+    A choice is the only form with the right one-sided slope everywhere: `clamp` adds both slopes at v = 0, `relu`
     gives 0 there (a gate that starts at zero would never move) and `minimum`/`maximum` the mean.
     """
-    below, above = _slopes(response, lower, upper)
-    if isinstance(below, torch.Tensor) or isinstance(above, torch.Tensor):
-        below = torch.as_tensor(below, dtype=response.dtype, device=response.device)
-        above = torch.as_tensor(above, dtype=response.dtype, device=response.device)
-        return torch.where(response < 0, below, above)
     # not `torch.where` of two numbers, which would wait for a copy from the host to the device
-    return torch.full_like(response, above).masked_fill_(response < 0, below)
-
-
-def _slopes(
-    response: torch.Tensor, lower: float | torch.Tensor, upper: float | torch.Tensor
-) -> tuple[float | torch.Tensor, float | torch.Tensor]:
-    def own(slope: float | torch.Tensor) -> float | torch.Tensor:
-        return slope.to(response) if isinstance(slope, torch.Tensor) else slope
-
-    return own(1.0 - lower), own(upper - 1.0)
+    return torch.full_like(response, upper - 1.0).masked_fill_(response < 0, 1.0 - lower)
 
 
 def coefficient_from_response(
     response: torch.Tensor, lower: float | torch.Tensor, upper: float | torch.Tensor
 ) -> torch.Tensor:
     """λ = 1 + (1−L)·min(v,0) + (U−1)·max(v,0) (eq:rw-transform); exactly 1 at v = 0."""
-    below, above = _slopes(response, lower, upper)
+    below, above = (
+        slope.to(response) if isinstance(slope, torch.Tensor) else slope for slope in (1.0 - lower, upper - 1.0)
+    )
     return 1.0 + torch.where(response < 0, response * below, response * above)
 
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from loragate.errors import ArtifactError, ConfigError
 from loragate.gates.card import render_card, with_base
 from loragate.gates.hub import is_hub_id
-from loragate.gates.schema import ADAPTER, CARD, CONFIG, GATES, read_gate_config, read_tensors
+from loragate.gates.schema import ADAPTER, CARD, CONFIG, EVIDENCE, GATES, read_gate_config, read_tensors
 from loragate.version import __version__
 
 _ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -38,7 +38,6 @@ _TOKENIZER += (
     "sentencepiece.bpe.model",
     "chat_template.jinja",
 )
-_EVIDENCE = ("parity", "selection", "training")
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def files_to_push(folder: str | Path, name: str, base_id: str = "", card: bool =
     if not is_hub_id(base):
         what = f"--base-id {base}" if base_id else f"the base of {folder}, {base or 'which has no name'},"
         raise ConfigError(f"{what} is no hub id; say where others find the same base with --base-id OWNER/NAME")
-    public, paths = _without_folders({key: record.get(key) for key in _EVIDENCE})
+    public, paths = _without_folders({key: record.get(key) for key in EVIDENCE})
     shown = {**record, **public, "base": {**record["base"], "id": base}}
     if base != recorded:
         shown["base"]["revision"] = None  # a commit of the other base means nothing here

@@ -20,8 +20,7 @@ from torch.autograd.function import once_differentiable
 from loragate.errors import ConfigError
 from loragate.losses.head import IGNORED, TokenStatistics
 from loragate.losses.projection import Head, Projection
-
-_CHUNK_BYTES = 64 << 20
+from loragate.losses.tiling import chunks, whole_rows
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,7 @@ def reference_statistics(
         nothing = torch.zeros(labels.shape, device=hidden.device) + hidden.float().sum() * 0.0
         return TokenStatistics(nothing, nothing, nothing, mask, vocabulary, nothing)
     if chunk_tokens is None:
-        limit = 128 if hidden.device.type == "cpu" else 1 << 20
-        chunk_tokens = min(limit, max(16, _CHUNK_BYTES // (4 * vocabulary)))
+        chunk_tokens = whole_rows(vocabulary, hidden.device.type)
     moved = Reference(reference.states.detach().to(hidden.device), reference.head)
     plan = _Plan(head, moved, chunk_tokens)
     log_prob_T, entropy_T, kl_T = _ReferenceStatistics.apply(chosen_TD, labels[mask], plan)
@@ -117,7 +115,7 @@ class _ReferenceStatistics(torch.autograd.Function):
         parts = []
         with torch.autocast(hidden_TD.device.type, enabled=False):
             own, other = plan.projections()
-            for rows in _chunks(hidden_TD.shape[0], plan.chunk):
+            for rows in chunks(hidden_TD.shape[0], plan.chunk):
                 log_p_CV, log_r_CV, _ = _distributions(own, other, plan.reference, hidden_TD[rows], rows)
                 p_CV = log_p_CV.exp()
                 parts.append(
@@ -138,7 +136,7 @@ class _ReferenceStatistics(torch.autograd.Function):
         parts = []
         with torch.autocast(hidden_TD.device.type, enabled=False):
             own, other = ctx.plan.projections()
-            for rows in _chunks(hidden_TD.shape[0], ctx.plan.chunk):
+            for rows in chunks(hidden_TD.shape[0], ctx.plan.chunk):
                 log_p_CV, log_r_CV, slope_CV = _distributions(own, other, ctx.plan.reference, hidden_TD[rows], rows)
                 p_CV = log_p_CV.exp()
                 grad_y, grad_h, grad_k = (
@@ -168,10 +166,6 @@ def _log_softmax_of(reference: Reference, rows: slice, projection: Projection | 
     if projection is None:
         return torch.log_softmax(states if states.dtype == torch.float64 else states.float(), -1)
     return torch.log_softmax(projection.logits(states.to(projection.weight_VD.device))[0], -1).to(states.device)
-
-
-def _chunks(count: int, size: int) -> list[slice]:
-    return [slice(at, at + size) for at in range(0, count, size)]
 
 
 def _require_same_vocabulary(reference: int, model: int) -> None:

@@ -71,6 +71,11 @@ def rows_within(bytes_per_row: int, budget: int) -> int:
     return max(1, budget // bytes_per_row)
 
 
+def whole_rows(vocabulary: int, device: str, budget: int = BUDGET) -> int:
+    """Tokens per chunk where a chunk holds whole rows of fp32 logits: as many as the budget does, at most 128 on a CPU."""
+    return min(128 if device == "cpu" else 1 << 20, max(_LEAST, budget // (4 * vocabulary)))
+
+
 def needs_widening(weight_VD: torch.Tensor) -> bool:
     """Whether head rows must be copied to fp32 to be multiplied in fp32: low precision off CUDA."""
     return weight_VD.dtype in (torch.bfloat16, torch.float16) and not weight_VD.is_cuda

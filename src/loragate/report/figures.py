@@ -7,17 +7,15 @@ when a figure is drawn, and its figures are used without pyplot: neither a displ
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from loragate.errors import ConfigError, DataError
+from loragate.files import write_atomically
 from loragate.report.table import NOT_RUN, Row, percent
 
 if TYPE_CHECKING:
@@ -95,16 +93,14 @@ def accuracy_bars(rows: Sequence[Row], path: str | Path) -> None:
         _save(figure, path)
 
 
-def entropy_curve(
-    log_records: Mapping[str, Sequence[Mapping[str, Any]]] | Sequence[Mapping[str, Any]], path: str | Path
-) -> None:
+def entropy_curve(histories: Mapping[str, Sequence[Mapping[str, Any]]], path: str | Path) -> None:
     """Draw the top-k entropy over the steps of one or several calibrations.
 
-    `log_records` is {label: records}, such as one entry per range, or a single list of records, which is then divided by
-    their "range" if they have one. Records without "step" or "topk_entropy" are other entries of the log and are left out.
+    `histories` is {label: log records}, such as one entry per range. Records without "step" or
+    "topk_entropy" are other entries of the log and are left out.
     Raises `DataError` when no point is left and `ConfigError` for a file name of another kind than png, svg or pdf.
     """
-    curves = _curves(log_records)
+    curves = _curves(histories)
     from matplotlib import rc_context
 
     with rc_context(STYLE):
@@ -127,8 +123,7 @@ def entropy_curve(
         axes.set_ylabel("top-k entropy / log k")
         axes.set_title("Training entropy (its fall does not show better answers)")
         _grid(axes, "both")
-        if any(curves):
-            figure.legend(loc="outside right upper", frameon=False, title="range" if len(curves) > 1 else None)
+        figure.legend(loc="outside right upper", frameon=False, title="range" if len(curves) > 1 else None)
         _save(figure, path)
 
 
@@ -192,28 +187,18 @@ def lambda_map(stats: Mapping[str, Mapping[str, float]], path: str | Path) -> No
         _save(figure, path)
 
 
-def _curves(
-    log_records: Mapping[str, Sequence[Mapping[str, Any]]] | Sequence[Mapping[str, Any]],
-) -> dict[str, list[tuple[float, float]]]:
+def _curves(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[tuple[float, float]]]:
     """{label: [(step, entropy)]}, without records of other kinds and without empty curves."""
-    if isinstance(log_records, Mapping):
-        labelled = [(label, record) for label, records in log_records.items() for record in records]
-    else:
-        labelled = [(_range_label(record.get("range")), record) for record in log_records]
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for label, record in labelled:
-        if "step" in record and "topk_entropy" in record:
-            curves.setdefault(label, []).append((record["step"], record["topk_entropy"]))
+    points = {
+        label: sorted(
+            (record["step"], record["topk_entropy"]) for record in log if {"step", "topk_entropy"} <= set(record)
+        )
+        for label, log in histories.items()
+    }
+    curves = {label: found for label, found in points.items() if found}
     if not curves:
         raise DataError('No log record has both "step" and "topk_entropy"; give the log of a calibration.')
-    return {label: sorted(points) for label, points in curves.items()}
-
-
-def _range_label(value: Any) -> str:
-    """A range [lower, upper] as it is written on the command line's help; text is kept, and None is no label."""
-    if value is None or isinstance(value, str):
-        return value or ""
-    return "[" + ", ".join(f"{bound:g}" for bound in value) + "]"
+    return curves
 
 
 def _figure(width: float, height: float) -> Figure:
@@ -231,22 +216,10 @@ def _grid(axes: Axes, axis: Any) -> None:
 
 
 def _save(figure: Figure, path: str | Path) -> None:
-    """Write the figure in the format of the suffix: to a temporary file beside `path`, which then takes its name."""
+    """Write the figure in the format of the suffix."""
     path = Path(path)
     kind = path.suffix.lower().lstrip(".")
     if kind not in KINDS:
         raise ConfigError(f"A figure cannot be written to {path}: give a file name that ends in .png, .svg or .pdf.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-            figure.savefig(file, format=kind, dpi=160, metadata=metadata)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp's 0600 would hide the figure from a web server
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+    write_atomically(path, lambda temporary: figure.savefig(temporary, format=kind, dpi=160, metadata=metadata))

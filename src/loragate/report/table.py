@@ -14,7 +14,7 @@ so that its absence is seen. What the numbers mean is `reading.py`'s business.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -46,6 +46,11 @@ def points(share: float) -> str:
 def p_value(p: float) -> str:
     """Return a p-value behind its sign, with three decimals or as a bound where these would show zero."""
     return "<0.001" if p < 0.001 else f"={p:.3f}"
+
+
+def or_absent(value: Any, show: Callable[[Any], str]) -> str:
+    """Return a value as `show` writes it, or the sign of what was not measured for None."""
+    return ABSENT if value is None else show(value)
 
 
 def results_table(rows: Sequence[Row]) -> Table:

@@ -21,6 +21,7 @@ from loragate.serving.versions import vllm_version
 
 USUAL_SHARE = 0.9
 """Share of an accelerator's memory that vLLM may fill."""
+START_S, STOP_S = 1800.0, 30.0  # patience with a server that starts, and with one that ends
 
 
 def on_cpu() -> bool:
@@ -85,16 +86,15 @@ def server_command(
     host: str,
     port: int,
     max_lora_rank: int,
-    base_name: str = "base",
     extra: Sequence[str] = (),
 ) -> list[str]:
-    """Command line of the server: the base as `base_name`, each adapter folder (gated or plain) under its name.
+    """Command line of the server: the base as "base", each adapter folder (gated or plain) under its name.
 
     The module is started rather than the program `vllm`, which the CPU builds of other publishers do not bring.
     """
     return [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", base, "--served-model-name", base_name, "--host", host, "--port", str(port)),
+        *("--model", base, "--served-model-name", "base", "--host", host, "--port", str(port)),
         *("--enable-lora", "--max-lora-rank", str(max_lora_rank), "--max-loras", str(len(adapters))),
         *("--lora-modules", *(_module(name, folder) for name, folder in adapters.items())),
         *extra,
@@ -125,13 +125,13 @@ def start(
     return subprocess.Popen(list(command), env=environment, start_new_session=True)
 
 
-def wait_until_healthy(process: subprocess.Popen[bytes], url: str, timeout_s: float = 1800.0) -> None:
+def wait_until_healthy(process: subprocess.Popen[bytes], url: str) -> None:
     """Return when `url`/health answers.
 
     Raises:
         LoragateError: if the process ends, or nothing answers in time.
     """
-    until = time.monotonic() + timeout_s
+    until = time.monotonic() + START_S
     while time.monotonic() < until:
         if process.poll() is not None:
             raise LoragateError(
@@ -146,15 +146,15 @@ def wait_until_healthy(process: subprocess.Popen[bytes], url: str, timeout_s: fl
         except (urllib.error.URLError, OSError):
             pass
         time.sleep(0.5)
-    raise LoragateError(f"vLLM did not answer at {url}/health within {timeout_s:g} seconds")
+    raise LoragateError(f"vLLM did not answer at {url}/health within {START_S:g} seconds")
 
 
-def stop(process: subprocess.Popen[bytes], patience_s: float = 30.0) -> None:
+def stop(process: subprocess.Popen[bytes]) -> None:
     """End the server and its workers: politely first."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(patience_s)
+            process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

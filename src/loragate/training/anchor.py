@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from loragate.losses.causal_head import Head
-from loragate.losses.projection import HeadOptions, Projection
+from loragate.losses.projection import Head, Projection
+from loragate.losses.tiling import chunks, whole_rows
 
 _CHUNK_BYTES = 128 << 20
 
@@ -86,8 +86,7 @@ def anchored_loss(
         `AnchoredLoss`, fp32; differentiable with respect to `hidden_TD` only.
     """
     if chunk_tokens is None:
-        limit = 128 if hidden_TD.device.type == "cpu" else 1 << 20
-        chunk_tokens = min(limit, max(16, _CHUNK_BYTES // (4 * head.weight.shape[0])))
+        chunk_tokens = whole_rows(head.weight.shape[0], hidden_TD.device.type, _CHUNK_BYTES)
     plan = _Plan(head, anchor, entropy_weight, kl_weight, chunk_tokens)
     return AnchoredLoss(*_Anchored.apply(hidden_TD, plan, *[other.detach() for other in anchor_hidden]))
 
@@ -124,18 +123,13 @@ class _Plan:
 class _Anchored(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_TD: torch.Tensor, plan: _Plan, *anchor_hidden: torch.Tensor) -> Any:
-        head = plan.head
         with torch.autocast(hidden_TD.device.type, enabled=False):
-            projection = Projection(head.weight, head.bias, HeadOptions(head.scale, head.softcap))
+            projection = plan.head.projection()
             parts = [
                 _chunk(
-                    projection,
-                    plan,
-                    hidden_TD[at : at + plan.chunk],
-                    [other[at : at + plan.chunk] for other in anchor_hidden],
-                    hidden_TD.requires_grad,
+                    projection, plan, hidden_TD[rows], [other[rows] for other in anchor_hidden], hidden_TD.requires_grad
                 )
-                for at in range(0, hidden_TD.shape[0], plan.chunk)
+                for rows in chunks(hidden_TD.shape[0], plan.chunk)
             ]
         if not parts:
             nothing = torch.zeros(0, dtype=torch.float32, device=hidden_TD.device)

@@ -20,18 +20,14 @@ from loragate.training.settings import TrainSettings
 Row = dict[str, Any]
 
 
-def arrange(rows: Sequence[Row], settings: TrainSettings, processes: int = 1) -> list[Row]:
+def arranged_steps(rows: Sequence[Row], settings: TrainSettings, processes: int = 1) -> Iterator[list[Row]]:
     """Items for the loader, in its order; with `packing` an item is a whole forward pass (see `packed`).
 
-    Over several processes the items are filled up with rows that carry no label: each process needs equally many forward
-    passes, and repeating real rows would change the last step. Neighbours go to different processes, so that the passes
-    which run at the same time are of like length.
+    They come one optimiser step at a time: a data set as lists of numbers is many times its size. Over several processes
+    a step is filled up with rows that carry no label: each process needs equally many forward passes, and repeating real
+    rows would change the last step. Neighbours go to different processes, so that the passes which run at the same time
+    are of like length.
     """
-    return [item for step in arranged_steps(rows, settings, processes) for item in step]
-
-
-def arranged_steps(rows: Sequence[Row], settings: TrainSettings, processes: int = 1) -> Iterator[list[Row]]:
-    """The items of `arrange`, one optimiser step at a time: a data set as lists of numbers is many times its size."""
     together = settings.micro_batch_size * processes
     for start in range(0, len(rows), settings.batch_size):
         step = [rows[index] for index in range(start, min(start + settings.batch_size, len(rows)))]

@@ -113,7 +113,7 @@ def load_checkpoint(
                 }
     return LoopState(
         step=record["global_step"],
-        total=record.get("max_steps", 0),
+        total=record["max_steps"],
         answers=answers,
         before=[before[str(index)] for index in range(len(before))],
         history=record["history"],

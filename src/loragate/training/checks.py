@@ -59,7 +59,7 @@ def require_only_gates_train(model: Any, trained: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def measure_entropy(
-    model: Any, encoded: EncodedRows, collator: Collator, k: int, adapter_name: str, limit: int = MEASURED_ROWS
+    model: Any, encoded: EncodedRows, collator: Collator, k: int, adapter_name: str
 ) -> tuple[float, dict[str, dict[str, float]], dict[str, float]]:
     """Normalised top-k entropy over the response tokens of the first rows, and λ statistics there.
 
@@ -70,7 +70,7 @@ def measure_entropy(
     was_training = model.training
     model.eval()
     total = count = 0.0
-    chosen = encoded[:limit]
+    chosen = encoded[:MEASURED_ROWS]
     try:
         with statistics_forward(model), record_gates(model, adapter_name) as recording:
             for at in range(0, len(chosen), 8):

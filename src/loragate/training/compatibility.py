@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from loragate.errors import ConfigError
+from loragate.training.settings import ON_POLICY
 from loragate.training.strategy import STRATEGIES, Launch
 
 
@@ -64,7 +65,6 @@ class Rule:
     sentence: Callable[[Plan], str]
 
 
-_ON_POLICY = ("anchored", "reward")
 _WITH_REFERENCE = ("eksft",)
 
 RULES: tuple[Rule, ...] = (
@@ -102,12 +102,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "several processes × sampled answers",
-        lambda p: p.launch.processes > 1 and p.objective in _ON_POLICY,
+        lambda p: p.launch.processes > 1 and p.objective in ON_POLICY,
         lambda p: f"the objective {p.objective!r} runs in one process: start it without a distributed launcher",
     ),
     Rule(
         "sharding × probe",
-        lambda p: p.launch.sharded and p.sampling and p.objective not in _ON_POLICY,
+        lambda p: p.launch.sharded and p.sampling and p.objective not in ON_POLICY,
         lambda p: (
             f"under {p.launch.strategy} no process holds a model that could sample answers, so a range cannot be chosen on a "
             "probe here: add --unverified and compare with the plain adapter afterwards (loragate eval), or choose in one process"
@@ -161,7 +161,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "arrangement × sampled answers",
-        lambda p: (p.packing or p.group_by_length) and p.objective in _ON_POLICY,
+        lambda p: (p.packing or p.group_by_length) and p.objective in ON_POLICY,
         lambda p: (
             f"{'packing' if p.packing else 'group_by_length'} arranges the given rows, and the objective {p.objective!r} trains "
             "on answers that it samples: leave it out"
@@ -169,12 +169,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "offload × sampled answers",
-        lambda p: p.activation_offload and p.objective in _ON_POLICY,
+        lambda p: p.activation_offload and p.objective in ON_POLICY,
         lambda p: f"activation_offload has no effect on the objective {p.objective!r}: leave it out",
     ),
     Rule(
         "fp16 × sampled answers",
-        lambda p: p.precision == "fp16" and p.objective in _ON_POLICY,
+        lambda p: p.precision == "fp16" and p.objective in ON_POLICY,
         lambda p: f"the objective {p.objective!r} has no loss scaling: use precision fp32 or bf16",
     ),
     Rule(

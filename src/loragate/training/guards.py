@@ -19,9 +19,12 @@ from transformers import TrainerCallback
 
 from loragate.errors import ConfigError, GateError
 from loragate.gates.attach import gate_modules
+from loragate.gates.control import recorders_on
 from loragate.gates.gate import Recorder, Recording
+from loragate.training.sharding import causal_model
 
 READING = "guard_reading"  # key of a reading among the trainer's log records
+MARGIN = 0.01  # λ this near to a bound, as a share of the way there from 1, is at it
 
 
 class AnyAnswer(Protocol):
@@ -205,9 +208,8 @@ class GuardCallback(TrainerCallback):
 class BoundRecorder(Recorder):
     """Counts λ within a share of the way from 1 to its bound; an upper bound of 1 has no such way."""
 
-    def __init__(self, lower: float, upper: float, margin: float = 0.01) -> None:
+    def __init__(self, lower: float, upper: float) -> None:
         super().__init__(lower, upper)
-        self.margin = margin
         self.at_bound = self.count = 0
 
     def update(self, lam_T: torch.Tensor) -> None:
@@ -223,14 +225,14 @@ class BoundRecorder(Recorder):
             if mask.numel() != values.numel():
                 return
             values = values[mask.reshape(-1).to(values.device)]
-        self.at_bound += int(at_bound(values, self.lower, self.upper, self.margin).sum())
+        self.at_bound += int(at_bound(values, self.lower, self.upper).sum())
         self.count += values.numel()
 
 
-def at_bound(lam: torch.Tensor, lower: float, upper: float, margin: float = 0.01) -> torch.Tensor:
-    """Bool: λ has gone at least 1 − margin of the way from 1 to a bound."""
-    low = lam <= lower + margin * (1.0 - lower)
-    return low | (lam >= upper - margin * (upper - 1.0)) if upper > 1.0 else low
+def at_bound(lam: torch.Tensor, lower: float, upper: float) -> torch.Tensor:
+    """Bool: λ has gone at least 1 − MARGIN of the way from 1 to a bound."""
+    low = lam <= lower + MARGIN * (1.0 - lower)
+    return low | (lam >= upper - MARGIN * (upper - 1.0)) if upper > 1.0 else low
 
 
 @torch.no_grad()
@@ -239,22 +241,14 @@ def saturation(model: Any, batches: Sequence[dict[str, torch.Tensor]], adapter_n
 
     None where none does: the gates sit in experts alone, which see routed tokens.
     """
-    from loragate.training.trainer import causal_model
-
     # the gates all lie below the head, and logits of a whole vocabulary would be the largest tensor of the pass
     below_head = causal_model(model).base_model
     gates = gate_modules(model, adapter_name)
     recorders = {path: BoundRecorder(gate.config.lower, gate.config.upper) for path, gate in gates.items()}
     recording = Recording(dict(recorders))
-    previous = {path: gate.recorder for path, gate in gates.items()}
-    try:
-        for path, gate in gates.items():
-            gate.recorder = recorders[path]
+    with recorders_on(gates, recorders):
         for batch in batches:
             recording.token_mask = batch["labels"].ne(-100)
             below_head(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
-    finally:
-        for path, gate in gates.items():
-            gate.recorder = previous[path]
     total = sum(recorder.count for recorder in recorders.values())
     return sum(recorder.at_bound for recorder in recorders.values()) / total if total else None

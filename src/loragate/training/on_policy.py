@@ -8,7 +8,6 @@ have to share the sampling.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -42,7 +41,8 @@ from loragate.training.rollouts import (
 from loragate.training.run import OnStep, TrainingOutcome, as_found, collator_for, prepare_folder
 from loragate.training.scoring import ResponseScorer
 from loragate.training.settings import CalibrationSettings
-from loragate.training.trainer import causal_model
+from loragate.training.sharding import causal_model
+from loragate.training.strategy import launch_of
 
 BEFORE_TRAINING = -1  # number of the refresh whose answers are the guard's start
 SATURATION_ANSWERS = 64
@@ -82,7 +82,7 @@ def run_on_policy(
         ConfigError: under several processes, or without a reward where one is needed.
         TrainingError: non-finite loss or reward, a resume that does not fit, or a stop by Ctrl-C.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if launch_of().processes > 1:
         raise ConfigError(
             f"the objective {job.settings.objective!r} runs in one process; start it without a distributed launcher"
         )

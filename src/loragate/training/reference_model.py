@@ -15,7 +15,7 @@ from loragate.gates.fingerprint import base_weight_samples, config_fingerprint
 from loragate.losses import add_statistics_forward
 from loragate.losses.causal_head import ReferenceRequest
 from loragate.losses.divergence import Reference
-from loragate.training.trainer import causal_model
+from loragate.training.sharding import causal_model
 
 
 class BaseReference:

@@ -41,14 +41,13 @@ from loragate.training.lost import explain_lost_process
 from loragate.training.recomputation import recomputes, stop_recomputing
 from loragate.training.run_folder import Past, explain_full_disk, prepare_folder
 from loragate.training.settings import TrainSettings
-from loragate.training.sharding import partitioned, target_device
+from loragate.training.sharding import causal_model, partitioned, target_device
 from loragate.training.strategy import launch_of
 from loragate.training.trainer import (
     ReferenceOf,
     StatisticsTrainer,
     TokenLoss,
     as_dataset,
-    causal_model,
     statistics_forward,
     trainer_arguments,
 )
@@ -169,6 +168,8 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
     ):
         if not fused:
             logger.warning("the output head is not one frozen linear map: statistics use full logits (slower)")
+        if last_layer.reason is not None:
+            logger.info("the last layer runs on every position: %s", last_layer.reason)
         trainer = StatisticsTrainer(
             token_loss=job.token_loss,
             request=job.request,

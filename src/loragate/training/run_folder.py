@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.errors import TrainingError
-from loragate.files import write_json
+from loragate.files import first_difference, write_json
 from loragate.training.strategy import process_state
 from loragate.training.trainer import TRAINED
 from loragate.version import __version__
@@ -167,14 +167,10 @@ def _require_same(record: Path, stored: dict[str, Any], wanted: dict[str, Any]) 
             f"{record}: this is a run of {stored.get('stage')!r}, and {wanted.get('stage')!r} is to go on; choose another --out "
             "(run_folder)"
         )
-    differing = sorted(key for key in {*stored, *wanted} if stored.get(key) != wanted.get(key))
-    if not differing:
+    difference = first_difference(stored, wanted)
+    if difference is None:
         return
-    key = differing[0]
-    before, now = stored.get(key), wanted.get(key)
-    if isinstance(before, dict) and isinstance(now, dict):
-        inner = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))[0]
-        key, before, now = f"{key}.{inner}", before.get(inner), now.get(inner)
+    key, before, now = difference
     raise TrainingError(
         f"{record}: this is another run: '{key}' was {_short(before)}, now {_short(now)}. "
         "Repeat the original settings to resume, or choose another --out (run_folder)"

@@ -19,7 +19,7 @@ from loragate.losses import token_statistics, verify_head
 from loragate.losses.causal_head import Head, read_head
 from loragate.losses.head import IGNORED, TokenStatistics, statistics_of_logits
 from loragate.training.anchor import Anchor, AnchoredLoss, anchored_loss, anchored_loss_of_logits
-from loragate.training.trainer import causal_model
+from loragate.training.sharding import causal_model
 
 Batch = dict[str, torch.Tensor]
 

@@ -48,9 +48,9 @@ def spread(model: Any) -> Iterator[Any]:
         return
     process_state()
     home = next(model.parameters()).device
-    verified = verify_head(_causal(model))
+    verified = verify_head(causal_model(model))
     twin = twin_of(model, share_gates=True)
-    _causal(twin)._loragate_verified_head = verified
+    causal_model(twin)._loragate_verified_head = verified
     gates = [module for module in twin.modules() if isinstance(module, SignedGate)]
     device = target_device(model)
     for gate in gates:
@@ -117,7 +117,7 @@ def shard(model: Any, device: torch.device, ignored: set[nn.Parameter]) -> None:
 
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     options: dict[str, Any] = {"mesh": mesh, "ignored_params": ignored}
-    causal = _causal(model)
+    causal = causal_model(model)
     for layer in decoder_layers(causal):
         fully_shard(layer, reshard_after_forward=reshard_after_forward(), **options)
     embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
@@ -222,6 +222,7 @@ def write_back(twin: Any, model: Any) -> None:
             assign(own[name], gathered_values(parameter).to(own[name].device))
 
 
-def _causal(model: Any) -> Any:
+def causal_model(model: Any) -> Any:
+    """The causal LM inside PEFT's wrapper, or the model itself."""
     getter = getattr(model, "get_base_model", None)
     return getter() if callable(getter) else model

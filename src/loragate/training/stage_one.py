@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import nn
 
-from loragate.data import EncodedRows, Rows, encode_rows
+from loragate.data import EncodedRows, encode_rows
 from loragate.errors import ConfigError, nearest
 from loragate.gates.fingerprint import base_weight_samples, config_fingerprint, weights_checksum
 from loragate.gates.hub import adapter_place
@@ -86,15 +86,6 @@ def objective_of(settings: StageOneSettings) -> Objective:
         ) from error
 
 
-def require_keep_mask(settings: StageOneSettings, encoded: EncodedRows, source: Rows) -> None:
-    """Refuse rows without the column that the objective reads, before a model is loaded.
-
-    Raises:
-        ConfigError: naming the data and the ways to a keep_mask.
-    """
-    require_mask_column(objective_of(settings), encoded, source)
-
-
 def adapter_settings(settings: StageOneSettings, record: Any) -> StageOneSettings:
     """The settings with rank, α, dropout, variant and modules of the adapter that is continued.
 
@@ -123,13 +114,13 @@ def adapter_settings(settings: StageOneSettings, record: Any) -> StageOneSetting
     return replace(settings, **own)
 
 
-def continue_adapter(base_model: Any, settings: StageOneSettings, adapter_name: str = "default") -> Any:
+def continue_adapter(base_model: Any, settings: StageOneSettings) -> Any:
     """The finished adapter of `settings.adapter` on `base_model`, ready to train; its folder is only read."""
     folder = adapter_place(settings.adapter)
-    return PeftModel.from_pretrained(base_model, folder, adapter_name=adapter_name, is_trainable=True)
+    return PeftModel.from_pretrained(base_model, folder, is_trainable=True)
 
 
-def build_adapter(base_model: Any, settings: StageOneSettings, adapter_name: str = "default") -> Any:
+def build_adapter(base_model: Any, settings: StageOneSettings) -> Any:
     """A fresh adapter on `base_model`; the seed is set immediately before its factors are drawn."""
     targets: str | list[str] = settings.target_modules
     if targets != "all-linear":
@@ -145,7 +136,7 @@ def build_adapter(base_model: Any, settings: StageOneSettings, adapter_name: str
     )
     torch.manual_seed(settings.seed)
     try:
-        return get_peft_model(base_model, config, adapter_name=adapter_name)
+        return get_peft_model(base_model, config)
     except ValueError as error:
         if "arget modules" not in str(error):
             raise

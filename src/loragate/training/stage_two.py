@@ -66,8 +66,8 @@ from loragate.training.run import (
     run_training,
 )
 from loragate.training.settings import CalibrationSettings
-from loragate.training.sharding import spread
-from loragate.training.trainer import TokenLoss, causal_model
+from loragate.training.sharding import causal_model, spread
+from loragate.training.trainer import TokenLoss
 
 PARITY_ROWS, PARITY_TOKENS = 4, 256
 

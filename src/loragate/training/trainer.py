@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from trl import SFTConfig, SFTTrainer
 
 from loragate.errors import DivergenceError, TrainingError
 from loragate.files import write_atomically
@@ -27,17 +28,13 @@ from loragate.training.settings import TrainSettings
 from loragate.training.sharding import (
     assign,
     average_gradients,
+    causal_model,
     gathered_values,
     is_sharded,
     load_whole_state,
     whole_state,
 )
 from loragate.training.strategy import launch_of
-
-try:
-    from trl import SFTConfig, SFTTrainer
-except ImportError as error:  # pragma: no cover - trl is a dependency of the package
-    raise ImportError("training needs trl ≥ 1.16; install it with: pip install 'trl>=1.16,<2'") from error
 
 TokenLoss = Callable[[TokenStatistics, ObjectiveContext], torch.Tensor]
 ReferenceOf = Callable[[Any, dict[str, Any]], Reference]
@@ -293,7 +290,8 @@ def trainer_arguments(settings: TrainSettings, folder: Path, rows: int, device: 
 
 
 def as_dataset(rows: Sequence[dict[str, Any]], settings: TrainSettings, processes: int = 1) -> Any:
-    """Tokenised rows (input_ids, labels, row, optional keep_mask) as a `datasets.Dataset` in memory, in the order of `arrange`."""
+    """Tokenised rows (input_ids, labels, row, optional keep_mask) as a `datasets.Dataset` in memory, as `arranged_steps` orders
+    them."""
     from datasets import Dataset, concatenate_datasets
 
     parts, waiting = [], []
@@ -323,9 +321,3 @@ def statistics_forward(model: Any) -> Iterator[bool]:
             causal.__dict__.pop("forward", None)
             if before is not None:
                 causal.forward = before
-
-
-def causal_model(model: Any) -> Any:
-    """The causal LM inside PEFT's wrapper, or the model itself."""
-    getter = getattr(model, "get_base_model", None)
-    return getter() if callable(getter) else model

@@ -29,14 +29,12 @@ class ObjectiveContext:
     Attributes:
         keep_mask: bool, the precomputed token mask of "mask" and "forgetting".
         sequence_ids: int64, which sequence a token belongs to, for packed rows; None means one sequence per row.
-        reference_log_prob: log p of a reference model.
         step: optimiser steps done so far.
         total_steps: optimiser steps of the run; 0 where it is unknown.
     """
 
     keep_mask: torch.Tensor | None = None
     sequence_ids: torch.Tensor | None = None
-    reference_log_prob: torch.Tensor | None = None
     step: int = 0
     total_steps: int = 0
 

@@ -8,7 +8,7 @@ from typing import Any
 from loragate.report.page.charts import column_chart
 from loragate.report.page.content import Block, Section
 from loragate.report.page.training import gates_section
-from loragate.report.table import ABSENT, p_value, percent, points
+from loragate.report.table import ABSENT, or_absent, p_value, percent, points
 
 Record = Mapping[str, Any]
 TITLES = {
@@ -114,12 +114,12 @@ def _alignment_row(item: Record) -> list[str]:
     cosine, rho = total["cosine"], total["rho"]
     return [
         item["name"],
-        _or_absent(total["angle"], lambda value: f"{value:.0f}°"),
+        or_absent(total["angle"], lambda value: f"{value:.0f}°"),
         _interval(cosine, "{:.2f}".format),
         _interval(rho, "{:.2f}".format),
         str(total["verdict"]),
-        _or_absent(stopped, percent),
-        _or_absent(item["tail_error"], percent),
+        or_absent(stopped, percent),
+        or_absent(item["tail_error"], percent),
     ]
 
 
@@ -188,7 +188,3 @@ def _interval(value: Mapping[str, float | None] | None, show: Callable[[float], 
     if value["low"] is None or value["high"] is None:
         return f"{show(value['mean'])} (too few rows for an interval)"
     return f"{show(value['mean'])} ({show(value['low'])}{to}{show(value['high'])})"
-
-
-def _or_absent(value: Any, show: Callable[[Any], str]) -> str:
-    return ABSENT if value is None else show(value)

@@ -6,15 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loragate.report.cells import choice_sentence
-from loragate.report.heatmap import layout_of, map_data, map_groups
+from loragate.report.heatmap import LEAST_REACH, layout_of, map_data, map_groups
 from loragate.report.page.charts import difference_colour
 from loragate.report.page.content import Block, Section
 from loragate.report.scores import COLUMNS as SCORE_COLUMNS
 from loragate.report.scores import caption, metric, row_name, rows_of, score_cells, suites_of
-from loragate.report.table import ABSENT, p_value, percent, points
+from loragate.report.table import ABSENT, or_absent, p_value, percent, points
 
 Record = Mapping[str, Any]
-_LEAST_REACH = 0.05
 
 
 def evaluation_section(record: Record, anchor: str, title: str) -> Section:
@@ -92,9 +91,9 @@ def quickstart_section(rows: Sequence[Record], anchor: str, title: str) -> Secti
             "cells": [
                 _difference(row.get("versus_lora")),
                 _estimate(row.get("retention")),
-                _number(row.get("truncated"), percent),
-                _number(row.get("entropy"), lambda value: f"{value:.2f}"),
-                _number(row.get("tokens"), lambda value: f"{value:.0f}"),
+                or_absent(row.get("truncated"), percent),
+                or_absent(row.get("entropy"), lambda value: f"{value:.2f}"),
+                or_absent(row.get("tokens"), lambda value: f"{value:.0f}"),
             ],
         }
         for row in rows
@@ -112,7 +111,7 @@ def selection_section(selection: Record, anchor: str, title: str) -> Section:
         evidence = {}
     rows = [
         {
-            "name": name + (" (chosen)" if name == selection.get("name") else ""),
+            "name": name + (" (chosen)" if name == selection.get("picked") else ""),
             "group": "baseline" if name == "adapter" else "scale",
             "estimate": value,
             "not_run": False,
@@ -135,7 +134,7 @@ def sweep_section(record: Record, anchor: str, title: str) -> Section:
     for adapter, objective, choice in map_groups(record):
         data = map_data(record, choice, adapter, objective)
         columns, names, places = layout_of(data["cells"])
-        reach = max([_LEAST_REACH, *(abs(cell["mean"] - data["adapter"]) for cell in data["cells"])])
+        reach = max([LEAST_REACH, *(abs(cell["mean"] - data["adapter"]) for cell in data["cells"])])
         grid: list[list[dict[str, str] | None]] = [[None] * len(columns) for _ in names]
         for cell, (row, column) in zip(data["cells"], places, strict=True):
             background, ink = difference_colour(cell["mean"] - data["adapter"], reach)
@@ -173,7 +172,3 @@ def _difference(versus: Mapping[str, float] | None) -> str:
 
 def _estimate(value: Mapping[str, float] | None) -> str:
     return ABSENT if value is None else f"{percent(value['mean'])} ({percent(value['low'])}–{percent(value['high'])})"
-
-
-def _number(value: float | None, show: Any) -> str:
-    return ABSENT if value is None else show(value)
