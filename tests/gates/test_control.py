@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import loragate as lg
 from loragate.errors import GateError
+from loragate.gates import constant_gate
 from loragate.gates.gate import Recorder, Recording
 
 
@@ -34,6 +35,21 @@ def test_override_clips_what_is_applied(gated, token_ids, override, low, high):
         gated(token_ids)
     assert free.total()["below_zero"] > 0.05
     assert free.total()["above_one"] > 0.05
+
+
+@pytest.mark.parametrize("constant", [-4.0, 0.0, 2.5])
+def test_one_constant_for_a_plain_and_for_a_gated_adapter(adapter, token_ids, constant):
+    with torch.no_grad():
+        as_found = adapter(token_ids).logits
+        with constant_gate(adapter, constant):
+            strength = adapter(token_ids).logits
+        assert not any(".lora_gate." in name for name, _ in adapter.named_parameters()), "gates are gone again"
+        assert torch.equal(adapter(token_ids).logits, as_found)
+        lg.attach_gates(adapter, lg.GateConfig(-6, 3))
+        with constant_gate(adapter, constant):
+            torch.testing.assert_close(adapter(token_ids).logits, strength)
+        assert lg.gate_parameters(adapter), "gates that were there stay"
+        assert not torch.equal(strength, as_found)
 
 
 def test_overrides_nest_and_are_restored_after_an_error(gated, token_ids):
