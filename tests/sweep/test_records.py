@@ -107,7 +107,7 @@ def test_one_process_at_a_time(tmp_path):
     pytest.importorskip("fcntl", reason="no such locks on Windows")
     code = (
         "import sys; from pathlib import Path; from loragate.sweep.records import held\n"
-        "from loragate.errors import DivergenceError, LoragateError\n"
+        "from loragate.errors import LoragateError\n"
         "try:\n"
         "    with held(Path(sys.argv[1]), 0.0, 'taken'): print('held')\n"
         "except LoragateError as error: print(error)"
