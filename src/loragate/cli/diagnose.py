@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass, fields
 
-from loragate.cli.arguments import Command
+from loragate.cli.arguments import Command, flag_of
 from loragate.cli.evaluation_inputs import EvaluationInputs
 from loragate.errors import ConfigError, nearest
 
@@ -112,7 +112,7 @@ def run(options: DiagnoseOptions) -> int:
     require_used(options)
     for name in ("answers", "positions", "actions", "rollouts", "batch_size", "max_length"):
         if getattr(options, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least 1")
+            raise ConfigError(f"{flag_of(name)} {getattr(options, name)}: give at least 1")
     if options.max_rows is not None and options.max_rows < 2:
         raise ConfigError(f"--max-rows {options.max_rows}: give at least 2, intervals are over rows")
     return importlib.import_module(f"loragate.cli.diagnose_{options.what}").run(options)
@@ -128,7 +128,7 @@ def require_used(options: DiagnoseOptions) -> None:
         looks = USED_BY.get(field.name, LOOKS)
         if options.what not in looks and getattr(options, field.name) != field.default:
             raise ConfigError(
-                f"--{field.name.replace('_', '-')} has no effect on `loragate diagnose {options.what}`; it belongs to "
+                f"{flag_of(field.name)} has no effect on `loragate diagnose {options.what}`; it belongs to "
                 f"{' and '.join(looks)}"
             )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loragate.cli.arguments import comma_list, resolved_yaml
+from loragate.cli.arguments import comma_list, flag_of, resolved_yaml
 from loragate.cli.display import Display, console, duration
 from loragate.cli.evaluate import describe_canary, progress, require_run_folder
 from loragate.cli.evaluation_inputs import Loaded, chosen_tasks, load_inputs, prepare_tasks
@@ -72,7 +72,7 @@ def begin(options: Any, *, gated: bool) -> Session:
     for name in DRAWING if options.run else ():
         if getattr(options, name) not in (None, ""):
             raise ConfigError(
-                f"--{name.replace('_', '-')} has no effect with --run, whose answers are stored; choose among them with "
+                f"{flag_of(name)} has no effect with --run, whose answers are stored; choose among them with "
                 "--tasks, --answers and --limit"
             )
     folder = Path(options.out)

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from loragate.cli.arguments import flag_of
 from loragate.cli.evaluation_inputs import Loaded, load_inputs
 from loragate.errors import ConfigError
 
@@ -31,7 +32,7 @@ class Engines:
         self._kept: tuple[str, Any] | None = None
         for name in ("replicas", "tensor_parallel", "batch_size"):
             if getattr(options, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least 1")
+                raise ConfigError(f"{flag_of(name)} {getattr(options, name)}: give at least 1")
         if not 0 <= options.vllm_memory <= 1:
             raise ConfigError(f"--vllm-memory {options.vllm_memory:g}: expected a share above 0 and at most 1, or 0")
         if options.engine == "vllm":

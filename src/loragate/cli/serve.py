@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from loragate.cli.arguments import Command
+from loragate.cli.arguments import Command, flag_of
 from loragate.cli.display import console
 from loragate.cli.hub import on_disk
 from loragate.cli.models import require_place
@@ -101,9 +101,7 @@ def run(options: ServeOptions) -> int:
         return serve_vllm(options)
     for name in ("overrides", "dynamic", "max_model_len", "vllm_args"):
         if getattr(options, name):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} has no effect without vLLM; leave it out, or use --engine vllm"
-            )
+            raise ConfigError(f"{flag_of(name)} has no effect without vLLM; leave it out, or use --engine vllm")
     return serve_transformers(options)
 
 
