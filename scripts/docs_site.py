@@ -79,10 +79,22 @@ def command_page(name: str) -> str:
     return "\n".join(lines)
 
 
-def command_table() -> str:
-    """The table of commands with links to their pages."""
-    rows = [f"| [`{name}`](commands/{name}.md) | {_cell(text)} |" for name, text in commands().items()]
-    return "\n".join(["| command | |", "|---|---|", *rows])
+def command_table(on_site: bool) -> str:
+    """Every command with its one line: linked to its own page on the site, to a page of docs/ in the repository."""
+    rows = [
+        f"| [`{name}`](commands/{name}.md) | {_cell(text)} |"
+        if on_site
+        else f"| `{name}` | {_cell(text)} | [{_title(PAGES[name])}]({PAGES[name]}) |"
+        for name, text in commands().items()
+    ]
+    head = ["| command | |", "|---|---|"] if on_site else ["| command | | more about it |", "|---|---|---|"]
+    return "\n".join([*head, *rows])
+
+
+def with_commands(page: str, on_site: bool) -> str:
+    """The page with its table of commands as they are."""
+    table = f"<!-- commands -->\n{command_table(on_site)}\n<!-- /commands -->"
+    return re.sub(r"<!-- commands -->.*?<!-- /commands -->", lambda _: table, page, flags=re.S)
 
 
 def notebook_page(path: Path) -> str:
@@ -150,7 +162,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Fill in the table of commands, and keep links inside the site."""
     if page.file.src_uri == "commands.md":
-        markdown = re.sub(r"<!-- commands -->.*?<!-- /commands -->", lambda _: command_table(), markdown, flags=re.S)
+        markdown = with_commands(markdown, on_site=True)
     if "/" not in page.file.src_uri:
         markdown = inward(markdown)
     return without_false_references(markdown)

@@ -335,6 +335,12 @@ def test_every_error_has_its_place_in_the_reference():
     assert {"LoragateError", *listed[1].split(", ")} == defined
 
 
+def test_the_table_of_commands_is_that_of_the_commands():
+    page = (DOCS / "commands.md").read_text(encoding="utf-8")
+    assert page == site().with_commands(page, on_site=False)
+    assert all(f"| `{name}` | " in page for name in COMMANDS)
+
+
 def test_links_out_of_the_documentation_are_turned_to_copies():
     page = "see [a](../examples/slurm/sweep.sbatch), [b](../README.md#x), [c](data.md)"
     assert site().outside_links(page) == {"examples/slurm/sweep.sbatch", "README.md"}
