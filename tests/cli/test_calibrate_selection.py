@@ -141,13 +141,21 @@ def test_a_range_is_picked_on_labels(place, tmp_path, capsys):
     gates = load_file(out / "gates.safetensors")
     assert all(torch.equal(gates[name], value) for name, value in trained.items())
     assert json.loads((out / "gate_config.json").read_text())["training"]["steps"] == 2
+    labels = {row["prompt"]: row["answer"] for row in map(json.loads, (place / "gated.jsonl").read_text().splitlines())}
+    base = dict(zip(POOL, first_words(tiny_base()), strict=True))
+    right = sum(base[prompt] == answer for prompt, answer in labels.items()) / len(labels)
+    assert 0 < right < 1
+    assert record["references"]["base"]["mean"] == pytest.approx(right)
+    assert f"base {100 * right:.1f} %" in text
+    assert "| base (for comparison) | " in (out / "README.md").read_text()
 
 
 def test_a_retention_probe_stands_in_the_evidence(place, tmp_path, capsys):
     out = tmp_path / "gated"
-    flags = ("--ranges=-3,1", "--retention-probe", place / "adapter.jsonl")
+    flags = ("--ranges=-3,1", "--retention-probe", place / "adapter.jsonl", "--no-references")
     assert calibrate(place, out, "--probe", place / "gated.jsonl", *GREEDY, *flags) == 0
     record = selection_of(out)
+    assert "references" not in record
     assert record["retention"]["evidence"]["adapter"]["mean"] == 1.0
     difference = record["retention"]["against_adapter"]["[-3,1]"]
     vetoed = difference["mean"] < -0.02 and difference["high"] < 0

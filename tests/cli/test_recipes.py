@@ -178,3 +178,41 @@ def test_run_killed_resumed_and_used(place, tmp_path):
         assert "--local-data" in gone.stderr
     finally:
         (place / "moved.parquet").rename(place / "math.parquet")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("launcher: touch {there}", "give it yourself: --launcher 'touch"),
+        ("launcher: accelerate launch --num_processes 2 {there} -m loragate", "give it yourself: --launcher"),
+        ("launcher: accelerate launch --config_file {there} -m loragate", "give it yourself: --launcher"),
+        ("launcher: '\"'", "No closing quotation"),
+        ("every: {{trust_remote_code: true}}", "--set sft.trust_remote_code=true"),
+        ("eval: {{trust-remote-code: true}}", "--set eval.trust_remote_code=true"),
+        ("eval: {{sandbox: rlimits}}", "--set eval.sandbox=rlimits"),
+    ],
+)
+def test_a_file_of_others_starts_no_program_and_opens_nothing(text, message, place, tmp_path, capsys):
+    there = tmp_path / "there"
+    own = yaml.safe_load(text.format(there=there))
+    own["sft"] = {"model": str(place / "base"), "data": str(place / "math.parquet"), "trust_remote_code": False}
+    own["eval"] = {"model": "{sft}", "suite": "math", **own.get("eval", {})}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump({"stages": ["sft", "eval"], **own}))
+    assert message in fails(capsys, "run", tmp_path / "own.yaml", "--out", tmp_path / "run")
+    assert not there.exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_the_command_line_says_counts(place, tmp_path, capsys):
+    from loragate.cli.recipes import RecipesOptions, resolved, validate
+    from loragate.recipes import read_recipe
+    from loragate.recipes.consent import require_asked, require_known_launcher
+    from loragate.recipes.library import library
+
+    own = {"model": str(place / "base"), "data": str(place / "math.parquet"), "trust_remote_code": True}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump({"stages": ["sft"], "sft": own}))
+    asked = RecipesOptions(set=("trust_remote_code=true",))
+    (stage,) = resolved(asked, library(""), str(tmp_path / "own.yaml")).stages
+    require_asked("own", stage, validate(stage, "own"))
+    # the launcher that is shipped
+    require_known_launcher(read_recipe("math/qwen2.5-32b/scale", library("")))

@@ -24,7 +24,9 @@ def sample(question, index, text, tokens=3, finished=True):
 
 
 def acting(model):
-    """(L, U) of the attached gates; None for the plain adapter."""
+    """(L, U) of the attached gates; None for the plain adapter, "base" where that is off."""
+    if any(getattr(module, "disable_adapters", None) is True for module in model.modules()):
+        return "base"
     try:
         config = attached_config(model)
     except GateError:
@@ -33,7 +35,10 @@ def acting(model):
 
 
 class FakeEngine:
-    """Answers "w3" to the first `right[acting gates]` questions; `ended` and `tokens` by gates as well."""
+    """Answers "w3" to the first `right[acting gates]` questions; `ended` and `tokens` by gates as well.
+
+    The plain adapter at a temperature below 1 is "cooler".
+    """
 
     def __init__(self, model, right, ended=None, tokens=None):
         self.model, self.right, self.ended, self.tokens = model, right, ended or {}, tokens or {}
@@ -41,6 +46,7 @@ class FakeEngine:
 
     def generate(self, prompts, config, on_progress=None, *, pending=None, on_samples=None):
         key = acting(self.model)
+        key = "cooler" if key is None and config.temperature < 1 else key
         self.asked.append(key)
         if on_progress is not None:
             on_progress(len(prompts), len(prompts))

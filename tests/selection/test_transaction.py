@@ -28,7 +28,17 @@ ROWS = tiny_rows(8)
 
 
 def begin(
-    folder, right, *, settings=SETTINGS, questions=None, retention=None, options=None, tau=1.0, rows=ROWS, **engine
+    folder,
+    right,
+    *,
+    settings=SETTINGS,
+    questions=None,
+    retention=None,
+    options=None,
+    tau=1.0,
+    rows=ROWS,
+    references=False,
+    **engine,
 ):
     model, tokenizer = tiny_adapter(), tiny_tokenizer()
     source, encoded = calibration_rows(load_rows(rows), tokenizer, settings)
@@ -44,6 +54,7 @@ def begin(
         folder,
         retention,
         options,
+        references,
     )
 
 

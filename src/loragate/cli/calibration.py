@@ -270,8 +270,9 @@ def choose_and_write(job: Job, probe: Any, retention: Any, candidates: list[Cand
         job.folder / "run" / "candidates",
         retention,
         job.calibrate_options,
+        job.options.references,
     )
-    names = ["adapter", *(candidate.name for candidate in candidates)]
+    names = ["adapter", *(candidate.name for candidate in candidates), *(one.name for one in transaction.references)]
     with job.display.job(f"trying {len(candidates)} range{'s' * (len(candidates) > 1)}", len(names)) as shown:
 
         def on_event(name: str, stage: str, done: int, total: int, note: str) -> None:

@@ -89,9 +89,11 @@ def report_selection(out: Any, record: dict[str, Any]) -> None:
     probe = record["probe"]
     against = "the labels" if probe["kind"] == "labelled" else "the adapter's own majority at T = 0.3"
     out.print(f"on {probe['questions']} probe questions × {probe['samples']}, scored against {against}:", markup=False)
-    for name, found in record["evidence"].items():
+    references = record.get("references", {})
+    for name, found in {**record["evidence"], **references}.items():
         signs = record["signs"][name]
         mark = "←" if name == record["picked"] else "not eligible" if name in record["vetoed"] else ""
+        mark = "for comparison" if name in references else mark
         out.print(
             f"  {name:<16} {percent(found['mean']):>5} % ({percent(found['low'])}–{percent(found['high'])})  "
             f"ended {100 * signs['finished']:.0f} %, {signs['tokens']:.0f} tokens {mark}".rstrip(),
@@ -116,6 +118,9 @@ def report_selection(out: Any, record: dict[str, Any]) -> None:
             "nothing beat the adapter on the probe, so the adapter remains: the folder holds zero gates (λ = 1), which answer "
             "exactly as the adapter does"
         )
+    for name in references:
+        for phrase in record["warnings"].get(name, ()):
+            out.print(f"note: {phrase}", markup=False)
 
 
 def entropy_in_words(k: int) -> str:

@@ -132,6 +132,7 @@ def show(options: RecipesOptions, recipe: Any) -> int:
 def run_recipe(options: RecipesOptions, recipe: Any) -> int:
     """The stages in their order; those that are finished are left alone."""
     from loragate.cli.recipes_ready import require_earlier, require_parts
+    from loragate.recipes.consent import require_asked, require_known_launcher
     from loragate.recipes.folder import RunFolder
     from loragate.recipes.show import command_lines, is_launched
     from loragate.sweep.records import held
@@ -150,8 +151,12 @@ def run_recipe(options: RecipesOptions, recipe: Any) -> int:
             if not wanted or stage.name in wanted:
                 print(line)
         return 0
+    if not options.launcher:
+        require_known_launcher(recipe)
     launcher = shlex.split(options.launcher or recipe.launcher)
     stages = recipe.placed(str(path))
+    for stage in stages:
+        require_asked(recipe.name, stage, validate(stage, recipe.name))
     with held(path / "lock", 0.0, f"another run works in {path}; wait for it to end, or stop it"):
         folder = RunFolder.begin(path, recipe)
         require_earlier(stages, wanted, folder)

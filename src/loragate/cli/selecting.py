@@ -38,6 +38,7 @@ class SelectionOptions:
         exclude: file of evaluation rows; a probe that shares a question with it is refused.
         retention_probe: labelled questions of what must not be lost; a range that clearly loses on them is not picked.
         retention_task: task (name or file) of the retention probe; without it a file of prompts and answers.
+        references: ask a labelled probe of the base without adapter and of the adapter at temperature 0.3 as well, for comparison.
         guard: stop the training of anchored or reward when sampled answers repeat, never end or grow out of shape.
         unverified: accept the gates of --range=L,U without a probe.
     """
@@ -54,6 +55,7 @@ class SelectionOptions:
     exclude: str = ""
     retention_probe: str = ""
     retention_task: str = ""
+    references: bool = True
     guard: bool = True
     unverified: bool = False
 
@@ -124,7 +126,7 @@ def _require_effect(options: Any, automatic: bool) -> None:
     if "probe_grader" in changed and options.probe_task and options.objective != "reward":
         raise ConfigError(f"--probe-grader has no effect: the task {options.probe_task} names its own grader")
     asking = ("probe_samples", "probe_temperature", "probe_max_new_tokens", "probe_sandbox", "probe_grader")
-    for name in (*asking, "retention_probe"):
+    for name in (*asking, "retention_probe", "references"):
         if name in changed and options.unverified and (name, options.objective) != ("probe_grader", "reward"):
             raise ConfigError(f"{flag_of(name)} has no effect with --unverified, which asks no probe")
     if (

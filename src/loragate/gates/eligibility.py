@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from loragate.errors import GateError, nearest
+from loragate.gates.peft_saving import config_tables
 from loragate.gates.variant import GatedLora
 
 # Linear LoRA layers of PEFT whose forward consults `lora_variant`; tests/contract checks each against its source.
@@ -41,6 +42,11 @@ LEFT_CLASSES = {
 
 
 HEAD = "an adapter on the output head is part of the distribution itself; it keeps full strength"
+
+# Initialisations that subtract the new factors from the base's weights, when an adapter is made and each time it is loaded.
+_BASE_CHANGING_STARTS = ("pissa", "olora", "corda", "lora_ga")
+# What torch.compile, activation checkpointing and FSDP put around single layers; module paths go without it.
+_WRAPPERS = re.compile(r"(?:^|\.)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -72,10 +78,27 @@ def lora_layers(model: nn.Module, adapter_name: str) -> Iterator[tuple[str, Any]
 
 
 def base_path(name: str) -> str:
-    """`name` without the prefixes that PEFT and wrappers put before the base model's own module names."""
-    for prefix in ("module.", "_orig_mod.", "base_model.model."):
+    """`name` without the prefixes that PEFT puts before the base model's own module names, and without wrappers."""
+    name = unwrapped(name)
+    for prefix in ("module.", "base_model.model."):
         name = name.removeprefix(prefix)
     return re.sub(r"\.base_layer(?=\.|$)", "", name)
+
+
+def unwrapped(name: str) -> str:
+    """`name` without the wrappers of torch.compile, activation checkpointing and FSDP, wherever they are."""
+    return _WRAPPERS.sub("", name).removeprefix(".")
+
+
+def changed_base(init_lora_weights: Any) -> str:
+    """Why λ = 0 would not be the base for an adapter of this initialisation; empty where it would."""
+    if not (isinstance(init_lora_weights, str) and init_lora_weights.lower().startswith(_BASE_CHANGING_STARTS)):
+        return ""
+    return (
+        f"init_lora_weights={init_lora_weights!r} subtracts the adapter's first factors from the base's weights, so the model "
+        "without its delta (λ = 0) is not the base. Convert it to plain LoRA and gate that: PEFT's "
+        "save_pretrained(folder, path_initial_model_for_weight_conversion=FOLDER_OF_THE_UNTRAINED_ADAPTER)"
+    )
 
 
 def active_adapter(model: nn.Module, adapter_name: str | None = None) -> str:
@@ -138,7 +161,8 @@ def judge(path: str, layer: Any, adapter_name: str, is_head: bool = False) -> Ve
             path,
             "refuse",
             f"{kind} layers never consult a LoRA variant, so a gate there would have no effect. Load the base without "
-            "that quantisation or parallel layer, or leave the module out of target_modules",
+            "that quantisation or parallel layer where one is the reason; else gate a plain LoRA adapter, or leave the module "
+            "out of target_modules",
             **sizes,
         )
     variant = layer.lora_variant.get(adapter_name)
@@ -149,7 +173,8 @@ def judge(path: str, layer: Any, adapter_name: str, is_head: bool = False) -> Ve
         return Verdict(
             path,
             "refuse",
-            f"the adapter is a {name} variant of LoRA, whose delta is not linear in one scale. Gate a plain LoRA adapter",
+            f"the adapter is a {name} variant of LoRA, which computes its delta in another way than B·A·x. Gate a plain LoRA "
+            "adapter",
             **sizes,
         )
     if layer.lora_bias.get(adapter_name, False):
@@ -186,6 +211,9 @@ def examine_adapter(model: nn.Module, adapter_name: str | None = None, target_mo
     name = active_adapter(model, adapter_name)
     heads = {id(module) for module in (_output_head(model),) if module is not None}
     verdicts = [judge(path, layer, name, id(layer) in heads) for path, layer in lora_layers(model, name)]
+    reasons = [changed_base(getattr(configs[name], "init_lora_weights", None)) for configs in config_tables(model, name)]
+    if reason := next(filter(None, reasons), ""):
+        verdicts = [replace(v, status="refuse", reason=reason) if v.status == "gate" else v for v in verdicts]
     if target_modules is None:
         return verdicts
     chosen = _chosen_paths([verdict.path for verdict in verdicts], target_modules)

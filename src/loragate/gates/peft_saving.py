@@ -26,7 +26,7 @@ _GATE_KEY = ".lora_gate."
 
 def warn_on_saving(model: nn.Module, adapter_name: str) -> None:
     """Give the adapter a configuration of its own that warns when it is written."""
-    for configs in _tables(model, adapter_name):
+    for configs in config_tables(model, adapter_name):
         # a copy: the caller's object may serve other adapters and models, which carry no gates
         config = copy.copy(configs[adapter_name])
         # partial of a module's function, not a closure, so that the model can still be copied and pickled
@@ -36,7 +36,7 @@ def warn_on_saving(model: nn.Module, adapter_name: str) -> None:
 
 def warn_no_more(model: nn.Module, adapter_name: str) -> None:
     """Let the configuration be written as PEFT does it."""
-    for configs in _tables(model, adapter_name):
+    for configs in config_tables(model, adapter_name):
         vars(configs[adapter_name]).pop(_METHOD, None)
 
 
@@ -67,7 +67,7 @@ def _save_and_warn(config: Any, adapter_name: str, save_directory: str, **kwargs
     )
 
 
-def _tables(model: nn.Module, adapter_name: str) -> Iterator[dict[str, Any]]:
+def config_tables(model: nn.Module, adapter_name: str) -> Iterator[dict[str, Any]]:
     """Every {adapter name: configuration} of the model, its wrappers included, that holds the adapter."""
     seen: set[int] = set()
     for module in model.modules():

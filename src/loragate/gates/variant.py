@@ -15,7 +15,7 @@ from peft.tuners.lora.layer import LoraVariant
 from loragate.errors import GateError
 from loragate.gates.quantised import rounds_delta
 
-_NO_MERGE = (
+NO_MERGE = (
     "a gated adapter cannot be merged: its strength differs from token to token, so no single weight matrix equals it. "
     "Detach the gates first (loragate.detach_gates) to merge the plain Stage-I adapter, or keep the adapter unmerged."
 )
@@ -33,15 +33,15 @@ class GatedLora(LoraVariant):
 
     @staticmethod
     def merge_safe(module: Any, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:
-        raise GateError(_NO_MERGE)
+        raise GateError(NO_MERGE)
 
     @staticmethod
     def merge_unsafe(module: Any, active_adapter: str, orig_weight: torch.Tensor) -> None:
-        raise GateError(_NO_MERGE)
+        raise GateError(NO_MERGE)
 
     @staticmethod
     def unmerge(module: Any, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:
-        raise GateError(_NO_MERGE)
+        raise GateError(NO_MERGE)
 
     @staticmethod
     def forward(module: Any, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -58,14 +58,17 @@ class GatedLora(LoraVariant):
         if rounds_delta(module) and not torch.is_autocast_enabled():
             # as PEFT does it there for a plain adapter, so that λ = 1 stays equal to it bit for bit
             delta = delta.to(result.dtype)
-        return add_delta(result, delta)
+        return add_delta(result, delta, module.base_layer)
 
 
-def add_delta(result: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+def add_delta(result: torch.Tensor, delta: torch.Tensor, base_layer: torch.nn.Module) -> torch.Tensor:
     """`result + delta`, written into `result` where that changes no bit and nobody else can see it.
 
-    The base output was made a moment ago and no linear layer keeps it for its backward, so its memory can be reused.
+    The base output was made a moment ago and no linear layer keeps it for its backward, so its memory can be reused; a
+    forward hook on the base layer may have kept it.
     """
     if torch.compiler.is_compiling() or result.dtype != delta.dtype or result._is_view() or result.is_leaf:
+        return result + delta
+    if base_layer._forward_hooks:
         return result + delta
     return result.add_(delta)

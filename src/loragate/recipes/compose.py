@@ -166,6 +166,10 @@ def _plan(name: str, merged: Layer) -> dict[str, str]:
             if not isinstance(found, dict) or len(found) != 1:
                 raise ConfigError(f"{name}: a stage is a command, or one 'name: command', found {part!r}")
             ((stage, command),) = found.items()
+            if not REFERENCE.fullmatch(f"{{{stage}}}"):
+                raise ConfigError(
+                    f"{name}: a stage is called {stage!r}; folders are called by it: a letter, then letters, digits, '_', '-', '.'"
+                )
             if stage in plan:
                 raise ConfigError(f"{name}: the stage '{stage}' stands there twice; give one of them a name of its own")
             plan[stage] = command

@@ -6,6 +6,7 @@
     probe         questions with labels, or judged by the adapter's own majority (agreement)
     questions     probe questions from files and from rows that were set aside
     retention     a second probe that may veto and never win
+    references    what needs no gates, asked for comparison only
     outcome       what candidates did, and the record of it
     transaction   train → probe → keep or fall back, resumable
 

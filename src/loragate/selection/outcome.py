@@ -10,6 +10,7 @@ import torch
 
 from loragate.selection.candidate import Candidate
 from loragate.selection.choose import Choice
+from loragate.selection.references import better, references_record
 from loragate.selection.retention import retention_record
 from loragate.training.guards import GuardLimits, Reading, breaches
 
@@ -65,6 +66,7 @@ class Selection:
         probe: description of the questions.
         retention: description of the retention probe; None where there is none.
         failed: {candidate: why its training could not go on}; these have no outcome.
+        references: by name, what was asked for comparison only (`references.py`).
     """
 
     choice: Choice
@@ -73,9 +75,16 @@ class Selection:
     probe: dict[str, Any]
     retention: dict[str, Any] | None = None
     failed: dict[str, str] = field(default_factory=dict)
+    references: dict[str, Outcome] = field(default_factory=dict)
 
     def warnings(self, name: str) -> list[str]:
-        """How the answers of a candidate look worse than the adapter's, and whether its training was stopped."""
+        """How the answers of a candidate look worse than the adapter's, and whether its training was stopped.
+
+        Of a reference: whether it did better than what was picked.
+        """
+        if name in self.references:
+            said = better(name, self.references[name].scores, self.outcomes[self.choice.name].scores, self.choice.name)
+            return [] if said is None else [said]
         outcome = self.outcomes[name]
         stopped = outcome.evidence.get("training", {}).get("stopped")
         found = breaches(self.outcomes[ADAPTER].reading, outcome.reading, WARN)
@@ -86,23 +95,29 @@ class Selection:
     def as_record(self) -> dict[str, Any]:
         """What the artifact keeps under "selection"."""
         trainings = [outcome for outcome in self.outcomes.values() if outcome.evidence]
+        asked = {**self.outcomes, **self.references}
         return {
             "method": f"best of {len(trainings)} on a {self.probe['kind']} probe, the adapter among the candidates",
             "accepted": self.choice.accepted,
             "picked": self.choice.name,
             "probe": self.probe,
             "evidence": self.choice.evidence,
-            "signs": {name: outcome.signs for name, outcome in self.outcomes.items()},
-            "warnings": {name: found for name in self.outcomes if (found := self.warnings(name))},
+            "signs": {name: outcome.signs for name, outcome in asked.items()},
+            "warnings": {name: found for name in asked if (found := self.warnings(name))},
             "vetoed": self.choice.vetoed,
             **({"failed": self.failed} if self.failed else {}),
             **self._retention_record(),
+            **self._references_record(),
             "cost": {
                 "trainings": len(trainings),
                 "training_seconds": round(sum(o.seconds.get("training", 0.0) for o in self.outcomes.values()), 1),
-                "probing_seconds": round(sum(o.seconds.get("probing", 0.0) for o in self.outcomes.values()), 1),
+                "probing_seconds": round(sum(o.seconds.get("probing", 0.0) for o in asked.values()), 1),
             },
         }
+
+    def _references_record(self) -> dict[str, Any]:
+        scores = {name: outcome.scores for name, outcome in self.references.items()}
+        return {"references": references_record(scores, self.outcomes[self.choice.name].scores)} if scores else {}
 
     def _retention_record(self) -> dict[str, Any]:
         scores = {name: o.retention for name, o in self.outcomes.items() if o.retention is not None}

@@ -6,6 +6,7 @@
     folder/<candidate>/failed.json       in its place: why training could not go on; the other candidates may do
     folder/<candidate>/result.json       what it did on the probe; written last, so it marks the candidate as finished
     folder/adapter/result.json           the untouched adapter, always a candidate
+    folder/base/, folder/cooler/         the same of what is asked for comparison only (`references.py`)
 
 Where nothing beats the adapter, the gates that remain are zero: λ = 1 everywhere, bit for bit the adapter, in every program
 that can load gates. Nothing here prints, and training's own loss is never looked at. One process: several would each have to
@@ -38,6 +39,7 @@ from loragate.selection.candidate import Candidate
 from loragate.selection.choose import choose
 from loragate.selection.outcome import ADAPTER, Outcome, Selection
 from loragate.selection.probe import Probe
+from loragate.selection.references import Reference, references_of
 from loragate.selection.retention import vetoes
 from loragate.training import CalibrationSettings, calibrate
 from loragate.training.guards import Reading
@@ -66,6 +68,7 @@ class Transaction:
         folder: where candidates are kept.
         retention: a second labelled probe, on which a candidate must not lose.
         calibrate_options: from a candidate's settings to further arguments of `calibrate` (sampler, reward, guard, …).
+        references: on a labelled probe, ask the base and the adapter at temperature 0.3 as well, which cannot be picked.
     """
 
     def __init__(
@@ -81,11 +84,13 @@ class Transaction:
         folder: Path,
         retention: Probe | None = None,
         calibrate_options: Callable[[CalibrationSettings], Mapping[str, Any]] | None = None,
+        references: bool = True,
     ) -> None:
         self.model, self.tokenizer, self.rows, self.encoded = model, tokenizer, rows, encoded
         self.settings, self.gate_config, self.probe = settings, gate_config, probe
         self.engine, self.folder, self.retention = engine, folder, retention
         self.calibrate_options = calibrate_options or (lambda _: {})
+        self.references = references_of(probe) if references else ()
         self.common = {
             "probe": probe.fingerprint,
             "retention": None if retention is None else retention.fingerprint,
@@ -132,7 +137,8 @@ class Transaction:
         choice = choose({name: outcome.scores for name, outcome in outcomes.items()}, ADAPTER, vetoed)
         picked = next((candidate for candidate in candidates if candidate.name == choice.name), None)
         retention = None if self.retention is None else self.retention.as_dict()
-        return Selection(choice, picked, outcomes, self.probe.as_dict(), retention, failed)
+        references = {reference.name: self._reference(reference, on_event) for reference in self.references}
+        return Selection(choice, picked, outcomes, self.probe.as_dict(), retention, failed, references)
 
     def put_on(self, selection: Selection, reference: Candidate) -> None:
         """Attach the chosen gates, or zero gates in the range of `reference` where the adapter remains."""
@@ -143,6 +149,17 @@ class Transaction:
     def _adapter(self, on_event: OnEvent | None) -> Outcome:
         place = self.folder / ADAPTER
         return self._finished(place, self.common) or self._probed(ADAPTER, place, self.common, on_event, {}, 0.0)
+
+    def _reference(self, reference: Reference, on_event: OnEvent | None) -> Outcome:
+        place = self.folder / reference.folder
+        made_from = {**self.common, "probe": reference.probe.fingerprint}
+        found = self._finished(place, made_from)
+        if found is None:
+            with reference.acting(self.model):
+                found = self._probed(
+                    reference.name, place, made_from, on_event, {}, 0.0, probe=reference.probe, retained=False
+                )
+        return found
 
     def _try(self, candidate: Candidate, on_event: OnEvent | None, resume: bool) -> Outcome:
         place = self.folder / candidate.slug
@@ -209,13 +226,18 @@ class Transaction:
         on_event: OnEvent | None,
         evidence: dict[str, Any],
         training_seconds: float,
+        *,
+        probe: Probe | None = None,
+        retained: bool = True,
     ) -> Outcome:
         def reporter(stage: str) -> Callable[[int, int], None]:
             return lambda done, total: on_event(name, stage, done, total, "") if on_event is not None else None
 
         began = time.monotonic()
-        found = self.probe.score(self.engine, reporter("probing"))
-        retained = None if self.retention is None else self.retention.score(self.engine, reporter("retention")).scores
+        found = (probe or self.probe).score(self.engine, reporter("probing"))
+        kept = None
+        if retained and self.retention is not None:
+            kept = self.retention.score(self.engine, reporter("retention")).scores
         seconds = {"training": training_seconds, "probing": time.monotonic() - began}
         record = {
             "name": name,
@@ -223,12 +245,12 @@ class Transaction:
             "scores": found.scores.tolist(),
             "signs": found.signs,
             "reading": asdict(found.reading),
-            "retention": None if retained is None else retained.tolist(),
+            "retention": None if kept is None else kept.tolist(),
             "evidence": evidence,
             "seconds": seconds,
         }
         write_json(place / "result.json", record)
-        return Outcome(name, found.scores, found.signs, found.reading, retained, evidence, {}, seconds)
+        return Outcome(name, found.scores, found.signs, found.reading, kept, evidence, {}, seconds)
 
     def _finished(self, place: Path, made_from: dict[str, Any]) -> Outcome | None:
         kept = _read(place / "result.json", made_from)

@@ -109,15 +109,17 @@ def selection_section(selection: Record, anchor: str, title: str) -> Section:
     if isinstance(evidence, str):
         sentences.append(f"Evidence: {evidence}.")
         evidence = {}
+    references = selection.get("references")
+    references = references if isinstance(references, Mapping) else {}
     rows = [
         {
             "name": name + (" (chosen)" if name == selection.get("picked") else ""),
-            "group": "baseline" if name == "adapter" else "scale",
+            "group": "control" if name in references else "baseline" if name == "adapter" else "scale",
             "estimate": value,
             "not_run": False,
             "cells": [],
         }
-        for name, value in evidence.items()
+        for name, value in {**evidence, **references}.items()
         if isinstance(value, Mapping) and {"mean", "low", "high"} <= set(value)
     ]
     blocks = [Block("text", {"paragraphs": sentences})]
