@@ -29,7 +29,7 @@ def report() -> Iterator[ModuleType]:
             sys.modules.pop(name, None)
 
 
-def cell(report: ModuleType, base: int, seed: int, **verdicts: list[list[int]]):
+def cell(report: ModuleType, base: int, seed: int, /, **verdicts: list[list[int]]):
     tables = {name: {"test": np.array(rows), "dev": np.array(rows)} for name, rows in verdicts.items()}
     return report.Cell(f"{base}-{seed}", "arithmetic", base, seed, tables)
 
@@ -70,7 +70,7 @@ def test_rule_picks_by_development_questions_and_prefers_the_adapter_in_a_tie(re
 
 def test_regret_and_harm_by_hand(report):
     right, wrong = [[1, 1], [1, 1], [1, 1], [1, 1]], [[0, 0], [0, 0], [0, 0], [0, 0]]
-    verdicts = dict.fromkeys(report.PLAIN, wrong) | {"LoRA": right}
+    verdicts = dict.fromkeys(report.PLAIN, wrong) | {"LoRA": right, "base": [[1, 0], [0, 0], [0, 0], [0, 0]]}
     cells = [cell(report, base, 0, **verdicts) for base in (1, 2)]
     found = report.rules(cells)
     assert found["always [-6,3]"]["gain"]["mean"] == -100
@@ -79,6 +79,35 @@ def test_regret_and_harm_by_hand(report):
     assert found["automatic: all four ranges"]["picks"] == {"LoRA": 2}
     assert found["automatic: all four ranges"]["regret_fair"]["mean"] == 0
     assert "automatic: one λ for all" not in found  # its candidates were not measured
+    assert found["automatic: adapter on or off"]["picks"] == {"LoRA": 2}
+    assert found["always LoRA"]["versus_base"]["mean"] == pytest.approx(87.5)
+
+
+def test_p_is_students_and_the_claims_are_counted_with_and_without_adjustment(report):
+    cells = [cell(report, base, 0) for base in (1, 2, 3, 4)]
+    values = [1.0, 2.0, 4.0, 8.0]
+    found = report.over_bases(cells, values)
+    assert found["p"] == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
+    assert report.over_bases(cells, [2.0] * 4)["p"] == 0
+    assert report.over_bases(cells, [0.0] * 4)["p"] == 1
+    from tables import adjusted
+
+    gaps = {str(i): {"p": p, "bases": 5} for i, p in enumerate((0.001, 0.01, 0.03, 0.04, 0.2))}
+    said = adjusted({"one": {"claims": gaps | {"few": {"p": 0.001, "bases": 2}}}})
+    assert said.startswith("Of the 5 claims with an interval over five bases, 4 leave zero out.")
+    assert "for 5 comparisons 2 would" in said
+    assert said.endswith("(Benjamini and Hochberg) 4.")
+
+
+def test_the_cooler_adapter_is_counted_where_every_range_was_measured(report):
+    right, wrong = [[1, 1]], [[0, 1]]
+    whole = dict.fromkeys(report.PLAIN, wrong)
+    cells = [
+        cell(report, 1, 0, **whole, **{"LoRA T=0.3": right}),
+        cell(report, 2, 0, **whole, **{"LoRA T=0.3": wrong}),
+        cell(report, 3, 0, **{"LoRA T=0.3": right}),
+    ]
+    assert report.cooler_above_all(cells) == {"above": 1, "cells": 2}
 
 
 def test_pack_and_load_give_the_verdicts_back(report, tmp_path):

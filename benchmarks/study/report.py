@@ -69,10 +69,12 @@ RULES: dict[str, tuple[str, ...]] = {
     "always [-6,3]": ("SCALE [-6,3]",),
     "always [-3,1]": ("SCALE [-3,1]",),
     "always [0,1]": ("SCALE [0,1]",),
+    "always [0,6]": ("SCALE [0,6]",),
     "automatic: [0,1] [-6,3] [0,6]": ("LoRA", "SCALE [0,1]", "SCALE [-6,3]", "SCALE [0,6]"),
     "automatic: [0,6] and anchored": ("LoRA", "SCALE [0,6]", "SCALE [0,6] anchored product"),
     "automatic: all four ranges": ("LoRA", *PLAIN),
     "automatic: one λ for all": ("LoRA", "λ=-0.5", "λ=0.5", "λ=1.5"),
+    "automatic: adapter on or off": ("LoRA", "base"),
 }
 CLAIMS: tuple[tuple[str, str, str], ...] = (
     ("gates in [-6,3] beat the LoRA", "SCALE [-6,3]", "LoRA"),
@@ -181,20 +183,23 @@ def load(path: Path) -> list[Cell]:
 
 
 def over_bases(cells: list[Cell], values: Sequence[float]) -> dict[str, Any]:
-    """Mean over bases of the mean over their cells, with Student's 95 % interval over bases and the extremes of cells."""
+    """Mean over bases of the mean over their cells, with Student's 95 % interval and p over bases and the extremes of cells."""
     groups: dict[int, list[float]] = {}
     for cell, value in zip(cells, values, strict=True):
         groups.setdefault(cell.base, []).append(value)
     means = np.array([np.mean(group) for group in groups.values()])
     each = np.array(values)
-    low = high = None
+    low = high = p = None
     if len(means) > 1:
-        half = student.ppf(0.975, len(means) - 1) * means.std(ddof=1) / np.sqrt(len(means))
+        error = means.std(ddof=1) / np.sqrt(len(means))
+        half = student.ppf(0.975, len(means) - 1) * error
         low, high = float(means.mean() - half), float(means.mean() + half)
+        p = 2 * float(student.sf(abs(means.mean()) / error, len(means) - 1)) if error else float(means.mean() == 0)
     return {
         "mean": float(means.mean()),
         "low": low,
         "high": high,
+        "p": p,
         "worst": float(each.min()),
         "best": float(each.max()),
         "above": int((each > 0).sum()),
@@ -252,7 +257,7 @@ def rules(cells: list[Cell]) -> dict[str, dict[str, Any]]:
     """Automatic choice on 64 development questions against fixed ranges and the best on the test questions."""
     found = {}
     for name, candidates in RULES.items():
-        having = [cell for cell in cells if cell.has("LoRA", *PLAIN, *candidates)]
+        having = [cell for cell in cells if cell.has("base", "LoRA", *PLAIN, *candidates)]
         if not having:
             continue
         picks = {cell.name: pick(cell, candidates) for cell in having}
@@ -265,6 +270,7 @@ def rules(cells: list[Cell]) -> dict[str, dict[str, Any]]:
             counts[one] = counts.get(one, 0) + 1
         found[name] = {
             "gain": over_bases(having, gains),
+            "versus_base": over_bases(having, [cell.score(picks[cell.name]) - cell.score("base") for cell in having]),
             "regret": over_bases(having, regrets),
             "regret_fair": over_bases(having, [fair_regret(cell, picks[cell.name]) for cell in having]),
             "harmed": int(sum(gain < 0 for gain in gains)),
@@ -292,12 +298,24 @@ def fair_regret(cell: Cell, picked: str) -> float:
     return 100 * float(np.mean(second[best, np.arange(len(best))] - second[names.index(picked)]))
 
 
+def cooler_above_all(cells: list[Cell]) -> dict[str, int]:
+    """In how many cells the LoRA at T = 0.3 scores more than gates in any range at T = 1."""
+    having = [cell for cell in cells if cell.has("LoRA T=0.3", *PLAIN)]
+    above = sum(cell.score("LoRA T=0.3") > max(map(cell.score, PLAIN)) for cell in having)
+    return {"above": int(above), "cells": len(having)}
+
+
 def study(cells: list[Cell]) -> dict[str, Any]:
     """Everything that is read from the cells, world by world."""
     results = {}
     for world in sorted({cell.world for cell in cells}, key=WORLD_ORDER.index):
         of_world = [cell for cell in cells if cell.world == world]
-        results[world] = {"methods": methods(of_world), "claims": claims(of_world), "rules": rules(of_world)}
+        results[world] = {
+            "methods": methods(of_world),
+            "claims": claims(of_world),
+            "rules": rules(of_world),
+            "cooler": cooler_above_all(of_world),
+        }
     return results
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from scipy.stats import false_discovery_control as bh
+
+from loragate.evaluation import holm
+
 TITLES = {"english": "English"}
 FEWEST_BASES = 3
 SCORES = ("base", "LoRA", "LoRA T=0.3", "DFT", "SCALE [0,1]", "SCALE [-6,3]", "SCALE [0,6]")
@@ -24,8 +28,23 @@ def glance(results: dict[str, Any]) -> list[str]:
         lines.append(_row([said, *(_shown(gap) if gap else "–" for gap in found)]))
     chosen = [results[world]["rules"][RULE] for world in worlds]
     lines.append(_row(["the automatic choice beats the LoRA", *(_shown(entry["gain"]) for entry in chosen)]))
+    lines.append(_row(["the automatic choice beats the base", *(_shown(entry["versus_base"]) for entry in chosen)]))
     lines.append(_row(["cells that it harmed", *(f"{entry['harmed']} of {entry['cells']}" for entry in chosen)]))
-    return lines
+    cooler = (f"{one['cooler']['above']} of {one['cooler']['cells']}" for one in results.values())
+    lines.append(_row(["cells in which the LoRA at T = 0.3 beats every range", *cooler]))
+    return [*lines, "", adjusted(results)]
+
+
+def adjusted(results: dict[str, Any]) -> str:
+    """How many of the claims' intervals leave zero out, and how many would after adjustment for their number."""
+    p = [gap["p"] for one in results.values() for gap in one["claims"].values() if gap["bases"] >= FEWEST_BASES]
+    alone, after_holm, controlled = (
+        sum(value <= 0.05 for value in values) for values in (p, holm(p), bh(p, method="bh"))
+    )
+    return (
+        f"Of the {len(p)} claims with an interval over five bases, {alone} leave zero out. After Holm's adjustment for {len(p)} "
+        f"comparisons {after_holm} would, at a false discovery rate of 5 % (Benjamini and Hochberg) {controlled}."
+    )
 
 
 def _row(cells: list[str]) -> str:
