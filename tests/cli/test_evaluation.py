@@ -97,6 +97,21 @@ def test_rows_of_each_kind():
     assert greedy.sampling(SamplingConfig(samples=16)).samples == 1
 
 
+def test_the_row_of_the_base_is_said_to_keep_trained_biases(place, tmp_path, capsys):
+    for name in ("none", "lora_only"):
+        model = tiny_adapter(base=tiny_base())
+        model.peft_config["default"].base_model_name_or_path = str(place / "base")
+        model.peft_config["default"].bias = name
+        model.save_pretrained(tmp_path / name)
+        flags = ("--controls", "none", "--limit", "2", "--samples", "1")
+        capsys.readouterr()
+        assert run(place, tmp_path / name, tmp_path / f"eval-{name}", *flags) == 0
+        warned = "the row of the base has them too" in " ".join(capsys.readouterr().out.split())
+        assert warned == (name == "lora_only")
+        (result,) = read_record(tmp_path / f"eval-{name}" / "results.json").warnings or ("",)
+        assert ("biases" in result) == (name == "lora_only")
+
+
 def test_a_row_is_the_model_it_names():
     base = tiny_base()
     ids = torch.arange(5, 15)[None]

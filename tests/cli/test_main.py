@@ -178,3 +178,9 @@ def test_doctor(capsys):
     assert any(device.startswith("cpu") for device in found["devices"])
     assert main(["doctor"]) == 0
     assert "next: loragate quickstart" in capsys.readouterr().out
+
+
+def test_an_error_that_quotes_a_file_does_not_act_on_the_terminal(tmp_path, capsys):
+    record = '{"peft_type": "LORA", "base_model_name_or_path": "a/b/\\u001b]0;owned\\u0007"}'
+    (tmp_path / "adapter_config.json").write_text(record)
+    assert "names as its base model a/b/\\x1b]0;owned\\x07" in fails(capsys, "inspect", str(tmp_path))

@@ -182,6 +182,8 @@ REFUSALS = {
     "changed range": (lambda f: rewrite(f, lambda r: r["gate"].update(lower=-5.0)), "is not what gates.safetensors"),
     "wrong type": (lambda f: rewrite(f, lambda r: r["gate"].update(tau="1")), "gate.tau"),
     "not JSON": (lambda f: (f / "gate_config.json").write_text("{"), "not valid JSON"),
+    "a number without end": (lambda f: rewrite(f, lambda r: r["gate"].update(lower=-(10**400))), "more than 64 bits"),
+    "a seed without end": (lambda f: rewrite(f, lambda r: r["gate"].update(seed=2**64)), "more than 64 bits"),
     "NaN in JSON": (lambda f: (f / "gate_config.json").write_text('{"format": NaN}'), "NaN is not allowed"),
     "missing tensor": (change_gates(Q, lambda t, k: t.pop(k)), "is missing"),
     "extra tensor": (

@@ -70,3 +70,106 @@ def test_gates_go_onto_a_named_adapter_once(place):
     with pytest.raises(GateError, match=r"'mine' carries gates already.*detach_gates"):
         lg.load_gates(model, place / "absolute")
     assert lg.gate_parameters(model)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_adapter_that_was_rounded_while_it_was_loaded_is_told_how_to_load(place, dtype):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(place / "base", dtype=dtype)
+    adapter = place / "absolute" / "adapter"
+    rounded = PeftModel.from_pretrained(base, adapter, autocast_adapter_dtype=False)
+    with pytest.raises(ArtifactError, match=rf"rounded to {dtype} while it was loaded.*autocast_adapter_dtype=True"):
+        lg.load_gates(rounded, place / "absolute")
+    base = AutoModelForCausalLM.from_pretrained(place / "base", dtype=dtype)
+    assert lg.load_gates(PeftModel.from_pretrained(base, adapter), place / "absolute") is not None
+    other = tiny_adapter(seed=9)
+    with pytest.raises(ArtifactError, match="another adapter") as refusal:
+        lg.load_gates(other, place / "absolute")
+    assert "rounded" not in str(refusal.value)
+
+
+def test_models_of_another_class_are_told_how_to_load(tmp_path, token_ids):
+    import torch
+    import transformers as tf
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    shape = {"vocab_size": 160, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
+    bases = {
+        "SEQ_CLS": (tf.Qwen2ForSequenceClassification, tiny_base().config),
+        "SEQ_2_SEQ_LM": (tf.T5ForConditionalGeneration, tf.T5Config(**shape, decoder_start_token_id=0)),
+        None: (tf.T5ForConditionalGeneration, tf.T5Config(**shape, decoder_start_token_id=0)),
+    }
+    for task, (kind, config) in bases.items():
+        torch.manual_seed(0)
+        kind(config).save_pretrained(tmp_path / f"base-{task}")
+        record = LoraConfig(task_type=task, r=2, target_modules="all-linear", init_lora_weights=False)
+        model = get_peft_model(kind.from_pretrained(tmp_path / f"base-{task}"), record).eval()
+        folder = lg.save_gates(lg.attach_gates(model, lg.GateConfig(-1, 2)), tmp_path / f"gated-{task}")
+        said = f"task_type is {task}" if task else "has the configuration .*T5Config"
+        with pytest.raises(ArtifactError, match=rf"causal language models.*{said}.*PeftModel.*load_gates"):
+            lg.load_gated(folder, base=tmp_path / f"base-{task}")
+        again = PeftModel.from_pretrained(kind.from_pretrained(tmp_path / f"base-{task}"), folder / "adapter").eval()
+        lg.load_gates(again, folder)
+        more = {"decoder_input_ids": token_ids} if kind is tf.T5ForConditionalGeneration else {}
+        with torch.no_grad():
+            assert torch.equal(again(input_ids=token_ids, **more).logits, model(input_ids=token_ids, **more).logits)
+
+
+def test_weights_that_are_offloaded_are_left_out_of_the_record(place, tmp_path):
+    import torch
+
+    model = tiny_adapter(base=tiny_base(tie_word_embeddings=False))
+    lg.attach_gates(model, lg.GateConfig(-1, 2))
+    head = model.get_base_model().lm_head
+    # as accelerate leaves the weights of an offloaded module between two forward passes
+    head.weight = torch.nn.Parameter(head.weight.to("meta"), requires_grad=False)
+    folder = lg.save_gates(model, tmp_path / "gated", base_id="somewhere")
+    assert "lm_head.weight" not in read_gate_config(folder)["base"]["weights"]["values"]
+    lg.detach_gates(model)
+    assert lg.load_gates(model, folder) is model
+
+
+def test_a_strength_that_no_file_records_is_told(place, tmp_path, caplog):
+    from peft.utils.hotswap import prepare_model_for_compiled_hotswap
+
+    options = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.mlp.up_proj": 3}, "use_rslora": True}
+    model = lg.attach_gates(tiny_adapter(**options), lg.GateConfig(-1, 2))
+    with caplog.at_level("WARNING", logger="loragate"):
+        lg.save_gates(model, tmp_path / "unchanged", base_id=str(place / "base"))
+        assert caplog.text == ""
+        assert lg.load_gated(tmp_path / "unchanged") is not None
+        model.get_base_model().model.layers[1].mlp.down_proj.set_scale("default", 0.5)
+        lg.save_gates(model, tmp_path / "scaled", base_id=str(place / "base"))
+        assert "load_gated will refuse" in caplog.text
+        assert "model.layers.1.mlp.down_proj is the first" in caplog.text
+        caplog.clear()
+        padded = lg.attach_gates(tiny_adapter(), lg.GateConfig(-1, 2))
+        prepare_model_for_compiled_hotswap(padded, target_rank=8)
+        lg.save_gates(padded, tmp_path / "padded", base_id=str(place / "base"))
+        assert "load_gated will refuse" in caplog.text
+    with pytest.raises(ArtifactError, match="another adapter"):
+        lg.load_gated(tmp_path / "scaled")
+
+
+@pytest.mark.parametrize("whole", [None, ["embed_tokens", "lm_head"]])
+def test_added_tokens_are_told_how_to_load(whole, place, tmp_path, token_ids):
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    def enlarged(seed):
+        torch.manual_seed(seed)
+        base = AutoModelForCausalLM.from_pretrained(place / "base")
+        base.resize_token_embeddings(170)
+        return base
+
+    model = tiny_adapter(base=enlarged(0), target_modules=["q_proj"], modules_to_save=whole)
+    folder = lg.save_gates(lg.attach_gates(model, lg.GateConfig(-1, 2)), tmp_path / "gated")
+    with pytest.raises(ArtifactError, match=r"does not fit the base .*170.*resize_token_embeddings.*load_gates"):
+        lg.load_gated(folder)
+    again = PeftModel.from_pretrained(enlarged(1), folder / "adapter").eval()
+    lg.load_gates(again, folder)
+    with torch.no_grad():
+        assert torch.equal(again(token_ids).logits, model(token_ids).logits)

@@ -14,6 +14,7 @@ from loragate.cli.serve import ServeOptions
 from loragate.cli.serve_folders import served_folders
 from loragate.cli.serve_transformers import add_adapters
 from loragate.errors import ArtifactError, ConfigError
+from loragate.gates.card import render_card
 from loragate.gates.hub import HubName, gated_folder, hub_name, hub_source, is_hub_id
 from loragate.gates.upload import files_to_push, push_gated
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
@@ -272,3 +273,42 @@ def test_what_is_not_on_the_hub(hub, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ArtifactError, match="cannot be reached"):
         lg.load_gated("user/other")
+
+
+def test_no_folder_of_this_machine_is_sent(place, tmp_path):
+    folder = tmp_path / "gated"
+    shutil.copytree(place / "gated", folder)
+    home = "/home/lovelace/_thesis"
+    config = json.loads((folder / "gate_config.json").read_text())
+    config["training"] = {
+        "data": {"source": f"{home}/rows.jsonl"},
+        "stopped": f"the guard on {home}/probe.jsonl fell by 3 / 4 (see https://a.example/home/x)",
+    }
+    config["selection"] = {
+        "failed": {"[-3, 1]": f"DataError: '{home}/rows.jsonl:3' is malformed"},
+        "seen": {f"file://{home}/a": 1, "places": f"one\n{home}/b\nC:\\Users\\lovelace\\c.txt"},
+    }
+    (folder / "gate_config.json").write_text(json.dumps(config))
+    (folder / "README.md").write_text(render_card("gated", config))
+    adapter, words = (
+        folder / "adapter" / "adapter_config.json",
+        folder / "adapter" / "tokenizer" / "tokenizer_config.json",
+    )
+    adapter.write_text(json.dumps({**json.loads(adapter.read_text()), "corda_config": {"cache_file": f"{home}/c.pt"}}))
+    before = json.loads(words.read_text())
+    words.write_text(json.dumps({**before, "name_or_path": f"{home}/base", "bos_token": "/a/b"}))
+    assert b"lovelace" in adapter.read_bytes() + words.read_bytes() + (folder / "README.md").read_bytes()
+    files, _ = files_to_push(folder, "repo", "someone/base")
+    sent = {name: content if isinstance(content, bytes) else content.read_bytes() for name, content in files.items()}
+    for name, content in sent.items():
+        assert b"lovelace" not in content, name
+        assert b"thesis" not in content, name
+    shown = json.loads(sent["gate_config.json"])
+    assert shown["training"]["stopped"] == "the guard on probe.jsonl fell by 3 / 4 (see https://a.example/home/x)"
+    assert shown["selection"]["failed"] == {"[-3, 1]": "DataError: 'rows.jsonl:3' is malformed"}
+    assert shown["selection"]["seen"] == {"file://a": 1, "places": "one\nb\nc.txt"}
+    assert json.loads(sent["adapter/tokenizer/tokenizer_config.json"]) == {
+        **before,
+        "name_or_path": "base",
+        "bos_token": "/a/b",
+    }

@@ -179,3 +179,21 @@ def test_two_ray_actors_draw_what_one_process_draws(
     assert not (used / str(os.getpid())).exists()
     with pytest.raises(DataError, match=r"^Prompt 0 has 50 tokens; .* set max_new_tokens to 14 or less\.$"):
         engine.generate(["w4 " * 50], CONFIG)
+
+
+@pytest.mark.parametrize(("named", "joined"), [("", "local"), ("10.0.0.1:6379", "10.0.0.1:6379")])
+def test_no_cluster_is_joined_that_nobody_named(monkeypatch: pytest.MonkeyPatch, named: str, joined: str) -> None:
+    """Left alone, Ray joins what a file in /tmp/ray names, and any user of the machine can write there."""
+    ray = pytest.importorskip("ray", reason="ray is not installed (pip install loragate[sweep])")
+    seen: list[dict[str, Any]] = []
+
+    def init(**how: Any) -> None:
+        seen.append(how)
+        raise LoragateError("enough")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setenv("RAY_ADDRESS", named)
+    with pytest.raises(LoragateError, match="enough"):
+        list(RayData()(Job(lambda: None, ("w4",), CONFIG), [[(0, 0)]], 1))  # type: ignore[arg-type,return-value]
+    assert seen[0]["address"] == joined

@@ -206,6 +206,8 @@ def test_unknown_names(name, message):
         ("stagse: [sft]\n", "'stagse' is .* expected keys and values; did you mean 'stages'"),
         ("[]\n", "expected keys and values, found list"),
         ("stages: [sft, sft]\n", "stands there twice"),
+        ("stages: [{x/../../../y: sft}]\n", "a stage is called 'x/../../../y'"),
+        ("stages: [{..: sft}]\n", "a stage is called '..'"),
         ("stages: [calibrate]\ncalibrate: {adapter: '{sft}'}\n", r"refers to \{sft\}, but before it there is nothing"),
         ("stages: [a: sft]\na: {like: b}\n", "is like 'b', which it cannot be"),
         ("domain: math\nmethod: lora\n", "give domain, backbone and method together"),

@@ -9,6 +9,7 @@ from selection_kit import acting, probe
 from test_transaction import ONE, TWO, begin
 
 from loragate.gates.card import render_card
+from loragate.gates.eligibility import trains_biases
 from loragate.generation import SamplingConfig
 from loragate.selection.references import BASE, COOLER, better, references_of
 
@@ -64,6 +65,14 @@ def test_what_can_be_compared_depends_on_the_probe():
     cold = dataclasses.replace(labelled, sampling=SamplingConfig(temperature=0.0))
     assert [one.name for one in references_of(cold)] == [BASE]
     assert references_of(dataclasses.replace(labelled, kind="agreement")) == ()
+    assert [one.name for one in references_of(labelled, can_be_off=False)] == [COOLER]
+
+
+def test_an_adapter_that_trained_biases_cannot_show_its_base(tmp_path):
+    one = begin(tmp_path, {None: 10})
+    assert not trains_biases(one.model, "default")
+    one.model.peft_config["default"].bias = "lora_only"
+    assert trains_biases(one.model, "default")
 
 
 def test_a_sentence_only_where_one_does_better():

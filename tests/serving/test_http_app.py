@@ -248,3 +248,27 @@ def test_a_taken_port_is_named() -> None:
     for url in serving(App(("base",), lambda *_: [], lambda _: "", lambda _: "")):
         with pytest.raises(LoragateError, match="cannot be served from"):
             make_server(App((), lambda *_: [], lambda _: "", lambda _: ""), "127.0.0.1", int(url.rsplit(":", 1)[1]))
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8000", 200),
+        ("localhost", 200),
+        ("[::1]:80", 200),
+        ("page.example:8000", 403),
+        ("localhost.page.example", 403),
+    ],
+)
+def test_a_page_whose_name_means_this_machine_gets_nothing(url: str, host: str, status: int) -> None:
+    body = {"model": "gated", "prompt": PROMPT, "max_tokens": 1}
+    assert call(f"{url}/v1/completions", body, Host=host)[0] == status
+    assert call(f"{url}/v1/models", Host=host)[0] == status
+
+
+def test_requests_that_cannot_be_written_back_get_a_reply(url: str) -> None:
+    status, reply = call(f"{url}/v1/completions", b'{"model": "gated", "prompt": "a", "\\ud800": 1}')
+    assert status == 400
+    assert "unknown field" in reply["error"]["message"]
+    status, reply = call(f"{url}/v1/completions", {"model": "gated", "prompt": "a", "temperature": 10**400})
+    assert (status, reply["error"]["param"]) == (400, "temperature")

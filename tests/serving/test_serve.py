@@ -32,7 +32,7 @@ from loragate.errors import ConfigError
 from loragate.gates.override_names import parse_override
 from loragate.generation import SamplingConfig, TransformersEngine
 from loragate.serving.http_app import Asked
-from loragate.serving.vllm_server import server_command, unserved_heads, usual_share
+from loragate.serving.vllm_server import server_command, unserved_heads, usual_share, without_secrets
 from tiny import tiny_adapter, tiny_base, tiny_tokenizer
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 192, "max_position_embeddings": 128, "initializer_range": 0.1}
@@ -481,6 +481,25 @@ def test_the_base_is_taken_at_its_recorded_commit(folders: Path, tmp_path: Path)
     (tmp_path / "gate_config.json").write_text(json.dumps(record))
     assert base_revision(ServeOptions(str(tmp_path))) == "abc"
     assert base_revision(ServeOptions(str(tmp_path), base="other")) == ""
+
+
+def test_no_key_is_shown() -> None:
+    words = [
+        "-m",
+        "x",
+        "--api-key",
+        "k1",
+        "k2",
+        "--port",
+        "80",
+        "--hf-token=t",
+        "--api_key=k3",
+        "--hf_token",
+        "t2",
+        "--dtype",
+    ]
+    shown = "-m x --api-key … … --port 80 --hf-token=… --api_key=… --hf_token … --dtype"
+    assert without_secrets(words) == shown.split()
 
 
 def test_the_command_line_of_vllm() -> None:

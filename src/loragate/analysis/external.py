@@ -42,9 +42,8 @@ class SuppliedLora(LoraVariant):
                     "routed tokens (experts) have no λ per position"
                 )
             reduced = scale_tokens(lam, reduced)
-        return add_delta(
-            result, up_project(reduced, module.lora_B[active_adapter].weight, module.scaling[active_adapter])
-        )
+        delta = up_project(reduced, module.lora_B[active_adapter].weight, module.scaling[active_adapter])
+        return add_delta(result, delta, module.base_layer)
 
 
 @contextmanager

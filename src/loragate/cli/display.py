@@ -7,28 +7,40 @@ rich is imported when something is drawn: half the commands import this file, an
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
+    from rich.text import Text
 
 PLAIN_SECONDS = 10.0
 FILE_WIDTH = 120  # columns of a table that goes into a file or a pipe: room for names and intervals in one line
+_ACTS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
+
+
+def printable(text: str) -> str:
+    """A text of others with what a terminal would act on written out, as in `\\x1b`; line ends and tabs stay."""
+    return _ACTS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def console() -> Console:
-    """The console that results are printed to."""
+    """The console that results are printed to; no text that it is given can move the cursor or set a title."""
     from rich.console import Console
+
+    class Plain(Console):
+        def render_str(self, text: str, **how: Any) -> Text:
+            return super().render_str(printable(text), **how)
 
     terminal = sys.stdout.isatty()
     width = None if terminal or "COLUMNS" in os.environ else FILE_WIDTH  # None: rich asks the terminal, or COLUMNS
-    return Console(highlight=False, soft_wrap=not terminal, width=width, quiet=_is_other_process())
+    return Plain(highlight=False, soft_wrap=not terminal, width=width, quiet=_is_other_process())
 
 
 def next_evaluation(model: object, out: str) -> str:

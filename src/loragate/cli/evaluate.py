@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,10 @@ from loragate.errors import ConfigError, nearest
 from loragate.files import write_text
 
 EXPORTS = ("lm-eval", "inspect")
+BIASES = (
+    "the adapter trained biases along, which PEFT leaves in the model when it switches the adapter off: the row of the base has "
+    "them too"
+)
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,8 @@ def run(options: EvalOptions) -> int:
     with display.job("reading the questions"):
         prepared = prepare_tasks(options, loaded, tasks)
         retention = describe_suites(options, loaded, tasks)
+    if loaded.model is not None and loaded.kind != "base" and _keeps_biases(loaded.model):
+        prepared = [replace(item, warnings=(*item.warnings, BIASES)) for item in prepared]
     evaluation = plan(options, folder, loaded, prepared, retention, settings)
     for warning in dict.fromkeys(warning for item in prepared for warning in item.warnings):
         out.print(f"warning: {warning}", markup=False)
@@ -116,6 +122,13 @@ def run(options: EvalOptions) -> int:
         raise
     finish(out, folder, record, exports)
     return 0
+
+
+def _keeps_biases(model: Any) -> bool:
+    from loragate.gates.attach import active_adapter
+    from loragate.gates.eligibility import trains_biases
+
+    return trains_biases(model, active_adapter(model))
 
 
 def trained_controls(loaded: Any) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.cli.arguments import Command
+from loragate.cli.display import printable
 from loragate.cli.hub import on_disk
 from loragate.cli.models import (
     adapter_record,
@@ -122,6 +123,8 @@ def run(options: GenerateOptions) -> int:
     engine = TransformersEngine(model, tokenizer, batch_size=options.batch_size)
     with overriding:
         samples = engine.generate(prompts, sampling)
+    # a file gets the answers as they are; on a terminal they must not act
+    shown = printable if sys.stdout.isatty() else str
     for sample in samples:
         if options.json:
             record = {
@@ -132,9 +135,9 @@ def run(options: GenerateOptions) -> int:
                 "tokens": len(sample.token_ids),
                 "entropy": None if sample.entropy is None else round(sample.entropy, 4),
             }
-            print(json.dumps(record, ensure_ascii=False))
+            print(shown(json.dumps(record, ensure_ascii=False)))
         else:
-            print(sample.text)
+            print(shown(sample.text))
     cut = sum(sample.finish_reason == "length" for sample in samples)
     if cut:
         print(

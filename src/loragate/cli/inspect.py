@@ -65,10 +65,11 @@ def inspect_adapter(options: InspectOptions) -> dict[str, Any]:
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
     dtype_bytes = 2 if str(getattr(config, "dtype", "")).endswith("16") else 4
     total = sum(parameter.numel() for parameter in model.parameters())
-    # initialisations that read the base's weights cannot run without them, and do not matter for a verdict
-    record.init_lora_weights = True
+    # initialisations that read the base's weights cannot run without them
+    initialised, record.init_lora_weights = record.init_lora_weights, True
     with explained("adapter", options.adapter), torch.device("meta"):
         model = get_peft_model(model, record)
+    record.init_lora_weights = initialised
     targets = comma_list(options.target_modules) or None
     verdicts = examine_adapter(model, "default", targets)
     gated = [verdict for verdict in verdicts if verdict.status == "gate"]

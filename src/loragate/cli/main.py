@@ -119,13 +119,15 @@ def _quiet_libraries() -> None:
 
 
 def _fail(error: LoragateError, debug: bool, status: int) -> int:
+    from loragate.cli.display import printable
+
     if debug:
         traceback.print_exc()
     lines = [
         textwrap.fill(line, 100, break_long_words=False, break_on_hyphens=False, subsequent_indent="  ")
         if len(line) > 100
         else line
-        for line in str(error).splitlines()
+        for line in map(printable, str(error).splitlines())
     ]
     print("loragate: error: " + "\n".join(lines), file=sys.stderr)
     return status

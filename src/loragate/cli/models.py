@@ -319,10 +319,16 @@ def quiet_logging() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    from loragate.cli.display import printable
+
+    class Plain(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return printable(super().format(record))
+
     own = logging.getLogger("loragate")
     if not own.handlers:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("loragate: %(message)s"))
+        handler.setFormatter(Plain("loragate: %(message)s"))
         own.addHandler(handler)
         own.propagate = False
 
@@ -347,7 +353,10 @@ def _sentence(what: str, name: str, error: Exception) -> str:
     first = text.splitlines()[0] if text else type(error).__name__
     if "size mismatch" in text or "Target modules" in text:
         detail = next((line.strip() for line in text.splitlines() if "size mismatch" in line), first)
-        return f"{what} {name} does not fit this base model: it was made for another one, or --base is wrong ({detail[:300]})"
+        return (
+            f"{what} {name} does not fit this base model: it was made for another one, or --base is wrong, or tokens were added "
+            f"to the base before it was trained (save that base once and name it with --base) ({detail[:300]})"
+        )
     if isinstance(error, OSError) and not Path(name).exists():
         return (
             f"{what} {name}: no such folder, and it could not be fetched from the hub. Check the spelling, the network "

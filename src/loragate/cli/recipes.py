@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.cli.arguments import Command, checked_values, comma_list, field_kinds, flag_of
-from loragate.cli.display import console, duration, next_evaluation
+from loragate.cli.display import console, duration, next_evaluation, printable
 from loragate.cli.launching import wait_for
 from loragate.errors import ConfigError, LoragateError, nearest
 
@@ -121,11 +121,11 @@ def show(options: RecipesOptions, recipe: Any) -> int:
     """The recipe, and how it is run."""
     from loragate.recipes.show import as_yaml, command_lines
 
-    print(as_yaml(recipe))
+    print(printable(as_yaml(recipe)))
     folder = options.out or default_folder(recipe)
     print(f"# all of it, resumable:\n#   {run_line(options, recipe, folder)}\n#\n# or by hand:")
     for line in command_lines(recipe, folder, switches(), options.launcher):
-        print("\n".join(f"#   {part}" for part in line.splitlines()))
+        print("\n".join(f"#   {printable(part)}" for part in line.splitlines()))
     return 0
 
 

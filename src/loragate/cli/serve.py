@@ -152,7 +152,7 @@ def serve_vllm(options: ServeOptions) -> int:
     import shlex
     import tempfile
 
-    from loragate.serving.vllm_server import server_command, start, stop, wait_until_healthy
+    from loragate.serving.vllm_server import server_command, start, stop, wait_until_healthy, without_secrets
 
     base, adapters = served_folders(options)
     rank = prepare_vllm(options, base, adapters)
@@ -167,7 +167,7 @@ def serve_vllm(options: ServeOptions) -> int:
             max_lora_rank=rank,
             extra=[*vllm_arguments(options, base, Path(scratch)), *shlex.split(options.vllm_args)],
         )
-        out.print("starting vLLM: " + shlex.join(command), markup=False)
+        out.print("starting vLLM: " + shlex.join(without_secrets(command)), markup=False)
         end_on_terminate()
         began, process = time.monotonic(), start(command, adapters, dynamic=options.dynamic)
         try:

@@ -13,6 +13,7 @@ import torch
 from loragate.errors import GateError
 from loragate.evaluation.variants import Kind
 from loragate.gates import measure_parity
+from loragate.gates.eligibility import changed_base_of
 
 PROMPTS, TOKENS = 4, 256
 
@@ -26,11 +27,14 @@ def canary(model: Any, tokenizer: Any, prompts: Sequence[str], kind: Kind) -> di
         (λ = 0 against the model without the gated deltas) and "one_from_adapter" (λ = 1 against the plain adapter).
 
     Raises:
-        GateError: if the adapter changes no logit, if the gates change none, or if λ = 0 is not the model without
-            the gated deltas or λ = 1 not the adapter, up to rounding.
+        GateError: if the model without the adapter is not its base, if the adapter changes no logit, if the gates change none,
+            or if λ = 0 is not the model without the gated deltas or λ = 1 not the adapter, up to rounding.
     """
     if kind == "base":
         return {}
+    for name in model.peft_config:
+        if reason := changed_base_of(model, name):
+            raise GateError(f"canary: the row of the base would not be the base. {reason}")
     ids, mask = _batch(tokenizer, prompts, next(model.parameters()).device)
     kept = mask.bool()
     with model.disable_adapter():

@@ -35,6 +35,9 @@ def open_evaluation(folder: Path, grader: str = "", judging: JudgeSettings | Non
     try:
         identity: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         variants = [Variant(**row) for row in identity["variants"]]
+        # verdicts are written into a folder of that name
+        if any(set(variant.slug) & set("/\\\0") for variant in variants):
+            raise ValueError("the name of a row is a path")
         prepared = [_prepared(folder, row) for row in identity["tasks"]]
         # a record holds the canary; a run that was stopped before its end has none yet
         kept = folder / "results.json"

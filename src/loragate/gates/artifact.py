@@ -38,13 +38,15 @@ from loragate.gates.attach import (
 )
 from loragate.gates.card import render_card
 from loragate.gates.config import GateConfig
-from loragate.gates.eligibility import active_adapter, examine_adapter
+from loragate.gates.eligibility import active_adapter, examine_adapter, unwrapped
 from loragate.gates.fingerprint import (
     adapter_fingerprint,
     base_weight_samples,
+    changed_strength,
     commit_of_base,
     compare_base_samples,
     config_fingerprint,
+    half_factors,
 )
 from loragate.gates.hub import split_base
 from loragate.gates.peft_saving import save_configuration
@@ -127,6 +129,13 @@ def save_gates(
             "the base of this adapter has no name, so loragate.load_gated will find it only with base=…; record one with "
             "save_gates(…, base_id=…)"
         )
+    if changed := changed_strength(peft_model, name):
+        logger.warning(
+            "the adapter's rank or scale was changed in memory (%s is the first; set_scale, or preparation for hot swapping), "
+            "which adapter_config.json does not record: loragate.load_gated will refuse this folder, and loragate.load_gates "
+            "takes it only onto an adapter that was changed in the same way",
+            changed,
+        )
     name_of_base, revision = split_base(base_id or own_base, base_revision)
     if name_of_base == own_base:  # the adapter's pin means nothing on another base
         revision = revision or getattr(peft_config, "revision", None)
@@ -196,8 +205,13 @@ def _named_adapter(adapter_id: str | None) -> dict[str, str]:
 def write_adapter(model: nn.Module, adapter_name: str, folder: Path, source: str | Path | None = None) -> None:
     """The plain Stage-I adapter: copied from `source` where that is a safetensors adapter, else written by PEFT."""
     weights = "adapter_model.safetensors"
-    state = get_peft_model_state_dict(model, adapter_name=adapter_name)
-    state = {key: value.detach().cpu().contiguous() for key, value in state.items() if ".lora_gate." not in key}
+    # a wrapper around single layers may take its name out of state_dict, where PEFT then finds no factors
+    wrapped = any(unwrapped(name) != name for name, _ in model.named_modules())
+    given = dict(model.named_parameters(remove_duplicate=False)) if wrapped else None
+    state = get_peft_model_state_dict(model, state_dict=given, adapter_name=adapter_name)
+    state = {
+        unwrapped(key): value.detach().cpu().contiguous() for key, value in state.items() if ".lora_gate." not in key
+    }
     if source is not None and _is_source(Path(source), weights, state):
         for file in ("adapter_config.json", weights):
             origin = Path(source) / file
@@ -285,6 +299,7 @@ def _check_identity(model: nn.Module, adapter_name: str, folder: Path, record: d
         raise ArtifactError(
             f"{where}: these gates belong to another adapter (sha256 {record['adapter']['sha256'][:12]}…, the loaded "
             f"adapter {adapter_name!r} has {found[:12]}…). Load the adapter from {folder / ADAPTER}"
+            + _rounded_perhaps(half_factors(model, adapter_name))
         )
     if config_fingerprint(model) != record["base"]["config_sha256"]:
         raise ArtifactError(
@@ -295,6 +310,16 @@ def _check_identity(model: nn.Module, adapter_name: str, folder: Path, record: d
         raise ArtifactError(
             f"{where}: these gates were made on another base ({record['base']['id'] or 'unnamed'}): {difference}"
         )
+
+
+def _rounded_perhaps(half: str) -> str:
+    if not half:
+        return ""
+    return (
+        f". If that is where it came from, it was rounded to {half} while it was loaded, and gates know their adapter by its "
+        "exact numbers: load it with PeftModel.from_pretrained, which keeps factors in fp32 (autocast_adapter_dtype=True), then "
+        "the gates; the model may be cast after that"
+    )
 
 
 def _check_modules(

@@ -17,6 +17,7 @@ from loragate.errors import GateError
 from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import active_adapter, examine_adapter, lora_layers, require_gateable
 from loragate.gates.gate import SignedGate
+from loragate.gates.merging import ask_before_merging
 from loragate.gates.peft_saving import warn_no_more, warn_on_saving
 from loragate.gates.variant import GatedLora
 
@@ -29,9 +30,12 @@ def attach_gates(peft_model: nn.Module, config: GateConfig, adapter_name: str | 
     Where the named adapter is not the active one, its gates are all that is set to train but no forward pass reads
     them, so a training loop finds no gradient: make it active first (`model.set_adapter`). `model.save_pretrained`
     writes what loads as the plain adapter, and warns; `loragate.save_gates` keeps the gates. PEFT's
-    `add_weighted_adapter` combines the plain adapters and leaves gates out without a word. Gates that were loaded
-    (`load_gates`, `load_gated`) are frozen until `loragate.gates.train_gates_only(model)`, which is also to be called
-    after `disable_adapter` where the adapter holds modules_to_save: PEFT sets these to train again.
+    `add_weighted_adapter` combines the plain adapters and leaves gates out without a word, `hotswap_adapter` zeroes them
+    (λ = 1), and `load_adapter` under the name of a gated adapter leaves its gates on, where they act on the new one: detach
+    them first.
+
+    Gates that were loaded (`load_gates`, `load_gated`) are frozen until `loragate.gates.train_gates_only(model)`, which is
+    also to be called after `disable_adapter` where the adapter holds modules_to_save: PEFT sets these to train again.
 
     Args:
         peft_model: a PeftModel, or a transformers model with a LoRA adapter loaded natively.
@@ -60,6 +64,7 @@ def attach_gates(peft_model: nn.Module, config: GateConfig, adapter_name: str | 
         _freeze_factors(layer, name)
     train_gates_only(peft_model, name)
     warn_on_saving(peft_model, name)
+    ask_before_merging(peft_model)
     return peft_model
 
 

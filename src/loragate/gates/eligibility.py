@@ -68,6 +68,18 @@ class Verdict:
     rank: int = 0
 
 
+def changed_base_of(model: nn.Module, adapter_name: str) -> str:
+    """`changed_base` of an adapter that is loaded."""
+    configs = (configs[adapter_name] for configs in config_tables(model, adapter_name))
+    return next(filter(None, (changed_base(getattr(config, "init_lora_weights", None)) for config in configs)), "")
+
+
+def trains_biases(model: nn.Module, adapter_name: str) -> bool:
+    """Whether the adapter trained the base's biases along, which stay when it is switched off (a limit of PEFT)."""
+    configs = (configs[adapter_name] for configs in config_tables(model, adapter_name))
+    return any(getattr(config, "bias", "none") != "none" for config in configs)
+
+
 def lora_layers(model: nn.Module, adapter_name: str) -> Iterator[tuple[str, Any]]:
     """(module path in the base model's own names, LoRA layer) of every layer that holds `adapter_name`."""
     for name, module in model.named_modules():
@@ -209,10 +221,9 @@ def examine_adapter(model: nn.Module, adapter_name: str | None = None, target_mo
         GateError: if the model has no such adapter, or a target list or pattern matches nothing it could gate.
     """
     name = active_adapter(model, adapter_name)
-    heads = {id(module) for module in (_output_head(model),) if module is not None}
+    heads = {id(module) for module in (output_head(model),) if module is not None}
     verdicts = [judge(path, layer, name, id(layer) in heads) for path, layer in lora_layers(model, name)]
-    reasons = [changed_base(getattr(configs[name], "init_lora_weights", None)) for configs in config_tables(model, name)]
-    if reason := next(filter(None, reasons), ""):
+    if reason := changed_base_of(model, name):
         verdicts = [replace(v, status="refuse", reason=reason) if v.status == "gate" else v for v in verdicts]
     if target_modules is None:
         return verdicts
@@ -291,7 +302,8 @@ def _chosen_paths(paths: list[str], target_modules: Any) -> set[str]:
     return chosen
 
 
-def _output_head(model: nn.Module) -> nn.Module | None:
+def output_head(model: nn.Module) -> nn.Module | None:
+    """The layer that gives the logits over the vocabulary, where the model says which."""
     getter = getattr(model, "get_output_embeddings", None)
     try:
         return getter() if getter is not None else None

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from peft.utils.other import AuxiliaryTrainingWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper, get_pattern_key
 from torch import nn
 
-from loragate.gates.eligibility import base_path, lora_layers
+from loragate.gates.eligibility import GATEABLE_CLASSES, base_path, lora_layers
 from loragate.gates.hub import cached_commit
+from loragate.gates.peft_saving import config_tables
 
 _CONFIG_KEYS = (
     "model_type",
@@ -71,6 +73,37 @@ def adapter_fingerprint(model: nn.Module, adapter_name: str) -> str:
     return digest.hexdigest()
 
 
+def changed_strength(model: nn.Module, adapter_name: str) -> str:
+    """The first gateable module whose rank or scale is not what the adapter's configuration says; empty where there is none.
+
+    `set_scale` and PEFT's preparation for hot swapping change them in memory; neither is written to the configuration.
+    """
+    config: Any = next((configs[adapter_name] for configs in config_tables(model, adapter_name)), None)
+    if config is None:
+        return ""
+    for path, layer in lora_layers(model, adapter_name):
+        if type(layer).__name__ not in GATEABLE_CLASSES:
+            continue
+        rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), path), config.r)
+        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), path), config.lora_alpha)
+        scale = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+        same = math.isclose(float(layer.scaling[adapter_name]), scale, rel_tol=1e-6)
+        if not same or layer.lora_A[adapter_name].weight.shape[0] != rank:
+            return path
+    return ""
+
+
+def half_factors(model: nn.Module, adapter_name: str) -> str:
+    """The half precision in which an adapter's factors are held, such as "bfloat16"; empty where there is none."""
+    for _, layer in lora_layers(model, adapter_name):
+        for group in ("lora_A", "lora_B"):
+            if adapter_name in getattr(layer, group, {}):
+                for tensor in getattr(layer, group)[adapter_name].parameters():
+                    if tensor.dtype in (torch.bfloat16, torch.float16):
+                        return str(tensor.dtype).removeprefix("torch.")
+    return ""
+
+
 def _update(digest: Any, tensor: torch.Tensor) -> None:
     values = _whole(tensor).detach().to(device="cpu", dtype=torch.float32).contiguous()
     digest.update(json.dumps(list(values.shape)).encode())
@@ -97,7 +130,8 @@ def base_weight_samples(model: nn.Module) -> dict[str, Any]:
     Returns:
         {"dtype": name, "values": {parameter path: [floats]}}; at most 24 tensors × 4 values, chosen by sorted name.
     """
-    parameters = dict(_base_parameters(model))
+    # weights on the meta device are offloaded, without numbers here
+    parameters = {name: tensor for name, tensor in _base_parameters(model) if tensor.device.type != "meta"}
     names = sorted(parameters)
     step = max(1, len(names) // _SAMPLED_TENSORS)
     values: dict[str, list[float]] = {}

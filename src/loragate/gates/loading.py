@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ from loragate.errors import ArtifactError
 from loragate.gates.artifact import load_gates
 from loragate.gates.hub import gated_folder, is_hub_id, split_base
 from loragate.gates.schema import ADAPTER, CONFIG, read_gate_config
+
+# PEFT's names of tasks whose models have another class and other outputs
+_OTHER_TASKS = ("SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS")
 
 
 def load_gated(
@@ -45,6 +49,8 @@ def load_gated(
     record = read_gate_config(folder)
     if not (folder / ADAPTER / "adapter_config.json").is_file():
         raise ArtifactError(f"{folder / ADAPTER}: the Stage-I adapter is missing; the folder is incomplete")
+    if (task := _task_type(folder / ADAPTER / "adapter_config.json")) in _OTHER_TASKS:
+        raise ArtifactError(_other_class(folder, f"the adapter's task_type is {task}"))
     base_id = str(base) if base is not None else record["base"]["id"]
     if not base_id:
         raise ArtifactError(f"{folder / CONFIG}: key 'base.id' is empty; say which base with base=…")
@@ -59,14 +65,48 @@ def load_gated(
         model = AutoModelForCausalLM.from_pretrained(base_id, **from_pretrained_kwargs)
     except (OSError, ValueError) as error:
         holds_no_model = Path(base_id).is_dir() and not (Path(base_id) / "config.json").is_file()
+        if isinstance(error, ValueError) and str(error).startswith("Unrecognized configuration class"):
+            found = str(error).split(" for this kind", 1)[0].removeprefix("Unrecognized configuration class ")
+            raise ArtifactError(_other_class(folder, f"{base_id} has the configuration {found}")) from error
         if isinstance(error, ValueError) and not holds_no_model:
             raise  # about an argument, such as trust_remote_code or quantization_config
         where = None if base is not None else folder / CONFIG
         raise ArtifactError(_without_base(base_id, where, error)) from error
-    gated = PeftModel.from_pretrained(model, str(folder / ADAPTER))
+    try:
+        gated = PeftModel.from_pretrained(model, str(folder / ADAPTER))
+    except RuntimeError as error:
+        if "size mismatch" not in str(error):
+            raise
+        raise ArtifactError(_other_size(folder, base_id, error)) from error
     load_gates(gated, folder)
     gated.eval()
     return gated
+
+
+def _task_type(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get("task_type")
+    except (OSError, ValueError, AttributeError):
+        return None  # PEFT reads the file next, and says what is wrong with it
+
+
+def _other_class(folder: Path, reason: str) -> str:
+    """What to do where the base is no causal language model of transformers."""
+    return (
+        f"{folder}: load_gated loads causal language models (AutoModelForCausalLM), and {reason}. Load the base with its own "
+        f'class, then PeftModel.from_pretrained(base, "{folder / ADAPTER}") and loragate.load_gates(model, "{folder}")'
+    )
+
+
+def _other_size(folder: Path, base: str, error: Exception) -> str:
+    """What to do where the adapter's tensors have other shapes than the base's, most often for added tokens."""
+    detail = next(line.strip() for line in str(error).splitlines() if "size mismatch" in line)
+    return (
+        f"{folder / ADAPTER} does not fit the base {base} ({detail[:300]}). Either it was made for another base (base=…), or "
+        "tokens were added before it was trained: then load the base, base.resize_token_embeddings(SIZE), "
+        f'PeftModel.from_pretrained(base, "{folder / ADAPTER}") and loragate.load_gates(model, "{folder}"); or save such a base '
+        "once and name it with base=…"
+    )
 
 
 def _without_base(base: str, recorded_in: Path | None, error: Exception) -> str:

@@ -146,7 +146,7 @@ def _read_json(folder: Path, path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             _fail(path, "larger than 16 MiB; this is not a gate configuration")
-        record = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+        record = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant, parse_int=_whole)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, ValueError) as error:
         raise ArtifactError(f"{path}: not valid JSON ({error})") from error
     except OSError as error:
@@ -197,6 +197,12 @@ def _is_number(value: Any) -> bool:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not allowed")
+
+
+def _whole(text: str) -> int:
+    if abs(number := int(text)) >= 2**63:
+        raise ValueError("a whole number of more than 64 bits")
+    return number
 
 
 def _fail(path: Path, message: str) -> NoReturn:

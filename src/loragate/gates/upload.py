@@ -1,8 +1,8 @@
 """Sending a gated folder to the hub: checked first, only the artifact's own files, in one commit.
 
 The folder itself is never changed. What only this machine understands is replaced in the uploaded copies: a local base by a
-hub id, absolute paths in the evidence by their last part. Files that are on the hub already are not sent again, so a broken
-upload is taken up by repeating it.
+hub id, absolute paths in evidence and configurations by their last part. Files that are on the hub already are not sent
+again, so a broken upload is taken up by repeating it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from loragate.errors import ArtifactError, ConfigError
-from loragate.gates.card import render_card, with_base
+from loragate.gates.card import plain, render_card, with_base
 from loragate.gates.hub import is_hub_id
 from loragate.gates.schema import ADAPTER, CARD, CONFIG, EVIDENCE, GATES, read_gate_config, read_tensors
 from loragate.version import __version__
@@ -37,6 +37,13 @@ _TOKENIZER += (
     "spiece.model",
     "sentencepiece.bpe.model",
     "chat_template.jinja",
+)
+# where tokenizers of earlier libraries keep what they were loaded from
+_PLACES = ("name_or_path", "tokenizer_file", "special_tokens_map_file", "vocab_file", "merges_file")
+_WORD = r"[^\s/\\\"'`,;:()\[\]{}<>|]+"
+# an absolute path of two parts or more inside a sentence; what follows a letter or a colon belongs to a ratio or an address
+_INSIDE = re.compile(
+    rf"(?:(?<=file://)|(?<![\w.:/\\~-]))(?:(?:~|[A-Za-z]:)?/(?:{_WORD}/)+(?:{_WORD})?|[A-Za-z]:\\(?:{_WORD}\\)*{_WORD})"
 )
 
 
@@ -95,7 +102,7 @@ def files_to_push(folder: str | Path, name: str, base_id: str = "", card: bool =
         for file in _TOKENIZER:
             path = folder / ADAPTER / part / file
             if path.is_file():
-                sent[f"{ADAPTER}/{part}{file}"] = path
+                sent[f"{ADAPTER}/{part}{file}"] = _tokenizer_file(path)
     return dict(sorted(sent.items())), base
 
 
@@ -181,9 +188,22 @@ def _adapter_config(path: Path, base: str) -> Path | bytes:
         named = record.get("base_model_name_or_path")
     except (ValueError, AttributeError) as error:
         raise ArtifactError(f"{path}: not valid JSON ({error})") from error
+    public = {key: _cut(value, {}) for key, value in record.items()}
     if isinstance(named, str) and is_hub_id(named):
+        return path if public == record else _json(public)
+    return _json({**public, "base_model_name_or_path": base})
+
+
+def _tokenizer_file(path: Path) -> Path | bytes:
+    """A file of the tokenizer, or a copy without the folders that it was loaded from."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8")) if path.name == "tokenizer_config.json" else None
+    except ValueError as error:
+        raise ArtifactError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(record, dict):
         return path
-    return _json({**record, "base_model_name_or_path": base})
+    public = {key: _cut(value, {}) if key in _PLACES else value for key, value in record.items()}
+    return path if public == record else _json(public)
 
 
 def _card(
@@ -196,28 +216,41 @@ def _card(
     after = before if base == recorded else with_base(before, base)
     # longest first: one path may begin another
     for private in sorted([recorded, *paths] if base != recorded and recorded else paths, key=len, reverse=True):
-        after = after.replace(private, base if private == recorded else paths[private])
+        for written in dict.fromkeys((private, plain(private))):
+            after = after.replace(written, base if private == recorded else paths[private])
     return path if after == before else after.encode()
 
 
 def _without_folders(value: Any) -> tuple[Any, dict[str, str]]:
-    """A JSON value with every absolute path in it cut to its last part, and {path: part} of those."""
+    """A JSON value with every absolute path in it, alone or in a sentence, cut to its last part, and {path: part} of those."""
     found: dict[str, str] = {}
 
-    def cut(part: Any) -> Any:
-        if isinstance(part, dict):
-            return {key: cut(inner) for key, inner in part.items()}
-        if isinstance(part, list):
-            return [cut(inner) for inner in part]
-        if not isinstance(part, str) or "\n" in part:
-            return part
-        for kind in (PurePosixPath, PureWindowsPath):
-            if re.match(r"/[^/\s]|~/|[A-Za-z]:[\\/]", part) and (kind(part).is_absolute() or part.startswith("~/")):
-                found[part] = kind(part).name or os.sep
-                return found[part]
-        return part
+    def inside(match: re.Match[str]) -> str:
+        return found.setdefault(match[0], PureWindowsPath(match[0]).name or os.sep)
 
-    return cut(value), found
+    def clean(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {clean(key): clean(inner) for key, inner in part.items()}
+        if isinstance(part, list):
+            return [clean(inner) for inner in part]
+        return _INSIDE.sub(inside, part) if isinstance(part, str) else part
+
+    return clean(_cut(value, found)), found
+
+
+def _cut(value: Any, found: dict[str, str]) -> Any:
+    """A JSON value with every text that is an absolute path cut to its last part; {path: part} is added to `found`."""
+    if isinstance(value, dict):
+        return {key: _cut(inner, found) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_cut(inner, found) for inner in value]
+    if not isinstance(value, str) or "\n" in value:
+        return value
+    for kind in (PurePosixPath, PureWindowsPath):
+        if re.match(r"/[^/\s]|~/|[A-Za-z]:[\\/]", value) and (kind(value).is_absolute() or value.startswith("~/")):
+            found[value] = kind(value).name or os.sep
+            return found[value]
+    return value
 
 
 def _json(value: Any) -> bytes:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -128,7 +129,9 @@ class RayData:
         ray = _import_ray()
         logging.getLogger("ray.data").setLevel(logging.WARNING)  # a plan and a summary of every call, otherwise
         if not ray.is_initialized():
-            ray.init(logging_level="warning", log_to_driver=False)
+            # without an address Ray would join what a file in a folder of /tmp names, which any user can write
+            address = os.environ.get("RAY_ADDRESS") or "local"
+            ray.init(address=address, logging_level="warning", log_to_driver=False)
         self._require_room(ray.cluster_resources(), replicas)
         context = ray.data.DataContext.get_current()
         shown, context.enable_progress_bars = context.enable_progress_bars, False

@@ -49,11 +49,15 @@ class Reference:
         return model.disable_adapter() if self.without_adapter else nullcontext()
 
 
-def references_of(probe: Probe) -> tuple[Reference, ...]:
-    """What can be compared on a probe; nothing where the adapter's own majority stands in for labels."""
+def references_of(probe: Probe, can_be_off: bool = True) -> tuple[Reference, ...]:
+    """What can be compared on a probe; nothing where the adapter's own majority stands in for labels.
+
+    Args:
+        can_be_off: switching the adapter off gives the base; not so where it trained biases along.
+    """
     if probe.kind != "labelled":
         return ()
-    found = [Reference(BASE, "base", probe, without_adapter=True)]
+    found = [Reference(BASE, "base", probe, without_adapter=True)] if can_be_off else []
     if probe.sampling.temperature > COOL:
         cooler = replace(probe, sampling=replace(probe.sampling, temperature=COOL))
         found.append(Reference(COOLER, "cooler", cooler))

@@ -33,6 +33,7 @@ from loragate.errors import ConfigError, DataError, DivergenceError
 from loragate.files import write_atomically, write_json
 from loragate.gates import GateConfig, adapter_fingerprint, attach_gates, detach_gates, gate_parameters
 from loragate.gates.attach import active_adapter
+from loragate.gates.eligibility import trains_biases
 from loragate.gates.fingerprint import base_weight_samples
 from loragate.generation import Engine
 from loragate.selection.candidate import Candidate
@@ -90,7 +91,8 @@ class Transaction:
         self.settings, self.gate_config, self.probe = settings, gate_config, probe
         self.engine, self.folder, self.retention = engine, folder, retention
         self.calibrate_options = calibrate_options or (lambda _: {})
-        self.references = references_of(probe) if references else ()
+        can_be_off = not trains_biases(model, active_adapter(model))
+        self.references = references_of(probe, can_be_off) if references else ()
         self.common = {
             "probe": probe.fingerprint,
             "retention": None if retention is None else retention.fingerprint,

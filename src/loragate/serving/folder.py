@@ -19,6 +19,7 @@ import torch
 
 from loragate.errors import ArtifactError
 from loragate.gates.config import GateConfig
+from loragate.gates.eligibility import changed_base
 from loragate.gates.gate import Override
 from loragate.gates.override_names import split_folder
 from loragate.gates.schema import ADAPTER, CONFIG, GATES, read_gate_config, read_tensors
@@ -189,10 +190,13 @@ def _read_adapter(folder: Path) -> _Adapter:
             key for key in ("modules_to_save", "target_parameters", "trainable_token_indices") if record.get(key)
         ]
         rooted = bool(record.get("use_rslora"))
+        changed = changed_base(record.get("init_lora_weights"))
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(f"{config_path}: not a readable configuration of a LoRA adapter ({error!r})") from error
     if unserved:
         _fail(config_path, f"{unserved[0]} is set; such adapters are neither served with gates nor exported")
+    if changed:
+        _fail(config_path, changed)
     try:
         state = load_file(str(weights_path))
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:

@@ -7,8 +7,10 @@ believes in a setting that does nothing.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
+import re
 import secrets
 import socket
 import threading
@@ -90,6 +92,21 @@ class RequestError(Exception):
         self.status, self.param = status, param
 
 
+_ELSEWHERE = (
+    "this server listens on this machine alone and answers to localhost or an address, not to another name; have a proxy "
+    "send the header Host: localhost, or listen on another address (--host)"
+)
+
+
+def _is_address(host: str) -> bool:
+    """Whether a Host header names this machine by an address or as localhost, or is absent."""
+    name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
+    try:
+        return name in ("", "localhost") or bool(ipaddress.ip_address(name.strip("[]")))
+    except ValueError:
+        return False
+
+
 def make_server(app: App, host: str, port: int) -> ThreadingHTTPServer:
     """A server that is bound and not yet running; port 0 takes a free one.
 
@@ -97,13 +114,16 @@ def make_server(app: App, host: str, port: int) -> ThreadingHTTPServer:
         LoragateError: if the address cannot be bound.
     """
     lock, began = threading.Lock(), int(time.time())
+    private = host == "localhost" or host == "::1" or host.startswith("127.")
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         timeout = 60
 
         def do_GET(self) -> None:
-            if self.path == "/health":
+            if not self.is_addressed():
+                self.fail(RequestError(403, _ELSEWHERE))
+            elif self.path == "/health":
                 self.reply(200, {"status": "ok"})
             elif self.path == "/v1/models":
                 cards = [{"id": n, "object": "model", "created": began, "owned_by": "loragate"} for n in app.models]
@@ -116,6 +136,8 @@ def make_server(app: App, host: str, port: int) -> ThreadingHTTPServer:
         def do_POST(self) -> None:
             try:
                 body = self.body()
+                if not self.is_addressed():
+                    raise RequestError(403, _ELSEWHERE)
                 if self.path == "/v1/completions":
                     self.reply(200, completion(app, body, lock))
                 elif self.path == "/v1/chat/completions":
@@ -135,9 +157,13 @@ def make_server(app: App, host: str, port: int) -> ThreadingHTTPServer:
                 logger.exception("request failed")
                 self.fail(RequestError(500, f"{type(error).__name__}: {error}"))
 
+        def is_addressed(self) -> bool:
+            # a page in a browser can have its own name mean this machine, and would be let read the answers
+            return not private or _is_address(self.headers.get("Host", ""))
+
         def body(self) -> dict[str, Any]:
             length = self.headers.get("Content-Length", "")
-            if not length.isdigit():
+            if not (length.isascii() and length.isdigit()):
                 self.close_connection = True
                 raise RequestError(411, "a request needs a Content-Length")
             if int(length) > MAX_BODY:
@@ -156,7 +182,8 @@ def make_server(app: App, host: str, port: int) -> ThreadingHTTPServer:
             return body
 
         def reply(self, status: int, record: dict[str, Any]) -> None:
-            data = json.dumps(record, ensure_ascii=False).encode()
+            # half of a surrogate pair in what was asked must not end in no reply
+            data = json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace")
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
@@ -283,7 +310,10 @@ def _number(body: dict[str, Any], name: str, default: float) -> float:
         return default
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise RequestError(400, f"{name} must be a number, found {value!r}", name)
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise RequestError(400, f"{name} is too large", name) from None
 
 
 def _whole(value: Any, name: str, least: int | None) -> int:

@@ -21,6 +21,7 @@ from loragate.serving.versions import vllm_version
 
 USUAL_SHARE = 0.9
 """Share of an accelerator's memory that vLLM may fill."""
+SECRETS = ("--api-key", "--hf-token")
 START_S, STOP_S = 1800.0, 30.0  # patience with a server that starts, and with one that ends
 
 
@@ -99,6 +100,21 @@ def server_command(
         *("--lora-modules", *(_module(name, folder) for name, folder in adapters.items())),
         *extra,
     ]
+
+
+def without_secrets(command: Sequence[str]) -> list[str]:
+    """The command line as it may be shown and logged: keys and tokens in it are written as "…"."""
+    shown: list[str] = []
+    hidden = False
+    for word in command:
+        flag, sign, _ = word.partition("=")
+        if word.startswith("--"):
+            # argparse takes a flag's underscores for hyphens, and --api-key more words than one
+            hidden = flag.replace("_", "-") in SECRETS
+            shown.append(f"{flag}=…" if hidden and sign else word)
+        else:
+            shown.append("…" if hidden else word)
+    return shown
 
 
 def _module(name: str, folder: str) -> str:

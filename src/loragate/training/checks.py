@@ -11,6 +11,7 @@ import torch
 from loragate.data import Collator, EncodedRows
 from loragate.errors import ConfigError, TrainingError
 from loragate.gates import Parity, record_gates
+from loragate.gates.eligibility import output_head
 from loragate.losses import StatisticsRequest
 from loragate.training.trainer import statistics_forward
 
@@ -39,6 +40,17 @@ def check_parity(parity: Parity, dtype: torch.dtype) -> None:
         raise TrainingError(
             f"the gated model does not start at the adapter: logits differ by {parity.initial:.2g} (limit {limit:.2g}); "
             "make init_scale smaller"
+        )
+
+
+def require_causal_model(model: Any) -> None:
+    """Raises TrainingError for a model that predicts no next token from logits [batch, sequence, vocabulary]."""
+    encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if encoder or output_head(model) is None:
+        what = "an encoder and a decoder" if encoder else "no output head over the vocabulary"
+        raise TrainingError(
+            f"calibrate trains gates of causal language models, and {type(model).__name__} has {what}. attach_gates works on it; "
+            "train its gates in a loop of your own"
         )
 
 

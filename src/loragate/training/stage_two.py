@@ -39,6 +39,7 @@ from loragate.training.checks import (
     check_parity,
     frozen_parameters,
     measure_entropy,
+    require_causal_model,
     require_only_gates_train,
     without_dropout,
 )
@@ -199,7 +200,8 @@ def calibrate(
         DataError: if a row cannot be used.
         ConfigError: for a callable that the objective would not use, or one that it lacks; an objective of one's own that is
             incomplete, or contradicted by the settings; an argument of another kind.
-        TrainingError: if parity fails, a frozen weight changed, or the loss is not finite.
+        TrainingError: if the base is no causal language model, parity fails, a frozen weight changed, or the loss is not
+            finite.
     """
     settings = settings_given(settings, CalibrationSettings)
     if not isinstance(config, GateConfig):
@@ -213,6 +215,7 @@ def calibrate(
     callables = Callables(sampler, reward, None if guard is None else Guard(guard), probe)
     callables.check(settings.objective if objective is None else objective.name, settings.on_policy)
     name = active_adapter(peft_model, adapter_name)
+    require_causal_model(causal_model(peft_model))
     source = rows_given(rows)
     require_encoded(encoded, source)
     if encoded is None:

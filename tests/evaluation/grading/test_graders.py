@@ -261,3 +261,13 @@ def test_an_answer_stuck_on_open_boxes_costs_no_time() -> None:
     assert time.perf_counter() - began < 2
     assert last_boxed(r"} \boxed{\{a\} {b}} {") == r"\{a\} {b}"
     assert last_boxed(r"\\boxed{1} and \boxed{2") == "1"
+
+
+def test_dft_reads_an_answer_stuck_on_open_commands_at_once() -> None:
+    """Cut off at the token limit, no brace closes; the caller's process reads it, where nothing can be killed."""
+    began = time.perf_counter()
+    for command in (r"\text{", r"\mbox{", r"\text{a"):
+        assert extract(r"\boxed{\text{cm} 5" + command * 8_000).startswith("5")
+    assert time.perf_counter() - began < 2
+    assert strip_string(r"5\text{ cm}") == "5"
+    assert strip_string(r"5\text{a}\mbox{b}6\text{") == r"56\text{"

@@ -59,6 +59,12 @@ def extract(response: str) -> str:
     return strip_string(found.rstrip("./"))
 
 
+def _without(command: str, text: str) -> str:
+    """`text` without the matches of `command`, none of which is looked for past the last brace: answers repeat open ones."""
+    before, brace, after = text.rpartition("}")
+    return re.sub(command, "", before + brace) + after
+
+
 def strip_string(text: str) -> str:
     """Return the spelling that is compared: fractions braced, units, words, degrees and dollars removed."""
     text = text.strip().replace("\n", "").rstrip(".").replace(r"\!", "")
@@ -67,12 +73,13 @@ def strip_string(text: str) -> str:
     text = re.sub(r"\\[td]frac", r"\\frac", text).replace(r"\neq", r"\ne")
     text = text.replace(r"\leq", r"\le").replace(r"\geq", r"\ge").replace(r"\left", "").replace(r"\right", "")
     text = text.replace(r"\{", "{").replace(r"\}", "}")
-    without = re.sub(r"\\text\{.*?\}$", "", text).strip()
+    at = text.find(r"\text{")
+    without = (text[:at] if at >= 0 and text.endswith("}") else text).strip()
     text = without if without and without != text else text
     for _ in range(2):
         text = _UNIT.sub(r"\1", text) or text
     text = re.sub(r"\^\{?\\circ\}?", "", text).replace(r"\$", "").replace("$", "").replace(r"\(", "").replace(r"\)", "")
-    text = re.sub(r"\\text\{(.*?)\}", "", text)
+    text = _without(r"\\text\{.*?\}", text)
     for prefix in ("x=", "y=", "z=", r"x\in", r"y\in", r"z\in", r"x\to", r"y\to"):
         text = text.replace(prefix, "")
     text = text.replace(r"\emptyset", "{}").replace(r"(-\infty,\infty)", r"\mathbb{R}")
@@ -80,7 +87,7 @@ def strip_string(text: str) -> str:
     if re.fullmatch(r"[({\[]\w+[)}\]]", text):
         text = text[1:-1]
     text = text.replace("infinity", r"\infty").replace("and", "").replace(r"\mathbf", "")
-    text = re.sub(r"\\mbox\{.*?\}", "", text).replace("'", "").replace('"', "")
+    text = _without(r"\\mbox\{.*?\}", text).replace("'", "").replace('"', "")
     if "j" in text and "i" not in text:
         text = text.replace("j", "i")
     text = re.sub(r"(?<!\d)(\d+)\.0*(\D|$)", r"\1\2", text)  # from the first digit on only: 0.333… may go on for long
