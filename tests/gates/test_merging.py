@@ -1,6 +1,9 @@
 """Merging a gated adapter is refused before anything of the model is changed, whatever stands before the first gate."""
 
 import copy
+import gc
+import io
+import weakref
 
 import pytest
 import torch
@@ -58,3 +61,26 @@ def test_other_adapters_and_detached_gates_merge_as_ever(token_ids):
     model.delete_adapter("second")
     merged = lg.detach_gates(model).merge_and_unload()
     torch.testing.assert_close(logits(merged, token_ids), plain, rtol=1e-4, atol=1e-4)
+
+
+def test_a_pickled_gated_model_refuses_too(token_ids):
+    model = gated("an embedding")
+    before, file = logits(model, token_ids), io.BytesIO()
+    torch.save(model, file)
+    del model
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    with pytest.raises(GateError, match="detach_gates"):
+        again.merge_and_unload()
+    assert torch.equal(logits(again, token_ids), before)
+
+
+def test_a_deleted_gated_model_is_gone_at_once():
+    model = gated("some modules gated")
+    weights = weakref.ref(next(model.parameters()))
+    gc.disable()
+    try:
+        del model
+        assert weights() is None
+    finally:
+        gc.enable()

@@ -8,7 +8,7 @@ copies of modules and layers without a gate that come before the first gated one
 from __future__ import annotations
 
 import inspect
-from functools import partial
+import weakref
 from typing import Any
 
 from peft.tuners.tuners_utils import BaseTuner
@@ -25,16 +25,33 @@ def ask_before_merging(model: nn.Module) -> None:
     for tuner in model.modules():
         if isinstance(tuner, BaseTuner):
             for method in _METHODS:
-                # partial of a module's function, not a closure, so that the model can still be copied and pickled
-                vars(tuner).setdefault(method, partial(_ask_first, tuner, method))
+                vars(tuner).setdefault(method, _AskFirst(tuner, method))
 
 
-def _ask_first(tuner: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-    merge = getattr(type(tuner), method)
-    names = inspect.signature(merge).bind(tuner, *args, **kwargs).arguments.get("adapter_names")
-    names = tuner.active_adapters if names is None else names
-    for module in tuner.modules():
-        variants = vars(module).get("lora_variant", {})
-        if any(isinstance(variants.get(name), GatedLora) for name in names):
-            raise GateError(NO_MERGE)
-    return merge(tuner, *args, **kwargs)
+class _AskFirst:
+    """A merging method of one tuner that refuses for gated adapters.
+
+    It knows its tuner weakly: a cycle would keep the weights of a deleted model until the garbage collector runs. It is
+    copied and pickled along with the tuner.
+    """
+
+    def __init__(self, tuner: Any, method: str) -> None:
+        self._tuner, self._method = weakref.ref(tuner), method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tuner: Any = self._tuner()
+        merge = getattr(type(tuner), self._method)
+        names = inspect.signature(merge).bind(tuner, *args, **kwargs).arguments.get("adapter_names")
+        names = tuner.active_adapters if names is None else names
+        for module in tuner.modules():
+            variants = vars(module).get("lora_variant", {})
+            if any(isinstance(variants.get(name), GatedLora) for name in names):
+                raise GateError(NO_MERGE)
+        return merge(tuner, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _AskFirst:
+        tuner: Any = self._tuner()
+        return _AskFirst(memo.get(id(tuner), tuner), self._method)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _AskFirst, (self._tuner(), self._method)
