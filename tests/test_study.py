@@ -94,7 +94,7 @@ def test_p_is_students_and_the_claims_are_counted_with_and_without_adjustment(re
 
     gaps = {str(i): {"p": p, "bases": 5} for i, p in enumerate((0.001, 0.01, 0.03, 0.04, 0.2))}
     said = adjusted({"one": {"claims": gaps | {"few": {"p": 0.001, "bases": 2}}}})
-    assert said.startswith("Of the 5 claims with an interval over five bases, 4 leave zero out.")
+    assert said.startswith("Of the 5 claims with an interval over bases, 4 leave zero out.")
     assert "for 5 comparisons 2 would" in said
     assert said.endswith("(Benjamini and Hochberg) 4.")
 

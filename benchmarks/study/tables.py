@@ -42,7 +42,7 @@ def adjusted(results: dict[str, Any]) -> str:
         sum(value <= 0.05 for value in values) for values in (p, holm(p), bh(p, method="bh"))
     )
     return (
-        f"Of the {len(p)} claims with an interval over five bases, {alone} leave zero out. After Holm's adjustment for {len(p)} "
+        f"Of the {len(p)} claims with an interval over bases, {alone} leave zero out. After Holm's adjustment for {len(p)} "
         f"comparisons {after_holm} would, at a false discovery rate of 5 % (Benjamini and Hochberg) {controlled}."
     )
 
