@@ -315,6 +315,8 @@ def test_flags_that_would_be_ignored_are_refused(place, tmp_path, capsys):
         (("--probe-task", "math500"), "--probe-task has no effect without --probe"),
         (("--retention-task", "math500"), "--retention-task has no effect without --retention-probe"),
         (("--exclude", "x.jsonl"), "--exclude has no effect"),
+        (("--no-references",), "--no-references has no effect without --probe"),
+        ((*given, "--no-references"), "--no-references has no effect without --probe"),
         ((*probe, "--probe-task", "math500", "--probe-grader", "exact"), "names its own grader"),
         ((*probe, "--no-guard"), "--no-guard has no effect"),
         ((*probe, "--probe-temperature", "-1"), "must not be negative"),

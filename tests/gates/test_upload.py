@@ -16,7 +16,7 @@ from loragate.cli.serve_transformers import add_adapters
 from loragate.errors import ArtifactError, ConfigError
 from loragate.gates.card import render_card
 from loragate.gates.hub import HubName, gated_folder, hub_name, hub_source, is_hub_id
-from loragate.gates.upload import files_to_push, push_gated
+from loragate.gates.upload import _without_folders, files_to_push, push_gated
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 PLAIN = "fedcba9876543210fedcba9876543210fedcba98"
@@ -312,3 +312,19 @@ def test_no_folder_of_this_machine_is_sent(place, tmp_path):
         "name_or_path": "base",
         "bos_token": "/a/b",
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "public"),
+    [
+        ("rows of /home/ada/data/train.jsonl, shuffled", "rows of train.jsonl, shuffled"),
+        ("'/home/ada love/data/train rows.jsonl' was read", "'train rows.jsonl' was read"),
+        ("C:\\Users\\ada\\rows.jsonl", "rows.jsonl"),
+        ("modules regex .*/layers/.*", "modules regex .*/layers/.*"),
+        ("<a>/b/c</a>", "<a>/b/c</a>"),
+        ("option A:\\boxed{x} and 3/4/5", "option A:\\boxed{x} and 3/4/5"),
+        ("https://page.example/c?x=/u/v", "https://page.example/c?x=/u/v"),
+    ],
+)
+def test_paths_are_cut_and_what_looks_like_one_is_not(text, public):
+    assert _without_folders([text + " "])[0] == [public + " "]

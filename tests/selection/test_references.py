@@ -86,6 +86,11 @@ def test_a_sentence_only_where_one_does_better():
         "the plain adapter at temperature 0.3 scores 25.0 % on the same questions, 25.0 points more than adapter"
     )
     assert said.endswith("lower it first")
+    slightly = np.zeros((40, 2))
+    slightly[0] = 1
+    close = better(BASE, slightly, low, "adapter")
+    assert close is not None
+    assert close.endswith("cannot tell the two apart")
 
 
 def test_the_card_has_them_apart(tmp_path):

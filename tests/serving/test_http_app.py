@@ -255,6 +255,7 @@ def test_a_taken_port_is_named() -> None:
     [
         ("127.0.0.1:8000", 200),
         ("localhost", 200),
+        ("LOCALHOST.:8000", 200),
         ("[::1]:80", 200),
         ("page.example:8000", 403),
         ("localhost.page.example", 403),

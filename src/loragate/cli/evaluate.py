@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +101,8 @@ def run(options: EvalOptions) -> int:
     with display.job("reading the questions"):
         prepared = prepare_tasks(options, loaded, tasks)
         retention = describe_suites(options, loaded, tasks)
-    if loaded.model is not None and loaded.kind != "base" and _keeps_biases(loaded.model):
-        prepared = [replace(item, warnings=(*item.warnings, BIASES)) for item in prepared]
     evaluation = plan(options, folder, loaded, prepared, retention, settings)
-    for warning in dict.fromkeys(warning for item in prepared for warning in item.warnings):
+    for warning in dict.fromkeys([*evaluation.notes, *(warning for item in prepared for warning in item.warnings)]):
         out.print(f"warning: {warning}", markup=False)
     out.print(describe_canary(evaluation.canary), markup=False)
     evaluation.begin(options.resume)
@@ -124,11 +122,13 @@ def run(options: EvalOptions) -> int:
     return 0
 
 
-def _keeps_biases(model: Any) -> bool:
+def _notes(loaded: Any) -> list[str]:
+    if loaded.model is None or loaded.kind == "base":
+        return []
     from loragate.gates.attach import active_adapter
     from loragate.gates.eligibility import trains_biases
 
-    return trains_biases(model, active_adapter(model))
+    return [BIASES] if trains_biases(loaded.model, active_adapter(loaded.model)) else []
 
 
 def trained_controls(loaded: Any) -> list[str]:
@@ -167,6 +167,7 @@ def plan(
         variants,
         models=loaded.sources,
         canary=figures,
+        notes=_notes(loaded),
         seed=options.seed,
         identity={
             "engine": options.engine,

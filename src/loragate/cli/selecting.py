@@ -121,12 +121,16 @@ def _require_effect(options: Any, automatic: bool) -> None:
             raise ConfigError(f"{flag_of(name)} has no effect without {flag_of(needed)} FILE")
     if options.exclude and not (options.probe or options.retention_probe):
         raise ConfigError("--exclude has no effect without --probe FILE")
+    if "references" in changed and not options.probe:
+        raise ConfigError(
+            "--no-references has no effect without --probe FILE: only questions with answers are asked of them"
+        )
     if "ranges" in changed and not automatic:
         raise ConfigError(f"--ranges has no effect beside --range={options.range}; leave out one of them")
     if "probe_grader" in changed and options.probe_task and options.objective != "reward":
         raise ConfigError(f"--probe-grader has no effect: the task {options.probe_task} names its own grader")
     asking = ("probe_samples", "probe_temperature", "probe_max_new_tokens", "probe_sandbox", "probe_grader")
-    for name in (*asking, "retention_probe", "references"):
+    for name in (*asking, "retention_probe"):
         if name in changed and options.unverified and (name, options.objective) != ("probe_grader", "reward"):
             raise ConfigError(f"{flag_of(name)} has no effect with --unverified, which asks no probe")
     if (

@@ -77,6 +77,7 @@ class Evaluation:
         grader: in place of the math tasks' own.
         suites: retention suites that the harness asks; scored for every row that is no control.
         harness: asks one suite of the model as the row; None where all suites are measured and on file.
+        notes: what a reader of all scores should know; kept in the folder, and no part of what a resumed run must share.
     """
 
     def __init__(
@@ -93,11 +94,12 @@ class Evaluation:
         grader: str = "",
         suites: Sequence[str] = (),
         harness: Harness | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         self.folder, self.tasks, self.variants = folder, list(tasks), list(variants)
         self.models, self.canary, self.seed = models, canary, seed
         self.judging, self.grader = judging or JudgeSettings(), grader
-        self.suites, self.harness = list(suites), harness
+        self.suites, self.harness, self.notes = list(suites), harness, list(notes)
         self.identity = json.loads(
             json.dumps(
                 {
@@ -122,6 +124,7 @@ class Evaluation:
         identity = {**self.identity, "weights": weights_of(self.models)}
         if resume:
             before = json.loads(path.read_text(encoding="utf-8"))
+            before.pop("notes", None)
             found = first_difference(before, identity)
             if found is not None:
                 key, old, new = found
@@ -135,7 +138,7 @@ class Evaluation:
                     "same settings, or choose another --out"
                 )
         else:
-            write_json(path, identity)  # first of all: with it the folder can be resumed
+            write_json(path, {**identity, "notes": self.notes})  # first of all: with it the folder can be resumed
         for prepared in self.tasks:
             write_questions(self.folder, prepared)
             write_text(
@@ -162,7 +165,7 @@ class Evaluation:
             for variant in self.variants:
                 results.append(self._judge(variant, prepared, scores, on_event))
         averages = self._averages(scores)
-        warnings = [warning for prepared in self.tasks for warning in prepared.warnings]
+        warnings = [*self.notes, *(warning for prepared in self.tasks for warning in prepared.warnings)]
         for name in self.suites:
             info, rows = self._ask_harness(name, on_event, warnings)
             infos.append(info)

@@ -36,7 +36,7 @@ def open_evaluation(folder: Path, grader: str = "", judging: JudgeSettings | Non
         identity: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         variants = [Variant(**row) for row in identity["variants"]]
         # verdicts are written into a folder of that name
-        if any(set(variant.slug) & set("/\\\0") for variant in variants):
+        if any(set(variant.slug) & set("/\\\0") or not variant.slug.strip(".") for variant in variants):
             raise ValueError("the name of a row is a path")
         prepared = [_prepared(folder, row) for row in identity["tasks"]]
         # a record holds the canary; a run that was stopped before its end has none yet
@@ -51,6 +51,7 @@ def open_evaluation(folder: Path, grader: str = "", judging: JudgeSettings | Non
             judging=judging,
             grader=grader,
             suites=[name for name in identity["suites"] if all_measured(folder, name, variants)],
+            notes=[str(note) for note in identity.get("notes", [])],
         )
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: not what this version writes ({error}); run the evaluation again") from None

@@ -40,6 +40,8 @@ class _AskFirst:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tuner: Any = self._tuner()
+        if tuner is None:  # a shallow copy that outlived its original
+            raise GateError(NO_MERGE)
         merge = getattr(type(tuner), self._method)
         names = inspect.signature(merge).bind(tuner, *args, **kwargs).arguments.get("adapter_names")
         names = tuner.active_adapters if names is None else names

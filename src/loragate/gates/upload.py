@@ -41,9 +41,11 @@ _TOKENIZER += (
 # where tokenizers of earlier libraries keep what they were loaded from
 _PLACES = ("name_or_path", "tokenizer_file", "special_tokens_map_file", "vocab_file", "merges_file")
 _WORD = r"[^\s/\\\"'`,;:()\[\]{}<>|]+"
-# an absolute path of two parts or more inside a sentence; what follows a letter or a colon belongs to a ratio or an address
+# an absolute path of two parts or more inside a sentence, in quotes also with blanks; what follows a letter or a colon belongs
+# to a ratio or an address, and what follows a bracket or a star to a markup or a pattern
 _INSIDE = re.compile(
-    rf"(?:(?<=file://)|(?<![\w.:/\\~-]))(?:(?:~|[A-Za-z]:)?/(?:{_WORD}/)+(?:{_WORD})?|[A-Za-z]:\\(?:{_WORD}\\)*{_WORD})"
+    rf"(?<=['\"])/[^'\"\n]+/[^'\"\n]*(?=['\"])|"
+    rf"(?:(?<=file://)|(?<![\w.:/\\~>*}}=?-]))(?:(?:~|[A-Za-z]:)?/(?:{_WORD}/)+(?:{_WORD})?|[A-Za-z]:\\(?:{_WORD}\\)+{_WORD})"
 )
 
 

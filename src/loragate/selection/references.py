@@ -84,5 +84,6 @@ def better(name: str, scores: np.ndarray, picked: np.ndarray, picked_name: str) 
         return None
     return (
         f"{_DOES[name]} scores {100 * np.mean(scores):.1f} % on the same questions, {100 * found.mean:.1f} points more than "
-        f"{picked_name} (95 % interval {100 * found.low:+.1f} to {100 * found.high:+.1f}); {_HINT[name]}"
+        f"{picked_name} (95 % interval {100 * found.low:+.1f} to {100 * found.high:+.1f}); "
+        + (_HINT[name] if found.low > 0 else "so few questions cannot tell the two apart")
     )

@@ -100,7 +100,7 @@ _ELSEWHERE = (
 
 def _is_address(host: str) -> bool:
     """Whether a Host header names this machine by an address or as localhost, or is absent."""
-    name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
+    name = (host.rpartition(":")[0] if re.search(r":\d*$", host) else host).lower().rstrip(".")
     try:
         return name in ("", "localhost") or bool(ipaddress.ip_address(name.strip("[]")))
     except ValueError:
