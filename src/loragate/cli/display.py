@@ -7,13 +7,14 @@ rich is imported when something is drawn: half the commands import this file, an
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from loragate.printable import escape_controls
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
 
 PLAIN_SECONDS = 10.0
 FILE_WIDTH = 120  # columns of a table that goes into a file or a pipe: room for names and intervals in one line
-_ACTS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
+_KEPT = "\n\t\u200c\u200d"  # the joiners are letters' own in Persian, Hindi and others
 
 
 def printable(text: str) -> str:
-    """A text of others with what a terminal would act on written out, as in `\\x1b`; line ends and tabs stay."""
-    return _ACTS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    """A text of others with what a terminal would act on written out, as in `\\x1b`; line ends, tabs and joiners stay."""
+    return "\r\n".join(escape_controls(part, keep=_KEPT) for part in text.split("\r\n"))
 
 
 def console() -> Console:

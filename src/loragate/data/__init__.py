@@ -7,7 +7,7 @@ Names in the order in which a row meets them:
 - chat: chat templates as text; tokens: pieces of text to ids; rendering: turns to ids and labels
 - encoding: a whole dataset and its account; packed: its items as arrays and in a cache file; workers: several processes
 - record: what a run was trained on, and whether it is still there; collate: padded batches
-- preview: the mask, to look at; endings: will the model stop?; printable: text that is safe to print
+- preview: the mask, to look at; endings: will the model stop?
 """
 
 from loragate.data.chat import Chat, template_hash

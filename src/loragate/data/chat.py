@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from loragate.data.formats import Turns
 from loragate.data.messages import Message
-from loragate.data.printable import excerpt
 from loragate.errors import ConfigError, DataError, nearest
+from loragate.printable import excerpt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

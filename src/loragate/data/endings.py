@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from loragate.data.chat import Chat
-from loragate.data.printable import escape_controls
 from loragate.data.rendering import IGNORED
 from loragate.data.tokens import SegmentTokenizer
+from loragate.printable import escape_controls
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from loragate.data.messages import Message, conversation, kind_of, pair_messages, text_of, without_nulls
-from loragate.data.printable import escape_controls
 from loragate.errors import ConfigError, DataError, nearest
+from loragate.printable import escape_controls
 
 Row = Mapping[str, Any]
 

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from loragate.data.printable import excerpt
 from loragate.data.rows import Rows, check_limit
 from loragate.errors import ConfigError, DataError
+from loragate.printable import excerpt
 
 Numbered = Iterator[tuple[int, dict[str, Any]]]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from loragate.data.printable import excerpt
 from loragate.errors import DataError, nearest
+from loragate.printable import excerpt
 
 Message = dict[str, Any]
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from loragate.data.printable import escape_controls
 from loragate.data.rendering import IGNORED
+from loragate.printable import escape_controls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

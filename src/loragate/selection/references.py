@@ -17,7 +17,7 @@ from loragate.evaluation import average_at_k, compare
 from loragate.selection.probe import COOL, Probe
 
 BASE = "base"
-COOLER = f"adapter, T={COOL:g}"
+COOLER = f"adapter T={COOL:g}"  # as an evaluation names the same row
 _DOES = {
     BASE: "the base without the adapter",
     COOLER: f"the plain adapter at temperature {COOL:g}",

@@ -158,9 +158,7 @@ class Transaction:
         found = self._finished(place, made_from)
         if found is None:
             with reference.acting(self.model):
-                found = self._probed(
-                    reference.name, place, made_from, on_event, {}, 0.0, probe=reference.probe, retained=False
-                )
+                found = self._probed(reference.name, place, made_from, on_event, {}, 0.0, (reference.probe, None))
         return found
 
     def _try(self, candidate: Candidate, on_event: OnEvent | None, resume: bool) -> Outcome:
@@ -228,18 +226,15 @@ class Transaction:
         on_event: OnEvent | None,
         evidence: dict[str, Any],
         training_seconds: float,
-        *,
-        probe: Probe | None = None,
-        retained: bool = True,
+        asked: tuple[Probe, Probe | None] | None = None,
     ) -> Outcome:
         def reporter(stage: str) -> Callable[[int, int], None]:
             return lambda done, total: on_event(name, stage, done, total, "") if on_event is not None else None
 
         began = time.monotonic()
-        found = (probe or self.probe).score(self.engine, reporter("probing"))
-        kept = None
-        if retained and self.retention is not None:
-            kept = self.retention.score(self.engine, reporter("retention")).scores
+        probe, retention = asked or (self.probe, self.retention)
+        found = probe.score(self.engine, reporter("probing"))
+        retained = None if retention is None else retention.score(self.engine, reporter("retention")).scores
         seconds = {"training": training_seconds, "probing": time.monotonic() - began}
         record = {
             "name": name,
@@ -247,12 +242,12 @@ class Transaction:
             "scores": found.scores.tolist(),
             "signs": found.signs,
             "reading": asdict(found.reading),
-            "retention": None if kept is None else kept.tolist(),
+            "retention": None if retained is None else retained.tolist(),
             "evidence": evidence,
             "seconds": seconds,
         }
         write_json(place / "result.json", record)
-        return Outcome(name, found.scores, found.signs, found.reading, kept, evidence, {}, seconds)
+        return Outcome(name, found.scores, found.signs, found.reading, retained, evidence, {}, seconds)
 
     def _finished(self, place: Path, made_from: dict[str, Any]) -> Outcome | None:
         kept = _read(place / "result.json", made_from)

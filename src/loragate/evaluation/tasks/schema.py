@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from loragate.data.printable import excerpt
 from loragate.errors import ConfigError, DataError, nearest
+from loragate.printable import excerpt
 
 
 def _is_integer(value: Any) -> bool:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loragate.data.printable import escape_controls, excerpt
+from loragate.printable import escape_controls, excerpt
 
 
 @given(st.text())
