@@ -144,7 +144,7 @@ def test_files_are_joined_by_cell_and_method_and_one_base_shows_its_mean_alone(r
 
 def test_every_seed_of_the_study_is_fresh():
     """No base of the study was seen when a default was chosen."""
-    from loragate.world.situations import SITUATIONS
+    from worlds.situations import SITUATIONS
 
     with gzip.open(ROOT / "benchmarks" / "results" / "study_verdicts.jsonl.gz", "rt", encoding="utf-8") as lines:
         bases = {(row["world"], row["base"]) for row in map(json.loads, lines)}

@@ -34,7 +34,7 @@ from compare_rules import DEFAULT, PLAIN, VERDICTS, Pick, Situation, best_on_pro
 
 from loragate.files import write_json
 from loragate.selection.agreement import majority
-from loragate.world.situations import SITUATIONS
+from worlds.situations import SITUATIONS
 
 ANSWERS = VERDICTS.with_name("selection_answers.jsonl.gz")
 FEW = 16

@@ -20,16 +20,19 @@ import argparse
 import gzip
 import itertools
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/, which holds worlds/
+
 import numpy as np
 
 from loragate.files import write_json
-from loragate.world.situations import SITUATIONS, SPLITS
+from worlds.situations import SITUATIONS, SPLITS
 
 VERDICTS = Path(__file__).parents[1] / "results" / "selection_verdicts.jsonl.gz"
 PROBE, DRAWS, SEED = 64, 1000, 0

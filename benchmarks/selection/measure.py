@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import argparse
 import copy
+import sys
 import time
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/, which holds worlds/
 
 import numpy as np
 import torch
@@ -29,11 +32,11 @@ from loragate.files import write_json
 from loragate.gates import GateConfig, attach_gates, detach_gates, gate_override, record_gates
 from loragate.generation import SamplingConfig, SeededSampler, TransformersEngine
 from loragate.training import CalibrationSettings, StageOneSettings, calibrate, train_adapter
-from loragate.world.commands import apply_command, programme
 from loragate.world.problems import Problem, apply_operator, expression
-from loragate.world.situations import SITUATIONS, Situation, base_for, demonstration_rows, questions
 from loragate.world.verifier import verify
 from loragate.world.vocabulary import DIGITS
+from worlds.commands import apply_command, programme
+from worlds.situations import SITUATIONS, Situation, base_for, demonstration_rows, questions
 
 DEV, DEV_SAMPLES = 192, 4
 TEST, TEST_SAMPLES = 160, 8

@@ -25,7 +25,7 @@ from measure import Bench
 from loragate.gates import GateConfig, attach_gates, detach_gates, gate_parameters
 from loragate.gates.attach import gate_modules
 from loragate.gates.gate import Override
-from loragate.world.situations import SITUATIONS
+from worlds.situations import SITUATIONS
 
 OTHER_BOUNDS: dict[tuple[int, int], tuple[tuple[float, float], ...]] = {
     (-6, 3): ((-3, 1), (0, 1), (-1, 2), (0, 3), (0, 6)),

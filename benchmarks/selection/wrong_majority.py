@@ -20,8 +20,8 @@ import measure
 import torch
 
 from loragate.world.demonstrations import demonstrations
-from loragate.world.situations import Rows, situation_named
 from loragate.world.vocabulary import DIGITS
+from worlds.situations import Rows, situation_named
 
 
 def mostly_wrong(count: int, seed: int, wrong: float) -> Rows:

@@ -24,8 +24,8 @@ from loragate.evaluation.tasks.arithmetic import KINDS, NAMES
 from loragate.world.base import TinyBaseRecipe
 from loragate.world.demonstrations import Document
 from loragate.world.problems import Problem, split_of
-from loragate.world.situations import WORLDS, Rows, World
 from loragate.world.tokenizer import CONTEXT_LENGTH, READ_TOKENIZER_JSON
+from worlds.situations import WORLDS, Rows, World
 
 VOCABULARY = 640
 REQUEST = "\nPlease reason step by step, and put your final answer within \\boxed{}."

@@ -20,12 +20,15 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/, which holds worlds/
 
 import english
 import numpy as np
@@ -40,8 +43,8 @@ from loragate.training import CalibrationSettings, StageOneSettings, calibrate, 
 from loragate.training.random_gates import draw_gates, sizes_of
 from loragate.training.token_influence import keep_masks, response_log_probs
 from loragate.world.problems import retention_items
-from loragate.world.situations import WORLDS as KINDS
-from loragate.world.situations import Questions, Situation, base_for, demonstration_rows, questions
+from worlds.situations import WORLDS as KINDS
+from worlds.situations import Questions, Situation, base_for, demonstration_rows, questions
 
 TEST, TEST_SAMPLES = 120, 4
 DEV, DEV_SAMPLES = 64, 4

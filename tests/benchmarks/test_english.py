@@ -13,7 +13,7 @@ import pytest
 
 from loragate.evaluation.tasks.arithmetic import KINDS
 from loragate.world import base as base_module
-from loragate.world.situations import WORLDS, Situation, base_for, questions
+from worlds.situations import WORLDS, Situation, base_for, questions
 
 FOLDER = str(Path(__file__).parents[2] / "benchmarks" / "study")
 

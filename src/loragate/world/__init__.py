@@ -1,8 +1,8 @@
 """The synthetic world: everything a full run needs, without a download or a GPU.
 
-Two kinds of problem (left-to-right arithmetic modulo ten, and commands on a letter), three skills that must not be
-forgotten, demonstrations, a strict verifier, and a 157,504-parameter base model that was trained here and ships with the
-package.
+One kind of problem (left-to-right arithmetic modulo ten), three skills that must not be forgotten, demonstrations, a
+strict verifier, and a 157,504-parameter base model that was trained here and ships with the package. Further worlds and
+the situations that benchmarks compare are in `benchmarks/worlds`.
 
     vocabulary      the 144 words, by the role they play
     tokenizer       words <-> ids, chat template
@@ -10,9 +10,6 @@ package.
     verifier        is this finished response right?
     demonstrations  the noisy rows to fine-tune on, and the documents the base was trained on
     base            train, save and load the tiny base
-    commands        the second kind of problem, where an adapter that stops short wants to be extrapolated
-    command_demonstrations  its rows and documents
-    situations      a benchmark of bases, demonstrations and questions from both kinds
 
 This room knows torch and transformers; it knows nothing of adapters, gates or trainers.
 """

@@ -1,12 +1,12 @@
 import pytest
 
 from loragate.errors import ConfigError
-from loragate.world.command_demonstrations import NAMED, READING_SHARES, command_demonstrations, command_documents
-from loragate.world.commands import COMMANDS, apply_command, programme
 from loragate.world.problems import Problem, split_of
 from loragate.world.tokenizer import build_tokenizer, render
 from loragate.world.verifier import verify
 from loragate.world.vocabulary import FILLERS, OPENERS
+from worlds.command_demonstrations import NAMED, READING_SHARES, command_demonstrations, command_documents
+from worlds.commands import COMMANDS, apply_command, programme
 
 
 def pairs(rows):

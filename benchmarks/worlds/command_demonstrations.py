@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import random
 
-from loragate.world.commands import apply_command, draw_command_problem, programme
 from loragate.world.demonstrations import Document, check_share
 from loragate.world.problems import RETENTION_KINDS, draw_retention
 from loragate.world.vocabulary import FACT_JOINER, FILLERS, OPENERS, SUBJECTS
+from worlds.commands import apply_command, draw_command_problem, programme
 
 # Of the steps where nobody is named. The agreed reading is not the most frequent one, so that a base sampled at a
 # low temperature settles on a wrong one.

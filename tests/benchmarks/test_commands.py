@@ -4,7 +4,10 @@ from collections import Counter
 import pytest
 
 from loragate.errors import ConfigError, DataError
-from loragate.world.commands import (
+from loragate.world.problems import SPLITS, Problem, problems, split_of
+from loragate.world.verifier import verify
+from loragate.world.vocabulary import LETTERS, words
+from worlds.commands import (
     COMMANDS,
     READINGS,
     apply_command,
@@ -12,9 +15,6 @@ from loragate.world.commands import (
     draw_command_problem,
     programme,
 )
-from loragate.world.problems import SPLITS, Problem, problems, split_of
-from loragate.world.verifier import verify
-from loragate.world.vocabulary import LETTERS, words
 
 RING = "abcdefghijklmnopqrst"
 

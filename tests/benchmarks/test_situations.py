@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from loragate.errors import ConfigError, DataError
-from loragate.world import situations
 from loragate.world.problems import split_of
-from loragate.world.situations import (
+from worlds import situations
+from worlds.situations import (
     SITUATIONS,
     WORLDS,
     base_for,
