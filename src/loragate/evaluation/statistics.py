@@ -16,6 +16,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.special import expit, logit, stdtrit
 
 from loragate.errors import ConfigError, DataError, nearest
 
@@ -124,53 +125,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return [float(value) for value in adjusted]
 
 
-def t_quantile(probability: float, freedom: float) -> float:
-    """Return the quantile of Student's t distribution with `freedom` degrees of freedom, exact to about 1e-12."""
-    if not 0 < probability < 1 or not freedom > 0:
-        raise ValueError(f"t_quantile({probability}, {freedom}): needs 0 < probability < 1 and freedom > 0")
-    if probability < 0.5:
-        return -t_quantile(1 - probability, freedom)
-    tail = 2 * (1 - probability)  # P(|T| > t) = I_x(freedom / 2, 1 / 2) with x = freedom / (freedom + t^2)
-    low, high = 0.0, 1.0
-    while _two_sided_t_tail(high, freedom) > tail:
-        low, high = high, 2 * high
-    for _ in range(200):
-        middle = (low + high) / 2
-        if middle in (low, high):
-            break
-        if _two_sided_t_tail(middle, freedom) > tail:
-            low = middle
-        else:
-            high = middle
-    return high
-
-
-def _two_sided_t_tail(t: float, freedom: float) -> float:
-    return _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t), t * t / (freedom + t * t))
-
-
-def _incomplete_beta(a: float, b: float, x: float, y: float) -> float:
-    """The regularised incomplete beta function I_x(a, b); `y` is 1 - x, given apart so that neither loses digits."""
-    if x == 0 or y == 0:
-        return float(y == 0)
-    if x > (a + 1) / (a + b + 2):  # the fraction converges fast on the other side
-        return 1 - _incomplete_beta(b, a, y, x)
-    log_front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log(y)
-    # Lentz's method on the continued fraction DLMF 8.17.22.
-    c, d = 1.0, 1 / (1 - (a + b) * x / (a + 1))
-    fraction = d
-    for m in range(1, 10_000):
-        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        d, c = 1 / (1 + even * d), 1 + even / c
-        fraction *= c * d
-        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        d, c = 1 / (1 + odd * d), 1 + odd / c
-        fraction *= c * d
-        if abs(c * d - 1) < 1e-15:
-            break
-    return math.exp(log_front) * fraction / a
-
-
 def check_scores(scores: ArrayLike, name: str) -> Array:
     """Return `scores` as a finite float64 array [Q, K], or raise a `DataError` that calls it `name`."""
     try:
@@ -203,22 +157,16 @@ def without_spread(values: Array) -> bool:
 
 def _logit_t_interval(mean: float, stderr: float, count: int) -> tuple[float, float]:
     """Low and high of a mean in (0, 1) by the delta method on its log-odds."""
-    half = t_quantile((1 + CONFIDENCE) / 2, count - 1) * stderr / (mean * (1 - mean))
-    centre = math.log(mean) - math.log1p(-mean)
-    return _expit(centre - half), _expit(centre + half)
-
-
-def _expit(value: float) -> float:
-    if value >= 0:
-        return 1 / (1 + math.exp(-value))
-    return math.exp(value) / (1 + math.exp(value)) if value > -700 else 0.0
+    half = stdtrit(count - 1, (1 + CONFIDENCE) / 2) * stderr / (mean * (1 - mean))
+    centre = logit(mean)
+    return float(expit(centre - half)), float(expit(centre + half))
 
 
 def _t_interval(values: Array, lower: float, upper: float) -> tuple[float, float, float, float]:
     """Return mean, standard error, low and high of `values` [Q], whose population lies in [lower, upper]."""
     count = len(values)
     mean = float(values.mean())
-    t = t_quantile((1 + CONFIDENCE) / 2, count - 1) if count > 1 else math.inf
+    t = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) if count > 1 else math.inf
     if without_spread(values):
         unlike = t * t / (count + t * t) if count > 1 else 1.0
         return mean, 0.0, mean + unlike * (lower - mean), mean + unlike * (upper - mean)
