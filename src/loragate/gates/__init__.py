@@ -1,43 +1,8 @@
-"""Gates on a LoRA adapter: the signed map, the fused operation, attachment to PEFT, the artifact on disk."""
+"""Gates on a LoRA adapter: the signed map, the fused operation, attachment to PEFT, the artifact on disk.
 
-from loragate.gates.artifact import load_gates, save_gates
-from loragate.gates.attach import (
-    attach_gates,
-    attached_config,
-    detach_gates,
-    gate_parameters,
-    train_gates_only,
-)
-from loragate.gates.config import GateConfig
-from loragate.gates.control import constant_gate, gate_override, gates_disabled, record_gates, trace_gates
-from loragate.gates.eligibility import Verdict, active_adapter, examine_adapter, require_gateable
-from loragate.gates.fingerprint import adapter_fingerprint, weights_checksum
-from loragate.gates.loading import load_gated
-from loragate.gates.parity import Parity, measure_parity
-from loragate.gates.signed_map import gate_coefficient
+The names are imported on first use: ranges and settings alone must not pull in torch.
+"""
 
-__all__ = [
-    "GateConfig",
-    "Parity",
-    "Verdict",
-    "active_adapter",
-    "adapter_fingerprint",
-    "attach_gates",
-    "attached_config",
-    "constant_gate",
-    "detach_gates",
-    "examine_adapter",
-    "gate_coefficient",
-    "gate_override",
-    "gate_parameters",
-    "gates_disabled",
-    "load_gated",
-    "load_gates",
-    "measure_parity",
-    "record_gates",
-    "require_gateable",
-    "save_gates",
-    "trace_gates",
-    "train_gates_only",
-    "weights_checksum",
-]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,31 @@
+from .errors import (
+    LoragateError as LoragateError,
+)
+from .gates import (
+    GateConfig as GateConfig,
+    attach_gates as attach_gates,
+    detach_gates as detach_gates,
+    examine_adapter as examine_adapter,
+    gate_coefficient as gate_coefficient,
+    gate_override as gate_override,
+    gate_parameters as gate_parameters,
+    gates_disabled as gates_disabled,
+    load_gated as load_gated,
+    load_gates as load_gates,
+    record_gates as record_gates,
+    save_gates as save_gates,
+)
+from .losses import (
+    objectives as objectives,
+    token_statistics as token_statistics,
+    topk_entropy as topk_entropy,
+)
+from .training import (
+    CalibrationSettings as CalibrationSettings,
+    StageOneSettings as StageOneSettings,
+    calibrate as calibrate,
+    train_adapter as train_adapter,
+)
+from .version import (
+    __version__ as __version__,
+)
