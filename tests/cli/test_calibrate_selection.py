@@ -22,6 +22,7 @@ from loragate.cli.display import console
 from loragate.cli.main import main
 from loragate.cli.selecting import accept_command
 from loragate.evaluation.results import read_record
+from loragate.gates.range import Range
 from loragate.generation import SamplingConfig, TransformersEngine
 from loragate.selection.candidate import Candidate
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
@@ -391,7 +392,7 @@ def test_the_command_that_accepts_names_all_that_loading_needs():
     given = CalibrateOptions(
         adapter="a", data="d", out="o", base="b", quantization="4bit", dtype="bfloat16", trust_remote_code=True
     )
-    words = shlex.split(accept_command(given, Candidate(0.0, 1.0, "entropy")))
+    words = shlex.split(accept_command(given, Candidate(Range(0, 1), "entropy")))
     again, _ = parse(COMMAND, words[2:])
     expected = {"range": "0,1", "unverified": True, "resume": True}
     assert again == replace(given, **expected)

@@ -12,6 +12,7 @@ from selection_kit import FakeEngine, acting, probe
 import loragate as lg
 from loragate.data import load_rows
 from loragate.errors import ConfigError, DataError, DivergenceError
+from loragate.gates.range import Range
 from loragate.selection import Candidate, choose, transaction
 from loragate.selection.outcome import unread
 from loragate.selection.retention import vetoes
@@ -23,7 +24,7 @@ from tiny import tiny_adapter, tiny_rows, tiny_tokenizer
 SETTINGS = CalibrationSettings(
     batch_size=4, micro_batch_size=4, max_steps=2, learning_rate=5e-2, k=10, max_length=64, seed=3
 )
-ONE, TWO = Candidate(-3, 1), Candidate(0, 1)
+ONE, TWO = Candidate(Range(-3, 1)), Candidate(Range(0, 1))
 ROWS = tiny_rows(8)
 
 
@@ -48,7 +49,7 @@ def begin(
         source,
         encoded,
         settings,
-        lambda lower, upper: lg.GateConfig(lower, upper, tau=tau),
+        lambda one: lg.GateConfig(one.lower, one.upper, tau=tau),
         questions or probe(),
         FakeEngine(model, right, **engine),
         folder,
@@ -249,7 +250,7 @@ def test_another_transaction_is_not_resumed(tmp_path):
 
 def test_candidates_must_differ(tmp_path):
     one = begin(tmp_path, {None: 1})
-    for bad in ([], [ONE, Candidate(-3.0, 1.0)], [ONE, Candidate(-3, 1.0000001)]):
+    for bad in ([], [ONE, Candidate(Range(-3.0, 1.0))]):
         with pytest.raises(ConfigError, match="each once"):
             one.run(bad)
     assert not any(tmp_path.iterdir())
@@ -269,7 +270,7 @@ def test_each_objective_gets_the_settings_it_reads(tmp_path):
     assert (reward.objective, reward.refresh, reward.beta, reward.temperature) == ("reward", 7, 1.0, 1.0)
     one = begin(tmp_path, {None: 1}, settings=dataclasses.replace(SETTINGS, batch_size=4))
     with pytest.raises(ConfigError, match="samples_per_prompt"):
-        one.run([ONE, Candidate(0, 1, "reward")])
+        one.run([ONE, Candidate(Range(0, 1), "reward")])
     assert not any(tmp_path.iterdir()), "refused before anything is trained"
 
 
@@ -282,7 +283,7 @@ def test_options_follow_the_objective(tmp_path, monkeypatch):
 
     monkeypatch.setattr(transaction, "calibrate", stop)
     one = begin(tmp_path, {None: 1}, options=lambda settings: {"guard": GuardLimits()} if settings.on_policy else {})
-    for candidate in (ONE, Candidate(-3, 1, "anchored")):
+    for candidate in (ONE, Candidate(Range(-3, 1), "anchored")):
         with pytest.raises(KeyboardInterrupt):
             one.run([candidate], resume=True)
     assert seen == [(None, False), (GuardLimits(), False)]

@@ -9,12 +9,15 @@ from test_records import result
 
 from loragate.cli.sweep_display import headline, live_table, states_table
 from loragate.errors import LoragateError
+from loragate.gates.range import Range
 from loragate.sweep import SweepPlan
 from loragate.sweep.plan import make_trials
 from loragate.sweep.records import Status, note_failure, trial_folder, write_result
 from loragate.sweep.watch import TrialState
 
-PLAN = SweepPlan(make_trials(["a"], [(-3.0, 1.0), (0.0, 1.0), (-6.0, 3.0)], [0], ["entropy"]), {"data": 1})
+PLAN = SweepPlan(
+    make_trials(["a"], [Range(-3.0, 1.0), Range(0.0, 1.0), Range(-6.0, 3.0)], [0], ["entropy"]), {"data": 1}
+)
 
 
 def shown(folder, terminal):
@@ -53,7 +56,7 @@ def test_elsewhere_a_line_per_change(tmp_path):
 
 
 def test_many_trials_stay_short_and_the_rest_is_estimated():
-    trials = make_trials(["a"], [(-float(n), 1.0) for n in range(100)], [0], ["entropy"])
+    trials = make_trials(["a"], [Range(-float(n), 1.0) for n in range(100)], [0], ["entropy"])
     states = [TrialState(trial, "finished", score=0.5) for trial in trials[:51]]
     states += [TrialState(trial, "waiting") for trial in trials[51:]]
     assert states_table(states, "").row_count == 6

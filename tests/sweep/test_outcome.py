@@ -9,12 +9,13 @@ import pytest
 
 from loragate.evaluation import average_at_k, compare
 from loragate.evaluation.statistics import holm
+from loragate.gates.range import Range
 from loragate.sweep import SweepPlan, Trial
 from loragate.sweep.outcome import selection_record, summarise
 from loragate.sweep.plan import make_trials
 from loragate.sweep.records import Scored, TrialResult
 
-RANGES = [(-3.0, 1.0), (0.0, 1.0), (-6.0, 3.0)]
+RANGES = [Range(-3, 1), Range(0, 1), Range(-6, 3)]
 PLAN = SweepPlan(make_trials(["a"], RANGES, [0, 1], ["entropy"]), {"x": 1})
 
 

@@ -7,48 +7,20 @@ import json
 import pytest
 
 from loragate.errors import ConfigError, DataError
-from loragate.sweep import GRID, SweepPlan, Trial, parse_ranges
+from loragate.gates.range import Range
+from loragate.sweep import SweepPlan, Trial
 from loragate.sweep.plan import label_adapters, make_trials, place_fingerprint
 
 
 def plan(**identity):
     return SweepPlan(
-        make_trials(["a"], [(-3.0, 1.0), (0.0, 1.0)], [0, 1], ["entropy"]), identity or {"data": {"rows": 3}}
+        make_trials(["a"], [Range(-3, 1), Range(0, 1)], [0, 1], ["entropy"]),
+        identity or {"data": {"rows": 3}},
     )
 
 
-def test_the_grid_is_the_papers():
-    assert parse_ranges("grid") == GRID
-    assert len(set(GRID)) == 42
-    assert {lower for lower, _ in GRID} == {-6, -5, -4, -3, -2, -1, 0}
-    assert {upper for _, upper in GRID} == {1, 2, 3, 4, 5, 6}
-
-
-def test_ranges_are_read():
-    assert parse_ranges("-3,1;0,1; [-6, 3]") == ((-3.0, 1.0), (0.0, 1.0), (-6.0, 3.0))
-    assert parse_ranges("-0,1;") == ((0.0, 1.0),)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "is empty"),
-        ("gird", "'gird', which is not two numbers"),
-        ("-3,1;0", "'0', which is not two numbers"),
-        ("-3,1,0,1", "not two numbers"),
-        ("1,-3", "wrong way round"),
-        ("0.5,1", "lower bound must be"),
-        ("0,nan", "must be a finite number"),
-        ("0,1;-3,1;0,1.0", "0,1.0 stands there twice"),
-    ],
-)
-def test_what_is_no_range_is_named(text, message):
-    with pytest.raises(ConfigError, match=message):
-        parse_ranges(text)
-
-
 def test_trials_are_the_product_and_each_adapter_comes_first():
-    trials = make_trials(["a", "b"], [(-3.0, 1.0), (0.0, 1.5)], [0, 7], ["entropy", "anchored"])
+    trials = make_trials(["a", "b"], [Range(-3.0, 1.0), Range(0.0, 1.5)], [0, 7], ["entropy", "anchored"])
     assert len(trials) == 2 * (1 + 2 * 2 * 2)
     assert trials[0] == Trial.untouched("a")
     assert trials[9] == Trial.untouched("b")
@@ -63,7 +35,7 @@ def test_trials_are_the_product_and_each_adapter_comes_first():
 @pytest.mark.parametrize(("seeds", "objectives", "word"), [([0, 0], ["entropy"], "seed 0"), ([0], [], "no objective")])
 def test_a_trial_runs_once(seeds, objectives, word):
     with pytest.raises(ConfigError, match=word):
-        make_trials(["a"], [(0.0, 1.0)], seeds, objectives)
+        make_trials(["a"], [Range(0.0, 1.0)], seeds, objectives)
 
 
 def test_adapters_have_short_labels(tmp_path):

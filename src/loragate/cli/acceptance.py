@@ -19,6 +19,7 @@ from loragate.files import write_atomically, write_json
 from loragate.gates import GateConfig, adapter_fingerprint, attach_gates
 from loragate.gates.attach import active_adapter
 from loragate.gates.fingerprint import base_weight_samples, compare_base_samples
+from loragate.gates.range import Range
 from loragate.gates.schema import read_gate_config
 from loragate.selection.candidate import Candidate
 from loragate.selection.transaction import load_gate_values
@@ -41,7 +42,7 @@ def keep_unaccepted(
     write_json(
         place / "evidence.json",
         {
-            "range": list(candidate.bounds),
+            "range": [candidate.range.lower, candidate.range.upper],
             "gate": asdict(config),
             "adapter_sha256": adapter_fingerprint(model, active_adapter(model)),
             "base_weights": base_weight_samples(model),
@@ -70,14 +71,14 @@ def read_unaccepted(folder: Path, candidate: Candidate) -> dict[str, Any]:
     path = folder / PLACE / "evidence.json"
     try:
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        lower, upper = (float(value) for value in record["range"])
+        kept = Range(*record["range"])
         record["gate"], record["adapter_sha256"], record["base_weights"], record["why"], record["evidence"]["training"]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: not what this version writes ({error}); calibrate again into another --out") from None
-    if (lower, upper) != candidate.bounds:
+    if kept != candidate.range:
         raise ConfigError(
-            f"{folder} holds gates of [{lower:g},{upper:g}], not of {candidate.name}; accept them with "
-            f"--range={lower:g},{upper:g}, or give another --out"
+            f"{folder} holds gates of {kept}, not of {candidate.name}; accept them with "
+            f"--range={kept.typed}, or give another --out"
         )
     return record
 

@@ -49,7 +49,7 @@ def run(options: CalibrateOptions) -> int:
     from loragate.cli import calibration
 
     for candidate in candidates:
-        calibration.gate_config(options, candidate.lower, candidate.upper)
+        calibration.gate_config(options, candidate.range)
     folder = Path(options.out)
     settings = CalibrationSettings(
         **{field.name: getattr(options, field.name) for field in fields(CalibrationSettings)}

@@ -47,6 +47,7 @@ from loragate.gates import (
 from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import require_trainable
 from loragate.gates.hub import adapter_place, split_base
+from loragate.gates.range import Range
 from loragate.generation import TransformersEngine
 from loragate.losses.entropy import support_size
 from loragate.selection.candidate import Candidate
@@ -134,7 +135,7 @@ def prepare(options: Any, settings: Any, folder: Path, candidates: list[Candidat
     show_data(out, encoded, tokenizer)
     model = load_model(options, record, base_name, display)
     warn_about_endings(out, tokenizer, encoded, model.get_base_model())
-    verdicts = examine_adapter(model, "default", gate_config(options, 0, 1).target_modules)
+    verdicts = examine_adapter(model, "default", gate_config(options, Range(0, 1)).target_modules)
     gateable = require_gateable(verdicts)
     require_trainable(verdicts)
     keep_rows_record(options, folder, rows, encoded, settings.max_rows)
@@ -190,7 +191,7 @@ def train(job: Job, candidate: Candidate) -> dict[str, Any]:
             job.model,
             job.tokenizer,
             job.rows,
-            gate_config(job.options, candidate.lower, candidate.upper),
+            gate_config(job.options, candidate.range),
             settings,
             run_folder=job.folder / "run",
             resume=job.options.resume and (job.folder / "run" / "run.json").is_file(),
@@ -217,7 +218,7 @@ def train_without_evidence(job: Job, candidate: Candidate, why: str) -> int:
     gates = {name: value.detach().cpu().clone() for name, value in gate_parameters(job.model).items()}
     if is_main_process():
         keep_unaccepted(
-            job.model, job.folder, candidate, gate_config(job.options, *candidate.bounds), gates, evidence, why
+            job.model, job.folder, candidate, gate_config(job.options, candidate.range), gates, evidence, why
         )
     load_gate_values(job.model, {})
     evidence["selection"] = {**_no_evidence(candidate, OFF, accepted=False), "why": why}
@@ -264,7 +265,7 @@ def choose_and_write(job: Job, probe: Any, retention: Any, candidates: list[Cand
         job.rows,
         job.encoded,
         job.settings,
-        lambda lower, upper: gate_config(job.options, lower, upper),
+        lambda bounds: gate_config(job.options, bounds),
         probe,
         job.engine,
         job.folder / "run" / "candidates",
@@ -333,11 +334,11 @@ def lasting_name(base: str) -> str:
     return str(Path(base).resolve()) if Path(base).is_dir() else split_base(base)[0]
 
 
-def gate_config(options: Any, lower: float, upper: float, seed: int | None = None) -> GateConfig:
+def gate_config(options: Any, bounds: Range, seed: int | None = None) -> GateConfig:
     """The `GateConfig` of a command's flags, with another seed than theirs where one is given."""
     return GateConfig(
-        lower,
-        upper,
+        bounds.lower,
+        bounds.upper,
         tau=options.tau,
         init_scale=options.init_scale,
         seed=options.seed if seed is None else seed,
@@ -358,7 +359,7 @@ def _no_evidence(candidate: Candidate, reason: str, *, accepted: bool) -> dict[s
     return {
         "method": "given by the user",
         "accepted": accepted,
-        "range": [candidate.lower, candidate.upper],
+        "range": [candidate.range.lower, candidate.range.upper],
         "reason": reason,
         "evidence": "none: not compared with the adapter",
     }

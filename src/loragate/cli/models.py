@@ -13,38 +13,9 @@ from typing import Any
 from loragate.cli.arguments import comma_list
 from loragate.cli.places import beside, inside, is_gated
 from loragate.cli.quantization import base_arguments, dtype_for
-from loragate.errors import ConfigError, GateError, LoragateError
+from loragate.errors import ConfigError, LoragateError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-def bounds_of(text: str) -> tuple[float, float]:
-    """(L, U) as written in "-3,1" or "[-3,1]", whatever they are.
-
-    Raises:
-        ValueError: for anything but two numbers.
-    """
-    lower, upper = (float(part) for part in text.replace(" ", "").strip("[]()").split(","))
-    return lower, upper
-
-
-def parse_range(text: str) -> tuple[float, float]:
-    """(L, U) from "-3,1".
-
-    Raises:
-        ConfigError: for anything else.
-    """
-    from loragate.gates.signed_map import check_range
-
-    try:
-        lower, upper = bounds_of(text)
-    except ValueError as error:
-        raise ConfigError(f"--range must be two numbers such as --range=-3,1, found {text!r}") from error
-    try:
-        check_range(lower, upper)
-    except GateError as error:
-        raise ConfigError(str(error)) from error
-    return lower, upper
 
 
 def require_free_out(folder: Path, resume: bool | None) -> None:

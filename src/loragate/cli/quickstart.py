@@ -12,8 +12,9 @@ from typing import Any
 
 from loragate.cli.arguments import Command
 from loragate.cli.display import Display, Job, console, duration
-from loragate.cli.models import parse_range, quiet_logging
+from loragate.cli.models import quiet_logging
 from loragate.errors import ConfigError, nearest
+from loragate.gates.range import parse_ranges
 from loragate.version import __version__
 
 NOT_RUN = (
@@ -58,9 +59,9 @@ class QuickstartOptions:
 
 def run(options: QuickstartOptions) -> int:
     """Run the study, print the table and its reading, write the run folder."""
-    ranges = [parse_range(text) for text in options.ranges.split(";") if text.strip()]
-    if not ranges or options.questions < 2 or options.samples < 1:
-        raise ConfigError("loragate quickstart needs at least one range, two questions and one sample per question")
+    ranges = parse_ranges(options.ranges)
+    if options.questions < 2 or options.samples < 1:
+        raise ConfigError("loragate quickstart needs at least two questions and one sample per question")
     if options.controls not in CONTROLS:
         raise ConfigError(
             f"--controls {options.controls}: expected {' or '.join(CONTROLS)}{nearest(options.controls, CONTROLS)}"
@@ -74,7 +75,7 @@ def run(options: QuickstartOptions) -> int:
 
     torch.set_num_threads(options.threads)
     folder = free_folder(Path(options.out))
-    names = {f"[{lower:g},{upper:g}]": (lower, upper) for lower, upper in ranges}
+    names = {str(one): one for one in ranges}
     study = Study(options.seed, options.questions, options.samples)
     size = options.questions * options.samples / 3200
     wanted = NOT_RUN if options.controls == "full" else ()
@@ -97,9 +98,9 @@ def run(options: QuickstartOptions) -> int:
     for objective in ("sft", "dft"):
         with display.job(f"training LoRA ({objective})") as job:
             study.train_stage_one(objective, folder / "adapters" / objective, _steps(job, "nll"))
-    for name, (lower, upper) in names.items():
+    for name, bounds in names.items():
         with display.job(f"calibrating {name}") as job:
-            study.calibrate_range(name, lower, upper, _steps(job, "topk_entropy"))
+            study.calibrate_range(name, bounds, _steps(job, "topk_entropy"))
             result = study.calibrations[name]
             job.close_with(f"top-100 entropy {result.entropy_before:.3f} → {result.entropy_after:.3f}")
     with display.job("choosing on the development questions") as job:

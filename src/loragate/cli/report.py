@@ -10,9 +10,9 @@ from typing import Any
 
 from loragate.cli.arguments import Command
 from loragate.cli.display import console
-from loragate.cli.models import bounds_of
 from loragate.cli.report_sources import Source, all_sources, readable
 from loragate.errors import ConfigError
+from loragate.gates.range import Range
 from loragate.version import __version__
 
 
@@ -94,10 +94,10 @@ def page(sources: Sequence[Source], title: str) -> str:
             add(selection_section, "selection", "How the range was chosen", source, source.record["selection"])
     for source in of.get("quickstart", []):
         with readable(source):
-            lower, upper = bounds_of(source.record["picked"])
+            picked = Range.parse(source.record["picked"])
             histories = {name: value["history"] for name, value in source.record["calibrations"].items()}
             realised = source.record["realised_gates"]
-        add(gates_section, "gates", "Gates on generated text", source, realised, lower, upper)
+        add(gates_section, "gates", "Gates on generated text", source, realised, picked.lower, picked.upper)
         add(training_section, "training", "Training", source, histories)
     traces, left_out = None, 0
     for source in of.get("diagnosis", []):

@@ -13,12 +13,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from loragate.cli.arguments import flag_of
-from loragate.cli.models import parse_range
 from loragate.errors import ConfigError, nearest
+from loragate.gates.range import Range
 from loragate.training.settings import GATE_OBJECTIVES, ON_POLICY
 from loragate.training.strategy import launch_of
 
-CAUTIOUS = (0.0, 1.0)
+CAUTIOUS = Range(0, 1)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def candidates_of(options: Any) -> list[Any]:
         name = objective.strip() or options.objective
         if name not in GATE_OBJECTIVES:
             raise ConfigError(f"--ranges {text}: unknown objective {name!r}{nearest(name, GATE_OBJECTIVES)}")
-        found.append(Candidate(*parse_range(bounds), name))
+        found.append(Candidate(Range.parse(bounds), name))
     if len({candidate.slug for candidate in found}) != len(found):
         raise ConfigError(f"--ranges {options.ranges}: a range stands there twice")
     if not found:
@@ -107,7 +107,7 @@ def cautious_candidate(options: Any, candidates: list[Any]) -> Any:
     """What is trained where no evidence can be had: the range that was asked for, else the most cautious one."""
     if options.range.strip().lower() != "auto":
         return candidates[0]
-    return type(candidates[0])(*CAUTIOUS, options.objective)
+    return type(candidates[0])(CAUTIOUS, options.objective)
 
 
 def _require_effect(options: Any, automatic: bool) -> None:
@@ -327,5 +327,5 @@ def accept_command(options: Any, candidate: Any) -> str:
         if getattr(options, name) != getattr(usual, name):
             words += [flag_of(name), getattr(options, name)]
     words += ["--trust-remote-code"] if options.trust_remote_code else []
-    words += [f"--range={candidate.lower:g},{candidate.upper:g}", "--unverified", "--resume"]
+    words += [f"--range={candidate.range.typed}", "--unverified", "--resume"]
     return shlex.join(words)

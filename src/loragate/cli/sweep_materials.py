@@ -28,7 +28,8 @@ from loragate.cli.models import (
 )
 from loragate.errors import ConfigError, nearest
 from loragate.gates.hub import adapter_place, split_base
-from loragate.sweep.plan import SweepPlan, Trial, label_adapters, make_trials, parse_ranges, place_fingerprint
+from loragate.gates.range import parse_ranges
+from loragate.sweep.plan import SweepPlan, Trial, label_adapters, make_trials, place_fingerprint
 from loragate.training.settings import CalibrationSettings
 
 OBJECTIVES = ("entropy", "ce", "anchored")
@@ -101,7 +102,7 @@ class SweepMaterials:
     def gates(self, trial: Trial) -> Any:
         from loragate.cli.calibration import gate_config
 
-        return gate_config(self.options, trial.lower, trial.upper, trial.seed)
+        return gate_config(self.options, trial.range, trial.seed)
 
     def probes(self, model: Any, tokenizer: Any) -> tuple[Any, Any]:
         from loragate.cli.selecting import answer_limit

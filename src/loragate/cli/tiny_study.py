@@ -25,6 +25,7 @@ from loragate.gates import (
     gate_parameters,
     record_gates,
 )
+from loragate.gates.range import Range
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from loragate.selection import Choice, choose
 from loragate.training import CalibrationResult, CalibrationSettings, StageOneSettings, calibrate, train_adapter
@@ -114,9 +115,9 @@ class Study:
         else:
             self.dft = result.model
 
-    def calibrate_range(self, name: str, lower: float, upper: float, on_step: OnStep) -> None:
+    def calibrate_range(self, name: str, bounds: Range, on_step: OnStep) -> None:
         """Gates for one range on the frozen SFT adapter; kept, then taken off."""
-        config = GateConfig(lower, upper, seed=self.seed)
+        config = GateConfig(bounds.lower, bounds.upper, seed=self.seed)
         self.calibrations[name], self.gates[name] = self.train_gates(config, "entropy", on_step)
 
     def train_gates(

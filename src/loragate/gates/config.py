@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loragate.errors import GateError, nearest
-from loragate.gates.signed_map import GRANULARITIES, check_range
+from loragate.gates.range import Range
+from loragate.gates.signed_map import GRANULARITIES, check_tau
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class GateConfig:
     target_modules: str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        check_range(self.lower, self.upper, self.tau)
+        check_tau(self.tau)
+        _ = self.range
         if self.granularity not in GRANULARITIES:
             raise GateError(
                 f"granularity must be one of {', '.join(GRANULARITIES)}, found {self.granularity!r}"
@@ -58,3 +60,8 @@ class GateConfig:
             object.__setattr__(self, "target_modules", tuple(self.target_modules))
         if self.target_modules is not None and len(self.target_modules) == 0:
             raise GateError("target_modules is empty: give a pattern or a list of names, or None for every LoRA linear")
+
+    @property
+    def range(self) -> Range:
+        """[lower, upper] as a value."""
+        return Range(self.lower, self.upper)

@@ -11,6 +11,7 @@ import math
 import torch
 
 from loragate.errors import GateError
+from loragate.gates.range import Range
 
 GRANULARITIES = ("token", "module", "global")
 
@@ -62,34 +63,20 @@ def gate_coefficient(
         one in fp32. λ = 1 at g = 0, and λ = 0 where v = −1/(1−L).
 
     Raises:
-        GateError: for numbers that are no range or temperature (see `check_range`). Tensors are not looked into.
+        GateError: for numbers that are no range or temperature (see `Range`). Tensors are not looked into.
     """
-    check_range(
-        0.0 if isinstance(lower, torch.Tensor) else lower,
-        1.0 if isinstance(upper, torch.Tensor) else upper,
-        1.0 if isinstance(tau, torch.Tensor) else tau,
-    )
+    Range(0.0 if isinstance(lower, torch.Tensor) else lower, 1.0 if isinstance(upper, torch.Tensor) else upper)
+    check_tau(1.0 if isinstance(tau, torch.Tensor) else tau)
     return coefficient_from_response(gate_response(gate_logit, tau), lower, upper)
 
 
-def check_range(lower: float, upper: float, tau: float = 1.0) -> None:
-    """Refuse ranges that do not contain [0, 1] and temperatures that are not positive.
-
-    The paper writes L < 0 < 1 < U and runs the end points L = 0 and U = 1 all the same, so these are legal.
+def check_tau(tau: float) -> None:
+    """Refuse gate temperatures that are not positive.
 
     Raises:
-        GateError: with what was found and what would be accepted.
+        GateError: with what was found.
     """
-    for name, value in (("lower", lower), ("upper", upper), ("tau", tau)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise GateError(f"gate {name} must be a finite number, found {value!r}")
-    if lower > upper:
-        raise GateError(
-            f"the range {lower:g},{upper:g} is the wrong way round: write the lower bound first, --range={upper:g},{lower:g}"
-        )
-    if lower > 0:
-        raise GateError(f"the lower bound must be ≤ 0 so that a gate can switch a delta off, found {lower:g}")
-    if upper < 1:
-        raise GateError(f"the upper bound must be ≥ 1 so that λ = 1 (the adapter itself) is inside, found {upper:g}")
+    if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not math.isfinite(tau):
+        raise GateError(f"gate tau must be a finite number, found {tau!r}")
     if tau <= 0:
         raise GateError(f"the gate temperature tau must be positive, found {tau:g}")

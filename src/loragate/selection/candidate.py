@@ -4,32 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from loragate.gates.range import Range
+
 
 @dataclass(frozen=True)
 class Candidate:
     """A range and an objective to try.
 
     Attributes:
-        lower, upper: bounds of λ.
+        range: of λ.
         objective: of the training; "entropy" is the paper's.
     """
 
-    lower: float
-    upper: float
+    range: Range
     objective: str = "entropy"
 
     @property
     def name(self) -> str:
         """As printed: "[-3,1]", "[-3,1] anchored"."""
-        kind = "" if self.objective == "entropy" else f" {self.objective}"
-        return f"[{self.lower:g},{self.upper:g}]{kind}"
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """(L, U)."""
-        return self.lower, self.upper
+        return str(self.range) if self.objective == "entropy" else f"{self.range} {self.objective}"
 
     @property
     def slug(self) -> str:
         """As part of a path."""
-        return f"{self.objective}_{self.lower:g}_{self.upper:g}"
+        return f"{self.objective}_{self.range.slug}"

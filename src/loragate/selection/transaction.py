@@ -35,6 +35,7 @@ from loragate.gates import GateConfig, adapter_fingerprint, attach_gates, detach
 from loragate.gates.attach import active_adapter
 from loragate.gates.eligibility import trains_biases
 from loragate.gates.fingerprint import base_weight_samples
+from loragate.gates.range import Range
 from loragate.generation import Engine
 from loragate.selection.candidate import Candidate
 from loragate.selection.choose import choose
@@ -63,7 +64,7 @@ class Transaction:
         model: base with the plain adapter; left ungated between candidates.
         tokenizer, rows, encoded: of the calibration.
         settings: of the training; a candidate's objective replaces the one in it.
-        gate_config: from (lower, upper) to the gates' configuration.
+        gate_config: from a range to the gates' configuration.
         probe: the questions.
         engine: answers with the model as it stands.
         folder: where candidates are kept.
@@ -79,7 +80,7 @@ class Transaction:
         rows: Rows,
         encoded: EncodedRows,
         settings: CalibrationSettings,
-        gate_config: Callable[[float, float], GateConfig],
+        gate_config: Callable[[Range], GateConfig],
         probe: Probe,
         engine: Engine,
         folder: Path,
@@ -145,7 +146,7 @@ class Transaction:
     def put_on(self, selection: Selection, reference: Candidate) -> None:
         """Attach the chosen gates, or zero gates in the range of `reference` where the adapter remains."""
         candidate = selection.candidate or reference
-        attach_gates(self.model, self.gate_config(*candidate.bounds), active_adapter(self.model))
+        attach_gates(self.model, self.gate_config(candidate.range), active_adapter(self.model))
         load_gate_values(self.model, selection.outcomes[candidate.name].gates if selection.candidate else {})
 
     def _adapter(self, on_event: OnEvent | None) -> Outcome:
@@ -163,7 +164,7 @@ class Transaction:
 
     def _try(self, candidate: Candidate, on_event: OnEvent | None, resume: bool) -> Outcome:
         place = self.folder / candidate.slug
-        settings, config = settings_of(self.settings, candidate.objective), self.gate_config(*candidate.bounds)
+        settings, config = settings_of(self.settings, candidate.objective), self.gate_config(candidate.range)
         options = dict(self.calibrate_options(settings))
         guard = options.get("guard")
         made_from = {

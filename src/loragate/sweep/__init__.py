@@ -11,6 +11,6 @@
 The files are the truth, whoever runs: what is finished is never run again, by either runner.
 """
 
-from loragate.sweep.plan import GRID, SweepPlan, Trial, parse_ranges
+from loragate.sweep.plan import SweepPlan, Trial
 
-__all__ = ["GRID", "SweepPlan", "Trial", "parse_ranges"]
+__all__ = ["SweepPlan", "Trial"]

@@ -15,6 +15,7 @@ import numpy as np
 
 from loragate.evaluation import average_at_k, compare
 from loragate.evaluation.statistics import holm
+from loragate.gates.range import Range
 from loragate.selection import choose
 from loragate.sweep.plan import UNTOUCHED, SweepPlan, Trial
 from loragate.sweep.records import TrialResult
@@ -74,7 +75,7 @@ def _cell(key: tuple[str, str, float, float], trials: list[Trial], results: Mapp
     test = _by_question(found, "test") if all(result.test is not None for result in found) else None
     own = results.get(Trial.untouched(adapter).slug)
     return {
-        "name": f"[{lower:g},{upper:g}]" + ("" if objective == "entropy" else f" {objective}"),
+        "name": str(Range(lower, upper)) + ("" if objective == "entropy" else f" {objective}"),
         "adapter": adapter,
         "objective": objective,
         "lower": lower,

@@ -14,14 +14,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from loragate.errors import ConfigError, DataError, GateError
+from loragate.errors import ConfigError, DataError
 from loragate.files import first_difference, write_json
-from loragate.gates.signed_map import check_range
+from loragate.gates.range import Range
 
 RECORD = "sweep.json"
 UNTOUCHED = "adapter"
-GRID = tuple((float(lower), float(upper)) for upper in range(1, 7) for lower in range(-6, 1))
-"""The paper's 42 ranges."""
 _SAMPLE = 1 << 20
 
 
@@ -53,18 +51,23 @@ class Trial:
         return "adapter" if self.objective == UNTOUCHED else "gates"
 
     @property
+    def range(self) -> Range:
+        """[lower, upper] as a value."""
+        return Range(self.lower, self.upper)
+
+    @property
     def slug(self) -> str:
         """Its folder: stable, unique, and fit for every file system."""
         if self.kind == "adapter":
             return f"{self.adapter}_untouched"
-        return f"{self.adapter}_{self.objective}_{_plain(self.lower)}_{_plain(self.upper)}_seed{self.seed}"
+        return f"{self.adapter}_{self.objective}_{self.range.slug}_seed{self.seed}"
 
     @property
     def name(self) -> str:
         """As printed: "[-3,1] entropy, seed 0"."""
         if self.kind == "adapter":
             return "adapter, λ = 1"
-        return f"[{_plain(self.lower)},{_plain(self.upper)}] {self.objective}, seed {self.seed}"
+        return f"{self.range} {self.objective}, seed {self.seed}"
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ class SweepPlan:
 
 
 def make_trials(
-    adapters: Iterable[str], ranges: Sequence[tuple[float, float]], seeds: Sequence[int], objectives: Sequence[str]
+    adapters: Iterable[str], ranges: Sequence[Range], seeds: Sequence[int], objectives: Sequence[str]
 ) -> tuple[Trial, ...]:
     """The product, one adapter after the other so that workers seldom change it; each adapter itself comes first.
 
@@ -140,40 +143,12 @@ def make_trials(
     for adapter in adapters:
         trials.append(Trial.untouched(adapter))
         trials += [
-            Trial(adapter, lower, upper, seed, objective)
+            Trial(adapter, one.lower, one.upper, seed, objective)
             for objective in objectives
             for seed in seeds
-            for lower, upper in ranges
+            for one in ranges
         ]
     return tuple(trials)
-
-
-def parse_ranges(text: str) -> tuple[tuple[float, float], ...]:
-    """Ranges of "grid" (the paper's 42) or "-3,1;0,1;-6,3".
-
-    Raises:
-        ConfigError: naming the part that is no range, or that stands there twice.
-    """
-    if text.strip().lower() == "grid":
-        return GRID
-    example = 'write "grid", or ranges such as --ranges="-3,1;0,1;-6,3"'
-    if not text.strip():
-        raise ConfigError(f"--ranges is empty; {example}")
-    found: list[tuple[float, float]] = []
-    for part in filter(None, (part.strip() for part in text.split(";"))):
-        try:
-            lower, upper = (float(number) for number in part.strip("[]() ").split(","))
-        except ValueError:
-            raise ConfigError(f"--ranges: found {part!r}, which is not two numbers L,U; {example}") from None
-        try:
-            check_range(lower, upper)
-        except GateError as error:
-            raise ConfigError(f"--ranges: {part}: {error}") from error
-        bounds = (lower + 0.0, upper + 0.0)  # -0 is 0
-        if bounds in found:
-            raise ConfigError(f"--ranges: the range {part} stands there twice; each trial runs once")
-        found.append(bounds)
-    return tuple(found)
 
 
 def label_adapters(places: Sequence[str]) -> dict[str, str]:
@@ -219,7 +194,3 @@ def _same_place(one: str, other: str) -> bool:
     return one == other or (
         Path(one).exists() and Path(other).exists() and Path(one).resolve() == Path(other).resolve()
     )
-
-
-def _plain(number: float) -> str:
-    return repr(float(number)).removesuffix(".0")
