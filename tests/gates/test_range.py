@@ -40,9 +40,9 @@ def test_ranges_are_read():
     ("text", "message"),
     [
         ("", "is empty"),
-        ("gird", "two numbers L,U such as -3,1, found 'gird'"),
+        ("gird", "two numbers L,U.* found 'gird'"),
         ("-3,1;0", "two numbers L,U.* found '0'"),
-        ("-3,1,0,1", "expected two numbers"),
+        ("-3,1,0,1", "two numbers"),
         ("1,-3", "wrong way round"),
         ("0.5,1", "lower bound must be"),
         ("0,nan", "must be a finite number"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loragate.cli.arguments import Command, comma_list, require_given, resolved_yaml
+from loragate.cli.arguments import Command, require_given, resolved_yaml
 from loragate.cli.display import Display, console, duration
 from loragate.cli.evaluation_engines import Engines
 from loragate.cli.evaluation_inputs import (
@@ -21,10 +21,9 @@ from loragate.cli.evaluation_inputs import (
     local_file,
     prepare_tasks,
 )
-from loragate.errors import ConfigError, nearest
+from loragate.errors import ConfigError
 from loragate.files import write_text
 
-EXPORTS = ("lm-eval", "inspect")
 BIASES = (
     "the adapter trained biases along, which PEFT leaves in the model when it switches the adapter off: the row of the base has "
     "them too"
@@ -50,7 +49,6 @@ class EvalOptions(EvaluationInputs):
         sandbox: where programs run: bubblewrap; namespaces and rlimits isolate less and must be asked for.
         workers: grading processes.
         timeout: seconds after which an answer or a program is given up.
-        export: also write lm-eval and/or inspect results, separated by commas.
         resume: continue the unfinished evaluation in the out folder.
     """
 
@@ -67,7 +65,6 @@ class EvalOptions(EvaluationInputs):
     sandbox: str = "bubblewrap"
     workers: int = 2
     timeout: float = 10.0
-    export: str = ""
     resume: bool = False
 
 
@@ -76,7 +73,6 @@ def run(options: EvalOptions) -> int:
     require_given(COMMAND, options)
     folder = Path(options.out)
     require_run_folder(folder, options.resume)
-    exports = wanted_exports(options.export)
     tasks = chosen_tasks(options)
     from loragate.evaluation.judging import JudgeSettings, require_graders
 
@@ -118,7 +114,7 @@ def run(options: EvalOptions) -> int:
     except KeyboardInterrupt:
         out.print(f"stopped; every answer so far is in {folder}. The same command with --resume goes on", markup=False)
         raise
-    finish(out, folder, record, exports)
+    finish(out, folder, record)
     return 0
 
 
@@ -240,15 +236,6 @@ def require_run_folder(folder: Path, resume: bool) -> None:
         raise ConfigError(f"--out {folder} is not empty; give a new folder")
 
 
-def wanted_exports(text: str) -> list[str]:
-    """The formats of `--export`."""
-    names = comma_list(text)
-    for name in names:
-        if name not in EXPORTS:
-            raise ConfigError(f"--export {name}: expected {' or '.join(EXPORTS)}{nearest(name, EXPORTS)}")
-    return names
-
-
 @contextmanager
 def progress(display: Display, total: int) -> Iterator[Any]:
     """An `on_event` that draws one bar over all rows and tasks."""
@@ -276,16 +263,14 @@ def describe_canary(figures: dict[str, float]) -> str:
     return text
 
 
-def finish(out: Any, folder: Path, record: Any, exports: list[str], name: str = "results") -> None:
-    """Write the record, its tables and exports, and show them."""
+def finish(out: Any, folder: Path, record: Any, name: str = "results") -> None:
+    """Write the record, its tables, and show them."""
     from loragate.evaluation.results import write_record
     from loragate.report.scores import caption, score_markdown, score_tables
 
     plain = record.to_json()
     write_record(record, folder / f"{name}.json")
     write_text(folder / f"{name}.md", score_markdown(plain))
-    for kind in exports:
-        write_exports(folder, record, kind, name)
     for table in score_tables(plain):
         out.print(table)
         out.print()
@@ -302,24 +287,6 @@ def next_line(folder: Path, record: Any) -> str:
             return f"next: loragate regrade {folder} --grader {other[info.grader]}"
     best = max(record.results, key=lambda row: row.avg_at_k.mean)
     return f'next: loragate generate --model {record.models.get(best.variant, record.models["base"])} --prompt "…"'
-
-
-def write_exports(folder: Path, record: Any, kind: str, name: str) -> None:
-    """The rows of the record, controls aside, in another tool's format."""
-    from loragate.evaluation.export import to_inspect, to_lm_eval
-    from loragate.evaluation.stored import graded_samples
-    from loragate.evaluation.variants import Variant
-    from loragate.files import write_json
-
-    tasks = [info.name for info in record.tasks if not info.grader.startswith("lm-eval")]
-    for acts in dict.fromkeys(row.variant for row in record.results if row.control is None):
-        samples = {task: graded_samples(folder, record, task, Variant(acts)) for task in tasks}
-        if kind == "lm-eval":
-            write_json(folder / f"{name}-lm-eval-{acts}.json", to_lm_eval(record, samples, variant=acts))
-            continue
-        for task in tasks:
-            log = to_inspect(record, samples[task], task, variant=acts)
-            write_json(folder / "inspect" / f"{name}-{acts}-{task}.json", log)
 
 
 def _number(text: str) -> float:

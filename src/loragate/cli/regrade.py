@@ -8,7 +8,7 @@ from typing import Any
 
 from loragate.cli.arguments import Command
 from loragate.cli.display import Display, console
-from loragate.cli.evaluate import finish, wanted_exports
+from loragate.cli.evaluate import finish
 from loragate.errors import ConfigError
 
 
@@ -23,7 +23,6 @@ class RegradeOptions:
         workers: grading processes.
         timeout: seconds after which an answer or a program is given up.
         again: judge anew even where this grader's verdicts are on file.
-        export: also write lm-eval and/or inspect results, separated by commas.
     """
 
     run: str
@@ -32,13 +31,11 @@ class RegradeOptions:
     workers: int = 2
     timeout: float = 10.0
     again: bool = False
-    export: str = ""
 
 
 def run(options: RegradeOptions) -> int:
     """Judge, tabulate beside the earlier record, list what changed."""
     folder = Path(options.run)
-    exports = wanted_exports(options.export)
     from loragate.evaluation.judging import JudgeSettings, require_graders
     from loragate.evaluation.results import read_record
     from loragate.evaluation.stored import changed_verdicts, open_evaluation, stored_verdicts
@@ -70,7 +67,7 @@ def run(options: RegradeOptions) -> int:
             out.print(_describe(change), markup=False)
         if changes:
             out.print(f"all of them: {folder / f'{name}-changes.jsonl'}", markup=False)
-    finish(out, folder, record, exports, name)
+    finish(out, folder, record, name)
     return 0
 
 

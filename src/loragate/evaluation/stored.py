@@ -1,4 +1,4 @@
-"""An evaluation read back from its folder: to judge it again with another grader, or to hand its samples on.
+"""An evaluation read back from its folder: to judge it again with another grader.
 
 Neither the model nor the data set is needed: questions, prompts, task files and samples lie in the folder.
 """
@@ -16,7 +16,7 @@ from loragate.evaluation.evaluate import Evaluation
 from loragate.evaluation.grade import Grade
 from loragate.evaluation.judging import JudgeSettings, grader_for, read_grades
 from loragate.evaluation.prepared import Prepared, read_questions
-from loragate.evaluation.results import EvaluationRecord, read_record
+from loragate.evaluation.results import read_record
 from loragate.evaluation.retention import all_measured
 from loragate.evaluation.tasks import Questions, load_task
 from loragate.evaluation.variants import Variant
@@ -67,34 +67,6 @@ def _prepared(folder: Path, row: dict[str, Any]) -> Prepared:
         SamplingConfig(**row["sampling"]),
         tuple(row["warnings"]),
     )
-
-
-def graded_samples(folder: Path, record: EvaluationRecord, task: str, variant: Variant) -> list[dict[str, Any]]:
-    """The samples of one row on one task with their verdicts, as `export.py` wants them.
-
-    Raises:
-        DataError: if samples or grades are missing.
-    """
-    info = next(info for info in record.tasks if info.name == task)
-    questions = read_questions(folder, task)
-    samples = read_samples(folder / "samples" / variant.slug / f"{task}.jsonl")
-    grades = read_grades(folder / "grades" / info.grader / variant.slug / f"{task}.jsonl", samples)
-    if grades is None:
-        raise DataError(f"{folder}: the answers of {variant.name} to {task} are not judged by {info.grader} yet")
-    return [
-        {
-            "question_id": questions[sample.question].id,
-            "sample": sample.sample,
-            "prompt": questions[sample.question].prompt,
-            "text": sample.text,
-            "extracted": grade.extracted,
-            "correct": grade.correct,
-            "reason": grade.reason,
-            "gold": questions[sample.question].gold,
-            "finish_reason": sample.finish_reason,
-        }
-        for sample, grade in zip(samples, grades, strict=True)
-    ]
 
 
 Verdicts = dict[tuple[str, str], tuple[str, list[Grade]]]

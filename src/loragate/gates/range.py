@@ -56,7 +56,7 @@ class Range:
         try:
             lower, upper = (float(part) for part in text.strip("[]() ").split(","))
         except ValueError:
-            raise ConfigError(f"expected two numbers L,U such as -3,1, found {text!r}") from None
+            raise ConfigError(f"a range is two numbers L,U, such as --range=-3,1; found {text!r}") from None
         try:
             return cls(lower, upper)
         except GateError as error:
