@@ -66,7 +66,7 @@ class DiagnoseOptions(EvaluationInputs):
         checkpoints: (alignment) run folder of a calibration, whose checkpoints are measured too.
         batch_size: sequences at a time.
         grader: grader of math answers in place of the tasks' own: default, math_verify or dft.
-        sandbox: where programs run: bubblewrap; namespaces and rlimits isolate less and must be asked for.
+        sandbox: where programs run: bubblewrap, or rlimits, which isolates nothing and must be asked for.
         workers: grading processes.
         timeout: seconds after which an answer or a program is given up.
         resume: continue the unfinished sampling in the out folder.

@@ -46,7 +46,7 @@ class EvalOptions(EvaluationInputs):
         vllm_memory: share of a device's memory that vLLM may fill; 0 takes 0.9, or on a CPU half of what is free.
         tensor_parallel: devices that share one copy of the model in vLLM.
         grader: grader of math answers in place of the tasks' own: default, math_verify or dft.
-        sandbox: where programs run: bubblewrap; namespaces and rlimits isolate less and must be asked for.
+        sandbox: where programs run: bubblewrap, or rlimits, which isolates nothing and must be asked for.
         workers: grading processes.
         timeout: seconds after which an answer or a program is given up.
         resume: continue the unfinished evaluation in the out folder.

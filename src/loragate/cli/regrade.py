@@ -19,7 +19,7 @@ class RegradeOptions:
     Attributes:
         run: folder of an evaluation.
         grader: for math answers: default, math_verify or dft; nothing judges again with the tasks' own.
-        sandbox: where programs run: bubblewrap; namespaces and rlimits isolate less and must be asked for.
+        sandbox: where programs run: bubblewrap, or rlimits, which isolates nothing and must be asked for.
         workers: grading processes.
         timeout: seconds after which an answer or a program is given up.
         again: judge anew even where this grader's verdicts are on file.

@@ -34,7 +34,7 @@ class SelectionOptions:
         probe_samples: samples per probe question.
         probe_temperature: sampling temperature of the probe; take the one you will use.
         probe_max_new_tokens: token limit of a probe answer; 0 takes 512, or what the model's positions leave.
-        probe_sandbox: where the programs of a code probe run: bubblewrap; namespaces and rlimits isolate less.
+        probe_sandbox: where the programs of a code probe run: bubblewrap, or rlimits, which isolates nothing.
         exclude: file of evaluation rows; a probe that shares a question with it is refused.
         retention_probe: labelled questions of what must not be lost; a range that clearly loses on them is not picked.
         retention_task: task (name or file) of the retention probe; without it a file of prompts and answers.

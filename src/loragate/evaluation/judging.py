@@ -38,7 +38,7 @@ class JudgeSettings:
         workers: grading processes.
         timeout_s: seconds after which an answer is given up (math) or a program killed (code).
         memory_mb: memory of a worker or program.
-        sandbox: tier in which programs run: bubblewrap, namespaces or rlimits.
+        sandbox: tier in which programs run: bubblewrap or rlimits.
     """
 
     workers: int = 2
@@ -96,7 +96,7 @@ def require_graders(tasks: Sequence[Task], name: str, settings: JudgeSettings) -
         except ImportError as error:
             raise ConfigError(f'math answers need math-verify ({error}); pip install "loragate[math]"') from error
     if graders & set(CODE):
-        from loragate.evaluation.sandbox.self_test import root_style_of
+        from loragate.evaluation.sandbox.programs import root_style_of
 
         root_style_of(settings.sandbox)
 

@@ -8,8 +8,7 @@ import pytest
 
 from loragate.evaluation.sandbox import probe
 
-ALL = ("bubblewrap", "namespaces", "rlimits")
-NETWORK = ("bubblewrap", "namespaces")
+ALL = ("bubblewrap", "rlimits")
 TOP = ("bubblewrap",)
 REQUIRED = {"bubblewrap"} if os.environ.get("LORAGATE_REQUIRE_BWRAP") == "1" else set()
 

@@ -17,7 +17,7 @@ import loragate
 from loragate.evaluation.sandbox import Checks, Limits, run_program, run_tests, tiers
 
 SQUARE = Checks(CHECKS, ("f",), ("f",))
-SLOW_TIERS = ("namespaces", "rlimits")
+SLOW_TIERS = ("rlimits",)
 
 
 def cases(entries):

@@ -3,8 +3,7 @@
 from loragate.evaluation.sandbox.code import CodeTask, grade_code, grade_codes, humaneval_program, mbpp_program
 from loragate.evaluation.sandbox.extract import extract_code
 from loragate.evaluation.sandbox.limits import Limits, ProgramResult, SandboxError
-from loragate.evaluation.sandbox.programs import Checks, run_program, run_tests
-from loragate.evaluation.sandbox.self_test import available_tiers, probe
+from loragate.evaluation.sandbox.programs import Checks, available_tiers, probe, run_program, run_tests
 from loragate.evaluation.sandbox.tiers import TIERS
 
 __all__ = [

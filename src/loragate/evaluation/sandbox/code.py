@@ -13,8 +13,7 @@ from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.grade import Grade
 from loragate.evaluation.sandbox.extract import extract_code, top_level_names
 from loragate.evaluation.sandbox.limits import Limits
-from loragate.evaluation.sandbox.programs import Checks, run_many, run_tests
-from loragate.evaluation.sandbox.self_test import root_style_of
+from loragate.evaluation.sandbox.programs import Checks, root_style_of, run_many, run_tests
 
 Row = Mapping[str, Any]
 

@@ -1,7 +1,11 @@
-"""Running programs that a model has written: one alone, one against tests that it cannot reach, or many at once."""
+"""Running programs that a model has written: one alone, one against tests that it cannot reach, or many at once.
+
+A tier is tried once per process, with a program that does nothing; what it holds is proved by the tests, attack by attack.
+"""
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import threading
@@ -12,9 +16,8 @@ from typing import Any
 
 from loragate.evaluation.sandbox.child import Child
 from loragate.evaluation.sandbox.limits import Limits, ProgramResult
-from loragate.evaluation.sandbox.self_test import root_style_of
 from loragate.evaluation.sandbox.supervise import Watch
-from loragate.evaluation.sandbox.tiers import launch
+from loragate.evaluation.sandbox.tiers import TIERS, known_tier, launch, missing, namespaces_forbidden, refusal
 
 # The tests of one HumanEval+ problem hold thousands of expected values, and numpy to compare them with.
 CHECKER_MEMORY_MB = 4096
@@ -104,6 +107,56 @@ def run_many(
                 job.cancel()
             raise
     return [job.result() for job in jobs]
+
+
+_lock = threading.Lock()
+_answers: dict[str, tuple[str | None, str]] = {}
+
+
+def probe(tier: str) -> str | None:
+    """Return None where a program can run in `tier`, otherwise one line on why not.
+
+    The first call for a tier takes about a second, later ones nothing. Raises `ConfigError` for an unknown tier.
+    """
+    known_tier(tier)
+    with _lock:
+        if tier not in _answers:
+            _answers[tier] = _probe(tier)
+        return _answers[tier][0]
+
+
+def available_tiers() -> list[str]:
+    """The tiers that work here, the strongest first."""
+    return [tier for tier in TIERS if probe(tier) is None]
+
+
+def root_style_of(tier: str) -> str:
+    """How root enters `tier` here (see `tiers.launch`); raises `SandboxError` when the tier does not work."""
+    reason = probe(tier)
+    if reason is not None:
+        raise refusal(tier, reason)
+    return _answers[tier][1]
+
+
+def _probe(tier: str) -> tuple[str | None, str]:
+    reason = missing(tier)
+    if reason is not None:
+        return reason, ""
+    reasons = []
+    # a container's root may not change to a user of its own, and enters as other users do
+    for style in ("drop", "namespace") if os.geteuid() == 0 else ("namespace",):
+        try:
+            result = _one_process("assert sum(range(10)) == 45", Limits(seconds=20), tier, style)
+        except OSError as error:
+            reasons.append(f"it could not be started ({error.strerror or error})")
+            continue
+        if result.passed:
+            return None, style
+        reasons.append(f"a program that does nothing ended with {result.reason}: {result.detail}")
+    forbidden = namespaces_forbidden() if tier != "rlimits" else None
+    if forbidden is not None:
+        reasons.append(f'{forbidden}; docs/sandbox.md, "Where it does not start", has the ways out')
+    return "; ".join(dict.fromkeys(reasons)), ""
 
 
 def _one_process(source: str, limits: Limits, tier: str, style: str) -> ProgramResult:

@@ -1,4 +1,4 @@
-"""The three tiers of isolation as command lines, and which of them work here.
+"""The two tiers as command lines, and what keeps the top one from starting.
 
 A tier is never exchanged for a lower one silently: what is asked for works, or there is an error which says what to
 install and which flag lowers the tier.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import platform
 import secrets
 import shutil
 import sys
@@ -18,12 +19,11 @@ from pathlib import Path
 
 from loragate.errors import ConfigError, nearest
 from loragate.evaluation.sandbox.limits import Limits, SandboxError
-from loragate.evaluation.sandbox.seccomp import filter_program
+from loragate.evaluation.sandbox.seccomp import ARCHITECTURES, filter_program
 
 TIERS = {
     "bubblewrap": "no network, read-only system, private /tmp, no privileges, own processes, limits",
-    "namespaces": "no network, own processes, limits; the file system is NOT protected",
-    "rlimits": "limits only; NOT isolated",
+    "rlimits": "limits only, NOT isolated; for containers that are a sandbox themselves",
 }
 # What keeps users from making namespaces: a file of the kernel, the value that forbids it, and what that means.
 SWITCHES = (
@@ -98,9 +98,6 @@ def launch(tier: str, limits: Limits, *, root_style: str = "drop") -> Launch:
     if tier == "rlimits":
         # The kernel would count all processes of the user, most of which are not the program's.
         return Launch((), None, False, None)
-    if tier == "namespaces":
-        words = "unshare --user --map-root-user --net --pid --ipc --uts --fork --mount-proc --kill-child"
-        return Launch(tuple(words.split()), None, os.geteuid() != 0, None)
     drop = os.geteuid() == 0 and root_style == "drop"
     return Launch(_bubblewrap(limits, drop), _unused_uid() if drop else None, True, filter_program(), True)
 
@@ -111,15 +108,15 @@ def missing(tier: str) -> str | None:
         return f"the {tier} tier needs Linux and this is {sys.platform}"
     if os.name != "posix":
         return f"the {tier} tier needs a POSIX system and this is {sys.platform}"
-    program = {"bubblewrap": "bwrap", "namespaces": "unshare"}.get(tier)
-    if program and not shutil.which(program):
-        package = {"bwrap": "bubblewrap", "unshare": "util-linux"}[program]
-        return f"there is no `{program}` here; install it with `apt install {package}`"
+    if tier == "bubblewrap" and not shutil.which("bwrap"):
+        return "there is no `bwrap` here; install it with `apt install bubblewrap`"
+    if tier == "bubblewrap" and filter_program() is None:
+        return f"the filter over system calls is written for {' and '.join(ARCHITECTURES)}, and this is {platform.machine()}"
     return None
 
 
 def namespaces_forbidden(settings: Path = Path("/proc/sys")) -> str | None:
-    """What here is known to keep this user from making namespaces, or None; why a tier that is installed may not start."""
+    """What here is known to keep this user from making namespaces, or None; why a bubblewrap that is installed may not start."""
     if os.geteuid() != 0:
         for name, forbidding, meaning in SWITCHES:
             with contextlib.suppress(OSError):
@@ -132,9 +129,7 @@ def namespaces_forbidden(settings: Path = Path("/proc/sys")) -> str | None:
 
 def refusal(tier: str, reason: str) -> SandboxError:
     """The error for a tier that does not work, with the ways out."""
-    lower = list(TIERS)[list(TIERS).index(tier) + 1 :]
-    ways = "; ".join(f"--sandbox {name} ({TIERS[name]})" for name in lower)
-    advice = f" Mend that, or run programs with less protection: {ways}." if ways else ""
+    advice = f" Mend that, or run programs with {TIERS['rlimits']}: --sandbox rlimits." if tier != "rlimits" else ""
     return SandboxError(f"Model-written programs cannot run in the sandbox tier '{tier}': {reason}.{advice}")
 
 
