@@ -14,6 +14,7 @@ from loragate.gates.eligibility import Verdict, active_adapter, examine_adapter,
 from loragate.gates.fingerprint import adapter_fingerprint, weights_checksum
 from loragate.gates.loading import load_gated
 from loragate.gates.parity import Parity, measure_parity
+from loragate.gates.quantised import keep_unpacked
 from loragate.gates.signed_map import gate_coefficient
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "gate_override",
     "gate_parameters",
     "gates_disabled",
+    "keep_unpacked",
     "load_gated",
     "load_gates",
     "measure_parity",
