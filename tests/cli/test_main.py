@@ -1,10 +1,12 @@
 """The command line as a whole: help at once, one clear message per mistake, settings from flags and files."""
 
+import logging
 import subprocess
 import sys
 import time
 
 import pytest
+import torch
 import yaml
 
 from loragate.cli.arguments import build_parser, field_kinds, help_texts, parse, resolved_yaml
@@ -176,8 +178,31 @@ def test_doctor(capsys):
     assert found["problems"] == []
     assert found["versions"]["torch"]
     assert any(device.startswith("cpu") for device in found["devices"])
+    assert found["instructions"][0] == torch.backends.cpu.get_cpu_capability()
     assert main(["doctor"]) == 0
     assert "next: loragate quickstart" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_doctor_tells_the_instruction_set_and_what_follows(has_it, capsys, monkeypatch):
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: has_it)
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert ("AVX512-BF16 (no AMX)" if has_it else "(no AVX512-BF16 or AMX)") in said
+    assert ("keeps them unpacked" in said) == has_it
+    assert ("--dtype float32 is faster" in said) == (not has_it)
+
+
+def test_no_command_speaks_of_a_kernel_that_none_uses(capsys):
+    assert main(["doctor", "--json"]) == 0
+    speaker = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    records = {
+        text: logging.LogRecord(speaker.name, logging.WARNING, "", 0, text, ("no module",), None)
+        for text in ("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "something else: %s")
+    }
+    assert [text for text, record in records.items() if speaker.filter(record)] == ["something else: %s"]
 
 
 def test_an_error_that_quotes_a_file_does_not_act_on_the_terminal(tmp_path, capsys):

@@ -10,7 +10,7 @@ import torch
 from loragate.cli import quantization
 from loragate.cli.main import main
 from loragate.cli.models import dtype_argument, load_base
-from loragate.gates.quantised import quantization_of
+from loragate.gates.quantised import is_packed, quantization_of
 from tiny import tiny_base, tiny_rows, tiny_tokenizer
 
 needs_bitsandbytes = pytest.mark.skipif(
@@ -26,6 +26,13 @@ def place(tmp_path_factory):
     tiny_tokenizer().save_pretrained(root / "base")
     (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny_rows(16)))
     return root
+
+
+@pytest.fixture(autouse=True)
+def avx512_bf16(monkeypatch):
+    """4-bit layers that would pack themselves for inference, as on a processor with AVX512-BF16."""
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
 
 
 def fails(capsys, *argv):
@@ -72,6 +79,9 @@ def test_bases_and_stored_checkpoints(storage, place, tmp_path):
     model = load_base(str(place / "base"), dtype=dtype, device="cpu", quantization=storage)
     assert quantization_of(model) == storage
     assert model.model.norm.weight.dtype == dtype
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[3, 4, 5]]))
+    assert not any(is_packed(layer) for layer in model.modules() if isinstance(layer, torch.nn.Linear))
     model.save_pretrained(tmp_path / "stored")
     again = load_base(str(tmp_path / "stored"), dtype=dtype, device="cpu")
     assert quantization_of(again) == storage

@@ -1,5 +1,6 @@
 """Gates on 8- and 4-bit bases and on half-precision ones: parity, fp32 gates, the artifact, and what a reader is told."""
 
+import importlib.util
 import json
 import logging
 import warnings
@@ -11,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 import loragate as lg
 from loragate.errors import ArtifactError, GateError
+from loragate.gates.attach import gate_modules
 from loragate.gates.fingerprint import base_weight_samples, compare_base_samples, weights_checksum
-from loragate.gates.quantised import quantization_of, quantization_of_config, storage_warning
+from loragate.gates.quantised import is_packed, keep_unpacked, quantization_of, quantization_of_config, storage_warning
 from loragate.training import CalibrationSettings, StageOneSettings, train_adapter
 from packed import packed
 from tiny import tiny_base, tiny_rows
@@ -54,6 +56,13 @@ def quiet():
         yield
 
 
+@pytest.fixture(autouse=True)
+def avx512_bf16(monkeypatch):
+    """4-bit layers that pack themselves at a forward, as they do on a processor with AVX512-BF16, whatever this one is."""
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A base of widths that bitsandbytes packs, and an adapter on it, saved."""
@@ -81,6 +90,7 @@ def logits_of(model, token_ids):
 @pytest.mark.parametrize("case", CASES)
 def test_parity_and_fp32_gates(case, place, token_ids):
     model = loaded(place, case)
+    keep_unpacked(model)  # it runs before it is gated
     assert quantization_of(model) == (case.split("-")[0] if case in QUANTISED else "none")
     assert quantization_of(model.get_base_model()) == quantization_of(model)
     plain = logits_of(model, token_ids)
@@ -164,6 +174,10 @@ def test_stage_one_trains_fp32_factors(case, place, tokenizer):
     assert result.steps == 2
     factors = {name: p for name, p in result.model.named_parameters() if "lora_" in name}
     assert {parameter.dtype for parameter in factors.values()} == {torch.float32}
+    if "4bit" in case:
+        with torch.no_grad():
+            result.model.eval()(input_ids=torch.tensor([[3, 4, 5]]))
+        assert not any(map(is_packed, four_bit_layers(result.model)))
     assert all(bool(value.any()) for name, value in factors.items() if "lora_B" in name)
 
 
@@ -173,12 +187,115 @@ def test_a_checkpoint_that_is_stored_in_4_bits(place, tmp_path, token_ids):
     assert quantization_of_config(AutoConfig.from_pretrained(tmp_path / "stored")) == "4bit"
     stored = AutoModelForCausalLM.from_pretrained(tmp_path / "stored")
     assert quantization_of(stored) == "4bit"
+    for model in (stored, base):
+        keep_unpacked(model)
     torch.testing.assert_close(logits_of(stored, token_ids), logits_of(base, token_ids))
     model = PeftModel.from_pretrained(stored, place / "adapter")
     lg.attach_gates(model, lg.GateConfig(-3, 2))
     lg.save_gates(model, tmp_path / "gated", adapter_source=place / "adapter")
     again = lg.load_gated(tmp_path / "gated", base=tmp_path / "stored")
     torch.testing.assert_close(logits_of(again, token_ids), logits_of(model, token_ids))
+
+
+def four_bit_layers(model):
+    from bitsandbytes.nn import Linear4bit
+
+    return [layer for layer in model.modules() if isinstance(layer, Linear4bit)]
+
+
+def dequantised(layer):
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(layer.weight.data, layer.weight.quant_state).detach()
+
+
+def pack(layer):
+    """What the layer does to itself at a forward in evaluation mode on a processor with AVX512-BF16."""
+    from bitsandbytes.functional import _convert_weight_packed_for_cpu
+
+    layer.weight.data, layer.weight.quant_state = _convert_weight_packed_for_cpu(
+        layer.weight.data, layer.weight.quant_state
+    )
+
+
+def assert_gradients_of_the_dequantised_layer(model, name):
+    """A gated layer's output and gradients, against the same computed in fp64 from its dequantised weight."""
+    layer = model.get_submodule("base_model.model.model.layers.1." + name)
+    path, gate = next((path, gate) for path, gate in gate_modules(model).items() if path.endswith("layers.1." + name))
+    config = gate.config
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        gate.weight.copy_(torch.randn(gate.weight.shape, generator=generator) * 0.2)
+        gate.bias.fill_(0.1)
+    x = torch.randn(2, 5, layer.in_features, generator=generator)
+    given = torch.randn(2, 5, layer.out_features, generator=generator)
+    with torch.no_grad():
+        layer(x)  # where the weight would be packed
+    assert not is_packed(layer.base_layer), path
+
+    x.requires_grad_()
+    found = layer(x)
+    found.backward(given)
+
+    x64 = x.detach().double().requires_grad_()
+    weight, bias = (value.detach().double().requires_grad_() for value in (gate.weight, gate.bias))
+    a, b = (factor["default"].weight.detach().double() for factor in (layer.lora_A, layer.lora_B))
+    logit = (x64.detach() @ weight + bias).unsqueeze(-1)
+    strength = lg.gate_coefficient(logit, config.lower, config.upper, config.tau) * layer.scaling["default"]
+    offset = layer.base_layer.bias
+    expected = x64 @ dequantised(layer.base_layer).double().T + strength.to(x64.dtype) * (x64 @ a.T @ b.T)
+    expected = expected if offset is None else expected + offset.double()
+    expected.backward(given.double())
+    close = {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(found.double(), expected, **close)
+    torch.testing.assert_close(x.grad.double(), x64.grad, **close)
+    torch.testing.assert_close(gate.weight.grad.double(), weight.grad, **close)
+    torch.testing.assert_close(gate.bias.grad.double(), bias.grad, **close)
+    assert x64.grad.abs().max() > 0.1
+    assert weight.grad.abs().max() > 0.1
+
+
+LAYERS = {"with a bias": "self_attn.q_proj", "without one": "mlp.down_proj"}
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_gated_4_bit_layer_has_the_gradients_of_the_dequantised_one(layer, training, place):
+    model = loaded(place, "4bit-fp32")
+    assert (model.get_submodule("base_model.model.model.layers.1." + LAYERS[layer]).base_layer.bias is None) == (
+        layer == "without one"
+    )
+    lg.attach_gates(model, lg.GateConfig(-3, 2))
+    assert_gradients_of_the_dequantised_layer(model.train(training), LAYERS[layer])
+
+
+@pytest.mark.parametrize("written", [True, False], ids=["written", "packed"])
+@pytest.mark.parametrize("double", [True, False], ids=["double", "single"])
+def test_a_4_bit_base_that_ran_before_its_gates_is_unpacked_and_it_is_told(double, written, place, caplog, monkeypatch):
+    arguments("4bit-fp32")  # skips without bitsandbytes
+    monkeypatch.setattr(logging.getLogger("loragate"), "propagate", True)
+    storage = four_bit()
+    storage.bnb_4bit_use_double_quant = double
+    base = AutoModelForCausalLM.from_pretrained(place / "base", quantization_config=storage)
+    model = PeftModel.from_pretrained(base, place / "adapter").eval()
+    layers = four_bit_layers(model)
+    before = [dequantised(layer) for layer in layers]
+    for layer in layers:
+        pack(layer)
+    if written:
+        model.state_dict()  # bitsandbytes unpacks what it writes, in its own way
+    with caplog.at_level(logging.WARNING, "loragate"):
+        lg.attach_gates(model, lg.GateConfig(-3, 2))
+    assert f"{len(before)} 4-bit layers ran before" in caplog.text
+    for layer, weight in zip(layers, before, strict=True):
+        # bf16 rounds the scale of a block; bitsandbytes' own way back rounds it once more, to 8 bits over 256 blocks
+        difference = (dequantised(layer) - weight).abs().max() / weight.abs().max()
+        assert difference < (0.02 if double and written else 2**-8)
+    for name in LAYERS.values():
+        assert_gradients_of_the_dequantised_layer(model, name)
+    caplog.clear()
+    keep_unpacked(model)
+    assert caplog.text == ""
 
 
 def test_storage_of_a_configuration():

@@ -78,6 +78,7 @@ def findings() -> dict[str, Any]:
         "platform": platform.platform(),
         "versions": versions,
         "devices": devices,
+        "instructions": _instructions(),
         "optional": {name: _version(name) for name in OPTIONAL},
         "sandbox": available_tiers(),
         "sandbox_problem": probe("bubblewrap"),
@@ -97,6 +98,11 @@ def run(options: DoctorOptions) -> int:
     for name, version in found["versions"].items():
         print(f"  {name:<14} {version or 'missing'}")
     print("devices: " + ", ".join(found["devices"]))
+    instructions = found["instructions"]
+    lacking = [name for name in ("AVX512-BF16", "AMX") if name not in instructions]
+    print(f"instructions: {', '.join(instructions)}" + (f" (no {' or '.join(lacking)})" if lacking else ""))
+    for sentence in _consequences(instructions):
+        print(f"  {sentence}")
     print("optional parts:")
     for name, purpose in OPTIONAL.items():
         print(f"  {name:<14} {found['optional'][name] or 'not installed'}: {purpose}")
@@ -112,6 +118,32 @@ def run(options: DoctorOptions) -> int:
         print(f"problem: {problem}")
     print("next: loragate quickstart" if not found["problems"] else "mend the problems above first")
     return 1 if found["problems"] else 0
+
+
+def _instructions() -> list[str]:
+    """What of the CPU's instruction set decides which kernels run: torch's level, then AVX512-BF16 and AMX where they are."""
+    import torch
+
+    # torch.cpu.get_capabilities() says the same in public, but is younger than the lowest torch
+    extensions = {
+        "AVX512-BF16": torch.cpu._is_avx512_bf16_supported(),
+        "AMX": torch.cpu._is_amx_tile_supported(),
+    }
+    return [torch.backends.cpu.get_cpu_capability(), *(name for name, there in extensions.items() if there)]
+
+
+def _consequences(instructions: list[str]) -> list[str]:
+    """What follows from `_instructions` for a run on the CPU, a sentence each."""
+    if "AVX512-BF16" in instructions:
+        four_bit = (
+            "4-bit bases: bitsandbytes would pack their weights here at the first forward; loragate keeps them unpacked, so "
+            "that training, evaluation and other processors compute the same"
+        )
+    else:
+        four_bit = "4-bit bases: bitsandbytes does not pack their weights here"
+    if {"AVX512-BF16", "AMX"} & set(instructions) or not instructions[0].startswith("AVX"):
+        return [four_bit]
+    return [four_bit, "bfloat16 on the CPU: no instructions for it here, so --dtype float32 is faster"]
 
 
 def _version(name: str) -> str | None:

@@ -6,6 +6,7 @@ Imports nothing heavy, so that `loragate --help` answers at once; a command's ro
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 import textwrap
@@ -114,8 +115,14 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # said at the import of PEFT on processors with AVX512-BF16, of a kernel for packed weights; see gates.keep_unpacked
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_not_of_a_packed_kernel)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module="(transformers|trl|peft|torch)")
+
+
+def _not_of_a_packed_kernel(record: logging.LogRecord) -> bool:
+    return "gemm_4bit_forward" not in str(record.msg)
 
 
 def _fail(error: LoragateError, debug: bool, status: int) -> int:

@@ -166,6 +166,7 @@ def load_base(
     from transformers import AutoModelForCausalLM
 
     from loragate.gates.hub import split_base
+    from loragate.gates.quantised import keep_unpacked
 
     require_place("base model", name)
     require_not_an_adapter(name)
@@ -176,6 +177,7 @@ def load_base(
             name, dtype=dtype, device=device, quantization=quantization, revision=revision, trust=trust
         )
         model = AutoModelForCausalLM.from_pretrained(name, revision=revision or None, **arguments)
+    keep_unpacked(model)
     return model.eval() if "device_map" in arguments else model.to(device).eval()
 
 

@@ -36,6 +36,9 @@ from .parity import (
     Parity as Parity,
     measure_parity as measure_parity,
 )
+from .quantised import (
+    keep_unpacked as keep_unpacked,
+)
 from .signed_map import (
     gate_coefficient as gate_coefficient,
 )

@@ -19,6 +19,7 @@ from loragate.gates.eligibility import active_adapter, examine_adapter, lora_lay
 from loragate.gates.gate import SignedGate
 from loragate.gates.merging import ask_before_merging
 from loragate.gates.peft_saving import warn_no_more, warn_on_saving
+from loragate.gates.quantised import keep_unpacked
 from loragate.gates.variant import GatedLora
 
 GLOBAL_BIAS = "global.bias"
@@ -55,6 +56,7 @@ def attach_gates(peft_model: nn.Module, config: GateConfig, adapter_name: str | 
     layers = list(lora_layers(peft_model, name))
     devices = {layer.lora_A[name].weight.device for path, layer in layers if path in chosen}
     _check_devices(devices, config)
+    keep_unpacked(peft_model)
     shared_bias = None
     if config.granularity == "global":
         shared_bias = nn.Parameter(torch.full((1,), -config.init_scale, device=next(iter(devices))))

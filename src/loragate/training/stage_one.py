@@ -16,6 +16,7 @@ from loragate.data import EncodedRows, encode_rows
 from loragate.errors import ConfigError, nearest
 from loragate.gates.fingerprint import base_weight_samples, config_fingerprint, weights_checksum
 from loragate.gates.hub import adapter_place
+from loragate.gates.quantised import keep_unpacked
 from loragate.losses import StatisticsRequest
 from loragate.losses.objectives import FACTORIES, Objective
 from loragate.training.given import (
@@ -207,6 +208,9 @@ def train_adapter(
             "that requires 'reference_kl'"
         )
     require_short_enough(base_model, encoded, source)
+    for model in (base_model, reference_model):
+        if model is not None:
+            keep_unpacked(model)
     base = {"config": config_fingerprint(base_model), "weights": base_weight_samples(base_model)}
     reference: ReferenceOf | None = None
     identity: dict[str, Any] = {}
