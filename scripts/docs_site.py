@@ -136,10 +136,7 @@ def on_config(config: Any) -> Any:
         "commands.md": [{name: f"commands/{name}.md"} for name in commands()],
         "notebooks.md": [{_notebook_title(stem): f"notebooks/{stem}.md"} for stem in notebooks],
     }
-    for entry in config.nav:
-        for title, page in entry.items():
-            if isinstance(page, str) and page in below:
-                entry[title] = [{"Overview": page}, *below[page]]
+    _nest(config.nav, below)
     return config
 
 
@@ -209,6 +206,16 @@ def _default(command: Any, field: Any, kind: Any) -> str:
 def _cell(text: str) -> str:
     text = text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
     return re.sub(r"(?<=[a-z])_(?=[a-z])", "\\_", text)
+
+
+def _nest(entries: list[Any], below: dict[str, list[dict[str, str]]]) -> None:
+    """Give each page that is a key of `below` its pages as a section, at any depth of the navigation."""
+    for entry in entries:
+        for title, page in entry.items():
+            if isinstance(page, list):
+                _nest(page, below)
+            elif page in below:
+                entry[title] = [{"Overview": page}, *below[page]]
 
 
 def _title(page: str) -> str:
