@@ -53,7 +53,7 @@ from loragate.training.given import (
 )
 from loragate.training.guards import Guard, GuardLimits
 from loragate.training.on_policy import OnPolicyJob, run_on_policy
-from loragate.training.own_objective import per_token, require_mask_column, require_own
+from loragate.training.own_objective import batch_needs, per_token, require_mask_column, require_own
 from loragate.training.random_gates import draw_gates
 from loragate.training.rollouts import Reward, Sampler
 from loragate.training.run import (
@@ -338,6 +338,7 @@ def _calibrate(
                 recorder=lambda running: record_gates(running, name),
                 check_gradient=True,
                 callbacks=callables.guarding(model, tokenizer, encoded, name),
+                **({} if objective is None else batch_needs(objective)),
             )
             outcome = run_training(job, folder, resume=resume, on_step=on_step)
     if weights_checksum(frozen_parameters(model)) != frozen:
