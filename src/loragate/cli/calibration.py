@@ -48,7 +48,6 @@ from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import require_trainable
 from loragate.gates.hub import adapter_place, split_base
 from loragate.generation import TransformersEngine
-from loragate.losses.entropy import support_size
 from loragate.selection.candidate import Candidate
 from loragate.selection.questions import set_aside
 from loragate.selection.transaction import Transaction, load_gate_values, settings_of
@@ -247,7 +246,6 @@ def accept(options: Any, folder: Path, candidate: Candidate) -> int:
         model,
         folder,
         adapter_source=folder / "adapter",
-        k=support_size(evidence["training"]["settings"]["k"], model.get_output_embeddings().weight.shape[0]),
         **names_for_record(options, base_name),
         evidence=evidence,
     )
@@ -300,7 +298,8 @@ def write_artifact(job: Job, evidence: dict[str, Any]) -> None:
             job.model,
             job.folder,
             adapter_source=adapter_place(options.adapter),
-            k=support_size(job.settings.k, job.model.get_output_embeddings().weight.shape[0]),
+            # gates that stayed at λ = 1 have no training that would say it
+            k=None if "training" in evidence else job.settings.k,
             **names_for_record(options, job.base_name),
             evidence=evidence,
         )
