@@ -111,7 +111,7 @@ def test_stopped_alignment():
 
 def test_total_error():
     """eq:rw-total-error: Ĝ = β∇V + e_ψ + b_sg + b_tail with b_tail = β(∇V_k − ∇V)."""
-    v, w, _, stopped, toy, psi, index, r = directions(noise=0.2)
+    _, w, _, stopped, toy, psi, index, r = directions(noise=0.2)
     z = toy.logits(psi).detach()
     p, q = torch.softmax(z, -1), conditional(z, index)
     # the policy gradients of both values, as expectations over their actions

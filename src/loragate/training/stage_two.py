@@ -36,6 +36,7 @@ from loragate.losses.entropy import support_size
 from loragate.losses.objectives import Objective
 from loragate.training.callables import Callables
 from loragate.training.checks import (
+    MEASURED_ROWS,
     check_parity,
     frozen_parameters,
     measure_entropy,
@@ -85,7 +86,9 @@ class CalibrationResult:
         gates: {module path: λ statistics} over the response tokens of those rows, after training.
         gates_total: the same over all modules.
         history: log records of the run.
-        steps, seconds, parameters, rows, response_tokens: size and cost.
+        steps, seconds, parameters, rows, response_tokens: size and cost; `seconds` of all that was done.
+        training_seconds: of the training loop alone, as Stage I's `seconds` are; of the part since the last resume.
+        heldout: rows of `heldout`, and the entropy on them before and after; empty without.
         data: source and fingerprint of the rows.
         fused_head: whether the fused head served (False: full logits).
         stopped: None, or the guard's sentence that says why training ended early; the gates are those of that step.
@@ -113,6 +116,8 @@ class CalibrationResult:
     stopped: str | None = None
     guard: list[dict[str, Any]] = field(default_factory=list)
     sampled: dict[str, float] = field(default_factory=dict)
+    training_seconds: float = 0.0
+    heldout: dict[str, float] = field(default_factory=dict)
     objective: str = field(kw_only=True)
     constants: dict[str, Any] = field(default_factory=dict)
 
@@ -129,10 +134,12 @@ class CalibrationResult:
                 "gates": self.gates_total,
                 "steps": self.steps,
                 "seconds": round(self.seconds, 1),
+                "training_seconds": round(self.training_seconds, 1),
                 "parameters": self.parameters,
                 "rows": self.rows,
                 "response_tokens": self.response_tokens,
                 "data": self.data,
+                **({"heldout": self.heldout} if self.heldout else {}),
                 **({"sampled": self.sampled} if self.sampled else {}),
                 **watched,
             },
@@ -162,6 +169,7 @@ def calibrate(
     resume: bool = False,
     on_step: OnStep | None = None,
     encoded: EncodedRows | None = None,
+    heldout: EncodedRows | None = None,
     sampler: Sampler | None = None,
     reward: Reward | None = None,
     guard: GuardLimits | None = None,
@@ -185,6 +193,7 @@ def calibrate(
         on_step: progress callback.
         encoded: rows already tokenised (`loragate.data.encode_rows`) in the order and number to be used, to share the work
             between calibrations.
+        heldout: tokenised rows that are not trained on; entropy is measured on all of them too, before and after.
         sampler: draws the answers of the objectives anchored and reward with the gates as they are at the call; None
             samples with transformers from the model in memory.
         reward: (row, answer text, finished) to a number, for the objective reward.
@@ -238,6 +247,7 @@ def calibrate(
                 on_step,
                 callables,
                 objective,
+                heldout,
             )
     except BaseException:
         detach_gates(peft_model, name)
@@ -270,6 +280,7 @@ def _calibrate(
     on_step: OnStep | None,
     callables: Callables,
     objective: Objective | None,
+    heldout: EncodedRows | None,
 ) -> CalibrationResult:
     began = time.monotonic()
     require_short_enough(model, encoded, rows)
@@ -280,7 +291,8 @@ def _calibrate(
     check_parity(parity, causal_model(model).dtype)
     vocabulary = causal_model(model).get_output_embeddings().weight.shape[0]
     k = support_size(settings.k, vocabulary)
-    before, _, _ = measure_entropy(model, encoded, collator, k, name)
+    before, _, _ = measure_entropy(model, encoded[:MEASURED_ROWS], collator, k, name)
+    unseen = None if heldout is None else measure_entropy(model, heldout[:], collator, k, name)[0]
 
     train_gates_only(model, name)
     trained: dict[str, Any] = dict(gate_parameters(model, name))
@@ -345,7 +357,11 @@ def _calibrate(
         raise TrainingError(
             "a frozen weight of the base or the adapter changed during calibration; the result is not used"
         )
-    after, statistics, total = measure_entropy(model, encoded, collator, k, name)
+    after, statistics, total = measure_entropy(model, encoded[:MEASURED_ROWS], collator, k, name)
+    apart: dict[str, float] = {}
+    if heldout is not None and unseen is not None:
+        ended = measure_entropy(model, heldout[:], collator, k, name)[0]
+        apart = {"rows": len(heldout), "entropy_before": unseen, "entropy_after": ended}
     return CalibrationResult(
         config=config,
         settings=settings,
@@ -365,6 +381,8 @@ def _calibrate(
         stopped=None if guard is None else guard.verdict,
         guard=[] if guard is None else guard.as_records(),
         sampled=sampled,
+        training_seconds=outcome.seconds,
+        heldout=apart,
         objective=trained_by,
         constants={} if objective is None else dict(objective.settings),
     )
