@@ -175,9 +175,9 @@ def _support(model: nn.Module, k: int | None, evidence: dict[str, Any] | None) -
     """The support that the training recorded, at most the vocabulary, else the one that was given."""
     settings = ((evidence or {}).get("training") or {}).get("settings")
     trained = settings.get("k") if isinstance(settings, dict) else None
-    if not is_support(trained):
+    if not isinstance(trained, int) or not is_support(trained):
         return k
-    head = output_head(model)
+    head: Any = output_head(model)
     vocabulary = trained if head is None else int(head.weight.shape[0])
     if k is not None and min(k or vocabulary, vocabulary) != min(trained or vocabulary, vocabulary):
         raise ConfigError(f"k is {k}, but the training in the evidence records k = {trained}; leave k out")

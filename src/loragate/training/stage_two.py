@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,8 @@ class CalibrationResult:
         gates: {module path: λ statistics} over the response tokens of those rows, after training.
         gates_total: the same over all modules.
         history: log records of the run.
-        steps, seconds, parameters, rows, response_tokens: size and cost; `seconds` of all that was done.
-        training_seconds: of the training loop alone, as Stage I's `seconds` are; of the part since the last resume.
+        steps, seconds, parameters, rows, response_tokens: size and cost.
+        training_seconds: of the training loop alone, as Stage I's `seconds` are, and since the last resume.
         heldout: rows of `heldout`, and the entropy on them before and after; empty without.
         data: source and fingerprint of the rows.
         fused_head: whether the fused head served (False: full logits).
@@ -291,8 +292,9 @@ def _calibrate(
     check_parity(parity, causal_model(model).dtype)
     vocabulary = causal_model(model).get_output_embeddings().weight.shape[0]
     k = support_size(settings.k, vocabulary)
-    before, _, _ = measure_entropy(model, encoded[:MEASURED_ROWS], collator, k, name)
-    unseen = None if heldout is None else measure_entropy(model, heldout[:], collator, k, name)[0]
+    measured = partial(measure_entropy, model, collator=collator, k=k, adapter_name=name)
+    before, _, _ = measured(encoded[:MEASURED_ROWS])
+    apart = {} if heldout is None else {"rows": len(heldout), "entropy_before": measured(heldout[:])[0]}
 
     train_gates_only(model, name)
     trained: dict[str, Any] = dict(gate_parameters(model, name))
@@ -357,11 +359,8 @@ def _calibrate(
         raise TrainingError(
             "a frozen weight of the base or the adapter changed during calibration; the result is not used"
         )
-    after, statistics, total = measure_entropy(model, encoded[:MEASURED_ROWS], collator, k, name)
-    apart: dict[str, float] = {}
-    if heldout is not None and unseen is not None:
-        ended = measure_entropy(model, heldout[:], collator, k, name)[0]
-        apart = {"rows": len(heldout), "entropy_before": unseen, "entropy_after": ended}
+    after, statistics, total = measured(encoded[:MEASURED_ROWS])
+    apart |= {} if heldout is None else {"entropy_after": measured(heldout[:])[0]}
     return CalibrationResult(
         config=config,
         settings=settings,
@@ -391,8 +390,7 @@ def _calibrate(
 def _loss_and_request(name: str, own: Objective | None, k: int) -> tuple[TokenLoss, StatisticsRequest]:
     """What trains gates on the given rows, and the statistics that it reads."""
     if own is not None:
-        gradients = None if own.gradients is None else tuple(own.gradients)
-        return per_token(own), StatisticsRequest(own.k, tuple(own.outputs), gradients)
+        return per_token(own), StatisticsRequest(own.k, tuple(own.outputs), own.gradients and tuple(own.gradients))
     if name == "ce":
         return cross_entropy_loss, StatisticsRequest(k, ("log_prob", "topk_entropy"), ("log_prob",))
     return entropy_loss, StatisticsRequest(k, ("topk_entropy",), ("topk_entropy",))
