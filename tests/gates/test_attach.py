@@ -100,6 +100,9 @@ def test_a_plain_adapter_beside_a_gated_one_still_gets_pefts_cast(token_ids):
         assert torch.isfinite(model(token_ids).logits).all()
         assert layer.cast_input_dtype_enabled is (active != "default")
     model.base_model.set_adapter("default")
+    with gates_disabled(model):
+        assert torch.isfinite(model(token_ids).logits).all()
+        assert layer.cast_input_dtype_enabled is True
     lg.detach_gates(model)
     assert torch.isfinite(model(token_ids).logits).all()
     assert layer.cast_input_dtype_enabled is True

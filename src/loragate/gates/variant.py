@@ -69,7 +69,8 @@ def leave_input_uncast(layer: Any, args: Any) -> None:
     operation casts for itself. A plain adapter beside it needs PEFT's cast.
     """
     active = [name for name in layer.active_adapters if name in layer.lora_A]
-    layer.cast_input_dtype_enabled = not all(name in layer.lora_gate for name in active)
+    # by the variant, not the gate: gates that are switched off for a while leave a plain adapter
+    layer.cast_input_dtype_enabled = not all(isinstance(layer.lora_variant.get(name), GatedLora) for name in active)
 
 
 def cast_input_again(layer: Any) -> None:
