@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import load_file, save_file
 
-from loragate.data import EncodedRows, Rows
+from loragate.data import EncodedRows, Rows, find_endings
 from loragate.errors import DataError, TrainingError
 from loragate.files import write_atomically
 from loragate.gates import GateConfig, attach_gates, detach_gates, gate_parameters, save_gates
@@ -147,6 +147,7 @@ class TrialRunner:
                 adapter_source=self.materials.adapter_source(trial.adapter),
                 base_id=base_id,
                 adapter_id=self.materials.adapter_id(trial.adapter),
+                stop_token_ids=find_endings(self.tokenizer, self.model.generation_config).token_ids,
                 evidence={"parity": parity, "selection": selection, "training": training},
             )
         finally:
