@@ -13,6 +13,8 @@ from loragate.errors import ConfigError, DataError
 
 FinishReason = Literal["stop", "stop_text", "length"]
 """Ended by a stop token, by a text of `SamplingConfig.stop`, or by the token limit."""
+Prompts = Sequence[str] | Sequence[Sequence[int]]
+"""Rendered texts, or the token ids of each prompt."""
 
 
 def find_stop_token_ids(tokenizer: Any, generation_config: Any, extra: Collection[int] = ()) -> frozenset[int]:
@@ -32,17 +34,19 @@ def find_stop_token_ids(tokenizer: Any, generation_config: Any, extra: Collectio
     return frozenset(found)
 
 
-def tokenize_prompts(
-    tokenizer: Any, prompts: Sequence[str], max_new_tokens: int, positions: int | None
-) -> list[list[int]]:
-    """Return the token ids of each prompt, to which the tokenizer adds nothing.
+def tokenize_prompts(tokenizer: Any, prompts: Prompts, max_new_tokens: int, positions: int | None) -> list[list[int]]:
+    """Return the token ids of each prompt, to which the tokenizer adds nothing; ids are taken as they are.
 
     Raises `DataError` for an empty list, an empty prompt or one that leaves fewer than `max_new_tokens` of the model's
     `positions` (None: unlimited).
     """
     if isinstance(prompts, str) or not len(prompts):
         raise DataError(f"generate was given {prompts!r}; it needs a list with at least one rendered prompt.")
-    prompt_ids: list[list[int]] = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
+    prompt_ids: list[list[int]] = (
+        tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
+        if isinstance(prompts[0], str)
+        else [[*ids] for ids in prompts]
+    )
     for index, ids in enumerate(prompt_ids):
         if not ids:
             raise DataError(f"Prompt {index} is empty: the model needs at least one token to continue from.")
