@@ -93,7 +93,7 @@ def run_harness(
         results = lm_eval.evaluator.evaluate(
             lm=bridge, task_dict=loaded, bootstrap_iters=0, log_samples=True, apply_chat_template=chat_template
         )
-    ends = getattr(engine, "stop_token_ids", None)  # replicas have theirs where they are
+    ends = getattr(engine, "endings", None)  # replicas have theirs where they are
     common = {
         "lm_eval": metadata.version("lm_eval"),
         "limit": limit,
@@ -101,7 +101,7 @@ def run_harness(
         "num_fewshot": 0,
         "chat_template": template_hash(tokenizer) if chat_template else None,
         "max_length": positions,
-        "stop_token_ids": None if ends is None else sorted(ends),
+        "stop_token_ids": None if ends is None else sorted(ends.token_ids),
     }
     return {
         suite.name: collect_scores(suite, questions[suite.name], results, bridge.answers, common, bridge.cut_choices)
@@ -216,14 +216,16 @@ class _Meter:
     def __init__(self, on_progress: OnProgress | None, total: int) -> None:
         self.on_progress, self.total, self.done = on_progress, total, 0
 
-    def advance(self, count: int) -> None:
-        self.reach(self.done + count)
+    def part(self) -> OnProgress:
+        """The progress of the requests that come next."""
+        before = self.done
 
-    def reach(self, done: int) -> None:
-        if done > self.done:
-            self.done = min(done, self.total)
+        def reach(done: int, _: int) -> None:
+            self.done = min(before + done, self.total)
             if self.on_progress is not None:
                 self.on_progress(self.done, self.total)
+
+        return reach
 
 
 def _bridge(
@@ -276,7 +278,7 @@ def _bridge(
                     stops=wanted["until"],
                     max_new_tokens=wanted["max_gen_toks"],
                     positions=positions,
-                    on_answers=meter.advance,
+                    on_progress=meter.part(),
                 )
                 self.answers |= {(r.task_name, r.doc[INDEX]): a for r, a in zip(members, answers)}
             return [self.answers[request.task_name, request.doc[INDEX]].text for request in requests]
@@ -295,8 +297,7 @@ def _bridge(
                 over = max(0, len(before) + len(after) - (positions or math.inf))
                 self.cut_choices += over > 0
                 pairs.append((before[int(over) :], after))
-            start = meter.done
-            return engine.log_likelihoods(pairs, lambda done, _: meter.reach(start + done))
+            return engine.log_likelihoods(pairs, meter.part())
 
         def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
             raise NotImplementedError("no retention suite asks for it")
