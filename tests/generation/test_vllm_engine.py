@@ -142,6 +142,36 @@ def test_a_stop_text_cuts_what_was_drawn(fake_vllm: Any, folders: tuple[str, str
             assert after.token_ids == before.token_ids[: len(after.token_ids)]
 
 
+def test_every_token_of_a_continuation_is_a_request_that_may_draw_it_alone(
+    fake_vllm: Any, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompt log-probabilities, with which vLLM 0.32 dies on a CPU with LoRA, are not asked for."""
+    engine = VllmEngine(*folders, batch_size=2)
+
+    def answers(prompts: Any, params: Any, *, use_tqdm: bool, lora_request: Any) -> list[Any]:
+        engine._llm.calls.append((prompts, params, lora_request))
+        steps = [
+            SimpleNamespace(logprob=-float(one["allowed_token_ids"][0]), rank=1 + (one["allowed_token_ids"][0] == 9))
+            for one in params
+        ]
+        return [SimpleNamespace(outputs=[SimpleNamespace(logprobs=[{7: step}])]) for step in steps]
+
+    monkeypatch.setattr(engine._llm, "generate", answers)
+    pairs = [([3, 4], [5, 6]), ([3], [9]), ([3, 4, 5], [7])]
+    seen: list[tuple[int, int]] = []
+    assert engine.log_likelihoods(pairs, lambda *step: seen.append(step)) == [
+        (-11.0, True),
+        (-9.0, False),
+        (-7.0, True),
+    ]
+    assert seen == [(2, 3), (3, 3)]
+    prompts, params, lora = engine._llm.calls[0]
+    assert [prompt["prompt_token_ids"] for prompt in prompts] == [[3, 4], [3, 4, 5], [3]]
+    assert [one["allowed_token_ids"] for one in params] == [[5], [6], [9]]
+    assert all(one["max_tokens"] == 1 and one["logprobs"] == 0 and "prompt_logprobs" not in one for one in params)
+    assert lora == ("adapter", 1, folders[1])
+
+
 def test_pending_samples_keep_their_seeds(fake_vllm: Any, folders: tuple[str, str]) -> None:
     engine = VllmEngine(folders[0])
     engine.generate(PROMPTS, CONFIG, pending=[(7, 2), (3, 1)])
@@ -175,12 +205,18 @@ def test_an_adapter_goes_with_every_request(fake_vllm: Any, folders: tuple[str, 
 
 def test_requests_that_cannot_be_drawn(fake_vllm: Any, folders: tuple[str, str]) -> None:
     engine = VllmEngine(folders[0])
-    with pytest.raises(DataError, match=r"Prompt 0 has 20 tokens.*40 positions: set max_new_tokens to 20 or less"):
-        engine.generate(["w4 " * 20], CONFIG)
+    with pytest.raises(DataError, match=r"Prompt 0 has 40 tokens.*40 positions"):
+        engine.generate(["w4 " * 40], CONFIG)
     with pytest.raises(ConfigError, match=r"temperature is 0\.001, but vLLM"):
         engine.generate(PROMPTS, SamplingConfig(0.001))
     with pytest.raises(ConfigError, match="batch_size is 0"):
         VllmEngine(folders[0], batch_size=0)
+
+
+def test_a_long_prompt_lowers_its_own_token_limit_alone(fake_vllm: Any, folders: tuple[str, str]) -> None:
+    engine = VllmEngine(folders[0])
+    engine.generate(["w4 " * 38, "w4", "w4 " * 11], GREEDY)
+    assert [one["max_tokens"] for one in engine._llm.calls[0][1]] == [2, 30, 29]
 
 
 def test_stop_tokens_come_from_tokenizer_and_generation_config(
@@ -189,11 +225,11 @@ def test_stop_tokens_come_from_tokenizer_and_generation_config(
     base = tiny_base(**SHAPE)
     base.generation_config.eos_token_id = [1, 4]
     base.save_pretrained(tmp_path)
-    assert VllmEngine(str(tmp_path), tokenizer=tiny_tokenizer()).stop_token_ids == {1, 4}
+    assert VllmEngine(str(tmp_path), tokenizer=tiny_tokenizer()).endings.token_ids == {1, 4}
     (tmp_path / "generation_config.json").unlink()
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**settings, "eos_token_id": 2}))
-    assert VllmEngine(str(tmp_path), tokenizer=tiny_tokenizer()).stop_token_ids == {1, 2}
+    assert VllmEngine(str(tmp_path), tokenizer=tiny_tokenizer()).endings.token_ids == {1, 2}
 
 
 def test_a_gated_folder_needs_the_plugin(fake_vllm: Any, folders: tuple[str, str], tmp_path: Path) -> None:
@@ -316,6 +352,29 @@ def test_greedy_equals_the_transformers_engine_for_an_adapter(
 
 @real
 @pytest.mark.slow
+def test_likelihoods_are_the_transformers_engine_s_for_a_real_vocabulary(vllm_settings: None, tmp_path: Path) -> None:
+    """With 50,000 tokens vLLM 0.32 on a CPU wraps the head for LoRA, and its own prompt log-probabilities fail."""
+    shape = {**SHAPE, "vocab_size": 50_000}
+    tiny_base(**shape).save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    adapted = tiny_adapter(base=tiny_base(**shape), **PATTERNS)
+    adapted.save_pretrained(tmp_path / "adapter")
+    here = TransformersEngine(adapted, tiny_tokenizer(), batch_size=2)
+    likeliest = here.generate([[5, 6, 7]], SamplingConfig(temperature=0, max_new_tokens=3))[0].token_ids
+    pairs = [([5, 6, 7], [80, 49_999, 12]), ([5, 6, 7], likeliest), ([9], [20]), ([9, 10, 11, 12], [20, 21])]
+    expected = here.log_likelihoods(pairs)
+    assert [greedy for _, greedy in expected] == [False, True, False, False]
+    engine = VllmEngine(str(tmp_path / "base"), str(tmp_path / "adapter"), dtype="float32")
+    try:
+        found = engine.log_likelihoods(pairs)
+    finally:
+        engine.close()
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
+
+
+@real
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [CONFIG, SamplingConfig(0.7, 0.8, 30, 4, 1)])
 def test_samples_do_not_depend_on_the_chunk_or_on_what_is_pending(
     lora_engine: VllmEngine, config: SamplingConfig, monkeypatch: pytest.MonkeyPatch
@@ -370,5 +429,6 @@ def test_the_last_position_can_be_used_and_no_further(base_engine: VllmEngine, f
     config = SamplingConfig(0, max_new_tokens=28)
     expected = reference(folders, adapted=False).generate([prompt], config)
     assert identities(base_engine.generate([prompt], config)) == identities(expected)
-    with pytest.raises(DataError, match="128 positions: set max_new_tokens to 28 or less"):
-        base_engine.generate([prompt], SamplingConfig(0, max_new_tokens=29))
+    longer = [prompt, "w5 w9"]
+    expected = reference(folders, adapted=False).generate(longer, SamplingConfig(0, max_new_tokens=40))
+    assert identities(base_engine.generate(longer, SamplingConfig(0, max_new_tokens=40))) == identities(expected)

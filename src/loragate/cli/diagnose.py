@@ -62,7 +62,8 @@ class DiagnoseOptions(EvaluationInputs):
         positions: (alignment) with --value rollouts: positions per answer.
         actions: (alignment) with --value rollouts: likeliest tokens tried at each position.
         rollouts: (alignment) with --value rollouts: completions of each token tried, by the plain adapter.
-        k: (alignment) support of the entropy objective; 0 takes the one that the gates were trained with.
+        k: (alignment) support of the entropy objective, 0 for the whole vocabulary; by default the one that the gates were trained
+            with.
         checkpoints: (alignment) run folder of a calibration, whose checkpoints are measured too.
         batch_size: sequences at a time.
         grader: grader of math answers in place of the tasks' own: default, math_verify or dft.
@@ -91,7 +92,7 @@ class DiagnoseOptions(EvaluationInputs):
     positions: int = 4
     actions: int = 8
     rollouts: int = 4
-    k: int = 0
+    k: int | None = None
     checkpoints: str = ""
     batch_size: int = 64
     grader: str = ""

@@ -20,10 +20,11 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from loragate.data import find_endings
 from loragate.errors import ConfigError, LoragateError
-from loragate.generation.engine import OnProgress, Sample
+from loragate.generation.engine import Continuation, OnProgress, Sample
 from loragate.generation.requests import (
-    find_stop_token_ids,
+    Prompts,
     finish_answers,
     pending_rows,
     split_by_question,
@@ -54,7 +55,7 @@ class VllmEngine:
         max_lora_rank: ranks to make room for; None reads the adapter's. It is rounded up to a value that vLLM takes.
         seed: seed of vLLM itself; samples depend on that of their `SamplingConfig` instead.
         batch_size: prompts whose samples are drawn and handed to `on_samples` together.
-        stop_token_ids: tokens that end an answer beside those the tokenizer and the generation config name.
+        stop_token_ids: tokens that end an answer beside those of `loragate.data.find_endings`.
 
     Raises `ConfigError` when vLLM is not installed, for an adapter that cannot be read, and for a gated folder where
     the serving plugin is absent or does not support this vLLM.
@@ -91,8 +92,7 @@ class VllmEngine:
             require_gate_plugin(adapter)
         self.batch_size = batch_size
         self.tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(base, revision=revision)
-        settings = _generation_config(base, revision)
-        self.stop_token_ids = find_stop_token_ids(self.tokenizer, settings, stop_token_ids or ())
+        self.endings = find_endings(self.tokenizer, base_generation_config(base, revision), stop_token_ids or ())
         self._lora_request = None
         lora: dict[str, Any] = {}
         if adapter is not None:
@@ -122,7 +122,7 @@ class VllmEngine:
 
     def generate(
         self,
-        prompts: Sequence[str],
+        prompts: Prompts,
         config: SamplingConfig,
         on_progress: OnProgress | None = None,
         *,
@@ -131,7 +131,7 @@ class VllmEngine:
     ) -> list[Sample]:
         """Return the samples ordered by (question, sample), their entropy None; see `Engine.generate`.
 
-        Raises `DataError` for an empty list of prompts, an empty prompt or one that leaves the model too few positions,
+        Raises `DataError` for an empty list of prompts, an empty prompt or one that leaves no position,
         and `ConfigError` for a positive temperature below 0.01.
         """
         if 0 < config.temperature < LOWEST_TEMPERATURE:
@@ -140,17 +140,58 @@ class VllmEngine:
                 f"for greedy decoding or at least {LOWEST_TEMPERATURE}."
             )
         positions = self._llm.llm_engine.model_config.max_model_len
-        prompt_ids = tokenize_prompts(self.tokenizer, prompts, config.max_new_tokens, positions)
+        prompt_ids, limits = tokenize_prompts(self.tokenizer, prompts, config.max_new_tokens, positions)
         rows = pending_rows(len(prompts), config.samples, pending)
         samples: list[Sample] = []
         for chunk in split_by_question(rows, self.batch_size):
-            batch = self._generate_chunk(prompt_ids, chunk, config)
+            batch = self._generate_chunk(prompt_ids, limits, chunk, config)
             samples += batch
             if on_samples is not None:
                 on_samples(batch)
             if on_progress is not None:
                 on_progress(len(samples), len(rows))
         return samples
+
+    def log_likelihoods(
+        self, pairs: Sequence[Continuation], on_progress: OnProgress | None = None
+    ) -> list[tuple[float, bool]]:
+        """See `ScoringEngine.log_likelihoods`.
+
+        Every token of a continuation is a request of its own that may draw this token alone and reports its log-probability
+        before anything is forbidden. vLLM's log-probabilities of prompts would need one request, but with LoRA on a CPU vLLM
+        0.32 dies of them where the vocabulary is a real one (`LogitsProcessorWithLoRA` expects one row per sample).
+        """
+        found: list[tuple[float, bool]] = []
+        for start in range(0, len(pairs), self.batch_size):
+            batch = pairs[start : start + self.batch_size]
+            outputs = self._llm.generate(
+                [
+                    {"prompt_token_ids": [*before, *after[:place]]}
+                    for before, after in batch
+                    for place in range(len(after))
+                ],
+                [
+                    self._sampling_params(
+                        temperature=0,
+                        max_tokens=1,
+                        allowed_token_ids=[token],
+                        logprobs=0,
+                        ignore_eos=True,
+                        detokenize=False,
+                    )
+                    for _, after in batch
+                    for token in after
+                ],
+                use_tqdm=False,
+                lora_request=self._lora_request,
+            )
+            steps = (next(iter(output.outputs[0].logprobs[0].values())) for output in outputs)
+            for _, after in batch:
+                own = [next(steps) for _ in after]
+                found.append((sum(step.logprob for step in own), all(step.rank == 1 for step in own)))
+            if on_progress is not None:
+                on_progress(len(found), len(pairs))
+        return found
 
     def close(self) -> None:
         """End vLLM's processes and free the devices, which dropping the engine does only some time later."""
@@ -159,31 +200,31 @@ class VllmEngine:
             shutdown()
 
     def _generate_chunk(
-        self, prompt_ids: list[list[int]], rows: list[tuple[int, int]], config: SamplingConfig
+        self, prompt_ids: list[list[int]], limits: list[int], rows: list[tuple[int, int]], config: SamplingConfig
     ) -> list[Sample]:
         outputs = self._llm.generate(
             [{"prompt_token_ids": prompt_ids[question]} for question, _ in rows],
-            [self._parameters(config, question, sample) for question, sample in rows],
+            [self._parameters(config, question, sample, limits[question]) for question, sample in rows],
             use_tqdm=False,
             lora_request=self._lora_request,
         )
         completions = [output.outputs[0] for output in outputs]
         token_ids = [completion.token_ids for completion in completions]
         stopped = [_stopped(completion.finish_reason, row) for completion, row in zip(completions, rows)]
-        answers = finish_answers(self.tokenizer, token_ids, stopped, config.stop)
+        answers = finish_answers(self.tokenizer, token_ids, stopped, config.stop, self.endings.texts)
         return [
             Sample(question, sample, text, ids, reason, None)
             for (question, sample), (ids, text, reason) in zip(rows, answers)
         ]
 
-    def _parameters(self, config: SamplingConfig, question: int, sample: int) -> Any:
+    def _parameters(self, config: SamplingConfig, question: int, sample: int, limit: int) -> Any:
         """One request per sample: vLLM gives the n samples of a joint request seeds that cannot be resumed one by one."""
         return self._sampling_params(
             temperature=config.temperature,
             top_p=config.top_p,
-            max_tokens=config.max_new_tokens,
+            max_tokens=limit,
             seed=request_seed(config.seed, question, sample) if config.temperature > 0 else None,
-            stop_token_ids=sorted(self.stop_token_ids),
+            stop_token_ids=sorted(self.endings.token_ids),
             ignore_eos=True,  # the stop tokens above are the whole list
             detokenize=False,
         )
@@ -256,7 +297,7 @@ def _import_vllm() -> Any:
     return vllm
 
 
-def _generation_config(base: str, revision: str | None) -> GenerationConfig:
+def base_generation_config(base: str, revision: str | None) -> GenerationConfig:
     """The base's generation settings or, where it has no such file, what `transformers` derives from its config."""
     try:
         return GenerationConfig.from_pretrained(base, revision=revision)

@@ -98,6 +98,8 @@ def _tiny(stage: Stage, folder: Path, domain: str) -> Stage:
         values["model"] = str(folder / "base")
     if "data" in values and "{" not in str(values["data"]):
         values["data"] = str(folder / f"{domain if domain in SCHEMAS else 'math'}.parquet")
+        if values.pop("heldout_split", None):
+            values["heldout"] = values["data"]
         for key in ("revision", "split"):
             values.pop(key, None)
     return dataclasses.replace(stage, values={key: value for key, value in values.items() if value != ""})
