@@ -32,7 +32,7 @@ class StepCost:
 
     @property
     def ratio(self) -> float:
-        """Stage II ÷ LoRA step."""
+        """FLOPs of a Stage II step divided by those of a LoRA step."""
         return self.stage_two / self.stage_one
 
     def per_token(self, stage: str, recompute: bool = False) -> float:

@@ -46,7 +46,7 @@ class Intervention:
 
     @property
     def meaning(self) -> str:
-        """In words."""
+        """One sentence for tables: what the intervention does to λ."""
         if self.name in MEANINGS:
             return MEANINGS[self.name]
         if self.override.constant is not None:

@@ -36,7 +36,7 @@ class Request:
         stage: sft (Stage I) or calibrate (Stage II).
         gpus: GPUs, counted over all machines.
         gpu_memory: memory of one GPU in GiB, or its name (h100, a100-80, l40s, 4090, ...).
-        seq: tokens of the longest rows; memory is planned for passes full of them.
+        seq: tokens of the longest rows; memory is planned for passes full of such rows.
         batch: rows per optimiser step over all GPUs.
         micro_batch: rows per pass and GPU (0: the most that fit, at most 16).
         rank: LoRA's r.
@@ -47,7 +47,7 @@ class Request:
         gradient_checkpointing: yes, no, or any to compare both.
         strategy: single, ddp, fsdp2, zero3, or any to compare them.
         response_share: share of the tokens that are response tokens.
-        padding: rows of different lengths share a pass of more than one row, which needs an attention mask.
+        padding: plan for rows of different lengths in one pass, which needs an attention mask.
         k: support of the top-k entropy (Stage II).
         rows: rows of the training (0: the paper's 100,000 for sft and 20,000 for calibrate).
         epochs: passes over the rows.

@@ -67,7 +67,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Peak with overhead."""
+        """Peak of a step in bytes, with the assumed overhead."""
         return self.allocated + self.overhead
 
     def as_gib(self) -> dict[str, float]:

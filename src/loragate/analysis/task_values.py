@@ -32,7 +32,7 @@ from loragate.generation import Sample, SamplingConfig, TransformersEngine
 
 
 class ActionValues(Protocol):
-    """The values of one row."""
+    """Task values of every action, at the positions of one row."""
 
     def table(self, start: int, stop: int, like: Tensor) -> Tensor:
         """r [C, V] of the counted positions start … stop, with dtype, device and width of the logits `like`."""

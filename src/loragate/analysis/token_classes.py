@@ -59,7 +59,7 @@ class TokenClasses:
         return self._known[token_id]
 
     def indices(self, token_ids: Iterable[int]) -> np.ndarray:
-        """The same for several tokens, int64."""
+        """Positions of several tokens' classes in `CLASSES`, int64."""
         return np.array([self.index(int(token_id)) for token_id in token_ids], dtype=np.int64)
 
     def name(self, token_id: int) -> str:

@@ -21,16 +21,16 @@ class CalibrateOptions(RunOptions, CalibrationSettings, SelectionOptions):
     Attributes:
         adapter: finished PEFT LoRA adapter, folder or hub id.
         base: base model instead of the one the adapter names.
-        base_id: name of the base to record in the artifact, where the base was loaded from a local folder.
+        base_id: hub id of the base to record in the artifact, if the base was loaded from a local folder.
         tau: gate temperature.
         init_scale: size of the initial perturbation of the gate weights.
-        granularity: what has a λ of its own: token (each token in each module), module (each module, whatever the token) or
-            global (one λ for all).
+        granularity: unit that has its own λ: token (each token in each module), module (each module, whatever the
+            token) or global (one λ for all).
         detach_input: the gate reads its input without a gradient (the paper's semi-gradient); --no-detach-input gives the
             complete gradient, a variant.
         heldout: rows that neither stage trains on, a file or hub id: entropy is measured on them too, before and after.
-        heldout_split: split of --heldout, or of --data, that holds such rows.
-        gate_modules: gate only these modules (names separated by commas); all LoRA linears otherwise.
+        heldout_split: split of --heldout, or of --data, with the held-out rows.
+        gate_modules: gate only these modules (names separated by commas); by default all LoRA linears.
     """
 
     select: str = "shuffled"

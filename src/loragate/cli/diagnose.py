@@ -46,18 +46,19 @@ class DiagnoseOptions(EvaluationInputs):
         out: run folder; must be new or empty, or hold the run to resume.
         rows: (entropy, alignment) prompts and responses to read, in the formats of calibrate's --data.
         max_rows: (entropy, alignment) first rows, or answers, to read; 256 for entropy, 48 for alignment.
-        max_length: (entropy, alignment, tokens) longest row, or answer, in tokens; tokens reads at most 512.
+        max_length: (entropy, alignment, tokens) longest row, or answer, in tokens; `tokens` takes at most 512.
         run: (gates, alignment, tokens) folder of `loragate eval` whose stored answers are read: all tasks, or those of --tasks.
         of: (gates, alignment) whose answers: gated, adapter or base; gated for gates, adapter for alignment.
         answers: (gates, alignment) answers to read per question.
         limit: first questions of each task only; all of them by default, 8 for tokens.
         suppress: (entropy) signs of ΔH at which the delta is switched off: negative and/or positive.
         threshold: (entropy) nats that ΔH must exceed.
-        prompt_too: (entropy) also switch off inside the prompt, not only where tokens of the answer are predicted.
+        prompt_too: (entropy) switch the delta off inside the prompt too, not only where tokens of the answer are
+            predicted.
         position: (gates) "written" counts λ where a token is predicted, "read" where it is read.
         interventions: (interventions) overrides of λ, separated by commas: noreverse, noextrapolate, unit, off,
             constant=0.5, clip=-1:2; the first four if empty.
-        value: (alignment) what the task value is made of: reference, reward or rollouts.
+        value: (alignment) source of the task value: reference, reward or rollouts.
         reference: (alignment) with --value reference: base, adapter, or a model with the same vocabulary.
         positions: (alignment) with --value rollouts: positions per answer.
         actions: (alignment) with --value rollouts: likeliest tokens tried at each position.
@@ -67,9 +68,9 @@ class DiagnoseOptions(EvaluationInputs):
         checkpoints: (alignment) run folder of a calibration, whose checkpoints are measured too.
         batch_size: sequences at a time.
         grader: grader of math answers in place of the tasks' own: default, math_verify or dft.
-        sandbox: where programs run: bubblewrap, or rlimits, which isolates nothing and must be asked for.
+        sandbox: where programs run: bubblewrap, or rlimits, which isolates nothing.
         workers: grading processes.
-        timeout: seconds after which an answer or a program is given up.
+        timeout: seconds after which grading an answer, or running a program, is stopped.
         resume: continue the unfinished sampling in the out folder.
     """
 
@@ -150,7 +151,7 @@ EXAMPLES = (
 
 COMMAND = Command(
     name="diagnose",
-    summary="Look at what adapter and gates do: entropy (ΔH), gates (realised λ), interventions, alignment, tokens.",
+    summary="Measure what adapter and gates do: entropy (ΔH), gates (realised λ), interventions, alignment, tokens.",
     options=DiagnoseOptions,
     run=run,
     examples=EXAMPLES,

@@ -164,7 +164,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 COMMAND = Command(
     name="doctor",
-    summary="Versions, devices and optional parts; run this first when something does not work.",
+    summary="Print versions, devices and optional parts. Run this first when something does not work.",
     options=DoctorOptions,
     run=run,
     examples=("loragate doctor", "loragate doctor --json"),

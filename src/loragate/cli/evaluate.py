@@ -37,18 +37,19 @@ class EvalOptions(EvaluationInputs):
     Attributes:
         model: gated folder, PEFT adapter or base model, or its hub id; owner/name@revision for an adapter.
         out: run folder; must be new or empty, or hold the run to resume.
-        controls: "cheap" also scores the adapter at lower temperatures, greedy, and with one λ; "full" adds random gates and
-            says how the controls are trained that need it; "none" scores neither.
+        controls: "cheap" also scores the adapter at lower temperatures, greedy, and with one λ; "full" adds random
+            gates and tells how to train the other controls; "none" scores none of these.
         constants: constant λ of the cheap controls, separated by commas.
         engine: transformers (any device) or vllm (pip install "loragate[vllm]").
         batch_size: sequences generated at a time; with vLLM or replicas, questions whose answers are drawn together.
-        replicas: copies of the model that answer at once, on the devices of a Ray cluster (pip install "loragate[sweep]").
+        replicas: copies of the model that answer in parallel, on the devices of a Ray
+            cluster (pip install "loragate[sweep]").
         vllm_memory: share of a device's memory that vLLM may fill; 0 takes 0.9, or on a CPU half of what is free.
         tensor_parallel: devices that share one copy of the model in vLLM.
         grader: grader of math answers in place of the tasks' own: default, math_verify or dft.
-        sandbox: where programs run: bubblewrap, or rlimits, which isolates nothing and must be asked for.
+        sandbox: where programs run: bubblewrap, or rlimits, which isolates nothing.
         workers: grading processes.
-        timeout: seconds after which an answer or a program is given up.
+        timeout: seconds after which grading an answer, or running a program, is stopped.
         resume: continue the unfinished evaluation in the out folder.
     """
 
@@ -295,7 +296,7 @@ def _number(text: str) -> float:
 
 COMMAND = Command(
     name="eval",
-    summary="Score base, adapter and gated adapter side by side, with intervals, controls and what the difference shows.",
+    summary="Score base, adapter and gated adapter side by side, with intervals, controls and verdicts.",
     options=EvalOptions,
     run=run,
     needs=("model", "out"),

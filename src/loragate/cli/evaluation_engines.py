@@ -123,7 +123,7 @@ class RowEngine:
         self.engine = TransformersEngine(self.loaded.model, self.loaded.tokenizer, batch_size=options.batch_size)
 
     def generate(self, *arguments: Any, **keywords: Any) -> Any:
-        """As `Engine.generate`."""
+        """Generate with the variant's gates and adapter active; arguments as in `Engine.generate`."""
         return self._act(self.engine.generate, *arguments, **keywords)
 
     def log_likelihoods(self, *arguments: Any, **keywords: Any) -> Any:

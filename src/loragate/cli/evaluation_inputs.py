@@ -32,7 +32,7 @@ class EvaluationInputs:
 
     Attributes:
         suite: math, retention, code, arithmetic, tiny or all.
-        tasks: tasks by name, or your own task files, separated by commas; instead of suite, or beside it.
+        tasks: tasks by name, or your own task files, separated by commas; instead of a suite, or in addition to it.
         data: local files in place of hub data sets: TASK=FILE separated by commas, or a folder that holds TASK.jsonl files.
         revision: commits of hub data sets: TASK=COMMIT separated by commas.
         limit: first questions of each task only.
@@ -41,12 +41,12 @@ class EvaluationInputs:
         max_new_tokens: token limit of an answer, in place of the task's own.
         seed: seed of sampling, and of generated questions.
         base: where the base model is, instead of the recorded one.
-        system: "none" renders without an injected default system message, "keep" as the template does.
+        system: "none" leaves out a default system message that the template injects, "keep" keeps it.
         chat_template: jinja file to use instead of the tokenizer's template.
         dtype: auto, float32, bfloat16 or float16 of the base.
         quantization: none, 8bit or 4bit storage of the base (bitsandbytes, with the engine transformers).
         device: auto, cpu, cuda, cuda:1, mps.
-        trust_remote_code: allow model code from the hub to run.
+        trust_remote_code: run model code from the hub.
     """
 
     suite: str = ""

@@ -22,14 +22,14 @@ class ExploreOptions:
     Attributes:
         model: gated folder, or owner/name[@revision] of one on the hub.
         port: port on 127.0.0.1; 0 takes a free one.
-        prompt: what stands in the prompt box at first.
-        raw: give the prompt to the model as it is, without the chat template.
+        prompt: initial text of the prompt box.
+        raw: pass the prompt to the model unchanged, without the chat template.
         base: where the base model is, instead of the recorded one.
-        system: "none" renders without an injected default system message, "keep" as the template does.
+        system: "none" leaves out a default system message that the template injects, "keep" keeps it.
         chat_template: jinja file to use instead of the tokenizer's template.
         dtype: auto, float32, bfloat16 or float16 of the base.
         device: auto, cpu, cuda, cuda:1, mps.
-        trust_remote_code: allow model code from the hub to run.
+        trust_remote_code: run model code from the hub.
     """
 
     model: str

@@ -19,10 +19,10 @@ class ExportOptions:
     """Settings of `loragate export`.
 
     Attributes:
-        model: gated folder, or FOLDER@OVERRIDE such as gated@unit; with a constant also a plain adapter. On the hub:
-            owner/name, owner/name@revision, with @OVERRIDE behind it.
+        model: gated folder, or FOLDER@OVERRIDE such as gated@unit; with --constant also a plain adapter. On the hub:
+            owner/name or owner/name@revision, then @OVERRIDE.
         out: folder for the plain adapter.
-        constant: one λ for all gated modules in place of the gates; the only way to fold gates that read the token.
+        constant: one λ for all gated modules in place of the gates; gates that read the token can be exported only so.
         uniform: one rank and one scale for all modules, for runtimes that read r and lora_alpha alone (llama.cpp, SGLang).
     """
 

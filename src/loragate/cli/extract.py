@@ -1,4 +1,4 @@
-"""`loragate extract`: a fine-tuned model minus its base, as a LoRA adapter of chosen rank."""
+"""`loragate extract`: a LoRA adapter of chosen rank from a fine-tuned model and its base."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ class ExtractOptions:
         revision: branch, tag or commit of the fine-tuned model on the hub.
         base_revision: branch, tag or commit of the base on the hub; recorded in the adapter.
         device: where the arithmetic runs: auto, cpu, cuda, cuda:1.
-        seed: of the randomised decompositions of large matrices.
-        ignore_resized_vocabulary: go on where the two vocabularies differ in size; embeddings and head are left out.
-        trust_remote_code: allow model code from the hub to run.
+        seed: seed of the randomised decompositions of large matrices.
+        ignore_resized_vocabulary: continue although the two vocabularies differ in size; embeddings and head are left
+            out.
+        trust_remote_code: run model code from the hub.
     """
 
     model: str = ""
@@ -151,7 +152,7 @@ def _keep_tokenizer(options: ExtractOptions, folder: Path, out: Any) -> None:
 
 COMMAND = Command(
     name="extract",
-    summary="A fine-tuned checkpoint minus its base, as a LoRA adapter: truncated SVD per linear layer.",
+    summary="Make a LoRA adapter from a fine-tuned checkpoint and its base, by a truncated SVD per linear layer.",
     options=ExtractOptions,
     run=run,
     needs=("model", "base", "rank", "out"),

@@ -41,7 +41,7 @@ class GenerateOptions:
         model: gated folder, PEFT adapter or base model, or owner/name[@revision] of one on the hub.
         prompt: the user's turn; "-" reads it from standard input.
         prompts: file with one prompt per line, instead of prompt.
-        raw: give the prompt to the model as it is, without the chat template.
+        raw: pass the prompt to the model unchanged, without the chat template.
         samples: answers per prompt.
         temperature: sampling temperature; 0 is greedy.
         top_p: nucleus sampling threshold.
@@ -52,13 +52,13 @@ class GenerateOptions:
         lambda_min: raise every λ to at least this.
         lambda_max: lower every λ to at most this.
         base: where the base model is, instead of the recorded one.
-        system: "none" renders without an injected default system message, "keep" as the template does.
+        system: "none" leaves out a default system message that the template injects, "keep" keeps it.
         chat_template: jinja file to use instead of the tokenizer's template.
         dtype: auto, float32, bfloat16 or float16 of the base.
         quantization: none, 8bit or 4bit storage of the base (bitsandbytes).
         device: auto, cpu, cuda, cuda:1, mps.
         json: one JSON object per answer instead of text.
-        trust_remote_code: allow model code from the hub to run.
+        trust_remote_code: run model code from the hub.
     """
 
     model: str

@@ -33,7 +33,7 @@ class InspectOptions:
         base: base model to use instead of the one the adapter names; only its configuration is read.
         target_modules: gate only these modules (names separated by commas).
         json: print the findings as JSON.
-        trust_remote_code: allow model code from the hub to run.
+        trust_remote_code: run model code from the hub.
     """
 
     adapter: str
@@ -250,7 +250,7 @@ def run(options: InspectOptions) -> int:
 
 COMMAND = Command(
     name="inspect",
-    summary="What of an adapter can be gated and what not, and why; gate parameters, cost, end-of-turn tokens.",
+    summary="Which modules of an adapter can be gated, which not and why; gate parameters, cost, end-of-turn tokens.",
     options=InspectOptions,
     run=run,
     examples=("loragate inspect path/to/adapter", "loragate inspect owner/adapter --json"),

@@ -17,17 +17,17 @@ from loragate.version import __version__
 
 # name: (module, one line)
 COMMANDS = {
-    "quickstart": ("quickstart", "the whole method on a tiny world, offline, with a table of honest numbers"),
-    "inspect": ("inspect", "what of an adapter can be gated, at what cost, and will its answers end"),
+    "quickstart": ("quickstart", "the whole method on a tiny world, offline, with a table of results"),
+    "inspect": ("inspect", "which modules of an adapter can be gated, what it costs, and whether answers can end"),
     "plan": ("plan", "memory, time and launch command of a training, from the configuration alone"),
     "sft": ("sft", "Stage I: train a LoRA or DoRA adapter with one of ten token objectives"),
-    "mask": ("mask", "which tokens to keep, by their influence between a base and a reference model"),
-    "extract": ("extract", "a fine-tuned model minus its base, as a LoRA adapter of chosen rank"),
+    "mask": ("mask", "a mask of the response tokens on which a reference model gains most over the base"),
+    "extract": ("extract", "a LoRA adapter of chosen rank from a fine-tuned model and its base"),
     "calibrate": ("calibrate", "Stage II: gate a finished adapter by entropy, from prompts and responses"),
     "sweep": ("sweep", "many ranges, seeds, adapters and objectives, on Ray or one after the other"),
-    "recipes": ("recipes", "everything the paper trains, by name: list, show, run and check"),
+    "recipes": ("recipes", "the trainings of the paper, by name: list, show, run and check"),
     "generate": ("generate", "text from a gated adapter, a plain adapter or a base"),
-    "eval": ("evaluate", "base, adapter and gated adapter side by side, and what the difference shows"),
+    "eval": ("evaluate", "scores of base, adapter and gated adapter, and what their differences show"),
     "regrade": ("regrade", "judge the stored answers of an evaluation with another grader"),
     "diagnose": (
         "diagnose",

@@ -42,16 +42,16 @@ class MaskOptions:
         scope: "global" ranks the tokens of all rows together, "row" those of each row.
         split: split of a hub data set.
         revision: branch, tag or commit of a hub data set.
-        max_rows: use the first so many rows (0: all).
-        max_length: tokens of a row that are scored; later ones are not kept. Take that of the training.
+        max_rows: number of rows to use, from the first on (0: all).
+        max_length: token limit of a row; later tokens are not scored and not kept. Use the limit of the training.
         micro_batch_size: rows per forward pass.
-        system: "none" renders without an injected default system message, "keep" as the template does.
+        system: "none" leaves out a default system message that the template injects, "keep" keeps it.
         chat_template: jinja file to use instead of the tokenizer's template.
         dtype: auto, float32, bfloat16 or float16 of the models.
         quantization: none, 8bit or 4bit storage of the models (bitsandbytes).
         device: auto, cpu, cuda, cuda:1, mps.
-        resume: go on with an unfinished run.
-        trust_remote_code: allow model code from the hub to run.
+        resume: continue an unfinished run.
+        trust_remote_code: run model code from the hub.
     """
 
     model: str = ""
@@ -161,7 +161,7 @@ def check(options: MaskOptions) -> tuple[Path, str, bool]:
 
 
 def identity(options: MaskOptions, rows: Any) -> dict[str, Any]:
-    """What the scores belong to."""
+    """Names and fingerprints of the models and rows that the scores belong to."""
     from loragate.sweep.plan import place_fingerprint
 
     return {
@@ -253,7 +253,7 @@ def summarise(
 
 
 def report(out: Any, summary: dict[str, Any]) -> None:
-    """What was kept."""
+    """Print the share of tokens that the mask keeps."""
     share = 100 * summary["kept"] / max(1, summary["scored"])
     out.print(
         f"kept {summary['kept']:,} of {summary['scored']:,} scored response tokens ({share:.1f} %, {summary['scope']})"

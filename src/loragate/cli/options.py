@@ -15,18 +15,20 @@ class RunOptions:
         split: split of a hub data set.
         revision: branch, tag or commit of a hub data set.
         select: which rows --max-rows takes: "first" in the order of the data, or "shuffled", a subset drawn with a seed.
-        select_seed: seed of that subset, so that it stays the same under every --seed; by default the seed itself.
-        cache: folder for tokenised rows; "auto" keeps those of 10,000 rows and more in ~/.cache/loragate, "none" keeps none.
+        select_seed: seed of the shuffled subset, which then stays the same under every --seed; by default --seed.
+        cache: folder that caches tokenised rows; "auto" is ~/.cache/loragate, from 10,000 rows on; "none" caches
+            nothing.
         data_workers: processes that tokenise; 0 takes one, and up to 8 for 10,000 rows and more.
-        system: "none" renders without an injected default system message, "keep" as the template does.
+        system: "none" leaves out a default system message that the template injects, "keep" keeps it.
         chat_template: jinja file to use instead of the tokenizer's template.
         dtype: auto, float32, bfloat16 or float16 of the base.
-        quantization: none, 8bit or 4bit storage of the base (bitsandbytes); what is trained stays fp32.
+        quantization: none, 8bit or 4bit storage of the base (bitsandbytes); trained parameters stay fp32.
         device: auto, cpu, cuda, cuda:1, mps.
-        strategy: on several processes: ddp, fsdp2 or zero3; auto is what the launcher says, one process without one.
-        processes: start so many processes on this machine (0: one, or every GPU when a strategy is given).
+        strategy: on several processes: ddp, fsdp2 or zero3; auto follows the launcher, and is one process without a
+            launcher.
+        processes: number of processes on this machine (0: one, or one per GPU if a strategy is given).
         resume: continue the unfinished run in the out folder.
-        trust_remote_code: allow model code from the hub to run.
+        trust_remote_code: run model code from the hub.
     """
 
     data: str = ""

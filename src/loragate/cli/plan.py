@@ -25,9 +25,9 @@ class PlanOptions:
         stage: sft (Stage I) or calibrate (Stage II).
         gpus: GPUs, counted over all machines.
         gpu_memory: memory of one GPU in GiB, or its name (h100, a100-80, a100-40, l40s, 4090, ...).
-        seq: tokens of the longest rows; memory is planned for passes full of them.
+        seq: tokens of the longest rows; memory is planned for passes full of such rows.
         batch: rows per optimiser step over all GPUs.
-        micro_batch: rows per pass and GPU; 0 takes the most that fit, at most 16.
+        micro_batch: rows per pass and GPU; 0 takes the largest number that fits, up to 16.
         rank: LoRA's r.
         target_modules: all-linear, or module names separated by commas.
         precision: bf16 or fp16 autocast, or fp32.
@@ -36,15 +36,15 @@ class PlanOptions:
         gradient_checkpointing: yes, no, or any to compare both.
         strategy: single, ddp, fsdp2, zero3, or any to compare them.
         response_share: share of the tokens that are response tokens.
-        padding: rows of different lengths share a pass of more than one row, which needs an attention mask.
+        padding: plan for rows of different lengths in one pass, which needs an attention mask.
         k: support of the top-k entropy (Stage II).
         rows: rows of the training; 0 takes the paper's 100,000 (sft) or 20,000 (calibrate).
         epochs: passes over the rows.
-        mean_length: mean tokens of a row, for the time; 0 means as long as seq.
+        mean_length: mean tokens of a row, for the time estimate; 0 takes seq.
         utilisation: share of the GPU's peak throughput that the time assumes.
         revision: branch, tag or commit of a hub id.
         json: also write the whole plan to this file ("-" prints it instead of the tables).
-        trust_remote_code: allow model code from the hub to run.
+        trust_remote_code: run model code from the hub.
     """
 
     model: str

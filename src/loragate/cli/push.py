@@ -13,13 +13,13 @@ class PushOptions:
     """Settings of `loragate push`.
 
     Attributes:
-        places: gated folder, as `loragate calibrate --out` wrote it, and repository on the hub, owner/name; the repository is
-            made where it is missing.
-        base_id: hub id of the base model, where the folder names a local one.
+        places: gated folder, as `loragate calibrate --out` wrote it, and repository on the hub, owner/name; a missing
+            repository is created.
+        base_id: hub id of the base model, if the folder names a local one.
         private: make a new repository private; an existing one stays as it is.
-        revision: branch to write to, made where it is missing; the default branch otherwise.
+        revision: branch to write to, created if missing; by default the default branch.
         message: message of the commit.
-        card: send README.md too; --no-card keeps the one on the hub.
+        card: upload README.md too; --no-card keeps the README.md on the hub.
         dry_run: check the folder, say what would be sent, and send nothing.
     """
 

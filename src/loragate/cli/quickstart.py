@@ -43,7 +43,7 @@ class QuickstartOptions:
         ranges: ranges to calibrate, separated by semicolons.
         questions: test questions.
         samples: samples per test question.
-        controls: "cheap" runs what needs no training; "full" also trains the controls that are else listed as not run.
+        controls: "cheap" runs the controls that need no training; "full" also trains the others.
         threads: CPU threads; models this small are fastest with one.
     """
 

@@ -34,11 +34,11 @@ class RecipesOptions:
         words: list [FILTER], show NAME, run NAME, or check [FILTER]; a FILTER of list is part of a name or a place in the paper,
             such as "table 6"; a NAME may be the path of a YAML file of your own.
         set: change a value, as in --set sft.max_rows=2000 for one stage or --set seed=1 for all; may be repeated.
-        out: run folder of run [runs/recipes/NAME]; a repeated command goes on where it was.
+        out: run folder of run [runs/recipes/NAME]; the same command again continues the run.
         local_model: folder of the base model in place of its hub id.
         local_data: file of rows in place of the hub data set, with the same columns.
-        recipes_dir: folders with domain/, backbone/, method/ and variant/ files of your own, separated by commas.
-        stages: run these stages only, separated by commas; those before them must have run.
+        recipes_dir: your own recipe folders (domain/, backbone/, method/, variant/), separated by commas.
+        stages: run only these stages, separated by commas; earlier stages must have run.
         launcher: how training stages are started, such as "accelerate launch --num_processes 2 -m loragate".
         dry_run: print the plain commands of run and stop.
         quick: check the schema only; nothing is trained.
@@ -360,7 +360,7 @@ def _require_effect(options: RecipesOptions, verb: str) -> None:
 EXAMPLE = "math/qwen2.5-math-1.5b/scale"
 COMMAND = Command(
     name="recipes",
-    summary="Everything the paper trains, by name: list, show, run (resumable) and check recipes.",
+    summary="The trainings of the paper, by name: list, show, run (resumable) and check recipes.",
     options=RecipesOptions,
     run=run,
     examples=(

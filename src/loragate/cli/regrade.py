@@ -18,11 +18,11 @@ class RegradeOptions:
 
     Attributes:
         run: folder of an evaluation.
-        grader: for math answers: default, math_verify or dft; nothing judges again with the tasks' own.
-        sandbox: where programs run: bubblewrap, or rlimits, which isolates nothing and must be asked for.
+        grader: grader of math answers: default, math_verify or dft; without it the tasks' own grader judges again.
+        sandbox: where programs run: bubblewrap, or rlimits, which isolates nothing.
         workers: grading processes.
-        timeout: seconds after which an answer or a program is given up.
-        again: judge anew even where this grader's verdicts are on file.
+        timeout: seconds after which grading an answer, or running a program, is stopped.
+        again: judge again even if this grader's verdicts are stored.
     """
 
     run: str

@@ -29,18 +29,21 @@ class SelectionOptions:
     Attributes:
         range: "auto" tries the ranges below and keeps the best, or the adapter; or one range as L,U, such as --range=-3,1.
         ranges: candidates of --range auto, separated by semicolons; one may name its objective, as in -6,3@anchored.
-        probe: questions that decide: .jsonl, .json or .parquet with prompt and answer (at least 32); prompts alone also do.
-        probe_task: task (name or file) whose prompt and grader are used for the probe, which then has that task's columns.
+        probe: questions that choose the range, at least 32: .jsonl, .json or .parquet with prompt and answer, or
+            prompts only.
+        probe_task: task (name or file) whose prompt, columns and grader the probe uses.
         probe_grader: how answers are judged without a task: default (math), math_verify, dft, exact, choice or tiny.
         probe_samples: samples per probe question.
-        probe_temperature: sampling temperature of the probe; take the one you will use.
+        probe_temperature: sampling temperature of the probe; set the one that you will use.
         probe_max_new_tokens: token limit of a probe answer; 0 takes 512. An answer ends at the model's last position, too.
         probe_sandbox: where the programs of a code probe run: bubblewrap, or rlimits, which isolates nothing.
         exclude: file of evaluation rows; a probe that shares a question with it is refused.
-        retention_probe: labelled questions of what must not be lost; a range that clearly loses on them is not picked.
+        retention_probe: labelled questions of an ability to keep; a range that clearly loses on them is not picked.
         retention_task: task (name or file) of the retention probe; without it a file of prompts and answers.
-        references: ask a labelled probe of the base without adapter and of the adapter at temperature 0.3 as well, for comparison.
-        guard: stop the training of anchored or reward when sampled answers repeat, never end or grow out of shape.
+        references: also score the base without adapter and the adapter at temperature 0.3 on a labelled probe, for
+            comparison.
+        guard: stop the training of anchored or reward when sampled answers collapse: they repeat, never end, change
+            their length or lose variety.
         unverified: accept the gates of --range=L,U without a probe.
     """
 

@@ -31,25 +31,27 @@ class ServeOptions:
         model: gated folder, owner/name[@revision] of one on the hub, or PEFT adapter; with --engine transformers also a base
             model.
         base: where the base model is, instead of the recorded one.
-        host: address to listen on; 127.0.0.1 is this machine alone.
+        host: address to listen on; 127.0.0.1 accepts this machine only.
         port: port to listen on.
-        engine: auto (vllm where it is installed), vllm or transformers.
-        adapters: more adapters to serve beside, gated or plain: NAME=FOLDER separated by commas, or NAME=owner/name[@revision]
-            on the hub; @unit and the like behind it serve it with an override of λ.
-        overrides: served for every gated adapter beside it, separated by commas: unit makes NAME@unit, and so on; off, unit,
-            noreverse, noextrapolate, constant=0.5, clip=-1:2. With --dynamic, or on transformers, any is there anyway.
+        engine: vllm, transformers, or auto: vllm if it is installed.
+        adapters: more adapters to serve, gated or plain: NAME=FOLDER separated by commas, or NAME=owner/name[@revision]
+            on the hub; a suffix such as @unit overrides λ.
+        overrides: overrides of λ to serve for every gated adapter, separated by commas: unit is served as NAME@unit.
+            Known: off, unit, noreverse, noextrapolate, constant=0.5, clip=-1:2. With --dynamic, or on transformers,
+            clients can use any.
         dynamic: let clients load and unload adapters while the server runs (vllm); for trusted clients only.
-        verify: measure log-probs of vLLM against transformers, print them and stop; the exit status tells.
+        verify: compare log-probs of vLLM with transformers, print the differences and stop; the exit status is 1 if
+            they are too large.
         max_model_len: positions to plan for, prompt and answer together; 0 takes the model's (vllm).
         tensor_parallel: devices that share the model (vllm).
         vllm_memory: share of a device's memory that vLLM may fill; 0 takes 0.9, or on a CPU half of what is free.
         vllm_args: further arguments of vLLM's server, as one text.
-        system: "none" renders without an injected default system message, "keep" as the template does.
+        system: "none" leaves out a default system message that the template injects, "keep" keeps it.
         chat_template: jinja file to use instead of the tokenizer's template.
         dtype: auto, float32, bfloat16 or float16 of the base.
         quantization: none, 8bit or 4bit storage of the base (bitsandbytes; transformers).
         device: auto, cpu, cuda, cuda:1, mps (transformers).
-        trust_remote_code: allow model code from the hub to run.
+        trust_remote_code: run model code from the hub.
     """
 
     model: str

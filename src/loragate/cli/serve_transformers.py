@@ -71,7 +71,7 @@ def transformers_app(
         model: base, PeftModel or gated PeftModel.
         tokenizer: its tokenizer.
         kind: "base", "adapter" or "gated"; decides the names that can be asked for.
-        system: "none" renders without an injected default system message, "keep" as the template does.
+        system: "none" leaves out a default system message that the template injects, "keep" keeps it.
         more: rows of further adapters, from `add_adapters`.
     """
     from loragate import data

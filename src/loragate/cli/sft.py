@@ -35,7 +35,7 @@ class SftOptions(RunOptions, StageOneSettings):
     Attributes:
         model: base model, folder or hub id.
         reference: frozen model for the KL of eksft, folder or hub id; by default the base itself, adapter off.
-        max_rows: use so many rows (0: all); see select.
+        max_rows: number of rows to use (0: all); see select.
     """
 
     model: str = ""

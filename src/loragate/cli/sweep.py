@@ -27,27 +27,27 @@ class SweepOptions(RunOptions, CalibrationSettings):
         ranges: "grid" for the paper's 42, or ranges separated by semicolons, as in --ranges="-3,1;0,1;-6,3".
         seeds: seeds of gates and row order, separated by commas.
         objectives: entropy, ce, anchored; separated by commas.
-        probe: questions that decide: .jsonl, .json or .parquet with prompt and answer, at least 32.
-        probe_task: task (name or file) whose prompt and grader are used for probe and test, which then have that task's columns.
+        probe: questions that choose the range, at least 32: .jsonl, .json or .parquet with prompt and answer.
+        probe_task: task (name or file) whose prompt, columns and grader the probe and the test use.
         probe_grader: how answers are judged without a task: default (math), math_verify, dft, exact, choice or tiny.
         probe_samples: samples per probe question.
-        probe_temperature: sampling temperature of probe and test; take the one you will use.
+        probe_temperature: sampling temperature of probe and test; set the one that you will use.
         probe_max_new_tokens: token limit of an answer to probe or test; 0 takes 512. The model's last position ends it, too.
-        test: questions of the same kind, answered by every cell for the oracle; never used to choose.
+        test: further questions of the same kind, which every cell answers for the oracle; never used to choose.
         test_samples: samples per test question; 0 takes probe_samples.
-        runner: auto takes Ray where it is installed; ray; sequential.
-        workers: trials at a time on this machine; 0 takes what fits. On a cluster 0 leaves it to Ray.
-        gpus_per_trial: GPUs of one trial on Ray; 0.5 lets two share one. By default 1 where there is a GPU.
+        runner: ray, sequential, or auto: Ray if it is installed.
+        workers: parallel trials on this machine; 0 takes as many as fit. On a cluster 0 leaves the number to Ray.
+        gpus_per_trial: GPUs of one trial on Ray; 0.5 lets two trials share one. By default 1 if there is a GPU.
         cpus_per_trial: CPUs, and threads, of one trial on Ray.
         base: base model instead of the one the adapter names.
         tau: gate temperature.
         init_scale: size of the initial perturbation of the gate weights.
-        granularity: what has a λ of its own: token (each token in each module), module (each module, whatever the token) or
-            global (one λ for all).
+        granularity: unit that has its own λ: token (each token in each module), module (each module, whatever the
+            token) or global (one λ for all).
         detach_input: the gate reads its input without a gradient (the paper's semi-gradient); --no-detach-input gives the
             complete gradient, a variant.
-        gate_modules: gate only these modules (names separated by commas); all LoRA linears otherwise.
-        save_steps: write a checkpoint every so many steps, from which a killed trial goes on.
+        gate_modules: gate only these modules (names separated by commas); by default all LoRA linears.
+        save_steps: number of steps between two checkpoints; a killed trial resumes from the last one.
     """
 
     WITHHELD: ClassVar[frozenset[str]] = frozenset(

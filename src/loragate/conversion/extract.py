@@ -148,7 +148,7 @@ def extract_adapter(
         rank: of the adapter.
         revision, base_revision: of the two, on the hub.
         device: where the arithmetic runs (fp32 differences, fp64 or randomised fp32 decompositions).
-        seed: of the randomised decompositions.
+        seed: seed of the randomised decompositions.
         ignore_resized_vocabulary: go on where the vocabularies differ in size, leaving embeddings and head out.
         trust_remote_code: allow the base's own model code to run.
         on_module: called with (parameters done, parameters in all, name).

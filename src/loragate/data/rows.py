@@ -106,7 +106,7 @@ class Rows(Sequence[dict[str, Any]]):
             yield from self.fetch(range(start, min(start + FETCHED, len(self))))
 
     def fetch(self, indices: range) -> list[dict[str, Any]]:
-        """Several rows at once."""
+        """The rows at these indices, read in one access."""
         if not hasattr(self._items, "column_names"):
             return [self[index] for index in indices]
         columns: dict[str, list[Any]] = self._items[[self._order[index] for index in indices]]  # type: ignore[call-overload]

@@ -46,7 +46,7 @@ class Variant:
 
     @property
     def slug(self) -> str:
-        """As part of a file name."""
+        """The name in a form that a file name can hold."""
         return self.name.replace(" ", "-").replace("=", "").replace("λ", "lambda")
 
     def sampling(self, config: SamplingConfig) -> SamplingConfig:

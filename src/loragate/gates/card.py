@@ -216,7 +216,7 @@ def _scores(selection: dict[str, Any]) -> list[list[str]]:
 
 
 def _measured(scores: list[list[str]], selection: dict[str, Any]) -> str:
-    """What the scores above are not."""
+    """The card's sentence on what its scores do not show."""
     if not scores:
         return "No score was measured when this folder was written."
     if selection.get("accepted") is True:

@@ -37,7 +37,7 @@ class Reference:
 
     @property
     def vocabulary(self) -> int:
-        """V."""
+        """Size of the vocabulary, V."""
         return int(self.states.shape[-1] if self.head is None else self.head.weight.shape[0])
 
     def log_probs(self, vocabulary: int) -> torch.Tensor:

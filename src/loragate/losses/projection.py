@@ -35,7 +35,7 @@ class Head:
     softcap: float | None
 
     def projection(self) -> Projection:
-        """The head at work."""
+        """A `Projection` with this head's weight, bias, scale and soft cap."""
         return Projection(self.weight, self.bias, HeadOptions(self.scale, self.softcap))
 
 
@@ -58,7 +58,7 @@ class Projection:
 
     @property
     def vocabulary(self) -> int:
-        """V."""
+        """Size of the vocabulary, V."""
         return int(self.weight_VD.shape[0])
 
     def states(self, hidden_CD: torch.Tensor) -> torch.Tensor:

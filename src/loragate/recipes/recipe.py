@@ -74,7 +74,7 @@ class Recipe:
     launcher: str = ""
 
     def stage(self, name: str) -> Stage:
-        """A stage by name."""
+        """The stage of this name; a ConfigError names the known ones."""
         for stage in self.stages:
             if stage.name == name:
                 return stage

@@ -51,7 +51,7 @@ def build_explorer(
         respond, reread: see the module.
         lower, upper: the gates' range, the ends of the sliders.
         modules: paths of the gated modules.
-        prompt: what stands in the prompt box at first.
+        prompt: initial text of the prompt box.
         max_new_tokens: what stands in the token limit at first.
 
     Raises:

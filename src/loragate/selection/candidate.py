@@ -26,5 +26,5 @@ class Candidate:
 
     @property
     def slug(self) -> str:
-        """As part of a path."""
+        """Name of the candidate's folder."""
         return f"{self.objective}_{self.range.slug}"

@@ -30,7 +30,7 @@ _HINT = {
 
 @dataclass(frozen=True)
 class Reference:
-    """One of them.
+    """One comparison on the probe that cannot be picked: the base, or the adapter at a lower temperature.
 
     Attributes:
         name: as printed and recorded.

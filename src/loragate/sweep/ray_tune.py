@@ -74,7 +74,7 @@ class SweepTrial(tune.Trainable):
         self.trial = Trial(**config["trial"])
 
     def step(self) -> dict[str, Any]:
-        """The whole trial."""
+        """Run the whole trial as one step of Ray Tune."""
         try:
             self.runner.run(self.trial)
         except LoragateError:  # noted in the trial's folder; another attempt would fail alike
@@ -82,7 +82,7 @@ class SweepTrial(tune.Trainable):
         return {"done": True, "failed": False}
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """The next trial on the same base."""
+        """Take the next trial in this actor, so that the loaded base is used again."""
         self.trial = Trial(**new_config["trial"])
         return True
 

@@ -50,7 +50,7 @@ class Watch:
         self.diverged = diverged(folder, plan)  # by an earlier process; what diverges in this one is recent
 
     def states(self) -> list[TrialState]:
-        """One per trial, in the plan's order."""
+        """The state of each trial, in the plan's order."""
         return [self._state(trial) for trial in self.plan.trials]
 
     def _state(self, trial: Trial) -> TrialState:

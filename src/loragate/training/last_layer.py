@@ -70,7 +70,7 @@ class LastLayer:
             self.handles.append(module.register_forward_hook(self._spread))
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks from the modules."""
         for handle in self.handles:
             handle.remove()
         self.handles = []

@@ -75,15 +75,15 @@ class TrainSettings:
         beta1: AdamW's first-moment decay.
         beta2: AdamW's second-moment decay.
         max_grad_norm: gradients are clipped to this norm.
-        seed: data order, and the initialisation of what is trained.
-        logging_steps: log every so many steps.
-        save_steps: write a checkpoint every so many steps (0: only on Ctrl-C).
-        keep_checkpoints: checkpoints that are kept, the newest so many (0: all of them, to look at the training afterwards).
-        packing: lay the rows of a forward pass end to end instead of padding them; each step keeps its rows.
+        seed: seed of the data order and of the initialisation.
+        logging_steps: number of steps between two log lines.
+        save_steps: number of steps between two checkpoints (0: only on Ctrl-C).
+        keep_checkpoints: number of newest checkpoints to keep (0: all, to inspect the training afterwards).
+        packing: join the rows of a forward pass end to end instead of padding them; each step keeps its rows.
         group_by_length: sort the rows of a step by length before they are cut into forward passes; less padding.
         gradient_checkpointing: recompute activations in the backward pass.
         activation_offload: keep activations in host memory between the forward and the backward pass (GPU only).
-        precision: "fp32", or "bf16" or "fp16" for autocast (fp16 on CUDA only; what trains stays fp32).
+        precision: "fp32", or "bf16" or "fp16" for autocast (fp16 on CUDA only; trained parameters stay fp32).
         report_to: transformers logging integrations, comma separated (tensorboard, wandb, trackio); "none" for JSONL only.
     """
 
@@ -157,7 +157,8 @@ class StageOneSettings(TrainSettings):
         warmup: share of the steps spent warming up; 0.1, or 0 where a finished adapter is continued.
         objective: sft, dft, profit, eaft, talr, mask, eksft or forgetting; entropy and interleaved are controls.
         objective_options: constants of the objective, e.g. {"threshold": 0.1}.
-        adapter: go on training a finished adapter (a folder or hub id, which is only read); its rank, α and modules hold.
+        adapter: finished adapter to train further, folder or hub id; it is not changed, and its rank, α and modules are
+            kept.
         rank: LoRA's r.
         alpha: LoRA's α.
         dropout: LoRA's dropout.
@@ -207,11 +208,13 @@ class CalibrationSettings(TrainSettings):
         objective: entropy (the paper's), ce (its ablation), random (untrained gates, a control), anchored or reward
             (extensions on sampled answers).
         anchor: what KL pulls towards: base (λ = 0), adapter (λ = 1), mixture (half of each) or product (geometric mean).
-        beta: weight of KL(gated, anchor) beside the entropy in the objective anchored; 1 gives the cross-entropy to it.
-        refresh: sample new answers every so many steps (0: 20 for anchored, 1 for reward).
+        beta: weight of KL(gated, anchor) in the objective anchored; 1 gives the cross-entropy to the anchor.
+        refresh: number of steps between two samplings of answers (0: 20 for anchored, 1 for reward).
         samples_per_prompt: answers sampled per prompt to train on (0: 1 for anchored, 8 for reward).
-        max_new_tokens: token limit of an answer sampled to train on, for anchored and reward; a probe has its own limit.
-        temperature: sampling temperature of the answers to train on, for anchored; reward samples at 1, as its gradient needs.
+        max_new_tokens: token limit of an answer sampled for training (anchored and reward); the probe has its own
+            limit.
+        temperature: sampling temperature of the training answers of anchored; reward always samples at 1, as its
+            gradient requires.
         sampling_batch_size: sequences generated at a time, in training and for a probe.
         reward_kl: weight of KL(gated, anchor) per token in the objective reward; 0 leaves the anchor out.
         advantage: reward minus the group's mean (mean), or that divided by the group's deviation (std).
