@@ -105,6 +105,7 @@ def test_what_the_record_lacks_is_refused() -> None:
             to_lm_eval(dataclasses.replace(RECORD, created=created))
 
 
+@pytest.mark.slow("processes")
 def test_neither_library_is_imported() -> None:
     code = "import sys, loragate.evaluation.export; print([m for m in ('lm_eval', 'inspect_ai') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -26,7 +26,7 @@ from loragate.evaluation.sandbox import (
 from loragate.evaluation.sandbox.programs import run_many
 
 TOP = "bubblewrap"
-LOWER = [pytest.param(tier, marks=pytest.mark.slow) for tier in ("namespaces", "rlimits")]
+LOWER = [pytest.param(tier, marks=pytest.mark.slow("attacks")) for tier in ("namespaces", "rlimits")]
 EACH = [TOP, *LOWER]
 
 DAEMON = """
@@ -96,7 +96,7 @@ def test_time_and_output(tier: str) -> None:
     assert time.monotonic() - before < 20
 
 
-@pytest.mark.parametrize("tier", [TOP, pytest.param("namespaces", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tier", [TOP, pytest.param("namespaces", marks=pytest.mark.slow("attacks"))])
 @pytest.mark.parametrize("ending", ["", "while True: pass", "import os\nos._exit(0)"], ids=["ends", "loops", "exits"])
 def test_no_daemon_lives_on(tier: str, ending: str) -> None:
     mark = f"loragate-test-{os.getpid()}-{time.monotonic_ns()}"
