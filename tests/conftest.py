@@ -21,8 +21,7 @@ hypothesis.settings.register_profile("loragate", deadline=None)
 hypothesis.settings.load_profile("loragate")
 
 # kinds of slow tests, as `@pytest.mark.slow("kind")` names them: in this order `make test-all` runs them
-KINDS = ("whole commands", "training", "products", "processes", "kills", "attacks")
-KINDS += ("families", "documents", "statistics", "browsers", "vLLM", "other")
+KINDS = (
     "whole commands",
     "training",
     "products",
