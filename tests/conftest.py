@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 from collections import Counter
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -12,6 +13,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import hypothesis
 import pytest
 import torch
+from filelock import FileLock
 
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
@@ -63,12 +65,6 @@ def pytest_deselected(items):
         items[0].config.stash[LEFT].update(kind for item in items if (kind := kind_of(item)))
 
 
-def pytest_collection_finish(session):
-    # trainers collect garbage after each run; without what was imported that takes 10 ms and not 300
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_sessionfinish(session):
     gc.unfreeze()
     if hasattr(session.config, "workeroutput"):
@@ -92,6 +88,32 @@ def pytest_terminal_summary(terminalreporter, config):
     if left and "slow" in config.option.markexpr:
         named = ", ".join(f"{left[kind]} {kind}" for kind in KINDS if left[kind])
         terminalreporter.write_line(f"left to `make test-all`: {left.total()} slow tests ({named})")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_to_collect():
+    """Trainers collect garbage after each run; without all that is imported that takes 10 ms and not 300."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory):
+    """make(name, fill) -> a folder that fill(folder) filled, once for all processes of a test run; tests leave it as it is."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+    def make(name, fill):
+        folder, done = root / name, root / f"{name}.done"
+        with FileLock(root / f"{name}.lock"):
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                fill(folder)
+                done.touch()
+        return folder
+
+    return make
 
 
 @pytest.fixture

@@ -20,11 +20,13 @@ def of_both(place, out, *more):
 
 
 @pytest.fixture(scope="module")
-def both(place, tmp_path_factory):
+def both(place, once):
     """Two ranges × two objectives × one seed, in sequence."""
-    out = tmp_path_factory.mktemp("objectives") / "sweep"
-    assert sweep(of_both(place, out, "--runner", "sequential")) == 0
-    return out
+
+    def fill(folder):
+        assert sweep(of_both(place, folder / "sweep", "--runner", "sequential")) == 0
+
+    return once("both-objectives", fill) / "sweep"
 
 
 def test_each_objective_is_trained_with_its_own_settings(both, swept):
