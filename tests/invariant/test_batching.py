@@ -21,7 +21,6 @@ from loragate.training.trainer import statistics_forward
 from tiny import tiny_adapter, tiny_base, tiny_rows
 
 GATES = lg.GateConfig(-3, 2)
-more = pytest.mark.slow("products")
 
 
 def calibration(tokenizer, micro, rows=None, seed=42, **changes):
@@ -125,9 +124,7 @@ def test_fp16_follows_fp32(tokenizer):
     assert losses[1] == pytest.approx(losses[0], rel=2e-2)
 
 
-@pytest.mark.parametrize(
-    "objective", ["sft", pytest.param("dft", marks=more), "profit", pytest.param("eaft", marks=more)]
-)
+@pytest.mark.parametrize("objective", ["sft", "dft", "profit", "eaft"])
 def test_packed_stage_one_equals_the_plain_run(tokenizer, objective):
     results = []
     for packing in (False, True):
@@ -151,9 +148,7 @@ def test_packed_talr_takes_its_median_over_sequences(tokenizer):
     assert results[0] == pytest.approx(results[1], rel=1e-5), "one pass a step: the same sequences in the median"
 
 
-@pytest.mark.parametrize(
-    "objective", [pytest.param("sft", marks=more), "dft", pytest.param("profit", marks=more), "eaft"]
-)
+@pytest.mark.parametrize("objective", ["sft", "dft", "profit", "eaft"])
 def test_stage_one_does_not_depend_on_the_micro_batch(tokenizer, objective):
     results = []
     for micro in (8, 2):

@@ -220,7 +220,6 @@ def test_the_history_of_a_resumed_run_begins_at_its_beginning(tokenizer, tmp_pat
     assert [record["step"] for record in resumed.history] == [1, 2, 3, 3]
 
 
-@pytest.mark.slow("training")
 @pytest.mark.parametrize("objective", ["entropy", "anchored"])
 def test_half_a_checkpoint_does_not_push_a_newer_whole_one_out(tokenizer, tmp_path, objective):
     """Killed while checkpoint-6 was written, resumed from 3, stopped by Ctrl-C at 5, with one checkpoint to keep."""
@@ -329,7 +328,6 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-@pytest.mark.slow("kills")
 def test_a_disk_that_is_really_full_leaves_the_last_good_state(tokenizer, finished, small_disk):
     folder = small_disk / "run"
     filler = small_disk / "filler"
