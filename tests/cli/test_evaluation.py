@@ -241,7 +241,7 @@ def test_a_replica_is_the_row_it_stands_for(place, tmp_path, capsys, monkeypatch
     assert rows[0] != rows[1] != rows[2] != rows[0]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("processes")
 def test_replicas_on_ray(place, tmp_path, capsys):
     pytest.importorskip("ray", reason="ray is not installed (pip install loragate[sweep])")
     if (os.cpu_count() or 1) < 2:
@@ -270,6 +270,7 @@ def test_a_stopped_evaluation_goes_on(place, tmp_path, capsys):
     assert len(kept.read_text().splitlines()) == 24
 
 
+@pytest.mark.slow("kills")
 def test_a_killed_evaluation_loses_nothing(place, tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "loragate", "eval", "--model", str(place / "gated"), "--out", str(out)]
@@ -492,7 +493,7 @@ def test_bad_input(place, tmp_path, capsys):
     assert "not the folder of an evaluation" in fails(capsys, "regrade", tmp_path, status=1)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("whole commands")
 def test_every_suite_end_to_end(place, tmp_path, capsys):
     """Every hand-made sample file, the tiny world and the generated arithmetic, for base, adapter and gates by one command."""
     problem = probe_sandbox("bubblewrap")

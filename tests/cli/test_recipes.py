@@ -134,7 +134,7 @@ def test_every_recipe_fits_its_commands():
     assert all("/qwen2.5-math-1.5b/" in name for name in chosen)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("whole commands")
 def test_check_runs_a_recipe_of_every_kind_of_stage(tmp_path, capsys):
     folder = tmp_path / "check"
     assert main(["recipes", "check", "math/qwen2.5-math-1.5b/grid", "--out", str(folder)]) == 0
@@ -143,7 +143,7 @@ def test_check_runs_a_recipe_of_every_kind_of_stage(tmp_path, capsys):
     assert main(["recipes", "check", "code/qwen2.5-math-1.5b/forgetting"]) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow("kills")
 def test_run_killed_resumed_and_used(place, tmp_path):
     """Stage I and II of a recipe through the hub-format loader, killed once with SIGKILL; the gates are then loaded."""
     out = tmp_path / "run"

@@ -332,14 +332,14 @@ def lora_engine(vllm_settings: None, folders: tuple[str, str]) -> VllmEngine:
 
 
 @real
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
 def test_greedy_equals_the_transformers_engine_for_a_base(base_engine: VllmEngine, folders: tuple[str, str]) -> None:
     expected = reference(folders, adapted=False).generate(PROMPTS, GREEDY)
     assert identities(base_engine.generate(PROMPTS, GREEDY)) == identities(expected)
 
 
 @real
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
 def test_greedy_equals_the_transformers_engine_for_an_adapter(
     lora_engine: VllmEngine, folders: tuple[str, str]
 ) -> None:
@@ -351,7 +351,7 @@ def test_greedy_equals_the_transformers_engine_for_an_adapter(
 
 
 @real
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
 def test_likelihoods_are_the_transformers_engine_s_for_a_real_vocabulary(vllm_settings: None, tmp_path: Path) -> None:
     """With 50,000 tokens vLLM 0.32 on a CPU wraps the head for LoRA, and its own prompt log-probabilities fail."""
     shape = {**SHAPE, "vocab_size": 50_000}
@@ -374,7 +374,7 @@ def test_likelihoods_are_the_transformers_engine_s_for_a_real_vocabulary(vllm_se
 
 
 @real
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
 @pytest.mark.parametrize("config", [CONFIG, SamplingConfig(0.7, 0.8, 30, 4, 1)])
 def test_samples_do_not_depend_on_the_chunk_or_on_what_is_pending(
     lora_engine: VllmEngine, config: SamplingConfig, monkeypatch: pytest.MonkeyPatch
@@ -391,7 +391,7 @@ def test_samples_do_not_depend_on_the_chunk_or_on_what_is_pending(
 
 
 @real
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
 def test_answers_end_where_the_transformers_engine_ends_them(base_engine: VllmEngine) -> None:
     samples = base_engine.generate(PROMPTS, CONFIG)
     assert {s.finish_reason for s in samples} == {"stop", "length"}
@@ -403,7 +403,7 @@ def test_answers_end_where_the_transformers_engine_ends_them(base_engine: VllmEn
 
 
 @real
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
 def test_first_tokens_follow_the_models_distribution(base_engine: VllmEngine) -> None:
     """Chi-square of the first token of 2,000 samples against the softmax of the model's logits."""
     import torch
@@ -423,7 +423,7 @@ def test_first_tokens_follow_the_models_distribution(base_engine: VllmEngine) ->
 
 
 @real
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
 def test_the_last_position_can_be_used_and_no_further(base_engine: VllmEngine, folders: tuple[str, str]) -> None:
     prompt = " ".join(["w4"] * 100)
     config = SamplingConfig(0, max_new_tokens=28)

@@ -22,7 +22,7 @@ from loragate.serving.parity import compare, greedy
 from tiny import tiny_adapter, tiny_base, tiny_tokenizer
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.slow("vLLM"),
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None, reason="vllm is not installed (scripts/vllm_cpu_env.sh)"
     ),

@@ -282,7 +282,7 @@ def test_ctrl_c_leaves_a_sweep_that_goes_on(place, tmp_path, monkeypatch):
     assert numbers(out) == numbers(other)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("kills")
 def test_a_driver_killed_at_random_moments_loses_nothing(place, tmp_path):
     """SIGKILL at random moments; finished trials stay untouched, and the scores are those of an undisturbed run."""
     draw = np.random.default_rng(7)
