@@ -119,6 +119,7 @@ def run(options: EvalOptions) -> int:
         out.print(f"stopped; every answer so far is in {folder}. The same command with --resume goes on", markup=False)
         raise
     finish(out, folder, record, exports)
+    engines.finish()
     return 0
 
 
@@ -138,10 +139,13 @@ def trained_controls(loaded: Any) -> list[str]:
     base, adapter = loaded.names["base"], loaded.names["adapter"]
     gates = f"loragate calibrate --adapter {adapter} --data ROWS --range=L,U --unverified"
     more = f"loragate sft --model {base} --adapter {adapter} --data ROWS"
-    return [
-        "not run: controls that are trainings of their own. Make them on the gates' rows and score each like this model:",
+    of_gates = [
         f"  one λ per module            {gates} --granularity module --out OUT",
         f"  gates trained with CE       {gates} --objective ce --out OUT",
+    ]
+    return [
+        "not run: controls that are trainings of their own. Make them on the gates' rows and score each like this model:",
+        *([] if loaded.is_dora else of_gates),
         f"  LoRA, same rows again       {more} --out OUT",
         f"  LoRA trained with entropy   {more} --objective entropy --out OUT",
     ]
@@ -156,7 +160,9 @@ def plan(
     from loragate.evaluation.variants import variants_for
 
     constants = [_number(text) for text in options.constants.split(",") if text.strip()]
-    variants = [v for v in variants_for(loaded.kind, options.controls, constants) if loaded.can_act(v)]
+    wanted = variants_for(loaded.kind, options.controls, constants)
+    left_out = {variant.name: why for variant in wanted if (why := loaded.why_not(variant))}
+    variants = [variant for variant in wanted if variant.name not in left_out]
     figures: dict[str, float] = {}
     if loaded.model is not None:
         prompts = prepared[0].prompts if prepared else ["The quick brown fox jumps over the lazy dog."]
@@ -168,6 +174,7 @@ def plan(
         models=loaded.sources,
         canary=figures,
         notes=_notes(loaded),
+        left_out=left_out,
         seed=options.seed,
         identity={
             "engine": options.engine,
