@@ -40,7 +40,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "asking": {"probe_grader": "tiny", "probe_samples": 1, "probe_max_new_tokens": 6},
 }
-TINY["diagnose"] = {key: value for key, value in TINY["eval"].items() if key not in ("controls", "engine")}
+TINY["diagnose"] = {key: value for key, value in TINY["eval"].items() if key != "controls"}
 TINY["calibrate"] = TINY["sft"]
 TINY["sweep"] = {**TINY["sft"], "ranges": "0,1;-1,2", "seeds": "0", "runner": "sequential", **TINY["asking"]}
 
