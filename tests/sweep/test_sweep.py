@@ -78,12 +78,11 @@ def test_every_cell_is_a_gated_adapter_and_they_share_the_adapter(place, swept):
 
 def test_without_a_probe_cells_are_trained_and_none_is_chosen(place, tmp_path, capsys):
     argv = arguments(place, tmp_path / "out", "--runner", "sequential", "--k", "0", ranges="0,1", seeds="0")
-    for flag in ("--probe", "--probe-samples", "--probe-grader", "--probe-max-new-tokens", "--probe-temperature"):
-        at = argv.index(flag)
+    for flag in ("--probe", "--probe-grader", "--probe-max-new-tokens", "--probe-temperature", "--probe-samples"):
         if flag == "--probe-samples":
             with pytest.raises(ConfigError, match="--probe-samples has no effect without --probe"):
                 sweep(argv)
-        del argv[at : at + 2]
+        del argv[argv.index(flag) : argv.index(flag) + 2]
     assert sweep(argv) == 0
     assert f"loragate eval --sweep {tmp_path / 'out'}" in " ".join(capsys.readouterr().out.split())
     record = json.loads((tmp_path / "out/trials/one_entropy_0_1_seed0/gated/gate_config.json").read_text())

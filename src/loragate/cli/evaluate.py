@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class EvalOptions(EvaluationInputs):
     Attributes:
         model: gated folder, PEFT adapter or base model, or its hub id; owner/name@revision for an adapter.
         out: run folder; must be new or empty, or hold the run to resume.
+        sweep: folder of `loragate sweep`, in place of model: every finished cell is a row beside the adapter, and heat maps are
+            drawn.
         controls: "cheap" also scores the adapter at lower temperatures, greedy, and with one λ; "full" adds random gates and
             says how the controls are trained that need it; "none" scores neither.
         constants: constant λ of the cheap controls, separated by commas.
@@ -56,6 +58,7 @@ class EvalOptions(EvaluationInputs):
 
     model: str = ""
     out: str = ""
+    sweep: str = ""
     controls: str = "cheap"
     constants: str = "0.5"
     engine: str = "transformers"
@@ -73,7 +76,11 @@ class EvalOptions(EvaluationInputs):
 
 def run(options: EvalOptions) -> int:
     """Load, prove that adapter and gates act, sample, judge, tabulate."""
-    require_given(COMMAND, options)
+    require_given(COMMAND, replace(options, model=options.model or options.sweep))
+    if options.sweep:
+        from loragate.cli.evaluate_sweep import run as run_sweep
+
+        return run_sweep(options)
     folder = Path(options.out)
     require_run_folder(folder, options.resume)
     exports = wanted_exports(options.export)
@@ -348,5 +355,6 @@ COMMAND = Command(
         "loragate eval --model gated --suite math --out runs/math",
         "loragate eval --model gated --tasks math500 --data math500=test.jsonl --limit 100 --samples 4 --out runs/quick",
         "loragate eval --model gated --suite math --out runs/math --resume",
+        "loragate eval --sweep runs/grid --suite math --engine vllm --out runs/grid-math",
     ),
 )

@@ -1,7 +1,9 @@
 """From a name, or a file of the user's, to a recipe: layers over one another, the later one wins.
 
 The order is common, domain, backbone, the backbone in this domain, method (after what it extends), the method in this
-domain/backbone, variant, and last the user's file. A stage may say `like: other`, and has that stage's values but those it drops; or `take: {other: [options]}`.
+domain/backbone, variant, and last the user's file.
+
+A stage may say `like: other`, and has that stage's values but those it drops; or `take: {other: [options]}`.
 """
 
 from __future__ import annotations

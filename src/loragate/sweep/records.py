@@ -102,6 +102,9 @@ def read_result(folder: Path, plan: SweepPlan, trial: Trial) -> TrialResult | No
     path = trial_folder(folder, trial) / RESULT
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
+        # a plan without a probe says so; a result without its score is none where there is one
+        if record["probe"] is None and plan.identity.get("probe", True) is not None:
+            return None
         if record["sweep"] != plan.fingerprint or record["trial"] != asdict(trial) or record["version"] != 1:
             return None
         return TrialResult(
