@@ -412,6 +412,36 @@ def test_a_dora_adapter_is_served_merged_into_its_base(
     assert (out / "samples" / "adapter-T0.3").is_dir()
 
 
+def test_the_cells_of_a_sweep_are_adapters_of_one_engine(
+    settings: None, folders: Path, tmp_path: Path, loads: list[str]
+) -> None:
+    """Six rows over one loaded base, more of them than vLLM has slots."""
+    from loragate.sweep.plan import SweepPlan, make_trials
+    from loragate.sweep.records import TrialResult, trial_folder, write_result
+
+    plan = SweepPlan(make_trials(["plain"], [(-6, 3), (0, 6), (-1, 2)], [0, 1], ["entropy"]), {"probe": None})
+    sweep = tmp_path / "sweep"
+    plan.begin(sweep, resume=False)
+    for number, trial in enumerate(plan.trials):
+        if trial.kind == "gates":
+            model = lg.attach_gates(lora_model("plain"), lg.GateConfig(trial.lower, trial.upper))
+            torch.manual_seed(number)
+            for parameter in lg.gate_parameters(model).values():
+                parameter.data.normal_(0, 0.2)
+            place = trial_folder(sweep, trial) / "gated"
+            lg.save_gates(model, place, base_id=str(folders / "base"))
+        write_result(sweep, plan, TrialResult(trial, None))
+    rows = [
+        f"gated-{lower}_{upper}-entropy-seed-{seed}" for lower, upper in ((-6, 3), (0, 6), (-1, 2)) for seed in (0, 1)
+    ]
+    answers_of(tmp_path, ["eval", "--sweep", str(sweep)], ["adapter", *rows])
+    assert len(loads) == 1, "all cells share one base"
+    maps = [json.loads((tmp_path / engine / "cells_math.json").read_text()) for engine in ("transformers", "vllm")]
+    assert maps[0]["cells"] == maps[1]["cells"]
+    assert [cell["name"] for cell in maps[0]["cells"]] == ["[-6,3]", "[0,6]", "[-1,2]"]
+    assert (tmp_path / "vllm" / "heatmap_math.png").is_file()
+
+
 TWO_RANKS = """
 import sys
 from loragate.serving.parity import greedy, open_llm

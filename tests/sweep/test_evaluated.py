@@ -15,7 +15,7 @@ from loragate.generation import read_samples
 TASK = """\
 name: NAME
 version: 1
-suite: words
+suite: math
 dataset: {file: probe.jsonl, schema: {prompt: text, answer: text}}
 columns: {question: prompt, gold: answer}
 prompt: "{{ question }}"
@@ -67,7 +67,7 @@ def test_a_cell_answers_as_its_own_artifact_does(swept, tasks, evaluated, tmp_pa
 
 
 def test_the_map_is_the_mean_over_tasks_with_seeds_averaged(swept, evaluated):
-    found = json.loads((evaluated / "cells_words.json").read_text())
+    found = json.loads((evaluated / "cells_math.json").read_text())
     record = read_record(evaluated / "results.json")
     assert [cell["name"] for cell in found["cells"]] == ["[-3,2]", "[0,1]"]
     for cell in found["cells"]:
@@ -87,13 +87,13 @@ def test_the_map_is_the_mean_over_tasks_with_seeds_averaged(swept, evaluated):
     assert (found["samples"], found["questions"], found["seeds"], found["tasks"]) == (3, 53, [0, 1], ["many", "few"])
     chosen = json.loads((swept / "sweep_results.json").read_text())["choices"][0]
     assert choice["picked"] == (chosen["picked"] if chosen["accepted"] else "")
-    assert (evaluated / "heatmap_words.png").stat().st_size > 1000
+    assert (evaluated / "heatmap_math.png").stat().st_size > 1000
 
 
 def test_the_report_reads_the_map_and_no_cell_as_an_artifact_of_its_own(swept, evaluated, tmp_path, capsys):
     assert main(["report", str(evaluated), str(swept), "--figures", str(tmp_path / "figures")]) == 0
     names = {path.name for path in (tmp_path / "figures").iterdir()}
-    assert any(name.startswith("heatmap_") and "words" in name for name in names)
+    assert any(name.startswith("heatmap_") and "math" in name for name in names)
     from loragate.cli.report_sources import find_sources
 
     assert not any("trials" in str(source.path) for source in find_sources(swept) if source.kind == "artifact")
@@ -110,7 +110,10 @@ def test_a_stopped_evaluation_of_a_sweep_goes_on_and_a_changed_cell_is_noticed(
     stamp = other.stat().st_mtime_ns
     line = ["eval", "--sweep", str(swept), "--tasks", tasks, "--out", str(out), "--resume"]
     assert main(line) == 0
-    assert cut.read_text() == whole
+    drawn = [
+        [(s.question, s.sample, s.token_ids) for s in read_samples(o / cut.relative_to(out))] for o in (out, evaluated)
+    ]
+    assert drawn[0] == drawn[1]
     assert other.stat().st_mtime_ns == stamp
     copied = shutil.copytree(swept, tmp_path / "swept")
     kept = json.loads((out / "eval.json").read_text())
@@ -122,6 +125,17 @@ def test_a_stopped_evaluation_of_a_sweep_goes_on_and_a_changed_cell_is_noticed(
     capsys.readouterr()
     assert main(line) != 0
     assert "other weights" in " ".join(capsys.readouterr().err.split())
+
+
+def test_cells_that_are_not_finished_are_named_and_their_range_is_not_compared(swept, tasks, tmp_path, capsys):
+    copied = shutil.copytree(swept, tmp_path / "swept")
+    (copied / "trials" / "one_entropy_0_1_seed1" / "result.json").unlink()
+    out = tmp_path / "out"
+    assert main(["eval", "--sweep", str(copied), "--tasks", tasks, "--limit", "4", "--out", str(out)]) == 0
+    assert "not finished, and not scored: [0,1] entropy, seed 1" in " ".join(capsys.readouterr().out.split())
+    found = json.loads((out / "cells_math.json").read_text())
+    assert [(cell["name"], cell["complete"]) for cell in found["cells"]] == [("[-3,2]", True), ("[0,1]", False)]
+    assert found["choices"][0]["candidates"] == 1
 
 
 @pytest.mark.parametrize(

@@ -82,10 +82,13 @@ def suite_table(record: Mapping[str, Any]) -> Table:
 def _suite_sentence(record: Mapping[str, Any], choice: Mapping[str, Any]) -> str:
     """What a suite says of the cells: the best one, read as an oracle, and the one that a probe had chosen."""
     oracle = choice["oracle"]
-    text = (
-        f"highest on {record['suite']}: {oracle['name']} with {_interval(oracle['score'])} %. It was found on these questions "
-        "themselves, so its mean is optimistic (an oracle)."
-    )
+    if oracle["name"] == "adapter":
+        text = f"none of {choice['candidates']} cells is above the adapter's {_interval(oracle['score'])} % on {record['suite']}."
+    else:
+        text = (
+            f"highest on {record['suite']}: {oracle['name']} with {_interval(oracle['score'])} %. It was found on these "
+            "questions themselves, so its mean is optimistic (an oracle)."
+        )
     if oracle["regret"]:
         regret = oracle["regret"]
         text += (
