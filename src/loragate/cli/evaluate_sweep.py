@@ -65,8 +65,7 @@ def _evaluate(
     from loragate.evaluation.variants import Variant
     from loragate.gates.schema import read_gate_config
     from loragate.report.scores import score_markdown
-    from loragate.sweep.records import trial_folder
-    from loragate.sweep.trials import CELL
+    from loragate.sweep.records import CELL, trial_folder
 
     out, display = console(), Display()
     places = {trial: trial_folder(sweep, trial) / CELL for trial in cells}

@@ -31,6 +31,8 @@ try:
 except ImportError:  # no such locks on Windows
     fcntl = None  # type: ignore[assignment]
 
+CELL = "gated"
+"""Folder of a trial's gated adapter."""
 RESULT, FAILED, STATUS, ATTEMPTS = "result.json", "failed.json", "status.json", "attempts.jsonl"
 WRITE_EVERY_S = 0.5
 

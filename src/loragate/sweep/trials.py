@@ -29,6 +29,7 @@ from loragate.losses.entropy import support_size
 from loragate.selection.probe import Probe, ProbeScores
 from loragate.sweep.plan import SweepPlan, Trial
 from loragate.sweep.records import (
+    CELL,
     FAILED,
     Scored,
     Status,
@@ -42,8 +43,6 @@ from loragate.sweep.records import (
 )
 from loragate.training import CalibrationResult, CalibrationSettings, calibrate, calibration_rows
 
-CELL = "gated"
-"""Folder of a trial's gated adapter."""
 LOCK_WAIT_S = 60.0
 
 
