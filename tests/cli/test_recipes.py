@@ -104,7 +104,12 @@ def test_what_is_refused(place, tmp_path, capsys):
     assert "stage 'sft': key 'rank' must be integer, found 'many'" in message
     assert "--local-model" in fails(capsys, "run", SCALE, "--local-model", tmp_path / "nowhere")
     grid = SCALE.replace("scale", "grid")
-    assert "needs sweep.probe" in fails(capsys, "run", grid, "--out", tmp_path / "x", *local(place))
+    own = tmp_path / "own.yaml"
+    domain, backbone, method = grid.split("/")
+    own.write_text(
+        f"domain: {domain}\nbackbone: {backbone}\nmethod: {method}\nneeds: {{sweep.probe: labelled questions}}\n"
+    )
+    assert "needs sweep.probe" in fails(capsys, "run", own, "--out", tmp_path / "x", *local(place))
     own = tmp_path / "own.yaml"
     own.write_text("stages: [sft]\nsft: {model: a/b, data: rows.jsonl, rnak: 4}\n")
     assert "stage 'sft': unknown key 'rnak'; did you mean 'rank'" in fails(capsys, "check", own)
