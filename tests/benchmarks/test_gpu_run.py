@@ -60,7 +60,7 @@ def test_the_parts_fit_into_the_time(run):
     assert set(run.TIMED) < set(run.LIMITS)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("whole commands")
 def test_every_part_works_when_rehearsed(tmp_path):
     out = tmp_path / "gpu.json"
     done = subprocess.run(

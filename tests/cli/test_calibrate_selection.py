@@ -360,7 +360,7 @@ def test_probes_that_show_nothing_are_refused(place, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("kills")
 def test_a_killed_selection_goes_on(place, tmp_path):
     out = tmp_path / "gated"
     probe = ["--probe", str(place / "gated.jsonl"), *GREEDY]

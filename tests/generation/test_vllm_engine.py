@@ -186,7 +186,7 @@ def test_an_adapter_goes_with_every_request(fake_vllm: Any, folders: tuple[str, 
     fake_vllm.platforms.current_platform = SimpleNamespace(is_cpu=lambda: on_cpu)
     engine = VllmEngine(*folders, dtype="bfloat16", max_model_len=40, tensor_parallel=2, gpu_memory_utilization=0.5)
     engine.generate(PROMPTS[:2], GREEDY)
-    assert engine._llm.calls[0][2] == ("adapter", 1, folders[1])
+    assert engine._llm.calls[0][2] == ("adapter-1", 1, folders[1])
     assert engine._llm.settings == {
         "model": folders[0],
         "revision": None,
@@ -201,6 +201,25 @@ def test_an_adapter_goes_with_every_request(fake_vllm: Any, folders: tuple[str, 
         "max_loras": slots,
     }
     assert "enable_lora" not in VllmEngine(folders[0])._llm.settings
+
+
+def test_one_engine_answers_as_several_adapters(fake_vllm: Any, folders: tuple[str, str], tmp_path: Path) -> None:
+    sys.modules["vllm.lora.worker_manager"].WorkerLoRAManager.loragate_gates = ""  # type: ignore[attr-defined]
+    engine = VllmEngine(*folders)
+    half = engine.acting_as(folders[1], "constant=0.5")
+    rows = [engine, half, engine.acting_as(None), engine.acting_as(folders[1]), half.acting_as(folders[1], "unit")]
+    for row in rows:
+        row.generate(PROMPTS[:1], GREEDY)
+    assert [call[2] for call in engine._llm.calls] == [
+        ("adapter-1", 1, folders[1]),
+        ("adapter-2", 2, f"{folders[1]}@constant=0.5"),
+        None,
+        ("adapter-1", 1, folders[1]),
+        ("adapter-3", 3, f"{folders[1]}@unit"),
+    ]
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 16}')
+    with pytest.raises(ConfigError, match="max_lora_rank"):
+        engine.acting_as(str(tmp_path))
 
 
 def test_requests_that_cannot_be_drawn(fake_vllm: Any, folders: tuple[str, str]) -> None:
@@ -246,11 +265,11 @@ def test_a_gated_folder_needs_the_plugin(fake_vllm: Any, folders: tuple[str, str
     manager.loragate_gates = ""
     engine = VllmEngine(folders[0], str(tmp_path))
     engine.generate(PROMPTS[:2], GREEDY)
-    assert engine._llm.calls[0][2] == ("adapter", 1, str(tmp_path))
+    assert engine._llm.calls[0][2] == ("adapter-1", 1, str(tmp_path))
     assert engine._llm.settings["max_lora_rank"] == 8
     engine = VllmEngine(folders[0], str(tmp_path), override="constant=0.5", revision="abc", tokenizer=tiny_tokenizer())
     engine.generate(PROMPTS[:2], GREEDY)
-    assert engine._llm.calls[0][2] == ("adapter", 1, f"{tmp_path}@constant=0.5")
+    assert engine._llm.calls[0][2] == ("adapter-1", 1, f"{tmp_path}@constant=0.5")
     assert engine._llm.settings["revision"] == "abc"
     with pytest.raises(ConfigError, match="no effect on a base model"):
         VllmEngine(folders[0], override="unit")
@@ -264,6 +283,7 @@ def test_a_gated_folder_needs_the_plugin(fake_vllm: Any, folders: tuple[str, str
         ('{"peft_type": "LORA"}', "not the configuration of a LoRA adapter"),
         ('{"peft_type": "LORA", "r": 8, "rank_pattern": {"q": "x"}}', "not the configuration of a LoRA adapter"),
         ('{"peft_type": "IA3", "r": 8}', "type 'IA3'"),
+        ('{"peft_type": "LORA", "r": 8, "use_dora": true}', "DoRA"),
         ('{"peft_type": "LORA", "r": 8, "rank_pattern": {"q_proj": 600}}', "rank 600 is above 512"),
     ],
 )
@@ -332,14 +352,14 @@ def lora_engine(vllm_settings: None, folders: tuple[str, str]) -> VllmEngine:
 
 
 @real
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
 def test_greedy_equals_the_transformers_engine_for_a_base(base_engine: VllmEngine, folders: tuple[str, str]) -> None:
     expected = reference(folders, adapted=False).generate(PROMPTS, GREEDY)
     assert identities(base_engine.generate(PROMPTS, GREEDY)) == identities(expected)
 
 
 @real
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
 def test_greedy_equals_the_transformers_engine_for_an_adapter(
     lora_engine: VllmEngine, folders: tuple[str, str]
 ) -> None:
@@ -351,7 +371,7 @@ def test_greedy_equals_the_transformers_engine_for_an_adapter(
 
 
 @real
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
 def test_likelihoods_are_the_transformers_engine_s_for_a_real_vocabulary(vllm_settings: None, tmp_path: Path) -> None:
     """With 50,000 tokens vLLM 0.32 on a CPU wraps the head for LoRA, and its own prompt log-probabilities fail."""
     shape = {**SHAPE, "vocab_size": 50_000}
@@ -374,7 +394,7 @@ def test_likelihoods_are_the_transformers_engine_s_for_a_real_vocabulary(vllm_se
 
 
 @real
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
 @pytest.mark.parametrize("config", [CONFIG, SamplingConfig(0.7, 0.8, 30, 4, 1)])
 def test_samples_do_not_depend_on_the_chunk_or_on_what_is_pending(
     lora_engine: VllmEngine, config: SamplingConfig, monkeypatch: pytest.MonkeyPatch
@@ -391,7 +411,7 @@ def test_samples_do_not_depend_on_the_chunk_or_on_what_is_pending(
 
 
 @real
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
 def test_answers_end_where_the_transformers_engine_ends_them(base_engine: VllmEngine) -> None:
     samples = base_engine.generate(PROMPTS, CONFIG)
     assert {s.finish_reason for s in samples} == {"stop", "length"}
@@ -403,7 +423,7 @@ def test_answers_end_where_the_transformers_engine_ends_them(base_engine: VllmEn
 
 
 @real
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
 def test_first_tokens_follow_the_models_distribution(base_engine: VllmEngine) -> None:
     """Chi-square of the first token of 2,000 samples against the softmax of the model's logits."""
     import torch
@@ -423,7 +443,7 @@ def test_first_tokens_follow_the_models_distribution(base_engine: VllmEngine) ->
 
 
 @real
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
 def test_the_last_position_can_be_used_and_no_further(base_engine: VllmEngine, folders: tuple[str, str]) -> None:
     prompt = " ".join(["w4"] * 100)
     config = SamplingConfig(0, max_new_tokens=28)

@@ -75,9 +75,8 @@ def test_gradient_checkpointing_changes_nothing(tokenizer):
 @pytest.mark.parametrize("how", [{"packing": True}, {"group_by_length": True}], ids=["packed", "grouped"])
 def test_packing_and_grouping_change_nothing(tokenizer, how):
     whole = calibration(tokenizer, 8)
-    for micro in (8, 2):
-        assert_same(calibration(tokenizer, micro, **how), whole)
-    assert_same(calibration(tokenizer, 4, gradient_checkpointing=True, **how), whole)
+    assert_same(calibration(tokenizer, 8, **how), whole)
+    assert_same(calibration(tokenizer, 2, gradient_checkpointing=True, **how), whole)
 
 
 @pytest.mark.parametrize("how", [{"packing": True}, {"group_by_length": True}], ids=["packed", "grouped"])
@@ -209,6 +208,7 @@ if state.is_main_process:
 """
 
 
+@pytest.mark.slow("processes")
 def test_two_processes_equal_one(tokenizer, tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER.format(tests=str(Path(__file__).parents[1]), out=str(tmp_path)))

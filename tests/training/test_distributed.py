@@ -144,6 +144,7 @@ def test_ddp_follows_one_process(tmp_path, alone):
         assert_same(found, alone(name))
 
 
+@pytest.mark.slow("processes")
 @shards
 def test_fsdp2_follows_one_process(tmp_path, alone):
     names = [name for name in JOBS if name != "adapter, sets of the batch"]  # a reference is not sharded
@@ -151,6 +152,7 @@ def test_fsdp2_follows_one_process(tmp_path, alone):
         assert_same(found, alone(name))
 
 
+@pytest.mark.slow("processes")
 @shards
 def test_fsdp2_resumes_bit_for_bit_and_its_checkpoint_serves_one_process(tmp_path, alone):
     jobs = []
@@ -185,6 +187,7 @@ def test_fsdp2_resumes_bit_for_bit_and_its_checkpoint_serves_one_process(tmp_pat
             torch.testing.assert_close(trained[key], values, rtol=1e-3, atol=2e-6)
 
 
+@pytest.mark.slow("kills")
 @pytest.mark.parametrize("environment", [{}, pytest.param(FSDP2, marks=shards)], ids=["ddp", "fsdp2"])
 def test_a_killed_process_ends_the_others_with_a_sentence(tmp_path, environment):
     job = {**JOBS["gates"], "out": str(tmp_path), "save_steps": 1, "kill": {"rank": 1, "step": 2}}
@@ -198,7 +201,7 @@ def test_a_killed_process_ends_the_others_with_a_sentence(tmp_path, environment)
     assert "--resume to go on from checkpoint-2" in errors
 
 
-@pytest.mark.slow
+@pytest.mark.slow("kills")
 def test_torchrun_ends_when_a_process_is_killed(tmp_path):
     job = {**JOBS["gates"], "out": str(tmp_path), "save_steps": 1, "kill": {"rank": 0, "step": 1}}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
@@ -209,7 +212,7 @@ def test_torchrun_ends_when_a_process_is_killed(tmp_path):
     assert "exitcode  : -9" in done.stderr, "torchrun names the process that was killed"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("processes")
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=shards)])
 def test_accelerate_launch_with_the_shipped_configuration(tmp_path, alone, strategy):
     job = {**JOBS["gates"], "out": str(tmp_path)}
@@ -221,7 +224,7 @@ def test_accelerate_launch_with_the_shipped_configuration(tmp_path, alone, strat
     assert_same(read(tmp_path), alone("gates"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow("processes")
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_zero3_follows_one_process(tmp_path, alone):
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")

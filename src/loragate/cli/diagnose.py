@@ -26,6 +26,10 @@ USED_BY = {
     "prompt_too": ("entropy",),
     "position": ("gates",),
     "interventions": ("interventions",),
+    "engine": ("interventions",),
+    "replicas": ("interventions",),
+    "vllm_memory": ("interventions",),
+    "tensor_parallel": ("interventions",),
     "value": ("alignment",),
     "reference": ("alignment",),
     "positions": ("alignment",),
@@ -58,6 +62,10 @@ class DiagnoseOptions(EvaluationInputs):
         position: (gates) "written" counts λ where a token is predicted, "read" where it is read.
         interventions: (interventions) overrides of λ, separated by commas: noreverse, noextrapolate, unit, off,
             constant=0.5, clip=-1:2; the first four if empty.
+        engine: (interventions) transformers (any device) or vllm (pip install "loragate[vllm]").
+        replicas: (interventions) copies of the model that answer in parallel, on the devices of a Ray cluster.
+        vllm_memory: (interventions) share of a device's memory that vLLM may fill; 0 takes 0.9, or on a CPU half of what is free.
+        tensor_parallel: (interventions) devices that share one copy of the model in vLLM.
         value: (alignment) source of the task value: reference, reward or rollouts.
         reference: (alignment) with --value reference: base, adapter, or a model with the same vocabulary.
         positions: (alignment) with --value rollouts: positions per answer.
@@ -88,6 +96,10 @@ class DiagnoseOptions(EvaluationInputs):
     prompt_too: bool = False
     position: str = "written"
     interventions: str = ""
+    engine: str = "transformers"
+    replicas: int = 1
+    vllm_memory: float = 0.0
+    tensor_parallel: int = 1
     value: str = "reference"
     reference: str = "base"
     positions: int = 4
@@ -144,6 +156,7 @@ EXAMPLES = (
     "loragate diagnose entropy --model gated --rows held-out.jsonl --suite math --limit 100 --out runs/entropy",
     "loragate diagnose gates --model gated --run runs/math --out runs/gates",
     "loragate diagnose interventions --model gated --suite math --out runs/interventions",
+    "loragate diagnose interventions --model gated --suite math --engine vllm --out runs/interventions",
     "loragate diagnose alignment --model gated --rows held-out.jsonl --reference base --out runs/alignment",
     "loragate diagnose tokens --model gated --run runs/math --limit 8 --out runs/tokens",
     "loragate diagnose alignment --model gated --value rollouts --run runs/math --checkpoints gated --out runs/rollouts",

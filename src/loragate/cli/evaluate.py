@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class EvalOptions(EvaluationInputs):
     Attributes:
         model: gated folder, PEFT adapter or base model, or its hub id; owner/name@revision for an adapter.
         out: run folder; must be new or empty, or hold the run to resume.
+        sweep: folder of `loragate sweep`, in place of model: every finished cell is a row beside the adapter, and heat maps are
+            drawn.
         controls: "cheap" also scores the adapter at lower temperatures, greedy, and with one λ; "full" adds random
             gates and tells how to train the other controls; "none" scores none of these.
         constants: constant λ of the cheap controls, separated by commas.
@@ -55,6 +57,7 @@ class EvalOptions(EvaluationInputs):
 
     model: str = ""
     out: str = ""
+    sweep: str = ""
     controls: str = "cheap"
     constants: str = "0.5"
     engine: str = "transformers"
@@ -71,7 +74,11 @@ class EvalOptions(EvaluationInputs):
 
 def run(options: EvalOptions) -> int:
     """Load, prove that adapter and gates act, sample, judge, tabulate."""
-    require_given(COMMAND, options)
+    require_given(COMMAND, replace(options, model=options.model or options.sweep))
+    if options.sweep:
+        from loragate.cli.evaluate_sweep import run as run_sweep
+
+        return run_sweep(options)
     folder = Path(options.out)
     require_run_folder(folder, options.resume)
     tasks = chosen_tasks(options)
@@ -112,6 +119,7 @@ def run(options: EvalOptions) -> int:
         out.print(f"stopped; every answer so far is in {folder}. The same command with --resume goes on", markup=False)
         raise
     finish(out, folder, record)
+    engines.finish()
     return 0
 
 
@@ -131,10 +139,13 @@ def trained_controls(loaded: Any) -> list[str]:
     base, adapter = loaded.names["base"], loaded.names["adapter"]
     gates = f"loragate calibrate --adapter {adapter} --data ROWS --range=L,U --unverified"
     more = f"loragate sft --model {base} --adapter {adapter} --data ROWS"
-    return [
-        "not run: controls that are trainings of their own. Make them on the gates' rows and score each like this model:",
+    of_gates = [
         f"  one λ per module            {gates} --granularity module --out OUT",
         f"  gates trained with CE       {gates} --objective ce --out OUT",
+    ]
+    return [
+        "not run: controls that are trainings of their own. Make them on the gates' rows and score each like this model:",
+        *([] if loaded.is_dora else of_gates),
         f"  LoRA, same rows again       {more} --out OUT",
         f"  LoRA trained with entropy   {more} --objective entropy --out OUT",
     ]
@@ -149,7 +160,9 @@ def plan(
     from loragate.evaluation.variants import variants_for
 
     constants = [_number(text) for text in options.constants.split(",") if text.strip()]
-    variants = [v for v in variants_for(loaded.kind, options.controls, constants) if loaded.can_act(v)]
+    wanted = variants_for(loaded.kind, options.controls, constants)
+    left_out = {variant.name: why for variant in wanted if (why := loaded.why_not(variant))}
+    variants = [variant for variant in wanted if variant.name not in left_out]
     figures: dict[str, float] = {}
     if loaded.model is not None:
         prompts = prepared[0].prompts if prepared else ["The quick brown fox jumps over the lazy dog."]
@@ -161,6 +174,7 @@ def plan(
         models=loaded.sources,
         canary=figures,
         notes=_notes(loaded),
+        left_out=left_out,
         seed=options.seed,
         identity={
             "engine": options.engine,
@@ -304,5 +318,6 @@ COMMAND = Command(
         "loragate eval --model gated --suite math --out runs/math",
         "loragate eval --model gated --tasks math500 --data math500=test.jsonl --limit 100 --samples 4 --out runs/quick",
         "loragate eval --model gated --suite math --out runs/math --resume",
+        "loragate eval --sweep runs/grid --suite math --engine vllm --out runs/grid-math",
     ),
 )

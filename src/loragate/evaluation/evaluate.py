@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -78,6 +78,7 @@ class Evaluation:
         suites: retention suites that the harness asks; scored for every row that is no control.
         harness: asks an engine one suite; None where all suites are measured and on file.
         notes: what a reader of all scores should know; kept in the folder, and no part of what a resumed run must share.
+        left_out: {name of a row: why the model cannot be it}; shown in its place, and kept like the notes.
     """
 
     def __init__(
@@ -95,11 +96,13 @@ class Evaluation:
         suites: Sequence[str] = (),
         harness: Harness | None = None,
         notes: Sequence[str] = (),
+        left_out: Mapping[str, str] | None = None,
     ) -> None:
         self.folder, self.tasks, self.variants = folder, list(tasks), list(variants)
         self.models, self.canary, self.seed = models, canary, seed
         self.judging, self.grader = judging or JudgeSettings(), grader
         self.suites, self.harness, self.notes = list(suites), harness, list(notes)
+        self.left_out = dict(left_out or {})
         self.identity = json.loads(
             json.dumps(
                 {
@@ -121,24 +124,28 @@ class Evaluation:
             ConfigError: naming the first difference.
         """
         path = self.folder / "eval.json"
-        identity = {**self.identity, "weights": weights_of(self.models)}
+        places = {**self.models, **{v.slug: v.gates for v in self.variants if v.gates is not None}}
+        identity = {**self.identity, "weights": weights_of(places)}
         if resume:
             before = json.loads(path.read_text(encoding="utf-8"))
-            before.pop("notes", None)
+            for kept in ("notes", "left_out"):
+                before.pop(kept, None)
             found = first_difference(before, identity)
             if found is not None:
                 key, old, new = found
                 if key.startswith("weights"):
                     raise ConfigError(
                         f"--resume: the answers in {self.folder} came from other weights than are in "
-                        f"{self.models[key.split('.')[1]]} now ({key} in {path.name}); put those back, or choose another --out"
+                        f"{places[key.split('.', 1)[1]]} now ({key} in {path.name}); put those back, or choose another --out"
                     )
                 raise ConfigError(
                     f"--resume: {path} was begun with {key} = {old!r:.80}, now it is {new!r:.80}; repeat the command with the "
                     "same settings, or choose another --out"
                 )
         else:
-            write_json(path, {**identity, "notes": self.notes})  # first of all: with it the folder can be resumed
+            write_json(
+                path, {**identity, "notes": self.notes, "left_out": self.left_out}
+            )  # first of all: with it the folder can be resumed
         for prepared in self.tasks:
             write_questions(self.folder, prepared)
             write_text(
@@ -188,6 +195,7 @@ class Evaluation:
             seconds=sum(self.seconds.values()),
             canary=self.canary,
             warnings=tuple(dict.fromkeys(warnings)),
+            left_out=self.left_out,
         ).with_adjusted_p()
 
     def forget_grades(self) -> None:

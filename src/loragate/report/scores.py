@@ -42,6 +42,8 @@ def score_tables(record: Record) -> list[Table]:
         for row in rows_of(record, task["name"]):
             cells = [_stacked(cell) for cell in _cells(row)]
             table.add_row(Text(row_name(row)), *cells, style="bold" if row["variant"] == "gated" else None)
+        for name in left_out(record, task):
+            table.add_row(Text(name.replace(", ", "\n")), *[ABSENT] * (len(COLUMNS) - 1))
         tables.append(table)
     for title, rows in suites_of(record):
         table = _table(title, SUITE_COLUMNS)
@@ -57,6 +59,7 @@ def score_markdown(record: Record) -> str:
     parts = []
     for task in record["tasks"]:
         lines = [[row_name(row), *_joined(_cells(row))] for row in rows_of(record, task["name"])]
+        lines += [[name, *[ABSENT] * (len(COLUMNS) - 1)] for name in left_out(record, task)]
         parts.append(f"### {task['name']} v{task['version']} · {metric(record, task)}\n\n{_markdown(COLUMNS, lines)}")
     for title, rows in suites_of(record):
         lines = [[row_name(row), *_joined(_suite_cells(row))] for row in rows]
@@ -67,6 +70,13 @@ def score_markdown(record: Record) -> str:
 def row_name(row: Mapping[str, Any]) -> str:
     """ "gated", "adapter T=0.6"."""
     return row["variant"] if row["control"] is None else f"{row['variant']} {row['control']}"
+
+
+def left_out(record: Record, task: Mapping[str, Any]) -> list[str]:
+    """Rows that the model cannot be, as "adapter λ=0.5, not applicable: DoRA"; the harness is asked for no controls."""
+    if task["grader"].startswith("lm-eval"):
+        return []
+    return [f"{row}, not applicable: {why}" for row, why in record.get("left_out", {}).items()]
 
 
 def suites_of(record: Record) -> list[tuple[str, list[Mapping[str, Any]]]]:
