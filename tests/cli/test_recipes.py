@@ -46,7 +46,7 @@ def test_list_and_show(capsys):
     assert main(["recipes", "list", "math/qwen3-4b-base/scale"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["math/qwen3-4b-base/scale-auto", "beyond", "the", "paper"]
-    assert any(line.split() == ["math/qwen3-4b-base/scale", "Table", "1"] for line in lines)
+    assert any(line.split() == ["math/qwen3-4b-base/scale", "Table", "1;", "Fig.", "1"] for line in lines)
     assert main(["recipes", "show", SCALE, "--set", "sft.rank=8", "--out", "runs/x"]) == 0
     text = capsys.readouterr().out
     shown = yaml.safe_load(text)
@@ -66,6 +66,9 @@ def test_list_and_show(capsys):
         ("fig. 4", "/lora ", "/gate-ce "),
         ("Figure 3", "code/qwen3-4b-base/grid ", "/scale "),
         ("tables 7", "/seed-42 ", "/grid "),
+        ("fig. 1", "code/qwen3-4b-base/scale ", "/lora "),
+        ("FIGURE 1", "math/qwen2.5-math-1.5b/scale ", "/gate-ce "),
+        ("app. c", "/eksft ", "/lora "),
     ],
 )
 def test_list_by_a_place_in_the_paper(wanted, there, absent, capsys):
@@ -73,6 +76,27 @@ def test_list_by_a_place_in_the_paper(wanted, there, absent, capsys):
     text = capsys.readouterr().out
     assert there in text
     assert absent not in text
+
+
+def test_every_place_that_a_recipe_names_is_found():
+    from loragate.cli.recipes import PLACE, stands_in
+    from loragate.recipes import Library, every_name, read_recipe
+
+    library = Library()
+    places = {read_recipe(name, library).tables for name in every_name(library)} - {""}
+    numbers = {"Table": {"1", "2", "4", "5", "6", "7", "8", "9", "10"}, "Fig": {"1", "3", "4"}, "App": {"C"}}
+    for kind, expected in numbers.items():
+        for number in map(str, range(1, 12)):
+            for text in (
+                f"{kind} {number}",
+                f"{kind.lower()}{number}",
+                f"{kind.upper()}. {number}",
+                f"{kind}s  #{number}",
+            ):
+                place = PLACE.fullmatch(text)
+                assert any(stands_in(tables, place) for tables in places) == (number in expected), text
+    assert stands_in("App. C (catalogue only)", PLACE.fullmatch("Appendix c"))
+    assert not stands_in("App. C (catalogue only)", PLACE.fullmatch("app b"))
 
 
 def test_dry_run_writes_nothing(place, tmp_path, capsys):

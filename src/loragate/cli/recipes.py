@@ -21,8 +21,8 @@ from loragate.cli.launching import wait_for
 from loragate.errors import ConfigError, LoragateError, nearest
 
 VERBS = ("list", "show", "run", "check")
-# a table or figure of the paper, as people write it
-PLACE = re.compile(r"(?P<kind>table|tab|figure|fig)s?\.?[ -]?(?P<number>\d+)", re.IGNORECASE)
+# a table, figure or appendix of the paper, as people write it
+PLACE = re.compile(r"(?P<kind>tab|fig|app)[a-z]*[\W_]*(?P<number>\d+|\b[a-z])", re.IGNORECASE)
 TRAINING = ("sft", "calibrate", "sweep", "mask")
 
 
@@ -111,10 +111,12 @@ def list_recipes(options: RecipesOptions, shelf: Any, wanted: str) -> int:
 
 
 def stands_in(tables: str, place: re.Match[str]) -> bool:
-    """Whether a list such as "Tables 1, 5; Fig. 3" names this table or figure."""
-    kind = place["kind"][0].lower()
-    lists = re.findall(r"(Table|Fig)\w*\.? ([\d, ]+)", tables)
-    return any(word[0].lower() == kind and place["number"] in re.findall(r"\d+", numbers) for word, numbers in lists)
+    """Whether a list such as "Tables 1, 5; Fig. 3" names this place."""
+    lists = re.findall(r"(Tab|Fig|App)[a-z]*\.? ([\dA-Z, ]+)", tables)
+    return any(
+        word == place["kind"].capitalize() and place["number"].upper() in re.findall(r"\w+", numbers)
+        for word, numbers in lists
+    )
 
 
 def show(options: RecipesOptions, recipe: Any) -> int:

@@ -7,6 +7,7 @@ flat mapping of one command's options.
     compose   a name, or a file of the user's, to a recipe
     recipe    stages with values, where each value comes from, references between stages
     show      a recipe as YAML and as command lines
+    machine   what its stages need there: memory, time, answers
     folder    the run folder: what is finished, what is resumed, what would not fit
     samples   the tiny stand-ins on which `recipes check` runs every recipe
 

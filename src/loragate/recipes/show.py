@@ -27,6 +27,12 @@ def as_yaml(recipe: Recipe) -> str:
     lines.append(yaml.safe_dump({"stages": plan}, default_flow_style=None, sort_keys=False).rstrip())
     if recipe.launcher:
         lines.append(_pair("launcher", recipe.launcher))
+    if recipe.machine:
+        lines.append(_pair("machine", recipe.machine))
+    if recipe.architecture:
+        lines.append(
+            yaml.safe_dump({"architecture": recipe.architecture}, default_flow_style=None, width=WIDTH).rstrip()
+        )
     if recipe.needs:
         lines.append(yaml.safe_dump({"needs": recipe.needs}, sort_keys=False, width=1000).rstrip())
     for stage in recipe.stages:
