@@ -87,4 +87,3 @@ def _samples(values: dict[str, Any]) -> bool:
     tasks = list(suite(values["suite"])) if values.get("suite") else []
     tasks += [load_task(name) for name in str(values.get("tasks", "")).split(",") if name]
     return any(task.engine == "loragate" for task in tasks)
-
