@@ -10,13 +10,18 @@ import shlex
 from typing import Any
 
 from loragate.analysis.plan import Plan, Request, make_plan
-from loragate.analysis.plan_model import read_config
+from loragate.analysis.plan_memory import FP32
+from loragate.analysis.plan_model import base_dtype, build_on_meta, count_parameters, read_config
 from loragate.evaluation.tasks import Task, load_task, suite
 from loragate.evaluation.variants import Kind, variants_for
+from loragate.gates.hub import cached_commit, is_hub_id
 from loragate.recipes.recipe import Recipe, Stage
 from loragate.recipes.show import is_launched
+from loragate.training.settings import TrainSettings
 
 STAGE_OF = {"sft": "sft", "calibrate": "calibrate", "sweep": "calibrate"}
+KEPT = TrainSettings.keep_checkpoints
+RANGES = 42  # of the paper's grid
 DIRECT = ("precision", "dtype", "rank", "target_modules", "quantization", "k", "epochs")
 
 
@@ -49,13 +54,36 @@ def answers(recipe: Recipe) -> dict[str, int]:
     return found
 
 
+def disk(recipe: Recipe) -> tuple[float, float]:
+    """(bytes below the run's folder, bytes of what comes from the hub), as far as they can be known before: an estimate.
+
+    Checkpoints hold what trains with AdamW's two moments, an answer at most 4096 tokens of ten bytes; a data set of the hub
+    is taken for three GiB.
+    """
+    model = _base(recipe)
+    from_hub = is_hub_id(model) and cached_commit(model) is None
+    config = _config(recipe, model)
+    size = base_dtype(config).itemsize
+    counted = count_parameters(build_on_meta(config, stage="calibrate"), config)
+    run = 4096.0 * 10 * sum(answers(recipe).values())
+    for stage in recipe.stages:
+        trained = counted.trained("sft" if stage.command == "sft" else "calibrate")
+        if stage.command in STAGE_OF:
+            run += FP32 * (counted.lora + counted.gates + 3 * (KEPT + 1) * trained)
+        if stage.command == "sweep":
+            run += RANGES * FP32 * (counted.lora + counted.gates)
+    sets = {value for stage in recipe.stages if is_hub_id(str(value := stage.values.get("data", "{")))}
+    return run, from_hub * size * float(counted.base) + 3.0 * 2**30 * len(sets)
+
+
 def _plan(recipe: Recipe, stage: Stage) -> Plan:
     model = _base(recipe)
     # what a stage does not set is that of the stage whose adapter it goes on with
-    first = next((other.values for other in recipe.stages if other.command == "sft"), {})
-    values = {**{key: first[key] for key in ("rank", "target_modules", "dtype") if key in first}, **stage.values}
-    words: list[str] = shlex.split(recipe.launcher) if is_launched(stage) else []
-    given = {flag: value for flag, value in itertools.pairwise(words) if flag.startswith("--")}
+    first: dict[str, Any] = next((other.values for other in recipe.stages if other.command == "sft"), {})
+    values: dict[str, Any] = {key: first[key] for key in ("rank", "target_modules", "dtype") if key in first}
+    values |= stage.values
+    words = shlex.split(recipe.launcher) if is_launched(stage) else []
+    given = dict(itertools.pairwise(words))
     gpus = int(given.get("--num_processes", 1))
     strategy = next((name for name in ("fsdp2", "zero3") if name in given.get("--config_file", "")), "ddp")
     request = Request(
@@ -93,7 +121,7 @@ def _questions(task: Task, limit: int | None) -> int:
 
 
 def _kind(recipe: Recipe, stage: Stage) -> Kind:
-    if "{" not in str(stage.values["model"]):
+    if "{" not in str(stage.values.get("model", "")):
         return "base"
     before = recipe.stages[: recipe.stages.index(stage)]
     return "gated" if any(done.command in ("calibrate", "sweep") for done in before) else "adapter"
