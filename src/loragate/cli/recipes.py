@@ -1,4 +1,4 @@
-"""`loragate recipes`: list, show, run and check everything the paper trains, by name."""
+"""`loragate recipes`: list, show, run, rehearse and check everything the paper trains, by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from loragate.cli.display import console, duration, next_evaluation, printable
 from loragate.cli.launching import wait_for
 from loragate.errors import ConfigError, LoragateError, nearest
 
-VERBS = ("list", "show", "run", "check")
+VERBS = ("list", "show", "run", "rehearse", "check")
 # a table, figure or appendix of the paper, as people write it
 PLACE = re.compile(r"(?P<kind>tab|fig|app)[a-z]*[\W_]*(?P<number>\d+|\b[a-z])", re.IGNORECASE)
 TRAINING = ("sft", "calibrate", "sweep", "mask")
@@ -32,10 +32,10 @@ class RecipesOptions:
     """Settings of `loragate recipes`.
 
     Attributes:
-        words: list [FILTER], show NAME, run NAME, or check [FILTER]; a FILTER of list is part of a name or a place in the paper,
-            such as "table 6"; a NAME may be the path of a YAML file of your own.
+        words: list [FILTER], show NAME, run NAME, rehearse NAME, or check [FILTER]; a FILTER of list is part of a name or a place
+            in the paper, such as "table 6"; a NAME may be the path of a YAML file of your own.
         set: change a value, as in --set sft.max_rows=2000 for one stage or --set seed=1 for all; may be repeated.
-        out: run folder of run [runs/recipes/NAME]; a repeated command goes on where it was.
+        out: run folder of run [runs/recipes/NAME]; a repeated command goes on where it was. rehearse keeps nothing without it.
         local_model: folder of the base model in place of its hub id.
         local_data: file of rows in place of the hub data set, with the same columns.
         recipes_dir: folders with domain/, backbone/, method/ and variant/ files of your own, separated by commas.
@@ -43,9 +43,7 @@ class RecipesOptions:
         eval_python: python of another environment, in which stages that answer with vLLM run; LORAGATE_EVAL_PYTHON says the same,
             and the run's folder remembers it.
         launcher: how training stages are started, such as "accelerate launch --num_processes 2 -m loragate".
-        dry_run: print the plain commands of run and stop.
-        quick: check the schema only; nothing is trained.
-        jobs: processes of check.
+        dry_run: print the plain commands of run and stop; for rehearse also what is replaced, and what the full run needs.
         variants: list variants (the paper's three seeds) too.
     """
 
@@ -59,8 +57,6 @@ class RecipesOptions:
     eval_python: str = ""
     launcher: str = ""
     dry_run: bool = False
-    quick: bool = False
-    jobs: int = 1
     variants: bool = False
 
 
@@ -72,7 +68,7 @@ def run(options: RecipesOptions) -> int:
     if len(rest) > 1:
         raise ConfigError(f"loragate recipes {verb} takes one name, found {' '.join(rest)}")
     _require_effect(options, verb)
-    if verb in ("show", "run") and not rest:
+    if verb in ("show", "run", "rehearse") and not rest:
         raise ConfigError(f"loragate recipes {verb} needs a name; for example: loragate recipes {verb} {EXAMPLE}")
     from loragate.recipes.library import library
 
@@ -81,14 +77,18 @@ def run(options: RecipesOptions) -> int:
     if verb == "list":
         return list_recipes(options, shelf, name)
     if verb == "check":
-        from loragate.cli.recipes_check import check
+        from loragate.cli.recipes_rehearse import check
 
-        return check(options, shelf, name)
+        return check(shelf, name)
     recipe = resolved(options, shelf, name)
     for stage in recipe.placed("out"):
         validate(stage, recipe.name)
     if verb == "show":
         return show(options, recipe)
+    if verb == "rehearse":
+        from loragate.cli.recipes_rehearse import rehearse
+
+        return rehearse(options, recipe)
     return run_recipe(options, recipe)
 
 
@@ -355,7 +355,8 @@ READ_BY = {
     "list": ("recipes_dir", "variants"),
     "show": ("recipes_dir", "set", "out", "local_model", "local_data", "launcher", "eval_python"),
     "run": ("recipes_dir", "set", "out", "local_model", "local_data", "launcher", "eval_python", "stages", "dry_run"),
-    "check": ("recipes_dir", "quick", "jobs", "out"),
+    "rehearse": ("recipes_dir", "set", "out", "launcher", "eval_python", "dry_run"),
+    "check": ("recipes_dir",),
 }
 
 
@@ -369,7 +370,7 @@ def _require_effect(options: RecipesOptions, verb: str) -> None:
 EXAMPLE = "math/qwen2.5-math-1.5b/scale"
 COMMAND = Command(
     name="recipes",
-    summary="Everything the paper trains, by name: list, show, run (resumable) and check recipes.",
+    summary="Everything the paper trains, by name: list, show, run (resumable), rehearse and check recipes.",
     options=RecipesOptions,
     run=run,
     examples=(
@@ -377,7 +378,7 @@ COMMAND = Command(
         f"loragate recipes show {EXAMPLE}",
         f"loragate recipes run {EXAMPLE} --out runs/scale",
         f"loragate recipes run {EXAMPLE} --local-model path/to/base --local-data rows.parquet --set sft.max_rows=2000",
-        "loragate recipes check --quick",
+        f"loragate recipes rehearse {EXAMPLE}",
     ),
     positional="words",
 )

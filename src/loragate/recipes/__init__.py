@@ -9,9 +9,11 @@ flat mapping of one command's options.
     show      a recipe as YAML and as command lines
     machine   what its stages need there: memory, time, answers
     folder    the run folder: what is finished, what is resumed, what would not fit
-    samples   the tiny stand-ins on which `recipes check` runs every recipe
+    machine   what the stages need on the machine that the recipe names
+    rehearsal the recipe with its counts cut, on stand-ins
+    standins  the base, rows and questions of a rehearsal
 
-The files lie beside this one: `common.yaml`, `domain/`, `backbone/`, `method/`, `variant/`, `templates/`. This room knows
+The files lie beside this one: `common.yaml`, `domain/`, `backbone/`, `method/`, `variant/`, `templates/`, `questions/`. This room knows
 no command: what the options of a stage may be arrives as a callable.
 """
 
