@@ -162,13 +162,15 @@ def run_recipe(options: RecipesOptions, recipe: Any) -> int:
     launcher = shlex.split(options.launcher or recipe.launcher)
     stages = recipe.placed(str(path))
     for stage in stages:
-        require_asked(recipe.name, stage, validate(stage, recipe.name))
+        require_asked(recipe.name, stage, validate(stage, recipe.name, deep=True))
     with held(path / "lock", 0.0, f"another run works in {path}; wait for it to end, or stop it"):
         folder = RunFolder.begin(path, recipe)
         require_earlier(stages, wanted, folder)
         ahead = [s for s in stages if (not wanted or s.name in wanted) and not folder.is_finished(s)]
-        named = options.eval_python or os.environ.get(EVAL_PYTHON, "") or folder.record.get("eval_python", "")
-        evaluator = interpreter(named)
+        remembered = folder.record.get("eval_python", "")
+        evaluator = interpreter(options.eval_python or os.environ.get(EVAL_PYTHON, "") or remembered)
+        if evaluator:
+            out.print(f"answers with vLLM: {evaluator}", markup=False)
         out.print("checking that every stage can run here: data, graders, engine, disk")
         require_parts(recipe, ahead, path, evaluator)
         folder.remember(eval_python=evaluator)
