@@ -5,7 +5,7 @@ VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: quickstart test test-all test-vllm vllm-env lint format docs bench clean
+.PHONY: quickstart test test-all test-vllm vllm-env lint format docs bench gpu clean
 
 quickstart: $(VENV)/.run
 	$(BIN)/loragate quickstart $(ARGS)
@@ -39,6 +39,10 @@ docs: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/speed/run.py $(ARGS)
+
+# everything that needs a GPU, in 25 minutes, with an interpreter that has CUDA, transformers and peft: make gpu PYTHON=python3
+gpu:
+	$(PYTHON) benchmarks/gpu/run.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -495,7 +495,7 @@ def test_every_suite_end_to_end(place, tmp_path, capsys):
     assert {row.name for row in record.results} == {"base", "adapter", "gated"}
     assert len(record.results) == 3 * len(names)
     assert record.sandbox == "bubblewrap"
-    averaged = {"math": 5, "code": 3, "tiny": 2}
+    averaged = {"math": 5, "code": 3, "tiny": 2, "bbh/subsets": 4, "retention": 3}
     assert {(row.suite, row.average.tasks) for row in record.suites} == set(averaged.items())
     assert len(record.suites) == 3 * len(averaged)
     harness = json.loads((tmp_path / "run" / "harness" / "gated" / "openbookqa.json").read_text())

@@ -142,6 +142,36 @@ def test_a_stop_text_cuts_what_was_drawn(fake_vllm: Any, folders: tuple[str, str
             assert after.token_ids == before.token_ids[: len(after.token_ids)]
 
 
+def test_every_token_of_a_continuation_is_a_request_that_may_draw_it_alone(
+    fake_vllm: Any, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompt log-probabilities, with which vLLM 0.32 dies on a CPU with LoRA, are not asked for."""
+    engine = VllmEngine(*folders, batch_size=2)
+
+    def answers(prompts: Any, params: Any, *, use_tqdm: bool, lora_request: Any) -> list[Any]:
+        engine._llm.calls.append((prompts, params, lora_request))
+        steps = [
+            SimpleNamespace(logprob=-float(one["allowed_token_ids"][0]), rank=1 + (one["allowed_token_ids"][0] == 9))
+            for one in params
+        ]
+        return [SimpleNamespace(outputs=[SimpleNamespace(logprobs=[{7: step}])]) for step in steps]
+
+    monkeypatch.setattr(engine._llm, "generate", answers)
+    pairs = [([3, 4], [5, 6]), ([3], [9]), ([3, 4, 5], [7])]
+    seen: list[tuple[int, int]] = []
+    assert engine.log_likelihoods(pairs, lambda *step: seen.append(step)) == [
+        (-11.0, True),
+        (-9.0, False),
+        (-7.0, True),
+    ]
+    assert seen == [(2, 3), (3, 3)]
+    prompts, params, lora = engine._llm.calls[0]
+    assert [prompt["prompt_token_ids"] for prompt in prompts] == [[3, 4], [3, 4, 5], [3]]
+    assert [one["allowed_token_ids"] for one in params] == [[5], [6], [9]]
+    assert all(one["max_tokens"] == 1 and one["logprobs"] == 0 and "prompt_logprobs" not in one for one in params)
+    assert lora == ("adapter", 1, folders[1])
+
+
 def test_pending_samples_keep_their_seeds(fake_vllm: Any, folders: tuple[str, str]) -> None:
     engine = VllmEngine(folders[0])
     engine.generate(PROMPTS, CONFIG, pending=[(7, 2), (3, 1)])
@@ -318,6 +348,29 @@ def test_greedy_equals_the_transformers_engine_for_an_adapter(
     unadapted = reference(folders, adapted=False).generate(PROMPTS, GREEDY)
     assert sum(a.token_ids != b.token_ids for a, b in zip(expected, unadapted)) > len(PROMPTS) / 2
     assert {s.finish_reason for s in expected} == {"stop", "length"}
+
+
+@real
+@pytest.mark.slow
+def test_likelihoods_are_the_transformers_engine_s_for_a_real_vocabulary(vllm_settings: None, tmp_path: Path) -> None:
+    """With 50,000 tokens vLLM 0.32 on a CPU wraps the head for LoRA, and its own prompt log-probabilities fail."""
+    shape = {**SHAPE, "vocab_size": 50_000}
+    tiny_base(**shape).save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    adapted = tiny_adapter(base=tiny_base(**shape), **PATTERNS)
+    adapted.save_pretrained(tmp_path / "adapter")
+    here = TransformersEngine(adapted, tiny_tokenizer(), batch_size=2)
+    likeliest = here.generate([[5, 6, 7]], SamplingConfig(temperature=0, max_new_tokens=3))[0].token_ids
+    pairs = [([5, 6, 7], [80, 49_999, 12]), ([5, 6, 7], likeliest), ([9], [20]), ([9, 10, 11, 12], [20, 21])]
+    expected = here.log_likelihoods(pairs)
+    assert [greedy for _, greedy in expected] == [False, True, False, False]
+    engine = VllmEngine(str(tmp_path / "base"), str(tmp_path / "adapter"), dtype="float32")
+    try:
+        found = engine.log_likelihoods(pairs)
+    finally:
+        engine.close()
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
 
 
 @real

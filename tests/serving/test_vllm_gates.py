@@ -359,6 +359,57 @@ def test_eval_scores_base_adapter_gated_and_constant_rows(settings: None, folder
     assert len({json.dumps(row) for row in answers[0].values()}) == 4
 
 
+def test_retention_suites_give_the_same_answers_and_likelihoods_on_both_engines(
+    settings: None, folders: Path, tmp_path: Path
+) -> None:
+    """For all three rows: MMLU-Pro and BBH generate, OpenBookQA compares options; long prompts are cut alike."""
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed beside vllm (scripts/vllm_cpu_env.sh)")
+    from loragate.cli.main import main
+    from loragate.evaluation.results import read_record
+
+    data = Path(__file__).parents[1] / "evaluation" / "samples"
+    suites = ("mmlu_pro", "bbh", "openbookqa")
+    found: dict[str, dict[tuple[str, str], Any]] = {}
+    for engine in ("transformers", "vllm"):
+        out = tmp_path / engine
+        command = [
+            "eval",
+            "--model",
+            str(folders / "wide"),
+            "--suite",
+            "retention",
+            "--data",
+            str(data),
+            "--out",
+            str(out),
+        ]
+        command += ["--engine", engine, "--controls", "none", "--max-new-tokens", "12", "--limit", "2"]
+        assert main([*command, "--dtype", "float32", "--device", "cpu"]) == 0
+        kept = {
+            (row, suite): json.loads((out / "harness" / row / f"{suite}.json").read_text())
+            for row in ("base", "adapter", "gated")
+            for suite in suites
+        }
+        found[engine] = kept
+    likelihoods = {}
+    for key, ours in found["transformers"].items():
+        theirs = found["vllm"][key]
+        assert theirs["prompts_hash"] == ours["prompts_hash"]
+        assert theirs["warnings"] == ours["warnings"]
+        for one, other in zip(ours["samples"], theirs["samples"], strict=True):
+            for name in ("text", "tokens", "finish_reason", "budget", "prompt_tokens_cut", "extracted", "correct"):
+                assert one.get(name) == other.get(name)
+            assert one.get("loglikelihoods", []) == pytest.approx(other.get("loglikelihoods", []), abs=1e-3)
+        likelihoods[key] = [sample.get("loglikelihoods", sample.get("text")) for sample in ours["samples"]]
+    for suite in suites:
+        distinct = {json.dumps(likelihoods[row, suite]) for row in ("base", "adapter", "gated")}
+        # a weak adapter may leave twelve greedy tokens as they are; likelihoods tell all three apart
+        assert len(distinct) == 3 if suite == "openbookqa" else len(distinct) > 1
+    records = [read_record(tmp_path / engine / "results.json") for engine in found]
+    assert [(row.suite, row.average.tasks) for row in records[0].suites][::3] == [("bbh/subsets", 4), ("retention", 3)]
+    assert records[0].suites == records[1].suites
+
+
 TWO_RANKS = """
 import sys
 from loragate.serving.parity import greedy, open_llm

@@ -85,10 +85,6 @@ def run(options: EvalOptions) -> int:
     own = [task for task in tasks if task.engine == "loragate"]
     require_graders(own, options.grader, settings)
     suites = [task.name for task in tasks if task.engine != "loragate"]
-    if suites and options.engine == "vllm":
-        raise ConfigError(
-            f"--engine vllm: {', '.join(suites)} are scored with --engine transformers only, in this version"
-        )
     if not own and (options.samples is not None or options.temperature is not None):
         raise ConfigError(
             f"--samples and --temperature have no effect: {', '.join(suites)} are answered greedily, or not generated at all"
@@ -196,29 +192,27 @@ def describe_suites(options: EvalOptions, loaded: Any, tasks: list[Any]) -> dict
 
 
 def harness_for(options: EvalOptions, loaded: Any) -> Any:
-    """Asks one retention suite of the model as one row."""
+    """Asks an engine one retention suite."""
     from loragate.evaluation.harness import run_harness
-    from loragate.evaluation.variants import acting
 
     tasks = chosen_tasks(options)
     files, commits = files_of(options, tasks), commits_of(options, tasks)
 
-    def ask(variant: Any, name: str, on_progress: Any) -> Any:
-        with acting(loaded.model, variant, loaded.kind):
-            return run_harness(
-                loaded.model,
-                loaded.tokenizer,
-                [name],
-                limit=options.limit,
-                batch_size=options.batch_size,
-                seed=options.seed,
-                data={name: local_file(files[name], name)} if name in files else {},
-                revisions={name: commits[name]} if name in commits else {},
-                max_new_tokens=options.max_new_tokens,
-                chat_template=loaded.tokenizer.chat_template is not None,
-                system=options.system,
-                on_progress=on_progress,
-            )[name]
+    def ask(engine: Any, name: str, on_progress: Any) -> Any:
+        return run_harness(
+            engine,
+            loaded.tokenizer,
+            [name],
+            positions=loaded.positions,
+            limit=options.limit,
+            seed=options.seed,
+            data={name: local_file(files[name], name)} if name in files else {},
+            revisions={name: commits[name]} if name in commits else {},
+            max_new_tokens=options.max_new_tokens,
+            chat_template=loaded.tokenizer.chat_template is not None,
+            system=options.system,
+            on_progress=on_progress,
+        )[name]
 
     return ask
 

@@ -124,10 +124,17 @@ class RowEngine:
 
     def generate(self, *arguments: Any, **keywords: Any) -> Any:
         """As `Engine.generate`."""
+        return self._act(self.engine.generate, *arguments, **keywords)
+
+    def log_likelihoods(self, *arguments: Any, **keywords: Any) -> Any:
+        """As `ScoringEngine.log_likelihoods`."""
+        return self._act(self.engine.log_likelihoods, *arguments, **keywords)
+
+    def _act(self, method: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         from loragate.evaluation.variants import acting
 
         with acting(self.loaded.model, self.variant, self.loaded.kind):
-            return self.engine.generate(*arguments, **keywords)
+            return method(*arguments, **keywords)
 
 
 def _anywhere(place: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import re
 import shlex
 import subprocess
@@ -39,6 +40,8 @@ class RecipesOptions:
         local_data: file of rows in place of the hub data set, with the same columns.
         recipes_dir: folders with domain/, backbone/, method/ and variant/ files of your own, separated by commas.
         stages: run these stages only, separated by commas; those before them must have run.
+        eval_python: python of another environment, in which stages that answer with vLLM run; LORAGATE_EVAL_PYTHON says the same,
+            and the run's folder remembers it.
         launcher: how training stages are started, such as "accelerate launch --num_processes 2 -m loragate".
         dry_run: print the plain commands of run and stop; for rehearse also what is replaced, and what the full run needs.
         variants: list variants (the paper's three seeds) too.
@@ -51,6 +54,7 @@ class RecipesOptions:
     local_data: str = ""
     recipes_dir: str = ""
     stages: str = ""
+    eval_python: str = ""
     launcher: str = ""
     dry_run: bool = False
     variants: bool = False
@@ -126,17 +130,17 @@ def show(options: RecipesOptions, recipe: Any) -> int:
     print(printable(as_yaml(recipe)))
     folder = options.out or default_folder(recipe)
     print(f"# all of it, resumable:\n#   {run_line(options, recipe, folder)}\n#\n# or by hand:")
-    for line in command_lines(recipe, folder, switches(), options.launcher):
+    for line in command_lines(recipe, folder, switches(), options.launcher, options.eval_python):
         print("\n".join(f"#   {printable(part)}" for part in line.splitlines()))
     return 0
 
 
 def run_recipe(options: RecipesOptions, recipe: Any) -> int:
     """The stages in their order; those that are finished are left alone."""
-    from loragate.cli.recipes_ready import require_earlier, require_parts
+    from loragate.cli.recipes_ready import EVAL_PYTHON, interpreter, require_earlier, require_parts
     from loragate.recipes.consent import require_asked, require_known_launcher
     from loragate.recipes.folder import RunFolder
-    from loragate.recipes.show import command_lines, is_launched
+    from loragate.recipes.show import command_lines, is_launched, uses_vllm
     from loragate.sweep.records import held
 
     out, path = console(), Path(options.out or default_folder(recipe))
@@ -148,7 +152,7 @@ def run_recipe(options: RecipesOptions, recipe: Any) -> int:
         key, why = next(iter(missing.items()))
         raise ConfigError(f"{recipe.name} needs {key}: {why}. Give it with --set {key}=FILE")
     if options.dry_run:
-        lines = command_lines(recipe, str(path), switches(), options.launcher)
+        lines = command_lines(recipe, str(path), switches(), options.launcher, options.eval_python)
         for stage, line in zip(recipe.stages, lines, strict=True):
             if not wanted or stage.name in wanted:
                 print(line)
@@ -158,14 +162,18 @@ def run_recipe(options: RecipesOptions, recipe: Any) -> int:
     launcher = shlex.split(options.launcher or recipe.launcher)
     stages = recipe.placed(str(path))
     for stage in stages:
-        require_asked(recipe.name, stage, validate(stage, recipe.name))
+        require_asked(recipe.name, stage, validate(stage, recipe.name, deep=True))
     with held(path / "lock", 0.0, f"another run works in {path}; wait for it to end, or stop it"):
         folder = RunFolder.begin(path, recipe)
         require_earlier(stages, wanted, folder)
         ahead = [s for s in stages if (not wanted or s.name in wanted) and not folder.is_finished(s)]
-        if any(stage.command == "eval" for stage in ahead):
-            out.print("checking that the evaluations can run, and reading their questions")
-        require_parts(ahead, lambda stage: validate(stage, recipe.name))
+        remembered = folder.record.get("eval_python", "")
+        evaluator = interpreter(options.eval_python or os.environ.get(EVAL_PYTHON, "") or remembered)
+        if evaluator:
+            out.print(f"answers with vLLM: {evaluator}", markup=False)
+        out.print("checking that every stage can run here: data, graders, engine, disk")
+        require_parts(recipe, ahead, path, evaluator)
+        folder.remember(eval_python=evaluator)
         out.print(f"{recipe.name} in {path}: {', '.join(stage.name for stage in stages)}", markup=False)
         for number, stage in enumerate(stages):
             title = f"[{number + 1}/{len(stages)}] {stage.name}"
@@ -177,7 +185,8 @@ def run_recipe(options: RecipesOptions, recipe: Any) -> int:
                 continue
             resume = folder.prepare(stage)
             config = folder.config(stage, number)
-            start = launcher if launcher and is_launched(stage) else [sys.executable, "-m", "loragate"]
+            own = [evaluator or sys.executable if uses_vllm(stage) else sys.executable, "-m", "loragate"]
+            start = launcher if launcher and is_launched(stage) else own
             command = [*start, stage.command, "--config", str(config), *(["--resume"] if resume else [])]
             out.print(f"{title}{': going on' if resume else ''}", markup=False)
             folder.began(stage, shlex.join(command))
@@ -310,7 +319,7 @@ def default_folder(recipe: Any) -> str:
 def run_line(options: RecipesOptions, recipe: Any, folder: str) -> str:
     """The command that runs the recipe, and goes on with it."""
     words = ["loragate", "recipes", "run", recipe.name, "--out", folder]
-    for name in ("local_model", "local_data", "recipes_dir", "stages", "launcher"):
+    for name in ("local_model", "local_data", "recipes_dir", "stages", "launcher", "eval_python"):
         if getattr(options, name):
             words += [flag_of(name), getattr(options, name)]
     for text in options.set:
@@ -346,9 +355,9 @@ def _known_tasks(suite: str, tasks: str) -> None:
 FURTHER: dict[str, Callable[[Any], None]] = {"sft": _sft, "calibrate": _calibrate, "eval": _eval}
 READ_BY = {
     "list": ("recipes_dir", "variants"),
-    "show": ("recipes_dir", "set", "out", "local_model", "local_data", "launcher"),
-    "run": ("recipes_dir", "set", "out", "local_model", "local_data", "launcher", "stages", "dry_run"),
-    "rehearse": ("recipes_dir", "set", "out", "launcher", "dry_run"),
+    "show": ("recipes_dir", "set", "out", "local_model", "local_data", "launcher", "eval_python"),
+    "run": ("recipes_dir", "set", "out", "local_model", "local_data", "launcher", "eval_python", "stages", "dry_run"),
+    "rehearse": ("recipes_dir", "set", "out", "launcher", "eval_python", "dry_run"),
     "check": ("recipes_dir",),
 }
 

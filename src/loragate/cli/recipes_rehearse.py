@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -17,8 +18,10 @@ from typing import Any
 
 from loragate.cli.display import console, duration
 from loragate.cli.recipes import call, run_recipe, validate
+from loragate.cli.recipes_ready import EVAL_PYTHON
 from loragate.errors import ConfigError, LoragateError
 from loragate.files import write_json
+from loragate.recipes.show import uses_vllm
 
 RECORD = "rehearsal.json"
 ENDED = 0.9  # share of sampled answers that must end; the stand-in ends nearly all of them long before their limits
@@ -59,7 +62,9 @@ def rehearse(options: Any, recipe: Any) -> int:
 
     out, began = console(), time.monotonic()
     with place(options.out) as folder:
-        small, replaced = rehearsal(recipe, folder / "stand-ins", engine_here(recipe))
+        small, replaced = rehearsal(
+            recipe, folder / "stand-ins", engine_here(recipe, options.eval_python or os.environ.get(EVAL_PYTHON, ""))
+        )
         if options.launcher:
             replaced = [item for item in replaced if item.option != "launcher"]
         for stage in small.placed("out"):
@@ -91,11 +96,11 @@ def rehearse(options: Any, recipe: Any) -> int:
     return 0
 
 
-def engine_here(recipe: Any) -> str:
-    """The engine in place of vLLM where that is not here; empty where nothing has to be replaced."""
+def engine_here(recipe: Any, evaluator: str = "") -> str:
+    """The engine in place of vLLM where that is not here; empty where nothing has to be replaced, or `evaluator` has it."""
     from loragate.generation.vllm_engine import require_vllm
 
-    if not any(stage.values.get("engine") == "vllm" for stage in recipe.stages):
+    if evaluator or not any(uses_vllm(stage) for stage in recipe.stages):
         return ""
     try:
         require_vllm()

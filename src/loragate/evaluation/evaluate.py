@@ -49,7 +49,7 @@ from loragate.evaluation.results import (
     TaskResult,
     task_result,
 )
-from loragate.evaluation.retention import retention_result
+from loragate.evaluation.retention import Measured, all_measured, keep_measured, read_measured, retention_averages
 from loragate.evaluation.sampling import draw_samples
 from loragate.evaluation.variants import Variant
 from loragate.evaluation.weights import weights_of
@@ -58,7 +58,7 @@ from loragate.generation import Engine, Sample
 from loragate.records import package_versions
 
 EngineFor = Callable[[Variant], AbstractContextManager[Engine]]
-Harness = Callable[[Variant, str, Callable[[int, int], None]], HarnessScores]
+Harness = Callable[[Engine, str, Callable[[int, int], None]], HarnessScores]
 OnEvent = Callable[[str, Variant, str, int, int], None]
 """Called with (stage, variant, task, done, total); stages are "sampling", "grading" and "retention"."""
 
@@ -76,7 +76,7 @@ class Evaluation:
         judging: how answers are judged.
         grader: in place of the math tasks' own.
         suites: retention suites that the harness asks; scored for every row that is no control.
-        harness: asks one suite of the model as the row; None where all suites are measured and on file.
+        harness: asks an engine one suite; None where all suites are measured and on file.
         notes: what a reader of all scores should know; kept in the folder, and no part of what a resumed run must share.
     """
 
@@ -149,7 +149,9 @@ class Evaluation:
         """Sample and judge everything that is not on file yet; returns the record, which the caller writes."""
         # rows with the same weights follow one another, as changing them can mean loading them
         for variant in sorted(self.variants, key=lambda variant: variant.acts):
-            if all(self._complete(variant, prepared) for prepared in self.tasks):
+            suites = [] if variant.control is not None else self.suites
+            kept = all(all_measured(self.folder, name, [variant]) for name in suites)
+            if kept and all(self._complete(variant, prepared) for prepared in self.tasks):
                 for prepared in self.tasks:
                     if on_event is not None:
                         count = self._count(variant, prepared)
@@ -158,24 +160,28 @@ class Evaluation:
             with engine_for(variant) as engine:
                 for prepared in self.tasks:
                     self._sample(engine, variant, prepared, on_event)
+                for name in suites:
+                    self._ask_harness(engine, variant, name, on_event)
         infos = [self._info(prepared) for prepared in self.tasks]
         results: list[TaskResult] = []
         scores: dict[tuple[str, str], np.ndarray] = {}
         for prepared in self.tasks:
             for variant in self.variants:
                 results.append(self._judge(variant, prepared, scores, on_event))
-        averages = self._averages(scores)
+        averages = list(self._averages(scores))
         warnings = [*self.notes, *(warning for prepared in self.tasks for warning in prepared.warnings)]
-        for name in self.suites:
-            info, rows = self._ask_harness(name, on_event, warnings)
-            infos.append(info)
-            results += rows
+        measured = {name: self._measured(name) for name in self.suites}
+        for rows in measured.values():
+            infos.append(next(iter(rows.values())).info)
+            results += [one.row for one in rows.values()]
+            warnings += [warning for one in rows.values() for warning in one.warnings]
+        averages += retention_averages(measured)
         return EvaluationRecord(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             models=self.models,
             tasks=tuple(infos),
             results=tuple(results),
-            suites=averages,
+            suites=tuple(averages),
             seed=self.seed,
             sandbox=self.judging.sandbox if any(self._grader(p) in CODE for p in self.tasks) else None,
             versions=package_versions(),
@@ -198,23 +204,20 @@ class Evaluation:
     def _count(self, variant: Variant, prepared: Prepared) -> int:
         return len(prepared.prompts) * variant.sampling(prepared.sampling).samples
 
-    def _ask_harness(
-        self, name: str, on_event: OnEvent | None, warnings: list[str]
-    ) -> tuple[TaskInfo, list[TaskResult]]:
-        rows: list[TaskResult] = []
-        adapter: np.ndarray | None = None
+    def _ask_harness(self, engine: Engine, variant: Variant, name: str, on_event: OnEvent | None) -> None:
+        def report(done: int, total: int) -> None:
+            if on_event is not None:
+                on_event("retention", variant, name, done, total)
+
+        if self.harness is not None:
+            keep_measured(self.folder, variant, name, partial(self.harness, engine, name, report))
+
+    def _measured(self, name: str) -> dict[str, Measured]:
+        """Every row that is no control on a suite, by the row's name; the adapter, which comes first, is compared with."""
+        found: dict[str, Measured] = {}
         for variant in (variant for variant in self.variants if variant.control is None):
-
-            def report(done: int, total: int, variant: Variant = variant) -> None:
-                if on_event is not None:
-                    on_event("retention", variant, name, done, total)
-
-            measure = None if self.harness is None else partial(self.harness, variant, name, report)
-            info, row, scores, found = retention_result(name, variant, self.folder, measure, adapter)
-            warnings += found
-            adapter = scores if variant.acts == "adapter" else adapter
-            rows.append(row)
-        return info, rows
+            found[variant.name] = read_measured(self.folder, variant, name, found.get("adapter"))
+        return found
 
     def _samples_path(self, variant: Variant, prepared: Prepared) -> Path:
         return self.folder / "samples" / variant.slug / f"{prepared.task.name}.jsonl"

@@ -22,8 +22,9 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from loragate.data import find_endings
 from loragate.errors import ConfigError, LoragateError
-from loragate.generation.engine import OnProgress, Sample
+from loragate.generation.engine import Continuation, OnProgress, Sample
 from loragate.generation.requests import (
+    Prompts,
     finish_answers,
     pending_rows,
     split_by_question,
@@ -121,7 +122,7 @@ class VllmEngine:
 
     def generate(
         self,
-        prompts: Sequence[str],
+        prompts: Prompts,
         config: SamplingConfig,
         on_progress: OnProgress | None = None,
         *,
@@ -150,6 +151,47 @@ class VllmEngine:
             if on_progress is not None:
                 on_progress(len(samples), len(rows))
         return samples
+
+    def log_likelihoods(
+        self, pairs: Sequence[Continuation], on_progress: OnProgress | None = None
+    ) -> list[tuple[float, bool]]:
+        """See `ScoringEngine.log_likelihoods`.
+
+        Every token of a continuation is a request of its own that may draw this token alone and reports its log-probability
+        before anything is forbidden. vLLM's log-probabilities of prompts would need one request, but with LoRA on a CPU vLLM
+        0.32 dies of them where the vocabulary is a real one (`LogitsProcessorWithLoRA` expects one row per sample).
+        """
+        found: list[tuple[float, bool]] = []
+        for start in range(0, len(pairs), self.batch_size):
+            batch = pairs[start : start + self.batch_size]
+            outputs = self._llm.generate(
+                [
+                    {"prompt_token_ids": [*before, *after[:place]]}
+                    for before, after in batch
+                    for place in range(len(after))
+                ],
+                [
+                    self._sampling_params(
+                        temperature=0,
+                        max_tokens=1,
+                        allowed_token_ids=[token],
+                        logprobs=0,
+                        ignore_eos=True,
+                        detokenize=False,
+                    )
+                    for _, after in batch
+                    for token in after
+                ],
+                use_tqdm=False,
+                lora_request=self._lora_request,
+            )
+            steps = (next(iter(output.outputs[0].logprobs[0].values())) for output in outputs)
+            for _, after in batch:
+                own = [next(steps) for _ in after]
+                found.append((sum(step.logprob for step in own), all(step.rank == 1 for step in own)))
+            if on_progress is not None:
+                on_progress(len(found), len(pairs))
+        return found
 
     def close(self) -> None:
         """End vLLM's processes and free the devices, which dropping the engine does only some time later."""

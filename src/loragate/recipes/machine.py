@@ -13,15 +13,19 @@ from typing import Any
 from loragate.analysis.plan import Plan, Request, make_plan
 from loragate.analysis.plan_decode import decoding
 from loragate.analysis.plan_machines import find_gpu
+from loragate.analysis.plan_memory import FP32
 from loragate.analysis.plan_model import base_dtype, build_on_meta, count_parameters, read_config
 from loragate.evaluation.harness_rows import load_suite
 from loragate.evaluation.tasks import Task, load_task, suite
 from loragate.evaluation.variants import Kind, variants_for
+from loragate.gates.hub import cached_commit, is_hub_id
 from loragate.recipes.recipe import Recipe, Stage
 from loragate.recipes.show import is_launched
 from loragate.sweep.plan import parse_ranges
+from loragate.training.settings import TrainSettings
 
 STAGE_OF = {"sft": "sft", "calibrate": "calibrate", "sweep": "calibrate"}
+KEPT = TrainSettings.keep_checkpoints
 DIRECT = ("precision", "dtype", "rank", "target_modules", "quantization", "k", "epochs")
 
 # rows that a look scores on tasks: adapter, base and gates, and what it lays over them by default
@@ -95,6 +99,26 @@ def needs(recipe: Recipe) -> list[Need]:
     return found
 
 
+def disk(recipe: Recipe) -> tuple[float, float]:
+    """(bytes below the run's folder, bytes of what comes from the hub), as far as they can be known before: an estimate.
+
+    Checkpoints hold what trains with AdamW's two moments, answers ten bytes a token; a data set of the hub is taken for three
+    GiB.
+    """
+    model = _base(recipe)
+    config = _config(recipe, model)
+    counted = count_parameters(build_on_meta(config, stage="calibrate"), config)
+    run = 0.0
+    for stage in recipe.stages:
+        run += 10.0 * sum(count * tokens for _, count, tokens in _asked(recipe, stage))
+        if stage.command in STAGE_OF:
+            trained = 3 * (KEPT + 1) * counted.trained(STAGE_OF[stage.command])
+            run += FP32 * (_trials(stage) * (counted.lora + counted.gates) + trained)
+    sets = {value for stage in recipe.stages if is_hub_id(str(value := stage.values.get("data", "{")))}
+    fetched = is_hub_id(model) and cached_commit(model) is None
+    return run, fetched * base_dtype(config).itemsize * float(counted.base) + 3.0 * 2**30 * len(sets)
+
+
 def _trials(stage: Stage) -> int:
     """Trainings that a stage makes one after another."""
     ranges = str(stage.values.get("ranges", ""))
@@ -148,10 +172,11 @@ def _decoding(recipe: Recipe, asked: list[tuple[Task, int, int]]) -> tuple[float
 def _plan(recipe: Recipe, stage: Stage) -> Plan:
     model = _base(recipe)
     # what a stage does not set is that of the stage whose adapter it goes on with
-    first = next((other.values for other in recipe.stages if other.command == "sft"), {})
-    values = {**{key: first[key] for key in ("rank", "target_modules", "dtype") if key in first}, **stage.values}
-    words: list[str] = shlex.split(recipe.launcher) if is_launched(stage) else []
-    given = {flag: value for flag, value in itertools.pairwise(words) if flag.startswith("--")}
+    first: dict[str, Any] = next((other.values for other in recipe.stages if other.command == "sft"), {})
+    values: dict[str, Any] = {key: first[key] for key in ("rank", "target_modules", "dtype") if key in first}
+    values |= stage.values
+    words = shlex.split(recipe.launcher) if is_launched(stage) else []
+    given = dict(itertools.pairwise(words))
     gpus = int(given.get("--num_processes", 1))
     strategy = next((name for name in ("fsdp2", "zero3") if name in given.get("--config_file", "")), "ddp")
     request = Request(
@@ -189,7 +214,7 @@ def _questions(task: Task, limit: int | None) -> int:
 
 
 def _kind(recipe: Recipe, stage: Stage) -> Kind:
-    if "{" not in str(stage.values["model"]):
+    if "{" not in str(stage.values.get("model", "")):
         return "base"
     before = recipe.stages[: recipe.stages.index(stage)]
     return "gated" if any(done.command in ("calibrate", "sweep") for done in before) else "adapter"

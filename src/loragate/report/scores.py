@@ -70,15 +70,19 @@ def row_name(row: Mapping[str, Any]) -> str:
 
 
 def suites_of(record: Record) -> list[tuple[str, list[Mapping[str, Any]]]]:
-    """[(title, rows)]: the averages of each suite, as "average of the 5 math tasks"."""
+    """[(title, rows)]: the averages of each suite, as "average of the 5 math tasks", and of suites with subsets over those."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for row in record["suites"]:
         found.setdefault(row["suite"], []).append(row)
-    return [
-        (f"average of the {count} {suite} tasks", rows)
-        for suite, rows in found.items()
-        for count in [rows[0]["average"]["tasks"]]
-    ]
+    by_subset = [suite.removesuffix("/subsets") for suite in found if suite.endswith("/subsets")]
+    titles = []
+    for suite, rows in found.items():
+        count, (name, *subsets) = rows[0]["average"]["tasks"], suite.split("/")
+        title = f"{name}: average of its {count} subsets" if subsets else f"average of the {count} {suite} tasks"
+        if suite == "retention" and by_subset:
+            title += f" ({', '.join(by_subset)} by its subsets)"
+        titles.append((title, rows))
+    return titles
 
 
 def rows_of(record: Record, task: str) -> list[Mapping[str, Any]]:
