@@ -146,6 +146,9 @@ def _temperatures(recipe: Recipe, stage: Stage) -> list[float | None]:
     """The temperature of each row of a stage that asks questions; None for the task's own."""
     if stage.command == "diagnose":
         return [None] * ROWS_OF_LOOK.get(str(stage.values.get("what", "")), 0)
+    if "sweep" in stage.values:  # the base, and a row for each cell
+        cells = [_trials(done) for done in recipe.stages if stage.values["sweep"] == f"{{{done.name}}}"]
+        return [None] * (1 + sum(cells))
     constants = [float(part) for part in str(stage.values.get("constants", "0.5")).split(",")]
     return [
         row.temperature for row in variants_for(_kind(recipe, stage), stage.values.get("controls", "cheap"), constants)
