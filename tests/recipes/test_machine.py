@@ -1,12 +1,13 @@
 """Every recipe fits the machine that it names, and says how many answers it samples."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
 from loragate.errors import ConfigError
 from loragate.recipes import Library, every_name, read_recipe
-from loragate.recipes.machine import answers, plans
+from loragate.recipes.machine import answers, needs, plans
 
 LIBRARY = Library()
 SCALE = "math/qwen2.5-math-1.5b/scale"
@@ -93,3 +94,33 @@ def test_memory_settings_alone_differ_between_backbones():
     for backbone in LIBRARY.names("backbone"):
         assert settings(f"code/{backbone}")[0] == settings("code/qwen2.5-math-1.5b")[0], backbone
         assert settings(f"code/{backbone}")[1] == settings(f"math/{backbone}")[1], "one plan holds for both domains"
+
+
+def test_what_every_stage_needs(monkeypatch):
+    """Each stage stands there with what it does, so that nothing is missing from the hours."""
+    tiny = {"model_type": "qwen2", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    tiny |= {"num_attention_heads": 4, "num_key_value_heads": 2, "dtype": "bfloat16", "max_position_embeddings": 4096}
+
+    def planned(request, config):
+        option = SimpleNamespace(
+            gpus=1, memory=SimpleNamespace(total=2**30), time=SimpleNamespace(total=3.6 * request.rows)
+        )
+        return SimpleNamespace(chosen=option, options=[option], gpu=SimpleNamespace(name="h100"))
+
+    monkeypatch.setattr("loragate.recipes.machine.make_plan", planned)
+
+    def found(name):
+        recipe = read_recipe(f"math/qwen2.5-math-1.5b/{name}", LIBRARY)
+        recipe = dataclasses.replace(recipe, architecture=dict.fromkeys(recipe.architecture, tiny))
+        return {need.stage: need for need in needs(recipe)}
+
+    scale, grid, mask, look = found("scale"), found("grid"), found("mask"), found("interventions")
+    assert list(scale) == ["sft", "calibrate", "eval", "retention"]
+    assert scale["eval"].note == f"{MATH:,} answers of at most 4096 tokens"
+    # 12,032 of MMLU-Pro and 6,511 of BBH; OpenBookQA is scored by likelihood
+    assert scale["retention"].note == "18,543 answers of at most 2048 tokens"
+    assert (scale["sft"].hours, scale["calibrate"].hours) == pytest.approx((100, 20))
+    assert grid["sweep"].hours == pytest.approx(42 * 20)
+    assert (mask["reference"].hours, mask["mask"].hours) == pytest.approx((10, 100))
+    assert look["diagnose"].note.startswith(f"{6 * MATH:,} answers")
+    assert all(need.gib > 0 and need.hours > 0 for need in (*scale.values(), *grid.values(), *mask.values()))
