@@ -117,6 +117,25 @@ def test_an_evaluation_that_could_not_run(values, message, monkeypatch):
     assert [text for text in found if text.startswith("late: ") and message in text]
 
 
+def test_a_base_that_vllm_cannot_serve_here_is_missed(monkeypatch, tmp_path):
+    monkeypatch.setattr("loragate.generation.vllm_engine.require_vllm", lambda: None)
+    monkeypatch.setattr("loragate.generation.vllm_engine.require_gate_plugin", lambda folder: None)
+    monkeypatch.setattr("loragate.serving.versions.vllm_version", lambda: "0.32.0")
+    monkeypatch.setattr("loragate.serving.vllm_server.on_cpu", lambda: True)
+    heads = "loragate.serving.vllm_server.unserved_heads"
+    monkeypatch.setattr(heads, lambda config: f"{config.hidden_size // config.num_attention_heads} features")
+    stage = Stage("eval", "eval", {"model": BASE, "suite": "tiny", "engine": "vllm"})
+    (text,) = lacking([stage], "runs/x")
+    assert "16 features" in text
+    monkeypatch.setattr(recipes_ready.importlib.util, "find_spec", lambda name: None)
+    trained = Stage("eval", "eval", {"model": "{sft}", "suite": "tiny", "engine": "vllm"})
+    mine = Recipe("mine", "", (Stage("sft", "sft", {"model": BASE, "data": str(tmp_path / "rows.jsonl")}), trained))
+    assert any("16 features" in line for line in refused(mine, tmp_path / "run")), "the base of what is trained"
+    (tmp_path / "adapter_config.json").write_text("{}")
+    adapter = Stage("eval", "eval", {**stage.values, "model": str(tmp_path)})
+    assert lacking([adapter], "runs/x") == [], "an adapter names its own base, and may have no tokenizer"
+
+
 def test_vllm_of_another_version_is_missed(monkeypatch):
     monkeypatch.setattr("loragate.generation.vllm_engine.require_vllm", lambda: None)
     monkeypatch.setattr("loragate.serving.versions.vllm_version", lambda: "0.31.4")
