@@ -54,6 +54,13 @@ def test_a_stage_whose_material_is_missing_is_refused():
         require_earlier(STAGES, ["eval"], Folder("runs/x", "sft"))
 
 
+def hide(monkeypatch, *names):
+    """As if these libraries were not installed; all others stay, as what is imported now is so for every later test."""
+    real = recipes_ready.importlib.util.find_spec
+    there = lambda name, *rest: None if name in names else real(name, *rest)  # noqa: E731
+    monkeypatch.setattr(recipes_ready.importlib.util, "find_spec", there)
+
+
 def refused(mine, folder, evaluator=""):
     with pytest.raises(ConfigError) as caught:
         require_parts(mine, mine.placed(str(folder)), folder, evaluator)
@@ -66,7 +73,7 @@ def test_all_that_is_missing_is_said_at_once(monkeypatch, tmp_path):
 
     full = SimpleNamespace(total=1, used=1, free=2**20)
     monkeypatch.setattr("loragate.evaluation.judging.import_module", no_math)
-    monkeypatch.setattr(recipes_ready.importlib.util, "find_spec", lambda name: None)
+    hide(monkeypatch, "vllm", "lm_eval", "bitsandbytes")
     monkeypatch.setattr(recipes_ready.shutil, "disk_usage", lambda path: full)
     monkeypatch.setattr("loragate.recipes.machine.disk", lambda recipe: (2.0**30, 2.0**30))
     first, *lines = refused(recipe(), tmp_path / "run")
@@ -111,7 +118,7 @@ def test_an_evaluation_that_could_not_run(values, message, monkeypatch):
     def no_sandbox(tier):
         raise ConfigError("no sandbox here")
 
-    monkeypatch.setattr(recipes_ready.importlib.util, "find_spec", lambda name: None)
+    hide(monkeypatch, "vllm", "lm_eval", "bitsandbytes")
     monkeypatch.setattr("loragate.evaluation.sandbox.self_test.root_style_of", no_sandbox)
     found = lacking([Stage("late", "eval", {"model": "", **values})], "runs/x")
     assert [text for text in found if text.startswith("late: ") and message in text]
@@ -127,7 +134,7 @@ def test_a_base_that_vllm_cannot_serve_here_is_missed(monkeypatch, tmp_path):
     stage = Stage("eval", "eval", {"model": BASE, "suite": "tiny", "engine": "vllm"})
     (text,) = lacking([stage], "runs/x")
     assert "16 features" in text
-    monkeypatch.setattr(recipes_ready.importlib.util, "find_spec", lambda name: None)
+    hide(monkeypatch, "vllm", "lm_eval", "bitsandbytes")
     trained = Stage("eval", "eval", {"model": "{sft}", "suite": "tiny", "engine": "vllm"})
     mine = Recipe("mine", "", (Stage("sft", "sft", {"model": BASE, "data": str(tmp_path / "rows.jsonl")}), trained))
     assert any("16 features" in line for line in refused(mine, tmp_path / "run")), "the base of what is trained"
