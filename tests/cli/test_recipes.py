@@ -13,11 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from loragate.recipes.standins import numina_rows
-from loragate.world.base import shipped_base_folder
 
 import loragate as lg
 from loragate.cli.main import main
+from loragate.recipes.standins import numina_rows
+from loragate.world.base import shipped_base_folder
 
 SCALE = "math/qwen2.5-math-1.5b/scale"
 SMALL = ["max_rows=24", "max_steps=4", "batch_size=8", "micro_batch_size=8", "max_length=96", "precision=fp32"]

@@ -57,7 +57,7 @@ def test_a_folder_that_holds_something_else(tmp_path, capsys):
 def test_answers_that_do_not_end_are_refused():
     require_endings({"eval/math500": 1.0, "eval/aime24": 0.9})
     require_endings({})
-    with pytest.raises(LoragateError, match="eval/aime24: only 0 %.*end of a turn"):
+    with pytest.raises(LoragateError, match=r"eval/aime24: only 0 %.*end of a turn"):
         require_endings({"eval/math500": 0.25, "eval/aime24": 0.0})
 
 
