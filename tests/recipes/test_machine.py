@@ -60,6 +60,23 @@ def test_what_is_planned_is_what_the_recipe_sets(monkeypatch):
     assert (request.strategy, request.gpus, config.num_hidden_layers) == ("fsdp2", 8, 64)
 
 
+def test_room_on_the_disk_that_a_run_needs():
+    from loragate.recipes.machine import disk
+
+    def gib(method):
+        run, hub = disk(read_recipe(f"math/qwen2.5-math-1.5b/{method}", LIBRARY))
+        return run / 2**30, hub / 2**30
+
+    lora, hub = gib("lora")
+    assert hub == pytest.approx(1.5436e9 * 2 / 2**30 + 3, rel=0.01), "the base in bf16, and one data set"
+    adapter = 4 * 18_464_768 / 2**30  # 28 layers of r = 16, fp32
+    answers = 10 * 4096 * MATH / 2**30
+    assert lora > 10 * adapter + answers, "the adapter, three checkpoints with two moments, the answers"
+    assert lora < 10 * adapter + answers + 1
+    assert gib("dora")[0] - lora == pytest.approx(1.5436e9 * 2 / 2**30, rel=0.01), "merged for vLLM"
+    assert gib("grid")[0] > 42 * adapter, "each of the 42 cells is an artifact"
+
+
 def test_a_machine_that_there_is_not():
     with pytest.raises(ConfigError, match="h1000"):
         plans(dataclasses.replace(read_recipe(SCALE, LIBRARY), machine="h1000"))

@@ -171,8 +171,9 @@ def run_recipe(options: RecipesOptions, recipe: Any) -> int:
         evaluator = interpreter(options.eval_python or os.environ.get(EVAL_PYTHON, "") or remembered)
         if evaluator:
             out.print(f"answers with vLLM: {evaluator}", markup=False)
-        out.print("checking that every stage can run here: data, graders, engine, disk")
-        require_parts(recipe, ahead, path, evaluator)
+        if ahead:
+            out.print("checking that every stage can run here: data, graders, engine, disk")
+            require_parts(recipe, ahead, path, evaluator)
         folder.remember(eval_python=evaluator)
         out.print(f"{recipe.name} in {path}: {', '.join(stage.name for stage in stages)}", markup=False)
         for number, stage in enumerate(stages):

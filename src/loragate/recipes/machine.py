@@ -20,7 +20,7 @@ from loragate.evaluation.tasks import Task, load_task, suite
 from loragate.evaluation.variants import Kind, variants_for
 from loragate.gates.hub import cached_commit, is_hub_id
 from loragate.recipes.recipe import Recipe, Stage
-from loragate.recipes.show import is_launched
+from loragate.recipes.show import is_launched, uses_vllm
 from loragate.sweep.plan import parse_ranges
 from loragate.training.settings import TrainSettings
 
@@ -108,15 +108,17 @@ def disk(recipe: Recipe) -> tuple[float, float]:
     model = _base(recipe)
     config = _config(recipe, model)
     counted = count_parameters(build_on_meta(config, stage="calibrate"), config)
-    run = 0.0
+    base, run = float(base_dtype(config).itemsize * counted.base), 0.0
     for stage in recipe.stages:
         run += 10.0 * sum(count * tokens for _, count, tokens in _asked(recipe, stage))
         if stage.command in STAGE_OF:
             trained = 3 * (KEPT + 1) * counted.trained(STAGE_OF[stage.command])
             run += FP32 * (_trials(stage) * (counted.lora + counted.gates) + trained)
+    if any(stage.values.get("dora") for stage in recipe.stages) and any(map(uses_vllm, recipe.stages)):
+        run += base  # merged, as vLLM serves no DoRA
     sets = {value for stage in recipe.stages if is_hub_id(str(value := stage.values.get("data", "{")))}
     fetched = is_hub_id(model) and cached_commit(model) is None
-    return run, fetched * base_dtype(config).itemsize * float(counted.base) + 3.0 * 2**30 * len(sets)
+    return run, fetched * base + 3.0 * 2**30 * len(sets)
 
 
 def _trials(stage: Stage) -> int:
