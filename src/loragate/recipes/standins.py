@@ -152,9 +152,9 @@ def rows_file(data: str) -> str:
 
 
 def _steps(index: int) -> str:
-    """Lines of sums; one row in 160 is longer than any limit of a recipe."""
+    """Lines of sums; one row in 320 is longer than any limit of a recipe."""
     draw = random.Random(index)
-    count = LONGEST if index % 160 == 9 else draw.randint(1, 3)
+    count = LONGEST if index % 320 == 9 else draw.randint(1, 3)
     pairs = [(draw.randint(2, 99), draw.randint(2, 99)) for _ in range(count)]
     return "\n".join(f"We take {a} and add {b}, which gives {a + b}." for a, b in pairs)
 
