@@ -54,6 +54,16 @@ THINKING_DEFAULT = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
     + THINKING
 )
+# Qwen3 opens a last answer without reasoning with an empty think block, and writes none into earlier turns; without
+# enable_thinking the generation prompt holds the block.
+QWEN3 = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% set parts = m.content.split('</think>') %}{% set answer = parts[-1].lstrip('\n') %}"
+    "{% if loop.last %}<think>\n{{ parts[0].split('<think>')[-1].strip('\n') if parts | length > 1 else '' }}"
+    "\n</think>\n\n{% endif %}{{ answer }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
 # DeepSeek-R1 opens reasoning in the generation prompt and removes it from answers.
 OPENS_THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"

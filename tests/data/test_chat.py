@@ -12,6 +12,7 @@ from chat_tokenizers import (
     NO_END,
     OPENS_THINKING,
     PREAMBLE,
+    QWEN3,
     THINKING,
     THINKING_DEFAULT,
     byte_level,
@@ -129,6 +130,32 @@ def test_earlier_turns_without_reasoning_are_all_responses(talk):
     pieces, rewritten = segments(byte_level(THINKING), talk("a", "b", "c", "<think>y</think>d"))
     assert not rewritten
     assert [text for text, response in pieces if response] == ["b<|im_end|>", "<think>y</think>d<|im_end|>"]
+
+
+def test_an_empty_think_block_of_the_template_is_no_response(talk):
+    """What is trained after a prompt is what generation is to write after it: neither is given the block."""
+    tokenizer = byte_level(QWEN3)
+    rendered = tokenizer.apply_chat_template(talk("a", "b"), tokenize=False)
+    assert rendered.endswith("assistant\n<think>\n\n</think>\n\nb<|im_end|>\n")
+    pieces, rewritten = segments(tokenizer, talk("a", "b", "c", "d"))
+    assert not rewritten, "both turns are rendered alike, so both are learned"
+    assert [text for text, response in pieces if response] == ["b<|im_end|>", "d<|im_end|>"]
+    prompts = ["".join(text for text, _ in pieces[:count]) for count in (1, 3)]
+    assert prompts == [Chat(tokenizer).render(talk(*turns), generation_prompt=True) for turns in ("a", "abc")]
+
+
+@pytest.mark.parametrize("answer", ["<think>\nwhy\n</think>\n\nb", "<think>\n\n</think>\n\nb", "<think></think>b"])
+def test_a_think_block_of_the_row_is_learned(talk, answer):
+    pieces, _ = segments(byte_level(QWEN3), talk("a", answer))
+    inside = "why" if "why" in answer else ""
+    assert pieces[-1] == (f"<think>\n{inside}\n</think>\n\nb<|im_end|>", True)
+
+
+def test_a_template_whose_generation_prompt_holds_the_block_keeps_it_out_of_responses(talk):
+    tokenizer = byte_level("{% set enable_thinking = false %}" + QWEN3)
+    pieces, _ = segments(tokenizer, talk("a", "b"))
+    assert pieces[0][0].endswith("assistant\n<think>\n\n</think>\n\n")
+    assert pieces[1:] == [("b<|im_end|>", True)]
 
 
 def test_white_space_of_a_response_stays_where_no_token_ends_the_turn(talk):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,6 +95,24 @@ def test_samples_are_those_of_generate_whatever_the_batch(name: str, tokenizer: 
         assert identities(found) == identities(expected)
         for one, other in zip(found, expected, strict=True):
             assert one.entropy == pytest.approx(other.entropy, abs=1e-5)
+
+
+@pytest.mark.parametrize("own_loop", [True, False])
+def test_a_row_that_has_ended_is_not_fed_past_a_table_of_positions(own_loop: bool, tokenizer: Any) -> None:
+    """Each answer fills the positions that its own prompt leaves; the longest prompt ends first and its batch goes on."""
+    model = build(OWN_LOOP["gpt2"]())
+    prompts = [" ".join(["w4"] * count) for count in (62, 30, *[4] * 18)]  # too few end early to leave the batch
+    config = SamplingConfig(temperature=0.0, max_new_tokens=64)
+
+    def unending(batch_size: int) -> list[Sample]:
+        engine = TransformersEngine(model, tokenizer, batch_size, reuse_prompts=own_loop)
+        engine.endings = replace(engine.endings, token_ids=frozenset([11]))  # no token of these answers
+        return engine.generate(prompts, config)
+
+    together = unending(20)
+    assert [len(s.token_ids) for s in together] == [2, 34, *[60] * 18]
+    assert {s.finish_reason for s in together} == {"length"}
+    assert identities(unending(1)) == identities(together)
 
 
 @pytest.mark.parametrize("name", LEFT_TO_GENERATE)

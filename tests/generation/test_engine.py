@@ -107,13 +107,13 @@ def test_further_stop_tokens_end_a_row_and_leave_the_text(qwen2: Any, tokenizer:
     stop = Counter(token for s in plain for token in s.token_ids if token > 3).most_common(1)[0][0]
     qwen2.generation_config.eos_token_id = [1, 2]
     engine = TransformersEngine(qwen2, tokenizer, stop_token_ids=[stop])
-    assert engine.stop_token_ids == {1, 2, stop}
+    assert engine.endings.token_ids == {1, 2, stop}
     stopped = engine.generate(PROMPTS, CONFIG)
     assert any(s.token_ids[-1] == stop for s in stopped)
     for before, after in zip(plain, stopped):
         assert before.token_ids[: len(after.token_ids)] == after.token_ids
         assert f"w{stop}" not in after.text.split()
-        assert not set(after.token_ids[:-1]) & engine.stop_token_ids
+        assert not set(after.token_ids[:-1]) & engine.endings.token_ids
 
 
 def test_a_tokenizer_without_padding_uses_its_end_token(qwen2: Any, tokenizer: Any, make_tokenizer: Any) -> None:
@@ -169,13 +169,52 @@ def test_progress_counts_samples(qwen2: Any, tokenizer: Any) -> None:
         ([], "at least one rendered prompt"),
         ("w4 w5", "at least one rendered prompt"),
         (["w4", ""], "Prompt 1 is empty"),
-        (["w4 " * 50], "Prompt 0 has 50 tokens.*64 positions: set max_new_tokens to 14 or less"),
-        (["w4 " * 70], "64 positions: drop or shorten it"),
+        (["w4", "w4 " * 64], "Prompt 1 has 64 tokens.*64 positions"),
     ],
 )
 def test_prompts_that_cannot_be_continued(qwen2: Any, tokenizer: Any, prompts: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         TransformersEngine(qwen2, tokenizer).generate(prompts, CONFIG)
+
+
+def test_a_long_prompt_lowers_the_token_limit_of_its_own_answers_alone(model: Any, tokenizer: Any) -> None:
+    """Every answer is the one that its prompt would get with its own limit, in the same batch or alone."""
+    lengths, config = (3, 50, 9, 62, 5), replace(CONFIG, max_new_tokens=60, samples=2)
+    prompts = [" ".join(f"w{4 + place % 7}" for place in range(length)) for length in lengths]
+    engine = TransformersEngine(model, tokenizer, stop_token_ids=[])
+    engine.endings = replace(engine.endings, token_ids=frozenset([2]))  # nearly never drawn
+    samples = engine.generate(prompts, config)
+    for reuse in (True, False):
+        other = TransformersEngine(model, tokenizer, batch_size=3, reuse_prompts=reuse)
+        other.endings = engine.endings
+        assert identities(other.generate(prompts, config)) == identities(samples)
+    for sample in samples:
+        room = min(60, 64 - lengths[sample.question])
+        assert len(sample.token_ids) <= room
+        assert (sample.finish_reason == "length") == (sample.token_ids[-1] != 2)
+        assert sample.finish_reason == "stop" or len(sample.token_ids) == room
+    limited = {len(s.token_ids) for s in samples if s.finish_reason == "length"}
+    assert min(limited) == 2
+    assert max(limited) > 50
+
+
+@pytest.mark.parametrize("end", ["<stop>", "w5 w6"])
+def test_an_answer_ends_where_the_chat_template_ends_a_turn(qwen2: Any, tokenizer: Any, end: str) -> None:
+    """The answers are those without a template, cut: at a token of its own, or where ordinary tokens spell the text."""
+    plain = TransformersEngine(qwen2, tokenizer).generate(PROMPTS, replace(CONFIG, samples=20))
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} " + end + " {% endfor %}"
+    if end == "<stop>":
+        tokenizer.add_special_tokens({"additional_special_tokens": [end]})
+    engine = TransformersEngine(qwen2, tokenizer)
+    assert (engine.endings.token_ids, engine.endings.texts) == (({1, 3}, ()) if end == "<stop>" else ({1}, (end,)))
+    ended = 0
+    for before, after in zip(plain, engine.generate(PROMPTS, replace(CONFIG, samples=20)), strict=True):
+        assert after.token_ids == before.token_ids[: len(after.token_ids)]
+        assert end not in after.text
+        spelled = end in tokenizer.decode(after.token_ids, skip_special_tokens=end != "<stop>")
+        ended += spelled
+        assert (after.finish_reason == "stop") == (spelled or after.token_ids[-1] == 1)
+    assert ended
 
 
 def test_engine_refuses_a_model_that_cannot_stop_and_an_empty_batch(
@@ -186,7 +225,7 @@ def test_engine_refuses_a_model_that_cannot_stop_and_an_empty_batch(
     qwen2.generation_config.eos_token_id = None
     with pytest.raises(ConfigError, match="pass stop_token_ids"):
         TransformersEngine(qwen2, make_tokenizer(pad_token="<pad>"))
-    assert TransformersEngine(qwen2, make_tokenizer(), stop_token_ids=[3]).stop_token_ids == {3}
+    assert TransformersEngine(qwen2, make_tokenizer(), stop_token_ids=[3]).endings.token_ids == {3}
 
 
 def test_a_stop_text_ends_the_answer_and_changes_no_token_before_it(model: Any, tokenizer: Any) -> None:

@@ -175,12 +175,18 @@ def test_an_adapter_goes_with_every_request(fake_vllm: Any, folders: tuple[str, 
 
 def test_requests_that_cannot_be_drawn(fake_vllm: Any, folders: tuple[str, str]) -> None:
     engine = VllmEngine(folders[0])
-    with pytest.raises(DataError, match=r"Prompt 0 has 20 tokens.*40 positions: set max_new_tokens to 20 or less"):
-        engine.generate(["w4 " * 20], CONFIG)
+    with pytest.raises(DataError, match=r"Prompt 0 has 40 tokens.*40 positions"):
+        engine.generate(["w4 " * 40], CONFIG)
     with pytest.raises(ConfigError, match=r"temperature is 0\.001, but vLLM"):
         engine.generate(PROMPTS, SamplingConfig(0.001))
     with pytest.raises(ConfigError, match="batch_size is 0"):
         VllmEngine(folders[0], batch_size=0)
+
+
+def test_a_long_prompt_lowers_its_own_token_limit_alone(fake_vllm: Any, folders: tuple[str, str]) -> None:
+    engine = VllmEngine(folders[0])
+    engine.generate(["w4 " * 38, "w4", "w4 " * 11], GREEDY)
+    assert [one["max_tokens"] for one in engine._llm.calls[0][1]] == [2, 30, 29]
 
 
 def test_stop_tokens_come_from_tokenizer_and_generation_config(
@@ -189,11 +195,11 @@ def test_stop_tokens_come_from_tokenizer_and_generation_config(
     base = tiny_base(**SHAPE)
     base.generation_config.eos_token_id = [1, 4]
     base.save_pretrained(tmp_path)
-    assert VllmEngine(str(tmp_path), tokenizer=tiny_tokenizer()).stop_token_ids == {1, 4}
+    assert VllmEngine(str(tmp_path), tokenizer=tiny_tokenizer()).endings.token_ids == {1, 4}
     (tmp_path / "generation_config.json").unlink()
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**settings, "eos_token_id": 2}))
-    assert VllmEngine(str(tmp_path), tokenizer=tiny_tokenizer()).stop_token_ids == {1, 2}
+    assert VllmEngine(str(tmp_path), tokenizer=tiny_tokenizer()).endings.token_ids == {1, 2}
 
 
 def test_a_gated_folder_needs_the_plugin(fake_vllm: Any, folders: tuple[str, str], tmp_path: Path) -> None:
@@ -370,5 +376,6 @@ def test_the_last_position_can_be_used_and_no_further(base_engine: VllmEngine, f
     config = SamplingConfig(0, max_new_tokens=28)
     expected = reference(folders, adapted=False).generate([prompt], config)
     assert identities(base_engine.generate([prompt], config)) == identities(expected)
-    with pytest.raises(DataError, match="128 positions: set max_new_tokens to 28 or less"):
-        base_engine.generate([prompt], SamplingConfig(0, max_new_tokens=29))
+    longer = [prompt, "w5 w9"]
+    expected = reference(folders, adapted=False).generate(longer, SamplingConfig(0, max_new_tokens=40))
+    assert identities(base_engine.generate(longer, SamplingConfig(0, max_new_tokens=40))) == identities(expected)

@@ -36,7 +36,7 @@ from loragate.cli.models import (
 from loragate.cli.rewards import reward_of
 from loragate.cli.run_rows import encode_run, keep_rows_record, read_rows
 from loragate.cli.selecting import Asked, accept_command, read_files, require_evidence
-from loragate.data import Rows
+from loragate.data import Rows, find_endings
 from loragate.files import write_text
 from loragate.gates import (
     examine_adapter,
@@ -243,6 +243,9 @@ def accept(options: Any, folder: Path, candidate: Candidate) -> int:
     put_on(model, folder, record)
     selection = {**_no_evidence(candidate, UNVERIFIED, accepted=True), "why": record["why"]}
     evidence = {**record["evidence"], "selection": selection}
+    revision, trust = revision_of_base(adapter, base_name), options.trust_remote_code
+    places = [str(folder / "adapter" / "tokenizer"), adapter_place(options.adapter), base_name]
+    tokenizer = load_tokenizer(places, revision=revision, chat_template=options.chat_template, trust=trust)
     (folder / "gate_config.json").unlink(missing_ok=True)  # written again last; until then nothing can be loaded
     save_gates(
         model,
@@ -250,6 +253,7 @@ def accept(options: Any, folder: Path, candidate: Candidate) -> int:
         adapter_source=folder / "adapter",
         k=support_size(evidence["training"]["settings"]["k"], model.get_output_embeddings().weight.shape[0]),
         **names_for_record(options, base_name),
+        stop_token_ids=find_endings(tokenizer, model.generation_config).token_ids,
         evidence=evidence,
     )
     out.print(f"the gates of {candidate.name} are on; nothing shows that they help", markup=False)
@@ -303,6 +307,7 @@ def write_artifact(job: Job, evidence: dict[str, Any]) -> None:
             adapter_source=adapter_place(options.adapter),
             k=support_size(job.settings.k, job.model.get_output_embeddings().weight.shape[0]),
             **names_for_record(options, job.base_name),
+            stop_token_ids=job.engine.endings.token_ids,
             evidence=evidence,
         )
         job.tokenizer.save_pretrained(str(job.folder / "adapter" / "tokenizer"))

@@ -165,6 +165,7 @@ def evaluate(session: Session, variants: Sequence[Any], acting_as: EngineFor, id
             "dtype": loaded.dtype,
             "kind": loaded.kind,
             "limit": options.limit,
+            **loaded.told_endings,
             "diagnose": identity,
         },
         judging=settings,
@@ -266,6 +267,5 @@ def pad_id(tokenizer: Any) -> int:
 def classes_of(loaded: Loaded) -> Any:
     """Token classes of the loaded model, with the ids that end an answer."""
     from loragate.analysis.token_classes import TokenClasses
-    from loragate.generation.requests import find_stop_token_ids
 
-    return TokenClasses(loaded.tokenizer, find_stop_token_ids(loaded.tokenizer, loaded.model.generation_config))
+    return TokenClasses(loaded.tokenizer, loaded.endings.token_ids)

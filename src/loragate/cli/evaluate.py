@@ -171,6 +171,7 @@ def plan(
             "kind": loaded.kind,
             "limit": options.limit,
             "retention": retention,
+            **loaded.told_endings,
         },
         judging=settings,
         grader=options.grader,

@@ -100,6 +100,7 @@ class Engines:
             tokenizer=self.loaded.tokenizer,
             dtype=options.dtype,
             batch_size=options.batch_size,
+            stop_token_ids=self.loaded.stop_token_ids,
             gpu_memory_utilization=options.vllm_memory or usual_share(),
             tensor_parallel=options.tensor_parallel,
         )

@@ -78,6 +78,7 @@ class Loaded:
         model: in memory; None where vLLM loads it itself.
         dtype: of the base.
         positions: positions of the model; None where it has no limit.
+        stop_token_ids: recorded by the gated folder, where vLLM loads the model; in memory its generation config has them.
         commit: of the base on the hub; empty for a folder, and where the hub cache does not tell.
         note: what a person must know about what was loaded; empty mostly.
     """
@@ -90,6 +91,25 @@ class Loaded:
     positions: int | None = None
     note: str = ""
     commit: str = ""
+    stop_token_ids: tuple[int, ...] = ()
+
+    @property
+    def endings(self) -> Any:
+        """What ends an answer, whichever row gives it."""
+        from loragate.data import find_endings
+
+        if self.model is not None:
+            return find_endings(self.tokenizer, self.model.generation_config)
+        from loragate.generation.vllm_engine import base_generation_config
+
+        settings = base_generation_config(self.names["base"], self.commit or None)
+        return find_endings(self.tokenizer, settings, self.stop_token_ids)
+
+    @property
+    def told_endings(self) -> dict[str, Any]:
+        """What an evaluation records of them: {} where the chat template adds no end to those that are declared."""
+        added = self.endings.added
+        return {"end_of_turn": added} if added else {}
 
     @property
     def sources(self) -> dict[str, str]:
@@ -199,11 +219,12 @@ def _for_vllm(options: Any, name: str, note: str) -> Loaded:
 
     require_place("model", name)
     revision = revision_for(name, options.base)
-    recorded, gated = "", {}
+    recorded, gated, stops = "", {}, ()
     if has_gates(name):
         from loragate.gates.schema import read_gate_config
 
-        recorded = str(read_gate_config(Path(name))["base"]["id"])
+        record = read_gate_config(Path(name))
+        recorded, stops = str(record["base"]["id"]), tuple(record.get("stop_token_ids") or ())
         if not note:
             require_gate_plugin(name)
             gated = {"gated": name}
@@ -224,7 +245,7 @@ def _for_vllm(options: Any, name: str, note: str) -> Loaded:
         places, revision=revision, chat_template=options.chat_template, trust=options.trust_remote_code
     )
     commit = _commit_of_base(base, revision)
-    return Loaded(kind, tokenizer, names, None, options.dtype, positions, note, commit)
+    return Loaded(kind, tokenizer, names, None, options.dtype, positions, note, commit, stops)
 
 
 def chosen_tasks(options: Any) -> list[Any]:

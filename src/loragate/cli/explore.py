@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.cli.arguments import Command
-from loragate.cli.generate import load_any, room_for_answers
+from loragate.cli.generate import load_any
 from loragate.cli.hub import on_disk
 from loragate.cli.models import quiet_logging
 from loragate.cli.places import is_gated
@@ -76,7 +76,6 @@ def explorer_of(options: ExploreOptions) -> Any:
         upper=config.upper,
         modules=list(gate_modules(model)),
         prompt=options.prompt,
-        max_new_tokens=min(128, room_for_answers(model, tokenizer, [options.prompt or "x"])),
     )
 
 

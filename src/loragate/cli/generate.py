@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class GenerateOptions:
         samples: answers per prompt.
         temperature: sampling temperature; 0 is greedy.
         top_p: nucleus sampling threshold.
-        max_new_tokens: token limit of an answer; 0 takes 512, or what the model's positions leave.
+        max_new_tokens: token limit of an answer; 0 takes 512. An answer ends at the model's last position, too.
         seed: seed of the sampling.
         batch_size: sequences generated at a time.
         lambda_constant: replace every λ by this number (0: the base, 1: the plain adapter).
@@ -118,8 +118,6 @@ def run(options: GenerateOptions) -> int:
         prompts = [
             render_prompt([{"role": "user", "content": prompt}], tokenizer, system=options.system) for prompt in prompts
         ]
-    if not options.max_new_tokens:
-        sampling = replace(sampling, max_new_tokens=room_for_answers(model, tokenizer, prompts))
     engine = TransformersEngine(model, tokenizer, batch_size=options.batch_size)
     with overriding:
         samples = engine.generate(prompts, sampling)
@@ -141,19 +139,11 @@ def run(options: GenerateOptions) -> int:
     cut = sum(sample.finish_reason == "length" for sample in samples)
     if cut:
         print(
-            f"loragate: {cut} of {len(samples)} answers reached the limit of {sampling.max_new_tokens} tokens",
+            f"loragate: {cut} of {len(samples)} answers reached the limit of {sampling.max_new_tokens} tokens, or the model's "
+            "last position",
             file=sys.stderr,
         )
     return 0
-
-
-def room_for_answers(model: Any, tokenizer: Any, prompts: list[str]) -> int:
-    """512 tokens, or what the longest prompt leaves of the model's positions."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is None:
-        return DEFAULT_NEW_TOKENS
-    longest = max(len(ids) for ids in tokenizer(prompts, add_special_tokens=False)["input_ids"])
-    return max(1, min(DEFAULT_NEW_TOKENS, positions - longest))
 
 
 def read_prompts(options: GenerateOptions) -> list[str]:

@@ -224,6 +224,7 @@ def write_inputs(study: Any, folder: Path) -> None:
 
 def save_artifact(study: Any, folder: Path, picked: str, results: dict[str, Any]) -> None:
     """The gated adapter and results.json."""
+    from loragate.data import find_endings
     from loragate.files import write_json
     from loragate.gates import save_gates
 
@@ -232,7 +233,13 @@ def save_artifact(study: Any, folder: Path, picked: str, results: dict[str, Any]
         "selection": {"method": "best of a few ranges on labelled development questions", **results["selection"]},
     }
     with study.gated(picked):
-        save_gates(study.model, folder / "gated", adapter_source=folder / "adapters" / "sft", evidence=evidence)
+        save_gates(
+            study.model,
+            folder / "gated",
+            adapter_source=folder / "adapters" / "sft",
+            stop_token_ids=find_endings(study.tokenizer, study.model.generation_config).token_ids,
+            evidence=evidence,
+        )
     write_json(folder / "results.json", results)
 
 

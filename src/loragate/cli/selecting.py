@@ -19,6 +19,7 @@ from loragate.training.settings import GATE_OBJECTIVES, ON_POLICY
 from loragate.training.strategy import launch_of
 
 CAUTIOUS = Range(0, 1)
+PROBE_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class SelectionOptions:
         probe_grader: how answers are judged without a task: default (math), math_verify, dft, exact, choice or tiny.
         probe_samples: samples per probe question.
         probe_temperature: sampling temperature of the probe; take the one you will use.
-        probe_max_new_tokens: token limit of a probe answer; 0 takes 512, or what the model's positions leave.
+        probe_max_new_tokens: token limit of a probe answer; 0 takes 512. An answer ends at the model's last position, too.
         probe_sandbox: where the programs of a code probe run: bubblewrap, or rlimits, which isolates nothing.
         exclude: file of evaluation rows; a probe that shares a question with it is refused.
         retention_probe: labelled questions of what must not be lost; a range that clearly loses on them is not picked.
@@ -246,7 +247,7 @@ def build_probe(job: Any, on_progress: Any) -> tuple[Any, str]:
                 f"a tenth of {options.data} leaves {len(job.spare)} prompts to set aside, and {MIN_QUESTIONS} are needed"
             )
         positions = job.positions
-        limit = options.probe_max_new_tokens or 512
+        limit = options.probe_max_new_tokens or PROBE_TOKENS
         limit = limit if positions is None else max(1, min(limit, positions // 2))
         task = probe_task(options.probe_grader, labelled=False)
         require_graders([task], "", _judging(options))
@@ -304,19 +305,16 @@ def _sampling(job: Any, task: Any, prompts: list[str]) -> Any:
 
 
 def answer_limit(wanted: int, positions: int | None, prompts: list[str], tokenizer: Any) -> int:
-    """`wanted` tokens, or 512 and what the longest prompt leaves of the model's positions.
+    """`wanted` tokens, or 512; the engine lowers it for a prompt that leaves fewer of the model's positions.
 
     Raises:
-        ConfigError: if the longest prompt leaves less than was asked for.
+        DataError: if a prompt leaves no position, which is better known before anything is trained.
     """
-    longest = max(len(ids) for ids in tokenizer(list(prompts), add_special_tokens=False)["input_ids"])
-    room = None if positions is None else positions - longest
-    if room is not None and room < max(wanted, 1):
-        raise ConfigError(
-            f"the longest probe prompt has {longest} tokens and leaves {max(room, 0)} of the model's {positions} positions; "
-            "lower --probe-max-new-tokens or shorten the probe's prompts"
-        )
-    return wanted or min(512, room if room is not None else 512)
+    from loragate.generation.requests import tokenize_prompts
+
+    limit = wanted or PROBE_TOKENS
+    tokenize_prompts(tokenizer, prompts, limit, positions)
+    return limit
 
 
 def accept_command(options: Any, candidate: Any) -> str:

@@ -165,7 +165,7 @@ def serve_vllm(options: ServeOptions) -> int:
             host=options.host,
             port=port,
             max_lora_rank=rank,
-            extra=[*vllm_arguments(options, base, Path(scratch)), *shlex.split(options.vllm_args)],
+            extra=[*vllm_arguments(options, base, adapters, Path(scratch)), *shlex.split(options.vllm_args)],
         )
         out.print("starting vLLM: " + shlex.join(without_secrets(command)), markup=False)
         end_on_terminate()
@@ -186,10 +186,10 @@ def serve_vllm(options: ServeOptions) -> int:
     return 1 if status else 0
 
 
-def vllm_arguments(options: ServeOptions, base: str, scratch: Path) -> list[str]:
-    """What vLLM's server is told beside base, adapters and address; a chat template may be written into `scratch`."""
+def vllm_arguments(options: ServeOptions, base: str, adapters: dict[str, str], scratch: Path) -> list[str]:
+    """What vLLM's server is told beside base, adapters and address; files that it names are written into `scratch`."""
     from loragate.cli.models import load_tokenizer
-    from loragate.cli.serve_template import template_for_vllm
+    from loragate.cli.serve_template import stopping_arguments, template_for_vllm
     from loragate.files import write_text
     from loragate.serving.vllm_server import usual_share
 
@@ -201,14 +201,13 @@ def vllm_arguments(options: ServeOptions, base: str, scratch: Path) -> list[str]
     places = tokenizer_places(options, base)
     own = next((place for place in places[:-1] if (Path(place) / "tokenizer_config.json").is_file()), None)
     found += ["--tokenizer", own] if own else []
-    template = options.chat_template
-    if options.system == "none":
-        trust = options.trust_remote_code
-        tokenizer = load_tokenizer(places, revision=base_revision(options), chat_template=template, trust=trust)
-        if (wrapped := template_for_vllm(tokenizer)) is not None:
-            template = str(scratch / "chat_template.jinja")
-            write_text(Path(template), wrapped)
-    return [*found, *(["--chat-template", template] if template else [])]
+    template, trust = options.chat_template, options.trust_remote_code
+    tokenizer = load_tokenizer(places, revision=base_revision(options), chat_template=template, trust=trust)
+    if options.system == "none" and (wrapped := template_for_vllm(tokenizer)) is not None:
+        template = str(scratch / "chat_template.jinja")
+        write_text(Path(template), wrapped)
+    found += ["--chat-template", template] if template else []
+    return [*found, *stopping_arguments(tokenizer, base, base_revision(options), list(adapters.values()), scratch)]
 
 
 def renders_chats(options: ServeOptions, base: str) -> bool:

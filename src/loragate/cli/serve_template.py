@@ -1,13 +1,16 @@
-"""A chat template for vLLM that renders as training and our own engines do: without a system message nobody wrote.
+"""What vLLM's server must be told so that it renders and stops as training and our own engines do.
 
 Some templates slip in a default system message when a conversation has none; rendering here leaves it out
-(`data.chat`). vLLM renders with the template alone, so the same must be said in the template's own language.
+(`data.chat`). vLLM renders with the template alone, so the same must be said in the template's own language. And vLLM does
+not read off a template where it ends a turn.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from loragate.errors import LoragateError
@@ -81,3 +84,38 @@ def _render(chat: Any, messages: list[dict[str, str]]) -> str | None:
         return str(chat.render(messages, generation_prompt=True))
     except DataError:
         return None
+
+
+def stopping_arguments(tokenizer: Any, base: str, revision: str, adapters: Sequence[str], scratch: Path) -> list[str]:
+    """Arguments that have vLLM's server stop where our engines do; none where it does so by itself.
+
+    It knows the tokenizer's EOS and a generation config's. `--override-generation-config` sets the defaults of sampling
+    alone, so the base's generation config is copied into `scratch` with all stop tokens.
+
+    Args:
+        adapters: served places, whose gated folders record stop tokens.
+    """
+    from loragate.cli.display import console
+    from loragate.cli.places import is_gated
+    from loragate.cli.serve_folders import plain_part
+    from loragate.data import find_endings
+    from loragate.files import write_json
+    from loragate.gates.schema import read_gate_config
+    from loragate.generation.vllm_engine import base_generation_config
+
+    folders = {plain_part(place).parent for place in adapters}
+    records = [read_gate_config(folder) for folder in folders if is_gated(folder)]
+    recorded = {token for record in records for token in record.get("stop_token_ids") or ()}
+    settings = base_generation_config(base, revision or None)
+    endings = find_endings(tokenizer, settings, recorded)
+    if endings.texts:
+        console().print(
+            f"note: the chat template ends a turn with the plain text {endings.texts[0]!r}, at which vLLM's server does not "
+            "stop by itself; clients give it as stop, or use --engine transformers",
+            markup=False,
+        )
+    if endings.token_ids <= endings.declared:
+        return []
+    told = {**settings.to_diff_dict(), "eos_token_id": sorted(endings.token_ids)}
+    write_json(scratch / "generation_config.json", told)
+    return ["--generation-config", str(scratch)]

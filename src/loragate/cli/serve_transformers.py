@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from loragate.errors import ConfigError
+from loragate.errors import ConfigError, DataError
 from loragate.serving.http_app import Answer, App, Asked
 
 NAMES = {"base": ("base",), "adapter": ("base", "adapter"), "gated": ("base", "adapter", "gated")}
@@ -74,22 +74,26 @@ def transformers_app(
         system: "none" renders without an injected default system message, "keep" as the template does.
         more: rows of further adapters, from `add_adapters`.
     """
-    from loragate.data import prompt_ids, render_prompt
+    from loragate import data
+    from loragate.cli.generate import DEFAULT_NEW_TOKENS
     from loragate.generation import SamplingConfig, TransformersEngine
+    from loragate.generation.requests import tokenize_prompts
 
     engine = TransformersEngine(model, tokenizer, batch_size=16)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     rows = {name: Row(name, kind) for name in NAMES[kind]} | dict(more or {})
 
     def complete(prompts: Sequence[str], asked: Asked) -> list[tuple[int, list[Answer]]]:
-        from loragate.cli.generate import room_for_answers
-
-        limit = asked.max_tokens or room_for_answers(model, tokenizer, list(prompts))
+        limit = asked.max_tokens or DEFAULT_NEW_TOKENS
+        prompt_ids, limits = tokenize_prompts(tokenizer, prompts, limit, positions)
+        if asked.max_tokens and min(limits) < limit:
+            raise DataError(
+                f"max_tokens={limit} would pass the model's {positions} positions: set max_tokens to {min(limits)} or less"
+            )
         config = SamplingConfig(asked.temperature, asked.top_p, limit, asked.n, asked.seed, asked.stop)
         with answering(model, rows, asked.model):
             samples = engine.generate(prompts, config)
-        found: list[tuple[int, list[Answer]]] = [
-            (len(ids), []) for ids in tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
-        ]
+        found: list[tuple[int, list[Answer]]] = [(len(ids), []) for ids in prompt_ids]
         for one in samples:
             reason = "length" if one.finish_reason == "length" else "stop"
             found[one.question][1].append(Answer(one.text, reason, len(one.token_ids)))
@@ -97,7 +101,7 @@ def transformers_app(
 
     def begin(prompt: str) -> str:
         start = tokenizer.bos_token_id
-        starts = start is not None and start in prompt_ids(prompt, tokenizer)[:1]
+        starts = start is not None and start in data.prompt_ids(prompt, tokenizer)[:1]
         return tokenizer.bos_token + prompt if starts and not prompt.startswith(tokenizer.bos_token) else prompt
 
     def render(messages: list[dict[str, Any]]) -> str:
@@ -105,7 +109,7 @@ def transformers_app(
             raise ConfigError(
                 "the tokenizer has no chat template; start with --chat-template FILE, or use /v1/completions"
             )
-        return render_prompt(messages, tokenizer, system=system)
+        return data.render_prompt(messages, tokenizer, system=system)
 
     return App(tuple(rows), complete, render, begin)
 

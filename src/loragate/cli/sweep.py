@@ -32,7 +32,7 @@ class SweepOptions(RunOptions, CalibrationSettings):
         probe_grader: how answers are judged without a task: default (math), math_verify, dft, exact, choice or tiny.
         probe_samples: samples per probe question.
         probe_temperature: sampling temperature of probe and test; take the one you will use.
-        probe_max_new_tokens: token limit of an answer to probe or test; 0 takes 512, or what the model's positions leave.
+        probe_max_new_tokens: token limit of an answer to probe or test; 0 takes 512. The model's last position ends it, too.
         test: questions of the same kind, answered by every cell for the oracle; never used to choose.
         test_samples: samples per test question; 0 takes probe_samples.
         runner: auto takes Ray where it is installed; ray; sequential.

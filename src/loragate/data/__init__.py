@@ -7,13 +7,13 @@ Names in the order in which a row meets them:
 - chat: chat templates as text; tokens: pieces of text to ids; rendering: turns to ids and labels
 - encoding: a whole dataset and its account; packed: its items as arrays and in a cache file; workers: several processes
 - record: what a run was trained on, and whether it is still there; collate: padded batches
-- preview: the mask, to look at; endings: will the model stop?
+- preview: the mask, to look at; endings: what ends an answer, and will the model stop?
 """
 
 from loragate.data.chat import Chat, template_hash
 from loragate.data.collate import Collator
 from loragate.data.encoding import EncodedRows, Summary, encode_rows
-from loragate.data.endings import EndingReport, ending_health
+from loragate.data.endings import EndingReport, Endings, ending_health, find_endings
 from loragate.data.formats import FORMATS, Turns, detect_format, normalize
 from loragate.data.loading import load_rows
 from loragate.data.preview import mask_as_text, preview
@@ -28,12 +28,14 @@ __all__ = [
     "EncodedRows",
     "Encoder",
     "EndingReport",
+    "Endings",
     "Rows",
     "Summary",
     "Turns",
     "detect_format",
     "encode_rows",
     "ending_health",
+    "find_endings",
     "load_rows",
     "mask_as_text",
     "normalize",

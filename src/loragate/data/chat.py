@@ -53,6 +53,7 @@ class Chat:
         self.template = active_template(tokenizer)
         self._as_blocks, self._loses_text = self._find_content_form()
         self.turn_end = _after_last(self._try([_ASK, _ANSWER]), _REPLY)
+        self._opening = self._find_opening()
         self._injected, self._instead = self._find_injected_system() if system == "none" else ("", "")
         added = (token for token in tokenizer.added_tokens_encoder if not token.isspace())
         self._turn_ends = tuple(text for text in (self.turn_end.rstrip(), *added) if text)
@@ -104,7 +105,9 @@ class Chat:
 
         For assistant turn i the prompt P_i is what generation would be given, render(messages[:i]) with the generation
         prompt, and the response is the rest of E_i = render(messages[: i + 1]), including its end-of-turn token but not
-        the white space after it. Whatever follows the last response is left out.
+        the white space after it. Whatever follows the last response is left out, and so is an empty think block that the
+        template opens a last answer with (Qwen3) and the row does not hold: generation is not given one, and the template
+        itself writes none into earlier turns.
 
         Returns:
             The segments, and True when only the last assistant turn is a response because the template writes earlier
@@ -142,6 +145,9 @@ class Chat:
     def _span(self, turns: Turns, index: int, where: str) -> _Span:
         prompt = self.render(turns.messages[:index], tools=turns.tools, generation_prompt=True, where=where)
         text = self.render(turns.messages[: index + 1], tools=turns.tools, where=where)
+        own = _dense(turns.messages[index]["content"]).startswith(_dense(self._opening))
+        if self._opening and not own and text.startswith(prompt + self._opening):
+            text = prompt + text[len(prompt) + len(self._opening) :]
         trimmed = text.rstrip()
         return _Span(prompt, text, len(trimmed) if trimmed.endswith(self._turn_ends) else len(text))
 
@@ -154,6 +160,14 @@ class Chat:
         self._as_blocks = True
         works = _REPLY in self._try([_ASK, _ANSWER])
         return works, not works and as_text != ""
+
+    def _find_opening(self) -> str:
+        """Find the text that the template writes between its generation prompt and the content of a last answer, and of no
+        earlier one; empty for most."""
+        prompt, answered = self._try([_ASK], generation_prompt=True), self._try([_ASK, _ANSWER])
+        opening = answered[len(prompt) :].partition(_REPLY)[0] if answered.startswith(prompt) else ""
+        earlier = self._try([_ASK, _ANSWER, _ASK]).startswith(prompt + _REPLY)
+        return opening if opening.strip() and earlier else ""
 
     def _find_injected_system(self) -> tuple[str, str]:
         """Find the system text that the template adds on its own: (beginning of a rendered text, what to put instead).
@@ -177,10 +191,10 @@ class Chat:
             return "", ""
         return beginning, bare[:kept]
 
-    def _try(self, messages: list[Message]) -> str:
+    def _try(self, messages: list[Message], generation_prompt: bool = False) -> str:
         """Render a probe; a template that refuses it (no system role, say) yields the empty string."""
         try:
-            return self._apply(messages, None, False) if self.template is not None else ""
+            return self._apply(messages, None, generation_prompt) if self.template is not None else ""
         except Exception:
             return ""
 
@@ -230,6 +244,10 @@ def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _after_last(text: str, mark: str) -> str:
     return text.rpartition(mark)[2] if mark in text else ""
+
+
+def _dense(text: str) -> str:
+    return "".join(text.split())
 
 
 def _common_prefix(first: str, second: str) -> int:

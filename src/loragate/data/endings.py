@@ -1,23 +1,90 @@
-"""Will the model stop? The chat template's end of turn, compared with the tokens that generation stops at.
+"""What ends an answer, for every engine and server; and whether the rows teach the model to end one.
 
-The known failure: a base model's tokenizer stops at `<|endoftext|>` while its chat template ends a turn with
-`<|im_end|>`. An adapter trained on that template learns to write `<|im_end|>`, nothing stops there, and every response
-runs on to the token limit.
+A base model's tokenizer may name `<|endoftext|>` as its end of sequence while its chat template ends a turn with
+`<|im_end|>` (Qwen2.5-Math, the base models of Qwen3). An adapter trained on that template learns to write `<|im_end|>`,
+so generation has to stop there as well. `find_endings` is the one place that says where.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from loragate.data.chat import Chat
 from loragate.data.rendering import IGNORED
 from loragate.data.tokens import SegmentTokenizer
+from loragate.errors import ConfigError
 from loragate.printable import escape_controls
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Endings:
+    """What ends an answer.
+
+    Attributes:
+        token_ids: the tokenizer's EOS, those of the model's generation config, and the token that ends the chat
+            template's assistant turn.
+        texts: the end of the assistant turn where the template spells it in ordinary tokens; mostly empty.
+        declared: of `token_ids`, those that the tokenizer and the generation config name, which every program knows.
+    """
+
+    token_ids: frozenset[int]
+    texts: tuple[str, ...]
+    declared: frozenset[int]
+
+    @property
+    def added(self) -> dict[str, list[Any]]:
+        """What the chat template (or a record, or a caller) adds to what is declared, JSON-able; mostly {}."""
+        found: dict[str, list[Any]] = {"token_ids": sorted(self.token_ids - self.declared), "texts": list(self.texts)}
+        return {key: value for key, value in found.items() if value}
+
+
+def find_endings(
+    tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None, extra: Collection[int] = ()
+) -> Endings:
+    """What ends an answer of this model; the set that training's rows end in is part of it.
+
+    Args:
+        tokenizer: with the chat template that is used.
+        generation_config: of the model; it holds the ids that a gated adapter recorded, too.
+        extra: further token ids.
+
+    Raises:
+        ConfigError: when no token ends an answer: none could ever stop.
+    """
+    found = _endings(Chat(tokenizer, "keep"), generation_config, extra)
+    if not found.token_ids:
+        raise ConfigError(
+            "Neither the tokenizer, its chat template nor the model's generation config names a token that ends an "
+            "answer, so none could ever stop; pass stop_token_ids."
+        )
+    return found
+
+
+def _endings(chat: Chat, generation_config: Any, extra: Collection[int] = ()) -> Endings:
+    declared: set[int] = set()
+    for named in (chat.tokenizer.eos_token_id, getattr(generation_config, "eos_token_id", None)):
+        if named is not None:
+            declared.update([named] if isinstance(named, int) else named)
+    end = chat.turn_end.strip()
+    token = _end_token(chat, end)
+    found = frozenset({*declared, *extra, *([] if token is None else [token])})
+    return Endings(found, (end,) if end and token is None else (), frozenset(declared))
+
+
+def _end_token(chat: Chat, end: str) -> int | None:
+    """The first control token in the text, or the first added one, which no text is merged into either; None without."""
+    added = chat.tokenizer.added_tokens_decoder.items()
+    found = [
+        (not token.special, end.find(token.content), -len(token.content), index)
+        for index, token in added
+        if token.content.strip() and token.content in end
+    ]
+    return min(found)[-1] if found else None
 
 
 @dataclass(frozen=True)
@@ -28,8 +95,8 @@ class EndingReport:
         end_ids, end_tokens: ids and texts that end a response in training, first to last: the chat template's end of
             turn, or EOS for a tokenizer without a template. Empty when the template writes nothing.
         stop_ids: ids that generation stops at.
-        stops: one of `end_ids` is among them.
-        share_ending: share of the given rows whose last response ends in a stop token; None without rows.
+        stops: generation stops at the end of a response.
+        share_ending: share of the given rows whose last response ends where generation stops; None without rows.
         problems: what is wrong, in sentences; empty when all is well.
     """
 
@@ -46,23 +113,22 @@ def ending_health(
     encoded_rows: Sequence[Mapping[str, Any]] | None = None,
     generation_config: GenerationConfig | None = None,
 ) -> EndingReport:
-    """Compare the end of a response in training with the stop tokens of generation.
+    """Compare the end of a response in training with what ends an answer in generation.
 
     Args:
-        encoded_rows: rows from `encode_rows`, to count how many end in a stop token.
-        generation_config: its eos_token_id (one or a list) is what `generate` stops at; without it, or where it has
-            none, the tokenizer's eos_token_id.
+        encoded_rows: rows from `encode_rows`, to count how many end where generation stops.
+        generation_config: of the model, as for `find_endings`.
     """
-    chat = Chat(tokenizer)
-    end_ids = _end_ids(chat)
-    stop_ids, source = _stop_ids(tokenizer, generation_config)
-    stops = any(index in stop_ids for index in end_ids)
+    chat = Chat(tokenizer, "keep")
+    end_ids, endings = _end_ids(chat), _endings(chat, generation_config)
+    stops = bool(endings.texts) or any(index in endings.token_ids for index in end_ids)
     share = None
     if encoded_rows:
-        share = sum(_last_label(row) in stop_ids for row in encoded_rows) / len(encoded_rows)
+        share = sum(_ends(row, endings, tokenizer) for row in encoded_rows) / len(encoded_rows)
     problems = _row_problems(share, stops)
-    if share != 1.0:  # rows that all stop are better evidence than the template, which plain rows do not use
-        problems = _template_problems(tokenizer, end_ids, stop_ids, source) + problems
+    if share != 1.0 or endings.texts:  # rows that all stop are better evidence than a template that they may not use
+        problems = _template_problems(tokenizer, end_ids, endings) + problems
+    stop_ids = tuple(sorted(endings.token_ids))
     return EndingReport(end_ids, tuple(_name(tokenizer, [i]) for i in end_ids), stop_ids, stops, share, problems)
 
 
@@ -74,57 +140,41 @@ def _end_ids(chat: Chat) -> tuple[int, ...]:
     return tuple(SegmentTokenizer(chat.tokenizer)([end], [True])[0]) if end else ()
 
 
-def _stop_ids(
-    tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None
-) -> tuple[tuple[int, ...], str]:
-    stop = None if generation_config is None else generation_config.eos_token_id
-    source = "generation_config.eos_token_id"
-    if stop is None:
-        stop, source = tokenizer.eos_token_id, "tokenizer.eos_token_id"
-    if stop is None:
-        return (), source
-    return tuple(stop) if isinstance(stop, list | tuple) else (int(stop),), source
-
-
-def _template_problems(
-    tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], stop_ids: tuple[int, ...], source: str
-) -> list[str]:
-    if not stop_ids:
+def _template_problems(tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], endings: Endings) -> list[str]:
+    if not endings.token_ids:
         return [
             "Neither the tokenizer nor the generation config names an end-of-sequence token, so generation never stops "
-            f"by itself; set {source}."
+            "by itself; set tokenizer.eos_token."
         ]
     if not end_ids:
         return [
             "The chat template writes no token after an assistant turn, so the model never learns to stop; end the "
             "assistant turn in the template with the end-of-sequence token."
         ]
-    if any(index in stop_ids for index in end_ids):
-        return []
-    known = ", ".join(f"{_name(tokenizer, [index])} (id {index})" for index in stop_ids)
-    if len(end_ids) > 1:
-        written = f"{_name(tokenizer, end_ids)} as {len(end_ids)} tokens"
-        cure = "Add the text to the tokenizer as one special token, or stop on it as a string."
-    else:
-        written = f"{_name(tokenizer, end_ids)} (id {end_ids[0]})"
-        cure = f"Add {end_ids[0]} to generation_config.eos_token_id."
-    return [
-        f"The chat template ends an assistant turn with {written}, while generation stops only at {known}, from "
-        f"{source}: responses will run on to the token limit. {cure}"
-    ]
+    if endings.texts:
+        return [
+            f"The chat template ends an assistant turn with {_name(tokenizer, end_ids)} as {len(end_ids)} ordinary "
+            "token(s). Answers are cut where they spell this text, also inside of a quotation; vLLM's server does not "
+            "stop there. Add the text to the tokenizer as one special token."
+        ]
+    return []
+
+
+def _ends(row: Mapping[str, Any], endings: Endings, tokenizer: PreTrainedTokenizerBase) -> bool:
+    labels = [label for label in row["labels"] if label != IGNORED]
+    if not labels or labels[-1] in endings.token_ids:
+        return bool(labels)
+    tail = tokenizer.decode(labels[-64:], skip_special_tokens=False).rstrip() if endings.texts else ""
+    return bool(endings.texts) and tail.endswith(endings.texts)
 
 
 def _row_problems(share: float | None, stops: bool) -> list[str]:
     if share is None or share == 1.0 or not stops:
         return []
     return [
-        f"{1 - share:.1%} of the rows have a last response that does not end in a stop token (usually because "
+        f"{1 - share:.1%} of the rows have a last response that does not end where generation stops (usually because "
         "max_length cuts it), so they teach the model to go on; raise max_length or drop those rows."
     ]
-
-
-def _last_label(row: Mapping[str, Any]) -> int:
-    return next((label for label in reversed(row["labels"]) if label != IGNORED), IGNORED)
 
 
 def _name(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

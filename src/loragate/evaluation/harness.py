@@ -23,9 +23,9 @@ from typing import Any
 
 import yaml
 
-from loragate.data import Chat, template_hash
+from loragate.data import Chat, find_endings, template_hash
 from loragate.errors import ConfigError, DataError
-from loragate.evaluation.harness_answers import Answer, greedy_answers, stop_token_ids
+from loragate.evaluation.harness_answers import Answer, greedy_answers
 from loragate.evaluation.harness_rows import INDEX, Questions, Suite, load_questions, load_suite, task_name
 from loragate.evaluation.harness_scores import HarnessScores, collect_scores
 from loragate.files import write_text
@@ -99,7 +99,7 @@ def run_harness(
         "num_fewshot": 0,
         "chat_template": template_hash(tokenizer) if chat_template else None,
         "max_length": bridge.max_length,
-        "stop_token_ids": sorted(bridge.stop_ids),
+        "stop_token_ids": sorted(bridge.endings.token_ids),
     }
     return {
         suite.name: collect_scores(suite, questions[suite.name], results, bridge.answers, common, bridge.cut_choices)
@@ -240,7 +240,7 @@ def _bridge(model: Any, tokenizer: Any, batch_size: int, chat_template: bool, sy
                 batch_size=batch_size,
                 softmax_dtype=torch.float32,
             )
-            self.stop_ids = stop_token_ids(model, tokenizer)
+            self.endings = find_endings(tokenizer, model.generation_config)
             self.answers: dict[tuple[str, int], Answer] = {}
             self.cut_choices = 0
             self._chat = Chat(tokenizer, system)
@@ -266,8 +266,8 @@ def _bridge(model: Any, tokenizer: Any, batch_size: int, chat_template: bool, sy
                     model,
                     self.tokenizer,
                     [self.tok_encode(request.args[0]) for request in members],
-                    stops=wanted["until"],
-                    stop_ids=self.stop_ids,
+                    stops=[*wanted["until"], *self.endings.texts],
+                    stop_ids=self.endings.token_ids,
                     max_new_tokens=wanted["max_gen_toks"],
                     max_length=self.max_length,
                     batch_size=batch_size,

@@ -7,7 +7,7 @@ cut at its beginning, and that is counted. Nothing here knows tasks or the harne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from loragate.data import ending_health
 from loragate.generation.engine import own_generation_settings
+from loragate.generation.requests import batches, positions_end
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,6 @@ class Answer:
     finish_reason: Literal["stop", "length"]
     budget: int
     cut: int
-
-
-def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Ids that end an answer: the tokenizer's, the model's generation config's, and the chat template's end of turn."""
-    found: set[int] = set()
-    for declared in (tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None)):
-        if declared is not None:
-            found.update([declared] if isinstance(declared, int) else declared)
-    turn_end = ending_health(tokenizer).end_ids
-    if len(turn_end) == 1:
-        found.update(turn_end)
-    return frozenset(found)
 
 
 def greedy_answers(
@@ -68,9 +56,10 @@ def greedy_answers(
     kept = [ids[-(max_length - reserve) :] for ids in prompts]
     order = sorted(range(len(prompts)), key=lambda index: (-len(kept[index]), index))
     answers: dict[int, Answer] = {}
+    lengths = [len(ids) for ids in kept]
+    room = [min(max_new_tokens, max_length - length) for length in lengths]
     with torch.no_grad(), own_generation_settings(model):
-        room = {row: min(max_new_tokens, max_length - len(kept[row])) for row in order}
-        for rows in _batches(order, kept, room, batch_size, max_length if _positions_end(model) else None):
+        for rows in batches(order, lengths, room, batch_size, max_length if positions_end(model) else None):
             budgets = [room[row] for row in rows]
             batch = _batch(model, tokenizer, [kept[row] for row in rows], budgets, stops, stop_ids)
             for row, budget, (text, tokens, reason) in zip(rows, budgets, batch):
@@ -78,30 +67,6 @@ def greedy_answers(
             if on_batch is not None:
                 on_batch(len(rows))
     return [answers[index] for index in range(len(prompts))]
-
-
-def _batches(
-    order: Sequence[int], kept: Sequence[list[int]], room: dict[int, int], size: int, limit: int | None
-) -> Iterator[list[int]]:
-    """Rows, the longest prompt first, in batches of at most `size`.
-
-    With a `limit` a batch ends before the first row whose answer would carry the longest one past that many positions: a row
-    that has ended is fed on until its batch is done.
-    """
-    rows: list[int] = []
-    for row in order:
-        if len(rows) == size or (rows and limit is not None and len(kept[rows[0]]) + room[row] > limit):
-            yield rows
-            rows = []
-        rows.append(row)
-    if rows:
-        yield rows
-
-
-def _positions_end(model: Any) -> bool:
-    """Whether a table of positions ends somewhere (GPT-2, GPT-J, OPT, MPT, …). Rotary angles, whose frequencies are a buffer in
-    every family that computes them, do not; a wrong True only costs speed."""
-    return not any(name.endswith("inv_freq") for name, _ in model.named_buffers())
 
 
 def _batch(

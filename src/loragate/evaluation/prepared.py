@@ -66,7 +66,7 @@ def prepare(
     """Render a task's prompts and settle how its answers are sampled.
 
     Args:
-        positions: of the model; a token limit that does not fit beside the longest prompt is lowered, with a warning.
+        positions: of the model; answers to prompts that leave fewer than the token limit get what is left, with a warning.
         samples, temperature, max_new_tokens: in place of the task's own.
 
     Raises:
@@ -78,15 +78,15 @@ def prepare(
     limit = own.max_new_tokens if max_new_tokens is None else max_new_tokens
     warnings = list(questions.warnings)
     lengths = [len(ids) for ids in tokenizer(prompts, add_special_tokens=False)["input_ids"]]
-    if positions is not None and max(lengths) + limit > positions:
-        room = positions - max(lengths)
-        if room < 1:
-            place = questions.questions[lengths.index(max(lengths))].place
-            raise DataError(f"{place}: the prompt has {max(lengths)} tokens, the model only {positions} positions")
+    short = [] if positions is None else [positions - length for length in lengths if length + limit > positions]
+    if short and min(short) < 1:
+        place = questions.questions[lengths.index(max(lengths))].place
+        raise DataError(f"{place}: the prompt has {max(lengths)} tokens, the model only {positions} positions")
+    if short:
         warnings.append(
-            f"{task.name}: answers are limited to {room} tokens instead of {limit}, to fit the model's positions"
+            f"{task.name}: the prompts of {len(short)} of {len(prompts)} questions leave fewer than {limit} tokens of the "
+            f"model's {positions} positions; their answers end there, the shortest after {min(short)} tokens"
         )
-        limit = room
     heat = own.temperature if temperature is None else temperature
     count = samples if samples is not None else 1 if heat == 0 else own.samples
     sampling = SamplingConfig(

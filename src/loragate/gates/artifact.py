@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import shutil
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ def save_gates(
     base_id: str | None = None,
     base_revision: str | None = None,
     adapter_id: str | None = None,
+    stop_token_ids: Collection[int] | None = None,
     evidence: dict[str, Any] | None = None,
     card: str | None = None,
 ) -> Path:
@@ -96,6 +98,8 @@ def save_gates(
             to what the model was loaded from. The id may carry the revision, as in "owner/name@revision". A model does not
             say which revision it was loaded at: name it where that was not the default one.
         adapter_id: hub id of the Stage-I adapter, where it has one, with "@revision" where that is known; named in the card.
+        stop_token_ids: tokens that end an answer, recorded so that `load_gates` can set them; take those of
+            `loragate.data.find_endings`, which knows where the chat template ends a turn. None records nothing.
         evidence: JSON-able record under the keys "parity", "selection" and "training"; other keys are refused.
         card: text of README.md; made from the record when absent.
 
@@ -159,6 +163,7 @@ def save_gates(
             **_named_adapter(adapter_id),
         },
         "modules": list(gate_modules(peft_model, name)),
+        **({} if stop_token_ids is None else {"stop_token_ids": sorted(stop_token_ids)}),
         **dict.fromkeys(EVIDENCE),
         **(evidence or {}),
     }
@@ -261,7 +266,8 @@ def load_gates(peft_model: nn.Module, folder: str | Path, adapter_name: str | No
         adapter_name: None for the active adapter.
 
     Returns:
-        The model, gated. The gates are frozen; `loragate.gates.train_gates_only(model)` has them train again.
+        The model, gated. The gates are frozen; `loragate.gates.train_gates_only(model)` has them train again. Its generation
+        config stops at the tokens that the artifact records, too.
 
     Raises:
         GateError: if the model has no such adapter, or it carries gates already.
@@ -287,9 +293,21 @@ def load_gates(peft_model: nn.Module, folder: str | Path, adapter_name: str | No
         raise
     for parameter in gate_parameters(peft_model, name).values():
         parameter.requires_grad_(False)
+    _stop_at(peft_model, record.get("stop_token_ids") or [])
     if told := storage_warning(record["base"].get("quantization"), quantization_of(peft_model)):
         logger.warning(told)
     return peft_model
+
+
+def _stop_at(model: Any, ids: Collection[int]) -> None:
+    """Add tokens to those that end an answer in the model's generation config; a PeftModel and its base share the object."""
+    settings = getattr(model, "generation_config", None)
+    if settings is None or not ids:
+        return
+    known = settings.eos_token_id
+    before = [] if known is None else [known] if isinstance(known, int) else list(known)
+    if more := sorted(set(ids) - set(before)):
+        settings.eos_token_id = [*before, *more]
 
 
 def _check_identity(model: nn.Module, adapter_name: str, folder: Path, record: dict[str, Any]) -> None:

@@ -85,6 +85,9 @@ def read_gate_config(folder: Path) -> dict[str, Any]:
         if not isinstance(values, list) or not values or not all(_is_number(value) for value in values):
             _fail(path, f"key 'base.weights.values.{name}' must be a list of numbers")
     _require(path, record["adapter"], {"sha256": str}, "adapter.")
+    stops = record.get("stop_token_ids")  # artifacts of earlier versions have none
+    if stops is not None and not (isinstance(stops, list) and all(is_token(value) for value in stops)):
+        _fail(path, f"key 'stop_token_ids' must be a list of token ids, found {stops!r:.80}")
     modules = record["modules"]
     if not modules or not all(isinstance(name, str) for name in modules) or len(set(modules)) != len(modules):
         _fail(path, "key 'modules' must be a non-empty list of distinct module names")
@@ -189,6 +192,11 @@ def _require(path: Path, record: dict[str, Any], keys: dict[str, Any], prefix: s
 def is_support(k: Any) -> bool:
     """Whether k can be the support of the entropy objective: at least 2, or 0 for the whole vocabulary."""
     return isinstance(k, int) and not isinstance(k, bool) and (k == 0 or k > 1)
+
+
+def is_token(value: Any) -> bool:
+    """Whether a value can be a token id."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _is_number(value: Any) -> bool:

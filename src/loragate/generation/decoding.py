@@ -69,7 +69,7 @@ def decode(
         causal: what `plain_decoder` returned, in evaluation mode.
         prompts: token ids of each row's prompt; equal ones are read once.
         sampler: chooses every token and knows which rows have ended.
-        max_new_tokens: the limit of each row.
+        max_new_tokens: the largest of `sampler.limits_B`.
         pad_id: a token for places that are masked.
     """
     places: dict[tuple[int, ...], int] = {}
@@ -99,9 +99,16 @@ def decode(
                 cache.batch_select_indices(kept)
                 sampler.keep(kept)
                 chosen_b, lengths_b, mask_bT = chosen_b[kept], lengths_b[kept], mask_bT[kept]
-            logits_bV = forward(chosen_b[:, None], mask_bT[:, : width + step + 1], (lengths_b + step)[:, None])
+            # a row that has ended and is still fed must not pass the end of a table of positions
+            fed_b = torch.minimum(sampler.limits_B[sampler.rows_b] - 1, torch.tensor(step))
+            logits_bV = forward(chosen_b[:, None], mask_bT[:, : width + step + 1], (lengths_b + fed_b)[:, None])
     rows: list[list[int]] = tokens_BT.tolist()
     return rows
+
+
+def takes_positions(causal: Any | None) -> bool:
+    """Whether `causal` is a model that `decode` runs and tells the positions of its tokens."""
+    return causal is not None and "position_ids" in inspect.signature(causal.forward).parameters
 
 
 def pad_left(rows: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -126,7 +133,7 @@ def _reader(causal: Any, cache: DynamicCache) -> Callable[[Tensor, Tensor, Tenso
 
     def forward(ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         inputs = {"input_ids": ids, "attention_mask": mask}
-        if "position_ids" in taken:
+        if takes_positions(causal):
             inputs["position_ids"] = positions
         output = causal(**{name: value.to(causal.device) for name, value in inputs.items()}, **fixed)
         logits: Tensor = output.logits[:, -1].float()

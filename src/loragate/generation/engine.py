@@ -16,13 +16,15 @@ from typing import Any, Protocol
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
+from loragate.data import find_endings
 from loragate.errors import ConfigError
-from loragate.generation.decoding import decode, pad_left, plain_decoder
+from loragate.generation.decoding import decode, pad_left, plain_decoder, takes_positions
 from loragate.generation.requests import (
     FinishReason,
-    find_stop_token_ids,
+    batches,
     finish_answers,
     pending_rows,
+    positions_end,
     stop_detector,
     tokenize_prompts,
 )
@@ -39,8 +41,9 @@ class Sample:
     `question` is the index of its prompt, `sample` the index among the samples of that prompt. `token_ids` holds every
     generated token, the stop token included; `text` is without it and without special tokens. `finish_reason` is "stop"
     when the model ended the answer, "stop_text" when a text of `SamplingConfig.stop` did, which is not part of `text`, and
-    "length" when `max_new_tokens` did. `entropy` is the mean over the generated
-    tokens of the full-vocabulary entropy at temperature 1, in nats, or None from an engine that does not measure it.
+    "length" when its token limit did: `max_new_tokens`, or what its prompt left of the model's positions. `entropy` is the
+    mean over the generated tokens of the full-vocabulary entropy at temperature 1, in nats, or None from an engine that
+    does not measure it.
     """
 
     question: int
@@ -75,8 +78,8 @@ class TransformersEngine:
     """Sample from a causal language model held in memory, with or without adapter and gates.
 
     The model's own generation settings (temperature, top-k, repetition penalty and so on) are not used: a sample depends
-    on the `SamplingConfig` alone. A row ends at the tokenizer's end-of-sequence token, at those of the model's generation
-    config or at one of `stop_token_ids`. The model is put in evaluation mode while it samples and restored afterwards.
+    on the `SamplingConfig` alone. A row ends where `loragate.data.find_endings` says, at one of `stop_token_ids`, or at the
+    model's last position. The model is put in evaluation mode while it samples and restored afterwards.
 
     The distinct prompts of a batch are read once for all their samples, and rows that have ended leave the batch, where
     `decoding.plain_decoder` finds the model fit for it; `reuse_prompts=False` leaves every model to
@@ -98,7 +101,7 @@ class TransformersEngine:
         self.tokenizer = tokenizer
         self.batch_size = batch_size
         self.reuse_prompts = reuse_prompts
-        self.stop_token_ids = find_stop_token_ids(tokenizer, model.generation_config, stop_token_ids or ())
+        self.endings = find_endings(tokenizer, model.generation_config, stop_token_ids or ())
 
     def generate(
         self,
@@ -111,17 +114,24 @@ class TransformersEngine:
     ) -> list[Sample]:
         """Return the samples ordered by (question, sample); see `Engine.generate`.
 
-        Raises `DataError` for an empty list of prompts, an empty prompt or one that leaves the model too few positions.
+        Raises `DataError` for an empty list of prompts, an empty prompt or one that leaves no position.
         """
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        prompt_ids = tokenize_prompts(self.tokenizer, prompts, config.max_new_tokens, positions)
+        prompt_ids, limits = tokenize_prompts(self.tokenizer, prompts, config.max_new_tokens, positions)
         rows = pending_rows(len(prompts), config.samples, pending)
         # Neighbours of similar length waste little padding; the longest come first, so that memory fails early if at all.
         rows.sort(key=lambda row: (-len(prompt_ids[row[0]]), row))
         samples: list[Sample] = []
+        causal = plain_decoder(self.model) if self.reuse_prompts else None
+        # `decode` keeps rows that have ended within a table of positions where it may say what their positions are
+        end = None if takes_positions(causal) or not positions_end(self.model) else positions
+        lengths, room = [len(prompt_ids[question]) for question, _ in rows], [limits[question] for question, _ in rows]
         with torch.no_grad(), _evaluation_mode(self.model), own_generation_settings(self.model):
-            for start in range(0, len(rows), self.batch_size):
-                batch = self._generate_batch(prompt_ids, rows[start : start + self.batch_size], config)
+            for places in batches(range(len(rows)), lengths, room, self.batch_size, end):
+                chunk = [rows[place] for place in places]
+                batch = self._generate_batch(
+                    causal, [prompt_ids[question] for question, _ in chunk], chunk, config, limits
+                )
                 samples += batch
                 if on_samples is not None:
                     on_samples(batch)
@@ -130,22 +140,33 @@ class TransformersEngine:
         return sorted(samples, key=lambda sample: (sample.question, sample.sample))
 
     def _generate_batch(
-        self, prompt_ids: list[list[int]], rows: Sequence[tuple[int, int]], config: SamplingConfig
+        self,
+        causal: Any | None,
+        prompts: list[list[int]],
+        rows: Sequence[tuple[int, int]],
+        config: SamplingConfig,
+        limits: Sequence[int],
     ) -> list[Sample]:
-        pad_id = _pad_token_id(self.tokenizer, self.stop_token_ids)
-        prompts = [prompt_ids[question] for question, _ in rows]
+        pad_id = _pad_token_id(self.tokenizer, self.endings.token_ids)
         counters = torch.tensor(rows, dtype=torch.int64)
-        width = max(map(len, prompts))
-        spells_stop = stop_detector(self.tokenizer, config.stop)
-        sampler = SeededSampler(config, counters[:, 0], counters[:, 1], width, self.stop_token_ids, spells_stop)
-        causal = plain_decoder(self.model) if self.reuse_prompts else None
+        limits_B = torch.tensor([limits[question] for question, _ in rows])
+        sampler = SeededSampler(
+            config,
+            counters[:, 0],
+            counters[:, 1],
+            max(map(len, prompts)),
+            self.endings.token_ids,
+            stop_detector(self.tokenizer, (*config.stop, *self.endings.texts)),
+            limits_B,
+        )
+        longest = int(limits_B.max())
         if causal is not None:
-            new_ids = decode(causal, prompts, sampler, config.max_new_tokens, pad_id)
+            new_ids = decode(causal, prompts, sampler, longest, pad_id)
         else:
-            new_ids = self._leave_to_generate(prompts, sampler, config.max_new_tokens, pad_id)
+            new_ids = self._leave_to_generate(prompts, sampler, longest, pad_id)
         token_ids = [row[:count] for row, count in zip(new_ids, sampler.tokens_B.tolist())]
-        stopped = (sampler.stopped_B & ~sampler.ended_by_text_B).tolist()
-        answers = finish_answers(self.tokenizer, token_ids, stopped, config.stop)
+        stopped = sampler.ended_by_token_B.tolist()
+        answers = finish_answers(self.tokenizer, token_ids, stopped, config.stop, self.endings.texts)
         return [
             Sample(question, index, text, ids, reason, entropy)
             for (question, index), (ids, text, reason), entropy in zip(rows, answers, sampler.mean_entropy().tolist())
@@ -162,7 +183,7 @@ class TransformersEngine:
             generation_config=GenerationConfig(
                 do_sample=False,
                 max_new_tokens=max_new_tokens,
-                eos_token_id=sorted(self.stop_token_ids),
+                eos_token_id=sorted(self.endings.token_ids),
                 pad_token_id=pad_id,
                 use_cache=True,
             ),

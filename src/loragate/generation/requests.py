@@ -1,4 +1,4 @@
-"""What every engine does before and after the model runs: token ids, stop tokens, open samples, text.
+"""What every engine does before and after the model runs: token ids, token limits, open samples, text.
 
 The engines share these functions so that they accept the same prompts, end an answer at the same tokens and return the
 same text for the same token ids. Nothing here knows how a token is drawn or which program runs the model.
@@ -6,54 +6,67 @@ same text for the same token ids. Nothing here knows how a token is drawn or whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal
 
-from loragate.errors import ConfigError, DataError
+from loragate.errors import DataError
 
 FinishReason = Literal["stop", "stop_text", "length"]
-"""Ended by a stop token, by a text of `SamplingConfig.stop`, or by the token limit."""
-
-
-def find_stop_token_ids(tokenizer: Any, generation_config: Any, extra: Collection[int] = ()) -> frozenset[int]:
-    """Return the end-of-sequence tokens of the tokenizer and of the model's generation config, and the `extra` ones.
-
-    Raises `ConfigError` when there is none: no answer could ever end.
-    """
-    found = set(extra)
-    for declared in (tokenizer.eos_token_id, getattr(generation_config, "eos_token_id", None)):
-        if declared is not None:
-            found.update([declared] if isinstance(declared, int) else declared)
-    if not found:
-        raise ConfigError(
-            "Neither the tokenizer nor the model's generation config names an end-of-sequence token, so no answer could "
-            "ever stop; pass stop_token_ids."
-        )
-    return frozenset(found)
+"""Ended by the model (`loragate.data.find_endings`), by a text of `SamplingConfig.stop`, or by the token limit."""
 
 
 def tokenize_prompts(
     tokenizer: Any, prompts: Sequence[str], max_new_tokens: int, positions: int | None
-) -> list[list[int]]:
-    """Return the token ids of each prompt, to which the tokenizer adds nothing.
+) -> tuple[list[list[int]], list[int]]:
+    """Return the token ids of each prompt, to which the tokenizer adds nothing, and the token limit of its answers.
 
-    Raises `DataError` for an empty list, an empty prompt or one that leaves fewer than `max_new_tokens` of the model's
-    `positions` (None: unlimited).
+    The limit is `max_new_tokens`, or what the prompt leaves of the model's `positions` (None: unlimited); no prompt lowers
+    that of another.
+
+    Raises `DataError` for an empty list, an empty prompt or one that leaves no position.
     """
     if isinstance(prompts, str) or not len(prompts):
         raise DataError(f"generate was given {prompts!r}; it needs a list with at least one rendered prompt.")
     prompt_ids: list[list[int]] = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
+    limits: list[int] = []
     for index, ids in enumerate(prompt_ids):
         if not ids:
             raise DataError(f"Prompt {index} is empty: the model needs at least one token to continue from.")
-        if positions is not None and len(ids) + max_new_tokens > positions:
-            room = positions - len(ids)
-            remedy = f"set max_new_tokens to {room} or less" if room > 0 else "drop or shorten it"
+        limits.append(max_new_tokens if positions is None else min(max_new_tokens, positions - len(ids)))
+        if limits[-1] < 1:
             raise DataError(
-                f"Prompt {index} has {len(ids)} tokens; with max_new_tokens={max_new_tokens} it would pass "
-                f"the model's {positions} positions: {remedy}."
+                f"Prompt {index} has {len(ids)} tokens and leaves none of the model's {positions} positions to an "
+                "answer: drop or shorten it."
             )
-    return prompt_ids
+    return prompt_ids, limits
+
+
+def batches(
+    order: Sequence[int], lengths: Sequence[int], limits: Sequence[int], size: int, positions: int | None = None
+) -> Iterator[list[int]]:
+    """Cut rows, given with the longest prompt first, into batches of at most `size`.
+
+    With `positions` a batch ends before the first row whose answer would carry the longest prompt past that many: where a
+    row that has ended is fed on until its batch is done, it must not pass the end of a table of positions.
+
+    Args:
+        order: rows in the order in which they are to be drawn.
+        lengths, limits: prompt and answer tokens of each row, by its number.
+    """
+    rows: list[int] = []
+    for row in order:
+        if len(rows) == size or (rows and positions is not None and lengths[rows[0]] + limits[row] > positions):
+            yield rows
+            rows = []
+        rows.append(row)
+    if rows:
+        yield rows
+
+
+def positions_end(model: Any) -> bool:
+    """Whether a table of positions ends somewhere (GPT-2, GPT-J, OPT, MPT, …). Rotary angles, whose frequencies are a buffer in
+    every family that computes them, do not; a wrong True only costs speed."""
+    return not any(name.endswith("inv_freq") for name, _ in model.named_buffers())
 
 
 def pending_rows(questions: int, samples: int, pending: Collection[tuple[int, int]] | None) -> list[tuple[int, int]]:
@@ -112,24 +125,31 @@ def stop_detector(tokenizer: Any, stop: Sequence[str]) -> Callable[[list[int]], 
 
 
 def finish_answers(
-    tokenizer: Any, token_ids: Sequence[Sequence[int]], stopped: Sequence[bool], stop: Sequence[str] = ()
+    tokenizer: Any,
+    token_ids: Sequence[Sequence[int]],
+    stopped: Sequence[bool],
+    stop: Sequence[str] = (),
+    turn_ends: Sequence[str] = (),
 ) -> list[tuple[tuple[int, ...], str, FinishReason]]:
-    """Return (token ids, text, finish reason) of each answer; text and tokens end where the first of `stop` does.
+    """Return (token ids, text, finish reason) of each answer; text and tokens end where the first of all texts does.
 
-    The text is without the stop text; the tokens are those up to the one that completes it.
+    The text is without the text that ended it; the tokens are those up to the one that completes it. One of `turn_ends`
+    ends an answer as a stop token does.
     """
+    texts = (*stop, *turn_ends)
     answers: list[tuple[tuple[int, ...], str, FinishReason]] = []
     for ids, text, ended in zip(token_ids, decode_answers(tokenizer, token_ids, stopped), stopped):
-        place = first_stop(text, stop)
+        place = first_stop(text, texts)
         if place is None:
             answers.append((tuple(ids), text, "stop" if ended else "length"))
             continue
         low, high = 1, len(ids)  # a longer beginning holds the stop text where a shorter one does
         while low < high:
             middle = (low + high) // 2
-            found = first_stop(_decode(tokenizer, ids[:middle]), stop) is not None
+            found = first_stop(_decode(tokenizer, ids[:middle]), texts) is not None
             low, high = (low, middle) if found else (middle + 1, high)
-        answers.append((tuple(ids[:low]), text[:place], "stop_text"))
+        reason: FinishReason = "stop" if place == first_stop(text, turn_ends) else "stop_text"
+        answers.append((tuple(ids[:low]), text[:place], reason))
     return answers
 
 

@@ -147,8 +147,9 @@ class SeededSampler(LogitsProcessor):
     `generate(do_sample=False)` takes exactly this token; `choose` returns the token itself. Make a new sampler for every
     batch, with no other logits processor before it.
 
-    After the call, `tokens_B` counts the generated tokens of each row, its stop token included, `stopped_B` says whether
-    it ended at a stop token, and `mean_entropy()` is the mean, over these tokens, of the entropy in nats of the
+    After the call, `tokens_B` counts the generated tokens of each row, its stop token included, `ended_by_token_B`
+    says whether it ended there, `stopped_B` whether it has ended at all (`limits_B` holds each row's token limit), and
+    `mean_entropy()` is the mean, over these tokens, of the entropy in nats of the
     full-vocabulary distribution at temperature 1, whatever the temperature and top-p of the draw. `rows_b` are the rows
     that are asked for: all, until `keep` leaves some out.
     """
@@ -161,6 +162,7 @@ class SeededSampler(LogitsProcessor):
         prompt_length: int,
         stop_token_ids: Collection[int],
         spells_stop: Callable[[list[int]], bool] | None = None,
+        limits_B: Tensor | None = None,
     ) -> None:
         self.config = config
         self.spells_stop = spells_stop
@@ -170,7 +172,8 @@ class SeededSampler(LogitsProcessor):
         self.prompt_length = prompt_length
         self.stop_ids = torch.tensor(sorted(stop_token_ids), dtype=torch.int64)
         self.stopped_B = torch.zeros(len(questions_B), dtype=torch.bool)
-        self.ended_by_text_B = torch.zeros(len(questions_B), dtype=torch.bool)
+        self.ended_by_token_B = torch.zeros(len(questions_B), dtype=torch.bool)
+        self.limits_B = torch.full((len(questions_B),), config.max_new_tokens) if limits_B is None else limits_B
         self.tokens_B = torch.zeros(len(questions_B), dtype=torch.int64)
         self.entropy_B = torch.zeros(len(questions_B), dtype=torch.float64)
         self.rows_b = torch.arange(len(questions_B))
@@ -199,10 +202,10 @@ class SeededSampler(LogitsProcessor):
             uniforms_b = uniform(self.config.seed, self.questions_B[rows_b], self.samples_B[rows_b], new_ids.shape[1])
             device = "cpu" if scores.device.type == "mps" else scores.device
             chosen_b = draw(scores.to(device), uniforms_b.to(device), self.config.temperature, self.config.top_p)
-        ended_b = self.ended_by_text_B[rows_b]
-        if ended_b.any():
-            chosen_b = torch.where(ended_b.to(chosen_b.device), int(self.stop_ids[0]), chosen_b)
-        self.stopped_B[rows_b] |= torch.isin(chosen_b.cpu(), self.stop_ids)
+        if not running_b.all():  # a row that has ended without a stop token is given one, which nobody counts
+            chosen_b = torch.where(running_b.to(chosen_b.device), chosen_b, int(self.stop_ids[0]))
+        self.ended_by_token_B[rows_b] |= running_b & torch.isin(chosen_b.cpu(), self.stop_ids)
+        self.stopped_B |= self.ended_by_token_B | (self.tokens_B >= self.limits_B)
         return chosen_b
 
     def mean_entropy(self) -> Tensor:
@@ -210,12 +213,12 @@ class SeededSampler(LogitsProcessor):
         return self.entropy_B / self.tokens_B
 
     def _end_rows_at_stop_texts(self, new_ids: Tensor) -> None:
-        """A row whose text is complete is done: it is given a stop token, which nobody counts."""
+        """A row whose text is complete is done."""
         if self.spells_stop is None:
             return
         for row, ids in zip(self.rows_b.tolist(), new_ids.tolist()):
             if not self.stopped_B[row] and self.spells_stop(ids):
-                self.stopped_B[row] = self.ended_by_text_B[row] = True
+                self.stopped_B[row] = True
 
     def _refuse_non_finite(self, entropy_b: Tensor, running_b: Tensor) -> None:
         broken_b = running_b & ~entropy_b.isfinite()

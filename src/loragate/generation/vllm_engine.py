@@ -20,10 +20,10 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from loragate.data import find_endings
 from loragate.errors import ConfigError, LoragateError
 from loragate.generation.engine import OnProgress, Sample
 from loragate.generation.requests import (
-    find_stop_token_ids,
     finish_answers,
     pending_rows,
     split_by_question,
@@ -54,7 +54,7 @@ class VllmEngine:
         max_lora_rank: ranks to make room for; None reads the adapter's. It is rounded up to a value that vLLM takes.
         seed: seed of vLLM itself; samples depend on that of their `SamplingConfig` instead.
         batch_size: prompts whose samples are drawn and handed to `on_samples` together.
-        stop_token_ids: tokens that end an answer beside those the tokenizer and the generation config name.
+        stop_token_ids: tokens that end an answer beside those of `loragate.data.find_endings`.
 
     Raises `ConfigError` when vLLM is not installed, for an adapter that cannot be read, and for a gated folder where
     the serving plugin is absent or does not support this vLLM.
@@ -91,8 +91,7 @@ class VllmEngine:
             require_gate_plugin(adapter)
         self.batch_size = batch_size
         self.tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(base, revision=revision)
-        settings = _generation_config(base, revision)
-        self.stop_token_ids = find_stop_token_ids(self.tokenizer, settings, stop_token_ids or ())
+        self.endings = find_endings(self.tokenizer, base_generation_config(base, revision), stop_token_ids or ())
         self._lora_request = None
         lora: dict[str, Any] = {}
         if adapter is not None:
@@ -131,7 +130,7 @@ class VllmEngine:
     ) -> list[Sample]:
         """Return the samples ordered by (question, sample), their entropy None; see `Engine.generate`.
 
-        Raises `DataError` for an empty list of prompts, an empty prompt or one that leaves the model too few positions,
+        Raises `DataError` for an empty list of prompts, an empty prompt or one that leaves no position,
         and `ConfigError` for a positive temperature below 0.01.
         """
         if 0 < config.temperature < LOWEST_TEMPERATURE:
@@ -140,11 +139,11 @@ class VllmEngine:
                 f"for greedy decoding or at least {LOWEST_TEMPERATURE}."
             )
         positions = self._llm.llm_engine.model_config.max_model_len
-        prompt_ids = tokenize_prompts(self.tokenizer, prompts, config.max_new_tokens, positions)
+        prompt_ids, limits = tokenize_prompts(self.tokenizer, prompts, config.max_new_tokens, positions)
         rows = pending_rows(len(prompts), config.samples, pending)
         samples: list[Sample] = []
         for chunk in split_by_question(rows, self.batch_size):
-            batch = self._generate_chunk(prompt_ids, chunk, config)
+            batch = self._generate_chunk(prompt_ids, limits, chunk, config)
             samples += batch
             if on_samples is not None:
                 on_samples(batch)
@@ -159,31 +158,31 @@ class VllmEngine:
             shutdown()
 
     def _generate_chunk(
-        self, prompt_ids: list[list[int]], rows: list[tuple[int, int]], config: SamplingConfig
+        self, prompt_ids: list[list[int]], limits: list[int], rows: list[tuple[int, int]], config: SamplingConfig
     ) -> list[Sample]:
         outputs = self._llm.generate(
             [{"prompt_token_ids": prompt_ids[question]} for question, _ in rows],
-            [self._parameters(config, question, sample) for question, sample in rows],
+            [self._parameters(config, question, sample, limits[question]) for question, sample in rows],
             use_tqdm=False,
             lora_request=self._lora_request,
         )
         completions = [output.outputs[0] for output in outputs]
         token_ids = [completion.token_ids for completion in completions]
         stopped = [_stopped(completion.finish_reason, row) for completion, row in zip(completions, rows)]
-        answers = finish_answers(self.tokenizer, token_ids, stopped, config.stop)
+        answers = finish_answers(self.tokenizer, token_ids, stopped, config.stop, self.endings.texts)
         return [
             Sample(question, sample, text, ids, reason, None)
             for (question, sample), (ids, text, reason) in zip(rows, answers)
         ]
 
-    def _parameters(self, config: SamplingConfig, question: int, sample: int) -> Any:
+    def _parameters(self, config: SamplingConfig, question: int, sample: int, limit: int) -> Any:
         """One request per sample: vLLM gives the n samples of a joint request seeds that cannot be resumed one by one."""
         return self._sampling_params(
             temperature=config.temperature,
             top_p=config.top_p,
-            max_tokens=config.max_new_tokens,
+            max_tokens=limit,
             seed=request_seed(config.seed, question, sample) if config.temperature > 0 else None,
-            stop_token_ids=sorted(self.stop_token_ids),
+            stop_token_ids=sorted(self.endings.token_ids),
             ignore_eos=True,  # the stop tokens above are the whole list
             detokenize=False,
         )
@@ -256,7 +255,7 @@ def _import_vllm() -> Any:
     return vllm
 
 
-def _generation_config(base: str, revision: str | None) -> GenerationConfig:
+def base_generation_config(base: str, revision: str | None) -> GenerationConfig:
     """The base's generation settings or, where it has no such file, what `transformers` derives from its config."""
     try:
         return GenerationConfig.from_pretrained(base, revision=revision)

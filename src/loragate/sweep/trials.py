@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import load_file, save_file
 
-from loragate.data import EncodedRows, Rows
+from loragate.data import EncodedRows, Rows, find_endings
 from loragate.errors import DataError, TrainingError
 from loragate.files import write_atomically
 from loragate.gates import GateConfig, attach_gates, detach_gates, gate_parameters, save_gates
@@ -149,6 +149,7 @@ class TrialRunner:
                 k=support_size(self.materials.settings(trial).k, self.model.get_output_embeddings().weight.shape[0]),
                 base_id=base_id,
                 adapter_id=self.materials.adapter_id(trial.adapter),
+                stop_token_ids=find_endings(self.tokenizer, self.model.generation_config).token_ids,
                 evidence={"parity": parity, "selection": selection, "training": training},
             )
         finally:
