@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import torch
@@ -60,6 +61,46 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         "{% if add_generation_prompt %}<assistant> {% endif %}"
     )
     return tokenizer
+
+
+TURN_END = 5
+"""Id of `<|im_end|>` in `chatml_tokenizer`."""
+
+
+def chatml_tokenizer() -> PreTrainedTokenizerFast:
+    """`tiny_tokenizer` as the base models of Qwen have it: EOS is `<eos>`, and the chat template ends a turn with `<|im_end|>`."""
+    tokenizer = tiny_tokenizer()
+    core = json.loads(tokenizer.backend_tokenizer.to_str())
+    words = core["model"]["vocab"]
+    words["<|im_end|>"] = words.pop("w0")
+    core["added_tokens"].append({**core["added_tokens"][0], "id": TURN_END, "content": "<|im_end|>"})
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=type(tokenizer.backend_tokenizer).from_str(json.dumps(core)),
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+        auto_map={"AutoTokenizer": [None, None]},
+    )
+    made.chat_template = tokenizer.chat_template.replace("{{ m['content'] }}", "{{ m['content'] }} <|im_end|>").replace(
+        "<|im_end|> <eos>", "<|im_end|>"
+    )
+    return made
+
+
+def ending_base(**overrides):
+    """A base that ends its turn by `<|im_end|>` at every third token or so, whatever stands before it, and never by EOS.
+
+    A feature that is nearly constant takes the place of a bias on the head.
+    """
+    base = tiny_base(tie_word_embeddings=False, **overrides)
+    width = base.config.hidden_size
+    with torch.no_grad():
+        base.model.embed_tokens.weight[:, 0] = 300.0
+        base.lm_head.weight[:, 0] = 0.0
+        base.lm_head.weight[TURN_END, 0] = 4.2 / width**0.5
+        base.lm_head.weight[base.config.eos_token_id, 0] = -40.0 / width**0.5
+    return base
 
 
 def tiny_rows(count: int, seed: int = 0):

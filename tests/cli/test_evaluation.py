@@ -20,6 +20,7 @@ from loragate.cli.evaluate import EvalOptions
 from loragate.cli.evaluation_engines import Engines
 from loragate.cli.evaluation_inputs import Loaded, load_inputs
 from loragate.cli.main import main
+from loragate.errors import DataError
 from loragate.evaluation.canary import canary
 from loragate.evaluation.grade import Grade
 from loragate.evaluation.judging import JudgeSettings, judged_by, read_grades, write_grades
@@ -42,6 +43,24 @@ generation: {samples: 4, temperature: 1.0, max_new_tokens: 5}
 grader: exact
 metric: avg@k
 """
+
+
+def test_a_long_question_lowers_no_other_questions_token_limit(place):
+    from loragate.evaluation.prepared import prepare
+    from loragate.evaluation.tasks import load_questions, load_task
+
+    task = load_task(str(place / "words.yaml"))
+    rows = [{"question": " ".join(["w5"] * count), "answer": "w3"} for count in (2, 20, 30)]
+    (place / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    questions = load_questions(task, str(place / "long.jsonl"))
+    prepared = prepare(task, questions, tiny_tokenizer(), seed=0, positions=40, max_new_tokens=24)
+    assert prepared.sampling.max_new_tokens == 24
+    (told,) = (warning for warning in prepared.warnings if "positions" in warning)
+    assert "2 of 3 questions leave fewer than 24" in told
+    assert "the shortest after 8 tokens" in told
+    assert not any("positions" in text for text in prepare(task, questions, tiny_tokenizer(), seed=0).warnings)
+    with pytest.raises(DataError, match="only 32 positions"):
+        prepare(task, questions, tiny_tokenizer(), seed=0, positions=32)
 
 
 def randomise(model):

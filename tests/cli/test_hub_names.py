@@ -210,6 +210,6 @@ def test_vllm_is_told_the_revision(place, hub, tmp_path):
     base, adapters = served_folders(options)
     assert (base, list(adapters)) == ("user/base", ["adapter"])
     assert base_revision(options) == "v1"
-    arguments = vllm_arguments(options, base, tmp_path)
+    arguments = vllm_arguments(options, base, adapters, tmp_path)
     assert arguments[arguments.index("--revision") + 1] == "v1"
     assert base_revision(ServeOptions(str(place / "adapter"))) == "", "nothing is pinned in the record"

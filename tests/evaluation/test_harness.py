@@ -13,10 +13,11 @@ import torch
 import yaml
 
 import loragate as lg
+from loragate.data import find_endings
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation import compare
 from loragate.evaluation.harness import run_harness
-from loragate.evaluation.harness_answers import Answer, greedy_answers, stop_token_ids
+from loragate.evaluation.harness_answers import Answer, greedy_answers
 from loragate.evaluation.harness_rows import DEFINITIONS, load_questions, load_suite, suite_names
 from loragate.evaluation.tasks import load_task
 from loragate.generation import SamplingConfig, TransformersEngine
@@ -131,7 +132,7 @@ def test_answers_are_those_of_the_engine_at_temperature_zero_for_any_batch_size(
             tokenizer,
             prompts,
             stops=[],
-            stop_ids=stop_token_ids(model, tokenizer),
+            stop_ids=find_endings(tokenizer, model.generation_config).token_ids,
             max_new_tokens=24,
             max_length=512,
             batch_size=batch_size,
@@ -436,7 +437,7 @@ def test_answers_and_loglikelihoods_are_those_of_the_harnesss_own_model_class(ha
     ours = run_harness(gated, tokenizer, SUITES, **options)
 
     class Plain(HFLM):
-        stop_ids, cut_choices = (), 0
+        endings, cut_choices = find_endings(tokenizer), 0
 
         def generate_until(self, requests, disable_tqdm=True):
             texts = super().generate_until(requests, disable_tqdm=True)

