@@ -3,19 +3,20 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
-PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: quickstart test test-all test-vllm vllm-env lint format docs bench clean
+.PHONY: quickstart test test-all test-vllm vllm-env lint format docs bench gpu clean
 
 quickstart: $(VENV)/.run
 	$(BIN)/loragate quickstart $(ARGS)
 
 test: $(VENV)/.dev
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) --dist worksteal -m "not slow" $(ARGS)
 
-# everything, with what `make test` skips where it is absent: the sandbox needs bubblewrap (apt install bubblewrap)
+# everything, with what `make test` skips where it is absent: the sandbox needs bubblewrap (apt install bubblewrap).
+# Files go out whole and in the order of tests/conftest.py: a run that is cut off has done the weightiest ones.
 test-all: $(VENV)/.dev
-	LORAGATE_REQUIRE_BWRAP=1 $(PYTEST) $(ARGS)
+	LORAGATE_REQUIRE_BWRAP=1 $(PYTEST) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # vLLM on the CPU lives in an environment of its own (Linux, x86_64; about 2 GB), made once and kept
 vllm-env:
@@ -39,6 +40,10 @@ docs: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/speed/run.py $(ARGS)
+
+# everything that needs a GPU, in 25 minutes, with an interpreter that has CUDA, transformers and peft: make gpu PYTHON=python3
+gpu:
+	$(PYTHON) benchmarks/gpu/run.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,8 +1,11 @@
-"""Shared small models and rows: made on the spot from configurations, never downloaded."""
+"""Shared small models and rows, made on the spot from configurations; and what a run says of the tests that it left out."""
 
 from __future__ import annotations
 
+import gc
 import os
+import shutil
+from collections import Counter
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -10,6 +13,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import hypothesis
 import pytest
 import torch
+from filelock import FileLock
 
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
@@ -17,6 +21,99 @@ torch.set_num_threads(1)
 # a busy machine must not fail a property for being slow
 hypothesis.settings.register_profile("loragate", deadline=None)
 hypothesis.settings.load_profile("loragate")
+
+# kinds of slow tests, as `@pytest.mark.slow("kind")` names them: in this order `make test-all` runs them
+KINDS = (
+    "whole commands",
+    "training",
+    "products",
+    "processes",
+    "kills",
+    "attacks",
+    "families",
+    "documents",
+    "statistics",
+    "browsers",
+    "vLLM",
+    "other",
+)
+LEFT = pytest.StashKey[Counter]()
+
+
+def kind_of(item):
+    """The kind of a slow test, or None of a quick one."""
+    mark = item.get_closest_marker("slow")
+    if mark is None:
+        return None
+    kind = mark.args[0] if mark.args else "other"
+    if kind not in KINDS:
+        raise pytest.UsageError(f"{item.nodeid}: slow({kind!r}) is none of {', '.join(KINDS)}")
+    return kind
+
+
+def pytest_configure(config):
+    config.stash[LEFT] = Counter()
+
+
+def pytest_collection_modifyitems(items):
+    # a run that is cut off has done the quick tests and the weightiest of the slow ones
+    items.sort(key=lambda item: KINDS.index(kind) + 1 if (kind := kind_of(item)) else 0)
+
+
+def pytest_deselected(items):
+    if items:
+        items[0].config.stash[LEFT].update(kind for item in items if (kind := kind_of(item)))
+
+
+def pytest_sessionfinish(session):
+    gc.unfreeze()
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left"] = dict(session.config.stash[LEFT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    # all workers collect the same tests
+    node.config.stash[LEFT] |= Counter(getattr(node, "workeroutput", {}).get("left", {}))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Name the groups that were skipped, and those that are left to `make test-all`."""
+    skipped = Counter(
+        report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", [])
+    )
+    for reason, count in skipped.most_common():
+        terminalreporter.write_line(f"skipped: {count} × {reason}")
+    left = config.stash[LEFT]
+    if left and "slow" in config.option.markexpr:
+        named = ", ".join(f"{left[kind]} {kind}" for kind in KINDS if left[kind])
+        terminalreporter.write_line(f"left to `make test-all`: {left.total()} slow tests ({named})")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_to_collect():
+    """Trainers collect garbage after each run; without all that is imported that takes 10 ms and not 300."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory):
+    """make(name, fill) -> a folder that fill(folder) filled, once for all processes of a test run; tests leave it as it is."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+    def make(name, fill):
+        folder, done = root / name, root / f"{name}.done"
+        with FileLock(root / f"{name}.lock"):
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                fill(folder)
+                done.touch()
+        return folder
+
+    return make
 
 
 @pytest.fixture

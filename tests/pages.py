@@ -46,6 +46,8 @@ def quickstart_record():
         "entropy_before": 0.3,
         "entropy_after": 0.1,
         "seconds": 12.0,
+        "training_seconds": 9.0,
+        "heldout": {"rows": 64, "entropy_before": 0.35, "entropy_after": 0.15},
         "steps": 3,
         "gates": stats["model.layers.0.mlp.gate_proj"],
     }

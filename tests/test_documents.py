@@ -348,7 +348,7 @@ def test_links_out_of_the_documentation_are_turned_to_copies():
     assert turned == "see [a](repository/examples/slurm/sweep.sbatch), [b](repository/README.md.txt), [c](data.md)"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("documents")
 def test_the_site_builds_and_asks_no_network(tmp_path):
     for package in ("mkdocs", "material", "mkdocstrings"):
         if importlib.util.find_spec(package) is None:
@@ -370,7 +370,7 @@ def test_the_site_builds_and_asks_no_network(tmp_path):
         assert not re.search(r"(?:@import|url\()\s*['\"]?(?:https?:)?//", path.read_text(encoding="utf-8")), path.name
 
 
-@pytest.mark.slow
+@pytest.mark.slow("documents")
 def test_the_walk_of_the_five_minutes(tmp_path):
     """The lines and the snippet marked as a walk, in order, as they stand."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -392,7 +392,7 @@ def test_the_walk_of_the_five_minutes(tmp_path):
     assert (tmp_path / "report.html").stat().st_size > 10_000
 
 
-@pytest.mark.slow
+@pytest.mark.slow("documents")
 def test_a_wheel_holds_the_tiny_base(tmp_path):
     import zipfile
 

@@ -66,7 +66,13 @@ def family_adapter(base):
     return get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **options)).eval()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# an ordinary one, one that caps its logits, one of transposed layers, one of experts
+QUICK = ("llama", "gemma2", "gpt2", "qwen2_moe")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow("families")) for name in FAMILIES]
+)
 def test_family(name, tokenizer, token_ids, tmp_path):
     base = family_base(name)
     base.save_pretrained(tmp_path / "base")

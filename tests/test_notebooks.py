@@ -40,7 +40,7 @@ def test_a_notebook_is_stored_clean(path):
                 assert (path.parent / target).is_file(), f"{path.name} links to {target}"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("documents")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path, tmp_path, monkeypatch):
     for package in ("nbclient", "nbformat", "ipykernel"):

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "loragate"
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.slow("documents"),
     pytest.mark.skipif(
         importlib.util.find_spec("hatchling") is None, reason="hatchling, which builds, is not installed"
     ),

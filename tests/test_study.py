@@ -152,6 +152,7 @@ def test_every_seed_of_the_study_is_fresh():
     assert not bases & {(one.world, one.base_seed) for one in SITUATIONS}
 
 
+@pytest.mark.slow("documents")
 def test_the_page_shows_what_the_committed_verdicts_give(report):
     page = PAGE.read_text(encoding="utf-8")
     shown = report.filled(page, report.study(report.load(report.VERDICTS)))

@@ -24,6 +24,8 @@ from loragate.training.recomputation import start_recomputing
 from loragate.training.sharding import decoder_layers
 
 Step = tuple[nn.Module, Callable[[], torch.Tensor]]
+DEVICE = "cpu"
+"""Where models are made and batches lie; `benchmarks/gpu` sets it."""
 ALL_KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -104,8 +106,9 @@ def adapter(shape: Shape, **lora: Any) -> Any:
     )
 
     def build() -> Any:
-        base = AutoModelForCausalLM.from_config(shape.configuration(), dtype=getattr(torch, shape.dtype))
-        return get_peft_model(base, record).train()
+        with torch.device(DEVICE):
+            base = AutoModelForCausalLM.from_config(shape.configuration(), dtype=getattr(torch, shape.dtype))
+            return get_peft_model(base, record).train()
 
     model = build_fake(build) if under_fake_mode() else build()
     if shape.checkpointing:
@@ -120,7 +123,7 @@ def batch(shape: Shape) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, shape.vocabulary, (shape.rows, shape.sequence), generator=draw)
     labels = ids.clone()
     labels[:, : shape.prompt] = -100
-    return {"input_ids": ids, "labels": labels}
+    return {"input_ids": ids.to(DEVICE), "labels": labels.to(DEVICE)}
 
 
 def lora(shape: Shape) -> Step:

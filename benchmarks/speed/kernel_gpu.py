@@ -15,8 +15,10 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +38,7 @@ CASES = [  # input width, output width, tokens
 RANK, DECODED = 16, 16
 BOUNDS = {"lower": -6.0, "upper": 3.0, "tau": 1.0, "scaling": 1.0}
 SETTINGS = ("torch", "auto", "triton")
+DEVICE, DTYPE = "cuda", torch.bfloat16  # "cpu" rehearses in Triton's interpreter, which knows no bf16 products
 
 
 def choose(setting: str) -> None:
@@ -44,10 +47,10 @@ def choose(setting: str) -> None:
 
 
 def operands(width: int, output: int, tokens: int) -> list[torch.Tensor]:
-    draw = torch.Generator(device="cuda").manual_seed(0)
+    draw = torch.Generator(device=DEVICE).manual_seed(0)
 
-    def make(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.randn(*shape, generator=draw, device="cuda").to(dtype)
+    def make(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw, device=DEVICE).to(dtype or DTYPE)
 
     x, a, b = make(1, tokens, width), make(RANK, width) / width**0.5, make(output, RANK) / RANK**0.5
     return [x, a, b, make(width, dtype=torch.float32) / width**0.5, make(1, dtype=torch.float32) / 4]
@@ -59,8 +62,8 @@ def gradients(run: Callable[..., torch.Tensor], values: list[torch.Tensor]) -> l
     for tensor in (x, weight, bias):
         tensor.requires_grad_()
     out = run(x, a, b, weight, bias, **BOUNDS)
-    direction = torch.randn(out.shape, generator=torch.Generator(device="cuda").manual_seed(1), device="cuda")
-    out.backward(direction.bfloat16().to(out.dtype))
+    direction = torch.randn(out.shape, generator=torch.Generator(device=DEVICE).manual_seed(1), device=DEVICE)
+    out.backward(direction.to(DTYPE).to(out.dtype))
     return [out.detach(), x.grad, weight.grad, bias.grad]
 
 
@@ -81,6 +84,10 @@ def agreement(width: int, output: int, tokens: int) -> dict[str, dict[str, float
 
 
 def milliseconds(run: Callable[[], object]) -> float:
+    if DEVICE == "cpu":
+        began = time.perf_counter()
+        run()
+        return 1000 * (time.perf_counter() - began)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     run()
@@ -94,7 +101,7 @@ def times(width: int, output: int, tokens: int, repeats: int) -> dict[str, dict[
     values = operands(width, output, tokens)
     x, a, b, weight, bias = values
     few = x[:, :DECODED]
-    direction = torch.ones(1, tokens, output, dtype=torch.bfloat16, device="cuda")
+    direction = torch.ones(1, tokens, output, dtype=DTYPE, device=DEVICE)
     leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_(), bias.clone().requires_grad_()]
     factors = [a.clone().requires_grad_(), b.clone().requires_grad_()]
 
@@ -127,6 +134,20 @@ def times(width: int, output: int, tokens: int, repeats: int) -> dict[str, dict[
     return {name: {kind: statistics.median(spent) for kind, spent in row.items()} for name, row in kinds.items()}
 
 
+def measure(width: int, output: int, tokens: int, repeats: int) -> tuple[dict[str, Any], list[str]]:
+    """One case's errors and times, and a line for every quantity in which a kernel does not pass."""
+    row: dict[str, Any] = {"width": width, "output": output, "tokens": tokens, "rank": RANK}
+    row["errors"] = agreement(width, output, tokens)
+    row["milliseconds"] = times(width, output, tokens, repeats)
+    failed = [
+        f"{width} to {output}, {setting}, {name}: {error:.2g}"
+        for setting in ("auto", "triton")
+        for name, error in row["errors"][setting].items()
+        if error > 1.5 * row["errors"]["torch"][name] + 1e-5
+    ]
+    return row, failed
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=20)
@@ -136,16 +157,11 @@ def main() -> int:
         print("this benchmark needs a CUDA device; none was found, nothing was measured or written", file=sys.stderr)
         return 1
     rows, failed = [], []
-    for width, output, tokens in CASES:
-        row = {"width": width, "output": output, "tokens": tokens, "rank": RANK}
-        row["errors"] = agreement(width, output, tokens)
-        row["milliseconds"] = times(width, output, tokens, options.repeats)
-        for setting in ("auto", "triton"):
-            for name, error in row["errors"][setting].items():
-                if error > 1.5 * row["errors"]["torch"][name] + 1e-5:
-                    failed.append(f"{width} to {output}, {setting}, {name}: {error:.2g}")
+    for case in CASES:
+        row, wrong = measure(*case, options.repeats)
         print(json.dumps(row))
         rows.append(row)
+        failed += wrong
     record = {**about(torch.get_num_threads()), "repeats": options.repeats, "rows": rows, "disagreements": failed}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=2) + "\n")

@@ -40,16 +40,20 @@ def directions(seed=0, noise=1.0):
     return grad(value(z, r, index), psi), grad(value(z, r), psi), complete, stopped, toy, psi, index, r
 
 
-def test_alignment_identity():
-    """eq:rw-alignment-identity: −log k ∇F_k = β∇V_k + e_ψ with e_ψ = mean E_q[(A^ent − βA^r)s], for any β."""
-    v, _, complete, _, toy, psi, index, r = directions()
+def entropy_error(toy, psi, index, r, beta):
+    """e_ψ from the scores, and not from the gradients that it is to explain."""
     q = conditional(toy.logits(psi), index).detach()
     score = jacobian(lambda x: torch.log_softmax(toy.logits(x).gather(-1, index), -1), psi.detach())
     rs = r.gather(-1, index)
     a_task, a_entropy = rs - (q * rs).sum(-1, keepdim=True), q.log() - (q * q.log()).sum(-1, keepdim=True)
+    return torch.einsum("ta,tap->p", q * (a_entropy - beta * a_task), score) / S
+
+
+def test_alignment_identity():
+    """eq:rw-alignment-identity: −log k ∇F_k = β∇V_k + e_ψ with e_ψ = mean E_q[(A^ent − βA^r)s], for any β."""
+    v, _, complete, _, toy, psi, index, r = directions()
     for beta in (0.1, 1.0, 7.0):
-        e_psi = torch.einsum("ta,tap->p", q * (a_entropy - beta * a_task), score) / S
-        close(complete, beta * v + e_psi)
+        close(complete, beta * v + entropy_error(toy, psi, index, r, beta))
 
 
 def test_value_improvement():
@@ -79,14 +83,26 @@ def test_stopped_directions():
     pair = [grad(topk_objective(toy.logits(zero, detach=stop), index), zero) for stop in (True, False)]
     close(*pair)
     # the forward is one function
-    close(toy.logits(zero, detach=True), toy.logits(zero))
+    psi = toy.psi()
+    close(toy.logits(psi, detach=True), toy.logits(psi))
+
+
+def stopped_error(toy, psi, index):
+    """b_sg = (∂Λ − dΛ)ᵀ · (−log k ∂F/∂Λ): what of dΛ/dψ goes through the gates' inputs, taken away."""
+    inputs = []
+    toy.run(lambda m, c: inputs.append(c.detach()) or toy.gate(psi.detach(), m, c, False))
+    lam = toy.coefficients(psi).detach().requires_grad_()
+    signal = -math.log(K) * grad(topk_objective(toy.logits_at(lam), index), lam)
+    whole = jacobian(toy.coefficients, psi.detach())
+    direct = jacobian(lambda x: torch.stack([toy.gate(x, m, c, False) for m, c in enumerate(inputs)]), psi.detach())
+    return torch.einsum("ms,msp->p", signal, direct - whole)
 
 
 def test_stopped_alignment():
     """eq:rw-stopped-alignment: Ĝ = β∇V_k + e_ψ + b_sg, and the condition on e_ψ + b_sg makes the stopped step a gain."""
-    v, _, complete, stopped, toy, psi, index, r = directions(noise=0.2)
-    beta = 2.0
-    close(stopped, beta * v + (complete - beta * v) + (stopped - complete))
+    v, _, _, stopped, toy, psi, index, r = directions(noise=0.2)
+    for beta in (0.5, 2.0):
+        close(stopped, beta * v + entropy_error(toy, psi, index, r, beta) + stopped_error(toy, psi, index))
     best = float(stopped @ stopped / (v @ stopped))
     assert float((stopped - best * v).norm()) < best * float(v.norm())
     gained = value(toy.logits(psi.detach() + 1e-4 * stopped), r, index) - value(toy.logits(psi), r, index)
@@ -95,13 +111,20 @@ def test_stopped_alignment():
 
 def test_total_error():
     """eq:rw-total-error: Ĝ = β∇V + e_ψ + b_sg + b_tail with b_tail = β(∇V_k − ∇V)."""
-    v, w, complete, stopped, toy, psi, _, r = directions(noise=0.2)
+    _, w, _, stopped, toy, psi, index, r = directions(noise=0.2)
+    z = toy.logits(psi).detach()
+    p, q = torch.softmax(z, -1), conditional(z, index)
+    # the policy gradients of both values, as expectations over their actions
+    score = jacobian(lambda x: torch.log_softmax(toy.logits(x), -1), psi.detach())
+    centred = r - (p * r).sum(-1, keepdim=True)
+    rs = r.gather(-1, index)
+    inside = torch.zeros_like(p).scatter(-1, index, q * (rs - (q * rs).sum(-1, keepdim=True)))
+    difference = torch.einsum("ta,tap->p", inside - p * centred, score) / S
+    assert difference.norm() > 1e-3 * w.norm()
     for beta in (0.3, 3.0):
-        e_psi, b_sg, b_tail = complete - beta * v, stopped - complete, beta * (v - w)
-        close(stopped, beta * w + e_psi + b_sg + b_tail)
-    assert (v - w).norm() > 1e-3 * w.norm()
-    index = support(toy.logits(psi), V)
-    close(grad(value(toy.logits(psi), r, index), psi), w)
+        e_psi, b_sg = entropy_error(toy, psi, index, r, beta), stopped_error(toy, psi, index)
+        close(stopped, beta * w + e_psi + b_sg + beta * difference)
+    close(grad(value(toy.logits(psi), r, support(toy.logits(psi), V)), psi), w)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -132,16 +155,18 @@ def test_the_packages_terms_are_these(seed):
 
 
 def test_signal_decomposition():
-    """eq:rw-signal-decomposition: z = βr + b + ε is always possible; b is free, as advantages are centred."""
+    """eq:rw-signal-decomposition: z = βr + b + ε; b is free, as advantages are centred, and ε is what they differ by."""
     _, _, _, _, toy, psi, index, r = directions()
     z = toy.logits(psi).detach()
-    b = rand(S, 1, seed=4)
-    epsilon = z - 1.7 * r - b
-    close(1.7 * r + b + epsilon, z)
     q = conditional(z, index)
-    zs = z.gather(-1, index)
-    advantage = zs - (q * zs).sum(-1, keepdim=True)
-    close(advantage, q.log() - (q * q.log()).sum(-1, keepdim=True))
+    advantages = []
+    for b in (0.0, rand(S, 1, seed=4)):
+        epsilon = (z - 1.7 * r - b).gather(-1, index)
+        signal = 1.7 * r.gather(-1, index) + epsilon
+        advantages.append(signal - (q * signal).sum(-1, keepdim=True))
+    entropic = q.log() - (q * q.log()).sum(-1, keepdim=True)
+    for advantage in advantages:
+        close(advantage, entropic)
 
 
 def test_projected_delta():

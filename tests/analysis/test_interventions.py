@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import loragate as lg
-from loragate.analysis.interventions import InterventionRow, acting_as, choose, conclude, without_effect
+from loragate.analysis.interventions import InterventionRow, choose, conclude, without_effect
 from loragate.errors import ConfigError
-from loragate.evaluation.variants import Variant
+from loragate.evaluation.variants import Variant, acting
 from loragate.gates import trace_gates
 from loragate.gates.override_names import parse_override
 from tiny import tiny_adapter
@@ -44,7 +44,7 @@ def test_rows_act_as_they_say():
     chosen, _ = choose("noreverse,noextrapolate,unit,constant=0.5", lg.GateConfig(-6, 3))
     ids, seen = torch.arange(4, 14)[None], {}
     for variant in (Variant("gated"), *[item.variant for item in chosen]):
-        with torch.no_grad(), acting_as(peft, variant, chosen), trace_gates(peft) as traced:
+        with torch.no_grad(), acting(peft, variant, "gated"), trace_gates(peft) as traced:
             peft(input_ids=ids)
         seen[variant.name] = torch.cat([values[0].reshape(-1) for values in traced.values()])
     assert seen["gated"].min() < 0

@@ -188,7 +188,9 @@ def test_settings_are_checked(changes, words):
         Request("model", **changes)
 
 
-def test_combinations_that_cannot_work_are_refused(model_file):
+def test_combinations_that_cannot_work_are_refused(model_file, monkeypatch):
+    """At once: tracing takes seconds."""
+    monkeypatch.setattr("loragate.analysis.plan_trace.trace_step", lambda *_: pytest.fail("traced"))
     with pytest.raises(ConfigError, match="4bit base cannot be sharded with fsdp2"):
         make_plan(Request(model_file, gpus=2, strategy="fsdp2", quantization="4bit", seq=128, batch=4))
     with pytest.raises(ConfigError, match="has no bf16"):

@@ -11,6 +11,7 @@ import torch
 from loragate.analysis.plan_trace import Footprint, Traces, Workload, trace_step
 from tiny import tiny_base
 
+MORE = pytest.mark.slow("products")
 PLAIN = Workload("calibrate", 64, dtype=torch.float32, autocast="", device="cpu", k=20)
 
 
@@ -31,10 +32,10 @@ SMALL = (("vocab_size", 1024), ("hidden_size", 64), ("intermediate_size", 160), 
 @pytest.mark.parametrize(
     ("family", "stage", "changes"),
     [
-        ("qwen2", "sft", {}),
+        pytest.param("qwen2", "sft", {}, marks=MORE),
         ("llama", "calibrate", {"checkpointing": True}),
         ("mistral", "calibrate", {"padded": True, "passes": 2}),
-        ("qwen3", "sft", {"precision": "bf16", "dtype": "bfloat16"}),
+        pytest.param("qwen3", "sft", {"precision": "bf16", "dtype": "bfloat16"}, marks=MORE),
     ],
     ids=["sft", "recompute", "padded and accumulated", "bf16"],
 )
@@ -46,7 +47,7 @@ def test_the_plan_meets_the_measured_peak(script, family, stage, changes):
     assert found["held_ratio"] == pytest.approx(1, abs=0.05)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=MORE), True])
 def test_four_small_traces_give_the_large_one(checkpointing):
     config = tiny_base(num_hidden_layers=5).config
     workload = replace(PLAIN, checkpointing=checkpointing, padded=True)
@@ -60,12 +61,14 @@ def test_four_small_traces_give_the_large_one(checkpointing):
 
 def test_checkpointing_keeps_less_and_a_mask_keeps_more():
     config = tiny_base(num_hidden_layers=4, hidden_size=64).config
-    plain = Traces(config, PLAIN).at(2)
-    assert Traces(config, replace(PLAIN, checkpointing=True)).at(2).saved < plain.saved / 2
-    on_gpu = replace(PLAIN, device="cuda")
-    padded = Traces(config, replace(on_gpu, padded=True)).at(2).saved
+
+    def saved(**changes):
+        return trace_step(config, replace(PLAIN, rows=2, **changes), 4).saved
+
+    assert saved(checkpointing=True) < saved() / 2
+    padded = saved(device="cuda", padded=True)
     # the mask in the scores' dtype, in each layer, and keys and values repeated for all heads
-    assert padded - Traces(config, on_gpu).at(2).saved >= 4 * 2 * 64 * 64 * 4
+    assert padded - saved(device="cuda") >= 4 * 2 * 64 * 64 * 4
 
 
 def test_accumulated_gradients_are_not_counted_again():

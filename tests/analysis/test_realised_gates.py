@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import loragate as lg
 from loragate.analysis import record as records
@@ -11,7 +12,7 @@ from loragate.analysis.realised_gates import GatesRecord, count_gates, histogram
 from loragate.analysis.token_classes import TokenClasses
 from loragate.gates import trace_gates
 from loragate.generation import SamplingConfig, TransformersEngine
-from tiny import tiny_adapter, tiny_tokenizer
+from tiny import VOCABULARY, tiny_adapter, tiny_tokenizer
 
 PROMPTS = ["w1 w2 w3", "w9"]
 
@@ -61,6 +62,29 @@ def test_shares_are_those_of_single_coefficients(position, tmp_path):
     )
     records.write(record, tmp_path / "gates.json")
     assert records.read(GatesRecord, tmp_path / "gates.json") == record
+
+
+class VocabularyWide(TorchDispatchMode):
+    """Counts the tensors that are made as wide as the vocabulary."""
+
+    found = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(made):
+            self.found += torch.is_tensor(tensor) and tensor.dim() > 1 and tensor.shape[-1] == VOCABULARY
+        return made
+
+
+def test_no_logits_are_made():
+    peft, tokenizer = gated(), tiny_tokenizer()
+    row = {"input_ids": list(range(5, 25)), "labels": [-100] * 4 + list(range(9, 25)), "row": 0}
+    with VocabularyWide() as seen:
+        count_gates(peft, [row] * 3, [0, 1, 2], TokenClasses(tokenizer, set()), 0)
+    assert seen.found == 0
+    with VocabularyWide() as seen, torch.no_grad():
+        peft(input_ids=torch.tensor([row["input_ids"]]))
+    assert seen.found > 0, "the model's own forward makes them"
 
 
 def test_histogram_has_zero_and_one_among_its_edges():

@@ -79,7 +79,12 @@ def place(tmp_path_factory):
     write(root / "train.jsonl", tiny_rows(20))
     write(root / "many.jsonl", tiny_rows(700, seed=4))
     (root / "words.yaml").write_text(TASK)
-    assert calibrate(root, root / "known", "--range=-3,1", "--unverified") == 0
+    write(root / "heldout.jsonl", tiny_rows(6, seed=11))
+    heldout = ("--heldout", root / "heldout.jsonl")
+    assert calibrate(root, root / "known", "--range=-3,1", "--unverified", *heldout) == 0
+    training = json.loads((root / "known" / "gate_config.json").read_text())["training"]
+    assert training["heldout"]["rows"] == 6
+    assert training["heldout"]["entropy_before"] != training["entropy_before"]
     words = {"adapter": first_words(model), "gated": first_words(lg.load_gated(root / "known"))}
     asked = [i for i in range(len(POOL)) if words["adapter"][i] and words["gated"][i]][:40]
     assert len(asked) == 40
@@ -355,7 +360,7 @@ def test_probes_that_show_nothing_are_refused(place, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("kills")
 def test_a_killed_selection_goes_on(place, tmp_path):
     out = tmp_path / "gated"
     probe = ["--probe", str(place / "gated.jsonl"), *GREEDY]

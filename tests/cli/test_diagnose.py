@@ -1,6 +1,7 @@
 """`loragate diagnose` on small local files: every look writes its record and says something; bad input is answered."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -118,6 +119,16 @@ def test_interventions_then_gates_and_alignment_on_their_answers(place, tmp_path
     assert found.tokens <= 2 * found.rows
     assert diagnose(place, "alignment", tmp_path / "reward", "--value", "reward", "--run", out) == 0
     assert read(AlignmentRecord, tmp_path / "reward" / "alignment.json").value == "reward"
+
+
+@pytest.mark.parametrize(("recorded", "asked", "used"), [(0, (), 160), (20, (), 20), (20, ("--k", 0), 160)])
+def test_alignment_takes_the_support_of_the_training(place, tmp_path, recorded, asked, used):
+    shutil.copytree(place / "gated", tmp_path / "gated")
+    config = json.loads((tmp_path / "gated" / "gate_config.json").read_text())
+    (tmp_path / "gated" / "gate_config.json").write_text(json.dumps({**config, "k": recorded}))
+    rows = ["--rows", place / "rows.jsonl", "--max-rows", 2, *asked]
+    assert diagnose(tmp_path, "alignment", tmp_path / "a", *rows) == 0
+    assert read(AlignmentRecord, tmp_path / "a" / "alignment.json").k == used
 
 
 def test_alignment_with_a_reference(place, tmp_path, capsys, monkeypatch):

@@ -30,7 +30,7 @@ def test_settings_of_other_looks_are_refused(tmp_path, capsys):
     assert "--suppress has no effect" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.slow("whole commands")
 def test_traces_of_a_stored_evaluation(tmp_path, monkeypatch):
     """The shipped base with a gated adapter, evaluated on two questions, then traced and reported."""
     import torch

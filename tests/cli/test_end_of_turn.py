@@ -207,7 +207,7 @@ vllm_only = pytest.mark.skipif(
 
 
 @vllm_only
-@pytest.mark.slow
+@pytest.mark.slow("whole commands")
 def test_vllm_stops_at_the_end_of_the_turn_for_every_row(tmp_path, monkeypatch):
     settings = {"ENABLE_V1_MULTIPROCESSING": "0", "CPU_OMP_THREADS_BIND": "nobind", "CPU_KVCACHE_SPACE": "1"}
     for name, value in {**settings, "NO_USAGE_STATS": "1", "LOGGING_LEVEL": "ERROR"}.items():

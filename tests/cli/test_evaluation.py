@@ -11,21 +11,26 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 import loragate as lg
 from loragate.cli.evaluate import EvalOptions
 from loragate.cli.evaluation_engines import Engines
 from loragate.cli.evaluation_inputs import Loaded, load_inputs
 from loragate.cli.main import main
+from loragate.conversion.merge import merge_adapter
 from loragate.errors import DataError
 from loragate.evaluation.canary import canary
 from loragate.evaluation.grade import Grade
 from loragate.evaluation.judging import JudgeSettings, judged_by, read_grades, write_grades
 from loragate.evaluation.results import read_record
 from loragate.evaluation.sandbox import probe as probe_sandbox
+from loragate.evaluation.stored import open_evaluation
 from loragate.evaluation.variants import Variant, acting, variants_for
 from loragate.generation import Sample, SampleWriter, SamplingConfig
 from tiny import tiny_adapter, tiny_base, tiny_tokenizer
@@ -200,6 +205,58 @@ def test_all_rows_side_by_side(place, tmp_path, capsys):
     assert "| gated |" in (tmp_path / "run" / "results.md").read_text()
 
 
+@pytest.fixture(scope="module")
+def dora(place):
+    model = tiny_adapter(base=AutoModelForCausalLM.from_pretrained(place / "base"), use_dora=True)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "magnitude" in name:
+                parameter.mul_(1 + 0.3 * torch.rand_like(parameter))
+    model.peft_config["default"].base_model_name_or_path = str(place / "base")
+    model.save_pretrained(place / "dora")
+    return place / "dora"
+
+
+def test_a_dora_adapter_is_scored_and_says_which_controls_it_cannot_have(place, dora, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run(place, dora, out, "--controls", "full", "--samples", "2", "--limit", "3") == 0
+    record = read_record(out / "results.json")
+    assert record.left_out == {"adapter λ=0.5": "DoRA"}
+    assert "adapter λ=0.5" not in {row.name for row in record.results}
+    assert record.find("words", "adapter", "greedy")
+    assert "| adapter λ=0.5, not applicable: DoRA | – |" in (out / "results.md").read_text()
+    shown = capsys.readouterr().out
+    assert "not applicable: DoRA" in " ".join(shown.split())
+    assert "loragate calibrate" not in shown, "a DoRA adapter takes no gates"
+    assert run(place, dora, out, "--controls", "full", "--samples", "2", "--limit", "3", "--resume") == 0
+    assert open_evaluation(out).left_out == record.left_out
+
+
+def test_a_merged_adapter_answers_as_the_adapter_does(place, dora, tmp_path, monkeypatch):
+    folder = merge_adapter(str(place / "base"), dora, tmp_path / "merged")
+    ids = torch.arange(5, 15)[None]
+    base = AutoModelForCausalLM.from_pretrained(place / "base")
+    plain = base(ids).logits
+    adapter = PeftModel.from_pretrained(base, dora)(ids).logits
+    merged = AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+    assert not torch.allclose(adapter, plain, atol=1e-2)
+    assert torch.allclose(merged, adapter, atol=1e-5)
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    merge_adapter(str(place / "base"), dora, folder)
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written, "a finished folder is used again"
+    (folder / "merged.json").unlink()
+    merge_adapter(str(place / "base"), dora, folder, dtype="bfloat16")
+    half = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert half.dtype == torch.bfloat16
+    whole = AutoModelForCausalLM.from_pretrained(merge_adapter(str(place / "base"), dora, tmp_path / "whole"))
+    for name, value in half.state_dict().items():
+        assert torch.equal(value, whole.state_dict()[name].bfloat16()), "rounded once"
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=10**3))
+    with pytest.raises(lg.errors.LoragateError, match="GB are free"):
+        merge_adapter(str(place / "base"), dora, tmp_path / "none")
+
+
 def test_rows_share_prompts_and_random_streams(place, tmp_path, capsys):
     """The base row of a gated folder is the base itself; the adapter row is the adapter itself, sample by sample."""
     samples = {}
@@ -241,7 +298,7 @@ def test_a_replica_is_the_row_it_stands_for(place, tmp_path, capsys, monkeypatch
     assert rows[0] != rows[1] != rows[2] != rows[0]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("processes")
 def test_replicas_on_ray(place, tmp_path, capsys):
     pytest.importorskip("ray", reason="ray is not installed (pip install loragate[sweep])")
     if (os.cpu_count() or 1) < 2:
@@ -270,6 +327,7 @@ def test_a_stopped_evaluation_goes_on(place, tmp_path, capsys):
     assert len(kept.read_text().splitlines()) == 24
 
 
+@pytest.mark.slow("kills")
 def test_a_killed_evaluation_loses_nothing(place, tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "loragate", "eval", "--model", str(place / "gated"), "--out", str(out)]
@@ -492,7 +550,7 @@ def test_bad_input(place, tmp_path, capsys):
     assert "not the folder of an evaluation" in fails(capsys, "regrade", tmp_path, status=1)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("whole commands")
 def test_every_suite_end_to_end(place, tmp_path, capsys):
     """Every hand-made sample file, the tiny world and the generated arithmetic, for base, adapter and gates by one command."""
     problem = probe_sandbox("bubblewrap")
@@ -511,7 +569,7 @@ def test_every_suite_end_to_end(place, tmp_path, capsys):
     assert {row.name for row in record.results} == {"base", "adapter", "gated"}
     assert len(record.results) == 3 * len(names)
     assert record.sandbox == "bubblewrap"
-    averaged = {"math": 5, "code": 3, "tiny": 2}
+    averaged = {"math": 5, "code": 3, "tiny": 2, "bbh/subsets": 4, "retention": 3}
     assert {(row.suite, row.average.tasks) for row in record.suites} == set(averaged.items())
     assert len(record.suites) == 3 * len(averaged)
     harness = json.loads((tmp_path / "run" / "harness" / "gated" / "openbookqa.json").read_text())

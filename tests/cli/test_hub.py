@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -28,6 +30,7 @@ def loragate(cache: Path, folder: Path, *arguments: str) -> subprocess.Completed
     )
 
 
+@pytest.mark.slow("processes")
 def test_hub_ids(tmp_path):
     cache = tmp_path / "cache"
     tiny_base().save_pretrained(tmp_path / "base")

@@ -398,6 +398,7 @@ def test_an_unfinished_run_is_not_taken_for_a_model(tmp_path, capsys):
 SHORT = ("--questions", "10", "--samples", "2", "--ranges", "0,1")
 
 
+@pytest.mark.slow("whole commands")
 def test_quickstart(tmp_path, capsys):
     """A shortened quickstart: table, reading, figures and an artifact that generates."""
     out = tmp_path / "run"
@@ -423,7 +424,7 @@ def test_quickstart(tmp_path, capsys):
     assert main(["inspect", str(out / "adapters" / "sft")]) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow("whole commands")
 def test_the_quickstart_gives_the_same_numbers_again(tmp_path):
     tables = []
     for name in ("one", "two"):

@@ -214,7 +214,7 @@ def test_quickstart_controls_are_checked_first(capsys, tmp_path):
     assert not (tmp_path / "q").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("whole commands")
 def test_quickstart_with_full_controls(tmp_path):
     """Every control that is else listed as not run has a score, a record and a sentence."""
     from loragate.cli.quickstart import NOT_RUN

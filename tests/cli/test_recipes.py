@@ -104,7 +104,12 @@ def test_what_is_refused(place, tmp_path, capsys):
     assert "stage 'sft': key 'rank' must be integer, found 'many'" in message
     assert "--local-model" in fails(capsys, "run", SCALE, "--local-model", tmp_path / "nowhere")
     grid = SCALE.replace("scale", "grid")
-    assert "needs sweep.probe" in fails(capsys, "run", grid, "--out", tmp_path / "x", *local(place))
+    own = tmp_path / "own.yaml"
+    domain, backbone, method = grid.split("/")
+    own.write_text(
+        f"domain: {domain}\nbackbone: {backbone}\nmethod: {method}\nneeds: {{sweep.probe: labelled questions}}\n"
+    )
+    assert "needs sweep.probe" in fails(capsys, "run", own, "--out", tmp_path / "x", *local(place))
     own = tmp_path / "own.yaml"
     own.write_text("stages: [sft]\nsft: {model: a/b, data: rows.jsonl, rnak: 4}\n")
     assert "stage 'sft': unknown key 'rnak'; did you mean 'rank'" in fails(capsys, "check", own)
@@ -134,7 +139,7 @@ def test_every_recipe_fits_its_commands():
     assert all("/qwen2.5-math-1.5b/" in name for name in chosen)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("whole commands")
 def test_check_runs_a_recipe_of_every_kind_of_stage(tmp_path, capsys):
     folder = tmp_path / "check"
     assert main(["recipes", "check", "math/qwen2.5-math-1.5b/grid", "--out", str(folder)]) == 0
@@ -143,7 +148,7 @@ def test_check_runs_a_recipe_of_every_kind_of_stage(tmp_path, capsys):
     assert main(["recipes", "check", "code/qwen2.5-math-1.5b/forgetting"]) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow("kills")
 def test_run_killed_resumed_and_used(place, tmp_path):
     """Stage I and II of a recipe through the hub-format loader, killed once with SIGKILL; the gates are then loaded."""
     out = tmp_path / "run"

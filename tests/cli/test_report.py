@@ -6,6 +6,7 @@ import re
 import pytest
 
 from loragate.cli.main import main
+from loragate.cli.report_figures import planned
 from loragate.cli.report_sources import all_sources, find_sources
 from loragate.errors import DataError
 from pages import quickstart_record, traces
@@ -164,6 +165,21 @@ def test_a_broken_log_line_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnot json\n{"step": 2}\n')
     with pytest.raises(DataError, match="line 2 is not JSON"):
         find_sources(tmp_path)
+
+
+def test_entropy_bars_are_of_heldout_rows_and_times_of_the_loop(run):
+    drawings = planned(all_sources([str(run)]))
+    (pairs,) = drawings["entropy"].args
+    assert list(pairs.values()) == [(0.35, 0.15)]
+    (times,) = drawings["training_time"].args
+    assert sorted((stage, seconds) for _, stage, seconds in times) == [("stage one", 90.0), ("stage two", 9.0)]
+
+
+def test_a_calibration_without_heldout_rows_has_no_entropy_bars(run):
+    record = json.loads((run / "results.json").read_text())
+    del record["calibrations"]["[-6,3]"]["training"]["heldout"]
+    (run / "results.json").write_text(json.dumps(record))
+    assert "entropy" not in planned(all_sources([str(run)]))
 
 
 def test_figures_come_as_svg_and_pdf(run, tmp_path, capsys):

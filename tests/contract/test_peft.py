@@ -4,6 +4,7 @@ import inspect
 from pathlib import Path
 
 import pytest
+import torch
 from peft.tuners.lora import layer as lora_layer
 
 import loragate as lg
@@ -49,6 +50,15 @@ def test_forward_dispatches_on_the_instance_dictionary():
     assert "x = self._cast_input_dtype(x, lora_A.weight.dtype)" in source
     mixed = inspect.getsource(lora_layer.LoraLayer._mixed_batch_forward)
     assert "self.lora_variant[active_adapter].forward" in mixed
+
+
+def test_the_cast_of_the_input_can_be_switched_off_on_an_instance():
+    layer = tiny_adapter().base_model.model.model.layers[0].mlp.up_proj
+    assert layer.cast_input_dtype_enabled is True
+    x = torch.zeros(1, dtype=torch.bfloat16)
+    assert layer._cast_input_dtype(x, torch.float32).dtype == torch.float32
+    layer.cast_input_dtype_enabled = False
+    assert layer._cast_input_dtype(x, torch.float32) is x
 
 
 def test_extension_points_exist_on_instances():

@@ -1,8 +1,10 @@
 """What loragate relies on in transformers' and TRL's trainers."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
 import trl
 
@@ -12,7 +14,7 @@ pytestmark = pytest.mark.contract
 
 
 def test_overridden_methods_exist():
-    for name in ("compute_loss", "prediction_step", "log", "_save", "_load_from_checkpoint"):
+    for name in ("compute_loss", "get_batch_samples", "prediction_step", "log", "_save", "_load_from_checkpoint"):
         assert callable(getattr(transformers.Trainer, name)), name
     for name in ("training_step", "save_model", "_save_rng_state", "_sync_replicated_trainable_parameters"):
         assert callable(getattr(transformers.Trainer, name)), name
@@ -25,6 +27,22 @@ def test_overridden_methods_exist():
 def test_the_loss_is_taken_as_scaled_for_accumulation():
     assert StatisticsTrainer.loss_is_scaled_for_ga is True
     assert "loss_is_scaled_for_ga" in inspect.getsource(transformers.Trainer.training_step)
+
+
+def test_all_passes_of_a_step_are_fetched_before_the_first_one_trains():
+    """What a loss needs to know of the whole batch is measured there: after the last update, before any gradient."""
+    loop = inspect.getsource(transformers.Trainer._run_epoch)
+    fetched = loop.index("= self.get_batch_samples(")
+    assert fetched < loop.index("for i, inputs in enumerate(batch_samples)") < loop.index("self.training_step(")
+    assert list(inspect.signature(transformers.Trainer.get_batch_samples).parameters)[1:] == [
+        "epoch_iterator", "num_batches", "device",
+    ]  # fmt: skip
+    assert "return batch_samples, num_items_in_batch" in inspect.getsource(transformers.Trainer.get_batch_samples)
+    assert trl.SFTTrainer.get_batch_samples is transformers.Trainer.get_batch_samples
+    # the model as DDP and FSDP wrap it; a column that is no tensor, list or mapping is handed on as it is
+    assert "self.model_wrapped = model" in inspect.getsource(transformers.Trainer._prepare_for_training)
+    kept = SimpleNamespace(value=torch.ones(1))
+    assert transformers.Trainer._prepare_input(None, kept) is kept
 
 
 def test_the_denominator_counts_shifted_labels():

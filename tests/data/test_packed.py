@@ -89,7 +89,7 @@ def test_a_damaged_cache_is_not_trusted(rows, tmp_path, damage, caplog):
     assert encode_rows(rows, tokenizer, max_length=200, cache=tmp_path).summary.cached, "it was written anew"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("processes")
 def test_processes_give_the_same_rows_in_the_same_order(rows, monkeypatch):
     monkeypatch.setattr(encoding, "BATCH", 8)
     tokenizer, told = byte_level(CHATML_DEFAULT), []

@@ -207,3 +207,21 @@ def test_variance_split_finds_the_truth() -> None:
 def test_tables_that_do_not_fit(call, message: str) -> None:
     with pytest.raises(DataError, match=message):
         call()
+
+
+def test_weights_nest_averages_and_equal_ones_change_nothing():
+    draw = np.random.default_rng(0)
+    tables = [draw.integers(0, 2, (size, 1)).astype(float) for size in (200, 30, 50, 90)]
+    others = [draw.integers(0, 2, table.shape).astype(float) for table in tables]
+    even = suite_average(tables, weights=[0.25] * 4)
+    assert even.mean == pytest.approx(suite_average(tables).mean)
+    assert (even.low, even.high) == pytest.approx((suite_average(tables).low, suite_average(tables).high))
+    weights = [1 / 2, 1 / 6, 1 / 6, 1 / 6]  # one task, and one of three subtasks
+    nested = suite_average(tables, weights=weights)
+    means = [float(table.mean()) for table in tables]
+    assert nested.mean == pytest.approx((means[0] + sum(means[1:]) / 3) / 2)
+    errors = [average_at_k(table).stderr for table in tables]
+    assert nested.stderr == pytest.approx(math.hypot(*(w * e for w, e in zip(weights, errors))))
+    assert nested.high - nested.low == pytest.approx(2 * 1.96 * nested.stderr, rel=0.05)
+    difference = compare_suites(tables, others, weights=weights)
+    assert difference.mean == pytest.approx(nested.mean - suite_average(others, weights=weights).mean)

@@ -69,7 +69,7 @@ def test_the_page_quotes_the_committed_figures(result: dict[str, Any]) -> None:
     assert row("average of the five tasks")[2:] == [cell(suite["average"]), cell(suite["difference"]), level]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("statistics")
 @pytest.mark.parametrize("task", TASKS)
 def test_an_average_is_covered(simulation: ModuleType, task: str) -> None:
     found = simulation.averages(simulation.SHAPES[task], 1500, seed=1)
@@ -77,7 +77,7 @@ def test_an_average_is_covered(simulation: ModuleType, task: str) -> None:
     assert found["logit-t"]["coverage"] <= 0.98
 
 
-@pytest.mark.slow
+@pytest.mark.slow("statistics")
 @pytest.mark.parametrize("task", ["AIME-like", "AMC-like", "Minerva-like", "Math500-like"])
 def test_a_paired_difference_is_covered_and_p_keeps_its_level(simulation: ModuleType, task: str) -> None:
     repeats = 800
@@ -89,7 +89,7 @@ def test_a_paired_difference_is_covered_and_p_keeps_its_level(simulation: Module
         assert null["distance_from_uniform"] < 1.63 / math.sqrt(repeats)  # Kolmogorov-Smirnov at the 1 % level
 
 
-@pytest.mark.slow
+@pytest.mark.slow("statistics")
 def test_suites_are_covered(simulation: ModuleType) -> None:
     repeats = 300
     found = simulation.suites(0.0, repeats, seed=1)

@@ -6,6 +6,7 @@ import re
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,14 +14,15 @@ import torch
 import yaml
 
 import loragate as lg
-from loragate.data import find_endings
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation import compare
 from loragate.evaluation.harness import run_harness
 from loragate.evaluation.harness_answers import Answer, greedy_answers
 from loragate.evaluation.harness_rows import DEFINITIONS, load_questions, load_suite, suite_names
+from loragate.evaluation.retention import Measured, retention_averages
 from loragate.evaluation.tasks import load_task
 from loragate.generation import SamplingConfig, TransformersEngine
+from loragate.report.scores import suites_of
 from tiny import VOCABULARY, tiny_adapter, tiny_base, tiny_tokenizer
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -35,6 +37,13 @@ def sample_rows(name):
 def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
+
+
+def ask(model, tokenizer, tasks, *, batch_size=8, **options):
+    positions = model.config.max_position_embeddings
+    return run_harness(
+        TransformersEngine(model, tokenizer, batch_size), tokenizer, tasks, positions=positions, **options
+    )
 
 
 def shaken_gates(seed=3):
@@ -119,48 +128,39 @@ def test_an_absent_file_and_an_unreachable_hub_say_which_file_would_do(monkeypat
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_answers_are_those_of_the_engine_at_temperature_zero_for_any_batch_size(gated):
+def test_answers_are_those_of_the_engine_at_temperature_zero(gated):
     model = shaken_gates() if gated else tiny_base()
-    model.generation_config.repetition_penalty = 5.0  # must have no effect
     tokenizer = tiny_tokenizer()
     texts = ["<user> w1 w2 <assistant>", "<user> w9 <assistant>", "<user> w4 w5 w6 w7 <assistant>"]
-    expected = TransformersEngine(model, tokenizer).generate(texts, SamplingConfig(temperature=0.0, max_new_tokens=24))
+    engine = TransformersEngine(model, tokenizer, batch_size=2)
+    expected = engine.generate(texts, SamplingConfig(temperature=0.0, max_new_tokens=24))
     prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    for batch_size in (1, 2, 8):
-        answers = greedy_answers(
-            model,
-            tokenizer,
-            prompts,
-            stops=[],
-            stop_ids=find_endings(tokenizer, model.generation_config).token_ids,
-            max_new_tokens=24,
-            max_length=512,
-            batch_size=batch_size,
-        )
-        assert [(a.text, a.tokens, a.finish_reason) for a in answers] == [
-            (s.text, len(s.token_ids), s.finish_reason) for s in expected
-        ]
-    assert model.generation_config.repetition_penalty == 5.0
+    answers = greedy_answers(engine, prompts, stops=[], max_new_tokens=24, positions=512)
+    assert [(a.text, a.tokens, a.finish_reason) for a in answers] == [
+        (s.text, len(s.token_ids), s.finish_reason) for s in expected
+    ]
 
 
 def test_a_stop_string_and_the_models_positions_end_an_answer():
-    model, tokenizer = tiny_base(), tiny_tokenizer()
+    engine = TransformersEngine(tiny_base(max_position_embeddings=40), tiny_tokenizer())
     prompts = [[3, 6, 7, 4], [3, 9, 4], list(range(5, 60))]
-    options = {"stop_ids": {1}, "max_new_tokens": 12, "max_length": 40, "batch_size": 3}
-    free = greedy_answers(model, tokenizer, prompts, stops=[], **options)
+    options = {"max_new_tokens": 12, "positions": 40}
+    came: list[tuple[int, int]] = []
+    free = greedy_answers(engine, prompts, stops=[], on_progress=lambda *step: came.append(step), **options)
+    assert came[-1] == (3, 3)
     assert [(answer.budget, answer.cut) for answer in free] == [(12, 0), (12, 0), (10, 25)]
     assert free[2].tokens == 10
     assert free[2].finish_reason == "length"
     words = free[0].text.split()
     stop = next(word for word in words[2:] if word not in words[:2])
     place = words.index(stop)
-    stopped = greedy_answers(model, tokenizer, prompts, stops=[stop], **options)
+    stopped = greedy_answers(engine, prompts, stops=[stop], **options)
     assert stopped[0].text == " ".join(words[:place]) + " "
-    assert (stopped[0].tokens, stopped[0].finish_reason) == (place + 1, "stop")
+    assert (stopped[0].tokens, stopped[0].finish_reason) == (place + 1, "stop_text")
 
 
 def test_the_end_of_a_table_of_positions_is_never_passed():
-    from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig, MptConfig, OPTConfig
+    from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig, OPTConfig
 
     tokenizer = tiny_tokenizer()
     torch.manual_seed(0)
@@ -177,20 +177,14 @@ def test_the_end_of_a_table_of_positions_is_never_passed():
         GPT2Config(**gpt, **size),
         GPTJConfig(**gpt, rotary_dim=4, **size),
         OPTConfig(max_position_embeddings=40, **small, **size),
-        MptConfig(max_seq_len=40, d_model=16, n_heads=2, n_layers=1, **size),
     )
     prompts = [[5 + index % 9] * length for index, length in enumerate((3, 38, 30, 29, 4, 28, 60))]
-    options = {"stops": [], "stop_ids": set(), "max_new_tokens": 12, "max_length": 40}
+    options = {"stops": [], "max_new_tokens": 12, "positions": 40}
     for config in configs:
         model = AutoModelForCausalLM.from_config(config).eval()
-        alone = greedy_answers(model, tokenizer, prompts, batch_size=1, **options)
-        assert [answer.tokens for answer in alone] == [12, 10, 10, 11, 12, 12, 10]
-        sizes: list[int] = []
-        assert greedy_answers(model, tokenizer, prompts, batch_size=7, on_batch=sizes.append, **options) == alone
-        assert sizes == [3, 1, 3]
-    sizes = []
-    greedy_answers(tiny_base(), tokenizer, prompts, batch_size=7, on_batch=sizes.append, **options)
-    assert sizes == [7], "rotary positions need no smaller batches"
+        alone = greedy_answers(TransformersEngine(model, tokenizer, batch_size=1), prompts, **options)
+        assert [answer.budget for answer in alone] == [12, 10, 10, 11, 12, 12, 10]
+        assert greedy_answers(TransformersEngine(model, tokenizer, batch_size=7), prompts, **options) == alone
 
 
 # -------------------------------------------------------------------------------------------------- extraction
@@ -256,12 +250,12 @@ def test_three_suites_run_offline_quietly_and_the_same_again(harness, gated, no_
     seen = []
     gated.train()
     options = {"data": DATA, "max_new_tokens": 8, "on_progress": lambda done, total: seen.append((done, total))}
-    first = run_harness(gated, tiny_tokenizer(), SUITES, **options)
+    first = ask(gated, tiny_tokenizer(), SUITES, **options)
     assert gated.training
     gated.eval()
     assert seen[-1] == (32, 32)
     assert seen == sorted(seen)
-    again = run_harness(gated, tiny_tokenizer(), SUITES, **{**options, "on_progress": None}, batch_size=2)
+    again = ask(gated, tiny_tokenizer(), SUITES, **{**options, "on_progress": None}, batch_size=2)
     captured = capfd.readouterr()
     assert captured.out == ""
     assert "it/s" not in captured.err
@@ -301,8 +295,7 @@ def test_planted_answers_are_scored_strictly_and_flexibly_by_question_subset_and
         "sarcastic": "It must be (A)",
     }
 
-    def planted(model, tokenizer, prompts, **_):
-        prompts = [tokenizer.decode(ids) for ids in prompts]
+    def planted(engine, prompts, **_):
         return [Answer(answers.pop(0), 3, "stop", 8, 0) for _ in prompts]
 
     answers = [texts[key] for key in list(texts)[:6]]
@@ -311,9 +304,7 @@ def test_planted_answers_are_scored_strictly_and_flexibly_by_question_subset_and
     ]
     both = answers.copy()
     monkeypatch.setattr("loragate.evaluation.harness.greedy_answers", planted)
-    found = run_harness(
-        tiny_base(), tiny_tokenizer(), ["mmlu_pro", "bbh"], data={k: DATA[k] for k in ("mmlu_pro", "bbh")}
-    )
+    found = ask(tiny_base(), tiny_tokenizer(), ["mmlu_pro", "bbh"], data={k: DATA[k] for k in ("mmlu_pro", "bbh")})
     mmlu, bbh = found["mmlu_pro"], found["bbh"]
     assert [sample["text"] for sample in mmlu.samples + bbh.samples] == both
     assert mmlu.scores[:, 0].tolist() == [1, 1, 1, 0, 1, 1]
@@ -368,7 +359,7 @@ def test_a_system_message_that_a_template_slips_in_is_asked_for(harness, tmp_pat
     slipped = "{% if messages[0]['role'] != 'system' %}be brief {% endif %}"
     tokenizer.chat_template = slipped + own
     options = {"data": {"openbookqa": path}, "limit": 1, "system": system}
-    (sample,) = run_harness(tiny_base(), tokenizer, ["openbookqa"], **options)["openbookqa"].samples
+    (sample,) = ask(tiny_base(), tokenizer, ["openbookqa"], **options)["openbookqa"].samples
     tokenizer.chat_template = own
     question = [{"role": "user", "content": rows[0]["question_stem"]}]
     rendered = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
@@ -382,7 +373,7 @@ def test_loglikelihoods_are_the_gated_models_own(harness, gated, tmp_path, chat_
 
     def score(model):
         options = {"data": {"openbookqa": path}, "chat_template": chat_template, "batch_size": 4}
-        return run_harness(model, tokenizer, ["openbookqa"], **options)["openbookqa"]
+        return ask(model, tokenizer, ["openbookqa"], **options)["openbookqa"]
 
     def values(scores):
         return np.array([sample["loglikelihoods"] for sample in scores.samples])
@@ -418,9 +409,7 @@ def test_loglikelihoods_are_the_gated_models_own(harness, gated, tmp_path, chat_
 
 def test_a_short_context_cuts_prompts_and_says_so(harness):
     model = tiny_base(max_position_embeddings=48)
-    scores = run_harness(model, tiny_tokenizer(), ["mmlu_pro"], data={"mmlu_pro": DATA["mmlu_pro"]}, limit=1)[
-        "mmlu_pro"
-    ]
+    scores = ask(model, tiny_tokenizer(), ["mmlu_pro"], data={"mmlu_pro": DATA["mmlu_pro"]}, limit=1)["mmlu_pro"]
     assert scores.settings["max_new_tokens"] == 2048
     assert any("had room for 12 to 12 new tokens only, not 2048" in warning for warning in scores.warnings)
     assert any("3 prompts were cut at their beginning" in warning for warning in scores.warnings)
@@ -434,10 +423,10 @@ def test_answers_and_loglikelihoods_are_those_of_the_harnesss_own_model_class(ha
 
     tokenizer = tiny_tokenizer()
     options = {"data": DATA, "max_new_tokens": 12, "chat_template": False}
-    ours = run_harness(gated, tokenizer, SUITES, **options)
+    ours = ask(gated, tokenizer, SUITES, **options)
 
     class Plain(HFLM):
-        endings, cut_choices = find_endings(tokenizer), 0
+        cut_choices = 0
 
         def generate_until(self, requests, disable_tqdm=True):
             texts = super().generate_until(requests, disable_tqdm=True)
@@ -453,7 +442,7 @@ def test_answers_and_loglikelihoods_are_those_of_the_harnesss_own_model_class(ha
         return model
 
     monkeypatch.setattr("loragate.evaluation.harness._bridge", plain)
-    for name, theirs in run_harness(gated, tokenizer, SUITES, **options).items():
+    for name, theirs in ask(gated, tokenizer, SUITES, **options).items():
         assert theirs.prompts_hash == ours[name].prompts_hash
         assert theirs.harness_values == ours[name].harness_values
         for mine, other in zip(ours[name].samples, theirs.samples):
@@ -473,6 +462,38 @@ def test_the_strict_filter_and_the_subsets_are_still_the_harnesss_own(harness):
         if suite.subsets:
             files = (tasks / suite.harness_files).parent.glob("[!_]*.yaml")
             assert len(list(files)) == len(suite.subsets)
+
+
+def test_bbh_counts_by_its_subsets_and_every_suite_the_same_in_the_average():
+    def measured(variant, scores, subsets=None):
+        row = SimpleNamespace(variant=variant)
+        return Measured(None, row, np.array(scores, dtype=float)[:, None], subsets or ("",) * len(scores), ())
+
+    kinds = ("adapter", "base")
+    rows = {"mmlu_pro": [1, 1, 0, 0, 0, 0, 0, 0], "bbh": [1, 1, 1, 1, 0, 1], "openbookqa": [1, 0]}
+    subsets = {"mmlu_pro": ("law",) * 2 + ("math",) * 6, "bbh": ("a",) * 4 + ("b",) * 2, "openbookqa": None}
+    found = {
+        name: {
+            kind: measured(kind, [1 - score for score in scores] if kind == "base" else scores, subsets[name])
+            for kind in kinds
+        }
+        for name, scores in rows.items()
+    }
+    averages = retention_averages(found)
+    assert [(row.suite, row.variant, row.average.tasks) for row in averages] == [
+        ("bbh/subsets", "adapter", 2),
+        ("bbh/subsets", "base", 2),
+        ("retention", "adapter", 3),
+        ("retention", "base", 3),
+    ]
+    assert averages[0].average.mean == pytest.approx((1 + 0.5) / 2), "over questions it would be 5 of 6"
+    assert averages[2].average.mean == pytest.approx((2 / 8 + 0.75 + 1 / 2) / 3)
+    assert averages[2].comparison is None
+    assert averages[3].comparison.mean == pytest.approx(averages[3].average.mean - averages[2].average.mean)
+    assert averages[3].comparison.low <= averages[3].comparison.mean <= averages[3].comparison.high
+    titles = [title for title, _ in suites_of({"suites": [dataclasses.asdict(row) for row in averages]})]
+    assert titles == ["bbh: average of its 2 subsets", "average of the 3 retention tasks (bbh by its subsets)"]
+    assert len(retention_averages({"openbookqa": found["openbookqa"]})) == 0
 
 
 # --------------------------------------------------------------------------------------------------- refusals

@@ -138,14 +138,14 @@ def test_rounding_does_not_pass_for_spread() -> None:
 
 
 def test_interval_covers_the_truth() -> None:
-    """Questions of differing difficulty, 60 at a time with 8 samples each: mean 0.3, 2,000 data sets."""
+    """Questions of differing difficulty, 60 at a time with 8 samples each: mean 0.3, 600 data sets; test_coverage.py has more."""
     generator = np.random.default_rng(1)
     covered = 0
-    for _ in range(2000):
+    for _ in range(600):
         difficulty = generator.beta(0.9, 2.1, size=(60, 1))
         estimate = average_at_k(generator.random((60, 8)) < difficulty)
         covered += estimate.low <= 0.3 <= estimate.high
-    assert 0.93 <= covered / 2000 <= 0.97
+    assert 0.92 <= covered / 600 <= 0.98
 
 
 def test_paired_interval_covers_the_truth() -> None:

@@ -421,6 +421,24 @@ def test_evidence_is_recorded_as_it_is_given(adapter, tmp_path):
         read_gate_config(tmp_path / "gated")
 
 
+@pytest.mark.parametrize(
+    ("trained", "given", "recorded"),
+    [(20, None, 20), (0, None, 160), (500, None, 160), (0, 160, 160), (20, 20, 20), (None, 30, 30), (None, None, None)],
+)
+def test_the_support_is_the_one_of_the_training(adapter, tmp_path, trained, given, recorded):
+    lg.attach_gates(adapter, CONFIG)
+    training = {"steps": 3, "settings": {"batch_size": 8} if trained is None else {"k": trained}}
+    lg.save_gates(adapter, tmp_path / "gated", k=given, base_id="a/b", evidence={"training": training})
+    assert read_gate_config(tmp_path / "gated")["k"] == recorded
+
+
+def test_a_support_beside_another_training_is_refused(adapter, tmp_path):
+    lg.attach_gates(adapter, CONFIG)
+    with pytest.raises(ConfigError, match="leave k out"):
+        lg.save_gates(adapter, tmp_path / "gated", k=100, evidence={"training": {"settings": {"k": 20}}})
+    assert not (tmp_path / "gated").exists()
+
+
 def test_a_source_that_does_not_exist_is_said_to(adapter, tmp_path, caplog):
     lg.attach_gates(adapter, CONFIG)
     with caplog.at_level("WARNING", logger="loragate"):

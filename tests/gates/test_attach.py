@@ -64,6 +64,51 @@ def test_bf16_parity_relative_to_the_bases_own_error(token_ids):
     assert gated_error <= 1.5 * own_error + 1e-3
 
 
+def attention_of(model):
+    return model.base_model.model.model.layers[0].self_attn
+
+
+def test_query_key_and_value_keep_one_input_between_them():
+    """On a bf16 base with fp32 factors: 2 bytes a value of x, once, and of each layer A x and v in fp32."""
+    tokens, width, rank = 12, 32, 4
+    model = lg.attach_gates(tiny_adapter(base=tiny_base().to(torch.bfloat16)), lg.GateConfig(-3, 2))
+    layers = [getattr(attention_of(model), name) for name in ("q_proj", "k_proj", "v_proj")]
+    assert {layer.lora_A["default"].weight.dtype for layer in layers} == {torch.float32}
+    x = torch.randn(1, tokens, width, dtype=torch.bfloat16, requires_grad=True)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        outputs = [layer(x) for layer in layers]
+    assert {output.dtype for output in outputs} == {torch.bfloat16}
+    assert sum(storage.nbytes() for storage in kept.values()) == tokens * (2 * width + 3 * (4 * rank + 4))
+
+
+def test_a_plain_adapter_beside_a_gated_one_still_gets_pefts_cast(token_ids):
+    model = tiny_adapter(base=tiny_base().to(torch.bfloat16))
+    model.add_adapter("plain", model.peft_config["default"])
+    lg.attach_gates(model, lg.GateConfig(-3, 2))
+    layer = attention_of(model).q_proj
+    for active in ("default", ["default", "plain"], "plain"):
+        model.base_model.set_adapter(active)
+        assert torch.isfinite(model(token_ids).logits).all()
+        assert layer.cast_input_dtype_enabled is (active != "default")
+    model.base_model.set_adapter("default")
+    with gates_disabled(model):
+        assert torch.isfinite(model(token_ids).logits).all()
+        assert layer.cast_input_dtype_enabled is True
+    lg.detach_gates(model)
+    assert torch.isfinite(model(token_ids).logits).all()
+    assert layer.cast_input_dtype_enabled is True
+    assert not layer._forward_pre_hooks
+
+
 def test_parameters_have_the_promised_names_and_shapes(adapter):
     lg.attach_gates(adapter, CONFIG)
     parameters = lg.gate_parameters(adapter)

@@ -91,6 +91,30 @@ def test_keeps_only_the_input_and_rank_space(dtype):
     assert out.dtype == dtype
 
 
+@pytest.mark.parametrize("detach_input", [True, False])
+@pytest.mark.parametrize(("of_x", "of_factors"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_an_uncast_input_gives_the_bits_of_a_cast_one(of_x, of_factors, detach_input):
+    """Values and gradients as with PEFT's cast before the operation; what is kept is x as it came."""
+    _, a, b, weight, bias = operands(of_factors, tokens=30, d_in=24, rank=4, d_out=20, gate_dtype=torch.float32)
+    x = torch.randn(2, 30, 24, generator=torch.Generator().manual_seed(7)).to(of_x)
+    settings = {**SETTINGS, "detach_input": detach_input}
+    found = []
+    for cast in (True, False):
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, a, b, weight, bias)]
+        given = leaves[0].to(of_factors) if cast else leaves[0]
+        saved: list[torch.Tensor] = []
+        with saved_tensors_hooks(lambda tensor, saved=saved: saved.append(tensor) or tensor, lambda tensor: tensor):
+            out = gated_delta(given, *leaves[1:], **settings)
+        assert [tensor.dtype for tensor in saved if tensor.shape == x.shape] == [of_factors if cast else of_x]
+        out.float().square().sum().backward()
+        found.append([out.detach(), *(leaf.grad for leaf in leaves)])
+        with torch.no_grad():
+            assert torch.equal(gated_delta_reference(given, *leaves[1:], **settings), out)
+    for one, other in zip(*found, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
 def test_gate_arithmetic_stays_fp32_under_autocast():
     x, a, b, weight, bias = operands(torch.float32, tokens=40, d_in=64, gate_dtype=torch.float32)
     x, weight = x.detach(), (weight.detach() / 8)

@@ -160,7 +160,7 @@ def ray_cluster() -> Iterator[Any]:
     ray.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("processes")
 def test_two_ray_actors_draw_what_one_process_draws(
     ray_cluster: Any, qwen2: Any, tokenizer: Any, tmp_path: Path
 ) -> None:

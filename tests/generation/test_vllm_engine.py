@@ -142,6 +142,36 @@ def test_a_stop_text_cuts_what_was_drawn(fake_vllm: Any, folders: tuple[str, str
             assert after.token_ids == before.token_ids[: len(after.token_ids)]
 
 
+def test_every_token_of_a_continuation_is_a_request_that_may_draw_it_alone(
+    fake_vllm: Any, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompt log-probabilities, with which vLLM 0.32 dies on a CPU with LoRA, are not asked for."""
+    engine = VllmEngine(*folders, batch_size=2)
+
+    def answers(prompts: Any, params: Any, *, use_tqdm: bool, lora_request: Any) -> list[Any]:
+        engine._llm.calls.append((prompts, params, lora_request))
+        steps = [
+            SimpleNamespace(logprob=-float(one["allowed_token_ids"][0]), rank=1 + (one["allowed_token_ids"][0] == 9))
+            for one in params
+        ]
+        return [SimpleNamespace(outputs=[SimpleNamespace(logprobs=[{7: step}])]) for step in steps]
+
+    monkeypatch.setattr(engine._llm, "generate", answers)
+    pairs = [([3, 4], [5, 6]), ([3], [9]), ([3, 4, 5], [7])]
+    seen: list[tuple[int, int]] = []
+    assert engine.log_likelihoods(pairs, lambda *step: seen.append(step)) == [
+        (-11.0, True),
+        (-9.0, False),
+        (-7.0, True),
+    ]
+    assert seen == [(2, 3), (3, 3)]
+    prompts, params, lora = engine._llm.calls[0]
+    assert [prompt["prompt_token_ids"] for prompt in prompts] == [[3, 4], [3, 4, 5], [3]]
+    assert [one["allowed_token_ids"] for one in params] == [[5], [6], [9]]
+    assert all(one["max_tokens"] == 1 and one["logprobs"] == 0 and "prompt_logprobs" not in one for one in params)
+    assert lora == ("adapter", 1, folders[1])
+
+
 def test_pending_samples_keep_their_seeds(fake_vllm: Any, folders: tuple[str, str]) -> None:
     engine = VllmEngine(folders[0])
     engine.generate(PROMPTS, CONFIG, pending=[(7, 2), (3, 1)])
@@ -156,7 +186,7 @@ def test_an_adapter_goes_with_every_request(fake_vllm: Any, folders: tuple[str, 
     fake_vllm.platforms.current_platform = SimpleNamespace(is_cpu=lambda: on_cpu)
     engine = VllmEngine(*folders, dtype="bfloat16", max_model_len=40, tensor_parallel=2, gpu_memory_utilization=0.5)
     engine.generate(PROMPTS[:2], GREEDY)
-    assert engine._llm.calls[0][2] == ("adapter", 1, folders[1])
+    assert engine._llm.calls[0][2] == ("adapter-1", 1, folders[1])
     assert engine._llm.settings == {
         "model": folders[0],
         "revision": None,
@@ -171,6 +201,25 @@ def test_an_adapter_goes_with_every_request(fake_vllm: Any, folders: tuple[str, 
         "max_loras": slots,
     }
     assert "enable_lora" not in VllmEngine(folders[0])._llm.settings
+
+
+def test_one_engine_answers_as_several_adapters(fake_vllm: Any, folders: tuple[str, str], tmp_path: Path) -> None:
+    sys.modules["vllm.lora.worker_manager"].WorkerLoRAManager.loragate_gates = ""  # type: ignore[attr-defined]
+    engine = VllmEngine(*folders)
+    half = engine.acting_as(folders[1], "constant=0.5")
+    rows = [engine, half, engine.acting_as(None), engine.acting_as(folders[1]), half.acting_as(folders[1], "unit")]
+    for row in rows:
+        row.generate(PROMPTS[:1], GREEDY)
+    assert [call[2] for call in engine._llm.calls] == [
+        ("adapter-1", 1, folders[1]),
+        ("adapter-2", 2, f"{folders[1]}@constant=0.5"),
+        None,
+        ("adapter-1", 1, folders[1]),
+        ("adapter-3", 3, f"{folders[1]}@unit"),
+    ]
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 16}')
+    with pytest.raises(ConfigError, match="max_lora_rank"):
+        engine.acting_as(str(tmp_path))
 
 
 def test_requests_that_cannot_be_drawn(fake_vllm: Any, folders: tuple[str, str]) -> None:
@@ -216,11 +265,11 @@ def test_a_gated_folder_needs_the_plugin(fake_vllm: Any, folders: tuple[str, str
     manager.loragate_gates = ""
     engine = VllmEngine(folders[0], str(tmp_path))
     engine.generate(PROMPTS[:2], GREEDY)
-    assert engine._llm.calls[0][2] == ("adapter", 1, str(tmp_path))
+    assert engine._llm.calls[0][2] == ("adapter-1", 1, str(tmp_path))
     assert engine._llm.settings["max_lora_rank"] == 8
     engine = VllmEngine(folders[0], str(tmp_path), override="constant=0.5", revision="abc", tokenizer=tiny_tokenizer())
     engine.generate(PROMPTS[:2], GREEDY)
-    assert engine._llm.calls[0][2] == ("adapter", 1, f"{tmp_path}@constant=0.5")
+    assert engine._llm.calls[0][2] == ("adapter-1", 1, f"{tmp_path}@constant=0.5")
     assert engine._llm.settings["revision"] == "abc"
     with pytest.raises(ConfigError, match="no effect on a base model"):
         VllmEngine(folders[0], override="unit")
@@ -234,6 +283,7 @@ def test_a_gated_folder_needs_the_plugin(fake_vllm: Any, folders: tuple[str, str
         ('{"peft_type": "LORA"}', "not the configuration of a LoRA adapter"),
         ('{"peft_type": "LORA", "r": 8, "rank_pattern": {"q": "x"}}', "not the configuration of a LoRA adapter"),
         ('{"peft_type": "IA3", "r": 8}', "type 'IA3'"),
+        ('{"peft_type": "LORA", "r": 8, "use_dora": true}', "DoRA"),
         ('{"peft_type": "LORA", "r": 8, "rank_pattern": {"q_proj": 600}}', "rank 600 is above 512"),
     ],
 )
@@ -302,14 +352,14 @@ def lora_engine(vllm_settings: None, folders: tuple[str, str]) -> VllmEngine:
 
 
 @real
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
 def test_greedy_equals_the_transformers_engine_for_a_base(base_engine: VllmEngine, folders: tuple[str, str]) -> None:
     expected = reference(folders, adapted=False).generate(PROMPTS, GREEDY)
     assert identities(base_engine.generate(PROMPTS, GREEDY)) == identities(expected)
 
 
 @real
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
 def test_greedy_equals_the_transformers_engine_for_an_adapter(
     lora_engine: VllmEngine, folders: tuple[str, str]
 ) -> None:
@@ -321,7 +371,30 @@ def test_greedy_equals_the_transformers_engine_for_an_adapter(
 
 
 @real
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
+def test_likelihoods_are_the_transformers_engine_s_for_a_real_vocabulary(vllm_settings: None, tmp_path: Path) -> None:
+    """With 50,000 tokens vLLM 0.32 on a CPU wraps the head for LoRA, and its own prompt log-probabilities fail."""
+    shape = {**SHAPE, "vocab_size": 50_000}
+    tiny_base(**shape).save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    adapted = tiny_adapter(base=tiny_base(**shape), **PATTERNS)
+    adapted.save_pretrained(tmp_path / "adapter")
+    here = TransformersEngine(adapted, tiny_tokenizer(), batch_size=2)
+    likeliest = here.generate([[5, 6, 7]], SamplingConfig(temperature=0, max_new_tokens=3))[0].token_ids
+    pairs = [([5, 6, 7], [80, 49_999, 12]), ([5, 6, 7], likeliest), ([9], [20]), ([9, 10, 11, 12], [20, 21])]
+    expected = here.log_likelihoods(pairs)
+    assert [greedy for _, greedy in expected] == [False, True, False, False]
+    engine = VllmEngine(str(tmp_path / "base"), str(tmp_path / "adapter"), dtype="float32")
+    try:
+        found = engine.log_likelihoods(pairs)
+    finally:
+        engine.close()
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
+
+
+@real
+@pytest.mark.slow("vLLM")
 @pytest.mark.parametrize("config", [CONFIG, SamplingConfig(0.7, 0.8, 30, 4, 1)])
 def test_samples_do_not_depend_on_the_chunk_or_on_what_is_pending(
     lora_engine: VllmEngine, config: SamplingConfig, monkeypatch: pytest.MonkeyPatch
@@ -338,7 +411,7 @@ def test_samples_do_not_depend_on_the_chunk_or_on_what_is_pending(
 
 
 @real
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
 def test_answers_end_where_the_transformers_engine_ends_them(base_engine: VllmEngine) -> None:
     samples = base_engine.generate(PROMPTS, CONFIG)
     assert {s.finish_reason for s in samples} == {"stop", "length"}
@@ -350,7 +423,7 @@ def test_answers_end_where_the_transformers_engine_ends_them(base_engine: VllmEn
 
 
 @real
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
 def test_first_tokens_follow_the_models_distribution(base_engine: VllmEngine) -> None:
     """Chi-square of the first token of 2,000 samples against the softmax of the model's logits."""
     import torch
@@ -370,7 +443,7 @@ def test_first_tokens_follow_the_models_distribution(base_engine: VllmEngine) ->
 
 
 @real
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
 def test_the_last_position_can_be_used_and_no_further(base_engine: VllmEngine, folders: tuple[str, str]) -> None:
     prompt = " ".join(["w4"] * 100)
     config = SamplingConfig(0, max_new_tokens=28)

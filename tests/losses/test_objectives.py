@@ -1,6 +1,9 @@
 """Objectives from their formulas: weights, detachment, denominators, and what they need."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from threading import Barrier
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from loragate.losses.objectives import (
     profit,
     talr,
 )
+from loragate.losses.objectives.signed import largest_share
 
 
 @pytest.fixture
@@ -177,15 +181,72 @@ def test_forgetting_is_its_published_formula(stats):
     assert min(len(learn), len(forget)) > 1
     for step, strength in ((0, 0.0), (5, 0.2), (10, 0.4)):
         context = ObjectiveContext(keep_mask=keep, step=step, total_steps=10)
-        mean = Forgetting(0.4).loss(stats, context).sum() / stats.mask.sum()
+        mean = Forgetting(0.41, 0.01).loss(stats, context).sum() / stats.mask.sum()
         torch.testing.assert_close(mean, learn.mean() - strength * forget.mean(), rtol=1e-6, atol=1e-9)
-    constant = Forgetting(0.4, "constant", "all").loss(stats, ObjectiveContext(keep_mask=keep, step=0, total_steps=10))
+    fixed = Forgetting(0.4, schedule="constant", reduction="all")
+    constant = fixed.loss(stats, ObjectiveContext(keep_mask=keep, step=0, total_steps=10))
     torch.testing.assert_close(constant.sum(), learn.sum() - 0.4 * forget.sum(), rtol=1e-6, atol=1e-9)
     (gradient,) = torch.autograd.grad(constant.sum(), stats.log_prob, retain_graph=True)
     assert (gradient[stats.mask & keep] < 0).all(), "kept tokens become likelier"
     assert (gradient[stats.mask & ~keep] > 0).all(), "the others become less likely: no nonnegative weight does that"
     with pytest.raises(ConfigError, match="loragate mask"):
         objectives["forgetting"].loss(stats)
+
+
+def test_forgetting_has_the_released_constants():
+    assert objectives["forgetting"].settings == {
+        "t_max": 0.25,
+        "t_min": 1e-5,
+        "schedule": "linear",
+        "reduction": "sets",
+    }
+    half = objectives["forgetting"].strength(ObjectiveContext(step=5, total_steps=10))
+    assert half == pytest.approx((0.25 - 1e-5) / 2, rel=1e-12)
+
+
+def over_processes(objective, processes):
+    """What `over_batch` says on each of several processes; gathering is a meeting of threads."""
+    meeting, board = Barrier(len(processes), timeout=30), {}
+
+    def run(rank):
+        def gather(rows):
+            board[rank] = rows
+            meeting.wait()
+            whole = torch.cat([board[other] for other in range(len(processes))])
+            meeting.wait()
+            return whole
+
+        return objective.over_batch(processes[rank], gather)
+
+    with ThreadPoolExecutor(len(processes)) as pool:
+        return list(pool.map(run, range(len(processes))))
+
+
+@pytest.mark.parametrize("name", ["talr", "eksft", "forgetting"])
+def test_a_batch_in_parts_has_the_loss_of_the_whole(referred, name):
+    stats, *_ = referred
+    keep = torch.rand(3, 6, generator=torch.Generator().manual_seed(1)) > 0.4
+    objective = objectives[name]
+    whole = objective.loss(stats, ObjectiveContext(keep_mask=keep))
+
+    def part(row):
+        cut = [value[row : row + 1] if torch.is_tensor(value) else value for value in stats]
+        return TokenStatistics(*cut), ObjectiveContext(keep_mask=keep[row : row + 1])
+
+    rows = [[0, 2], [1]]  # of two processes, a forward pass each
+    values = over_processes(objective, [[part(row) for row in own] for own in rows])
+    for own, said in zip(rows, values, strict=True):
+        for row, value in zip(own, said, strict=True):
+            piece, context = part(row)
+            torch.testing.assert_close(objective.loss(piece, replace(context, batch=value))[0], whole[row])
+    alone = torch.cat([objective.loss(*part(row)) for row in range(3)])
+    assert not torch.allclose(alone, whole), "each part as a batch of its own would be another loss"
+
+
+def test_eksft_leaves_ties_at_the_edge_out():
+    tied = torch.tensor([[3.0, 1.0, 1.0, 1.0, 0.0]])
+    chosen = {ratio: largest_share([tied], [tied > -1], ratio, lambda rows: rows)[0] for ratio in (0.2, 0.6, 0.8)}
+    assert {ratio: int(found.sum()) for ratio, found in chosen.items()} == {0.2: 1, 0.6: 1, 0.8: 4}
 
 
 def test_all_kept_or_all_forgotten_is_finite(stats):
@@ -211,7 +272,8 @@ def test_entropy_and_interleaved(stats):
         ("eksft", {"kl_weight": -1}, "kl_weight is a number of at least 0"),
         ("eksft", {"combine": "unoin"}, "did you mean 'union'"),
         ("forgetting", {"schedule": "cosine"}, "linear or constant"),
-        ("forgetting", {"coefficient": float("nan")}, "at least 0"),
+        ("forgetting", {"t_max": float("nan")}, "at least 0"),
+        ("forgetting", {"t_max": 0.1, "t_min": 0.2}, "t_min"),
         ("entropy", {"k": 1}, "at least 2, or 0"),
         ("interleaved", {"ce_steps": 0}, "at least 1"),
     ],

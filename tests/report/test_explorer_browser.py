@@ -12,7 +12,6 @@ from loragate.report.explorer import Ask, build_explorer, launch
 from loragate.report.page.spans import lambdas
 from tiny import tiny_adapter, tiny_tokenizer
 
-gradio = pytest.importorskip("gradio", reason="gradio is not installed (pip install loragate[explore])")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -55,8 +54,10 @@ def test_a_folder_without_gates_is_refused(tmp_path):
         explorer_of(ExploreOptions(model=str(tmp_path)))
 
 
+@pytest.mark.slow("browsers")
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (apt install chromium)")
 def test_in_the_browser(session):
+    pytest.importorskip("gradio", reason="gradio is not installed (pip install loragate[explore])")
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="playwright is not installed (pip install playwright)"
     )

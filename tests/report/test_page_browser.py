@@ -10,13 +10,18 @@ from loragate.cli.report import page as report_page
 from loragate.cli.report_sources import Source
 from pages import quickstart_record, traces
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (apt install chromium)")
+pytestmark = [
+    pytest.mark.slow("browsers"),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (apt install chromium)"),
+]
 
 
 @pytest.fixture(scope="module")
 def browser():
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed (pip install playwright)"
+    )
     with playwright.sync_playwright() as program:
         browser = program.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser

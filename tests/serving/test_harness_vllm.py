@@ -18,7 +18,7 @@ from loragate.gates.override_names import parse_override
 from tiny import tiny_base, tiny_tokenizer
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.slow("vLLM"),
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None, reason="vllm is not installed (scripts/vllm_cpu_env.sh)"
     ),

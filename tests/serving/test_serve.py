@@ -169,7 +169,7 @@ def check_clients(server: Running, names: list[str]) -> None:
     assert f'OpenAI(base_url="http://127.0.0.1:{server.port}/v1"' in printed
 
 
-@pytest.mark.slow
+@pytest.mark.slow("processes")
 def test_transformers_server(folders: Path) -> None:
     more = f"second={folders / 'second'},calm={folders / 'second'}@unit"
     server = Running(str(folders / "gated"), "--engine", "transformers", "--adapters", more)
@@ -198,7 +198,7 @@ def vllm_server(folders: Path) -> Iterator[Running]:
 
 
 @vllm_only
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
 def test_vllm_server(vllm_server: Running) -> None:
     status, reply = vllm_server.call("/v1/models")
     assert status == 200
@@ -209,7 +209,7 @@ def test_vllm_server(vllm_server: Running) -> None:
 
 
 @vllm_only
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
 def test_vllm_server_stops_at_the_end_of_the_turn(tmp_path: Path) -> None:
     """The base's EOS is another token than the one that ends a turn of its chat template."""
     ending_base(**SHAPE).save_pretrained(tmp_path / "base")
@@ -229,7 +229,7 @@ def test_vllm_server_stops_at_the_end_of_the_turn(tmp_path: Path) -> None:
 
 
 @vllm_only
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
 def test_adapters_come_and_go_while_the_server_runs(vllm_server: Running, folders: Path, tmp_path: Path) -> None:
     load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
     assert vllm_server.call(load, {"lora_name": "second", "lora_path": str(folders / "second")})[0] == 200
@@ -246,7 +246,7 @@ def test_adapters_come_and_go_while_the_server_runs(vllm_server: Running, folder
 
 
 @vllm_only
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
 def test_a_client_asks_for_an_override(vllm_server: Running) -> None:
     """One that was loaded at the start, and one that nobody has loaded; a wrong one does not exist."""
     for text in ("unit", "constant=0.5", "constant=-0.5"):
@@ -261,7 +261,7 @@ def test_a_client_asks_for_an_override(vllm_server: Running) -> None:
 
 
 @vllm_only
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
 def test_chat_is_rendered_as_training_renders(vllm_server: Running) -> None:
     """The template of this base slips in a system message; ours does not, and neither does the server."""
     body = {"model": "gated", "max_tokens": NEW_TOKENS, "temperature": 0}
@@ -278,7 +278,7 @@ def test_chat_is_rendered_as_training_renders(vllm_server: Running) -> None:
 
 
 @vllm_only
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
 def test_ctrl_c_ends_the_server_and_its_children(vllm_server: Running) -> None:
     assert vllm_server.end() == 0
     assert "stopped" in "".join(vllm_server.lines[-5:])
@@ -287,7 +287,7 @@ def test_ctrl_c_ends_the_server_and_its_children(vllm_server: Running) -> None:
 
 
 @vllm_only
-@pytest.mark.slow
+@pytest.mark.slow("vLLM")
 def test_verify(folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in (("VLLM_CPU_OMP_THREADS_BIND", "nobind"), ("VLLM_CPU_KVCACHE_SPACE", "1")):
         monkeypatch.setenv(name, value)

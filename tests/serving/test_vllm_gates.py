@@ -22,7 +22,7 @@ from loragate.serving.parity import compare, greedy
 from tiny import tiny_adapter, tiny_base, tiny_tokenizer
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.slow("vLLM"),
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None, reason="vllm is not installed (scripts/vllm_cpu_env.sh)"
     ),
@@ -336,27 +336,161 @@ metric: avg@k
 """
 
 
-def test_eval_scores_base_adapter_gated_and_constant_rows(settings: None, folders: Path, tmp_path: Path) -> None:
-    """The answers of all three rows, and of one λ for all modules, are those of the transformers engine."""
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The models that vLLM loads, in their order."""
+    import vllm
+
+    found: list[str] = []
+    start = vllm.LLM
+
+    def load(**options: Any) -> Any:
+        found.append(options["model"])
+        return start(**options)
+
+    monkeypatch.setattr(vllm, "LLM", load)
+    return found
+
+
+def answers_of(tmp_path: Path, command: list[str], rows: list[str]) -> dict[str, Any]:
+    """{row: its answers} of a command on six questions, the same from both engines."""
     from loragate.cli.main import main
 
-    rows = [{"question": f"w{index} w{2 * index}", "answer": "w3"} for index in range(6)]
-    (tmp_path / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = [{"question": f"w{index} w{2 * index}", "answer": "w3"} for index in range(6)]
+    (tmp_path / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
     (tmp_path / "words.yaml").write_text(TASK)
     answers = []
     for engine in ("transformers", "vllm"):
         out = tmp_path / engine
-        command = ["eval", "--model", str(folders / "wide"), "--tasks", str(tmp_path / "words.yaml"), "--out", str(out)]
-        command += ["--engine", engine, "--constants=-0.5", "--dtype", "float32", "--device", "cpu"]
-        assert main(command) == 0
+        task = ["--tasks", str(tmp_path / "words.yaml"), "--out", str(out), "--engine", engine]
+        assert main([*command, *task, "--dtype", "float32", "--device", "cpu"]) == 0
         found = {}
-        for row in ("base", "adapter", "gated", "adapter-lambda-0.5"):
+        for row in rows:
             lines = (out / "samples" / row / "words.jsonl").read_text().splitlines()
             found[row] = [(one["question"], one["token_ids"]) for one in map(json.loads, lines) if "token_ids" in one]
         answers.append(found)
     assert answers[0] == answers[1]
     assert all(len(row) == 6 for row in answers[0].values())
-    assert len({json.dumps(row) for row in answers[0].values()}) == 4
+    assert len({json.dumps(row) for row in answers[0].values()}) == len(rows)
+    return answers[0]
+
+
+def test_eval_scores_base_adapter_gated_and_constant_rows(
+    settings: None, folders: Path, tmp_path: Path, loads: list[str]
+) -> None:
+    """The answers of all three rows, and of one λ for all modules, are those of the transformers engine."""
+    rows = ["base", "adapter", "gated", "adapter-lambda-0.5"]
+    answers_of(tmp_path, ["eval", "--model", str(folders / "wide"), "--constants=-0.5"], rows)
+    assert len(loads) == 1, "all rows share one base"
+
+
+def test_interventions_are_those_of_the_transformers_engine(
+    settings: None, folders: Path, tmp_path: Path, loads: list[str]
+) -> None:
+    rows = ["base", "adapter", "gated", "gated-noreverse", "gated-noextrapolate", "gated-unit"]
+    answers_of(tmp_path, ["diagnose", "interventions", "--model", str(folders / "wide")], rows)
+    assert len(loads) == 1
+    record = json.loads((tmp_path / "vllm" / "interventions.json").read_text())
+    assert [row["name"] for row in record["rows"]] == [row.removeprefix("gated-") for row in rows[1::-1] + rows[2:]]
+    assert all(row["entropy"] is None for row in record["rows"])
+
+
+def test_a_dora_adapter_is_served_merged_into_its_base(
+    settings: None, folders: Path, tmp_path: Path, loads: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+
+    model = tiny_adapter(base=tiny_base(**SHAPE), use_dora=True, lora_alpha=2)
+    model.peft_config["default"].base_model_name_or_path = str(folders / "base")
+    model.save_pretrained(tmp_path / "dora")
+    command = ["eval", "--model", str(tmp_path / "dora")]
+    answers_of(tmp_path, command, ["base", "adapter"])
+    out = tmp_path / "vllm"
+    assert sorted(loads) == sorted([str(folders / "base"), str(out / "merged")])
+    assert not (out / "merged").exists(), "a finished evaluation needs it no more"
+    record = json.loads((out / "results.json").read_text())
+    assert record["left_out"] == {"adapter λ=0.5": "DoRA"}
+    assert (out / "samples" / "adapter-T0.3").is_dir()
+
+
+def test_the_cells_of_a_sweep_are_adapters_of_one_engine(
+    settings: None, folders: Path, tmp_path: Path, loads: list[str]
+) -> None:
+    """Six rows over one loaded base, more of them than vLLM has slots."""
+    from loragate.sweep.plan import SweepPlan, make_trials
+    from loragate.sweep.records import TrialResult, trial_folder, write_result
+
+    plan = SweepPlan(make_trials(["plain"], [(-6, 3), (0, 6), (-1, 2)], [0, 1], ["entropy"]), {"probe": None})
+    sweep = tmp_path / "sweep"
+    plan.begin(sweep, resume=False)
+    for number, trial in enumerate(plan.trials):
+        if trial.kind == "gates":
+            model = lg.attach_gates(lora_model("plain"), lg.GateConfig(trial.lower, trial.upper))
+            torch.manual_seed(number)
+            for parameter in lg.gate_parameters(model).values():
+                parameter.data.normal_(0, 0.2)
+            place = trial_folder(sweep, trial) / "gated"
+            lg.save_gates(model, place, base_id=str(folders / "base"))
+        write_result(sweep, plan, TrialResult(trial, None))
+    rows = [
+        f"gated-{lower}_{upper}-entropy-seed-{seed}" for lower, upper in ((-6, 3), (0, 6), (-1, 2)) for seed in (0, 1)
+    ]
+    answers_of(tmp_path, ["eval", "--sweep", str(sweep)], ["adapter", *rows])
+    assert len(loads) == 1, "all cells share one base"
+    maps = [json.loads((tmp_path / engine / "cells_math.json").read_text()) for engine in ("transformers", "vllm")]
+    assert maps[0]["cells"] == maps[1]["cells"]
+    assert [cell["name"] for cell in maps[0]["cells"]] == ["[-6,3]", "[0,6]", "[-1,2]"]
+    assert (tmp_path / "vllm" / "heatmap_math.png").is_file()
+
+
+def test_retention_suites_give_the_same_answers_and_likelihoods_on_both_engines(
+    settings: None, folders: Path, tmp_path: Path
+) -> None:
+    """For all three rows: MMLU-Pro and BBH generate, OpenBookQA compares options; long prompts are cut alike."""
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed beside vllm (scripts/vllm_cpu_env.sh)")
+    from loragate.cli.main import main
+    from loragate.evaluation.results import read_record
+
+    data = Path(__file__).parents[1] / "evaluation" / "samples"
+    suites = ("mmlu_pro", "bbh", "openbookqa")
+    found: dict[str, dict[tuple[str, str], Any]] = {}
+    for engine in ("transformers", "vllm"):
+        out = tmp_path / engine
+        command = [
+            "eval",
+            "--model",
+            str(folders / "wide"),
+            "--suite",
+            "retention",
+            "--data",
+            str(data),
+            "--out",
+            str(out),
+        ]
+        command += ["--engine", engine, "--controls", "none", "--max-new-tokens", "12", "--limit", "2"]
+        assert main([*command, "--dtype", "float32", "--device", "cpu"]) == 0
+        kept = {
+            (row, suite): json.loads((out / "harness" / row / f"{suite}.json").read_text())
+            for row in ("base", "adapter", "gated")
+            for suite in suites
+        }
+        found[engine] = kept
+    likelihoods = {}
+    for key, ours in found["transformers"].items():
+        theirs = found["vllm"][key]
+        assert theirs["prompts_hash"] == ours["prompts_hash"]
+        assert theirs["warnings"] == ours["warnings"]
+        for one, other in zip(ours["samples"], theirs["samples"], strict=True):
+            for name in ("text", "tokens", "finish_reason", "budget", "prompt_tokens_cut", "extracted", "correct"):
+                assert one.get(name) == other.get(name)
+            assert one.get("loglikelihoods", []) == pytest.approx(other.get("loglikelihoods", []), abs=1e-3)
+        likelihoods[key] = [sample.get("loglikelihoods", sample.get("text")) for sample in ours["samples"]]
+    for suite in suites:
+        distinct = {json.dumps(likelihoods[row, suite]) for row in ("base", "adapter", "gated")}
+        # a weak adapter may leave twelve greedy tokens as they are; likelihoods tell all three apart
+        assert len(distinct) == 3 if suite == "openbookqa" else len(distinct) > 1
+    records = [read_record(tmp_path / engine / "results.json") for engine in found]
+    assert [(row.suite, row.average.tasks) for row in records[0].suites][::3] == [("bbh/subsets", 4), ("retention", 3)]
+    assert records[0].suites == records[1].suites
 
 
 TWO_RANKS = """

@@ -7,13 +7,16 @@ from places import arguments, make_place, sweep
 
 
 @pytest.fixture(scope="session")
-def place(tmp_path_factory):
-    return make_place(tmp_path_factory.mktemp("place"))
+def place(once):
+    return once("sweep-place", make_place)
 
 
 @pytest.fixture(scope="session")
-def swept(place, tmp_path_factory):
+def swept(place, once):
     """A finished sequential sweep with a test set, uninterrupted: 2 ranges × 2 seeds and the adapter."""
-    out = tmp_path_factory.mktemp("swept") / "sweep"
-    assert sweep(arguments(place, out, "--runner", "sequential", "--test", str(place / "test.jsonl"))) == 0
-    return out
+
+    def fill(folder):
+        arguments_of = arguments(place, folder / "sweep", "--runner", "sequential", "--test", str(place / "test.jsonl"))
+        assert sweep(arguments_of) == 0
+
+    return once("swept", fill) / "sweep"

@@ -5,6 +5,7 @@ The tests that start Ray are slow; a local Ray needs half a minute on a busy mac
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -19,8 +20,8 @@ from places import COMMAND_LINE, arguments, attempts, numbers, stamps, sweep
 
 from loragate.errors import ConfigError
 
-pytest.importorskip("ray.tune", reason="ray[tune] is not installed")
 psutil = pytest.importorskip("psutil", reason="psutil is not installed")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray[tune] is not installed")
 
 EPOCHS = ("--epochs", "6")
 AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
@@ -102,7 +103,7 @@ def test_a_cluster_that_does_not_answer_is_named(place, tmp_path, monkeypatch):
         sweep(arguments(place, tmp_path / "out", "--runner", "ray", "--gpus-per-trial", "0"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow("kills")
 def test_a_killed_worker_is_replaced_and_the_numbers_are_the_same(place, undisturbed, tmp_path):
     out = tmp_path / "out"
     driver = start(place, out)
@@ -121,7 +122,7 @@ def test_a_killed_worker_is_replaced_and_the_numbers_are_the_same(place, undistu
     assert not (out / ".tune").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("kills")
 def test_a_killed_driver_leaves_no_process_and_goes_on(place, undisturbed, tmp_path):
     draw = np.random.default_rng(11)
     out = tmp_path / "out"

@@ -104,19 +104,18 @@ def test_a_diverged_trial_is_final_for_its_own_sweep(tmp_path):
 
 
 def test_one_process_at_a_time(tmp_path):
-    pytest.importorskip("fcntl", reason="no such locks on Windows")
-    code = (
-        "import sys; from pathlib import Path; from loragate.sweep.records import held\n"
-        "from loragate.errors import LoragateError\n"
-        "try:\n"
-        "    with held(Path(sys.argv[1]), 0.0, 'taken'): print('held')\n"
-        "except LoragateError as error: print(error)"
-    )
+    fcntl = pytest.importorskip("fcntl", reason="no such locks on Windows")
+    # another process, without the seconds of its imports
+    code = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    lock = tmp_path / "lock"
 
     def other():
-        command = [sys.executable, "-c", code, str(tmp_path / "lock")]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run([sys.executable, "-c", code, str(lock)], capture_output=True, check=False).returncode
 
-    with held(tmp_path / "lock", 0.0, "mine"):
-        assert other() == "taken"
-    assert other() == "held"
+    with held(lock, 0.0, "mine"):
+        assert other() == 1
+    assert other() == 0
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(LoragateError, match="taken"), held(lock, 0.0, "taken"):
+            pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -64,6 +63,34 @@ def test_nothing_finished_runs_again_and_what_is_lost_is_made_again(place, swept
     assert numbers(out) == numbers(swept)
 
 
+def test_every_cell_is_a_gated_adapter_and_they_share_the_adapter(place, swept):
+    folders = sorted((swept / "trials").glob("*/gated"))
+    assert len(folders) == 4
+    kept = swept / "adapters" / "one" / "adapter_model.safetensors"
+    for folder in folders:
+        model = lg.load_gated(folder)
+        assert any(bool(gate.any()) for gate in lg.gate_parameters(model).values())
+        assert (folder / "adapter" / "adapter_model.safetensors").samefile(kept)
+        assert (folder / "adapter" / "tokenizer" / "tokenizer.json").stat().st_nlink == 5
+    assert len({(folder / "gates.safetensors").read_bytes() for folder in folders}) == 4
+    assert kept.read_bytes() == (place / "one" / "adapter_model.safetensors").read_bytes()
+
+
+def test_without_a_probe_cells_are_trained_and_none_is_chosen(place, tmp_path, capsys):
+    argv = arguments(place, tmp_path / "out", "--runner", "sequential", "--k", "0", ranges="0,1", seeds="0")
+    for flag in ("--probe", "--probe-grader", "--probe-max-new-tokens", "--probe-temperature", "--probe-samples"):
+        if flag == "--probe-samples":
+            with pytest.raises(ConfigError, match="--probe-samples has no effect without --probe"):
+                sweep(argv)
+        del argv[argv.index(flag) : argv.index(flag) + 2]
+    assert sweep(argv) == 0
+    assert f"loragate eval --sweep {tmp_path / 'out'}" in " ".join(capsys.readouterr().out.split())
+    record = json.loads((tmp_path / "out/trials/one_entropy_0_1_seed0/gated/gate_config.json").read_text())
+    assert record["k"] == VOCABULARY, "as calibrate records it"
+    assert not (tmp_path / "out" / "best").exists()
+    assert sweep([*argv, "--resume"]) == 0
+
+
 def test_another_sweep_is_not_resumed(place, swept):
     first = ("--runner", "sequential", "--resume")
     with pytest.raises(ConfigError, match=r"begun with test\.|begun with test ="):
@@ -96,22 +123,16 @@ def test_adapters_and_objectives_and_the_base_as_it_was(place, swept, tmp_path):
 
 
 def test_the_best_cell_is_written_and_can_be_loaded(place, swept, tmp_path, capsys):
-    from loragate.cli.arguments import parse
-    from loragate.cli.sweep import COMMAND
-    from loragate.cli.sweep_materials import prepare
     from loragate.generation import SamplingConfig, TransformersEngine
-    from loragate.sweep.sequential import write_best
+    from loragate.sweep.plan import SweepPlan
+    from loragate.sweep.trials import write_best
     from tiny import tiny_tokenizer
 
-    argv = arguments(place, swept, "--test", str(place / "test.jsonl"))
-    materials, plan = prepare(parse(COMMAND, argv[1:])[0])
-    trial = next(trial for trial in plan.trials if trial.slug == "one_entropy_-3_2_seed0")
-    write_best(materials, plan, swept, trial, tmp_path / "gates", {"method": "sweep"}, str(place / "base"))
-    whole = dataclasses.replace(materials, options=dataclasses.replace(materials.options, k=0))
-    write_best(whole, plan, swept, trial, tmp_path / "whole", {"method": "sweep"}, str(place / "base"))
-    assert json.loads((tmp_path / "whole" / "gate_config.json").read_text())["k"] == VOCABULARY, (
-        "as calibrate records it"
-    )
+    trial = next(trial for trial in SweepPlan.read(swept).trials if trial.slug == "one_entropy_-3_2_seed0")
+    write_best(swept, trial, tmp_path / "gates", {"method": "sweep"})
+    kept = json.loads((tmp_path / "gates" / "gate_config.json").read_text())
+    assert (kept["k"], kept["selection"], kept["gate"]["lower"]) == (20, {"method": "sweep"}, -3)
+    assert kept["training"]["steps"] > 0
     model = lg.load_gated(tmp_path / "gates")
     rows = [json.loads(line) for line in (place / "probe.jsonl").read_text().splitlines()]
     prompts = [f"<user> {row['prompt']} <assistant> " for row in rows]
@@ -186,7 +207,7 @@ def test_bad_questions_and_folders(place, tmp_path):
     (tmp_path / "full" / "letter.txt").write_text("x")
     with pytest.raises(ConfigError, match=r"not empty \(it holds letter.txt\)"):
         sweep(arguments(place, tmp_path / "full"))
-    with pytest.raises(ConfigError, match="needs --adapter, --data, --probe, --out"):
+    with pytest.raises(ConfigError, match="needs --adapter, --data, --out"):
         sweep(["sweep"])
 
 
@@ -282,7 +303,7 @@ def test_ctrl_c_leaves_a_sweep_that_goes_on(place, tmp_path, monkeypatch):
     assert numbers(out) == numbers(other)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("kills")
 def test_a_driver_killed_at_random_moments_loses_nothing(place, tmp_path):
     """SIGKILL at random moments; finished trials stay untouched, and the scores are those of an undisturbed run."""
     draw = np.random.default_rng(7)

@@ -20,11 +20,13 @@ def of_both(place, out, *more):
 
 
 @pytest.fixture(scope="module")
-def both(place, tmp_path_factory):
+def both(place, once):
     """Two ranges × two objectives × one seed, in sequence."""
-    out = tmp_path_factory.mktemp("objectives") / "sweep"
-    assert sweep(of_both(place, out, "--runner", "sequential")) == 0
-    return out
+
+    def fill(folder):
+        assert sweep(of_both(place, folder / "sweep", "--runner", "sequential")) == 0
+
+    return once("both-objectives", fill) / "sweep"
 
 
 def test_each_objective_is_trained_with_its_own_settings(both, swept):
@@ -58,6 +60,7 @@ def test_the_choice_is_among_all_objectives(both):
     assert (both / "heatmap_entropy.png").exists()
 
 
+@pytest.mark.slow("training")
 def test_an_anchored_trial_that_was_cut_off_goes_on(place, both, tmp_path, monkeypatch):
     """Cut off after a checkpoint, it ends with the numbers of the uninterrupted one."""
     from loragate.training import on_policy
@@ -98,7 +101,7 @@ def test_a_worker_of_ray_gives_the_same_numbers(place, both, tmp_path):
     assert numbers(tmp_path / "out") == {trial.slug: numbers(both)[trial.slug]}
 
 
-@pytest.mark.slow
+@pytest.mark.slow("processes")
 def test_ray_gives_the_same_numbers(place, both, tmp_path):
     pytest.importorskip("ray.tune", reason="ray[tune] is not installed")
     out = tmp_path / "ray"

@@ -14,7 +14,7 @@ from loragate.world.demonstrations import demonstrations
 from loragate.world.problems import problems
 
 
-@pytest.mark.slow
+@pytest.mark.slow("whole commands")
 def test_a_sweep_of_the_tiny_world(tmp_path, capsys):
     base, train = shipped_base_folder(), tmp_path / "train.jsonl"
     train.write_text("".join(json.dumps(row) + "\n" for row in demonstrations(320, 0)))

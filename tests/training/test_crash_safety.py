@@ -23,6 +23,7 @@ CONFIG = lg.GateConfig(-3, 2)
 SETTINGS = CalibrationSettings(
     batch_size=4, micro_batch_size=4, learning_rate=1e-2, logging_steps=1, save_steps=1, k=20, max_length=64
 )
+MORE = pytest.mark.slow("products")
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "crash_safety.py"
 
 
@@ -30,12 +31,12 @@ def gates(model):
     return {name: parameter.detach().clone() for name, parameter in lg.gate_parameters(model).items()}
 
 
-@pytest.fixture
-def finished(tokenizer, tmp_path):
-    """(folder of a finished run with checkpoint-2 and checkpoint-3, its gates)."""
-    model = tiny_adapter()
-    lg.calibrate(model, tokenizer, tiny_rows(12), CONFIG, SETTINGS, run_folder=tmp_path / "run")
-    return tmp_path / "run", gates(model)
+@pytest.fixture(scope="module")
+def finished(tokenizer, tmp_path_factory):
+    """(folder of a finished run with checkpoint-2 and checkpoint-3, its gates); a test damages a copy."""
+    model, folder = tiny_adapter(), tmp_path_factory.mktemp("finished") / "run"
+    lg.calibrate(model, tokenizer, tiny_rows(12), CONFIG, SETTINGS, run_folder=folder)
+    return folder, gates(model)
 
 
 def truncate(path):
@@ -53,11 +54,18 @@ def truncate(path):
     ],
     ids=["empty state", "no state", "half a state", "half the weights", "no optimiser"],
 )
-def test_a_torn_checkpoint_is_passed_over_and_the_end_is_the_same(tokenizer, finished, damage):
-    folder, expected = finished
+def test_a_torn_checkpoint_is_passed_over(finished, tmp_path, damage):
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
     damage(folder / "checkpoint-3")
     assert not is_complete(folder / "checkpoint-3")
     assert last_checkpoint(folder) == str(folder / "checkpoint-2")
+
+
+def test_the_end_is_the_same_after_a_torn_checkpoint(tokenizer, finished, tmp_path):
+    folder, expected = tmp_path / "run", finished[1]
+    shutil.copytree(finished[0], folder)
+    truncate(folder / "checkpoint-3" / "trained.safetensors")
     steps = []
     model = tiny_adapter()
     lg.calibrate(
@@ -124,7 +132,9 @@ def test_another_stage_or_recipe_is_named(tmp_path):
         prepare_folder(identity, tmp_path, resume=True)
 
 
-def test_a_write_that_fails_for_want_of_space_names_the_checkpoint_that_is_kept(tokenizer, tmp_path, monkeypatch):
+def test_a_write_that_fails_for_want_of_space_names_the_checkpoint_that_is_kept(
+    tokenizer, finished, tmp_path, monkeypatch
+):
     kept, save = [], torch.save
 
     def failing(value, path, *args, **kwargs):
@@ -141,21 +151,20 @@ def test_a_write_that_fails_for_want_of_space_names_the_checkpoint_that_is_kept(
         lg.calibrate(tiny_adapter(), tokenizer, tiny_rows(12), CONFIG, SETTINGS, run_folder=folder)
     assert not (folder / "checkpoint-3").exists(), "half a checkpoint would take the space that is missing"
     monkeypatch.undo()
-    model, whole = tiny_adapter(), tiny_adapter()
+    model = tiny_adapter()
     lg.calibrate(model, tokenizer, tiny_rows(12), CONFIG, SETTINGS, run_folder=folder, resume=True, on_step=kept.append)
     assert min(report.step for report in kept) == 3
-    lg.calibrate(whole, tokenizer, tiny_rows(12), CONFIG, SETTINGS)
-    assert all(torch.equal(value, gates(whole)[name]) for name, value in gates(model).items())
+    assert all(torch.equal(value, finished[1][name]) for name, value in gates(model).items())
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"objective": "anchored", "refresh": 2, "max_new_tokens": 4, "max_steps": 3},
+        pytest.param({"objective": "anchored", "refresh": 2, "max_new_tokens": 4, "max_steps": 3}, marks=MORE),
         {"objective": "anchored", "refresh": 2, "max_new_tokens": 4, "max_steps": 3, "save_steps": 2},
         {"objective": "random"},
         {"objective": "ce"},
-        {"objective": "ce", "save_steps": 2},
+        pytest.param({"objective": "ce", "save_steps": 2}, marks=MORE),
     ],
     ids=["anchored", "anchored with a checkpoint", "random", "ce", "ce with a checkpoint"],
 )
@@ -176,7 +185,7 @@ def test_a_finished_run_is_never_begun_over(tokenizer, tmp_path, changes):
 
 @pytest.mark.parametrize(
     ("max_steps", "changes"),
-    [(3, {}), (5, {}), (4, {"objective": "anchored", "refresh": 2, "max_new_tokens": 4})],
+    [pytest.param(3, {}, marks=MORE), (5, {}), (4, {"objective": "anchored", "refresh": 2, "max_new_tokens": 4})],
     ids=["at the end of an epoch", "within an epoch", "anchored"],
 )
 def test_a_finished_run_that_is_resumed_gives_its_result_and_takes_no_step(tokenizer, tmp_path, max_steps, changes):
@@ -266,8 +275,9 @@ def test_folders_that_only_look_like_checkpoints_are_left_alone(tokenizer, tmp_p
     assert all(file.is_file() for file in kept)
 
 
-def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_a_torn_one(tokenizer, finished, monkeypatch):
-    folder, _ = finished
+def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_a_torn_one(tokenizer, finished, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
     whole = Path.read_text
 
     def stale(path, *args, **kwargs):
@@ -318,7 +328,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-def test_a_disk_that_is_really_full_leaves_the_last_good_state(tokenizer, small_disk):
+def test_a_disk_that_is_really_full_leaves_the_last_good_state(tokenizer, finished, small_disk):
     folder = small_disk / "run"
     filler = small_disk / "filler"
 
@@ -333,13 +343,11 @@ def test_a_disk_that_is_really_full_leaves_the_last_good_state(tokenizer, small_
     assert last_checkpoint(folder) == str(folder / "checkpoint-1")
     filler.unlink()
     result = lg.calibrate(model, tokenizer, tiny_rows(12), CONFIG, SETTINGS, run_folder=folder, resume=True)
-    whole = tiny_adapter()
-    lg.calibrate(whole, tokenizer, tiny_rows(12), CONFIG, SETTINGS)
     assert result.steps == 3
-    assert all(torch.equal(value, gates(whole)[name]) for name, value in gates(model).items())
+    assert all(torch.equal(value, finished[1][name]) for name, value in gates(model).items())
 
 
-@pytest.mark.slow
+@pytest.mark.slow("kills")
 def test_kills_lose_no_finished_checkpoint_and_change_no_bit(tmp_path):
     result = tmp_path / "crash.json"
     done = subprocess.run(

@@ -39,6 +39,8 @@ JOBS = {
     "gates, packed": {"stage": "calibrate", "packing": True, "micro_batch_size": 2},
     "adapter": {"stage": "sft"},
     "adapter, accumulated": {"stage": "sft", "micro_batch_size": 1, "objective": "dft", "base": UNTIED},
+    "adapter, median of the batch": {"stage": "sft", "micro_batch_size": 1, "objective": "talr"},
+    "adapter, sets of the batch": {"stage": "sft", "micro_batch_size": 2, "objective": "eksft"},
 }
 
 
@@ -137,17 +139,20 @@ def assert_same(found, expected):
 
 
 def test_ddp_follows_one_process(tmp_path, alone):
-    names = ("one gate", "adapter", "gates, packed")
+    names = ("one gate", "adapter", "gates, packed", "adapter, median of the batch", "adapter, sets of the batch")
     for name, found in run_all(tmp_path, names, {}).items():
         assert_same(found, alone(name))
 
 
+@pytest.mark.slow("processes")
 @shards
 def test_fsdp2_follows_one_process(tmp_path, alone):
-    for name, found in run_all(tmp_path, JOBS, FSDP2).items():
+    names = [name for name in JOBS if name != "adapter, sets of the batch"]  # a reference is not sharded
+    for name, found in run_all(tmp_path, names, FSDP2).items():
         assert_same(found, alone(name))
 
 
+@pytest.mark.slow("processes")
 @shards
 def test_fsdp2_resumes_bit_for_bit_and_its_checkpoint_serves_one_process(tmp_path, alone):
     jobs = []
@@ -182,6 +187,7 @@ def test_fsdp2_resumes_bit_for_bit_and_its_checkpoint_serves_one_process(tmp_pat
             torch.testing.assert_close(trained[key], values, rtol=1e-3, atol=2e-6)
 
 
+@pytest.mark.slow("kills")
 @pytest.mark.parametrize("environment", [{}, pytest.param(FSDP2, marks=shards)], ids=["ddp", "fsdp2"])
 def test_a_killed_process_ends_the_others_with_a_sentence(tmp_path, environment):
     job = {**JOBS["gates"], "out": str(tmp_path), "save_steps": 1, "kill": {"rank": 1, "step": 2}}
@@ -195,7 +201,7 @@ def test_a_killed_process_ends_the_others_with_a_sentence(tmp_path, environment)
     assert "--resume to go on from checkpoint-2" in errors
 
 
-@pytest.mark.slow
+@pytest.mark.slow("kills")
 def test_torchrun_ends_when_a_process_is_killed(tmp_path):
     job = {**JOBS["gates"], "out": str(tmp_path), "save_steps": 1, "kill": {"rank": 0, "step": 1}}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
@@ -206,7 +212,7 @@ def test_torchrun_ends_when_a_process_is_killed(tmp_path):
     assert "exitcode  : -9" in done.stderr, "torchrun names the process that was killed"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("processes")
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=shards)])
 def test_accelerate_launch_with_the_shipped_configuration(tmp_path, alone, strategy):
     job = {**JOBS["gates"], "out": str(tmp_path)}
@@ -218,7 +224,7 @@ def test_accelerate_launch_with_the_shipped_configuration(tmp_path, alone, strat
     assert_same(read(tmp_path), alone("gates"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow("processes")
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_zero3_follows_one_process(tmp_path, alone):
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")

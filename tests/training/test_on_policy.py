@@ -137,7 +137,11 @@ def test_prompts_are_what_the_rows_train_after(tokenizer):
     [
         (ANCHORED, None),
         (REWARD, even_words),
-        (CalibrationSettings(**{**REWARD.as_record(), "refresh": 3, "reward_kl": 0.1}), even_words),
+        pytest.param(
+            CalibrationSettings(**{**REWARD.as_record(), "refresh": 3, "reward_kl": 0.1}),
+            even_words,
+            marks=pytest.mark.slow("products"),
+        ),
     ],
     ids=["anchored", "reward", "reward-stale"],
 )

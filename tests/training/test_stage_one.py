@@ -32,8 +32,15 @@ def test_the_registry_and_the_settings_name_the_same_objectives():
     assert tuple(lg.objectives) == OBJECTIVES
 
 
-@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name not in (*MASKED, "entropy")])
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize(
+    ("objective", "dora"),
+    [
+        pytest.param(name, dora, marks=pytest.mark.slow("products") if dora and name != "sft" else ())
+        for name in OBJECTIVES
+        if name not in (*MASKED, "entropy")
+        for dora in (False, True)
+    ],
+)
 def test_every_objective_learns(tokenizer, objective, dora):
     # a random base gives every token less than ProFit's usual threshold
     options = {"threshold": 1e-4} if objective == "profit" else None

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import loragate as lg
-from loragate.data import load_rows
+from loragate.data import Collator, encode_rows, load_rows
 from loragate.errors import ConfigError, DivergenceError, GateError, TrainingError
 from loragate.gates import weights_checksum
 from loragate.training import CalibrationSettings, calibration_rows
-from loragate.training.reference import reference_loop
+from loragate.training.reference import reference_loop, response_entropies
 from tiny import tiny_adapter, tiny_rows
 
 CONFIG = lg.GateConfig(-3, 2)
@@ -46,6 +46,26 @@ def test_the_trainer_follows_the_plain_loop(tokenizer, rows, granularity):
     for name, parameter in gates(trained).items():
         torch.testing.assert_close(parameter, gates(plain)[name], rtol=1e-4, atol=1e-7)
     assert gates(plain).keys() == gates(trained).keys()
+
+
+def test_heldout_rows_are_measured_and_change_nothing(tokenizer, rows):
+    heldout = encode_rows(load_rows(tiny_rows(70, seed=9)), tokenizer, max_length=64)
+    plain, measured = tiny_adapter(), tiny_adapter()
+    before = lg.calibrate(plain, tokenizer, rows, CONFIG, SETTINGS)
+    result = lg.calibrate(measured, tokenizer, rows, CONFIG, SETTINGS, heldout=heldout)
+    assert "heldout" not in before.evidence()["training"]
+    for name, parameter in gates(measured).items():
+        assert torch.equal(parameter, gates(plain)[name])
+    assert (result.entropy_before, result.entropy_after) == (before.entropy_before, before.entropy_after)
+    found = result.evidence()["training"]["heldout"]
+    assert found["rows"] == 70
+    with torch.no_grad():
+        entropies = torch.cat([
+            response_entropies(measured, Collator(tokenizer.pad_token_id)([row]), SETTINGS.k) for row in heldout
+        ])  # fmt: skip
+    assert found["entropy_after"] == pytest.approx(float(entropies.mean()), rel=1e-4)
+    assert found["entropy_before"] not in (found["entropy_after"], result.entropy_before)
+    assert 0 < result.training_seconds < result.seconds
 
 
 def test_entropy_falls_and_only_gates_change(tokenizer):

@@ -7,10 +7,8 @@ of these gates is refused or left out, because its row would repeat the referenc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -18,8 +16,8 @@ from loragate.analysis.record import SCHEMA, About
 from loragate.errors import ConfigError
 from loragate.evaluation.results import EvaluationRecord, verdict
 from loragate.evaluation.statistics import compare, holm
-from loragate.evaluation.variants import Variant, acting
-from loragate.gates import GateConfig, gate_override
+from loragate.evaluation.variants import Variant
+from loragate.gates import GateConfig
 from loragate.gates.gate import Override
 from loragate.gates.override_names import parse_override
 
@@ -42,7 +40,7 @@ class Intervention:
     @property
     def variant(self) -> Variant:
         """Its row in an evaluation."""
-        return Variant("gated", self.name)
+        return Variant("gated", self.name, override=self.name)
 
     @property
     def meaning(self) -> str:
@@ -134,18 +132,6 @@ def without_effect(override: Override, config: GateConfig) -> str:
     low = override.minimum is None or override.minimum <= config.lower
     high = override.maximum is None or override.maximum >= config.upper
     return f"λ never leaves [{config.lower:g}, {config.upper:g}]" if low and high else ""
-
-
-@contextmanager
-def acting_as(model: Any, variant: Variant, interventions: Sequence[Intervention]) -> Iterator[None]:
-    """The gated model as a row of the comparison: base, adapter, gated, or gated under an intervention."""
-    override = next((item.override for item in interventions if item.name == variant.control), None)
-    if override is None:
-        with acting(model, variant, "gated"):
-            yield
-    else:
-        with gate_override(model, override.minimum, override.maximum, override.constant):
-            yield
 
 
 def rows_of(record: EvaluationRecord, interventions: Sequence[Intervention]) -> tuple[InterventionRow, ...]:

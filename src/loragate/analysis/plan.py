@@ -190,16 +190,19 @@ class _Planner:
     def plan(self) -> Plan:
         request = self.request
         cost = cost_of(self.parameters, request.seq, request.response_share, request.k)
-        every = [
-            self.option(strategy, quantization, checkpointing, self.gpus_of(strategy))
+        possible = [
+            (strategy, quantization, checkpointing)
             for strategy in STRATEGIES
             for quantization in QUANTIZATIONS
             for checkpointing in (False, True)
             if self.possible(strategy, quantization, self.gpus_of(strategy))
         ]
-        asked = [option for option in every if self.asked_for(option)]
-        if not asked:
+        if not any(self.asked_for(*combination) for combination in possible):  # said before seconds of tracing
             raise ConfigError("this combination cannot work: " + "; ".join(self.refusals()))
+        every = [self.option(*combination, self.gpus_of(combination[0])) for combination in possible]
+        asked = [
+            option for option in every if self.asked_for(option.strategy, option.quantization, option.checkpointing)
+        ]
         fitting = [option for option in asked if option.fits]
         chosen = min(fitting, key=_preference) if fitting else None
         changes = [] if chosen else self.what_to_change(asked, every)
@@ -231,12 +234,12 @@ class _Planner:
             return False
         return not self.objections(strategy, quantization, gpus) and self.request.batch % gpus == 0
 
-    def asked_for(self, option: Option) -> bool:
+    def asked_for(self, strategy: str, quantization: str, checkpointing: bool) -> bool:
         request = self.request
         return (
-            request.strategy in ("any", option.strategy)
-            and request.quantization in ("any", option.quantization)
-            and request.gradient_checkpointing in ("any", "yes" if option.checkpointing else "no")
+            request.strategy in ("any", strategy)
+            and request.quantization in ("any", quantization)
+            and request.gradient_checkpointing in ("any", "yes" if checkpointing else "no")
         )
 
     def option(self, strategy: str, quantization: str, checkpointing: bool, gpus: int) -> Option:

@@ -22,7 +22,7 @@ from loragate.errors import ConfigError, LoragateError
 from loragate.gates import GateConfig
 from loragate.gates.eligibility import examine_adapter, lora_layers
 from loragate.gates.gate import SignedGate
-from loragate.gates.variant import GatedLora
+from loragate.gates.variant import GatedLora, leave_input_uncast
 from loragate.training.sharding import decoder_layers
 
 STAGES = ("sft", "calibrate")
@@ -140,6 +140,7 @@ def _attach_on_meta(model: Any) -> None:
             with torch.device("meta"):
                 layer.lora_gate = nn.ModuleDict({"default": SignedGate(layer.in_features, gate, path)})
             layer.lora_variant["default"] = GatedLora()
+            layer.register_forward_pre_hook(leave_input_uncast)
 
 
 def count_parameters(model: Any, config: Any) -> Parameters:

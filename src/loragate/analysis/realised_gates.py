@@ -18,10 +18,11 @@ import torch
 
 from loragate.analysis.bootstrap import Interval, ratio
 from loragate.analysis.delta_entropy import Histogram
-from loragate.analysis.reading import Reader, Row, batches, counted
+from loragate.analysis.reading import Row, batches, counted
 from loragate.analysis.record import SCHEMA, About
 from loragate.analysis.token_classes import CLASSES, TokenClasses
 from loragate.gates import attached_config, trace_gates
+from loragate.training.sharding import causal_model
 
 Position = Literal["written", "read"]
 POSITIONS: tuple[Position, ...] = ("written", "read")
@@ -168,11 +169,13 @@ def count_gates(
     Args:
         groups: of each row, from 0; rows of one group (answers to one question) are drawn together for intervals.
     """
-    reader, config = Reader(model), attached_config(model)
+    # gates are in the body; the head would make logits over the vocabulary for every position, and nobody reads them
+    body, config = causal_model(model).base_model, attached_config(model)
+    device = next(model.parameters()).device
     found: GateCounts | None = None
-    for done, batch in enumerate(batches(rows, pad_token_id, batch_size, reader.device), 1):
+    for done, batch in enumerate(batches(rows, pad_token_id, batch_size, device), 1):
         with torch.no_grad(), trace_gates(model) as traced:
-            reader.causal(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
+            body(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
         mask = counted(batch).cpu()
         ids = batch["labels"][:, 1:].cpu()[mask].numpy()
         shift = 0 if position == "written" else 1

@@ -28,6 +28,8 @@ class CalibrateOptions(RunOptions, CalibrationSettings, SelectionOptions):
             global (one λ for all).
         detach_input: the gate reads its input without a gradient (the paper's semi-gradient); --no-detach-input gives the
             complete gradient, a variant.
+        heldout: rows that neither stage trains on, a file or hub id: entropy is measured on them too, before and after.
+        heldout_split: split of --heldout, or of --data, that holds such rows.
         gate_modules: gate only these modules (names separated by commas); all LoRA linears otherwise.
     """
 
@@ -40,6 +42,8 @@ class CalibrateOptions(RunOptions, CalibrationSettings, SelectionOptions):
     granularity: str = "token"
     detach_input: bool = True
     gate_modules: str = ""
+    heldout: str = ""
+    heldout_split: str = ""
 
 
 def run(options: CalibrateOptions) -> int:

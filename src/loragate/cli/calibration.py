@@ -36,7 +36,7 @@ from loragate.cli.models import (
 from loragate.cli.rewards import reward_of
 from loragate.cli.run_rows import encode_run, keep_rows_record, read_rows
 from loragate.cli.selecting import Asked, accept_command, read_files, require_evidence
-from loragate.data import Rows, find_endings
+from loragate.data import EncodedRows, Rows, encode_rows, find_endings, load_rows
 from loragate.files import write_text
 from loragate.gates import (
     examine_adapter,
@@ -49,7 +49,6 @@ from loragate.gates.eligibility import require_trainable
 from loragate.gates.hub import adapter_place, split_base
 from loragate.gates.range import Range
 from loragate.generation import TransformersEngine
-from loragate.losses.entropy import support_size
 from loragate.selection.candidate import Candidate
 from loragate.selection.questions import set_aside
 from loragate.selection.transaction import Transaction, load_gate_values, settings_of
@@ -69,6 +68,7 @@ class Job:
         options, settings, folder: as asked for.
         model, tokenizer: base with the plain adapter.
         rows, encoded: what is trained on.
+        heldout: rows of --heldout, which are only measured; None without.
         spare: rows set aside as probe prompts; None where they are not needed.
         asked, retained: questions of --probe and --retention-probe.
         base_name: as it was loaded.
@@ -84,6 +84,7 @@ class Job:
     tokenizer: Any
     rows: Rows
     encoded: Any
+    heldout: Any
     spare: Rows | None
     asked: Asked | None
     retained: Asked | None
@@ -97,7 +98,7 @@ class Job:
 
     def calibrate_options(self, settings: Any) -> dict[str, Any]:
         """What a training with these settings needs beside the rows."""
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"heldout": self.heldout}
         if settings.objective == "reward":
             options["reward"] = reward_of(self.options, self.rows)
         if settings.on_policy and self.options.guard:
@@ -131,6 +132,7 @@ def prepare(options: Any, settings: Any, folder: Path, candidates: list[Candidat
         rows, encoded = encode_run(
             options, rows, job, lambda **how: calibration_rows(given, tokenizer, settings, options.system, **how)
         )
+        heldout = heldout_rows(options, tokenizer)
         asked, retained = read_files(options, everything, raw=encoded.summary.plain == encoded.summary.rows)
     show_data(out, encoded, tokenizer)
     model = load_model(options, record, base_name, display)
@@ -160,6 +162,7 @@ def prepare(options: Any, settings: Any, folder: Path, candidates: list[Candidat
         tokenizer,
         rows,
         encoded,
+        heldout,
         spare,
         asked,
         retained,
@@ -181,6 +184,15 @@ def load_model(options: Any, record: Any, base_name: str, display: Display) -> A
             quantization=options.quantization,
         )
         return load_adapter(base, options.adapter)
+
+
+def heldout_rows(options: Any, tokenizer: Any) -> EncodedRows | None:
+    """The rows that are only measured, tokenised as those of the training."""
+    if not options.heldout and not options.heldout_split:
+        return None
+    revision = None if options.heldout else options.revision or None
+    rows = load_rows(options.heldout or options.data, split=options.heldout_split or None, revision=revision)
+    return encode_rows(rows, tokenizer, max_length=options.max_length, system=options.system)
 
 
 def train(job: Job, candidate: Candidate) -> dict[str, Any]:
@@ -251,7 +263,6 @@ def accept(options: Any, folder: Path, candidate: Candidate) -> int:
         model,
         folder,
         adapter_source=folder / "adapter",
-        k=support_size(evidence["training"]["settings"]["k"], model.get_output_embeddings().weight.shape[0]),
         **names_for_record(options, base_name),
         stop_token_ids=find_endings(tokenizer, model.generation_config).token_ids,
         evidence=evidence,
@@ -305,7 +316,8 @@ def write_artifact(job: Job, evidence: dict[str, Any]) -> None:
             job.model,
             job.folder,
             adapter_source=adapter_place(options.adapter),
-            k=support_size(job.settings.k, job.model.get_output_embeddings().weight.shape[0]),
+            # gates that stayed at λ = 1 have no training that would say it
+            k=None if "training" in evidence else job.settings.k,
             **names_for_record(options, job.base_name),
             stop_token_ids=job.engine.endings.token_ids,
             evidence=evidence,

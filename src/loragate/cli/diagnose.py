@@ -26,6 +26,10 @@ USED_BY = {
     "prompt_too": ("entropy",),
     "position": ("gates",),
     "interventions": ("interventions",),
+    "engine": ("interventions",),
+    "replicas": ("interventions",),
+    "vllm_memory": ("interventions",),
+    "tensor_parallel": ("interventions",),
     "value": ("alignment",),
     "reference": ("alignment",),
     "positions": ("alignment",),
@@ -57,12 +61,17 @@ class DiagnoseOptions(EvaluationInputs):
         position: (gates) "written" counts λ where a token is predicted, "read" where it is read.
         interventions: (interventions) overrides of λ, separated by commas: noreverse, noextrapolate, unit, off,
             constant=0.5, clip=-1:2; the first four if empty.
+        engine: (interventions) transformers (any device) or vllm (pip install "loragate[vllm]").
+        replicas: (interventions) copies of the model that answer at once, on the devices of a Ray cluster.
+        vllm_memory: (interventions) share of a device's memory that vLLM may fill; 0 takes 0.9, or on a CPU half of what is free.
+        tensor_parallel: (interventions) devices that share one copy of the model in vLLM.
         value: (alignment) what the task value is made of: reference, reward or rollouts.
         reference: (alignment) with --value reference: base, adapter, or a model with the same vocabulary.
         positions: (alignment) with --value rollouts: positions per answer.
         actions: (alignment) with --value rollouts: likeliest tokens tried at each position.
         rollouts: (alignment) with --value rollouts: completions of each token tried, by the plain adapter.
-        k: (alignment) support of the entropy objective; 0 takes the one that the gates were trained with.
+        k: (alignment) support of the entropy objective, 0 for the whole vocabulary; by default the one that the gates were trained
+            with.
         checkpoints: (alignment) run folder of a calibration, whose checkpoints are measured too.
         batch_size: sequences at a time.
         grader: grader of math answers in place of the tasks' own: default, math_verify or dft.
@@ -86,12 +95,16 @@ class DiagnoseOptions(EvaluationInputs):
     prompt_too: bool = False
     position: str = "written"
     interventions: str = ""
+    engine: str = "transformers"
+    replicas: int = 1
+    vllm_memory: float = 0.0
+    tensor_parallel: int = 1
     value: str = "reference"
     reference: str = "base"
     positions: int = 4
     actions: int = 8
     rollouts: int = 4
-    k: int = 0
+    k: int | None = None
     checkpoints: str = ""
     batch_size: int = 64
     grader: str = ""
@@ -142,6 +155,7 @@ EXAMPLES = (
     "loragate diagnose entropy --model gated --rows held-out.jsonl --suite math --limit 100 --out runs/entropy",
     "loragate diagnose gates --model gated --run runs/math --out runs/gates",
     "loragate diagnose interventions --model gated --suite math --out runs/interventions",
+    "loragate diagnose interventions --model gated --suite math --engine vllm --out runs/interventions",
     "loragate diagnose alignment --model gated --rows held-out.jsonl --reference base --out runs/alignment",
     "loragate diagnose tokens --model gated --run runs/math --limit 8 --out runs/tokens",
     "loragate diagnose alignment --model gated --value rollouts --run runs/math --checkpoints gated --out runs/rollouts",

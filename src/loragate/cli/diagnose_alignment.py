@@ -54,10 +54,12 @@ def run(options: Any) -> int:
     from loragate.analysis.coordinates import CoordinateSums
     from loragate.analysis.directions import differentiable_gates, parameter_slices
     from loragate.analysis.reading import Reader, batches
+    from loragate.losses.entropy import support_size
 
     session = begin(options, gated=True)
     model, tokenizer = session.loaded.model, session.loaded.tokenizer
-    k = options.k or support_of(session.loaded.names["gated"])
+    chosen = support_of(session.loaded.names["gated"]) if options.k is None else options.k
+    k = support_size(chosen, model.get_output_embeddings().weight.shape[0])
     stored = read_checkpoints(Path(options.checkpoints), model) if options.checkpoints else {}
     material = gather(session)
     reader, classes = Reader(model), classes_of(session.loaded)
@@ -99,10 +101,11 @@ def run(options: Any) -> int:
 
 
 def support_of(model: str) -> int:
-    """The k that the gates were trained with, 100 where the folder does not say."""
+    """The k that the gates were trained with, 0 for the whole vocabulary; the paper's 100 where the folder does not say."""
     from loragate.gates.schema import read_gate_config
 
-    return int(read_gate_config(Path(model)).get("k") or 100)
+    k = read_gate_config(Path(model))["k"]
+    return 100 if k is None else int(k)
 
 
 def directions(

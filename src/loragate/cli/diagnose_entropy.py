@@ -88,7 +88,7 @@ def intervene(session: Session, rules: list[Any]) -> tuple[Any, ...]:
                     yield
 
     identity = {"threshold": session.options.threshold, "prompt_too": session.options.prompt_too}
-    record = evaluate(session, variants, acting_as, identity)
+    record = evaluate(session, variants, identity, acting_as)
     shares = {
         (name, info.name): suppressed_share(session, name, info.name, rule)
         for name, rule in by_name.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ def begin(options: Any, *, gated: bool) -> Session:
     display = Display()
     began = time.monotonic()
     with display.job("loading the model"):
-        loaded = load_inputs(options, options.model)
+        loaded = load_inputs(options, options.model, options.engine)
     if loaded.kind == "base":
         raise ConfigError(f"--model {options.model} is a base; give an adapter or a gated folder")
     if gated and loaded.kind != "gated":
@@ -126,16 +126,19 @@ def read_rows(session: Session, default: int) -> tuple[list[dict[str, Any]], str
     return list(encoded), f"the first {len(rows)} rows of {options.rows}"
 
 
-EngineFor = Callable[[Any], AbstractContextManager[Any]]
+ActingAs = Callable[[Any], AbstractContextManager[Any]]
 
 
-def evaluate(session: Session, variants: Sequence[Any], acting_as: EngineFor, identity: dict[str, Any]) -> Any:
+def evaluate(
+    session: Session, variants: Sequence[Any], identity: dict[str, Any], acting_as: ActingAs | None = None
+) -> Any:
     """Sample and judge our own rows on the tasks; returns the record, which is also written as results.json.
 
     Args:
-        acting_as: (variant) -> context in which the model is that row.
         identity: what a resumed run must share beside the evaluation's own.
+        acting_as: (variant) -> context in which the model in memory is that row; None for rows that --engine can be.
     """
+    from loragate.cli.evaluation_engines import Engines
     from loragate.evaluation.canary import canary
     from loragate.evaluation.evaluate import Evaluation
     from loragate.evaluation.judging import JudgeSettings, require_graders
@@ -151,7 +154,9 @@ def evaluate(session: Session, variants: Sequence[Any], acting_as: EngineFor, id
         prepared = prepare_tasks(options, loaded, tasks)
     for warning in dict.fromkeys(warning for item in prepared for warning in item.warnings):
         session.out.print(f"warning: {warning}", markup=False)
-    figures = canary(loaded.model, loaded.tokenizer, prepared[0].prompts, loaded.kind)
+    figures = {}
+    if loaded.model is not None:
+        figures = canary(loaded.model, loaded.tokenizer, prepared[0].prompts, loaded.kind)
     session.out.print(describe_canary(figures), markup=False)
     evaluation = Evaluation(
         session.folder,
@@ -161,7 +166,7 @@ def evaluate(session: Session, variants: Sequence[Any], acting_as: EngineFor, id
         canary=figures,
         seed=options.seed,
         identity={
-            "engine": "transformers",
+            "engine": options.engine,
             "dtype": loaded.dtype,
             "kind": loaded.kind,
             "limit": options.limit,
@@ -175,12 +180,14 @@ def evaluate(session: Session, variants: Sequence[Any], acting_as: EngineFor, id
     write_text(session.folder / "config.yaml", resolved_yaml(options))
 
     @contextmanager
-    def engine_for(variant: Any) -> Iterator[Any]:
+    def under(variant: Any) -> Iterator[Any]:
+        assert acting_as is not None
         with acting_as(variant):
             yield TransformersEngine(loaded.model, loaded.tokenizer, batch_size=options.batch_size)
 
-    with progress(session.display, evaluation.sample_count) as on_event:
-        record = evaluation.run(engine_for, on_event)
+    engines = Engines(options, loaded)
+    with closing(engines), progress(session.display, evaluation.sample_count) as on_event:
+        record = evaluation.run(engines if acting_as is None else under, on_event)
     plain = record.to_json()
     write_record(record, session.folder / "results.json")
     write_text(session.folder / "results.md", score_markdown(plain))
@@ -203,7 +210,7 @@ def read_answers(session: Session, default_of: str) -> tuple[list[Answers], str,
     """(answers by task, whose they are, where they come from): stored ones of --run, or drawn now for --suite/--tasks."""
     from loragate.evaluation.judging import grader_for, read_grades
     from loragate.evaluation.stored import open_evaluation
-    from loragate.evaluation.variants import Variant, acting
+    from loragate.evaluation.variants import Variant
     from loragate.generation import read_samples
 
     options, loaded = session.options, session.loaded
@@ -214,7 +221,7 @@ def read_answers(session: Session, default_of: str) -> tuple[list[Answers], str,
         raise ConfigError("give --run FOLDER (stored answers of `loragate eval`), or tasks with --suite or --tasks")
     variant: Any = Variant(of)  # type: ignore[arg-type]
     if not options.run:
-        evaluate(session, [variant], lambda row: acting(loaded.model, row, loaded.kind), {"of": of})
+        evaluate(session, [variant], {"of": of})
     folder = Path(options.run) if options.run else session.folder
     evaluation = open_evaluation(folder, options.grader)
     if options.run and of == "gated":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from loragate.cli.diagnose_inputs import begin, evaluate
@@ -10,20 +11,21 @@ from loragate.errors import ConfigError
 
 def run(options: Any) -> int:
     """Score every intervention, write interventions.json and results.json."""
-    from loragate.analysis.interventions import InterventionsRecord, acting_as, choose, conclude, rows_of
+    from loragate.analysis.interventions import InterventionsRecord, choose, conclude, rows_of
     from loragate.evaluation.variants import Variant
-    from loragate.gates.attach import attached_config
+    from loragate.gates import GateConfig
+    from loragate.gates.schema import read_gate_config
 
     if not (options.suite or options.tasks):
         raise ConfigError("loragate diagnose interventions needs --suite or --tasks")
     session = begin(options, gated=True)
-    config = attached_config(session.loaded.model)
+    config = GateConfig(**read_gate_config(Path(session.loaded.names["gated"]))["gate"])
     chosen, left_out = choose(options.interventions, config)
     # λ = 1 is the adapter, which has a row of its own
     scored = [item for item in chosen if item.name != "off"]
     variants = [Variant("adapter"), Variant("base"), Variant("gated"), *[item.variant for item in scored]]
     identity = {"interventions": [item.name for item in chosen]}
-    record = evaluate(session, variants, lambda row: acting_as(session.loaded.model, row, scored), identity)
+    record = evaluate(session, variants, identity)
     rows = rows_of(record, scored)
     result = InterventionsRecord(
         about=session.about(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class EvalOptions(EvaluationInputs):
     Attributes:
         model: gated folder, PEFT adapter or base model, or its hub id; owner/name@revision for an adapter.
         out: run folder; must be new or empty, or hold the run to resume.
+        sweep: folder of `loragate sweep`, in place of model: every finished cell is a row beside the adapter, and heat maps are
+            drawn.
         controls: "cheap" also scores the adapter at lower temperatures, greedy, and with one λ; "full" adds random gates and
             says how the controls are trained that need it; "none" scores neither.
         constants: constant λ of the cheap controls, separated by commas.
@@ -54,6 +56,7 @@ class EvalOptions(EvaluationInputs):
 
     model: str = ""
     out: str = ""
+    sweep: str = ""
     controls: str = "cheap"
     constants: str = "0.5"
     engine: str = "transformers"
@@ -70,7 +73,11 @@ class EvalOptions(EvaluationInputs):
 
 def run(options: EvalOptions) -> int:
     """Load, prove that adapter and gates act, sample, judge, tabulate."""
-    require_given(COMMAND, options)
+    require_given(COMMAND, replace(options, model=options.model or options.sweep))
+    if options.sweep:
+        from loragate.cli.evaluate_sweep import run as run_sweep
+
+        return run_sweep(options)
     folder = Path(options.out)
     require_run_folder(folder, options.resume)
     tasks = chosen_tasks(options)
@@ -80,10 +87,6 @@ def run(options: EvalOptions) -> int:
     own = [task for task in tasks if task.engine == "loragate"]
     require_graders(own, options.grader, settings)
     suites = [task.name for task in tasks if task.engine != "loragate"]
-    if suites and options.engine == "vllm":
-        raise ConfigError(
-            f"--engine vllm: {', '.join(suites)} are scored with --engine transformers only, in this version"
-        )
     if not own and (options.samples is not None or options.temperature is not None):
         raise ConfigError(
             f"--samples and --temperature have no effect: {', '.join(suites)} are answered greedily, or not generated at all"
@@ -115,6 +118,7 @@ def run(options: EvalOptions) -> int:
         out.print(f"stopped; every answer so far is in {folder}. The same command with --resume goes on", markup=False)
         raise
     finish(out, folder, record)
+    engines.finish()
     return 0
 
 
@@ -134,10 +138,13 @@ def trained_controls(loaded: Any) -> list[str]:
     base, adapter = loaded.names["base"], loaded.names["adapter"]
     gates = f"loragate calibrate --adapter {adapter} --data ROWS --range=L,U --unverified"
     more = f"loragate sft --model {base} --adapter {adapter} --data ROWS"
-    return [
-        "not run: controls that are trainings of their own. Make them on the gates' rows and score each like this model:",
+    of_gates = [
         f"  one λ per module            {gates} --granularity module --out OUT",
         f"  gates trained with CE       {gates} --objective ce --out OUT",
+    ]
+    return [
+        "not run: controls that are trainings of their own. Make them on the gates' rows and score each like this model:",
+        *([] if loaded.is_dora else of_gates),
         f"  LoRA, same rows again       {more} --out OUT",
         f"  LoRA trained with entropy   {more} --objective entropy --out OUT",
     ]
@@ -152,7 +159,9 @@ def plan(
     from loragate.evaluation.variants import variants_for
 
     constants = [_number(text) for text in options.constants.split(",") if text.strip()]
-    variants = [v for v in variants_for(loaded.kind, options.controls, constants) if loaded.can_act(v)]
+    wanted = variants_for(loaded.kind, options.controls, constants)
+    left_out = {variant.name: why for variant in wanted if (why := loaded.why_not(variant))}
+    variants = [variant for variant in wanted if variant.name not in left_out]
     figures: dict[str, float] = {}
     if loaded.model is not None:
         prompts = prepared[0].prompts if prepared else ["The quick brown fox jumps over the lazy dog."]
@@ -164,6 +173,7 @@ def plan(
         models=loaded.sources,
         canary=figures,
         notes=_notes(loaded),
+        left_out=left_out,
         seed=options.seed,
         identity={
             "engine": options.engine,
@@ -191,29 +201,27 @@ def describe_suites(options: EvalOptions, loaded: Any, tasks: list[Any]) -> dict
 
 
 def harness_for(options: EvalOptions, loaded: Any) -> Any:
-    """Asks one retention suite of the model as one row."""
+    """Asks an engine one retention suite."""
     from loragate.evaluation.harness import run_harness
-    from loragate.evaluation.variants import acting
 
     tasks = chosen_tasks(options)
     files, commits = files_of(options, tasks), commits_of(options, tasks)
 
-    def ask(variant: Any, name: str, on_progress: Any) -> Any:
-        with acting(loaded.model, variant, loaded.kind):
-            return run_harness(
-                loaded.model,
-                loaded.tokenizer,
-                [name],
-                limit=options.limit,
-                batch_size=options.batch_size,
-                seed=options.seed,
-                data={name: local_file(files[name], name)} if name in files else {},
-                revisions={name: commits[name]} if name in commits else {},
-                max_new_tokens=options.max_new_tokens,
-                chat_template=loaded.tokenizer.chat_template is not None,
-                system=options.system,
-                on_progress=on_progress,
-            )[name]
+    def ask(engine: Any, name: str, on_progress: Any) -> Any:
+        return run_harness(
+            engine,
+            loaded.tokenizer,
+            [name],
+            positions=loaded.positions,
+            limit=options.limit,
+            seed=options.seed,
+            data={name: local_file(files[name], name)} if name in files else {},
+            revisions={name: commits[name]} if name in commits else {},
+            max_new_tokens=options.max_new_tokens,
+            chat_template=loaded.tokenizer.chat_template is not None,
+            system=options.system,
+            on_progress=on_progress,
+        )[name]
 
     return ask
 
@@ -309,5 +317,6 @@ COMMAND = Command(
         "loragate eval --model gated --suite math --out runs/math",
         "loragate eval --model gated --tasks math500 --data math500=test.jsonl --limit 100 --samples 4 --out runs/quick",
         "loragate eval --model gated --suite math --out runs/math --resume",
+        "loragate eval --sweep runs/grid --suite math --engine vllm --out runs/grid-math",
     ),
 )

@@ -5,6 +5,7 @@ Shared by commands that evaluate; `evaluation_inputs.py` says what is loaded, th
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +15,9 @@ from typing import Any
 from loragate.cli.arguments import flag_of
 from loragate.cli.evaluation_inputs import Loaded, load_inputs
 from loragate.errors import ConfigError
+
+MERGED = "merged"
+"""Folder, in that of the run, of a DoRA adapter merged into its base."""
 
 
 class Engines:
@@ -29,7 +33,7 @@ class Engines:
 
     def __init__(self, options: Any, loaded: Loaded) -> None:
         self.options, self.loaded = options, loaded
-        self._kept: tuple[str, Any] | None = None
+        self._kept: tuple[str, Any] | None = None  # what vLLM has loaded, and the engine
         for name in ("replicas", "tensor_parallel", "batch_size"):
             if getattr(options, name) < 1:
                 raise ConfigError(f"{flag_of(name)} {getattr(options, name)}: give at least 1")
@@ -61,17 +65,47 @@ class Engines:
                 )
 
     def _vllm(self, variant: Any) -> Any:
-        weights = f"{variant.acts} {variant.constant}"
-        if self._kept is None or self._kept[0] != weights:
+        base, adapter, override = self._served(variant)
+        if self._kept is None or self._kept[0] != base:
             self.close()  # one model in memory at a time
-            self._kept = weights, self._make(variant)()
-        return self._kept[1]
+            names = self.loaded.names
+            # made for an adapter also where the first row is the base: the rows share its loaded weights
+            room = adapter or (None if self.loaded.is_dora else names.get("gated") or names.get("adapter"))
+            self._kept = base, self._vllm_of(base, room)()
+        return self._kept[1].acting_as(adapter, override)
+
+    def _served(self, variant: Any) -> tuple[str, str | None, str | None]:
+        """(base, adapter or None, override or None) by which vLLM is the row."""
+        names = self.loaded.names
+        base = _anywhere(names["base"])
+        if variant.acts == "base":
+            return base, None, None
+        if self.loaded.is_dora:
+            return str(self.merged()), None, None
+        # one λ for all goes over the gated modules, as it does in memory
+        acts = "gated" if variant.constant is not None and "gated" in names else variant.acts
+        override = variant.override if variant.constant is None else f"constant={variant.constant!r}"
+        return base, _anywhere(variant.gates or names[acts]), override
+
+    def merged(self) -> Path:
+        """The folder of the DoRA adapter merged into its base: written into the run folder, or there already."""
+        from loragate.conversion.merge import merge_adapter
+
+        names, options = self.loaded.names, self.options
+        folder = Path(options.out).resolve() / MERGED
+        return merge_adapter(
+            names["base"], names["adapter"], folder, dtype=options.dtype, revision=self.loaded.commit or None
+        )
 
     def close(self) -> None:
         """End vLLM, where it runs."""
         if self._kept is not None:
             self._kept[1].close()
             self._kept = None
+
+    def finish(self) -> None:
+        """Remove what only an evaluation that goes on would use."""
+        shutil.rmtree(Path(self.options.out) / MERGED, ignore_errors=True)
 
     def _sharded(self, variant: Any) -> Any:
         from loragate.generation import RayData, ShardedEngine
@@ -83,20 +117,22 @@ class Engines:
 
     def _make(self, variant: Any) -> Callable[[], Any]:
         """Makes the engine of a row from names alone, so that another process can."""
-        options, names = self.options, self.loaded.names
-        if options.engine != "vllm":
-            return partial(RowEngine, options, _anywhere(options.model), variant)
+        if self.options.engine != "vllm":
+            return partial(RowEngine, self.options, _anywhere(self.options.model), variant)
+        return self._vllm_of(*self._served(variant))
+
+    def _vllm_of(self, base: str, adapter: str | None, override: str | None = None) -> Callable[[], Any]:
         from loragate.generation import VllmEngine
         from loragate.serving.vllm_server import usual_share
 
-        # one λ for all goes over the gated modules, as it does in memory
-        acts = "gated" if variant.constant is not None and "gated" in names else variant.acts
+        options = self.options
+        own = base == _anywhere(self.loaded.names["base"])  # and not a merged folder
         return partial(
             VllmEngine,
-            _anywhere(names["base"]),
-            None if acts == "base" else _anywhere(names[acts]),
-            revision=self.loaded.commit or None,
-            override=None if variant.constant is None else f"constant={variant.constant!r}",
+            base,
+            adapter,
+            revision=(self.loaded.commit or None) if own else None,
+            override=override,
             tokenizer=self.loaded.tokenizer,
             dtype=options.dtype,
             batch_size=options.batch_size,
@@ -124,10 +160,17 @@ class RowEngine:
 
     def generate(self, *arguments: Any, **keywords: Any) -> Any:
         """As `Engine.generate`."""
+        return self._act(self.engine.generate, *arguments, **keywords)
+
+    def log_likelihoods(self, *arguments: Any, **keywords: Any) -> Any:
+        """As `ScoringEngine.log_likelihoods`."""
+        return self._act(self.engine.log_likelihoods, *arguments, **keywords)
+
+    def _act(self, method: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         from loragate.evaluation.variants import acting
 
         with acting(self.loaded.model, self.variant, self.loaded.kind):
-            return self.engine.generate(*arguments, **keywords)
+            return method(*arguments, **keywords)
 
 
 def _anywhere(place: str) -> str:

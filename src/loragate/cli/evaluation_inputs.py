@@ -119,19 +119,28 @@ class Loaded:
         found = {kind: hub_source(name) for kind, name in self.names.items()}
         return {**found, "base": f"{found['base']}@{self.commit}"} if self.commit else found
 
-    def can_act(self, variant: Any) -> bool:
-        """Whether this engine can be the row: vLLM has a constant λ where its plugin serves gates, and no random ones."""
-        if self.model is None and variant.random is not None:
-            return False
-        if self.model is not None or variant.constant is None:
-            return True
+    @property
+    def is_dora(self) -> bool:
+        """Whether the adapter is DoRA: it takes no gates, and vLLM serves it merged into its base."""
+        return self.kind == "adapter" and bool(getattr(adapter_record(self.names["adapter"]), "use_dora", False))
+
+    def why_not(self, variant: Any) -> str:
+        """Why the model cannot be this row, in a few words; empty where it can."""
+        if variant.constant is None and variant.random is None:
+            return ""
+        if self.is_dora:
+            return "DoRA"
+        if self.model is not None:
+            return ""
+        if variant.random is not None:
+            return "vLLM serves no random gates"
         from loragate.generation.vllm_engine import require_gate_plugin
 
         try:
             require_gate_plugin(self.names["adapter"])
         except ConfigError:
-            return False
-        return True
+            return "this vLLM serves no gates"
+        return ""
 
 
 def load_inputs(options: Any, name: str, engine: str = "transformers") -> Loaded:

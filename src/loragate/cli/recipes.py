@@ -248,7 +248,7 @@ def with_local(recipe: Any, model: str, data: str) -> Any:
             values["model"], marks["model"] = model, "yours: --local-model"
         if data and stage.command in TRAINING and "{" not in str(values.get("data", "{")):
             values["data"], marks["data"] = data, "yours: --local-data"
-            for key in ("revision", "split"):
+            for key in ("revision", "split", "heldout_split"):
                 values.pop(key, None)
         stages.append(dataclasses.replace(stage, values=values, marks=marks))
     return dataclasses.replace(recipe, stages=tuple(stages))

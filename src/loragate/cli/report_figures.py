@@ -81,9 +81,10 @@ def _calibration(
     shares: dict[str, dict[str, float]],
     times: list[tuple[str, str, float]],
 ) -> None:
-    if {"entropy_before", "entropy_after"} <= set(training):
-        entropy[name] = (training["entropy_before"], training["entropy_after"])
+    if heldout := training.get("heldout"):
+        entropy[name] = (heldout["entropy_before"], heldout["entropy_after"])
     if "below_zero" in training.get("gates", {}):
         shares[name] = training["gates"]
-    if training.get("seconds"):
-        times.append((name, "stage two", training["seconds"]))
+    # the loop alone, as the log of a training has it
+    if training.get("training_seconds"):
+        times.append((name, "stage two", training["training_seconds"]))

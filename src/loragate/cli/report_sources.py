@@ -20,13 +20,21 @@ DIAGNOSES = ("entropy.json", "gates.json", "interventions.json", "alignment.json
 DEPTHS = ("", "*/", "*/*/", "*/*/*/")
 PATTERNS = [
     depth + name
-    for name in ("results*.json", "sweep_results.json", "gate_config.json", *DIAGNOSES, TRACES, "metrics.jsonl")
+    for name in (
+        "results*.json",
+        "sweep_results.json",
+        "cells_*.json",
+        "gate_config.json",
+        *DIAGNOSES,
+        TRACES,
+        "metrics.jsonl",
+    )
     for depth in DEPTHS
 ]
 KNOWN = (
     "an artifact (gate_config.json)",
     "an evaluation or a quickstart (results.json)",
-    "a sweep (sweep_results.json)",
+    "a sweep (sweep_results.json) or its evaluation (cells_*.json)",
     "a training (run/metrics.jsonl)",
     "a diagnosis (entropy.json, gates.json, interventions.json, alignment.json, tokens.json)",
 )
@@ -116,9 +124,13 @@ def find_sources(place: Path, name: str = "") -> list[Source]:
 
 def _file(file: Path, name: str) -> list[Source]:
     if file.name == "gate_config.json":
+        if file.parent.parent.parent.name == "trials":
+            return []  # a cell of a sweep, whose results say what it is
         return [Source("artifact", file, _json(file), name)]
     if file.name == "sweep_results.json":
         return [Source("sweep", file, _json(file), name)]
+    if file.name.startswith("cells_"):
+        return [Source("sweep", file, _json(file), f"{name} ({file.stem.removeprefix('cells_')})")]
     if file.name == "metrics.jsonl":
         run = file.with_name("run.json")
         record = {"run": _json(run) if run.is_file() else {}, "history": _lines(file)}

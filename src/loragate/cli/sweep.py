@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from loragate.cli.arguments import Command, require_given, resolved_yaml
+from loragate.cli.arguments import Command, flag_of, require_given, resolved_yaml
 from loragate.cli.display import console, duration, next_evaluation
 from loragate.cli.options import RunOptions
 from loragate.cli.quantization import check_quantization
@@ -27,7 +27,8 @@ class SweepOptions(RunOptions, CalibrationSettings):
         ranges: "grid" for the paper's 42, or ranges separated by semicolons, as in --ranges="-3,1;0,1;-6,3".
         seeds: seeds of gates and row order, separated by commas.
         objectives: entropy, ce, anchored; separated by commas.
-        probe: questions that decide: .jsonl, .json or .parquet with prompt and answer, at least 32.
+        probe: questions that decide: .jsonl, .json or .parquet with prompt and answer, at least 32. Without it the cells are
+            trained and none is chosen; score them with `loragate eval --sweep`.
         probe_task: task (name or file) whose prompt and grader are used for probe and test, which then have that task's columns.
         probe_grader: how answers are judged without a task: default (math), math_verify, dft, exact, choice or tiny.
         probe_samples: samples per probe question.
@@ -113,7 +114,7 @@ def run(options: SweepOptions) -> int:
             with backend:
                 with live_table(folder, plan):
                     backend.run(materials, plan, folder, pending)
-                return finish(out, folder, plan, materials, backend)
+                return finish(out, folder, plan, materials)
         except KeyboardInterrupt:
             count = len(finished(folder, plan))
             out.print(
@@ -137,6 +138,10 @@ def check(options: SweepOptions) -> None:
         raise ConfigError("--workers and --gpus-per-trial must not be negative, and --cpus-per-trial at least 1")
     if options.test_samples and not options.test:
         raise ConfigError("--test-samples has no effect without --test FILE")
+    for field in fields(SweepOptions):
+        asks = field.name.startswith("probe_") or field.name == "test"
+        if asks and not options.probe and getattr(options, field.name) != field.default:
+            raise ConfigError(f"{flag_of(field.name)} has no effect without --probe FILE")
     for name in ("data", "probe", "test"):
         value = getattr(options, name)
         looks_local = value.endswith((".jsonl", ".json", ".parquet", ".gz"))
@@ -184,39 +189,23 @@ def choose_backend(options: SweepOptions, out: Any) -> Any:
         return Sequential()
 
 
-def finish(out: Any, folder: Path, plan: Any, materials: Any, backend: Any) -> int:
-    """Choose, write results, table, heat maps and the best gates; say what comes next."""
-    from loragate.report.cells import sweep_markdown, sweep_tables
-    from loragate.report.heatmap import heat_maps
-    from loragate.sweep.outcome import summarise
+def finish(out: Any, folder: Path, plan: Any, materials: Any) -> int:
+    """Choose, write results, table, heat maps and the best gates; without a probe nothing is chosen. Say what comes next."""
     from loragate.sweep.records import FAILED, diverged, finished, read_json, trial_folder
 
     results = finished(folder, plan)
-    summary = summarise(plan, results)
     dropped = diverged(folder, plan)
     failures = {}
     for trial in plan.trials:
         if trial.slug not in results and trial.slug not in dropped:
             note = read_json(trial_folder(folder, trial) / FAILED)
             failures[trial.slug] = str(note.get("error", "its worker was lost, several times"))
-    summary |= {"diverged": dropped, "failures": failures}
-    write_json(folder / "sweep_results.json", summary)
-    write_text(folder / "sweep_results.md", sweep_markdown(summary))
-    maps = heat_maps(summary)
-    for name, draw in maps.items():
-        for suffix in ("png", "svg"):
-            draw(folder / f"{name}.{suffix}")
-    for table in sweep_tables(summary):
-        out.print(table)
+    scored = plan.identity["probe"] is not None
+    summary = scores(out, folder, plan, results, {"diverged": dropped, "failures": failures}) if scored else {}
     for slug, error in list(dropped.items())[:3]:
         out.print(f"diverged: {slug}: {error}", markup=False)
     for slug, error in list(failures.items())[:3]:
         out.print(f"failed: {slug}: {error}", markup=False)
-    spent = sum(summary["seconds"].values())
-    out.print(
-        f"written to {folder / 'sweep_results.json'}, .md{' and heatmap*.png' if maps else ''}; {duration(spent)} of work",
-        markup=False,
-    )
     if failures:
         raise LoragateError(
             f"{len(failures)} of {len(plan.trials)} trials are not finished, so nothing was chosen; repeat the command with "
@@ -227,20 +216,48 @@ def finish(out: Any, folder: Path, plan: Any, materials: Any, backend: Any) -> i
             f"{len(dropped)} of {len(plan.trials)} trials diverged and take no part, nor does a cell that lacks a seed for it",
             markup=False,
         )
-    if not any(choice["candidates"] for choice in summary["choices"]):
+    trained = any(trial.kind == "gates" for trial in plan.trials if trial.slug in results)
+    if not trained or (scored and not any(choice["candidates"] for choice in summary["choices"])):
         raise DivergenceError(
             "no cell's training stayed finite in all its seeds; lower --learning-rate or train in fp32, in a new --out"
         )
-    for choice in summary["choices"]:
-        conclude(out, folder, plan, materials, backend, summary, choice)
+    for choice in summary.get("choices", ()):
+        conclude(out, folder, plan, materials, summary, choice)
+    if not scored:
+        out.print("nothing was chosen, as there was no --probe; every cell's gates are in trials/*/gated", markup=False)
+        out.print(f"next: loragate eval --sweep {folder} --suite math --engine vllm --out {folder}-eval", markup=False)
     return 0
 
 
-def conclude(out: Any, folder: Path, plan: Any, materials: Any, backend: Any, summary: Any, choice: Any) -> None:
+def scores(out: Any, folder: Path, plan: Any, results: Any, states: dict[str, Any]) -> dict[str, Any]:
+    """Write and show the probe's results: JSON, Markdown, tables, heat maps."""
+    from loragate.report.cells import sweep_markdown, sweep_tables
+    from loragate.report.heatmap import heat_maps
+    from loragate.sweep.outcome import summarise
+
+    summary = summarise(plan, results) | states
+    write_json(folder / "sweep_results.json", summary)
+    write_text(folder / "sweep_results.md", sweep_markdown(summary))
+    maps = heat_maps(summary)
+    for name, draw in maps.items():
+        for suffix in ("png", "svg"):
+            draw(folder / f"{name}.{suffix}")
+    for table in sweep_tables(summary):
+        out.print(table)
+    spent = sum(summary["seconds"].values())
+    out.print(
+        f"written to {folder / 'sweep_results.json'}, .md{' and heatmap*.png' if maps else ''}; {duration(spent)} of work",
+        markup=False,
+    )
+    return summary
+
+
+def conclude(out: Any, folder: Path, plan: Any, materials: Any, summary: Any, choice: Any) -> None:
     """Write the chosen gates of one adapter, or say that it remains."""
     from loragate.report.cells import choice_sentence
     from loragate.sweep.outcome import selection_record
     from loragate.sweep.records import read_json
+    from loragate.sweep.trials import write_best
 
     out.print(choice_sentence(summary, choice), markup=False)
     source = materials.adapters[choice["adapter"]]
@@ -258,7 +275,7 @@ def conclude(out: Any, folder: Path, plan: Any, materials: Any, backend: Any, su
     if (kept.get("picked"), kept.get("written_seed")) != (choice["picked"], choice["seed"]):
         (best / "gate_config.json").unlink(missing_ok=True)  # of a choice before a diverged trial was tried again
         record = selection_record(summary, choice)
-        backend.write_best(materials, plan, folder, trial, best.resolve(), record, materials.place_of_base)
+        write_best(folder, trial, best.resolve(), record)
     out.print(f"written to {best} (seed {choice['seed']})", markup=False)
     out.print(next_evaluation(best, "runs/best"), markup=False)
 
@@ -268,7 +285,7 @@ COMMAND = Command(
     summary="Calibrate over a grid of ranges, seeds, adapters and objectives, score every cell on a probe, and keep the best.",
     options=SweepOptions,
     run=run,
-    needs=("adapter", "data", "probe", "out"),
+    needs=("adapter", "data", "out"),
     examples=(
         'loragate sweep --adapter path/to/adapter --data train.jsonl --ranges="-3,1;0,1;-6,3" --probe probe.jsonl '
         "--out runs/sweep",

@@ -1,4 +1,4 @@
-"""The two ways to run trials, behind one small interface: `with backend: run(...), write_best(...)`."""
+"""The two ways to run trials, behind one small interface: `with backend: run(...)`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from typing import Any
 class Sequential:
     """One after the other in this process."""
 
-    def __init__(self) -> None:
-        self.runner: Any = None
-
     def describe(self) -> str:
         return "one after the other in this process"
 
@@ -21,15 +18,12 @@ class Sequential:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.runner = None
+        pass
 
     def run(self, materials: Any, plan: Any, folder: Path, pending: list[Any]) -> None:
         from loragate.sweep.sequential import run_sequentially
 
-        self.runner = run_sequentially(materials, plan, folder, pending)
-
-    def write_best(self, materials: Any, plan: Any, folder: Path, *details: Any) -> None:
-        self.runner.write_best(*details)  # its base is in memory
+        run_sequentially(materials, plan, folder, pending)
 
 
 class OnRay:
@@ -60,10 +54,6 @@ class OnRay:
         if pending:
             self._connect()
             self.ray_tune.run_on_ray(materials, plan, folder, pending, self.resources)
-
-    def write_best(self, materials: Any, plan: Any, folder: Path, *details: Any) -> None:
-        self._connect()
-        self.ray_tune.write_best_on_ray(materials, plan, folder, self.resources, *details)
 
     def _connect(self) -> None:
         if not self.ray_tune.ray.is_initialized():

@@ -122,7 +122,7 @@ class SweepMaterials:
             sampling = SamplingConfig(heat, 1.0, limit, samples if heat else 1, PROBE_SEED)
             return labelled_probe(task, questions, prompts, sampling, JudgeSettings(), file)
 
-        probe = make(options.probe, options.probe_samples)
+        probe = make(options.probe, options.probe_samples) if options.probe else None
         test = make(options.test, options.test_samples or options.probe_samples) if options.test else None
         return probe, test
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from loragate.data import load_rows, render_prompt
+from loragate.data import encode_rows, load_rows, render_prompt
 from loragate.evaluation import SuiteScores, compare, run_suite
 from loragate.gates import (
     GateConfig,
@@ -40,6 +40,10 @@ MAX_NEW_TOKENS = 72
 BATCH = 480
 CONSTANTS = (-0.5, 0.5, 1.5)
 BATCH_ROWS, GATE_ROWS, GATE_STEPS = 32, 2048, 157
+HELDOUT_ROWS, OTHER_ROWS = (
+    64,
+    1_000_003,
+)  # measured only; the seed that they are drawn with lies so far from the study's
 STAGE_ONE_RATE = 1e-3
 
 
@@ -138,7 +142,14 @@ class Study:
             seed=self.seed,
             logging_steps=4,
         )
-        result = calibrate(self.model, self.tokenizer, load_rows(self.rows), config, settings, on_step=on_step)
+        trained_on = {str(row) for row in self.rows}
+        others = [
+            row for row in demonstrations(4 * HELDOUT_ROWS, seed=self.seed + OTHER_ROWS) if str(row) not in trained_on
+        ]
+        heldout = encode_rows(load_rows(others[:HELDOUT_ROWS]), self.tokenizer, max_length=settings.max_length)
+        result = calibrate(
+            self.model, self.tokenizer, load_rows(self.rows), config, settings, on_step=on_step, heldout=heldout
+        )
         values = {key: value.detach().clone() for key, value in gate_parameters(self.model).items()}
         detach_gates(self.model)
         return result, values

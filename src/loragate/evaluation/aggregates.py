@@ -71,13 +71,16 @@ class VarianceSplit:
         return math.sqrt((self.between + self.within / samples) / self.questions)
 
 
-def suite_average(tasks: Sequence[ArrayLike], *, seed: int = 0, draws: int = DRAWS) -> SuiteEstimate:
-    """Return the mean of the task means of B tables [Q, K], every task counting the same.
+def suite_average(
+    tasks: Sequence[ArrayLike], *, weights: Sequence[float] | None = None, seed: int = 0, draws: int = DRAWS
+) -> SuiteEstimate:
+    """Return the mean of the task means of B tables [Q, K], weighted by `weights` [B] that sum to 1; None: all count the same.
 
-    The standard error is sqrt(sum of the tasks' squared standard errors) / B. The 95 % interval is that of a stratified
-    bootstrap: in each of `draws` draws of `seed`, every task's questions are drawn anew with replacement, Q - 1 of Q so
-    that the variance is that of the unbiased estimate. A task whose questions all have the same mean would add no width;
-    the bounds that `average_at_k` gives it are added in quadrature. Tasks with scores in [0, 1] give an interval within.
+    The standard error is the root of the sum of the tasks' squared standard errors, each times its weight. The 95 % interval
+    is that of a stratified bootstrap: in each of `draws` draws of `seed`, every task's questions are drawn anew with
+    replacement, Q - 1 of Q so that the variance is that of the unbiased estimate. A task whose questions all have the same
+    mean would add no width; the bounds that `average_at_k` gives it are added in quadrature. Tasks with scores in [0, 1] give
+    an interval within.
 
     Raises `DataError` for no tasks, a table that is empty, not two-dimensional or not finite, or no draws.
     """
@@ -85,14 +88,19 @@ def suite_average(tasks: Sequence[ArrayLike], *, seed: int = 0, draws: int = DRA
     estimates = [average_at_k(table) for table in tables]
     means = [table.mean(axis=1) for table in tables]
     bounds = [(estimate.low, estimate.high) for estimate in estimates]
-    mean, stderr, low, high = _stratified(means, bounds, seed, draws)
+    mean, stderr, low, high = _stratified(means, bounds, weights, seed, draws)
     if all(((table >= 0) & (table <= 1)).all() for table in tables):
         low, high = max(low, 0.0), min(high, 1.0)
     return SuiteEstimate(mean, stderr, low, high, len(tables), sum(map(len, tables)))
 
 
 def compare_suites(
-    tasks_a: Sequence[ArrayLike], tasks_b: Sequence[ArrayLike], *, seed: int = 0, draws: int = DRAWS
+    tasks_a: Sequence[ArrayLike],
+    tasks_b: Sequence[ArrayLike],
+    *,
+    weights: Sequence[float] | None = None,
+    seed: int = 0,
+    draws: int = DRAWS,
 ) -> Difference:
     """Return the difference of the suite averages, a - b, of B pairs of tables [Q, K] and [Q, M], paired by question.
 
@@ -118,8 +126,9 @@ def compare_suites(
         except DataError as error:
             raise DataError(f"task {index}: {error}") from None
         bounds.append((task.low, task.high))
-    mean, _, low, high = _stratified(differences, bounds, seed, draws)
-    weighted = np.concatenate([values / len(values) for values in differences])
+    mean, _, low, high = _stratified(differences, bounds, weights, seed, draws)
+    shares = weights or [1.0] * len(differences)
+    weighted = np.concatenate([share * values / len(values) for share, values in zip(shares, differences)])
     return Difference(mean, max(low, -limit), min(high, limit), sign_flip_p(weighted, seed))
 
 
@@ -193,31 +202,35 @@ def variance_split(scores: ArrayLike) -> VarianceSplit:
 
 
 def _stratified(
-    values: Sequence[Array], bounds: Sequence[tuple[float, float]], seed: int, draws: int
+    values: Sequence[Array],
+    bounds: Sequence[tuple[float, float]],
+    weights: Sequence[float] | None,
+    seed: int,
+    draws: int,
 ) -> tuple[float, float, float, float]:
-    """Mean of the strata's means, its standard error, and low and high; `bounds` serve the strata without spread."""
+    """Weighted mean of the strata's means, its standard error, and low and high; `bounds` serve the strata without spread."""
     if draws < 1:
         raise DataError(f"draws is {draws}; the bootstrap needs at least 1, and some thousands for a steady interval.")
-    count = len(values)
+    shares = [1 / len(values)] * len(values) if weights is None else list(weights)
     means = [float(stratum.mean()) for stratum in values]
-    mean = sum(means) / count
+    mean = sum(share * own for share, own in zip(shares, means))
     generator = np.random.default_rng(seed)
     resampled = np.zeros(draws)
     variance, unseen_low, unseen_high = 0.0, 0.0, 0.0
-    for stratum, own, (low, high) in zip(values, means, bounds):
+    for share, stratum, own, (low, high) in zip(shares, values, means, bounds, strict=True):
         if without_spread(stratum):
-            unseen_low += (own - low) ** 2
-            unseen_high += (high - own) ** 2
-            resampled += own
+            unseen_low += (share * (own - low)) ** 2
+            unseen_high += (share * (high - own)) ** 2
+            resampled += share * own
         else:
-            variance += float(stratum.var(ddof=1)) / len(stratum)
-            resampled += _resampled_means(stratum, generator, draws)
-    low, high = np.quantile(resampled / count, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+            variance += share**2 * float(stratum.var(ddof=1)) / len(stratum)
+            resampled += share * _resampled_means(stratum, generator, draws)
+    low, high = np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return (
         mean,
-        math.sqrt(variance) / count,
-        mean - math.hypot(mean - low, math.sqrt(unseen_low) / count),
-        mean + math.hypot(high - mean, math.sqrt(unseen_high) / count),
+        math.sqrt(variance),
+        mean - math.hypot(mean - low, math.sqrt(unseen_low)),
+        mean + math.hypot(high - mean, math.sqrt(unseen_high)),
     )
 
 

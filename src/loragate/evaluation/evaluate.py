@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -49,7 +49,7 @@ from loragate.evaluation.results import (
     TaskResult,
     task_result,
 )
-from loragate.evaluation.retention import retention_result
+from loragate.evaluation.retention import Measured, all_measured, keep_measured, read_measured, retention_averages
 from loragate.evaluation.sampling import draw_samples
 from loragate.evaluation.variants import Variant
 from loragate.evaluation.weights import weights_of
@@ -58,7 +58,7 @@ from loragate.generation import Engine, Sample
 from loragate.records import package_versions
 
 EngineFor = Callable[[Variant], AbstractContextManager[Engine]]
-Harness = Callable[[Variant, str, Callable[[int, int], None]], HarnessScores]
+Harness = Callable[[Engine, str, Callable[[int, int], None]], HarnessScores]
 OnEvent = Callable[[str, Variant, str, int, int], None]
 """Called with (stage, variant, task, done, total); stages are "sampling", "grading" and "retention"."""
 
@@ -76,8 +76,9 @@ class Evaluation:
         judging: how answers are judged.
         grader: in place of the math tasks' own.
         suites: retention suites that the harness asks; scored for every row that is no control.
-        harness: asks one suite of the model as the row; None where all suites are measured and on file.
+        harness: asks an engine one suite; None where all suites are measured and on file.
         notes: what a reader of all scores should know; kept in the folder, and no part of what a resumed run must share.
+        left_out: {name of a row: why the model cannot be it}; shown in its place, and kept like the notes.
     """
 
     def __init__(
@@ -95,11 +96,13 @@ class Evaluation:
         suites: Sequence[str] = (),
         harness: Harness | None = None,
         notes: Sequence[str] = (),
+        left_out: Mapping[str, str] | None = None,
     ) -> None:
         self.folder, self.tasks, self.variants = folder, list(tasks), list(variants)
         self.models, self.canary, self.seed = models, canary, seed
         self.judging, self.grader = judging or JudgeSettings(), grader
         self.suites, self.harness, self.notes = list(suites), harness, list(notes)
+        self.left_out = dict(left_out or {})
         self.identity = json.loads(
             json.dumps(
                 {
@@ -121,24 +124,28 @@ class Evaluation:
             ConfigError: naming the first difference.
         """
         path = self.folder / "eval.json"
-        identity = {**self.identity, "weights": weights_of(self.models)}
+        places = {**self.models, **{v.slug: v.gates for v in self.variants if v.gates is not None}}
+        identity = {**self.identity, "weights": weights_of(places)}
         if resume:
             before = json.loads(path.read_text(encoding="utf-8"))
-            before.pop("notes", None)
+            for kept in ("notes", "left_out"):
+                before.pop(kept, None)
             found = first_difference(before, identity)
             if found is not None:
                 key, old, new = found
                 if key.startswith("weights"):
                     raise ConfigError(
                         f"--resume: the answers in {self.folder} came from other weights than are in "
-                        f"{self.models[key.split('.')[1]]} now ({key} in {path.name}); put those back, or choose another --out"
+                        f"{places[key.split('.', 1)[1]]} now ({key} in {path.name}); put those back, or choose another --out"
                     )
                 raise ConfigError(
                     f"--resume: {path} was begun with {key} = {old!r:.80}, now it is {new!r:.80}; repeat the command with the "
                     "same settings, or choose another --out"
                 )
         else:
-            write_json(path, {**identity, "notes": self.notes})  # first of all: with it the folder can be resumed
+            write_json(
+                path, {**identity, "notes": self.notes, "left_out": self.left_out}
+            )  # first of all: with it the folder can be resumed
         for prepared in self.tasks:
             write_questions(self.folder, prepared)
             write_text(
@@ -149,7 +156,9 @@ class Evaluation:
         """Sample and judge everything that is not on file yet; returns the record, which the caller writes."""
         # rows with the same weights follow one another, as changing them can mean loading them
         for variant in sorted(self.variants, key=lambda variant: variant.acts):
-            if all(self._complete(variant, prepared) for prepared in self.tasks):
+            suites = [] if variant.control is not None else self.suites
+            kept = all(all_measured(self.folder, name, [variant]) for name in suites)
+            if kept and all(self._complete(variant, prepared) for prepared in self.tasks):
                 for prepared in self.tasks:
                     if on_event is not None:
                         count = self._count(variant, prepared)
@@ -158,30 +167,35 @@ class Evaluation:
             with engine_for(variant) as engine:
                 for prepared in self.tasks:
                     self._sample(engine, variant, prepared, on_event)
+                for name in suites:
+                    self._ask_harness(engine, variant, name, on_event)
         infos = [self._info(prepared) for prepared in self.tasks]
         results: list[TaskResult] = []
         scores: dict[tuple[str, str], np.ndarray] = {}
         for prepared in self.tasks:
             for variant in self.variants:
                 results.append(self._judge(variant, prepared, scores, on_event))
-        averages = self._averages(scores)
+        averages = list(self._averages(scores))
         warnings = [*self.notes, *(warning for prepared in self.tasks for warning in prepared.warnings)]
-        for name in self.suites:
-            info, rows = self._ask_harness(name, on_event, warnings)
-            infos.append(info)
-            results += rows
+        measured = {name: self._measured(name) for name in self.suites}
+        for rows in measured.values():
+            infos.append(next(iter(rows.values())).info)
+            results += [one.row for one in rows.values()]
+            warnings += [warning for one in rows.values() for warning in one.warnings]
+        averages += retention_averages(measured)
         return EvaluationRecord(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             models=self.models,
             tasks=tuple(infos),
             results=tuple(results),
-            suites=averages,
+            suites=tuple(averages),
             seed=self.seed,
             sandbox=self.judging.sandbox if any(self._grader(p) in CODE for p in self.tasks) else None,
             versions=package_versions(),
             seconds=sum(self.seconds.values()),
             canary=self.canary,
             warnings=tuple(dict.fromkeys(warnings)),
+            left_out=self.left_out,
         ).with_adjusted_p()
 
     def forget_grades(self) -> None:
@@ -198,23 +212,20 @@ class Evaluation:
     def _count(self, variant: Variant, prepared: Prepared) -> int:
         return len(prepared.prompts) * variant.sampling(prepared.sampling).samples
 
-    def _ask_harness(
-        self, name: str, on_event: OnEvent | None, warnings: list[str]
-    ) -> tuple[TaskInfo, list[TaskResult]]:
-        rows: list[TaskResult] = []
-        adapter: np.ndarray | None = None
+    def _ask_harness(self, engine: Engine, variant: Variant, name: str, on_event: OnEvent | None) -> None:
+        def report(done: int, total: int) -> None:
+            if on_event is not None:
+                on_event("retention", variant, name, done, total)
+
+        if self.harness is not None:
+            keep_measured(self.folder, variant, name, partial(self.harness, engine, name, report))
+
+    def _measured(self, name: str) -> dict[str, Measured]:
+        """Every row that is no control on a suite, by the row's name; the adapter, which comes first, is compared with."""
+        found: dict[str, Measured] = {}
         for variant in (variant for variant in self.variants if variant.control is None):
-
-            def report(done: int, total: int, variant: Variant = variant) -> None:
-                if on_event is not None:
-                    on_event("retention", variant, name, done, total)
-
-            measure = None if self.harness is None else partial(self.harness, variant, name, report)
-            info, row, scores, found = retention_result(name, variant, self.folder, measure, adapter)
-            warnings += found
-            adapter = scores if variant.acts == "adapter" else adapter
-            rows.append(row)
-        return info, rows
+            found[variant.name] = read_measured(self.folder, variant, name, found.get("adapter"))
+        return found
 
     def _samples_path(self, variant: Variant, prepared: Prepared) -> Path:
         return self.folder / "samples" / variant.slug / f"{prepared.task.name}.jsonl"

@@ -1,6 +1,6 @@
-"""The bridge to lm-evaluation-harness: retention suites on a model in memory, with scores that can be paired.
+"""The bridge to lm-evaluation-harness: retention suites on any of our engines, with scores that can be paired.
 
-The harness supplies prompts, filters and metrics; this room supplies checked rows (`harness_rows.py`), the answers
+The harness supplies prompts, filters and metrics; this room supplies checked rows (`harness_rows.py`), an engine's answers
 (`harness_answers.py`) and the chat rendering that training used. It is the only importer of `lm_eval`. Tasks are written
 to a temporary folder as small YAML files that include the harness's own, point at local rows and put our changes on top,
 so the harness itself never opens a connection. Programs are not run here.
@@ -15,6 +15,7 @@ import importlib
 import io
 import json
 import logging
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
@@ -23,23 +24,24 @@ from typing import Any
 
 import yaml
 
-from loragate.data import Chat, find_endings, template_hash
+from loragate.data import Chat, template_hash
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.harness_answers import Answer, greedy_answers
 from loragate.evaluation.harness_rows import INDEX, Questions, Suite, load_questions, load_suite, task_name
 from loragate.evaluation.harness_scores import HarnessScores, collect_scores
 from loragate.files import write_text
+from loragate.generation import ScoringEngine
 
 OnProgress = Callable[[int, int], None]
 
 
 def run_harness(
-    model: Any,
+    engine: ScoringEngine,
     tokenizer: Any,
     tasks: Sequence[str],
     *,
+    positions: int | None = None,
     limit: int | None = None,
-    batch_size: int = 8,
     seed: int = 0,
     data: Mapping[str, str] | None = None,
     revisions: Mapping[str, str] | None = None,
@@ -48,10 +50,11 @@ def run_harness(
     system: str = "none",
     on_progress: OnProgress | None = None,
 ) -> dict[str, HarnessScores]:
-    """Run retention suites zero-shot on `model`, as it is: base, adapter, gated, or inside `gate_override`.
+    """Run retention suites zero-shot on an engine: its greedy answers and its log-likelihoods.
 
     Args:
         tasks: suites, such as "mmlu_pro", "bbh", "openbookqa" (see `suite_names`).
+        positions: of the model, prompt and answer together; None where it has no limit.
         limit: first questions of each subset only.
         seed: recorded and handed to the harness; answers are greedy, so nothing is drawn.
         data: suite -> local file of its rows, read instead of the hub.
@@ -67,7 +70,7 @@ def run_harness(
         DataError: for rows that cannot be read or used, or a hub that cannot be reached.
     """
     data = dict(data or {})
-    _check(tasks, data, limit, batch_size, max_new_tokens, chat_template, tokenizer)
+    _check(tasks, data, limit, max_new_tokens, chat_template, tokenizer)
     suites = [load_suite(name, max_new_tokens) for name in dict.fromkeys(tasks)]
     lm_eval = _import_harness()
     commits = dict(revisions or {})
@@ -78,7 +81,6 @@ def run_harness(
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loragate-harness-")))
         stack.enter_context(_quiet())
-        stack.enter_context(_modes_restored(model))
         for suite in suites:
             _write_tasks(suite, questions[suite.name], folder, Path(lm_eval.tasks.__file__).parent)
         with contextlib.redirect_stderr(io.StringIO()):
@@ -87,19 +89,19 @@ def run_harness(
         for task in loaded["tasks"].values():
             task.set_fewshot_seed(seed)
             _guard_filters(task)
-        bridge = _bridge(model, tokenizer, batch_size, chat_template, system, meter)
+        bridge = _bridge(engine, tokenizer, positions, chat_template, system, meter)
         results = lm_eval.evaluator.evaluate(
             lm=bridge, task_dict=loaded, bootstrap_iters=0, log_samples=True, apply_chat_template=chat_template
         )
+    ends = getattr(engine, "endings", None)  # replicas have theirs where they are
     common = {
         "lm_eval": metadata.version("lm_eval"),
         "limit": limit,
-        "batch_size": batch_size,
         "seed": seed,
         "num_fewshot": 0,
         "chat_template": template_hash(tokenizer) if chat_template else None,
-        "max_length": bridge.max_length,
-        "stop_token_ids": sorted(bridge.endings.token_ids),
+        "max_length": positions,
+        "stop_token_ids": None if ends is None else sorted(ends.token_ids),
     }
     return {
         suite.name: collect_scores(suite, questions[suite.name], results, bridge.answers, common, bridge.cut_choices)
@@ -111,7 +113,6 @@ def _check(
     tasks: Sequence[str],
     data: Mapping[str, str],
     limit: int | None,
-    batch_size: int,
     max_new_tokens: int | None,
     chat_template: bool,
     tokenizer: Any,
@@ -121,7 +122,7 @@ def _check(
     for name in data:
         if name not in tasks:
             raise ConfigError(f"found data for {name!r}, which is not among the tasks {', '.join(tasks)}; leave it out")
-    for key, value in {"limit": limit, "batch_size": batch_size, "max_new_tokens": max_new_tokens}.items():
+    for key, value in {"limit": limit, "max_new_tokens": max_new_tokens}.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(f"found {key}={value!r}, expected a whole number of at least 1")
     if chat_template and template_hash(tokenizer) == "none":
@@ -132,7 +133,7 @@ def _check(
 
 def _import_harness() -> Any:
     try:
-        for name in ("evaluator", "tasks", "models.huggingface", "api.task"):
+        for name in ("evaluator", "tasks", "api.model", "api.task"):
             importlib.import_module(f"lm_eval.{name}")
     except ImportError as error:
         raise ConfigError(
@@ -215,35 +216,43 @@ class _Meter:
     def __init__(self, on_progress: OnProgress | None, total: int) -> None:
         self.on_progress, self.total, self.done = on_progress, total, 0
 
-    def advance(self, count: int) -> None:
-        self.reach(self.done + count)
+    def part(self) -> OnProgress:
+        """The progress of the requests that come next."""
+        before = self.done
 
-    def reach(self, done: int) -> None:
-        if done > self.done:
-            self.done = min(done, self.total)
+        def reach(done: int, _: int) -> None:
+            self.done = min(before + done, self.total)
             if self.on_progress is not None:
                 self.on_progress(self.done, self.total)
 
+        return reach
 
-def _bridge(model: Any, tokenizer: Any, batch_size: int, chat_template: bool, system: str, meter: _Meter) -> Any:
-    """The harness's model over ours: its log-likelihoods, our answers and our chat rendering."""
-    import torch
-    from lm_eval.models.huggingface import HFLM
 
-    class Bridge(HFLM):
+def _bridge(
+    engine: ScoringEngine, tokenizer: Any, positions: int | None, chat_template: bool, system: str, meter: _Meter
+) -> Any:
+    """The harness's model over an engine: its answers, its log-likelihoods and our chat rendering."""
+    from lm_eval.api.model import TemplateLM
+
+    class Bridge(TemplateLM):
         def __init__(self) -> None:
-            # a copy, as the harness sets a padding token; fp32, as bf16 log-probabilities would decide close choices
-            super().__init__(
-                pretrained=model,
-                tokenizer=copy.deepcopy(tokenizer),
-                backend="causal",
-                batch_size=batch_size,
-                softmax_dtype=torch.float32,
-            )
-            self.endings = find_endings(tokenizer, model.generation_config)
+            super().__init__()
+            self.tokenizer = tokenizer
             self.answers: dict[tuple[str, int], Answer] = {}
             self.cut_choices = 0
             self._chat = Chat(tokenizer, system)
+
+        @property
+        def tokenizer_name(self) -> str:
+            return str(tokenizer.name_or_path).replace("/", "__")
+
+        @property
+        def eot_token_id(self) -> int:
+            return int(tokenizer.eos_token_id)
+
+        @property
+        def prefix_token_id(self) -> int:
+            return self.eot_token_id if tokenizer.bos_token_id is None else int(tokenizer.bos_token_id)
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
             first, *rest = chat_history
@@ -253,8 +262,9 @@ def _bridge(model: Any, tokenizer: Any, batch_size: int, chat_template: bool, sy
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
             # a rendered conversation holds its special tokens already
-            add = False if chat_template else add_special_tokens
-            return super().tok_encode(string, add_special_tokens=add, **options)
+            add = not chat_template and add_special_tokens is not False
+            ids: list[int] = tokenizer.encode(string, add_special_tokens=add)
+            return ids
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
             groups: dict[str, list[Any]] = {}
@@ -263,52 +273,36 @@ def _bridge(model: Any, tokenizer: Any, batch_size: int, chat_template: bool, sy
             for key, members in groups.items():
                 wanted = json.loads(key)
                 answers = greedy_answers(
-                    model,
-                    self.tokenizer,
+                    engine,
                     [self.tok_encode(request.args[0]) for request in members],
-                    stops=[*wanted["until"], *self.endings.texts],
-                    stop_ids=self.endings.token_ids,
+                    stops=wanted["until"],
                     max_new_tokens=wanted["max_gen_toks"],
-                    max_length=self.max_length,
-                    batch_size=batch_size,
-                    on_batch=meter.advance,
+                    positions=positions,
+                    on_progress=meter.part(),
                 )
                 self.answers |= {(r.task_name, r.doc[INDEX]): a for r, a in zip(members, answers)}
             return [self.answers[request.task_name, request.doc[INDEX]].text for request in requests]
 
         def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-            start = meter.done
-            results = super().loglikelihood(requests, disable_tqdm=True)
-            meter.reach(start + len(requests))  # options of one token share a forward pass
-            return results
+            return super().loglikelihood(requests, disable_tqdm=True)
 
         def _loglikelihood_tokens(self, requests: list[Any], **options: Any) -> list[tuple[float, bool]]:
-            self.cut_choices += sum(len(before) + len(after) > self.max_length + 1 for _, before, after in requests)
-            for (_, continuation), _, ids in requests:
-                if not ids:
+            pairs = []
+            for (_, continuation), before, after in requests:
+                if not after:
                     raise DataError(
                         f"the tokenizer makes no token of the option {continuation!r:.60}, so its likelihood is not defined; "
                         "leave this task out for this model"
                     )
-            return super()._loglikelihood_tokens(requests, **options)
+                over = max(0, len(before) + len(after) - (positions or math.inf))
+                self.cut_choices += over > 0
+                pairs.append((before[int(over) :], after))
+            return engine.log_likelihoods(pairs, meter.part())
 
-        def _model_call(self, inps: Any, *rest: Any, **options: Any) -> Any:
-            logits = super()._model_call(inps, *rest, **options)
-            meter.advance(len(inps))
-            return logits
+        def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+            raise NotImplementedError("no retention suite asks for it")
 
     return Bridge()
-
-
-@contextlib.contextmanager
-def _modes_restored(model: Any) -> Iterator[None]:
-    """Undo the evaluation mode that the harness puts every module in."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -31,7 +31,8 @@ ROW_FILES = (".jsonl", ".json", ".parquet")
 class Suite:
     """One file of `harness_tasks/`.
 
-    `harness_files` and `hub` may hold `{subset}`; `metric` is the main metric and `also` the others, each "name,filter".
+    `harness_files` and `hub` may hold `{subset}`; `metric` is the main metric and `also` the others, each "name,filter";
+    `average` says what counts the same in the suite's score beside others: each question, or each subset.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Suite:
     subset_column: str | None
     metric: str
     also: tuple[str, ...]
+    average: Literal["questions", "subsets"]
     max_new_tokens: int | None
     subsets: tuple[str, ...]
     override: dict[str, Any]

@@ -13,7 +13,7 @@ import math
 import typing
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -150,6 +150,7 @@ class EvaluationRecord:
         seconds: of the whole evaluation.
         canary: differences in logits that show that adapter and gates acted.
         warnings: what a reader of the scores should know, in sentences.
+        left_out: {row: why the model cannot be it}, such as one λ in place of the gates that DoRA does not take.
         schema: of this file.
     """
 
@@ -164,6 +165,7 @@ class EvaluationRecord:
     canary: dict[str, float]
     suites: tuple[SuiteResult, ...] = ()
     warnings: tuple[str, ...] = ()
+    left_out: dict[str, str] = field(default_factory=dict)
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -206,6 +208,7 @@ class EvaluationRecord:
         if schema != SCHEMA:
             way_out = "upgrade loragate to read it" if schema > SCHEMA else "run the evaluation again"
             raise DataError(f"{source}: schema {schema} is not known to this version, which reads {SCHEMA}; {way_out}.")
+        value = {"left_out": {}, **value}  # which the first records of this schema do not have
         return records.from_json(cls, value, source, "restore the file or run the evaluation again")
 
 

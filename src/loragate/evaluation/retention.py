@@ -3,56 +3,60 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from loragate.errors import DataError
+from loragate.evaluation.aggregates import compare_suites, suite_average
 from loragate.evaluation.harness_rows import load_questions, load_suite
 from loragate.evaluation.harness_scores import HarnessScores
-from loragate.evaluation.results import TaskInfo, TaskResult, task_result
+from loragate.evaluation.results import SuiteResult, TaskInfo, TaskResult, task_result
 from loragate.evaluation.variants import Variant
 from loragate.files import write_json
 from loragate.generation import SamplingConfig
 
 
-def retention_result(
-    name: str,
-    variant: Variant,
-    folder: Path,
-    measure: Callable[[], HarnessScores] | None,
-    adapter_scores: np.ndarray | None = None,
-) -> tuple[TaskInfo, TaskResult, np.ndarray, list[str]]:
-    """One variant on one retention suite: read from `folder` if it was measured before, else measured and kept.
+@dataclass(frozen=True)
+class Measured:
+    """One row on one suite: task, row of the record, scores [Q, 1], each question's subset, what a reader should know."""
+
+    info: TaskInfo
+    row: TaskResult
+    scores: np.ndarray
+    subsets: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def keep_measured(folder: Path, variant: Variant, name: str, measure: Callable[[], HarnessScores]) -> None:
+    """Measure a row on a suite and write it down, unless it is on file.
 
     What is on file belongs to this run: `describe_suite` is part of what a resumed run must share.
+    """
+    if not all_measured(folder, name, [variant]):
+        write_json(_path(folder, variant, name), _stored(measure()))
 
-    Args:
-        name: of our task.
-        folder: run folder of the evaluation.
-        measure: asks the harness; None where it cannot be asked.
-        adapter_scores: the plain adapter's scores [Q, 1], to be compared with.
 
-    Returns:
-        (task, row, scores [Q, 1], warnings).
+def read_measured(folder: Path, variant: Variant, name: str, adapter: Measured | None = None) -> Measured:
+    """What `keep_measured` wrote, compared with the plain adapter's.
 
     Raises:
-        DataError: for a file that this version does not write, or an absent one where the harness cannot be asked.
+        DataError: for an absent file, or one that this version does not write.
     """
     path = _path(folder, variant, name)
     if not path.exists():
-        if measure is None:
-            raise DataError(f"found no {path}; finish the evaluation with --resume first")
-        write_json(path, _stored(measure()))
+        raise DataError(f"found no {path}; finish the evaluation with --resume first")
     try:
         kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         scores = np.array(kept["scores"], dtype=float)
         samples = kept["samples"]
         limit = kept["settings"]["max_new_tokens"]
         seed = kept["settings"]["seed"]
-        warnings = [str(warning) for warning in kept["warnings"]]
+        subsets = tuple(str(subset) for subset in kept["subsets"])
+        warnings = tuple(str(warning) for warning in kept["warnings"])
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: not what this version writes ({error}); delete it and resume") from None
     info = TaskInfo(
@@ -74,9 +78,49 @@ def retention_result(
         reasons=["ok" if sample["correct"] else "wrong" for sample in samples],
         finish_reasons=[sample.get("finish_reason", "stop") for sample in samples],
         tokens=[int(sample.get("tokens", 0)) for sample in samples],
-        adapter_scores=adapter_scores,
+        adapter_scores=None if adapter is None else adapter.scores,
     )
-    return info, row, scores, warnings
+    return Measured(info, row, scores, subsets, warnings)
+
+
+def retention_averages(found: Mapping[str, Mapping[str, Measured]]) -> list[SuiteResult]:
+    """The averages of each row: over the subsets of a suite that is averaged so, and over all suites where there are several.
+
+    In the second every suite counts the same: by the mean over its subsets, or over its questions, as its definition says.
+
+    Args:
+        found: by suite, then by the row's name.
+    """
+    strata = {suite: {name: _strata(suite, one) for name, one in rows.items()} for suite, rows in found.items()}
+    averages: list[tuple[str, int, list[str]]] = [
+        (f"{suite}/subsets", len(next(iter(rows.values()))), [suite])
+        for suite, rows in strata.items()
+        if len(next(iter(rows.values()))) > 1
+    ]
+    if len(found) > 1:
+        averages.append(("retention", len(found), list(found)))
+    results = []
+    for title, count, suites in averages:
+        for name, one in found[suites[0]].items():
+            tables = {
+                row: [table for suite in suites for table in strata[suite][row]]
+                for row in {name, "adapter"} & {*found[suites[0]]}
+            }
+            weights = [1 / len(suites) / len(strata[suite][name]) for suite in suites for _ in strata[suite][name]]
+            comparison = None
+            if name != "adapter" and "adapter" in tables:
+                comparison = compare_suites(tables[name], tables["adapter"], weights=weights)
+            average = replace(suite_average(tables[name], weights=weights), tasks=count)
+            results.append(SuiteResult(one.row.variant, average, title, None, comparison))
+    return results
+
+
+def _strata(suite: str, measured: Measured) -> list[np.ndarray]:
+    """Tables of scores that count the same in the suite's score: one for each subset, or one of all questions."""
+    if load_suite(suite).average == "questions":
+        return [measured.scores]
+    names = np.array(measured.subsets)
+    return [measured.scores[names == name] for name in dict.fromkeys(measured.subsets)]
 
 
 def describe_suite(

@@ -52,6 +52,7 @@ def open_evaluation(folder: Path, grader: str = "", judging: JudgeSettings | Non
             grader=grader,
             suites=[name for name in identity["suites"] if all_measured(folder, name, variants)],
             notes=[str(note) for note in identity.get("notes", [])],
+            left_out=dict(identity.get("left_out", {})),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: not what this version writes ({error}); run the evaluation again") from None

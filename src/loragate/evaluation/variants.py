@@ -7,13 +7,15 @@ A variant says nothing about tasks; it is a name, a temperature and what must be
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from loragate.errors import ConfigError, nearest
-from loragate.gates import constant_gate, gate_parameters, gates_disabled
+from loragate.gates import constant_gate, detach_gates, gate_override, gate_parameters, gates_disabled, load_gates
+from loragate.gates.override_names import parse_override
 from loragate.generation import SamplingConfig
 
 Kind = Literal["base", "adapter", "gated"]
@@ -31,6 +33,8 @@ class Variant:
         temperature: sampling temperature in place of the task's; 0 is greedy; None keeps the task's.
         constant: one λ in place of all gates; None leaves them.
         random: seed of random gates, as large as the trained ones module by module, in their place; None leaves them.
+        override: override of λ by name ("unit", "clip=-1:2") laid over the gates; None leaves them.
+        gates: folder of a gated adapter whose gates act on the plain adapter that is loaded; None for the model's own.
     """
 
     acts: Kind
@@ -38,6 +42,8 @@ class Variant:
     temperature: float | None = None
     constant: float | None = None
     random: int | None = None
+    override: str | None = None
+    gates: str | None = None
 
     @property
     def name(self) -> str:
@@ -47,7 +53,8 @@ class Variant:
     @property
     def slug(self) -> str:
         """As part of a file name."""
-        return self.name.replace(" ", "-").replace("=", "").replace("λ", "lambda")
+        name = re.sub(r"[\[\]]|,(?= )", "", self.name).replace(",", "_")
+        return name.replace(" ", "-").replace("=", "").replace("λ", "lambda")
 
     def sampling(self, config: SamplingConfig) -> SamplingConfig:
         """The task's sampling with this row's temperature; greedy decoding draws one sample."""
@@ -97,7 +104,7 @@ def acting(model: Any, variant: Variant, kind: Kind) -> Iterator[None]:
     """
     if kind == "base" and variant.acts != "base":
         raise ConfigError(f"{variant.name} cannot be scored: the model has no adapter")
-    if variant.acts == "gated" and kind != "gated":
+    if variant.acts == "gated" and kind != "gated" and variant.gates is None:
         raise ConfigError(f"{variant.name} cannot be scored: the adapter carries no gates")
     if variant.acts == "base":
         if kind == "base":
@@ -105,6 +112,16 @@ def acting(model: Any, variant: Variant, kind: Kind) -> Iterator[None]:
         else:
             with model.disable_adapter():
                 yield
+    elif variant.gates is not None:
+        load_gates(model, variant.gates)
+        try:
+            yield
+        finally:
+            detach_gates(model)
+    elif variant.override is not None:
+        override = parse_override(variant.override)
+        with gate_override(model, override.minimum, override.maximum, override.constant):
+            yield
     elif variant.random is not None:
         with _random(model, variant.random):
             yield

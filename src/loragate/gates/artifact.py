@@ -39,7 +39,7 @@ from loragate.gates.attach import (
 )
 from loragate.gates.card import render_card
 from loragate.gates.config import GateConfig
-from loragate.gates.eligibility import active_adapter, examine_adapter, unwrapped
+from loragate.gates.eligibility import active_adapter, examine_adapter, output_head, unwrapped
 from loragate.gates.fingerprint import (
     adapter_fingerprint,
     base_weight_samples,
@@ -76,7 +76,7 @@ def save_gates(
     adapter_name: str | None = None,
     adapter_source: str | Path | None = None,
     *,
-    k: int = 100,
+    k: int | None = None,
     base_id: str | None = None,
     base_revision: str | None = None,
     adapter_id: str | None = None,
@@ -92,8 +92,8 @@ def save_gates(
         adapter_name: None for the active adapter.
         adapter_source: folder of the Stage-I adapter; its files are copied byte for byte. Without it the adapter is
             written anew by PEFT, gate keys left out.
-        k: support size of the entropy objective the gates were trained with, recorded for readers; 0 for the whole
-            vocabulary.
+        k: support size of the entropy objective the gates were trained with, 0 for the whole vocabulary, where `evidence`
+            holds no training that says it; unknown (null in the record) where neither does.
         base_id, base_revision: how to find the base again; defaults to the adapter's own record, and where that names none,
             to what the model was loaded from. The id may carry the revision, as in "owner/name@revision". A model does not
             say which revision it was loaded at: name it where that was not the default one.
@@ -109,11 +109,12 @@ def save_gates(
     Raises:
         GateError: if the adapter carries no gates or a gate is not finite.
         ArtifactError: if the folder already holds an artifact.
-        ConfigError: for a `k` that is no support size, or evidence under another key or not JSON-able. Nothing is written
-            then.
+        ConfigError: for a `k` that is no support size or not that of the training, or evidence under another key or not
+            JSON-able. Nothing is written then.
     """
     folder = Path(folder)
     _check_evidence(k, evidence)
+    k = _support(peft_model, k, evidence)
     if (folder / CONFIG).exists():
         raise ArtifactError(f"{folder} already holds a gated adapter; choose another folder or remove it first")
     name = active_adapter(peft_model, adapter_name)
@@ -175,8 +176,21 @@ def save_gates(
     return folder
 
 
-def _check_evidence(k: int, evidence: dict[str, Any] | None) -> None:
-    if not is_support(k):
+def _support(model: nn.Module, k: int | None, evidence: dict[str, Any] | None) -> int | None:
+    """The support that the training recorded, at most the vocabulary, else the one that was given."""
+    settings = ((evidence or {}).get("training") or {}).get("settings")
+    trained = settings.get("k") if isinstance(settings, dict) else None
+    if not isinstance(trained, int) or not is_support(trained):
+        return k
+    head: Any = output_head(model)
+    vocabulary = trained if head is None else int(head.weight.shape[0])
+    if k is not None and min(k or vocabulary, vocabulary) != min(trained or vocabulary, vocabulary):
+        raise ConfigError(f"k is {k}, but the training in the evidence records k = {trained}; leave k out")
+    return min(trained or vocabulary, vocabulary)
+
+
+def _check_evidence(k: int | None, evidence: dict[str, Any] | None) -> None:
+    if k is not None and not is_support(k):
         raise ConfigError(f"k must be an integer of at least 2, or 0 for the whole vocabulary, found {k!r}")
     if not isinstance(evidence, (dict, type(None))):
         raise ConfigError(f"evidence must be a dictionary, found {type(evidence).__name__}")

@@ -20,7 +20,7 @@ from loragate.gates.gate import SignedGate
 from loragate.gates.merging import ask_before_merging
 from loragate.gates.peft_saving import warn_no_more, warn_on_saving
 from loragate.gates.quantised import keep_unpacked
-from loragate.gates.variant import GatedLora
+from loragate.gates.variant import GatedLora, cast_input_again, leave_input_uncast
 
 GLOBAL_BIAS = "global.bias"
 
@@ -73,6 +73,7 @@ def attach_gates(peft_model: nn.Module, config: GateConfig, adapter_name: str | 
 def _attach_one(layer: Any, path: str, config: GateConfig, adapter_name: str, shared_bias: nn.Parameter | None) -> None:
     if not hasattr(layer, "lora_gate"):
         layer.lora_gate = nn.ModuleDict({})
+        layer.register_forward_pre_hook(leave_input_uncast)
     if "lora_gate" not in layer.adapter_layer_names:
         layer.adapter_layer_names = (*layer.adapter_layer_names, "lora_gate")
     reference = layer.lora_A[adapter_name].weight
@@ -142,6 +143,7 @@ def detach_gates(peft_model: nn.Module, adapter_name: str | None = None) -> nn.M
         if len(layer.lora_gate) == 0:
             layer.adapter_layer_names = tuple(group for group in layer.adapter_layer_names if group != "lora_gate")
             del layer.lora_gate
+            cast_input_again(layer)
     warn_no_more(peft_model, name)
     return peft_model
 

@@ -176,7 +176,7 @@ def _chosen(selection: dict[str, Any]) -> str:
     return f"{found}; {plain(selection.get('method', 'by its score on a probe'))}"
 
 
-def _objective(settings: dict[str, Any], k: int) -> str:
+def _objective(settings: dict[str, Any], k: int | None) -> str:
     name = str(settings.get("objective", "entropy"))
     return f"{_entropy(k)} (SCALE)" if name == "entropy" else _OBJECTIVES.get(name, plain(name))
 
@@ -190,7 +190,9 @@ def _steps(training: dict[str, Any], settings: dict[str, Any]) -> str:
     return text
 
 
-def _entropy(k: int) -> str:
+def _entropy(k: int | None) -> str:
+    if k is None:
+        return "top-k entropy"
     return f"top-{k} entropy" if k else "full entropy"
 
 

@@ -1,9 +1,10 @@
 """The gated LoRA operation: δ = (α/r) · B (λ ⊙ (A x)), with λ one number per token.
 
 λ is a scalar per token and B is linear, so gating the rank-r activation equals gating the d_out output; the fused form
-keeps only x, A x and v for the backward pass and never a (tokens × d_out) tensor. The plain form stands beside it and is
-what the tests hold the fused form to; the parts that Triton kernels can take over stand here as their twins. Nothing here
-knows PEFT.
+keeps only x, A x and v for the backward pass and never a (tokens × d_out) tensor. x is kept as it came and cast to the
+factors' dtype where it is computed with, so modules of one input (q, k and v) keep one x between them. The plain form
+stands beside it and is what the tests hold the fused form to; the parts that Triton kernels can take over stand here as
+their twins. Nothing here knows PEFT.
 
 Shapes: T tokens (any leading shape), D input width, R rank, O output width.
 """
@@ -69,7 +70,7 @@ def gated_delta_reference(
     """The gated delta in plain PyTorch, differentiable by autograd; also the path taken when λ is overridden.
 
     Args:
-        x_TD: module input, [..., D].
+        x_TD: module input, [..., D]; cast to the factors' dtype.
         lora_a_RD, lora_b_OR: the frozen LoRA factors.
         weight_D, bias_1: gate parameters (fp32); `weight_D` None for module and global granularity.
         lower, upper, tau: the signed map's L, U and τ.
@@ -79,8 +80,9 @@ def gated_delta_reference(
         constant: λ is replaced by this number.
 
     Returns:
-        [..., O] in the dtype that `F.linear` gives for x and the factors.
+        [..., O] in the dtype that `F.linear` gives for the factors.
     """
+    x_TD = x_TD.to(lora_a_RD.dtype)
     lam_T = overridden_coefficient(
         gate_coefficient_of_input(x_TD, weight_D, bias_1, lower, upper, tau, detach_input), minimum, maximum, constant
     )
@@ -165,7 +167,8 @@ def _reduce(
     upper: float,
     tau: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`gated_reduction` by a kernel where one may run."""
+    """`gated_reduction` of x in the dtype of A, by a kernel where one may run."""
+    x_TD = x_TD.to(lora_a_RD.dtype)
     kernels = backend.kernels_for(x_TD, lora_a_RD, bias_1)
     if kernels is None:
         return gated_reduction(x_TD, None, lora_a_RD, weight_D, bias_1, lower, upper, tau)
@@ -206,21 +209,23 @@ class _GatedDelta(torch.autograd.Function):
         through_ranks = rank_space_backward if kernels is None else kernels.rank_space_backward
         to_weight = weight_gradient if kernels is None else kernels.weight_gradient
         if need_x or need_a or need_weight or need_bias:
+            cast_TD = x_TD.to(lora_a_RD.dtype)
             back_TR = torch.matmul(grad_TO, lora_b_OR.to(grad_TO.dtype))
             grad_logit_T, inner_TR = through_ranks(
                 back_TR, reduced_TR, response_T, ctx.lower, ctx.upper, ctx.tau, ctx.scaling
             )
             if need_weight:
-                grad_weight = to_weight(grad_logit_T, x_TD)
+                grad_weight = to_weight(grad_logit_T, cast_TD)
             if need_bias:
                 grad_bias = grad_logit_T.sum().reshape(1)
             if need_x:
-                grad_x = torch.matmul(inner_TR, lora_a_RD.to(grad_TO.dtype)).to(x_TD.dtype)
+                grad_x = torch.matmul(inner_TR, lora_a_RD.to(grad_TO.dtype)).to(cast_TD.dtype)
                 if not ctx.detach_input and weight_D is not None:
-                    grad_x = grad_x + (grad_logit_T.unsqueeze(-1) * weight_D).to(x_TD.dtype)
+                    grad_x = grad_x + (grad_logit_T.unsqueeze(-1) * weight_D).to(cast_TD.dtype)
+                grad_x = grad_x.to(x_TD.dtype)
             if need_a:
                 grad_a = torch.matmul(
-                    inner_TR.reshape(-1, inner_TR.shape[-1]).t(), x_TD.reshape(-1, x_TD.shape[-1]).to(grad_TO.dtype)
+                    inner_TR.reshape(-1, inner_TR.shape[-1]).t(), cast_TD.reshape(-1, x_TD.shape[-1]).to(grad_TO.dtype)
                 ).to(lora_a_RD.dtype)
         if need_b:
             lam_T = coefficient_from_response(response_T, ctx.lower, ctx.upper)

@@ -27,7 +27,7 @@ _MAX_CONFIG_BYTES = 16 << 20
 
 _REQUIRED: dict[str, type | tuple[type, ...]] = {
     "gate": dict,
-    "k": int,
+    "k": (int, type(None)),
     "base": dict,
     "adapter": dict,
     "modules": list,
@@ -73,7 +73,7 @@ def read_gate_config(folder: Path) -> dict[str, Any]:
         GateConfig(**record["gate"])
     except (GateError, TypeError) as error:
         _fail(path, f"key 'gate': {error}")
-    if record["k"] < 0:
+    if record["k"] is not None and record["k"] < 0:
         _fail(path, f"key 'k' must be a support size, found {record['k']}")
     _require(path, record["base"], {"id": str, "config_sha256": str, "weights": dict}, "base.")
     for key in ("revision", "quantization"):

@@ -61,6 +61,26 @@ class GatedLora(LoraVariant):
         return add_delta(result, delta, module.base_layer)
 
 
+def leave_input_uncast(layer: Any, args: Any) -> None:
+    """Forward pre-hook of a gated layer: PEFT hands x over as it came where every active adapter of the layer is gated.
+
+    PEFT would cast x to the dtype of A, anew in each of the layers that read it (q, k, v; gate, up), and each would keep its
+    copy for the backward pass: on a bf16 base with fp32 factors three times four bytes in place of two, once. The gated
+    operation casts for itself. A plain adapter beside it needs PEFT's cast.
+    """
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    # by the variant, not the gate: gates that are switched off for a while leave a plain adapter
+    layer.cast_input_dtype_enabled = not all(isinstance(layer.lora_variant.get(name), GatedLora) for name in active)
+
+
+def cast_input_again(layer: Any) -> None:
+    """Take `leave_input_uncast` off a layer."""
+    for key, hook in list(layer._forward_pre_hooks.items()):
+        if hook is leave_input_uncast:
+            del layer._forward_pre_hooks[key]
+    layer.cast_input_dtype_enabled = True
+
+
 def add_delta(result: torch.Tensor, delta: torch.Tensor, base_layer: torch.nn.Module) -> torch.Tensor:
     """`result + delta`, written into `result` where that changes no bit and nobody else can see it.
 

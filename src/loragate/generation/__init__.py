@@ -1,6 +1,6 @@
 """Generation: prompts in, samples out, each drawn from its own counted random stream."""
 
-from loragate.generation.engine import Engine, OnProgress, Sample, TransformersEngine
+from loragate.generation.engine import Engine, OnProgress, Sample, ScoringEngine, TransformersEngine
 from loragate.generation.samples import SampleWriter, read_samples
 from loragate.generation.sampling import SamplingConfig, SeededSampler, request_seed, uniform
 from loragate.generation.sharded import RayData, ShardedEngine
@@ -13,6 +13,7 @@ __all__ = [
     "Sample",
     "SampleWriter",
     "SamplingConfig",
+    "ScoringEngine",
     "SeededSampler",
     "ShardedEngine",
     "TransformersEngine",

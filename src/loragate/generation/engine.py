@@ -21,6 +21,7 @@ from loragate.errors import ConfigError
 from loragate.generation.decoding import decode, pad_left, plain_decoder, takes_positions
 from loragate.generation.requests import (
     FinishReason,
+    Prompts,
     batches,
     finish_answers,
     pending_rows,
@@ -59,7 +60,7 @@ class Engine(Protocol):
 
     def generate(
         self,
-        prompts: Sequence[str],
+        prompts: Prompts,
         config: SamplingConfig,
         on_progress: OnProgress | None = None,
         *,
@@ -70,6 +71,23 @@ class Engine(Protocol):
 
         `pending` limits the work to these (question, sample) pairs, as after an interruption; None means all of them.
         `on_samples` receives every finished batch as soon as it exists, in the engine's own order.
+        """
+        ...
+
+
+Continuation = tuple[Sequence[int], Sequence[int]]
+"""Token ids of a context and of what may follow it, neither empty."""
+
+
+class ScoringEngine(Engine, Protocol):
+    """An engine that also says how likely a given continuation is."""
+
+    def log_likelihoods(
+        self, pairs: Sequence[Continuation], on_progress: OnProgress | None = None
+    ) -> list[tuple[float, bool]]:
+        """Return of each pair the log-probability of the continuation at temperature 1, in nats, and whether it is the greedy one.
+
+        A pair may fill the model's positions and no more.
         """
         ...
 
@@ -105,7 +123,7 @@ class TransformersEngine:
 
     def generate(
         self,
-        prompts: Sequence[str],
+        prompts: Prompts,
         config: SamplingConfig,
         on_progress: OnProgress | None = None,
         *,
@@ -138,6 +156,32 @@ class TransformersEngine:
                 if on_progress is not None:
                     on_progress(len(samples), len(rows))
         return sorted(samples, key=lambda sample: (sample.question, sample.sample))
+
+    def log_likelihoods(
+        self, pairs: Sequence[Continuation], on_progress: OnProgress | None = None
+    ) -> list[tuple[float, bool]]:
+        """See `ScoringEngine.log_likelihoods`; log-probabilities are taken in fp32, as bf16 would decide close choices."""
+        order = sorted(range(len(pairs)), key=lambda index: -sum(map(len, pairs[index])))
+        found: dict[int, tuple[float, bool]] = {}
+        pad_id = _pad_token_id(self.tokenizer, self.endings.token_ids)
+        with torch.no_grad(), _evaluation_mode(self.model):
+            for start in range(0, len(order), self.batch_size):
+                batch = order[start : start + self.batch_size]
+                rows = [[*before, *after][:-1] for before, after in (pairs[index] for index in batch)]
+                # padding stands behind, where a causal model does not see it
+                width = max(map(len, rows))
+                input_ids = torch.tensor([row + [pad_id] * (width - len(row)) for row in rows])
+                mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+                device = self.model.device
+                logits_BTV = self.model(input_ids=input_ids.to(device), attention_mask=mask.to(device)).logits
+                for index, row, logits_TV in zip(batch, rows, logits_BTV):
+                    after = torch.tensor(pairs[index][1], device=logits_TV.device)
+                    scores_TV = logits_TV[len(row) - len(after) : len(row)].float().log_softmax(-1)
+                    likelihood = float(scores_TV.gather(-1, after[:, None]).sum())
+                    found[index] = likelihood, bool((scores_TV.argmax(-1) == after).all())
+                if on_progress is not None:
+                    on_progress(len(found), len(pairs))
+        return [found[index] for index in range(len(pairs))]
 
     def _generate_batch(
         self,

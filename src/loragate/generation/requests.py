@@ -13,12 +13,16 @@ from loragate.errors import DataError
 
 FinishReason = Literal["stop", "stop_text", "length"]
 """Ended by the model (`loragate.data.find_endings`), by a text of `SamplingConfig.stop`, or by the token limit."""
+Prompts = Sequence[str] | Sequence[Sequence[int]]
+"""Rendered texts, or the token ids of each prompt."""
 
 
 def tokenize_prompts(
-    tokenizer: Any, prompts: Sequence[str], max_new_tokens: int, positions: int | None
+    tokenizer: Any, prompts: Prompts, max_new_tokens: int, positions: int | None
 ) -> tuple[list[list[int]], list[int]]:
     """Return the token ids of each prompt, to which the tokenizer adds nothing, and the token limit of its answers.
+
+    Prompts that are token ids already are taken as they are.
 
     The limit is `max_new_tokens`, or what the prompt leaves of the model's `positions` (None: unlimited); no prompt lowers
     that of another.
@@ -27,7 +31,11 @@ def tokenize_prompts(
     """
     if isinstance(prompts, str) or not len(prompts):
         raise DataError(f"generate was given {prompts!r}; it needs a list with at least one rendered prompt.")
-    prompt_ids: list[list[int]] = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
+    prompt_ids: list[list[int]] = (
+        tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
+        if isinstance(prompts[0], str)
+        else [[*ids] for ids in prompts]
+    )
     limits: list[int] = []
     for index, ids in enumerate(prompt_ids):
         if not ids:

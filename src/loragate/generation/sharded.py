@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 from loragate import errors
 from loragate.errors import ConfigError, LoragateError
-from loragate.generation.engine import Engine, OnProgress, Sample
-from loragate.generation.requests import pending_rows, split_by_question
+from loragate.generation.engine import Continuation, Engine, OnProgress, Sample
+from loragate.generation.requests import Prompts, pending_rows, split_by_question
 from loragate.generation.sampling import SamplingConfig
 
 Rows = list[tuple[int, int]]
@@ -34,7 +34,7 @@ class Job:
     """All that a replica needs beside the rows: how to make its engine, every prompt and how to sample."""
 
     make_engine: Callable[[], Engine]
-    prompts: tuple[str, ...]
+    prompts: Prompts
     config: SamplingConfig
 
     def draw(self, engine: Engine, rows: Rows) -> list[Sample]:
@@ -72,9 +72,20 @@ class ShardedEngine:
         self.executor = executor
         self.batch_size = batch_size
 
+    def log_likelihoods(
+        self, pairs: Sequence[Continuation], on_progress: OnProgress | None = None
+    ) -> list[tuple[float, bool]]:
+        """See `ScoringEngine.log_likelihoods`; one engine, made here, scores them all, as they cost a token each."""
+        engine: Any = self.make_engine()
+        try:
+            found: list[tuple[float, bool]] = engine.log_likelihoods(pairs, on_progress)
+            return found
+        finally:
+            getattr(engine, "close", lambda: None)()
+
     def generate(
         self,
-        prompts: Sequence[str],
+        prompts: Prompts,
         config: SamplingConfig,
         on_progress: OnProgress | None = None,
         *,
@@ -90,7 +101,7 @@ class ShardedEngine:
         # every replica gets a part, and none more than its share
         parts = split_by_question(rows, min(self.batch_size, max(1, -(-questions // self.shards))))
         samples: list[Sample] = []
-        for batch in self.executor(Job(self.make_engine, tuple(prompts), config), parts, self.shards):
+        for batch in self.executor(Job(self.make_engine, prompts, config), parts, self.shards):
             samples += batch
             if on_samples is not None:
                 on_samples(batch)

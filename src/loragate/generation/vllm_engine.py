@@ -6,11 +6,13 @@ prompts, stops at the same tokens and decodes with the same tokenizer as `Transf
 are vLLM's: equal seeds give equal samples within an engine, not across the two. It reports no entropy. Texts that end an
 answer are looked for when it is done, as vLLM, given token ids, decodes none: such an answer costs what an unending one does.
 
-vLLM is imported here and nowhere else in this room. The facts relied upon are those of vLLM 0.32.
+`acting_as` answers with another adapter of the same base, or with none, from the same loaded weights: rows of an evaluation
+that share a base load it once. vLLM is imported here and nowhere else in this room. The facts relied upon are those of vLLM 0.32.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import os
@@ -22,8 +24,9 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from loragate.data import find_endings
 from loragate.errors import ConfigError, LoragateError
-from loragate.generation.engine import OnProgress, Sample
+from loragate.generation.engine import Continuation, OnProgress, Sample
 from loragate.generation.requests import (
+    Prompts,
     finish_answers,
     pending_rows,
     split_by_question,
@@ -83,23 +86,19 @@ class VllmEngine:
             raise ConfigError(f"{base} is a gated adapter, not a base model; give it as the adapter of its base.")
         if override is not None and adapter is None:
             raise ConfigError(f"override {override!r} has no effect on a base model; give the adapter that it is for.")
-        rank = None
-        if adapter is not None:
-            rank = lora_rank(Path(adapter) / "adapter" if has_gates(adapter) else adapter, max_lora_rank)
+        self.rank = 0 if adapter is None else lora_rank(plain_adapter(adapter), max_lora_rank)
         vllm = _import_vllm()
-        if adapter is not None and (override is not None or has_gates(adapter)):
-            require_gate_plugin(adapter)
+        self._request_class = vllm.lora.request.LoRARequest
+        self._numbers: dict[str, int] = {}  # place to its number; vLLM tells adapters apart by number and name
+        self._lora_request = self._request(adapter, override)
         self.batch_size = batch_size
         self.tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(base, revision=revision)
         self.endings = find_endings(self.tokenizer, base_generation_config(base, revision), stop_token_ids or ())
-        self._lora_request = None
         lora: dict[str, Any] = {}
         if adapter is not None:
-            place = str(adapter) if override is None else f"{adapter}@{override}"
-            self._lora_request = vllm.lora.request.LoRARequest("adapter", 1, place)
             # vLLM 0.32 on a CPU gives rows without an adapter the last slot's: one slot has to stay empty.
             slots = 2 if vllm.platforms.current_platform.is_cpu() else 1
-            lora = {"enable_lora": True, "max_lora_rank": rank, "max_loras": slots}
+            lora = {"enable_lora": True, "max_lora_rank": self.rank, "max_loras": slots}
         self._sampling_params = vllm.SamplingParams
         try:
             self._llm = vllm.LLM(
@@ -121,7 +120,7 @@ class VllmEngine:
 
     def generate(
         self,
-        prompts: Sequence[str],
+        prompts: Prompts,
         config: SamplingConfig,
         on_progress: OnProgress | None = None,
         *,
@@ -150,6 +149,69 @@ class VllmEngine:
             if on_progress is not None:
                 on_progress(len(samples), len(rows))
         return samples
+
+    def log_likelihoods(
+        self, pairs: Sequence[Continuation], on_progress: OnProgress | None = None
+    ) -> list[tuple[float, bool]]:
+        """See `ScoringEngine.log_likelihoods`.
+
+        Every token of a continuation is a request of its own that may draw this token alone and reports its log-probability
+        before anything is forbidden. vLLM's log-probabilities of prompts would need one request, but with LoRA on a CPU vLLM
+        0.32 dies of them where the vocabulary is a real one (`LogitsProcessorWithLoRA` expects one row per sample).
+        """
+        found: list[tuple[float, bool]] = []
+        for start in range(0, len(pairs), self.batch_size):
+            batch = pairs[start : start + self.batch_size]
+            outputs = self._llm.generate(
+                [
+                    {"prompt_token_ids": [*before, *after[:place]]}
+                    for before, after in batch
+                    for place in range(len(after))
+                ],
+                [
+                    self._sampling_params(
+                        temperature=0,
+                        max_tokens=1,
+                        allowed_token_ids=[token],
+                        logprobs=0,
+                        ignore_eos=True,
+                        detokenize=False,
+                    )
+                    for _, after in batch
+                    for token in after
+                ],
+                use_tqdm=False,
+                lora_request=self._lora_request,
+            )
+            steps = (next(iter(output.outputs[0].logprobs[0].values())) for output in outputs)
+            for _, after in batch:
+                own = [next(steps) for _ in after]
+                found.append((sum(step.logprob for step in own), all(step.rank == 1 for step in own)))
+            if on_progress is not None:
+                on_progress(len(found), len(pairs))
+        return found
+
+    def acting_as(self, adapter: str | None, override: str | None = None) -> VllmEngine:
+        """This engine with another plain or gated adapter of the same base, or with none; nothing is loaded again.
+
+        Raises `ConfigError` as the constructor, and for an adapter of a higher rank than this engine has room for.
+        """
+        if adapter is not None and (rank := lora_rank(plain_adapter(adapter))) > self.rank:
+            raise ConfigError(
+                f"{adapter} has rank {rank}, and this engine was made for {self.rank}; set max_lora_rank."
+            )
+        other = copy.copy(self)
+        other._lora_request = self._request(adapter, override)
+        return other
+
+    def _request(self, adapter: str | None, override: str | None) -> Any:
+        if adapter is None:
+            return None
+        if override is not None or has_gates(adapter):
+            require_gate_plugin(adapter)
+        place = str(adapter) if override is None else f"{adapter}@{override}"
+        number = self._numbers.setdefault(place, len(self._numbers) + 1)
+        return self._request_class(f"adapter-{number}", number, place)
 
     def close(self) -> None:
         """End vLLM's processes and free the devices, which dropping the engine does only some time later."""
@@ -193,6 +255,11 @@ def has_gates(folder: str | Path) -> bool:
     return (Path(folder) / "gate_config.json").is_file()
 
 
+def plain_adapter(folder: str | Path) -> Path:
+    """The PEFT adapter of a plain or gated folder."""
+    return Path(folder) / "adapter" if has_gates(folder) else Path(folder)
+
+
 def require_gate_plugin(folder: str | Path) -> None:
     """Raise `ConfigError` unless vLLM has loaded loragate's serving plugin, and the plugin supports this vLLM.
 
@@ -228,6 +295,8 @@ def lora_rank(adapter: str | Path, at_least: int | None = None) -> int:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); give the folder of a PEFT adapter.") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path} is not the configuration of a LoRA adapter ({error!r}).") from None
+    if record.get("use_dora"):
+        raise ConfigError(f"{path} describes a DoRA adapter, which vLLM cannot serve; merge it into its base.")
     if kind != "LORA":
         raise ConfigError(f"{path} describes an adapter of type {kind!r}; vLLM serves LORA adapters.")
     for rank in LORA_RANKS:

@@ -1,7 +1,9 @@
 """From a name, or a file of the user's, to a recipe: layers over one another, the later one wins.
 
-The order is common, domain, backbone, the backbone in this domain, method (after what it extends), variant, and last the
-user's file. A stage may say `like: other`, and has that stage's values but those it drops; or `take: {other: [options]}`.
+The order is common, domain, backbone, the backbone in this domain, method (after what it extends), the method in this
+domain/backbone, variant, and last the user's file.
+
+A stage may say `like: other`, and has that stage's values but those it drops; or `take: {other: [options]}`.
 """
 
 from __future__ import annotations
@@ -102,7 +104,9 @@ def _layers(
             if place not in library.names("domain"):
                 raise ConfigError(f"backbone '{backbone}': in.{place} names no domain{nearest(place, [domain])}")
             own += [block] if place == domain else []
-    return [library.common(), *ones, *twos, *own, *methods], (ones[-1], twos[-1], methods[-1])
+    here = f"{domain}/{backbone}"
+    last = [block for layer in methods for place, block in layer.get("in", {}).items() if place == here]
+    return [library.common(), *ones, *twos, *own, *methods, *last], (ones[-1], twos[-1], methods[-1])
 
 
 def _extended(library: Library, kind: str, name: str, above: tuple[str, ...] = ()) -> Iterator[Layer]:

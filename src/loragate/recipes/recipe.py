@@ -19,7 +19,8 @@ from loragate.errors import ConfigError, nearest
 
 REFERENCE = re.compile(r"\{([A-Za-z][\w.-]*)\}")
 # what a stage leaves behind, below the folder of the run
-OUTPUT = {"mask": "{name}.jsonl", "sweep": "{name}/best"}
+OUTPUT = {"mask": "{name}.jsonl"}
+MODEL = {"sweep": "best"}  # what {last} is, below that
 TRAINS = ("sft", "calibrate", "sweep", "extract")
 SOURCES = ("paper", "ours", "unstated")
 YOURS = "yours: --set"
@@ -98,7 +99,8 @@ class Recipe:
         for stage in self.stages:
             outputs = {done.name: f"{folder}/{done.output}" for done in placed}
             if trained := [done.name for done in placed if done.command in TRAINS]:
-                outputs["last"] = outputs[trained[-1]]
+                last = next(done for done in placed if done.name == trained[-1])
+                outputs["last"] = "/".join(filter(None, (outputs[last.name], MODEL.get(last.command))))
 
             def resolve(name: str, stage: Stage = stage, outputs: dict[str, str] = outputs) -> str:
                 if name not in outputs:

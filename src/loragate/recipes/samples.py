@@ -40,9 +40,9 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "asking": {"probe_grader": "tiny", "probe_samples": 1, "probe_max_new_tokens": 6},
 }
-TINY["diagnose"] = {key: value for key, value in TINY["eval"].items() if key not in ("controls", "engine")}
+TINY["diagnose"] = {key: value for key, value in TINY["eval"].items() if key != "controls"}
 TINY["calibrate"] = TINY["sft"]
-TINY["sweep"] = {**TINY["sft"], "ranges": "0,1;-1,2", "seeds": "0", "runner": "sequential", **TINY["asking"]}
+TINY["sweep"] = {**TINY["sft"], "ranges": "0,1;-1,2", "seeds": "0", "runner": "sequential"}
 
 
 def numina_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -92,12 +92,14 @@ def _tiny(stage: Stage, folder: Path, domain: str) -> Stage:
         values |= {"ranges": "0,1;-1,2", "probe": str(folder / "probe.jsonl"), **TINY["asking"]}
     if values.get("run"):
         values = {key: value for key, value in values.items() if key not in TINY["diagnose"]}
-    if stage.command == "sweep":
-        values["probe"] = str(folder / "probe.jsonl")
+    if stage.command == "sweep" and values.get("probe"):
+        values |= {"probe": str(folder / "probe.jsonl"), **TINY["asking"]}
     if "{" not in str(values.get("model", "{")):
         values["model"] = str(folder / "base")
     if "data" in values and "{" not in str(values["data"]):
         values["data"] = str(folder / f"{domain if domain in SCHEMAS else 'math'}.parquet")
+        if values.pop("heldout_split", None):
+            values["heldout"] = values["data"]
         for key in ("revision", "split"):
             values.pop(key, None)
     return dataclasses.replace(stage, values={key: value for key, value in values.items() if value != ""})

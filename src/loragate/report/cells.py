@@ -59,8 +59,49 @@ def sweep_markdown(record: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def suite_table(record: Mapping[str, Any]) -> Table:
+    """The cells of one adapter on a suite, from the best down; from the record of `sweep.evaluated`."""
+    (choice,) = record["choices"]
+    title = f"{choice['adapter']}: {record['suite']}, mean over {len(record['tasks'])} tasks, Avg@{record['samples']}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for name in ("Cell", "Score %", "vs adapter, points"):
+        table.add_column(name, justify="left" if name == "Cell" else "right", no_wrap=True)
+    table.add_row("adapter", _interval(choice["adapter_score"]), ABSENT)
+    for cell in sorted(record["cells"], key=lambda cell: -cell["score"]["mean"]):
+        versus = cell["difference"]
+        table.add_row(
+            Text(cell["name"] + ("" if cell["complete"] else " (incomplete)")),
+            _interval(cell["score"]),
+            f"{points(versus['mean'])} (p{p_value(versus['p_holm'])})",
+            style="bold" if cell["name"] == choice["picked"] else None,
+        )
+    table.caption, table.caption_justify = choice_sentence(record, choice), "left"
+    return table
+
+
+def _suite_sentence(record: Mapping[str, Any], choice: Mapping[str, Any]) -> str:
+    """What a suite says of the cells: the best one, read as an oracle, and the one that a probe had chosen."""
+    oracle = choice["oracle"]
+    if oracle["name"] == "adapter":
+        text = f"none of {choice['candidates']} cells is above the adapter's {_interval(oracle['score'])} % on {record['suite']}."
+    else:
+        text = (
+            f"highest on {record['suite']}: {oracle['name']} with {_interval(oracle['score'])} %. It was found on these "
+            "questions themselves, so its mean is optimistic (an oracle)."
+        )
+    if oracle["regret"]:
+        regret = oracle["regret"]
+        text += (
+            f" The probe had chosen {choice['picked']}, {points(regret['mean']).lstrip('+')} points below "
+            f"({points(regret['low'])} to {points(regret['high'])})."
+        )
+    return text + f" p after Holm's adjustment over {record['comparisons']} cells."
+
+
 def choice_sentence(record: Mapping[str, Any], choice: Mapping[str, Any]) -> str:
-    """What was chosen and what stands behind it; the oracle apart from it."""
+    """What was chosen and what stands behind it, the oracle apart from it; or what a suite says of the cells."""
+    if "suite" in record:
+        return _suite_sentence(record, choice)
     own = choice["adapter_probe"]
     size = f"{record['questions']} questions × {record['samples']} samples × {len(record['seeds'])} seeds"
     if choice["accepted"]:

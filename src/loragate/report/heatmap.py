@@ -110,7 +110,8 @@ def heat_map(data: Mapping[str, Any], path: str | Path) -> None:
 
 
 def map_data(record: Mapping[str, Any], choice: Mapping[str, Any], adapter: str, objective: str) -> dict[str, Any]:
-    """What `heat_map` draws, out of a sweep's record."""
+    """What `heat_map` draws, out of the record of a sweep (probe scores) or of its evaluation on a suite."""
+    of = "score" if "suite" in record else "probe"
     oracle = choice["oracle"]
     wanted = (adapter, objective, True)  # a cell that lacks a seed is not compared
     mine = [cell for cell in record["cells"] if (cell["adapter"], cell["objective"], cell["complete"]) == wanted]
@@ -118,37 +119,44 @@ def map_data(record: Mapping[str, Any], choice: Mapping[str, Any], adapter: str,
         {
             "lower": cell["lower"],
             "upper": cell["upper"],
-            **{key: cell["probe"][key] for key in ("mean", "low", "high")},
+            **{key: cell[of][key] for key in ("mean", "low", "high")},
             "differs": cell["differs"],
             "chosen": choice["accepted"] and cell["name"] == choice["picked"],
             "oracle": oracle is not None and cell["name"] == oracle["name"],
         }
         for cell in mine
     ]
-    own = choice["adapter_probe"]
+    own = choice[f"adapter_{of}"]
     seeds = len(record["seeds"])
     questions, samples = record["questions"], record["samples"]
     size = f"{questions} questions × {samples} samples" + (f" × {seeds} seeds" if seeds > 1 else "")
+    what = "Probe" if of == "probe" else f"{record['suite'].capitalize()}, mean over {', '.join(record['tasks'])}:"
     parts = [
-        f"Probe Avg@{samples}, %, and half of its 95 % interval over questions; n = {questions * samples * seeds:,} answers "
+        f"{what} Avg@{samples}, %, and half of its 95 % interval over questions; n = {questions * samples * seeds:,} answers "
         f"per cell ({size}).",
         "Dot: no difference from the adapter shown (paired by question, Holm's adjustment over "
         f"{record['comparisons']} cells).",
     ]
     if any(cell["chosen"] for cell in cells):
         parts.append("Frame: chosen on the probe; its own mean is optimistic.")
-    elif not choice["accepted"]:
+    elif of == "probe" and not choice["accepted"]:
         parts.append("No cell is above the adapter, which remains.")
+    test = "the test set" if of == "probe" else "these questions themselves"
     if any(cell["oracle"] for cell in cells):
         regret = oracle["regret"]
         parts.append(
-            f"Dashed: best on the test set (oracle, not used to choose); regret {points(regret['mean']).lstrip('+')} points "
-            f"({points(regret['low'])} to {points(regret['high'])})."
+            f"Dashed: best on {test} (oracle, not used to choose)"
+            + (
+                f"; regret {points(regret['mean']).lstrip('+')} points ({points(regret['low'])} to {points(regret['high'])})."
+                if regret
+                else "; its own mean is optimistic."
+            )
         )
     elif oracle is not None and oracle["name"] == "adapter":
-        parts.append("On the test set no cell is above the adapter (oracle).")
+        parts.append(f"On {test} no cell is above the adapter (oracle).")
     several = len({cell["adapter"] for cell in record["cells"]}) > 1
-    title = f"{adapter}: probe score by range" if several else "Probe score by range"
+    scored = "probe" if of == "probe" else record["suite"]
+    title = f"{adapter}: {scored} score by range" if several else f"{scored.capitalize()} score by range"
     title += "" if objective == "entropy" else f", {objective}"
     interval = f"{percent(own['mean'])} % ({percent(own['low'])} to {percent(own['high'])})"
     return {

@@ -17,10 +17,10 @@ BEFORE, AFTER, TIME = "#999999", "#D55E00", "#56B4E9"
 
 
 def entropy_bars(pairs: Mapping[str, tuple[float, float]], path: str | Path) -> None:
-    """Top-k entropy of the response tokens before and after gating, one pair of bars per calibration.
+    """Top-k entropy of held-out response tokens before and after gating, one pair of bars per calibration.
 
     Args:
-        pairs: {label: (before, after)}, each divided by log k, teacher-forced.
+        pairs: {label: (before, after)}, each divided by log k, teacher-forced, on rows that were not trained on.
         path: .png, .svg or .pdf.
 
     Raises:
@@ -28,7 +28,7 @@ def entropy_bars(pairs: Mapping[str, tuple[float, float]], path: str | Path) -> 
         ConfigError: for another kind of file.
     """
     if not pairs:
-        raise DataError("entropy_bars was given no calibration; calibrate an adapter first.")
+        raise DataError("entropy_bars was given no calibration with held-out rows; calibrate with --heldout first.")
     from matplotlib import rc_context
 
     with rc_context(STYLE):
@@ -41,7 +41,7 @@ def entropy_bars(pairs: Mapping[str, tuple[float, float]], path: str | Path) -> 
             axes.bar_label(bars, fmt="%.3f", fontsize=8, padding=2)
         axes.set_xticks(list(places), list(pairs), rotation=20 if len(pairs) > 4 else 0)
         axes.set_ylabel("top-k entropy / log k")
-        axes.set_title("Entropy before and after gating (its fall shows no better answers)")
+        axes.set_title("Entropy of held-out rows before and after gating (its fall shows no better answers)")
         axes.margins(y=0.15)
         _grid(axes, "y")
         figure.legend(loc="outside upper right", ncols=2, frameon=False)
@@ -81,7 +81,7 @@ def gate_shares(shares: Mapping[str, Mapping[str, float]], path: str | Path) -> 
 
 
 def time_bars(times: Sequence[tuple[str, str, float]], path: str | Path) -> None:
-    """Training time in minutes.
+    """Time of the training loop in minutes: steps and checkpoints, without loading, parity, checksums and measuring.
 
     Args:
         times: (label, "stage one" or "stage two", seconds), in the order to be drawn.
@@ -102,7 +102,7 @@ def time_bars(times: Sequence[tuple[str, str, float]], path: str | Path) -> None
         axes.set_yticks(range(len(times)), [label for label, _, _ in times])
         axes.invert_yaxis()
         axes.margins(x=0.12)
-        axes.set_xlabel("minutes of training (one run each; loading and evaluation left out)")
+        axes.set_xlabel("minutes in the training loop (one run each; loading, checks and evaluation left out)")
         _grid(axes, "x")
         present = [stage for stage in colours if any(stage == at for _, at, _ in times)]
         figure.legend(

@@ -42,6 +42,8 @@ def score_tables(record: Record) -> list[Table]:
         for row in rows_of(record, task["name"]):
             cells = [_stacked(cell) for cell in _cells(row)]
             table.add_row(Text(row_name(row)), *cells, style="bold" if row["variant"] == "gated" else None)
+        for name in left_out(record, task):
+            table.add_row(Text(name.replace(", ", "\n")), *[ABSENT] * (len(COLUMNS) - 1))
         tables.append(table)
     for title, rows in suites_of(record):
         table = _table(title, SUITE_COLUMNS)
@@ -57,6 +59,7 @@ def score_markdown(record: Record) -> str:
     parts = []
     for task in record["tasks"]:
         lines = [[row_name(row), *_joined(_cells(row))] for row in rows_of(record, task["name"])]
+        lines += [[name, *[ABSENT] * (len(COLUMNS) - 1)] for name in left_out(record, task)]
         parts.append(f"### {task['name']} v{task['version']} · {metric(record, task)}\n\n{_markdown(COLUMNS, lines)}")
     for title, rows in suites_of(record):
         lines = [[row_name(row), *_joined(_suite_cells(row))] for row in rows]
@@ -69,16 +72,27 @@ def row_name(row: Mapping[str, Any]) -> str:
     return row["variant"] if row["control"] is None else f"{row['variant']} {row['control']}"
 
 
+def left_out(record: Record, task: Mapping[str, Any]) -> list[str]:
+    """Rows that the model cannot be, as "adapter λ=0.5, not applicable: DoRA"; the harness is asked for no controls."""
+    if task["grader"].startswith("lm-eval"):
+        return []
+    return [f"{row}, not applicable: {why}" for row, why in record.get("left_out", {}).items()]
+
+
 def suites_of(record: Record) -> list[tuple[str, list[Mapping[str, Any]]]]:
-    """[(title, rows)]: the averages of each suite, as "average of the 5 math tasks"."""
+    """[(title, rows)]: the averages of each suite, as "average of the 5 math tasks", and of suites with subsets over those."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for row in record["suites"]:
         found.setdefault(row["suite"], []).append(row)
-    return [
-        (f"average of the {count} {suite} tasks", rows)
-        for suite, rows in found.items()
-        for count in [rows[0]["average"]["tasks"]]
-    ]
+    by_subset = [suite.removesuffix("/subsets") for suite in found if suite.endswith("/subsets")]
+    titles = []
+    for suite, rows in found.items():
+        count, (name, *subsets) = rows[0]["average"]["tasks"], suite.split("/")
+        title = f"{name}: average of its {count} subsets" if subsets else f"average of the {count} {suite} tasks"
+        if suite == "retention" and by_subset:
+            title += f" ({', '.join(by_subset)} by its subsets)"
+        titles.append((title, rows))
+    return titles
 
 
 def rows_of(record: Record, task: str) -> list[Mapping[str, Any]]:

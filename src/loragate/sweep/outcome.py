@@ -18,7 +18,7 @@ from loragate.evaluation.statistics import holm
 from loragate.gates.range import Range
 from loragate.selection import choose
 from loragate.sweep.plan import UNTOUCHED, SweepPlan, Trial
-from loragate.sweep.records import TrialResult
+from loragate.sweep.records import Scored, TrialResult
 
 LEVEL = 0.05
 Cell = dict[str, Any]
@@ -45,8 +45,8 @@ def summarise(plan: SweepPlan, results: Mapping[str, TrialResult]) -> dict[str, 
         "version": 1,
         "sweep": plan.fingerprint,
         "seeds": list(dict.fromkeys(trial.seed for trial in plan.trials if trial.kind == "gates")),
-        "questions": 0 if any_result is None else len(any_result.probe.scores),
-        "samples": 0 if any_result is None else any_result.probe.scores.shape[1],
+        "questions": 0 if any_result is None else len(_probe(any_result).scores),
+        "samples": 0 if any_result is None else _probe(any_result).scores.shape[1],
         "comparisons": len(compared),
         "choices": [choice for choice in per_adapter if choice],
         "cells": [{name: value for name, value in cell.items() if not name.startswith("_")} for cell in cells],
@@ -84,11 +84,11 @@ def _cell(key: tuple[str, str, float, float], trials: list[Trial], results: Mapp
         "complete": len(found) == len(trials),
         "answers": int(probe.size),
         "probe": asdict(average_at_k(probe)),
-        "by_seed": [float(result.probe.scores.mean()) for result in found],
-        "difference": None if own is None else asdict(compare(probe, own.probe.scores)),
+        "by_seed": [float(_probe(result).scores.mean()) for result in found],
+        "difference": None if own is None else asdict(compare(probe, _probe(own).scores)),
         "differs": False,
         "test": None if test is None else asdict(average_at_k(test)),
-        "signs": _mean([result.probe.signs for result in found]),
+        "signs": _mean([_probe(result).signs for result in found]),
         "entropy_before": _of_training(found, "entropy_before"),
         "entropy_after": _of_training(found, "entropy_after"),
         "gates": _mean([result.training.get("gates", {}) for result in found]),
@@ -105,7 +105,7 @@ def _choice(adapter: str, cells: list[Cell], results: Mapping[str, TrialResult])
     # a cell that lacks a seed is not compared on the same footing
     mine = {cell["name"]: cell for cell in cells if cell["adapter"] == adapter and cell["complete"]}
     # one column: the mean over seeds and samples, so that all shapes agree
-    scores = {UNTOUCHED: own.probe.scores.mean(axis=1, keepdims=True)}
+    scores = {UNTOUCHED: _probe(own).scores.mean(axis=1, keepdims=True)}
     scores |= {name: cell["_probe"].mean(axis=1, keepdims=True) for name, cell in mine.items()}
     choice = choose(scores, UNTOUCHED)
     picked = mine.get(choice.name)
@@ -116,10 +116,10 @@ def _choice(adapter: str, cells: list[Cell], results: Mapping[str, TrialResult])
         "lower": None if picked is None else picked["lower"],
         "upper": None if picked is None else picked["upper"],
         "objective": None if picked is None else picked["objective"],
-        "seed": None if picked is None else _written_seed(picked, float(own.probe.scores.mean())),
+        "seed": None if picked is None else _written_seed(picked, float(_probe(own).scores.mean())),
         "candidates": len(mine),
-        "adapter_probe": asdict(average_at_k(own.probe.scores)),
-        "adapter_signs": own.probe.signs,
+        "adapter_probe": asdict(average_at_k(_probe(own).scores)),
+        "adapter_signs": _probe(own).signs,
         "adapter_test": None if own.test is None else asdict(average_at_k(own.test.scores)),
         "oracle": None,
     }
@@ -161,6 +161,11 @@ def selection_record(summary: Mapping[str, Any], choice: Mapping[str, Any]) -> d
         },
         "note": "the mean of the picked cell is optimistic, because it was picked for it",
     }
+
+
+def _probe(result: TrialResult) -> Scored:
+    assert result.probe is not None, "a sweep without a probe has no summary"
+    return result.probe
 
 
 def _by_question(results: list[TrialResult], kind: str) -> np.ndarray:

@@ -99,6 +99,27 @@ class SweepPlan:
         }
         return json.loads(json.dumps(content))
 
+    @classmethod
+    def read(cls, folder: Path) -> SweepPlan:
+        """The plan of a sweep that was begun in `folder`.
+
+        Raises:
+            DataError: if there is none, or it cannot be read.
+        """
+        path = folder / RECORD
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            trials = tuple(Trial(**trial) for trial in record.pop("trials").values())
+            fingerprint = record.pop("fingerprint")
+            plan = cls(trials, {key: value for key, value in record.items() if key not in ("format", "version")})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{path}: not the record of a sweep ({error}); give the --out of `loragate sweep`"
+            ) from None
+        if plan.fingerprint != fingerprint:
+            raise DataError(f"{path} was changed by hand: its fingerprint is of other settings; restore it")
+        return plan
+
     def begin(self, folder: Path, resume: bool) -> None:
         """Write down what is being swept, or check that a resumed sweep is the same.
 

@@ -20,7 +20,6 @@ from typing import Any
 
 from loragate.errors import ConfigError, LoragateError
 from loragate.sweep.plan import SweepPlan, Trial
-from loragate.sweep.sequential import write_best
 from loragate.sweep.trials import Materials, TrialRunner
 
 # no telemetry, no files of loggers that nobody reads, and Ctrl-C is ours
@@ -174,12 +173,6 @@ def run_on_ray(
             tuner.fit()
     finally:
         shutil.rmtree(state, ignore_errors=True)
-
-
-def write_best_on_ray(materials: Materials, plan: SweepPlan, folder: Path, resources: Resources, *details: Any) -> None:
-    """`write_best` in a worker, where the model has the device and precision that it was trained with."""
-    task = ray.remote(num_cpus=resources.cpus, num_gpus=resources.gpus)(write_best)
-    ray.get(task.remote(materials, plan, folder.resolve(), *details))
 
 
 def require_room(resources: Resources) -> None:

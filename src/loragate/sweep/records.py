@@ -1,7 +1,7 @@
 """The files of one trial, and the locks that keep two processes out of one folder.
 
 trials/<slug>/result.json         scores and figures; written last, so a trial with a valid one is finished
-trials/<slug>/gates.safetensors   the trained gates
+trials/<slug>/gated/              the trained gates as a gated adapter, whose adapter/ is hard links to adapters/<label>/
 trials/<slug>/run/                log and checkpoints of the training
 trials/<slug>/attempts.jsonl      one line per start: when, where, by which process
 trials/<slug>/status.json         where it stands, for the live table; may be out of date
@@ -31,6 +31,8 @@ try:
 except ImportError:  # no such locks on Windows
     fcntl = None  # type: ignore[assignment]
 
+CELL = "gated"
+"""Folder of a trial's gated adapter."""
 RESULT, FAILED, STATUS, ATTEMPTS = "result.json", "failed.json", "status.json", "attempts.jsonl"
 WRITE_EVERY_S = 0.5
 
@@ -58,7 +60,7 @@ class TrialResult:
 
     Attributes:
         trial: which one.
-        probe, test: scores; `test` is None without a test set.
+        probe, test: scores; None without a probe, or without a test set.
         training: the training's record (`CalibrationResult.evidence()["training"]`); empty for the adapter.
         modules: {module: λ statistics} after training.
         seconds: by stage.
@@ -66,7 +68,7 @@ class TrialResult:
     """
 
     trial: Trial
-    probe: Scored
+    probe: Scored | None
     test: Scored | None = None
     training: dict[str, Any] = field(default_factory=dict)
     modules: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -88,7 +90,7 @@ def write_result(folder: Path, plan: SweepPlan, result: TrialResult) -> None:
         "kind": result.trial.kind,
         "trial": asdict(result.trial),
         "probe": _plain(result.probe),
-        "test": None if result.test is None else _plain(result.test),
+        "test": _plain(result.test),
         "training": result.training,
         "gates": result.modules,
         "seconds": {name: round(value, 3) for name, value in result.seconds.items()},
@@ -102,13 +104,15 @@ def read_result(folder: Path, plan: SweepPlan, trial: Trial) -> TrialResult | No
     path = trial_folder(folder, trial) / RESULT
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
+        # a plan without a probe says so; a result without its score is none where there is one
+        if record["probe"] is None and plan.identity.get("probe", True) is not None:
+            return None
         if record["sweep"] != plan.fingerprint or record["trial"] != asdict(trial) or record["version"] != 1:
             return None
-        test = None if record["test"] is None else _scored(record["test"])
         return TrialResult(
             trial,
             _scored(record["probe"]),
-            test,
+            _scored(record["test"]),
             record["training"],
             record["gates"],
             record["seconds"],
@@ -213,7 +217,9 @@ def held(path: Path, wait_s: float, taken: str) -> Iterator[None]:
         yield
 
 
-def _plain(scored: Scored) -> dict[str, Any]:
+def _plain(scored: Scored | None) -> dict[str, Any] | None:
+    if scored is None:
+        return None
     return {
         "questions": scored.questions,
         "scores": scored.scores.tolist(),
@@ -222,7 +228,9 @@ def _plain(scored: Scored) -> dict[str, Any]:
     }
 
 
-def _scored(record: dict[str, Any]) -> Scored:
+def _scored(record: dict[str, Any] | None) -> Scored | None:
+    if record is None:
+        return None
     scores = np.array(record["scores"], dtype=np.float64)
     if scores.ndim != 2 or not scores.size or not np.isfinite(scores).all():
         raise ValueError("not a table of scores")

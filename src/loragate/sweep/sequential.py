@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from loragate.sweep.plan import SweepPlan, Trial
 from loragate.sweep.trials import Materials, TrialRunner
 
 
-def run_sequentially(materials: Materials, plan: SweepPlan, folder: Path, pending: Sequence[Trial]) -> TrialRunner:
+def run_sequentially(materials: Materials, plan: SweepPlan, folder: Path, pending: Sequence[Trial]) -> None:
     """Run the pending trials; one that fails is noted in its folder and does not stop the others.
-
-    Returns:
-        The runner, whose base is in memory.
 
     Raises:
         KeyboardInterrupt: on Ctrl-C, after a checkpoint.
@@ -25,9 +21,3 @@ def run_sequentially(materials: Materials, plan: SweepPlan, folder: Path, pendin
             runner.run(trial)
         except Exception:  # noted by the runner, reported by whoever reads the folder
             continue
-    return runner
-
-
-def write_best(materials: Materials, plan: SweepPlan, folder: Path, *details: Any) -> None:
-    """`TrialRunner.write_best` with a base loaded for it."""
-    TrialRunner(materials, plan, folder).write_best(*details)

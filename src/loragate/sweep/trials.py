@@ -1,29 +1,34 @@
 """Runs trials in one process: the base is loaded once, adapters change on it, gates come and go.
 
+Each trained cell leaves a gated adapter of its own, in trials/<slug>/gated: gates of a few MB, and hard links to the one copy of
+the adapter's files in adapters/<label>.
+
 Where base, adapter and questions come from is the caller's knowledge; it arrives as `Materials`, which can be sent to another
 process because it holds names, not weights.
 """
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import json
+import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-from safetensors.torch import load_file, save_file
-
 from loragate.data import EncodedRows, Rows, find_endings
-from loragate.errors import DataError, TrainingError
-from loragate.files import write_atomically
-from loragate.gates import GateConfig, attach_gates, detach_gates, gate_parameters, save_gates
+from loragate.errors import TrainingError
+from loragate.files import write_json, write_text
+from loragate.gates import GateConfig, detach_gates, save_gates
+from loragate.gates.card import render_card
+from loragate.gates.schema import CARD, CONFIG, read_gate_config
 from loragate.generation import TransformersEngine
-from loragate.losses.entropy import support_size
 from loragate.selection.probe import Probe, ProbeScores
 from loragate.sweep.plan import SweepPlan, Trial
 from loragate.sweep.records import (
+    CELL,
     FAILED,
     Scored,
     Status,
@@ -37,7 +42,6 @@ from loragate.sweep.records import (
 )
 from loragate.training import CalibrationResult, CalibrationSettings, calibrate, calibration_rows
 
-GATES = "gates.safetensors"
 LOCK_WAIT_S = 60.0
 
 
@@ -46,6 +50,7 @@ class Materials(Protocol):
 
     batch_size: int
     system: str
+    place_of_base: str
 
     def load_base(self) -> Any: ...
 
@@ -69,8 +74,8 @@ class Materials(Protocol):
 
     def gates(self, trial: Trial) -> GateConfig: ...
 
-    def probes(self, model: Any, tokenizer: Any) -> tuple[Probe, Probe | None]:
-        """Probe and, if there is one, test set."""
+    def probes(self, model: Any, tokenizer: Any) -> tuple[Probe | None, Probe | None]:
+        """Probe and test set, if there are any."""
         ...
 
 
@@ -128,34 +133,6 @@ class TrialRunner:
         status("finished")
         return result
 
-    def write_best(self, trial: Trial, target: Path, selection: dict[str, Any], base_id: str) -> None:
-        """Write the gates of a finished trial as a gated adapter."""
-        result = read_result(self.folder, self.plan, trial)
-        if result is None:
-            raise DataError(f"{trial_folder(self.folder, trial)} is not finished; resume the sweep first")
-        training = dict(result.training)
-        parity = training.pop("parity", None)
-        self._open(trial.adapter)
-        attach_gates(self.model, self.materials.gates(trial))
-        try:
-            values = load_file(str(trial_folder(self.folder, trial) / GATES))
-            with torch.no_grad():
-                for name, parameter in gate_parameters(self.model).items():
-                    parameter.copy_(values[name])
-            save_gates(
-                self.model,
-                target,
-                adapter_source=self.materials.adapter_source(trial.adapter),
-                k=support_size(self.materials.settings(trial).k, self.model.get_output_embeddings().weight.shape[0]),
-                base_id=base_id,
-                adapter_id=self.materials.adapter_id(trial.adapter),
-                stop_token_ids=find_endings(self.tokenizer, self.model.generation_config).token_ids,
-                evidence={"parity": parity, "selection": selection, "training": training},
-            )
-        finally:
-            detach_gates(self.model)
-        self.tokenizer.save_pretrained(str(target / "adapter" / "tokenizer"))
-
     def _open(self, label: str) -> None:
         """Have this adapter on the base; the base is as freshly loaded each time."""
         if self.base is None:
@@ -197,14 +174,28 @@ class TrialRunner:
             on_step=report,
         )
         try:
-            gates = {name: value.detach().cpu().contiguous() for name, value in gate_parameters(self.model).items()}
-            write_atomically(place / GATES, lambda path: save_file(gates, str(path)))
+            evidence = trained.evidence()
+            self._keep(trial, place / CELL, evidence)
             probe, test, seconds = self._score(status)
         finally:
             detach_gates(self.model)
-        record = trained.evidence()
-        training = {**record["training"], "parity": record["parity"]}
+        training = {**evidence["training"], "parity": evidence["parity"]}
         return TrialResult(trial, probe, test, training, trained.gates, {"training": trained.seconds, **seconds})
+
+    def _keep(self, trial: Trial, target: Path, evidence: dict[str, Any]) -> None:
+        """Write the trained gates as a gated adapter."""
+        shutil.rmtree(target, ignore_errors=True)  # of an attempt that was cut off
+        save_gates(
+            self.model,
+            target,
+            adapter_source=self.materials.adapter_source(trial.adapter),
+            base_id=self.materials.place_of_base,
+            adapter_id=self.materials.adapter_id(trial.adapter),
+            stop_token_ids=find_endings(self.tokenizer, self.model.generation_config).token_ids,
+            evidence={key: evidence[key] for key in ("parity", "training")},
+        )
+        self.tokenizer.save_pretrained(str(target / "adapter" / "tokenizer"))
+        share_files(target / "adapter", self.folder / "adapters" / trial.adapter)
 
     def _rows(self, settings: CalibrationSettings) -> tuple[Rows, EncodedRows]:
         key = (self.label, settings.seed, settings.max_rows, settings.max_length)
@@ -215,8 +206,7 @@ class TrialRunner:
             self.encoded = {key: calibration_rows(self.rows, self.tokenizer, settings, self.materials.system)}
         return self.encoded[key]
 
-    def _score(self, status: Status) -> tuple[Scored, Scored | None, dict[str, float]]:
-        assert self.probe is not None
+    def _score(self, status: Status) -> tuple[Scored | None, Scored | None, dict[str, float]]:
         engine = TransformersEngine(self.model, self.tokenizer, batch_size=self.materials.batch_size)
         seconds: dict[str, float] = {}
 
@@ -227,8 +217,37 @@ class TrialRunner:
             seconds[stage] = time.monotonic() - began
             return Scored(found.scores, found.signs, answers_sha256(found), questions.fingerprint)
 
-        probe = score(self.probe, "probing")
+        probe = None if self.probe is None else score(self.probe, "probing")
         return probe, None if self.test is None else score(self.test, "testing"), seconds
+
+
+def write_best(folder: Path, trial: Trial, target: Path, selection: dict[str, Any]) -> None:
+    """Copy a finished trial's gated adapter, with the record of how it was chosen.
+
+    Raises:
+        ArtifactError: if the trial has left none.
+    """
+    source = trial_folder(folder, trial) / CELL
+    record = {**read_gate_config(source), "selection": selection}
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns(CONFIG, CARD), dirs_exist_ok=True)
+    write_text(target / CARD, render_card(target.name, record))
+    write_json(target / CONFIG, record)  # last: without it there is no artifact
+
+
+def share_files(folder: Path, common: Path) -> None:
+    """Have equal files of many folders take their room once: a hard link to the first in `common`, where there can be links."""
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        kept = common / file.relative_to(folder)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(file, kept)
+        except FileExistsError:
+            if filecmp.cmp(file, kept, shallow=False):
+                link = file.with_name(f"{file.name}.link")
+                os.link(kept, link)
+                link.replace(file)
+        except OSError:
+            return  # a file system without hard links: every folder keeps its own
 
 
 def answers_sha256(found: ProbeScores) -> str:

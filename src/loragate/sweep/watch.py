@@ -23,7 +23,7 @@ class TrialState:
         state: waiting, loading, training, probing, testing, finished or failed.
         done, total: steps, or answers while they are sampled.
         entropy: normalised top-k entropy of the training so far, None where there is none.
-        score: mean probe score, 0 to 1, when finished.
+        score: mean probe score, 0 to 1, when finished; None without a probe.
         error: why it failed.
     """
 
@@ -77,5 +77,5 @@ class Watch:
 
 def _finished(result: TrialResult) -> TrialState:
     steps = int(result.training.get("steps", 0))
-    score = float(np.mean(result.probe.scores))
+    score = None if result.probe is None else float(np.mean(result.probe.scores))
     return TrialState(result.trial, "finished", steps, steps, result.training.get("entropy_after"), score)

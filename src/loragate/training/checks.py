@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from loragate.data import Collator, EncodedRows
+from loragate.data import Collator
 from loragate.errors import ConfigError, TrainingError
 from loragate.gates import Parity, record_gates
 from loragate.gates.eligibility import output_head
@@ -71,9 +71,9 @@ def require_only_gates_train(model: Any, trained: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def measure_entropy(
-    model: Any, encoded: EncodedRows, collator: Collator, k: int, adapter_name: str
+    model: Any, rows: Sequence[dict[str, Any]], collator: Collator, k: int, adapter_name: str
 ) -> tuple[float, dict[str, dict[str, float]], dict[str, float]]:
-    """Normalised top-k entropy over the response tokens of the first rows, and λ statistics there.
+    """Normalised top-k entropy over the response tokens of the rows, and λ statistics there.
 
     Returns:
         (mean entropy, {module: statistics}, statistics over all modules).
@@ -82,11 +82,10 @@ def measure_entropy(
     was_training = model.training
     model.eval()
     total = count = 0.0
-    chosen = encoded[:MEASURED_ROWS]
     try:
         with statistics_forward(model), record_gates(model, adapter_name) as recording:
-            for at in range(0, len(chosen), 8):
-                batch = {key: value.to(device) for key, value in collator(chosen[at : at + 8]).items()}
+            for at in range(0, len(rows), 8):
+                batch = {key: value.to(device) for key, value in collator(rows[at : at + 8]).items()}
                 recording.token_mask = batch["labels"].ne(-100)
                 stats = model(
                     input_ids=batch["input_ids"],

@@ -74,8 +74,9 @@ def _require_name(name: Any) -> None:
 def _require_values(objective: Any) -> None:
     name = objective.name
     support_size(objective.k, 1 << 30)
-    for attribute, known in (("requires", REQUIREMENTS), ("outputs", STATISTICS), ("gradients", STATISTICS)):
-        values = getattr(objective, attribute)
+    checked = {"requires": REQUIREMENTS, "outputs": STATISTICS, "gradients": STATISTICS, "batch_reads": STATISTICS}
+    for attribute, known in checked.items():
+        values = getattr(objective, attribute, ())
         if attribute == "gradients" and values is None:
             continue
         if isinstance(values, str) or not isinstance(values, (tuple, list, set, frozenset)):
@@ -120,6 +121,14 @@ def require_mask_column(objective: Objective, encoded: EncodedRows, source: Rows
             f"objective {objective.name!r} needs a keep_mask, and {source.source} has no such column: a list of 0 and 1, one "
             "per response token. Make one with loragate mask --model BASE --reference MODEL --data IN --out OUT"
         )
+
+
+def batch_needs(objective: Objective) -> dict[str, Any]:
+    """The fields of a `TrainingJob` for an objective that depends on the whole batch; none for the others."""
+    over_batch = getattr(objective, "over_batch", None)
+    if over_batch is None:
+        return {}
+    return {"over_batch": over_batch, "batch_reads": tuple(getattr(objective, "batch_reads", ()))}
 
 
 def per_token(objective: Objective) -> TokenLoss:

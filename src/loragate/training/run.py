@@ -24,6 +24,7 @@ from loragate.errors import DataError, TrainingError
 from loragate.gates.quantised import quantization_of
 from loragate.losses import StatisticsRequest
 from loragate.losses.head import IGNORED
+from loragate.losses.objectives.base import OverBatch
 from loragate.training.arrangement import PackedCollator, require_separate_sequences
 from loragate.training.callbacks import (
     FiniteGradientCheck,
@@ -71,6 +72,7 @@ class TrainingJob:
         recorder: opens a λ recording on the model it is given, for the log line (Stage II).
         check_gradient: refuse a first gradient that is zero everywhere (Stage II).
         reference: from (model, inputs) to a frozen reference's distributions, for objectives with a KL to one.
+        over_batch, batch_reads: what the loss needs to know of a whole batch (see `loragate.losses.objectives.Objective`).
     """
 
     model: Any
@@ -86,6 +88,8 @@ class TrainingJob:
     check_gradient: bool = False
     callbacks: Sequence[Any] = field(default_factory=tuple)
     reference: ReferenceOf | None = None
+    over_batch: OverBatch | None = None
+    batch_reads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -178,6 +182,8 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
             recorder=job.recorder,
             reference=job.reference,
             last_layer=last_layer,
+            over_batch=job.over_batch,
+            batch_reads=job.batch_reads,
             model=job.model,
             args=arguments,
             train_dataset=as_dataset(job.encoded, job.settings, arguments.world_size),

@@ -28,7 +28,7 @@ from loragate.training.given import (
     rows_given,
     settings_given,
 )
-from loragate.training.own_objective import per_token, require_mask_column, require_own
+from loragate.training.own_objective import batch_needs, per_token, require_mask_column, require_own
 from loragate.training.reference_model import BaseReference, OtherReference
 from loragate.training.run import OnStep, TrainingJob, encoded_fingerprint, require_short_enough, run_training
 from loragate.training.settings import StageOneSettings, recorded
@@ -239,6 +239,7 @@ def train_adapter(
         request=StatisticsRequest(chosen.k, tuple(chosen.outputs), chosen.gradients and tuple(chosen.gradients)),
         trained=trained,
         reference=reference,
+        **batch_needs(chosen),
         identity={
             "stage": "sft",
             "settings": {**recorded(asdict(settings)), "objective": chosen.name},

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from loragate.losses.entropy import support_size
 from loragate.losses.objectives import Objective
 from loragate.training.callables import Callables
 from loragate.training.checks import (
+    MEASURED_ROWS,
     check_parity,
     frozen_parameters,
     measure_entropy,
@@ -53,7 +55,7 @@ from loragate.training.given import (
 )
 from loragate.training.guards import Guard, GuardLimits
 from loragate.training.on_policy import OnPolicyJob, run_on_policy
-from loragate.training.own_objective import per_token, require_mask_column, require_own
+from loragate.training.own_objective import batch_needs, per_token, require_mask_column, require_own
 from loragate.training.random_gates import draw_gates
 from loragate.training.rollouts import Reward, Sampler
 from loragate.training.run import (
@@ -86,6 +88,8 @@ class CalibrationResult:
         gates_total: the same over all modules.
         history: log records of the run.
         steps, seconds, parameters, rows, response_tokens: size and cost.
+        training_seconds: of the training loop alone, as Stage I's `seconds` are, and since the last resume.
+        heldout: rows of `heldout`, and the entropy on them before and after; empty without.
         data: source and fingerprint of the rows.
         fused_head: whether the fused head served (False: full logits).
         stopped: None, or the guard's sentence that says why training ended early; the gates are those of that step.
@@ -113,6 +117,8 @@ class CalibrationResult:
     stopped: str | None = None
     guard: list[dict[str, Any]] = field(default_factory=list)
     sampled: dict[str, float] = field(default_factory=dict)
+    training_seconds: float = 0.0
+    heldout: dict[str, float] = field(default_factory=dict)
     objective: str = field(kw_only=True)
     constants: dict[str, Any] = field(default_factory=dict)
 
@@ -129,10 +135,12 @@ class CalibrationResult:
                 "gates": self.gates_total,
                 "steps": self.steps,
                 "seconds": round(self.seconds, 1),
+                "training_seconds": round(self.training_seconds, 1),
                 "parameters": self.parameters,
                 "rows": self.rows,
                 "response_tokens": self.response_tokens,
                 "data": self.data,
+                **({"heldout": self.heldout} if self.heldout else {}),
                 **({"sampled": self.sampled} if self.sampled else {}),
                 **watched,
             },
@@ -162,6 +170,7 @@ def calibrate(
     resume: bool = False,
     on_step: OnStep | None = None,
     encoded: EncodedRows | None = None,
+    heldout: EncodedRows | None = None,
     sampler: Sampler | None = None,
     reward: Reward | None = None,
     guard: GuardLimits | None = None,
@@ -185,6 +194,7 @@ def calibrate(
         on_step: progress callback.
         encoded: rows already tokenised (`loragate.data.encode_rows`) in the order and number to be used, to share the work
             between calibrations.
+        heldout: tokenised rows that are not trained on; entropy is measured on all of them too, before and after.
         sampler: draws the answers of the objectives anchored and reward with the gates as they are at the call; None
             samples with transformers from the model in memory.
         reward: (row, answer text, finished) to a number, for the objective reward.
@@ -238,6 +248,7 @@ def calibrate(
                 on_step,
                 callables,
                 objective,
+                heldout,
             )
     except BaseException:
         detach_gates(peft_model, name)
@@ -270,6 +281,7 @@ def _calibrate(
     on_step: OnStep | None,
     callables: Callables,
     objective: Objective | None,
+    heldout: EncodedRows | None,
 ) -> CalibrationResult:
     began = time.monotonic()
     require_short_enough(model, encoded, rows)
@@ -280,7 +292,9 @@ def _calibrate(
     check_parity(parity, causal_model(model).dtype)
     vocabulary = causal_model(model).get_output_embeddings().weight.shape[0]
     k = support_size(settings.k, vocabulary)
-    before, _, _ = measure_entropy(model, encoded, collator, k, name)
+    measured = partial(measure_entropy, model, collator=collator, k=k, adapter_name=name)
+    before, _, _ = measured(encoded[:MEASURED_ROWS])
+    apart = {} if heldout is None else {"rows": len(heldout), "entropy_before": measured(heldout[:])[0]}
 
     train_gates_only(model, name)
     trained: dict[str, Any] = dict(gate_parameters(model, name))
@@ -338,13 +352,15 @@ def _calibrate(
                 recorder=lambda running: record_gates(running, name),
                 check_gradient=True,
                 callbacks=callables.guarding(model, tokenizer, encoded, name),
+                **({} if objective is None else batch_needs(objective)),
             )
             outcome = run_training(job, folder, resume=resume, on_step=on_step)
     if weights_checksum(frozen_parameters(model)) != frozen:
         raise TrainingError(
             "a frozen weight of the base or the adapter changed during calibration; the result is not used"
         )
-    after, statistics, total = measure_entropy(model, encoded, collator, k, name)
+    after, statistics, total = measured(encoded[:MEASURED_ROWS])
+    apart |= {} if heldout is None else {"entropy_after": measured(heldout[:])[0]}
     return CalibrationResult(
         config=config,
         settings=settings,
@@ -364,6 +380,8 @@ def _calibrate(
         stopped=None if guard is None else guard.verdict,
         guard=[] if guard is None else guard.as_records(),
         sampled=sampled,
+        training_seconds=outcome.seconds,
+        heldout=apart,
         objective=trained_by,
         constants={} if objective is None else dict(objective.settings),
     )
@@ -372,8 +390,7 @@ def _calibrate(
 def _loss_and_request(name: str, own: Objective | None, k: int) -> tuple[TokenLoss, StatisticsRequest]:
     """What trains gates on the given rows, and the statistics that it reads."""
     if own is not None:
-        gradients = None if own.gradients is None else tuple(own.gradients)
-        return per_token(own), StatisticsRequest(own.k, tuple(own.outputs), gradients)
+        return per_token(own), StatisticsRequest(own.k, tuple(own.outputs), own.gradients and tuple(own.gradients))
     if name == "ce":
         return cross_entropy_loss, StatisticsRequest(k, ("log_prob", "topk_entropy"), ("log_prob",))
     return entropy_loss, StatisticsRequest(k, ("topk_entropy",), ("topk_entropy",))

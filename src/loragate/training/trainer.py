@@ -1,7 +1,8 @@
 """A thin subclass of TRL's SFTTrainer whose loss comes from the token-statistics head.
 
-It overrides the loss, the log line, the checkpoint format and the telemetry, and nothing else of the training loop. The
-per-token loss arrives as a callable, so both stages use this class. Rows come tokenised and in their final order.
+It overrides the loss, what is known of a whole batch before it, the log line, the checkpoint format and the telemetry, and
+nothing else of the training loop. The per-token loss arrives as a callable, so both stages use this class. Rows come
+tokenised and in their final order.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from loragate.errors import DivergenceError, TrainingError
 from loragate.files import write_atomically
 from loragate.losses import ObjectiveContext, StatisticsRequest, TokenStatistics, add_statistics_forward
 from loragate.losses.divergence import Reference
+from loragate.losses.head import IGNORED
+from loragate.losses.objectives.base import OverBatch
 from loragate.training.arrangement import arranged_steps
 from loragate.training.last_layer import LastLayer
 from loragate.training.recomputation import recomputation_argument
@@ -40,13 +44,16 @@ TokenLoss = Callable[[TokenStatistics, ObjectiveContext], torch.Tensor]
 ReferenceOf = Callable[[Any, dict[str, Any]], Reference]
 TRAINED, OPTIMIZER, SCHEDULER = "trained.safetensors", "optimizer.pt", "scheduler.pt"
 ROWS_AT_A_TIME = 2048  # that are Python lists while a data set is made
+# column of a forward pass that holds what is known of its batch, wrapped so that nothing casts it
+_BATCH = "loragate_batch"
 
 
 class StatisticsTrainer(SFTTrainer):
     """SFTTrainer over `model(..., statistics=request)`.
 
     Loss: sum of the per-token loss over response tokens ÷ number of response tokens of the global batch (all ranks, all
-    accumulation steps).
+    accumulation steps). With `over_batch` all forward passes of a step are first made without gradient, in evaluation mode, for
+    the statistics named in `batch_reads` (none: not made at all); what it says of each is `ObjectiveContext.batch` in its loss.
     """
 
     loss_is_scaled_for_ga = True
@@ -61,10 +68,13 @@ class StatisticsTrainer(SFTTrainer):
         recorder: Callable[[Any], Any] | None = None,
         reference: ReferenceOf | None = None,
         last_layer: LastLayer | None = None,
+        over_batch: OverBatch | None = None,
+        batch_reads: tuple[str, ...] = (),
         **kwargs: Any,
     ) -> None:
         self.token_loss, self.request, self.trained, self.where = token_loss, request, trained, where
         self.recorder, self.reference = recorder, reference
+        self.over_batch, self.batch_reads = over_batch, batch_reads
         self.last_layer = last_layer or LastLayer("it was not asked for")
         self.sums: dict[str, torch.Tensor] = {}
         self.gate_summary: dict[str, float] = {}
@@ -89,26 +99,70 @@ class StatisticsTrainer(SFTTrainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """The model card is written with the finished artifact, not with checkpoints."""
 
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward passes of an optimiser step, each with what `over_batch` says of it."""
+        passes, items = super().get_batch_samples(*args, **kwargs)
+        if self.over_batch is not None and passes:
+            values = self.over_batch([self._measured(inputs) for inputs in passes], self._gathered)
+            for inputs, value in zip(passes, values, strict=True):
+                inputs[_BATCH] = SimpleNamespace(value=value)
+        return passes, items
+
+    @torch.no_grad()
+    def _measured(self, inputs: dict[str, Any]) -> tuple[TokenStatistics, ObjectiveContext]:
+        """A forward pass that trains nothing; without `batch_reads` the mask of its labels alone."""
+        inputs, _, context = self._unpacked(self._prepare_inputs(inputs))
+        if not self.batch_reads:
+            mask = inputs["labels"][:, 1:] != IGNORED
+            nothing = torch.empty(0, device=mask.device)
+            return TokenStatistics(nothing, nothing, nothing, mask, self.request.k), context
+        model = self.model_wrapped
+        was_training = model.training
+        model.eval()
+        try:
+            with self.compute_loss_context_manager():
+                request = replace(self.request, outputs=self.batch_reads, gradients=())
+                return self._statistics(model, inputs, request), context
+        finally:
+            model.train(was_training)
+
+    def _gathered(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows [N, ...] of all processes, in their order; N may differ."""
+        sizes = self.accelerator.gather(torch.tensor([len(rows)], device=rows.device)).tolist()
+        whole = self.accelerator.gather(self.accelerator.pad_across_processes(rows))
+        parts = whole.split(max(sizes)) if max(sizes) else [whole]
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=False)])
+
+    def _unpacked(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor, ObjectiveContext]:
+        """What the model reads, the rows, and the context of the loss."""
         inputs = dict(inputs)
         rows = inputs.pop("row")
         keep = inputs.pop("keep_mask", None)
+        known = inputs.pop(_BATCH, None)
         context = ObjectiveContext(
             keep_mask=None if keep is None else keep[:, 1:],
             sequence_ids=rows[:, 1:] if rows.dim() == 2 else None,
             step=self.state.global_step,
             total_steps=self.state.max_steps,
+            batch=None if known is None else known.value,
         )
-        request = self.request
+        return inputs, rows, context
+
+    def _statistics(self, model: Any, inputs: dict[str, Any], request: StatisticsRequest) -> TokenStatistics:
         if self.reference is not None:
             request = replace(request, reference=self.reference(model, inputs))
+        with self.last_layer.reading(inputs["labels"]):
+            stats: TokenStatistics = model(**inputs, statistics=request)
+        return stats
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        inputs, rows, context = self._unpacked(inputs)
         with self._recording() as record:
             if record is not None:
-                record.token_mask = inputs["labels"].ne(-100)
-            with self.last_layer.reading(inputs["labels"]):
-                stats = model(**inputs, statistics=request)
+                record.token_mask = inputs["labels"].ne(IGNORED)
+            stats = self._statistics(model, inputs, self.request)
         if record is not None and (total := record.total()).get("tokens"):
             self.gate_summary = total
         losses = self.token_loss(stats, context)

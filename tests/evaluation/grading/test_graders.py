@@ -60,7 +60,7 @@ def test_the_default_grader_is_the_best_of_the_three(group):
         assert row["default"]["false_rejects"] < row[other]["false_rejects"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("products")
 def test_all_committed_numbers_are_reproduced():
     verdicts = {name: judge_all(PAIRS, name, workers=2)[0] for name in ("default", "math_verify", "dft")}
     assert table(PAIRS, verdicts) == COMMITTED["table"]
@@ -99,7 +99,7 @@ def test_grades_say_why():
 
 
 @pytest.mark.parametrize(
-    "name", ["default", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dft", "math_verify"))]
+    "name", ["default", *(pytest.param(name, marks=pytest.mark.slow("products")) for name in ("dft", "math_verify"))]
 )
 def test_verdicts_repeat(name):
     pairs = [pair for pair in PAIRS if pair["difficulty"] == "expressions"][:6]

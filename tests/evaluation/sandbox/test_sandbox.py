@@ -27,7 +27,7 @@ from loragate.evaluation.sandbox import (
 from loragate.evaluation.sandbox.programs import run_many
 
 TOP = "bubblewrap"
-EACH = [TOP, pytest.param("rlimits", marks=pytest.mark.slow)]
+EACH = [TOP, pytest.param("rlimits", marks=pytest.mark.slow("attacks"))]
 
 DAEMON = """
 import os, sys, time

@@ -23,7 +23,7 @@ SLOW_TIERS = ("rlimits",)
 def cases(entries):
     for entry in entries:
         for tier in entry.holds:
-            marks = [pytest.mark.slow] if entry.slow or tier in SLOW_TIERS else []
+            marks = [pytest.mark.slow("attacks")] if entry.slow or tier in SLOW_TIERS else []
             yield pytest.param(entry, tier, id=f"{tier}: {entry.name}", marks=marks)
 
 

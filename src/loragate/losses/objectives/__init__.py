@@ -20,7 +20,7 @@ from loragate.losses.objectives.base import (
 )
 from loragate.losses.objectives.controls import EntropyMinimisation, Interleaved
 from loragate.losses.objectives.signed import EntropyKLSelective, Forgetting
-from loragate.losses.objectives.weighted import dft, eaft, mask, median_sequence_loss, profit, sft, talr
+from loragate.losses.objectives.weighted import dft, eaft, mask, profit, sft, talr
 
 FACTORIES: dict[str, Callable[..., Objective]] = {
     "sft": sft,
@@ -49,7 +49,6 @@ __all__ = [
     "dft",
     "eaft",
     "mask",
-    "median_sequence_loss",
     "objectives",
     "profit",
     "sft",

@@ -7,8 +7,8 @@ baseline).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -31,12 +31,15 @@ class ObjectiveContext:
         sequence_ids: int64, which sequence a token belongs to, for packed rows; None means one sequence per row.
         step: optimiser steps done so far.
         total_steps: optimiser steps of the run; 0 where it is unknown.
+        batch: what the objective's `over_batch` says of this forward pass; None where the statistics at hand are the
+            whole batch.
     """
 
     keep_mask: torch.Tensor | None = None
     sequence_ids: torch.Tensor | None = None
     step: int = 0
     total_steps: int = 0
+    batch: Any = None
 
     @property
     def progress(self) -> float:
@@ -58,6 +61,11 @@ class Objective(Protocol):
         gradients: those it differentiates, the others come detached; None for all, recomputed in the backward as they are
             needed.
         settings: its constants, for run records; JSON-able.
+
+    An objective whose loss depends on the whole batch (a median, a set of tokens) also has `over_batch`, an `OverBatch`, and
+    `batch_reads`, the statistics that it needs of every forward pass (a tuple; empty where labels and masks will do). The
+    trainer then makes these in a first pass without gradient over all rows of an optimiser step, so that the loss depends
+    neither on the size of a forward pass nor on the number of processes.
     """
 
     @property
@@ -79,6 +87,21 @@ class Objective(Protocol):
 
 
 Rule = Callable[[TokenStatistics, ObjectiveContext], torch.Tensor]
+# concatenates rows [N, ...] of all processes
+Gather = Callable[[torch.Tensor], torch.Tensor]
+# from the forward passes of this process in one optimiser step to `ObjectiveContext.batch` of each
+OverBatch = Callable[[Sequence[tuple[TokenStatistics, ObjectiveContext]], Gather], Sequence[Any]]
+
+
+def within_batch(
+    over_batch: OverBatch, stats: TokenStatistics, context: ObjectiveContext | None = None
+) -> ObjectiveContext:
+    """The context with `batch` filled in; where nobody has done so, the statistics at hand are the whole batch."""
+    context = context or ObjectiveContext()
+    if context.batch is not None:
+        return context
+    (value,) = over_batch([(stats, context)], lambda values: values)
+    return replace(context, batch=value)
 
 
 def require(objective: Objective, stats: TokenStatistics, context: ObjectiveContext) -> None:
@@ -107,6 +130,7 @@ class WeightedCrossEntropy:
         reads_entropy: whether the rule reads the top-k entropy, `stats.topk_entropy`.
         reads_full_entropy: whether the rule reads the entropy over the whole vocabulary, `stats.entropy`.
         settings: the rule's constants, for run records.
+        over_batch, batch_reads: see `Objective`; the rule finds the value in `context.batch`.
     """
 
     name: str
@@ -116,6 +140,8 @@ class WeightedCrossEntropy:
     reads_entropy: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     reads_full_entropy: bool = False
+    over_batch: OverBatch | None = None
+    batch_reads: tuple[str, ...] = ()
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -137,6 +163,8 @@ class WeightedCrossEntropy:
         context = context or ObjectiveContext()
         require(self, stats, context)
         with torch.no_grad():
+            if self.over_batch is not None:
+                context = within_batch(self.over_batch, stats, context)
             return torch.where(stats.mask, self.rule(stats, context), torch.zeros_like(stats.log_prob)).detach()
 
     def loss(self, stats: TokenStatistics, context: ObjectiveContext | None = None) -> torch.Tensor:

@@ -2,12 +2,13 @@
 
 Both average a term over the tokens it concerns ("sets"), as their own releases and texts do, so a rare kind of token counts
 as much as a frequent one; `reduction="all"` divides every term by all response tokens instead, as the paper does for its
-baselines. Sets are those of one forward pass: over several, the passes are averaged by their tokens.
+baselines. Sets and their sizes are those of the whole batch, whatever forward passes it is cut into.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from loragate.errors import ConfigError, nearest
 from loragate.losses.head import TokenStatistics
-from loragate.losses.objectives.base import ObjectiveContext, require
+from loragate.losses.objectives.base import Gather, ObjectiveContext, require, within_batch
 
 REDUCTIONS = ("sets", "all")
 COMBINATIONS = ("union", "intersection")
@@ -26,13 +27,14 @@ SCHEDULES = ("linear", "constant")
 class EntropyKLSelective:
     """EKSFT: cross-entropy where the model is neither uncertain nor far from a reference, regularised where it is.
 
-    Per forward pass, with S_H the `ratio` of response tokens of the highest entropy H and S_K that of the highest
+    With S_H the `ratio` of the batch's response tokens of the highest entropy H and S_K that of the highest
     KL(p ‖ reference):
 
         L = mean over T∖(S_H ∪ S_K) of −log p_t  −  entropy_weight · mean over S_H of H_t / log V
             +  kl_weight · mean over S_K of KL_t
 
-    The sets are chosen under no_grad; H and KL are differentiated.
+    The sets are chosen under no_grad; H and KL are differentiated. Tokens that tie with the first one outside a set are
+    outside too: before the first step the model is its reference, every KL is 0 and S_K is empty.
 
     Attributes:
         ratio: share of the response tokens in each of S_H and S_K, in [0, 1).
@@ -52,6 +54,7 @@ class EntropyKLSelective:
     requires = frozenset({"reference_kl"})
     outputs = ("log_prob", "entropy")
     gradients = None
+    batch_reads = ("entropy",)
 
     def __post_init__(self) -> None:
         if not 0 <= self.ratio < 1:
@@ -75,19 +78,23 @@ class EntropyKLSelective:
         """
         require(self, stats, context or ObjectiveContext())
         assert stats.kl is not None
-        count = int(int(stats.mask.sum()) * self.ratio)
-        high_entropy = largest_share(stats.entropy, stats.mask, count)
-        high_kl = largest_share(stats.kl, stats.mask, count)
-        masked = high_entropy | high_kl if self.combine == "union" else high_entropy & high_kl
-        share = self._share(stats.mask)
+        learned, high_entropy, high_kl = within_batch(self.over_batch, stats, context).batch
         return (
-            -share(stats.mask & ~masked) * stats.log_prob
-            - self.entropy_weight * share(high_entropy) * stats.entropy / math.log(stats.k)
-            + self.kl_weight * share(high_kl) * stats.kl
+            -learned * stats.log_prob
+            - self.entropy_weight * high_entropy * stats.entropy / math.log(stats.k)
+            + self.kl_weight * high_kl * stats.kl
         )
 
-    def _share(self, mask: torch.Tensor) -> Any:
-        return lambda members: mean_weights(members, mask, self.reduction)
+    def over_batch(self, parts: Sequence[tuple[TokenStatistics, ObjectiveContext]], gather: Gather) -> list[Any]:
+        """For each part the token weights of the three terms, each shaped like its statistics."""
+        masks = [stats.mask for stats, _ in parts]
+        high_entropy = largest_share([stats.entropy for stats, _ in parts], masks, self.ratio, gather)
+        high_kl = largest_share([stats.kl for stats, _ in parts], masks, self.ratio, gather)
+        union = self.combine == "union"
+        both = zip(masks, high_entropy, high_kl, strict=True)
+        learned = [mask & ~(entropy | kl if union else entropy & kl) for mask, entropy, kl in both]
+        terms = [mean_weights(members, masks, self.reduction, gather) for members in (learned, high_entropy, high_kl)]
+        return list(zip(*terms, strict=True))
 
 
 @dataclass(frozen=True)
@@ -96,16 +103,18 @@ class Forgetting:
 
         L = mean over kept tokens of −log p_t  −  λ · mean over the others of −log p_t
 
-    The judgement is the data's `keep_mask` (1 keep, 0 forget; `loragate mask` makes one from token influence). With the
-    schedule "linear" λ grows from 0 to `coefficient` over the run. The second term has no lower bound.
+    The judgement is the data's `keep_mask` (1 keep, 0 forget; `loragate mask` makes one from token influence, of which the
+    released code keeps 0.7). With the schedule "linear" λ = (t_max − t_min) · share of the run that is done, as in the
+    released code; "constant" is t_max throughout. The second term has no lower bound.
 
     Attributes:
-        coefficient: λ at the end of the run (linear) or throughout (constant).
+        t_max, t_min: the released constants of λ.
         schedule: "linear" or "constant".
         reduction: "sets" or "all", see the module text.
     """
 
-    coefficient: float = 0.1
+    t_max: float = 0.25
+    t_min: float = 1e-5
     schedule: str = "linear"
     reduction: str = "sets"
 
@@ -114,20 +123,24 @@ class Forgetting:
     requires = frozenset({"keep_mask"})
     outputs = ("log_prob",)
     gradients = ("log_prob",)
+    batch_reads = ()
 
     def __post_init__(self) -> None:
-        _require_not_negative("Forgetting", "coefficient", self.coefficient)
+        for name in ("t_max", "t_min"):
+            _require_not_negative("Forgetting", name, getattr(self, name))
+        if self.t_min > self.t_max:
+            raise ConfigError(f"Forgetting's t_min is at most its t_max ({self.t_max!r}), found {self.t_min!r}")
         _require_among("Forgetting", "schedule", self.schedule, SCHEDULES)
         _require_among("Forgetting", "reduction", self.reduction, REDUCTIONS)
 
     @property
     def settings(self) -> dict[str, Any]:
         """The constants, for run records."""
-        return {name: getattr(self, name) for name in ("coefficient", "schedule", "reduction")}
+        return {name: getattr(self, name) for name in ("t_max", "t_min", "schedule", "reduction")}
 
     def strength(self, context: ObjectiveContext) -> float:
         """λ at this point of the run."""
-        return self.coefficient * (context.progress if self.schedule == "linear" else 1.0)
+        return (self.t_max - self.t_min) * context.progress if self.schedule == "linear" else self.t_max
 
     def loss(self, stats: TokenStatistics, context: ObjectiveContext | None = None) -> torch.Tensor:
         """The loss per token, shaped like the statistics: negative on tokens to forget.
@@ -137,29 +150,45 @@ class Forgetting:
         """
         context = context or ObjectiveContext()
         require(self, stats, context)
-        assert context.keep_mask is not None
-        keep = context.keep_mask.bool()
-        learned = mean_weights(stats.mask & keep, stats.mask, self.reduction)
-        unlearned = mean_weights(stats.mask & ~keep, stats.mask, self.reduction)
+        learned, unlearned = within_batch(self.over_batch, stats, context).batch
         return -(learned - self.strength(context) * unlearned) * stats.log_prob
 
+    def over_batch(self, parts: Sequence[tuple[TokenStatistics, ObjectiveContext]], gather: Gather) -> list[Any]:
+        """For each part the token weights of the two terms, each shaped like its statistics."""
+        masks = [stats.mask for stats, _ in parts]
+        kept = [context.keep_mask.bool() for _, context in parts if context.keep_mask is not None]
+        learned = [mask & keep for mask, keep in zip(masks, kept, strict=True)]
+        unlearned = [mask & ~keep for mask, keep in zip(masks, kept, strict=True)]
+        terms = [mean_weights(members, masks, self.reduction, gather) for members in (learned, unlearned)]
+        return list(zip(*terms, strict=True))
 
-def largest_share(values: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
-    """Bool, shaped like `mask`: the `count` largest values among the labelled tokens; no gradient."""
-    chosen = torch.zeros_like(mask)
-    if count > 0:
-        inside = torch.zeros_like(values.detach()[mask], dtype=torch.bool)
-        inside[torch.topk(values.detach()[mask], count).indices] = True
-        chosen[mask] = inside
-    return chosen
+
+def largest_share(
+    values: Sequence[Any], masks: Sequence[torch.Tensor], ratio: float, gather: Gather
+) -> list[torch.Tensor]:
+    """Bool, shaped like `masks`: int(ratio · N) largest values among the N labelled tokens of the batch; no gradient.
+
+    Fewer where values tie with the largest one that is left out.
+    """
+    inside = [value.detach()[mask] for value, mask in zip(values, masks, strict=True)]
+    whole = gather(torch.cat(inside))
+    if not whole.numel():
+        return [torch.zeros_like(mask) for mask in masks]
+    bound = torch.topk(whole, int(whole.numel() * ratio) + 1).values[-1]
+    return [mask & (value.detach() > bound) for value, mask in zip(values, masks, strict=True)]
 
 
-def mean_weights(members: torch.Tensor, mask: torch.Tensor, reduction: str) -> torch.Tensor:
-    """Weights whose sum over tokens, divided by all labelled tokens, is a mean over `members` ("sets"), or 1 for each."""
-    weights = members.to(torch.float32)
+def mean_weights(
+    members: Sequence[torch.Tensor], masks: Sequence[torch.Tensor], reduction: str, gather: Gather
+) -> list[torch.Tensor]:
+    """Weights whose sum over tokens, divided by all labelled tokens of the batch, is a mean over `members` ("sets"), or 1 for
+    each."""
+    weights = [member.to(torch.float32) for member in members]
     if reduction == "all":
         return weights
-    return weights * (mask.sum() / members.sum().clamp(min=1))
+    counts = [torch.stack([mask.sum(), member.sum()]) for mask, member in zip(masks, members, strict=True)]
+    tokens, chosen = gather(torch.stack(counts)).sum(0)
+    return [weight * (tokens / chosen.clamp(min=1)) for weight in weights]
 
 
 def _require_not_negative(method: str, name: str, value: float) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from loragate.errors import ConfigError
 from loragate.losses.entropy import support_size
 from loragate.losses.head import TokenStatistics
-from loragate.losses.objectives.base import ObjectiveContext, WeightedCrossEntropy
+from loragate.losses.objectives.base import Gather, ObjectiveContext, WeightedCrossEntropy
 
 
 def sft() -> WeightedCrossEntropy:
@@ -62,8 +63,8 @@ def talr(tau: float | str = "median", floor: float = 0.01) -> WeightedCrossEntro
     """TALR, w = max(floor, p_t^(1/τ)).
 
     Args:
-        tau: "median" takes the median over the batch of the per-sequence mean loss, anew at each step; it depends on
-            how the batch is split. A number fixes it.
+        tau: "median" takes the median over the batch (all rows of the optimiser step, on all processes) of the
+            per-sequence mean loss, anew at each step. A number fixes it, and saves the pass that measures the losses.
         floor: smallest weight. Both defaults rest on third-party evidence; the paper states neither.
     """
     if isinstance(tau, str) and tau != "median":
@@ -72,16 +73,33 @@ def talr(tau: float | str = "median", floor: float = 0.01) -> WeightedCrossEntro
         raise ConfigError(f"TALR's tau must be positive, found {tau!r}")
     if not 0 <= floor <= 1:
         raise ConfigError(f"TALR's floor is a weight in [0, 1], found {floor!r}")
+    fixed = None if isinstance(tau, str) else torch.as_tensor(tau)
 
     def rule(stats: TokenStatistics, context: ObjectiveContext) -> torch.Tensor:
-        scale = median_sequence_loss(stats, context) if isinstance(tau, str) else torch.as_tensor(tau)
+        scale = context.batch if fixed is None else fixed
         return torch.exp(stats.log_prob / scale.to(stats.log_prob)).clamp(min=floor)
 
-    return WeightedCrossEntropy("talr", rule, settings={"tau": tau, "floor": floor})
+    return WeightedCrossEntropy(
+        "talr",
+        rule,
+        settings={"tau": tau, "floor": floor},
+        over_batch=median_sequence_loss if fixed is None else None,
+        batch_reads=("log_prob",) if fixed is None else (),
+    )
 
 
-def median_sequence_loss(stats: TokenStatistics, context: ObjectiveContext) -> torch.Tensor:
-    """Median over sequences of the mean token loss, a scalar of at least 1e-6; rows are sequences unless ids say so."""
+def median_sequence_loss(
+    parts: Sequence[tuple[TokenStatistics, ObjectiveContext]], gather: Gather
+) -> list[torch.Tensor]:
+    """Median over the batch's sequences of the mean token loss, a scalar of at least 1e-6; the same for every part."""
+    means = gather(torch.cat([sequence_losses(stats, context) for stats, context in parts]))
+    # a sequence without a finite loss must not hide which one it is
+    median = means.nanmedian().clamp(min=1e-6) if means.numel() else means.new_ones(())
+    return [median] * len(parts)
+
+
+def sequence_losses(stats: TokenStatistics, context: ObjectiveContext) -> torch.Tensor:
+    """Mean token loss of each sequence with a label, [sequences]; rows are sequences unless ids say so."""
     loss, mask = -stats.log_prob, stats.mask
     if context.sequence_ids is not None:
         ids = context.sequence_ids[mask]
@@ -93,8 +111,7 @@ def median_sequence_loss(stats: TokenStatistics, context: ObjectiveContext) -> t
         rows = loss.reshape(-1, loss.shape[-1]) if loss.dim() > 1 else loss.reshape(1, -1)
         kept = mask.reshape(rows.shape)
         sums, sizes = (rows * kept).sum(-1), kept.sum(-1).to(loss.dtype)
-    means = sums[sizes > 0] / sizes[sizes > 0]
-    return means.median().clamp(min=1e-6) if means.numel() else loss.new_ones(())
+    return sums[sizes > 0] / sizes[sizes > 0]
 
 
 def mask() -> WeightedCrossEntropy:

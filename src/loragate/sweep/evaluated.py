@@ -1,0 +1,108 @@
+"""The cells of a sweep on whole suites: what `loragate eval --sweep` makes of its record, and what its heat maps are drawn from.
+
+A cell is a range; its seeds are averaged within each question. Its score on a suite is the mean over the suite's tasks, each
+counting the same, as in the paper's maps. The cell that the sweep chose on its probe is marked; the best cell here is the
+oracle, which no choice may rest upon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from loragate.evaluation.aggregates import compare_suites, suite_average
+from loragate.evaluation.results import EvaluationRecord, TaskResult
+from loragate.evaluation.statistics import holm
+from loragate.sweep.outcome import LEVEL
+from loragate.sweep.plan import SweepPlan, Trial
+
+Tables = list[np.ndarray]
+
+
+def suite_record(
+    record: EvaluationRecord, plan: SweepPlan, label: str, suite: str, tasks: Sequence[str], chosen: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The cells of one adapter on one suite, in the form that `report.heatmap` draws.
+
+    Args:
+        record: of an evaluation with the row "adapter" and one row per finished trial, whose control is `Trial.name`.
+        label: of the adapter.
+        tasks: names of the suite's tasks in the record.
+        chosen: the sweep's choice for this adapter; empty where it has none.
+    """
+    rows = {(row.task, row.name): row for row in record.results}
+    own = [_means([rows[task, "adapter"]]) for task in tasks]
+    groups: dict[tuple[str, float, float], list[Trial]] = {}
+    for trial in plan.trials:
+        if trial.kind == "gates" and trial.adapter == label:
+            groups.setdefault((trial.objective, trial.lower, trial.upper), []).append(trial)
+    cells: list[dict[str, Any]] = []
+    tables: dict[str, Tables] = {}
+    for (objective, lower, upper), trials in groups.items():
+        found = [trial for trial in trials if (tasks[0], f"gated {trial.name}") in rows]
+        if not found:
+            continue
+        name = f"[{lower:g},{upper:g}]" + ("" if objective == "entropy" else f" {objective}")
+        scored = [_means([rows[task, f"gated {trial.name}"] for trial in found]) for task in tasks]
+        complete = len(found) == len(trials)
+        if complete:
+            tables[name] = scored
+        cells.append(
+            {
+                "name": name,
+                "adapter": label,
+                "objective": objective,
+                "lower": lower,
+                "upper": upper,
+                "seeds": [trial.seed for trial in found],
+                "complete": complete,
+                "score": asdict(suite_average(scored)),
+                "difference": asdict(compare_suites(scored, own)),
+                "differs": False,
+            }
+        )
+    for cell, p in zip(cells, holm([cell["difference"]["p"] for cell in cells]), strict=True):
+        versus = cell["difference"]
+        versus["p_holm"] = p
+        cell["differs"] = p <= LEVEL and (versus["low"] > 0 or versus["high"] < 0)
+    first = rows[tasks[0], "adapter"].avg_at_k
+    return {
+        "format": "loragate sweep evaluation",
+        "version": 1,
+        "sweep": plan.fingerprint,
+        "suite": suite,
+        "tasks": list(tasks),
+        "questions": sum(len(table) for table in own),
+        "samples": first.samples,
+        "seeds": list(dict.fromkeys(trial.seed for trials in groups.values() for trial in trials)),
+        "comparisons": len(cells),
+        "cells": cells,
+        "choices": [_choice(label, own, tables, chosen)],
+    }
+
+
+def _choice(label: str, own: Tables, tables: Mapping[str, Tables], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    every = {"adapter": own, **tables}
+    best = max(every, key=lambda name: suite_average(every[name]).mean)
+    picked = str(chosen.get("picked", "")) if chosen.get("accepted") else ""
+    regret = None
+    if picked in tables:
+        alike = best == picked  # a model does not differ from itself, which the test cannot know
+        regret = {"mean": 0.0, "low": 0.0, "high": 0.0, "p": 1.0} if alike else None
+        regret = regret or asdict(compare_suites(every[best], every[picked]))
+    return {
+        "adapter": label,
+        "picked": picked,
+        "accepted": picked in tables,
+        "candidates": len(tables),
+        "adapter_score": asdict(suite_average(own)),
+        "oracle": {"name": best, "score": asdict(suite_average(every[best])), "regret": regret},
+    }
+
+
+def _means(results: Sequence[TaskResult]) -> np.ndarray:
+    """[questions, 1]: the mean over seeds of each question's mean; all seeds are asked the same questions."""
+    return np.mean([result.question_scores for result in results], axis=0)[:, None]
