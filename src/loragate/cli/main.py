@@ -25,7 +25,7 @@ COMMANDS = {
     "extract": ("extract", "a LoRA adapter of chosen rank from a fine-tuned model and its base"),
     "calibrate": ("calibrate", "Stage II: gate a finished adapter by entropy, from prompts and responses"),
     "sweep": ("sweep", "many ranges, seeds, adapters and objectives, on Ray or one after the other"),
-    "recipes": ("recipes", "the trainings of the paper, by name: list, show, run and check"),
+    "recipes": ("recipes", "the trainings of the paper, by name: list, show, run, rehearse and check"),
     "generate": ("generate", "text from a gated adapter, a plain adapter or a base"),
     "eval": ("evaluate", "scores of base, adapter and gated adapter, and what their differences show"),
     "regrade": ("regrade", "judge the stored answers of an evaluation with another grader"),
