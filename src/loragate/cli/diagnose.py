@@ -52,7 +52,8 @@ class DiagnoseOptions(EvaluationInputs):
         max_rows: (entropy, alignment) first rows, or answers, to read; 256 for entropy, 48 for alignment.
         max_length: (entropy, alignment, tokens) longest row, or answer, in tokens; `tokens` takes at most 512.
         run: (gates, alignment, tokens) folder of `loragate eval` whose stored answers are read: all tasks, or those of --tasks.
-        of: (gates, alignment) whose answers: gated, adapter or base; gated for gates, adapter for alignment.
+        of: (gates, alignment) model whose answers are read: gated, adapter or base; by default gated for gates,
+            adapter for alignment.
         answers: (gates, alignment) answers to read per question.
         limit: first questions of each task only; all of them by default, 8 for tokens.
         suppress: (entropy) signs of ΔH at which the delta is switched off: negative and/or positive.
