@@ -54,6 +54,13 @@ def test_a_stage_whose_material_is_missing_is_refused():
         require_earlier(STAGES, ["eval"], Folder("runs/x", "sft"))
 
 
+def hide(monkeypatch, *names):
+    """As if these libraries were not installed; all others stay, as what is imported now is so for every later test."""
+    real = recipes_ready.importlib.util.find_spec
+    there = lambda name, *rest: None if name in names else real(name, *rest)  # noqa: E731
+    monkeypatch.setattr(recipes_ready.importlib.util, "find_spec", there)
+
+
 def refused(mine, folder, evaluator=""):
     with pytest.raises(ConfigError) as caught:
         require_parts(mine, mine.placed(str(folder)), folder, evaluator)
@@ -66,7 +73,7 @@ def test_all_that_is_missing_is_said_at_once(monkeypatch, tmp_path):
 
     full = SimpleNamespace(total=1, used=1, free=2**20)
     monkeypatch.setattr("loragate.evaluation.judging.import_module", no_math)
-    monkeypatch.setattr(recipes_ready.importlib.util, "find_spec", lambda name: None)
+    hide(monkeypatch, "vllm", "lm_eval", "bitsandbytes")
     monkeypatch.setattr(recipes_ready.shutil, "disk_usage", lambda path: full)
     monkeypatch.setattr("loragate.recipes.machine.disk", lambda recipe: (2.0**30, 2.0**30))
     first, *lines = refused(recipe(), tmp_path / "run")
@@ -111,10 +118,29 @@ def test_an_evaluation_that_could_not_run(values, message, monkeypatch):
     def no_sandbox(tier):
         raise ConfigError("no sandbox here")
 
-    monkeypatch.setattr(recipes_ready.importlib.util, "find_spec", lambda name: None)
+    hide(monkeypatch, "vllm", "lm_eval", "bitsandbytes")
     monkeypatch.setattr("loragate.evaluation.sandbox.self_test.root_style_of", no_sandbox)
     found = lacking([Stage("late", "eval", {"model": "", **values})], "runs/x")
     assert [text for text in found if text.startswith("late: ") and message in text]
+
+
+def test_a_base_that_vllm_cannot_serve_here_is_missed(monkeypatch, tmp_path):
+    monkeypatch.setattr("loragate.generation.vllm_engine.require_vllm", lambda: None)
+    monkeypatch.setattr("loragate.generation.vllm_engine.require_gate_plugin", lambda folder: None)
+    monkeypatch.setattr("loragate.serving.versions.vllm_version", lambda: "0.32.0")
+    monkeypatch.setattr("loragate.serving.vllm_server.on_cpu", lambda: True)
+    heads = "loragate.serving.vllm_server.unserved_heads"
+    monkeypatch.setattr(heads, lambda config: f"{config.hidden_size // config.num_attention_heads} features")
+    stage = Stage("eval", "eval", {"model": BASE, "suite": "tiny", "engine": "vllm"})
+    (text,) = lacking([stage], "runs/x")
+    assert "16 features" in text
+    hide(monkeypatch, "vllm", "lm_eval", "bitsandbytes")
+    trained = Stage("eval", "eval", {"model": "{sft}", "suite": "tiny", "engine": "vllm"})
+    mine = Recipe("mine", "", (Stage("sft", "sft", {"model": BASE, "data": str(tmp_path / "rows.jsonl")}), trained))
+    assert any("16 features" in line for line in refused(mine, tmp_path / "run")), "the base of what is trained"
+    (tmp_path / "adapter_config.json").write_text("{}")
+    adapter = Stage("eval", "eval", {**stage.values, "model": str(tmp_path)})
+    assert lacking([adapter], "runs/x") == [], "an adapter names its own base, and may have no tokenizer"
 
 
 def test_vllm_of_another_version_is_missed(monkeypatch):

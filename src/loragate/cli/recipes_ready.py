@@ -82,8 +82,12 @@ def require_parts(recipe: Recipe, stages: Sequence[Stage], folder: Path, evaluat
     Raises:
         ConfigError: with everything that is missing, stage by stage, and what to do instead.
     """
-    answering = [stage for stage in stages if uses_vllm(stage)]
-    found = lacking([stage for stage in stages if stage not in answering], str(folder))
+    from loragate.recipes.machine import base_of
+
+    found = lacking([stage for stage in stages if not uses_vllm(stage)], str(folder))
+    # the model is not there yet, and has the tokenizer and the layers of its base
+    model = {"model": base_of(recipe)}
+    answering = [dataclasses.replace(s, values={**s.values, **model}) for s in stages if uses_vllm(s)]
     if answering and not evaluator and importlib.util.find_spec("vllm") is None:
         found += lacking(answering, str(folder))
     elif answering:
@@ -147,8 +151,16 @@ def _first_row(data: str, split: str | None, revision: str | None) -> None:
 def _model(options: Any) -> None:
     from loragate.cli.models import load_tokenizer
 
-    if options.model:
+    if _is_base(options.model):
         load_tokenizer([options.model], chat_template=options.chat_template, trust=options.trust_remote_code)
+
+
+def _is_base(name: str) -> bool:
+    """Whether a model is a base, and not an adapter with or without gates, here or on the hub."""
+    from loragate.cli.hub import on_disk
+
+    folder = Path(on_disk(name)) if name else None
+    return folder is not None and not any((folder / f"{kind}_config.json").is_file() for kind in ("adapter", "gate"))
 
 
 def _libraries(options: Any) -> None:
@@ -178,8 +190,11 @@ def _probe(options: Any) -> None:
 
 
 def _engine(options: Any) -> None:
+    from loragate.analysis.plan_model import read_config
+    from loragate.gates.hub import split_base
     from loragate.generation.vllm_engine import require_gate_plugin, require_vllm
     from loragate.serving.versions import vllm_version, why_unsupported
+    from loragate.serving.vllm_server import require_served
 
     if getattr(options, "engine", "") == "vllm":
         require_vllm()
@@ -189,6 +204,9 @@ def _engine(options: Any) -> None:
             require_gate_plugin("this run")
         except (ImportError, AttributeError, OSError, RuntimeError) as error:
             raise ConfigError(f"vLLM cannot be imported: {type(error).__name__}: {error}") from error
+        if _is_base(options.model):
+            place, revision = split_base(options.model)
+            require_served(place, read_config(place, revision=revision or "", trust=options.trust_remote_code))
 
 
 def _graders(options: Any) -> Iterator[Check]:

@@ -105,7 +105,7 @@ def disk(recipe: Recipe) -> tuple[float, float]:
     Checkpoints hold what trains with AdamW's two moments, answers ten bytes a token; a data set of the hub is taken for three
     GiB.
     """
-    model = _base(recipe)
+    model = base_of(recipe)
     config = _config(recipe, model)
     counted = count_parameters(build_on_meta(config, stage="calibrate"), config)
     base, run = float(base_dtype(config).itemsize * counted.base), 0.0
@@ -166,7 +166,7 @@ def _tasks(stage: Stage) -> list[Task]:
 
 def _decoding(recipe: Recipe, asked: list[tuple[Task, int, int]]) -> tuple[float, float]:
     """(GiB, hours) of drawing these answers, task after task, as `decoding` estimates them."""
-    config = _config(recipe, _base(recipe))
+    config = _config(recipe, base_of(recipe))
     dtype = base_dtype(config)
     parameters = count_parameters(build_on_meta(config, stage="sft", dtype=dtype), config)
     gpu = find_gpu(recipe.machine or Request.gpu_memory)
@@ -175,7 +175,7 @@ def _decoding(recipe: Recipe, asked: list[tuple[Task, int, int]]) -> tuple[float
 
 
 def _plan(recipe: Recipe, stage: Stage) -> Plan:
-    model = _base(recipe)
+    model = base_of(recipe)
     # what a stage does not set is that of the stage whose adapter it goes on with
     first: dict[str, Any] = next((other.values for other in recipe.stages if other.command == "sft"), {})
     values: dict[str, Any] = {key: first[key] for key in ("rank", "target_modules", "dtype") if key in first}
@@ -200,7 +200,8 @@ def _plan(recipe: Recipe, stage: Stage) -> Plan:
     return make_plan(request, config=_config(recipe, model))
 
 
-def _base(recipe: Recipe) -> str:
+def base_of(recipe: Recipe) -> str:
+    """Hub id or folder of the base that the recipe begins with; empty where none is named."""
     return next((str(s.values["model"]) for s in recipe.stages if "{" not in str(s.values.get("model", "{"))), "")
 
 
