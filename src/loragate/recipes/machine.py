@@ -28,8 +28,8 @@ STAGE_OF = {"sft": "sft", "calibrate": "calibrate", "sweep": "calibrate"}
 KEPT = TrainSettings.keep_checkpoints
 DIRECT = ("precision", "dtype", "rank", "target_modules", "quantization", "k", "epochs")
 
-# rows that a look scores on tasks: adapter, base and gates, and what it lays over them by default
-ROWS_OF_LOOK = {"interventions": 6, "entropy": 5}
+# rows that a look scores on tasks by default: adapter, base and three overrides beside the gates; two signs beside the adapter
+ROWS_OF_LOOK = {"interventions": 6, "entropy": 4}
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def needs(recipe: Recipe) -> list[Need]:
             note += "" if plan.chosen else ": does not fit"
             found.append(Need(stage.name, option.memory.total / 2**30, trials * option.time.total / 3600, note))
         elif stage.command == "mask":
-            like = dict(recipe.stage("sft").values)
+            like = dict(next(other.values for other in recipe.stages if other.command == "sft"))
             like |= {
                 key: value
                 for key, value in stage.values.items()
