@@ -433,7 +433,7 @@ def test_a_guarded_trainer_run_resumes_to_the_same_readings_and_verdict(tokenize
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_a_guard_of_a_sharded_run_is_refused(tokenizer, rows, monkeypatch, strategy):
     """Its probe would sample from the model in memory, which is not the one that trains."""
-    monkeypatch.setattr("loragate.training.callables.launch_of", lambda: Launch(strategy, 2))
+    monkeypatch.setattr("loragate.training.checks.launch_of", lambda: Launch(strategy, 2))
     with pytest.raises(ConfigError, match=f"under {strategy} no process holds a model that a guard's probe could"):
         lg.calibrate(
             tiny_adapter(),

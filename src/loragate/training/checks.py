@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,10 +13,41 @@ from loragate.data import Collator
 from loragate.errors import ConfigError, TrainingError
 from loragate.gates import Parity, record_gates
 from loragate.gates.eligibility import output_head
+from loragate.generation import Sample
 from loragate.losses import StatisticsRequest
+from loragate.training.guards import Guard
+from loragate.training.rollouts import Reward, Sampler
+from loragate.training.strategy import launch_of
 from loragate.training.trainer import statistics_forward
 
 MEASURED_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Callables:
+    """The callables that a calibration is given, as in `calibrate`; None where none was."""
+
+    sampler: Sampler | None
+    reward: Reward | None
+    guard: Guard | None
+    probe: Callable[[], Sequence[Sample]] | None
+
+    def check(self, objective: str, on_policy: bool) -> None:
+        """Raises ConfigError for one without effect, and for a guard that has nothing to read."""
+        if self.reward is not None and objective != "reward":
+            raise ConfigError(f"a reward has no effect on the objective {objective!r}; set objective='reward'")
+        if self.sampler is not None and not on_policy:
+            raise ConfigError(f"a sampler has no effect on the objective {objective!r}, which trains on the given rows")
+        if self.probe is not None and (on_policy or self.guard is None):
+            why = "its guard reads the answers that it samples anyway" if on_policy else "no guard would read it"
+            raise ConfigError(f"a probe has no effect here: {why}")
+        if self.guard is not None and not on_policy and self.probe is None:
+            raise ConfigError(f"a guard of the objective {objective!r} needs a probe: a callable that returns samples")
+        if self.probe is not None and (launch := launch_of()).sharded:
+            raise ConfigError(
+                f"under {launch.strategy} no process holds a model that a guard's probe could sample from: launch with ddp, or "
+                "leave guard and probe out"
+            )
 
 
 def check_parity(parity: Parity, dtype: torch.dtype) -> None:

@@ -17,10 +17,13 @@ from typing import Any, Protocol
 import torch
 from transformers import TrainerCallback
 
+from loragate.data import Collator, EncodedRows
 from loragate.errors import ConfigError, GateError
 from loragate.gates.attach import gate_modules
 from loragate.gates.control import recorders_on
 from loragate.gates.gate import Recorder, Recording
+from loragate.generation import Sample
+from loragate.training.rollouts import as_answers
 from loragate.training.sharding import causal_model
 
 READING = "guard_reading"  # key of a reading among the trainer's log records
@@ -203,6 +206,27 @@ class GuardCallback(TrainerCallback):
         for record in records:
             if READING in record:
                 self.guard.judge(Reading(**record[READING]))
+
+
+def guard_callbacks(
+    guard: Guard | None,
+    probe: Callable[[], Sequence[Sample]] | None,
+    model: Any,
+    collator: Collator,
+    encoded: EncodedRows,
+    adapter_name: str,
+) -> tuple[GuardCallback, ...]:
+    """The guard of a trainer run, its first reading taken from the gates as they start; none without guard and probe."""
+    if guard is None or probe is None:
+        return ()
+    device = next(model.parameters()).device
+    batch = {key: value.to(device) for key, value in collator(encoded[:16]).items()}
+
+    def read(step: int) -> None:
+        guard.observe(step, as_answers(probe()), lambda: saturation(model, [batch], adapter_name), complete=True)
+
+    read(0)
+    return (GuardCallback(guard, read, guard.limits.every),)
 
 
 class BoundRecorder(Recorder):

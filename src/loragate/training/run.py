@@ -38,9 +38,8 @@ from loragate.training.callbacks import (
 from loragate.training.compatibility import Plan, refuse_impossible
 from loragate.training.guards import READING, GuardCallback
 from loragate.training.last_layer import read_positions_only
-from loragate.training.lost import explain_lost_process
 from loragate.training.recomputation import recomputes, stop_recomputing
-from loragate.training.run_folder import Past, explain_full_disk, prepare_folder
+from loragate.training.run_folder import Past, explain_full_disk, explain_lost_process, prepare_folder
 from loragate.training.settings import TrainSettings
 from loragate.training.sharding import causal_model, partitioned, target_device
 from loragate.training.strategy import launch_of
@@ -216,6 +215,22 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
         )
     seconds = float(output.metrics.get("train_runtime", 0.0))
     return TrainingOutcome(trainer.history, trainer.state.global_step, seconds, fused, last_layer.reason)
+
+
+def require_encoded(encoded: EncodedRows | None, rows: Rows) -> None:
+    """Refuse tokenised rows that are not of `rows`; None is for the stage to tokenise.
+
+    Raises:
+        DataError: for more encoded rows than rows, or an index beyond them.
+    """
+    if encoded is None:
+        return
+    last = max(encoded.column("rows"), default=-1)
+    if len(encoded) > len(rows) or last >= len(rows):
+        raise DataError(
+            f"encoded holds {len(encoded)} rows up to index {last}, and rows has {len(rows)} ({rows.source}): they do not "
+            "belong together. Give the rows that were encoded, in their order"
+        )
 
 
 def require_short_enough(model: Any, encoded: EncodedRows, rows: Rows) -> None:
