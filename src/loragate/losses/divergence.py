@@ -82,8 +82,7 @@ def reference_statistics(
     if reference.states.shape[0] != count:
         raise ConfigError(f"the reference holds {reference.states.shape[0]} positions, the batch has {count} labels")
     if count == 0:
-        nothing = torch.zeros(labels.shape, device=hidden.device) + hidden.float().sum() * 0.0
-        return TokenStatistics(nothing, nothing, nothing, mask, vocabulary, nothing)
+        return TokenStatistics.without_labels(hidden, mask, vocabulary, kl=True)
     if chunk_tokens is None:
         chunk_tokens = whole_rows(vocabulary, hidden.device.type)
     moved = Reference(reference.states.detach().to(hidden.device), reference.head)

@@ -38,6 +38,13 @@ class Head:
         """The head at work."""
         return Projection(self.weight, self.bias, HeadOptions(self.scale, self.softcap))
 
+    def logits(self, hidden: torch.Tensor, working: torch.dtype) -> torch.Tensor:
+        """Full logits [..., V] by plain autograd, multiplied in `working`; at least fp32 from there on."""
+        bias = None if self.bias is None else self.bias.to(working)
+        z = F.linear(hidden.to(working), self.weight.to(working), bias)
+        z = (z if working == torch.float64 else z.float()) * self.scale
+        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+
 
 class Projection:
     """fp32 logits of frozen head rows, with the family's scale and soft cap.

@@ -15,13 +15,18 @@ import torch
 
 from loragate.errors import TrainingError
 from loragate.gates import gate_override
-from loragate.losses import token_statistics, verify_head
+from loragate.losses import verify_head
 from loragate.losses.causal_head import Head, read_head
-from loragate.losses.head import IGNORED, TokenStatistics, statistics_of_logits
+from loragate.losses.head import IGNORED, TokenStatistics, head_statistics, statistics_of_logits
 from loragate.training.anchor import Anchor, AnchoredLoss, anchored_loss, anchored_loss_of_logits
 from loragate.training.sharding import causal_model
 
 Batch = dict[str, torch.Tensor]
+
+
+def counted(batch: Batch) -> torch.Tensor:
+    """bool [B, S-1]: positions whose next token is a response token."""
+    return batch["labels"][:, 1:] != IGNORED
 
 
 class ResponseScorer:
@@ -31,7 +36,7 @@ class ResponseScorer:
         fused: whether the output head is projected in chunks (False: full logits).
     """
 
-    def __init__(self, model: Any, adapter_name: str, precision: str = "fp32") -> None:
+    def __init__(self, model: Any, adapter_name: str | None = None, precision: str = "fp32") -> None:
         self.model, self.adapter_name = model, adapter_name
         self.causal = causal_model(model)
         self.fused = verify_head(self.causal)
@@ -39,7 +44,6 @@ class ResponseScorer:
 
     def states(self, batch: Batch) -> torch.Tensor:
         """Final hidden states (or full logits) at the positions that predict a response token, [T, D] (or [T, V])."""
-        counted_BS = batch["labels"][:, 1:] != IGNORED
         inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
         device = batch["input_ids"].device.type
         with torch.autocast(device, torch.bfloat16, enabled=self.autocast):
@@ -47,7 +51,7 @@ class ResponseScorer:
                 output = self.causal.base_model(**inputs).last_hidden_state
             else:
                 output = self.causal(**inputs).logits
-        return output[:, :-1][counted_BS.to(output.device)]
+        return output[:, :-1][counted(batch).to(output.device)]
 
     @torch.no_grad()
     def anchor_states(self, batch: Batch, anchor: Anchor) -> list[torch.Tensor]:
@@ -71,32 +75,29 @@ class ResponseScorer:
             return anchored_loss_of_logits(
                 states, anchor_states, anchor, entropy_weight=entropy_weight, kl_weight=kl_weight
             )
-        head = self._head()
+        head = self.head()
         moved = [other.to(head.weight.device) for other in anchor_states]
         states = states.to(head.weight.device)
         return anchored_loss(states, moved, head, anchor, entropy_weight=entropy_weight, kl_weight=kl_weight)
 
-    def statistics(self, states: torch.Tensor, batch: Batch, k: int) -> TokenStatistics:
-        """log p of the response tokens (with a gradient) and their normalised top-k entropy (without), each [T]."""
-        labels = batch["labels"][:, 1:]
-        labels_T = labels[labels != IGNORED].to(states.device)
+    def statistics(
+        self,
+        states: torch.Tensor,
+        batch: Batch,
+        k: int,
+        outputs: tuple[str, ...] = ("log_prob", "topk_entropy"),
+        gradients: tuple[str, ...] | None = ("log_prob",),
+    ) -> TokenStatistics:
+        """Statistics of the response tokens, each [T]; by default log p with a gradient and top-k entropy without."""
+        labels_T = batch["labels"][:, 1:][counted(batch)]
         if not self.fused:
-            return statistics_of_logits(states, labels_T, k)
-        head = self._head()
+            return statistics_of_logits(states, labels_T.to(states.device), k)
+        head = self.head()
         device = head.weight.device
-        return token_statistics(
-            states.to(device),
-            head.weight,
-            labels_T.to(device),
-            k=k,
-            bias=head.bias,
-            scale=head.scale,
-            softcap=head.softcap,
-            outputs=("log_prob", "topk_entropy"),
-            gradients=("log_prob",),
-        )
+        return head_statistics(states.to(device), head, labels_T.to(device), k=k, outputs=outputs, gradients=gradients)
 
-    def _head(self) -> Head:
+    def head(self) -> Head:
+        """The frozen output head; raises TrainingError where it is none any more."""
         head = read_head(self.causal)
         if head is None:
             raise TrainingError("the output head changed during training; it must stay frozen")
