@@ -21,7 +21,6 @@ from loragate.training.rollouts import (
     Answer,
     as_training_row,
     draw_answers,
-    engine_sampler,
     group_advantages,
     stream_seed,
     training_prompts,
@@ -94,10 +93,11 @@ def test_answers_follow_from_seed_refresh_and_gates(tokenizer, rows):
     prompts = prompts_of(tokenizer, rows, REWARD)
     model = tiny_adapter()
     lg.attach_gates(model, CONFIG)
+    engines = {batch: TransformersEngine(model, tokenizer, batch_size=batch) for batch in (3, 64)}
     draws = {
-        (refresh, batch): draw_answers(prompts, [0, 1, 2, 1], engine_sampler(model, tokenizer, batch), REWARD, refresh)
+        (refresh, batch): draw_answers(prompts, [0, 1, 2, 1], engines[batch].generate, REWARD, refresh)
         for refresh in (0, 1)
-        for batch in (3, 64)
+        for batch in engines
     }
     assert draws[0, 3] == draws[0, 64]
     assert draws[0, 3] != draws[1, 3]

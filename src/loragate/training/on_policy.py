@@ -22,10 +22,11 @@ from transformers import TrainerControl, TrainerState
 from loragate.data import EncodedRows, Rows
 from loragate.errors import ConfigError, DivergenceError, TrainingError
 from loragate.gates import record_gates
+from loragate.generation import TransformersEngine
 from loragate.training.callbacks import FirstGradientCheck, JsonlLog, StepReporter, StopOnInterrupt, not_finite
 from loragate.training.checkpoint import LoopState, load_checkpoint, save_checkpoint
 from loragate.training.guards import Guard, Reading, saturation
-from loragate.training.on_policy_loss import OnPolicyLoss, Terms, losses
+from loragate.training.on_policy_loss import Terms, losses
 from loragate.training.recomputation import start_recomputing
 from loragate.training.reference import cosine_factor
 from loragate.training.rollouts import (
@@ -34,7 +35,6 @@ from loragate.training.rollouts import (
     Sampler,
     as_training_row,
     draw_answers,
-    engine_sampler,
     rewarded,
     training_prompts,
 )
@@ -129,8 +129,9 @@ class _Loop:
         self.device = next(job.model.parameters()).device
         self.collate = collator_for(job.tokenizer)
         self.scorer = ResponseScorer(job.model, job.adapter_name, settings.precision)
-        self.loss: OnPolicyLoss = losses[settings.objective](settings)
-        self.sampler = job.sampler or engine_sampler(job.model, job.tokenizer, settings.sampling_batch_size)
+        self.loss = losses[settings.objective](settings)
+        engine = TransformersEngine(job.model, job.tokenizer, batch_size=settings.sampling_batch_size)
+        self.sampler = job.sampler or engine.generate
         positions = getattr(causal_model(job.model).config.get_text_config(), "max_position_embeddings", None)
         self.prompts = training_prompts(job.encoded, job.rows, job.tokenizer, settings.max_new_tokens, positions)
         self.optimizer = torch.optim.AdamW(

@@ -1,24 +1,20 @@
-"""Response positions of a gated model: their hidden states, and those of base and adapter from the same weights.
+"""Response positions of a model: their hidden states, and token statistics there.
 
-λ held at 0 is the base and λ held at 1 the adapter (checked by the parity test before training), so that an anchor needs
-no second copy of the model. Where the output head is not one frozen linear map, "states" are full logits (slower).
+Where the output head is not one frozen linear map, "states" are full logits (slower).
 
 Shapes: B sequences, S positions, T response tokens of the batch in row order, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from loragate.errors import TrainingError
-from loragate.gates import gate_override
 from loragate.losses import verify_head
 from loragate.losses.causal_head import Head, read_head
 from loragate.losses.head import IGNORED, TokenStatistics, head_statistics, statistics_of_logits
-from loragate.training.anchor import Anchor, AnchoredLoss, anchored_loss, anchored_loss_of_logits
 from loragate.training.sharding import causal_model
 
 Batch = dict[str, torch.Tensor]
@@ -52,33 +48,6 @@ class ResponseScorer:
             else:
                 output = self.causal(**inputs).logits
         return output[:, :-1][counted(batch).to(output.device)]
-
-    @torch.no_grad()
-    def anchor_states(self, batch: Batch, anchor: Anchor) -> list[torch.Tensor]:
-        """The states at each constant λ that the anchor needs."""
-        found = []
-        for strength in anchor.strengths:
-            with gate_override(self.model, constant=strength, adapter_name=self.adapter_name):
-                found.append(self.states(batch))
-        return found
-
-    def anchored(
-        self,
-        states: torch.Tensor,
-        anchor_states: Sequence[torch.Tensor],
-        anchor: Anchor,
-        entropy_weight: float,
-        kl_weight: float,
-    ) -> AnchoredLoss:
-        """w_H · H + w_K · KL to the anchor per response token; see `anchored_loss`."""
-        if not self.fused:
-            return anchored_loss_of_logits(
-                states, anchor_states, anchor, entropy_weight=entropy_weight, kl_weight=kl_weight
-            )
-        head = self.head()
-        moved = [other.to(head.weight.device) for other in anchor_states]
-        states = states.to(head.weight.device)
-        return anchored_loss(states, moved, head, anchor, entropy_weight=entropy_weight, kl_weight=kl_weight)
 
     def statistics(
         self,

@@ -19,10 +19,11 @@ from loragate.errors import ConfigError, nearest
 from loragate.gates.fingerprint import base_weight_samples, config_fingerprint, weights_checksum
 from loragate.gates.hub import adapter_place
 from loragate.gates.quantised import keep_unpacked
-from loragate.losses import StatisticsRequest
+from loragate.losses import StatisticsRequest, add_statistics_forward
+from loragate.losses.causal_head import ReferenceRequest
+from loragate.losses.divergence import Reference, require_same_vocabulary
 from loragate.losses.objectives import FACTORIES, Objective
 from loragate.training.own_objective import batch_needs, per_token, require_mask_column, require_own
-from loragate.training.reference_model import BaseReference, OtherReference
 from loragate.training.run import (
     OnStep,
     TrainingJob,
@@ -33,6 +34,7 @@ from loragate.training.run import (
 )
 from loragate.training.run_folder import run_folder_given
 from loragate.training.settings import StageOneSettings, recorded
+from loragate.training.sharding import causal_model
 from loragate.training.trainer import ReferenceOf
 
 logger = logging.getLogger("loragate")
@@ -166,6 +168,54 @@ def build_adapter(base_model: Any, settings: StageOneSettings) -> Any:
             f"target_modules {settings.target_modules!r} matches no module of the base; its linear layers end in "
             + ", ".join(names)
         ) from error
+
+
+class BaseReference:
+    """The base of a PeftModel, its adapter switched off for the pass; no second copy of the weights."""
+
+    @torch.no_grad()
+    def __call__(self, model: Any, inputs: dict[str, Any]) -> Reference:
+        """The base's distributions on a batch of the trainer."""
+        inner = getattr(model, "module", model)
+        was_training = model.training
+        model.eval()
+        try:
+            with inner.disable_adapter():
+                answer: Reference = model(**inputs, statistics=ReferenceRequest())
+        finally:
+            model.train(was_training)
+        return answer
+
+
+class OtherReference:
+    """A model of its own, kept in memory beside the one that trains.
+
+    Raises:
+        ConfigError: if its vocabulary is not that of `trained`.
+    """
+
+    def __init__(self, reference: Any, trained: Any) -> None:
+        vocabulary, own = (
+            causal_model(model).get_output_embeddings().weight.shape[0] for model in (reference, trained)
+        )
+        require_same_vocabulary(vocabulary, own)
+        self.model = reference.eval().requires_grad_(False)
+        add_statistics_forward(causal_model(reference))
+
+    @torch.no_grad()
+    def __call__(self, model: Any, inputs: dict[str, Any]) -> Reference:
+        """The reference's distributions on a batch of the trainer."""
+        device = next(self.model.parameters()).device
+        chosen = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
+        }
+        answer: Reference = self.model(**chosen, statistics=ReferenceRequest())
+        return answer
+
+    def identity(self) -> dict[str, Any]:
+        """What makes it this model, for run.json."""
+        causal = causal_model(self.model)
+        return {"config": config_fingerprint(causal), "weights": base_weight_samples(causal)}
 
 
 def train_adapter(
