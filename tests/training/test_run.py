@@ -62,8 +62,8 @@ def test_mix_ups_of_both_stages(tokenizer, stage):
 
 
 def test_fields_of_another_kind():
-    for kind, stage in ((StageOneSettings, "train_adapter"), (CalibrationSettings, "calibrate")):
-        with pytest.raises(ConfigError, match=rf"is a name, one of .*{stage}\(\.\.\., objective=\.\.\.\)"):
+    for kind in (StageOneSettings, CalibrationSettings):
+        with pytest.raises(ConfigError, match=r"objective must be one of .*WeightedCrossEntropy"):
             kind(objective=lg.objectives["dft"])
         for seed in (1.5, "1", True, None):
             with pytest.raises(ConfigError, match="seed must be an integer"):

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import TrainerControl, TrainerState
 
 from loragate.data import EncodedRows, Rows
-from loragate.errors import ConfigError, DivergenceError, TrainingError
+from loragate.errors import ConfigError, DivergenceError
 from loragate.gates import record_gates
 from loragate.generation import TransformersEngine
 from loragate.training.callbacks import FirstGradientCheck, JsonlLog, StepReporter, StopOnInterrupt, not_finite
@@ -105,11 +105,7 @@ def run_on_policy(
         if checkpoint is not None:
             loop.restore(Path(checkpoint))
         outcome = loop.run()
-    if stopper.asked and outcome.steps < loop.total:
-        again = (
-            f"run the same command with --resume to go on from {folder}" if folder is not None else "nothing was kept"
-        )
-        raise TrainingError(f"stopped by Ctrl-C at step {outcome.steps} of {loop.total}; {again}")
+    stopper.refuse_unfinished(outcome.steps, loop.total, folder)
     return outcome
 
 

@@ -206,13 +206,7 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
                 output = trainer.train(resume_from_checkpoint=checkpoint)
         finally:
             stopper.restore()
-    if stopper.asked and trainer.state.global_step < trainer.state.max_steps:
-        again = (
-            f"run the same command with --resume (resume=True) to go on from {folder}" if keep else "nothing was kept"
-        )
-        raise TrainingError(
-            f"stopped by Ctrl-C at step {trainer.state.global_step} of {trainer.state.max_steps}; {again}"
-        )
+    stopper.refuse_unfinished(trainer.state.global_step, trainer.state.max_steps, folder if keep else None)
     seconds = float(output.metrics.get("train_runtime", 0.0))
     return TrainingOutcome(trainer.history, trainer.state.global_step, seconds, fused, last_layer.reason)
 
