@@ -11,10 +11,9 @@ from loragate.gates import record_gates
 from loragate.gates.attach import gate_modules
 from loragate.losses import StatisticsRequest
 from loragate.training import CalibrationSettings
-from loragate.training.checks import without_dropout
 from loragate.training.last_layer import LastLayer, read_positions_only, read_rows
+from loragate.training.model_state import statistics_forward, without_dropout
 from loragate.training.sharding import causal_model
-from loragate.training.trainer import statistics_forward
 from tiny import VOCABULARY, tiny_adapter, tiny_base
 
 SHAPE = {

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +15,9 @@ from loragate.gates.eligibility import output_head
 from loragate.generation import Sample
 from loragate.losses import StatisticsRequest
 from loragate.training.guards import Guard
+from loragate.training.model_state import statistics_forward
 from loragate.training.rollouts import Reward, Sampler
 from loragate.training.strategy import launch_of
-from loragate.training.trainer import statistics_forward
 
 MEASURED_ROWS = 64
 
@@ -132,24 +131,6 @@ def measure_entropy(
     if count == 0:
         raise ConfigError("no response token in the measured rows; the responses are empty or cut by max_length")
     return total / count, recording.statistics(), recording.total()
-
-
-@contextmanager
-def without_dropout(model: torch.nn.Module) -> Iterator[None]:
-    """No dropout inside the context: Stage II trains on the function that will be served."""
-    changed: list[tuple[torch.nn.Module, str, float]] = []
-    for module in model.modules():
-        # attention dropout is a plain number on the attention modules of transformers
-        for name in ("p", "attention_dropout"):
-            value = getattr(module, name, None)
-            if (isinstance(module, torch.nn.Dropout) or name != "p") and isinstance(value, float) and value > 0:
-                changed.append((module, name, value))
-                setattr(module, name, 0.0)
-    try:
-        yield
-    finally:
-        for module, name, value in changed:
-            setattr(module, name, value)
 
 
 def frozen_parameters(model: Any) -> list[tuple[str, torch.Tensor]]:

@@ -26,8 +26,8 @@ from loragate.generation import TransformersEngine
 from loragate.training.callbacks import FirstGradientCheck, JsonlLog, StepReporter, StopOnInterrupt, not_finite
 from loragate.training.checkpoint import LoopState, load_checkpoint, save_checkpoint
 from loragate.training.guards import Guard, Reading, saturation
+from loragate.training.model_state import as_found, start_recomputing
 from loragate.training.on_policy_loss import Terms, losses
-from loragate.training.recomputation import start_recomputing
 from loragate.training.reference import cosine_factor
 from loragate.training.rollouts import (
     Answer,
@@ -38,7 +38,7 @@ from loragate.training.rollouts import (
     rewarded,
     training_prompts,
 )
-from loragate.training.run import OnStep, TrainingOutcome, as_found, collator_for, prepare_folder
+from loragate.training.run import OnStep, TrainingOutcome, collator_for, prepare_folder
 from loragate.training.scoring import ResponseScorer
 from loragate.training.settings import CalibrationSettings
 from loragate.training.sharding import causal_model

@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from loragate.training.callbacks import (
 from loragate.training.compatibility import Plan, refuse_impossible
 from loragate.training.guards import READING, GuardCallback
 from loragate.training.last_layer import read_positions_only
-from loragate.training.recomputation import recomputes, stop_recomputing
+from loragate.training.model_state import as_found, statistics_forward
 from loragate.training.run_folder import Past, explain_full_disk, explain_lost_process, prepare_folder
 from loragate.training.settings import TrainSettings
 from loragate.training.sharding import causal_model, partitioned, target_device
@@ -48,7 +47,6 @@ from loragate.training.trainer import (
     StatisticsTrainer,
     TokenLoss,
     as_dataset,
-    statistics_forward,
     trainer_arguments,
 )
 
@@ -267,26 +265,6 @@ def encoded_fingerprint(encoded: EncodedRows) -> str:
         for column in columns:
             digest.update(column[begin:end].tobytes())
     return digest.hexdigest()
-
-
-@contextmanager
-def as_found(model: Any, checkpointing: bool) -> Iterator[None]:
-    """Give a model back as it came: mode, forward (autocast wraps it) and gradient checkpointing."""
-    was_training = model.training
-    added = checkpointing and not recomputes(model)
-    kept = {name: model.__dict__.get(name) for name in ("forward", "_original_forward")}
-    try:
-        yield
-    finally:
-        for name, value in kept.items():
-            model.__dict__.pop(name, None)
-            if value is not None:
-                model.__dict__[name] = value
-        if added:
-            stop_recomputing(model)
-            if hasattr(model, "disable_input_require_grads"):
-                model.disable_input_require_grads()
-        model.train(was_training)
 
 
 def collator_for(tokenizer: Any) -> Collator:

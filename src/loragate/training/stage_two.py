@@ -45,9 +45,9 @@ from loragate.training.checks import (
     measure_entropy,
     require_causal_model,
     require_only_gates_train,
-    without_dropout,
 )
 from loragate.training.guards import Guard, GuardLimits, guard_callbacks
+from loragate.training.model_state import without_dropout
 from loragate.training.on_policy import OnPolicyJob, run_on_policy
 from loragate.training.own_objective import batch_needs, per_token, require_mask_column, require_own
 from loragate.training.rollouts import Reward, Sampler
