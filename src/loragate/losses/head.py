@@ -21,7 +21,7 @@ import torch
 from loragate.errors import ConfigError
 from loragate.losses.entropy import support_size
 from loragate.losses.head_function import STATISTICS, Plan, TokenStatisticsFunction
-from loragate.losses.projection import Head, HeadOptions
+from loragate.losses.projection import Head
 from loragate.losses.sharded_head import local_head
 from loragate.losses.tiling import BUDGET, needs_widening, tiling
 
@@ -118,7 +118,7 @@ def token_statistics(
     sizes = tiling(
         rows, width, weight.device.type, widened=needs_widening(weight), tokens=chunk_tokens, budget=_CHUNK_BYTES
     )
-    plan = Plan(k, tuple(outputs), gradients, sizes, HeadOptions(scale, softcap), vocabulary, shard)
+    plan = Plan(k, tuple(outputs), gradients, sizes, scale, softcap, vocabulary, shard)
     log_prob_T, entropy_T, topk_T = TokenStatisticsFunction.apply(chosen_TD, weight, bias, chosen_T, plan)
     return TokenStatistics(log_prob_T, entropy_T, topk_T, mask, k).spread(labels.shape, mask)
 
