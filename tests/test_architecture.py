@@ -19,6 +19,8 @@ RESERVED = {
     "accelerate": {"training", "cli"},
     "matplotlib": {"report"},
     "gradio": {"report"},
+    "fastapi": {"serving"},
+    "uvicorn": {"serving"},
     "jinja2": {"report", "evaluation", "gates"},
     "ray": {"generation", "sweep"},
     "vllm": {"generation", "serving"},
@@ -81,8 +83,8 @@ def test_files_stay_readable():
 
 def test_importing_the_package_loads_nothing_heavy():
     code = (
-        "import sys, loragate, loragate.cli.main;"
-        "print([m for m in ('torch', 'transformers', 'trl', 'yaml') if m in sys.modules])"
+        "import sys, loragate, loragate.cli.main, loragate.cli.serve;"
+        "print([m for m in ('torch', 'transformers', 'trl', 'yaml', 'fastapi', 'uvicorn') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -142,18 +142,17 @@ def test_every_command_stops_at_the_end_of_the_turn(place, tmp_path, monkeypatch
 
 def test_serve_and_explore_stop_at_the_end_of_the_turn(place, drawn):
     from loragate.cli.explore import Session
-    from loragate.cli.serve_transformers import transformers_app
+    from loragate.cli.serve_transformers import transformers_backend
     from loragate.report.explorer import Ask
-    from loragate.serving.http_app import Asked
+    from loragate.serving.http_app import ChatRequest, Message
 
     model, tokenizer = lg.load_gated(place / "gated"), chatml_tokenizer()
-    app = transformers_app(model, tokenizer, "gated")
-    for name in app.models:
-        prompt = app.render([{"role": "user", "content": "w3 w4"}])
-        ((_, answers),) = app.complete([prompt], Asked(name, None, 1.0, 1.0, 3, 0, ()))
+    backend = transformers_backend(model, tokenizer, "gated")
+    for name in backend.models:
+        _, answers = backend.answer(ChatRequest(model=name, messages=[Message(role="user", content="w3 w4")], n=3))
         assert {answer.finish_reason for answer in answers} == {"stop"}
     Session(model, tokenizer, False, "none").respond(Ask("w3 w4", 1.0, 60, 0, -3.0, 2.0))
-    assert len(drawn) == 3 * len(app.models) + 3
+    assert len(drawn) == 3 * len(backend.models) + 3
     require_ended(drawn)
 
 

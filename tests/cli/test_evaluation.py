@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +32,7 @@ from loragate.evaluation.sandbox import probe as probe_sandbox
 from loragate.evaluation.stored import open_evaluation
 from loragate.evaluation.variants import Variant, acting, variants_for
 from loragate.generation import Sample, SampleWriter, SamplingConfig
+from loragate.recipes.standins import QUESTIONS
 from tiny import tiny_adapter, tiny_base, tiny_tokenizer
 
 TASK = """\
@@ -558,8 +558,7 @@ def test_every_suite_end_to_end(place, tmp_path, capsys):
         pytest.skip(f"bubblewrap: {problem}")
     for name in ("math_verify", "lm_eval"):
         pytest.importorskip(name, reason=f"{name} is not installed (pip install loragate[eval])")
-    samples = Path(__file__).parents[1] / "evaluation" / "samples"
-    command = ["eval", "--model", str(place / "gated"), "--suite", "all", "--data", str(samples), "--limit", "4"]
+    command = ["eval", "--model", str(place / "gated"), "--suite", "all", "--data", str(QUESTIONS), "--limit", "4"]
     command += ["--samples", "2", "--max-new-tokens", "6", "--controls", "none", "--out", str(tmp_path / "run")]
     assert main(command) == 0
     record = read_record(tmp_path / "run" / "results.json")

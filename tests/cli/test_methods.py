@@ -183,7 +183,9 @@ def test_random_gates_stand_in_for_trained_ones_and_leave_them():
         "adapter", "base", "gated", "gated random gates", "adapter T=0.6", "adapter T=0.3", "adapter greedy"
     ]  # fmt: skip
     assert variants_for("adapter", "full") == variants_for("adapter", "cheap")
-    with pytest.raises(ConfigError, match="expected one of none, cheap, full; did you mean 'full'"):
+    for kind in ("base", "adapter", "gated"):
+        assert variants_for(kind, "alone") == [Variant(kind)]
+    with pytest.raises(ConfigError, match="did you mean 'full'"):
         variants_for("gated", "ful")
     model = lg.attach_gates(tiny_adapter(), lg.GateConfig(-3, 2, init_scale=0.5))
     ids = torch.arange(5, 15)[None]

@@ -2,18 +2,22 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
 import loragate as lg
 from loragate.cli.main import main
-from loragate.recipes.samples import write_samples
+from loragate.recipes.standins import numina_rows
+from loragate.world.base import shipped_base_folder
 
 SCALE = "math/qwen2.5-math-1.5b/scale"
 SMALL = ["max_rows=24", "max_steps=4", "batch_size=8", "micro_batch_size=8", "max_length=96", "precision=fp32"]
@@ -38,7 +42,8 @@ def local(place):
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stand-ins")
-    write_samples(folder)
+    shutil.copytree(shipped_base_folder(), folder / "base")
+    pq.write_table(pa.Table.from_pylist(numina_rows(24)), folder / "math.parquet")
     return folder
 
 
@@ -46,7 +51,7 @@ def test_list_and_show(capsys):
     assert main(["recipes", "list", "math/qwen3-4b-base/scale"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["math/qwen3-4b-base/scale-auto", "beyond", "the", "paper"]
-    assert any(line.split() == ["math/qwen3-4b-base/scale", "Table", "1"] for line in lines)
+    assert any(line.split() == ["math/qwen3-4b-base/scale", "Table", "1;", "Fig.", "1"] for line in lines)
     assert main(["recipes", "show", SCALE, "--set", "sft.rank=8", "--out", "runs/x"]) == 0
     text = capsys.readouterr().out
     shown = yaml.safe_load(text)
@@ -66,6 +71,9 @@ def test_list_and_show(capsys):
         ("fig. 4", "/lora ", "/gate-ce "),
         ("Figure 3", "code/qwen3-4b-base/grid ", "/scale "),
         ("tables 7", "/seed-42 ", "/grid "),
+        ("fig. 1", "code/qwen3-4b-base/scale ", "/lora "),
+        ("FIGURE 1", "math/qwen2.5-math-1.5b/scale ", "/gate-ce "),
+        ("app. c", "/eksft ", "/lora "),
     ],
 )
 def test_list_by_a_place_in_the_paper(wanted, there, absent, capsys):
@@ -73,6 +81,27 @@ def test_list_by_a_place_in_the_paper(wanted, there, absent, capsys):
     text = capsys.readouterr().out
     assert there in text
     assert absent not in text
+
+
+def test_every_place_that_a_recipe_names_is_found():
+    from loragate.cli.recipes import PLACE, stands_in
+    from loragate.recipes import Library, every_name, read_recipe
+
+    library = Library()
+    places = {read_recipe(name, library).tables for name in every_name(library)} - {""}
+    numbers = {"Table": {"1", "2", "4", "5", "6", "7", "8", "9", "10"}, "Fig": {"1", "3", "4"}, "App": {"C"}}
+    for kind, expected in numbers.items():
+        for number in map(str, range(1, 12)):
+            for text in (
+                f"{kind} {number}",
+                f"{kind.lower()}{number}",
+                f"{kind.upper()}. {number}",
+                f"{kind}s  #{number}",
+            ):
+                place = PLACE.fullmatch(text)
+                assert any(stands_in(tables, place) for tables in places) == (number in expected), text
+    assert stands_in("App. C (catalogue only)", PLACE.fullmatch("Appendix c"))
+    assert not stands_in("App. C (catalogue only)", PLACE.fullmatch("app b"))
 
 
 def test_dry_run_writes_nothing(place, tmp_path, capsys):
@@ -95,7 +124,9 @@ def test_what_is_refused(place, tmp_path, capsys):
     assert "no recipe's name contains 'gpt'" in fails(capsys, "list", "gpt")
     assert "no recipe's name contains 'table 99'" in fails(capsys, "list", "table 99")
     assert "_beyond" not in fails(capsys, "show", SCALE.replace("math/qwen", "math/qwem"))
-    assert "--quick has no effect on loragate recipes show, only on check" in fails(capsys, "show", SCALE, "--quick")
+    assert "--dry-run has no effect on loragate recipes show, only on run and rehearse" in fails(
+        capsys, "show", SCALE, "--dry-run"
+    )
     assert "expected key=value" in fails(capsys, "show", SCALE, "--set", "rank")
     message = fails(capsys, "show", SCALE, "--set", "sft.objective=dtf")
     assert f"{SCALE}: stage 'sft': objective must be one of" in message
@@ -126,26 +157,6 @@ def test_a_folder_of_another_recipe(place, tmp_path, capsys):
     )
     message = fails(capsys, "run", SCALE, "--out", out, *local(place))
     assert "holds the run of another recipe: sft.rank was 3, now 16" in message
-
-
-def test_every_recipe_fits_its_commands():
-    from loragate.cli.recipes_check import check_schema, one_of_each
-    from loragate.recipes import Library
-
-    library = Library()
-    names = check_schema(library)
-    chosen = one_of_each(library, names)
-    assert len(chosen) == 2 * len(library.names("method"))
-    assert all("/qwen2.5-math-1.5b/" in name for name in chosen)
-
-
-@pytest.mark.slow("whole commands")
-def test_check_runs_a_recipe_of_every_kind_of_stage(tmp_path, capsys):
-    folder = tmp_path / "check"
-    assert main(["recipes", "check", "math/qwen2.5-math-1.5b/grid", "--out", str(folder)]) == 0
-    text = capsys.readouterr().out
-    assert "run: 1 of 1" in text
-    assert main(["recipes", "check", "code/qwen2.5-math-1.5b/forgetting"]) == 0
 
 
 @pytest.mark.slow("kills")

@@ -1,25 +1,38 @@
-"""What a recipe's run refuses before its first stage."""
+"""What a recipe's run refuses before its first stage: all that is missing, here and in the interpreter of its evaluations."""
 
+import json
+import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from loragate.cli import recipes_ready
-from loragate.cli.evaluate import EvalOptions
-from loragate.cli.recipes_ready import require_earlier, require_parts
+from loragate.cli.main import main
+from loragate.cli.recipes_ready import interpreter, lacking, require_earlier, require_parts
 from loragate.errors import ConfigError
 from loragate.recipes.recipe import Recipe, Stage
+from loragate.version import __version__
+from loragate.world.base import shipped_base_folder
 
-STAGES = Recipe(
-    "mine",
-    "",
-    (
-        Stage("sft", "sft", {"model": "a/b"}),
-        Stage("calibrate", "calibrate", {"adapter": "{sft}"}),
-        Stage("eval", "eval", {"model": "{last}", "engine": "vllm", "suite": "math"}),
-    ),
-)
+BASE = str(shipped_base_folder())
+EVAL = {"model": "{last}", "engine": "vllm", "suite": "math", "controls": "alone"}
+
+
+def recipe(**evaluation):
+    return Recipe(
+        "mine",
+        "",
+        (
+            Stage("sft", "sft", {"model": BASE, "data": "nowhere.jsonl"}),
+            Stage("calibrate", "calibrate", {"adapter": "{sft}", "data": "nowhere.jsonl", "range": "auto"}),
+            Stage("eval", "eval", {**EVAL, **evaluation}),
+        ),
+    )
+
+
+STAGES = recipe().placed("runs/x")
 
 
 class Folder:
@@ -31,46 +44,193 @@ class Folder:
 
 
 def test_a_stage_whose_material_is_missing_is_refused():
-    stages = STAGES.placed("runs/x")
-    require_earlier(stages, [], Folder("runs/x"))
-    require_earlier(stages, ["sft", "calibrate"], Folder("runs/x"))
-    require_earlier(stages, ["calibrate"], Folder("runs/x", "sft"))
+    require_earlier(STAGES, [], Folder("runs/x"))
+    require_earlier(STAGES, ["sft", "calibrate"], Folder("runs/x"))
+    require_earlier(STAGES, ["calibrate"], Folder("runs/x", "sft"))
     with pytest.raises(ConfigError, match="'calibrate' reads what 'sft' leaves in runs/x/sft") as caught:
-        require_earlier(stages, ["calibrate"], Folder("runs/x"))
+        require_earlier(STAGES, ["calibrate"], Folder("runs/x"))
     assert "--stages sft,calibrate or leave" in str(caught.value)
     with pytest.raises(ConfigError, match="'eval' reads what 'calibrate' leaves"):
-        require_earlier(stages, ["eval"], Folder("runs/x", "sft"))
+        require_earlier(STAGES, ["eval"], Folder("runs/x", "sft"))
 
 
-def options_of(stage):
-    return EvalOptions(**stage.values)
+def hide(monkeypatch, *names):
+    """As if these libraries were not installed; all others stay, as what is imported now is so for every later test."""
+    real = recipes_ready.importlib.util.find_spec
+    there = lambda name, *rest: None if name in names else real(name, *rest)  # noqa: E731
+    monkeypatch.setattr(recipes_ready.importlib.util, "find_spec", there)
 
 
-def test_an_engine_that_is_not_there_is_missed_before_training(monkeypatch):
-    monkeypatch.setattr("loragate.generation.vllm_engine.importlib.util.find_spec", lambda name: None)
-    stages = STAGES.placed("runs/x")
-    with pytest.raises(ConfigError, match="stage 'eval' could not run here: vLLM is not installed") as caught:
-        require_parts(stages, options_of)
-    assert "--set eval.engine=transformers" in str(caught.value)
-    assert "--stages sft,calibrate" in str(caught.value)
-    require_parts(stages[:2], options_of)
+def refused(mine, folder, evaluator=""):
+    with pytest.raises(ConfigError) as caught:
+        require_parts(mine, mine.placed(str(folder)), folder, evaluator)
+    return str(caught.value).splitlines()
 
 
-def test_the_harness_is_missed_before_training(monkeypatch):
-    monkeypatch.setattr(recipes_ready.importlib.util, "find_spec", lambda name: None)
-    stage = SimpleNamespace(name="retention", command="eval", values={"model": "x", "suite": "retention"})
-    with pytest.raises(ConfigError, match="stage 'retention' could not run here: retention suites need"):
-        require_parts([stage], options_of)
-    require_parts([SimpleNamespace(name="e", command="eval", values={"model": "x", "suite": "tiny"})], options_of)
+def test_all_that_is_missing_is_said_at_once(monkeypatch, tmp_path):
+    def no_math(name):
+        raise ImportError(name)
+
+    full = SimpleNamespace(total=1, used=1, free=2**20)
+    monkeypatch.setattr("loragate.evaluation.judging.import_module", no_math)
+    hide(monkeypatch, "vllm", "lm_eval", "bitsandbytes")
+    monkeypatch.setattr(recipes_ready.shutil, "disk_usage", lambda path: full)
+    monkeypatch.setattr("loragate.recipes.machine.disk", lambda recipe: (2.0**30, 2.0**30))
+    first, *lines = refused(recipe(), tmp_path / "run")
+    said = [line.removeprefix("- ") for line in lines]
+    assert f"{len(said) - 1} things are missing" in first
+    assert [line for line in said if line.startswith("sft, calibrate: found no file nowhere.jsonl")]
+    assert [line for line in said if line.startswith("eval: vLLM is not installed")]
+    assert [line for line in said if "math answers need math-verify" in line]
+    assert sum(line.startswith("eval: ") and "A local copy does as well" in line for line in said) == 5
+    assert [line for line in said if line.startswith("disk: ") and "needed" in line]
+    for way in ("--stages sft,calibrate leaves", "--set eval.engine=transformers", "--eval-python", "eval.data=FOLDER"):
+        assert way in said[-1]
 
 
-@pytest.mark.parametrize(("suite", "task"), [("math", "aime24"), ("retention", "[a-z_]+")])
-def test_questions_that_cannot_be_had_are_missed_before_training(monkeypatch, suite, task):
-    found = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: name))
-    monkeypatch.setattr(recipes_ready, "importlib", found)
-    monkeypatch.setattr("loragate.evaluation.judging.require_graders", lambda *given: None)
-    stages = STAGES.placed("runs/x")
-    values = {"model": "x", "suite": suite}
-    with pytest.raises(ConfigError, match=f"stage 'late' could not run here: {task}: .*--data {task}=FILE") as caught:
-        require_parts([*stages[:2], SimpleNamespace(name="late", command="eval", values=values)], options_of)
-    assert "--stages sft,calibrate" in str(caught.value)
+def test_what_lies_there_is_not_missed(monkeypatch, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
+    (tmp_path / "probe.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    stages = (
+        Stage("sft", "sft", {"model": BASE, "data": str(tmp_path / "rows.jsonl")}),
+        Stage("sweep", "sweep", {"adapter": "{sft}", "data": "{sft}/rows", "probe": str(tmp_path / "probe.jsonl")}),
+        Stage("eval", "eval", {"model": "{last}", "suite": "tiny", "engine": "transformers"}),
+        Stage("look", "diagnose", {"what": "gates", "model": "{last}", "run": "{eval}"}),
+    )
+    mine = Recipe("mine", "", stages)
+    require_parts(mine, mine.placed(str(tmp_path / "run")), tmp_path / "run")
+    (tmp_path / "rows.jsonl").unlink()
+    recipes_ready._first_row.cache_clear()
+    assert "rows.jsonl" in refused(mine, tmp_path / "run")[1]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"suite": "retention"}, "retention suites need lm-evaluation-harness"),
+        ({"suite": "tiny", "quantization": "4bit"}, "needs bitsandbytes"),
+        ({"suite": "tiny", "model": "nowhere"}, "nowhere"),
+        ({"suite": "tiny", "chat_template": "nowhere.jinja", "model": BASE}, "nowhere.jinja"),
+        ({"tasks": "humaneval"}, "no sandbox here"),
+    ],
+)
+def test_an_evaluation_that_could_not_run(values, message, monkeypatch):
+    def no_sandbox(tier):
+        raise ConfigError("no sandbox here")
+
+    hide(monkeypatch, "vllm", "lm_eval", "bitsandbytes")
+    monkeypatch.setattr("loragate.evaluation.sandbox.programs.root_style_of", no_sandbox)
+    found = lacking([Stage("late", "eval", {"model": "", **values})], "runs/x")
+    assert [text for text in found if text.startswith("late: ") and message in text]
+
+
+def test_a_base_that_vllm_cannot_serve_here_is_missed(monkeypatch, tmp_path):
+    monkeypatch.setattr("loragate.generation.vllm_engine.require_vllm", lambda: None)
+    monkeypatch.setattr("loragate.generation.vllm_engine.require_gate_plugin", lambda folder: None)
+    monkeypatch.setattr("loragate.serving.versions.vllm_version", lambda: "0.32.0")
+    monkeypatch.setattr("loragate.serving.vllm_server.on_cpu", lambda: True)
+    heads = "loragate.serving.vllm_server.unserved_heads"
+    monkeypatch.setattr(heads, lambda config: f"{config.hidden_size // config.num_attention_heads} features")
+    stage = Stage("eval", "eval", {"model": BASE, "suite": "tiny", "engine": "vllm"})
+    (text,) = lacking([stage], "runs/x")
+    assert "16 features" in text
+    hide(monkeypatch, "vllm", "lm_eval", "bitsandbytes")
+    trained = Stage("eval", "eval", {"model": "{sft}", "suite": "tiny", "engine": "vllm"})
+    mine = Recipe("mine", "", (Stage("sft", "sft", {"model": BASE, "data": str(tmp_path / "rows.jsonl")}), trained))
+    assert any("16 features" in line for line in refused(mine, tmp_path / "run")), "the base of what is trained"
+    (tmp_path / "adapter_config.json").write_text("{}")
+    adapter = Stage("eval", "eval", {**stage.values, "model": str(tmp_path)})
+    assert lacking([adapter], "runs/x") == [], "an adapter names its own base, and may have no tokenizer"
+
+
+def test_vllm_of_another_version_is_missed(monkeypatch):
+    monkeypatch.setattr("loragate.generation.vllm_engine.require_vllm", lambda: None)
+    monkeypatch.setattr("loragate.serving.versions.vllm_version", lambda: "0.31.4")
+    (text,) = lacking([Stage("late", "eval", {"suite": "tiny", "engine": "vllm"})], "runs/x")
+    assert "0.31.4" in text
+    assert ">=0.32,<0.33" in text
+    monkeypatch.setattr("loragate.serving.versions.vllm_version", lambda: "0.32.0")
+    (text,) = lacking([Stage("late", "eval", {"suite": "tiny", "engine": "vllm"})], "runs/x")
+    assert "vLLM" in text, "what cannot be imported is missed, whatever its version says"
+
+
+def program(folder, text):
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_an_interpreter_that_cannot_evaluate(tmp_path):
+    with pytest.raises(ConfigError, match=r"--eval-python .*nowhere"):
+        interpreter(str(tmp_path / "nowhere"))
+    assert interpreter("") == ""
+    assert interpreter("sh") == shutil.which("sh")
+    mine = Recipe("mine", "", (Stage("eval", "eval", {**EVAL, "model": BASE}),))
+    without = program(tmp_path / "a", 'echo "No module named loragate" >&2; exit 1')
+    assert "No module named loragate" in refused(mine, tmp_path / "run", without)[1]
+    answer = '"${3%.json}.answer.json"'
+    older = program(tmp_path / "b", f'echo \'{{"loragate": "0.0.1", "lacking": []}}\' > {answer}')
+    assert "0.0.1" in refused(mine, tmp_path / "run", older)[1]
+    told = json.dumps({"loragate": __version__, "lacking": ["eval: no plugin"]})
+    bare = program(tmp_path / "c", f"echo '{told}' > {answer}")
+    assert refused(mine, tmp_path / "run", bare)[1] == "- eval: no plugin"
+
+
+VLLM = {
+    "vllm/__init__.py": "",
+    "vllm/lora/__init__.py": "",
+    "vllm/lora/request.py": "",
+    "vllm/platforms.py": "",
+    "vllm/lora/worker_manager.py": "class WorkerLoRAManager: pass",
+    "vllm/plugins.py": (
+        "from vllm.lora.worker_manager import WorkerLoRAManager\n"
+        "def load_general_plugins(): WorkerLoRAManager.loragate_gates = ''"
+    ),
+    "vllm-0.32.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("version", "lacks"), [("0.32.0", ""), ("0.33.1", "0.33.1")])
+def test_another_environment_is_asked_in_its_own_interpreter(version, lacks, tmp_path):
+    """A wrapper around this python with a vLLM of its own stands for the second environment."""
+    for name, text in VLLM.items():
+        path = tmp_path / "site" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text.replace("0.32.0", version))
+    source = Path(recipes_ready.__file__).parents[2]
+    other = program(tmp_path / "bin", f'PYTHONPATH={tmp_path}/site:{source} exec {sys.executable} "$@"')
+    mine = Recipe("mine", "", (Stage("eval", "eval", {**EVAL, "suite": "tiny", "model": BASE}),))
+    if lacks:
+        assert lacks in refused(mine, tmp_path / "run", other)[1]
+    else:
+        require_parts(mine, mine.placed("run"), tmp_path / "run", other)
+
+
+def test_evaluations_run_in_the_interpreter_that_was_named_once(tmp_path, monkeypatch, capfd):
+    log, status, out = tmp_path / "log", tmp_path / "status", tmp_path / "run"
+    told = json.dumps({"loragate": __version__, "lacking": []})
+    other = program(
+        tmp_path / "bin",
+        f"""echo "$2 $3" >> {log}; [ "$3" = eval ] && exit $(cat {status}); echo '{told}' > "${{3%.json}}.answer.json" """,
+    )
+    words = ["recipes", "run", "math/qwen2.5-math-1.5b/base", "--out", str(out), "--stages", "eval"]
+    words += ["--local-model", BASE]
+    monkeypatch.delenv(recipes_ready.EVAL_PYTHON, raising=False)
+    status.write_text("1")
+    assert main([*words, "--eval-python", other]) == 1
+    asked, started = log.read_text().splitlines()
+    assert asked.startswith("loragate.cli.recipes_ready")
+    assert started == "loragate eval"
+    assert json.loads((out / "recipe.json").read_text())["eval_python"] == other
+    log.unlink()
+    status.write_text("0")
+    assert main(words) == 0, capfd.readouterr().err
+    assert log.read_text().splitlines()[-1] == "loragate eval", "the folder remembers the interpreter"
+    monkeypatch.setenv(recipes_ready.EVAL_PYTHON, str(tmp_path / "nowhere"))
+    assert main([*words[:4], str(tmp_path / "new"), *words[5:]]) == 2
+    assert "nowhere" in capfd.readouterr().err
+    assert main([*words, "--dry-run", "--eval-python", other]) == 0
+    assert capfd.readouterr().out.startswith(f"{other} -m loragate eval ")

@@ -22,16 +22,16 @@ from loragate.evaluation.harness_rows import DEFINITIONS, load_questions, load_s
 from loragate.evaluation.retention import Measured, retention_averages
 from loragate.evaluation.tasks import load_task
 from loragate.generation import SamplingConfig, TransformersEngine
+from loragate.recipes.standins import QUESTIONS
 from loragate.report.scores import suites_of
 from tiny import VOCABULARY, tiny_adapter, tiny_base, tiny_tokenizer
 
-SAMPLES = Path(__file__).parent / "samples"
 SUITES = ["mmlu_pro", "bbh", "openbookqa"]
-DATA = {name: str(SAMPLES / f"{name}.jsonl") for name in SUITES}
+DATA = {name: str(QUESTIONS / f"{name}.jsonl") for name in SUITES}
 
 
 def sample_rows(name):
-    return [json.loads(line) for line in (SAMPLES / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in (QUESTIONS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def write_rows(path, rows):

@@ -169,7 +169,7 @@ def test_every_token_of_a_continuation_is_a_request_that_may_draw_it_alone(
     assert [prompt["prompt_token_ids"] for prompt in prompts] == [[3, 4], [3, 4, 5], [3]]
     assert [one["allowed_token_ids"] for one in params] == [[5], [6], [9]]
     assert all(one["max_tokens"] == 1 and one["logprobs"] == 0 and "prompt_logprobs" not in one for one in params)
-    assert lora == ("adapter", 1, folders[1])
+    assert lora == ("adapter-1", 1, folders[1])
 
 
 def test_pending_samples_keep_their_seeds(fake_vllm: Any, folders: tuple[str, str]) -> None:

@@ -114,7 +114,7 @@ def test_the_two_hand_picked_ranges_are_apart_from_the_chosen_one():
 def test_constants_are_such_as_eval_takes(domain):
     from loragate.evaluation.variants import variants_for
 
-    text = value(f"{domain}/qwen2.5-math-1.5b/constant-lambda", "eval.constants")
+    text = value(f"{domain}/qwen2.5-math-1.5b/controls", "eval.constants")
     constants = [float(part) for part in text.split(",")]
     found = [row.constant for row in variants_for("adapter", "cheap", constants) if row.constant is not None]
     assert found == constants

@@ -26,12 +26,12 @@ import torch
 
 import loragate as lg
 from loragate.cli.main import main
-from loragate.cli.serve import ServeOptions, free_port, print_clients, renders_chats
+from loragate.cli.serve import ServeOptions, listen, print_clients, renders_chats
 from loragate.cli.serve_folders import base_revision, served_folders
 from loragate.errors import ConfigError
 from loragate.gates.override_names import parse_override
 from loragate.generation import SamplingConfig, TransformersEngine
-from loragate.serving.http_app import Asked
+from loragate.serving.http_app import CompletionRequest
 from loragate.serving.vllm_server import server_command, unserved_heads, usual_share, without_secrets
 from tiny import chatml_tokenizer, ending_base, tiny_adapter, tiny_base, tiny_tokenizer
 
@@ -399,10 +399,11 @@ def test_a_port_in_use_is_named_before_vllm_starts() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--port {port}"):
-            free_port("127.0.0.1", port)
+            listen("127.0.0.1", port)
     with pytest.raises(ConfigError, match=r"--host 192\.0\.2\.1: it cannot be served from"):
-        free_port("192.0.2.1", 0)  # an address of documents, which no machine has
-    assert free_port("127.0.0.1", 0) > 0
+        listen("192.0.2.1", 0)  # an address of documents, which no machine has
+    with listen("127.0.0.1", 0) as free:
+        assert free.getsockname()[1] > 0
 
 
 def test_the_share_of_memory_and_the_heads_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,33 +432,31 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     class Server:
-        server_address = ("127.0.0.1", 1)
-
-        def serve_forever(self) -> None:
+        def run(self, sockets: list[socket.socket]) -> None:
             raise KeyboardInterrupt
 
-        def server_close(self) -> None:
-            pass
-
-    def make_server(app: Any, host: str, port: int) -> Server:
-        found["app"] = app
+    def make_server(backend: Any, host: str) -> Server:
+        found["backend"] = backend
         return Server()
 
     monkeypatch.setattr(http_app, "make_server", make_server)
     return found
 
 
+def answers(backend: Any, name: str, tokens: int) -> list[str]:
+    asked = CompletionRequest(model=name, prompt=PROMPTS, max_tokens=tokens, temperature=0)
+    return [one.text for one in backend.answer(asked)[1]]
+
+
 def test_gates_beside_a_plain_adapter_may_be_called_gated(folders: Path, started: dict[str, Any]) -> None:
     place = folders / "second"
     command = ["serve", str(folders / "gated" / "adapter"), "--base", str(folders / "base"), "--engine", "transformers"]
     assert main([*command, "--adapters", f"gated={place}", "--port", "0"]) == 0
-    assert started["app"].models == ("base", "adapter", "gated")
-    asked = Asked("gated", NEW_TOKENS, 0.0, 1.0, 1, 0, ())
-    answers = [found[0].text for _, found in started["app"].complete(PROMPTS, asked)]
+    assert started["backend"].models == ("base", "adapter", "gated")
     samples = TransformersEngine(model_of("second"), tiny_tokenizer()).generate(
         PROMPTS, SamplingConfig(0, 1, NEW_TOKENS)
     )
-    assert answers == [sample.text for sample in samples]
+    assert answers(started["backend"], "gated", NEW_TOKENS) == [sample.text for sample in samples]
 
 
 def test_gates_that_are_off_answer_to_their_name(
@@ -473,12 +472,8 @@ def test_gates_that_are_off_answer_to_their_name(
     record.write_text(json.dumps({**json.loads(record.read_text()), "selection": {"accepted": False}}))
     assert main(["serve", str(tmp_path / "off"), "--engine", "transformers", "--port", "0"]) == 0
     assert "are off" in capsys.readouterr().out
-    assert started["app"].models == ("base", "adapter", "gated")
-    texts = [
-        [found[0].text for _, found in started["app"].complete(PROMPTS, Asked(name, 8, 0.0, 1.0, 1, 0, ()))]
-        for name in ("adapter", "gated")
-    ]
-    assert texts[0] == texts[1]
+    assert started["backend"].models == ("base", "adapter", "gated")
+    assert answers(started["backend"], "adapter", 8) == answers(started["backend"], "gated", 8)
 
 
 def test_a_taken_port_is_named_before_the_model_is_loaded(

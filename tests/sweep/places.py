@@ -71,7 +71,8 @@ def numbers(out: Path) -> dict[str, dict]:
         record = json.loads(path.read_text())
         for name in ("seconds", "attempt"):
             record.pop(name)
-        record["training"].pop("seconds", None)
+        for name in ("seconds", "training_seconds"):
+            record["training"].pop(name, None)
         record["training"].get("sampled", {}).pop("seconds", None)
         found[path.parent.name] = record
     return found

@@ -142,8 +142,11 @@ class Plan:
     changes: list[str] = field(default_factory=list)
 
 
-def make_plan(request: Request, *, revision: str = "", trust: bool = False) -> Plan:
+def make_plan(request: Request, *, revision: str = "", trust: bool = False, config: Any = None) -> Plan:
     """Plan a training; see `Request`.
+
+    Args:
+        config: the model's transformers configuration where it is at hand; `request.model` is then a name only.
 
     Raises:
         ConfigError: for settings that cannot work on any number of such GPUs.
@@ -152,18 +155,17 @@ def make_plan(request: Request, *, revision: str = "", trust: bool = False) -> P
     if not request.model:
         raise ConfigError("a plan needs a model: a hub id, a model folder or a config.json")
     with quiet():
-        return _Planner(request, revision, trust).plan()
+        return _Planner(request, config or read_config(request.model, revision=revision, trust=trust)).plan()
 
 
 class _Planner:
     """The state of one planning: the model's counts, and traces as they are asked for."""
 
-    def __init__(self, request: Request, revision: str, trust: bool) -> None:
-        self.request = request
+    def __init__(self, request: Request, config: Any) -> None:
+        self.request, self.config = request, config
         self.gpu = find_gpu(request.gpu_memory)
         if request.precision == "bf16" and not self.gpu.bf16:
             raise ConfigError(f"{self.gpu.name} has no bf16: plan with precision fp16 and dtype float16, or fp32")
-        self.config = read_config(request.model, revision=revision, trust=trust)
         if getattr(self.config, "quantization_config", None) is not None:
             raise ConfigError(
                 f"{request.model} is a quantised checkpoint; plan with its unquantised base and --quantization 8bit or 4bit"
@@ -197,15 +199,12 @@ class _Planner:
             for checkpointing in (False, True)
             if self.possible(strategy, quantization, self.gpus_of(strategy))
         ]
-        if not any(self.asked_for(*combination) for combination in possible):  # said before seconds of tracing
+        asked = [self.option(*choice) for choice in possible if self.asked_for(*choice)]
+        if not asked:
             raise ConfigError("this combination cannot work: " + "; ".join(self.refusals()))
-        every = [self.option(*combination, self.gpus_of(combination[0])) for combination in possible]
-        asked = [
-            option for option in every if self.asked_for(option.strategy, option.quantization, option.checkpointing)
-        ]
         fitting = [option for option in asked if option.fits]
         chosen = min(fitting, key=_preference) if fitting else None
-        changes = [] if chosen else self.what_to_change(asked, every)
+        changes = [] if chosen else self.what_to_change(asked, [self.option(*choice) for choice in possible])
         dtype = str(self.dtype).removeprefix("torch.")
         return Plan(request, self.gpu, dtype, self.parameters, cost, asked, chosen, changes)
 
@@ -242,9 +241,9 @@ class _Planner:
             and request.gradient_checkpointing in ("any", "yes" if checkpointing else "no")
         )
 
-    def option(self, strategy: str, quantization: str, checkpointing: bool, gpus: int) -> Option:
+    def option(self, strategy: str, quantization: str, checkpointing: bool) -> Option:
         """The option with the asked or the largest fitting micro-batch, or the smallest if none fits."""
-        request = self.request
+        request, gpus = self.request, self.gpus_of(strategy)
         share = request.batch // gpus
         if request.micro_batch and share % request.micro_batch:
             raise ConfigError(

@@ -40,7 +40,8 @@ class EvalOptions(EvaluationInputs):
         sweep: folder of `loragate sweep`, in place of model: every finished cell is a row beside the adapter, and heat maps are
             drawn.
         controls: "cheap" also scores the adapter at lower temperatures, greedy, and with one λ; "full" adds random gates and
-            says how the controls are trained that need it; "none" scores neither.
+            says how the controls are trained that need it; "none" scores neither; "alone" scores the model without its base and
+            adapter.
         constants: constant λ of the cheap controls, separated by commas.
         engine: transformers (any device) or vllm (pip install "loragate[vllm]").
         batch_size: sequences generated at a time; with vLLM or replicas, questions whose answers are drawn together.

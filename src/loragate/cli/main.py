@@ -25,7 +25,7 @@ COMMANDS = {
     "extract": ("extract", "a fine-tuned model minus its base, as a LoRA adapter of chosen rank"),
     "calibrate": ("calibrate", "Stage II: gate a finished adapter by entropy, from prompts and responses"),
     "sweep": ("sweep", "many ranges, seeds, adapters and objectives, on Ray or one after the other"),
-    "recipes": ("recipes", "everything the paper trains, by name: list, show, run and check"),
+    "recipes": ("recipes", "everything the paper trains, by name: list, show, run, rehearse and check"),
     "generate": ("generate", "text from a gated adapter, a plain adapter or a base"),
     "eval": ("evaluate", "base, adapter and gated adapter side by side, and what the difference shows"),
     "regrade": ("regrade", "judge the stored answers of an evaluation with another grader"),

@@ -1,9 +1,10 @@
-"""`loragate recipes`: list, show, run and check everything the paper trains, by name."""
+"""`loragate recipes`: list, show, run, rehearse and check everything the paper trains, by name."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import re
 import shlex
 import subprocess
@@ -20,9 +21,9 @@ from loragate.cli.display import console, duration, next_evaluation, printable
 from loragate.cli.launching import wait_for
 from loragate.errors import ConfigError, LoragateError, nearest
 
-VERBS = ("list", "show", "run", "check")
-# a table or figure of the paper, as people write it
-PLACE = re.compile(r"(?P<kind>table|tab|figure|fig)s?\.?[ -]?(?P<number>\d+)", re.IGNORECASE)
+VERBS = ("list", "show", "run", "rehearse", "check")
+# a table, figure or appendix of the paper, as people write it
+PLACE = re.compile(r"(?P<kind>tab|fig|app)[a-z]*[\W_]*(?P<number>\d+|\b[a-z])", re.IGNORECASE)
 TRAINING = ("sft", "calibrate", "sweep", "mask")
 
 
@@ -31,18 +32,18 @@ class RecipesOptions:
     """Settings of `loragate recipes`.
 
     Attributes:
-        words: list [FILTER], show NAME, run NAME, or check [FILTER]; a FILTER of list is part of a name or a place in the paper,
-            such as "table 6"; a NAME may be the path of a YAML file of your own.
+        words: list [FILTER], show NAME, run NAME, rehearse NAME, or check [FILTER]; a FILTER of list is part of a name or a place
+            in the paper, such as "table 6"; a NAME may be the path of a YAML file of your own.
         set: change a value, as in --set sft.max_rows=2000 for one stage or --set seed=1 for all; may be repeated.
-        out: run folder of run [runs/recipes/NAME]; a repeated command goes on where it was.
+        out: run folder of run [runs/recipes/NAME]; a repeated command goes on where it was. rehearse keeps nothing without it.
         local_model: folder of the base model in place of its hub id.
         local_data: file of rows in place of the hub data set, with the same columns.
         recipes_dir: folders with domain/, backbone/, method/ and variant/ files of your own, separated by commas.
         stages: run these stages only, separated by commas; those before them must have run.
+        eval_python: python of another environment, in which stages that answer with vLLM run; LORAGATE_EVAL_PYTHON says the same,
+            and the run's folder remembers it.
         launcher: how training stages are started, such as "accelerate launch --num_processes 2 -m loragate".
-        dry_run: print the plain commands of run and stop.
-        quick: check the schema only; nothing is trained.
-        jobs: processes of check.
+        dry_run: print the plain commands of run and stop; for rehearse also what is replaced, and what the full run needs.
         variants: list variants (the paper's three seeds) too.
     """
 
@@ -53,10 +54,9 @@ class RecipesOptions:
     local_data: str = ""
     recipes_dir: str = ""
     stages: str = ""
+    eval_python: str = ""
     launcher: str = ""
     dry_run: bool = False
-    quick: bool = False
-    jobs: int = 1
     variants: bool = False
 
 
@@ -68,7 +68,7 @@ def run(options: RecipesOptions) -> int:
     if len(rest) > 1:
         raise ConfigError(f"loragate recipes {verb} takes one name, found {' '.join(rest)}")
     _require_effect(options, verb)
-    if verb in ("show", "run") and not rest:
+    if verb in ("show", "run", "rehearse") and not rest:
         raise ConfigError(f"loragate recipes {verb} needs a name; for example: loragate recipes {verb} {EXAMPLE}")
     from loragate.recipes.library import library
 
@@ -77,14 +77,18 @@ def run(options: RecipesOptions) -> int:
     if verb == "list":
         return list_recipes(options, shelf, name)
     if verb == "check":
-        from loragate.cli.recipes_check import check
+        from loragate.cli.recipes_rehearse import check
 
-        return check(options, shelf, name)
+        return check(shelf, name)
     recipe = resolved(options, shelf, name)
     for stage in recipe.placed("out"):
         validate(stage, recipe.name)
     if verb == "show":
         return show(options, recipe)
+    if verb == "rehearse":
+        from loragate.cli.recipes_rehearse import rehearse
+
+        return rehearse(options, recipe)
     return run_recipe(options, recipe)
 
 
@@ -111,10 +115,12 @@ def list_recipes(options: RecipesOptions, shelf: Any, wanted: str) -> int:
 
 
 def stands_in(tables: str, place: re.Match[str]) -> bool:
-    """Whether a list such as "Tables 1, 5; Fig. 3" names this table or figure."""
-    kind = place["kind"][0].lower()
-    lists = re.findall(r"(Table|Fig)\w*\.? ([\d, ]+)", tables)
-    return any(word[0].lower() == kind and place["number"] in re.findall(r"\d+", numbers) for word, numbers in lists)
+    """Whether a list such as "Tables 1, 5; Fig. 3" names this place."""
+    lists = re.findall(r"(Tab|Fig|App)[a-z]*\.? ([\dA-Z, ]+)", tables)
+    return any(
+        word == place["kind"].capitalize() and place["number"].upper() in re.findall(r"\w+", numbers)
+        for word, numbers in lists
+    )
 
 
 def show(options: RecipesOptions, recipe: Any) -> int:
@@ -124,17 +130,17 @@ def show(options: RecipesOptions, recipe: Any) -> int:
     print(printable(as_yaml(recipe)))
     folder = options.out or default_folder(recipe)
     print(f"# all of it, resumable:\n#   {run_line(options, recipe, folder)}\n#\n# or by hand:")
-    for line in command_lines(recipe, folder, switches(), options.launcher):
+    for line in command_lines(recipe, folder, switches(), options.launcher, options.eval_python):
         print("\n".join(f"#   {printable(part)}" for part in line.splitlines()))
     return 0
 
 
 def run_recipe(options: RecipesOptions, recipe: Any) -> int:
     """The stages in their order; those that are finished are left alone."""
-    from loragate.cli.recipes_ready import require_earlier, require_parts
+    from loragate.cli.recipes_ready import EVAL_PYTHON, interpreter, require_earlier, require_parts
     from loragate.recipes.consent import require_asked, require_known_launcher
     from loragate.recipes.folder import RunFolder
-    from loragate.recipes.show import command_lines, is_launched
+    from loragate.recipes.show import command_lines, is_launched, uses_vllm
     from loragate.sweep.records import held
 
     out, path = console(), Path(options.out or default_folder(recipe))
@@ -146,7 +152,7 @@ def run_recipe(options: RecipesOptions, recipe: Any) -> int:
         key, why = next(iter(missing.items()))
         raise ConfigError(f"{recipe.name} needs {key}: {why}. Give it with --set {key}=FILE")
     if options.dry_run:
-        lines = command_lines(recipe, str(path), switches(), options.launcher)
+        lines = command_lines(recipe, str(path), switches(), options.launcher, options.eval_python)
         for stage, line in zip(recipe.stages, lines, strict=True):
             if not wanted or stage.name in wanted:
                 print(line)
@@ -156,14 +162,19 @@ def run_recipe(options: RecipesOptions, recipe: Any) -> int:
     launcher = shlex.split(options.launcher or recipe.launcher)
     stages = recipe.placed(str(path))
     for stage in stages:
-        require_asked(recipe.name, stage, validate(stage, recipe.name))
+        require_asked(recipe.name, stage, validate(stage, recipe.name, deep=True))
     with held(path / "lock", 0.0, f"another run works in {path}; wait for it to end, or stop it"):
         folder = RunFolder.begin(path, recipe)
         require_earlier(stages, wanted, folder)
         ahead = [s for s in stages if (not wanted or s.name in wanted) and not folder.is_finished(s)]
-        if any(stage.command == "eval" for stage in ahead):
-            out.print("checking that the evaluations can run, and reading their questions")
-        require_parts(ahead, lambda stage: validate(stage, recipe.name))
+        remembered = folder.record.get("eval_python", "")
+        evaluator = interpreter(options.eval_python or os.environ.get(EVAL_PYTHON, "") or remembered)
+        if evaluator:
+            out.print(f"answers with vLLM: {evaluator}", markup=False)
+        if ahead:
+            out.print("checking that every stage can run here: data, graders, engine, disk")
+            require_parts(recipe, ahead, path, evaluator)
+        folder.remember(eval_python=evaluator)
         out.print(f"{recipe.name} in {path}: {', '.join(stage.name for stage in stages)}", markup=False)
         for number, stage in enumerate(stages):
             title = f"[{number + 1}/{len(stages)}] {stage.name}"
@@ -175,7 +186,8 @@ def run_recipe(options: RecipesOptions, recipe: Any) -> int:
                 continue
             resume = folder.prepare(stage)
             config = folder.config(stage, number)
-            start = launcher if launcher and is_launched(stage) else [sys.executable, "-m", "loragate"]
+            own = [evaluator or sys.executable if uses_vllm(stage) else sys.executable, "-m", "loragate"]
+            start = launcher if launcher and is_launched(stage) else own
             command = [*start, stage.command, "--config", str(config), *(["--resume"] if resume else [])]
             out.print(f"{title}{': going on' if resume else ''}", markup=False)
             folder.began(stage, shlex.join(command))
@@ -308,7 +320,7 @@ def default_folder(recipe: Any) -> str:
 def run_line(options: RecipesOptions, recipe: Any, folder: str) -> str:
     """The command that runs the recipe, and goes on with it."""
     words = ["loragate", "recipes", "run", recipe.name, "--out", folder]
-    for name in ("local_model", "local_data", "recipes_dir", "stages", "launcher"):
+    for name in ("local_model", "local_data", "recipes_dir", "stages", "launcher", "eval_python"):
         if getattr(options, name):
             words += [flag_of(name), getattr(options, name)]
     for text in options.set:
@@ -344,9 +356,10 @@ def _known_tasks(suite: str, tasks: str) -> None:
 FURTHER: dict[str, Callable[[Any], None]] = {"sft": _sft, "calibrate": _calibrate, "eval": _eval}
 READ_BY = {
     "list": ("recipes_dir", "variants"),
-    "show": ("recipes_dir", "set", "out", "local_model", "local_data", "launcher"),
-    "run": ("recipes_dir", "set", "out", "local_model", "local_data", "launcher", "stages", "dry_run"),
-    "check": ("recipes_dir", "quick", "jobs", "out"),
+    "show": ("recipes_dir", "set", "out", "local_model", "local_data", "launcher", "eval_python"),
+    "run": ("recipes_dir", "set", "out", "local_model", "local_data", "launcher", "eval_python", "stages", "dry_run"),
+    "rehearse": ("recipes_dir", "set", "out", "launcher", "eval_python", "dry_run"),
+    "check": ("recipes_dir",),
 }
 
 
@@ -360,7 +373,7 @@ def _require_effect(options: RecipesOptions, verb: str) -> None:
 EXAMPLE = "math/qwen2.5-math-1.5b/scale"
 COMMAND = Command(
     name="recipes",
-    summary="Everything the paper trains, by name: list, show, run (resumable) and check recipes.",
+    summary="Everything the paper trains, by name: list, show, run (resumable), rehearse and check recipes.",
     options=RecipesOptions,
     run=run,
     examples=(
@@ -368,7 +381,7 @@ COMMAND = Command(
         f"loragate recipes show {EXAMPLE}",
         f"loragate recipes run {EXAMPLE} --out runs/scale",
         f"loragate recipes run {EXAMPLE} --local-model path/to/base --local-data rows.parquet --set sft.max_rows=2000",
-        "loragate recipes check --quick",
+        f"loragate recipes rehearse {EXAMPLE}",
     ),
     positional="words",
 )

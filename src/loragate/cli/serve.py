@@ -105,22 +105,23 @@ def run(options: ServeOptions) -> int:
     return serve_transformers(options)
 
 
-def free_port(host: str, port: int) -> int:
-    """`port` if it can be bound, or any free one for 0.
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens on `port`, or on any free one for 0.
 
     Raises:
         ConfigError: where something else listens; its answers would be taken for ours.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
-            flag = f"--port {port}: {host}" if taken else f"--host {host}: it"
-            raise ConfigError(f"{flag} cannot be served from ({error.strerror}); give another") from error
-        return int(probe.getsockname()[1])
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, port))
+        found.listen(512)
+    except OSError as error:
+        found.close()
+        taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        flag = f"--port {port}: {host}" if taken else f"--host {host}: it"
+        raise ConfigError(f"{flag} cannot be served from ({error.strerror}); give another") from error
+    return found
 
 
 def prepare_vllm(options: ServeOptions, base: str, adapters: dict[str, str]) -> int:
@@ -156,7 +157,8 @@ def serve_vllm(options: ServeOptions) -> int:
 
     base, adapters = served_folders(options)
     rank = prepare_vllm(options, base, adapters)
-    port = free_port(options.host, options.port)
+    with listen(options.host, options.port) as free:
+        port = int(free.getsockname()[1])
     out = console()
     with tempfile.TemporaryDirectory(prefix="loragate-serve-") as scratch:
         command = server_command(
@@ -227,32 +229,29 @@ def renders_chats(options: ServeOptions, base: str) -> bool:
 def serve_transformers(options: ServeOptions) -> int:
     """Our own small server over the model in memory, until Ctrl-C."""
     from loragate.cli.evaluation_inputs import load_inputs
-    from loragate.cli.serve_transformers import Row, add_adapters, transformers_app
+    from loragate.cli.serve_transformers import Row, add_adapters, transformers_backend
     from loragate.serving.http_app import make_server
 
     more = served_folders(options)[1] if options.adapters else {}
     # before the model is loaded, which may take minutes
-    port = free_port(options.host, options.port)
-    loaded = load_inputs(options, options.model)
-    if loaded.note:
-        console().print(loaded.note, markup=False)
-    gated = is_gated(Path(options.model))
-    own = ("gated", "adapter") if gated else ("adapter",)
-    rows = add_adapters(loaded.model, {name: more[name] for name in more if name not in own})
-    if gated and loaded.kind == "adapter":
-        # its gates are off: it answers to its name all the same, as in vLLM
-        rows = {"gated": Row("adapter", "adapter"), **rows}
-    app = transformers_app(loaded.model, loaded.tokenizer, loaded.kind, system=options.system, more=rows)
-    server = make_server(app, options.host, port)
-    end_on_terminate()
-    chat = loaded.tokenizer.chat_template is not None
-    print_clients(options.host, server.server_address[1], list(app.models), chat=chat)
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        console().print("stopped", markup=False)
-    finally:
-        server.server_close()
+    with listen(options.host, options.port) as listening:
+        loaded = load_inputs(options, options.model)
+        if loaded.note:
+            console().print(loaded.note, markup=False)
+        gated = is_gated(Path(options.model))
+        own = ("gated", "adapter") if gated else ("adapter",)
+        rows = add_adapters(loaded.model, {name: more[name] for name in more if name not in own})
+        if gated and loaded.kind == "adapter":
+            # its gates are off: it answers to its name all the same, as in vLLM
+            rows = {"gated": Row("adapter", "adapter"), **rows}
+        backend = transformers_backend(loaded.model, loaded.tokenizer, loaded.kind, system=options.system, more=rows)
+        chat = loaded.tokenizer.chat_template is not None
+        print_clients(options.host, listening.getsockname()[1], list(backend.models), chat=chat)
+        end_on_terminate()
+        try:
+            make_server(backend, options.host).run(sockets=[listening])
+        except KeyboardInterrupt:
+            console().print("stopped", markup=False)
     return 0
 
 

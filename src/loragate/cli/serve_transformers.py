@@ -6,13 +6,13 @@ generation and evaluation's variants, which serving does not know.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from loragate.errors import ConfigError, DataError
-from loragate.serving.http_app import Answer, App, Asked
+from loragate.serving.http_app import Answer, Backend, ChatRequest, CompletionRequest
 
 NAMES = {"base": ("base",), "adapter": ("base", "adapter"), "gated": ("base", "adapter", "gated")}
 
@@ -57,15 +57,10 @@ def add_adapters(model: Any, places: Mapping[str, str]) -> dict[str, Row]:
     return rows
 
 
-def transformers_app(
-    model: Any,
-    tokenizer: Any,
-    kind: str,
-    *,
-    system: str = "none",
-    more: Mapping[str, Row] | None = None,
-) -> App:
-    """The app over a loaded model.
+def transformers_backend(
+    model: Any, tokenizer: Any, kind: str, *, system: str = "none", more: Mapping[str, Row] | None = None
+) -> Backend:
+    """The answers of a loaded model.
 
     Args:
         model: base, PeftModel or gated PeftModel.
@@ -83,35 +78,35 @@ def transformers_app(
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     rows = {name: Row(name, kind) for name in NAMES[kind]} | dict(more or {})
 
-    def complete(prompts: Sequence[str], asked: Asked) -> list[tuple[int, list[Answer]]]:
-        limit = asked.max_tokens or DEFAULT_NEW_TOKENS
+    def answer(asked: CompletionRequest | ChatRequest) -> tuple[int, list[Answer]]:
+        prompts = [begin(text) for text in asked.prompt] if isinstance(asked, CompletionRequest) else [render(asked)]
+        limit = asked.limit or DEFAULT_NEW_TOKENS
         prompt_ids, limits = tokenize_prompts(tokenizer, prompts, limit, positions)
-        if asked.max_tokens and min(limits) < limit:
+        if asked.limit and min(limits) < limit:
             raise DataError(
                 f"max_tokens={limit} would pass the model's {positions} positions: set max_tokens to {min(limits)} or less"
             )
-        config = SamplingConfig(asked.temperature, asked.top_p, limit, asked.n, asked.seed, asked.stop)
+        config = SamplingConfig(asked.temperature, asked.top_p, limit, asked.n, asked.seed, tuple(asked.stop))
         with answering(model, rows, asked.model):
             samples = engine.generate(prompts, config)
-        found: list[tuple[int, list[Answer]]] = [(len(ids), []) for ids in prompt_ids]
-        for one in samples:
-            reason = "length" if one.finish_reason == "length" else "stop"
-            found[one.question][1].append(Answer(one.text, reason, len(one.token_ids)))
-        return found
+        # the engine's third reason is "stop_text"
+        reasons = {"length": "length"}
+        answers = [Answer(one.text, reasons.get(one.finish_reason, "stop"), len(one.token_ids)) for one in samples]
+        return sum(map(len, prompt_ids)), answers
 
     def begin(prompt: str) -> str:
         start = tokenizer.bos_token_id
         starts = start is not None and start in data.prompt_ids(prompt, tokenizer)[:1]
         return tokenizer.bos_token + prompt if starts and not prompt.startswith(tokenizer.bos_token) else prompt
 
-    def render(messages: list[dict[str, Any]]) -> str:
+    def render(asked: ChatRequest) -> str:
         if tokenizer.chat_template is None:
             raise ConfigError(
                 "the tokenizer has no chat template; start with --chat-template FILE, or use /v1/completions"
             )
-        return data.render_prompt(messages, tokenizer, system=system)
+        return data.render_prompt([message.model_dump() for message in asked.messages], tokenizer, system=system)
 
-    return App(tuple(rows), complete, render, begin)
+    return Backend(tuple(rows), answer)
 
 
 @contextmanager
@@ -134,26 +129,14 @@ def answering(model: Any, rows: Mapping[str, Row], name: str) -> Iterator[None]:
     override = override or row.override
     if override is not None and row.acts != "gated" and (row.acts == "base" or override.constant is None):
         raise ConfigError(f"{name} has no gates: only an adapter takes an override, and a plain one @constant=C alone")
-    with _active(model, row):
+    with ExitStack() as stack:
+        if row.kind != "base" and model.active_adapter != row.adapter:
+            stack.callback(model.set_adapter, model.active_adapter)
+            model.set_adapter(row.adapter)
         if override is None:
-            with acting(model, Variant(row.acts), row.kind):
-                yield
+            stack.enter_context(acting(model, Variant(row.acts), row.kind))
         elif override.constant is not None:
-            with constant_gate(model, override.constant, row.adapter):
-                yield
+            stack.enter_context(constant_gate(model, override.constant, row.adapter))
         else:
-            with gate_override(model, override.minimum, override.maximum, adapter_name=row.adapter):
-                yield
-
-
-@contextmanager
-def _active(model: Any, row: Row) -> Iterator[None]:
-    before = model.active_adapter if row.kind != "base" else row.adapter
-    if before == row.adapter:
+            stack.enter_context(gate_override(model, override.minimum, override.maximum, adapter_name=row.adapter))
         yield
-        return
-    model.set_adapter(row.adapter)
-    try:
-        yield
-    finally:
-        model.set_adapter(before)

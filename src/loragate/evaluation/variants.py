@@ -28,7 +28,7 @@ from loragate.gates.override_names import parse_override
 from loragate.generation import SamplingConfig
 
 Kind = Literal["base", "adapter", "gated"]
-CONTROLS = ("none", "cheap", "full")
+CONTROLS = ("alone", "none", "cheap", "full")
 COOLER = (0.6, 0.3)
 
 
@@ -79,7 +79,8 @@ def variants_for(kind: Kind, controls: str = "cheap", constants: Sequence[float]
     Args:
         kind: what was loaded.
         controls: "cheap" adds the adapter at lower temperatures, greedy, and with one constant λ; "full" also random gates of
-            the trained ones' size; "none" leaves them out. Controls that must be trained are models of their own.
+            the trained ones' size; "none" leaves them out, "alone" also the adapter and the base beneath the model. Controls
+            that must be trained are models of their own.
         constants: the constant λ of the cheap controls.
 
     Raises:
@@ -87,8 +88,8 @@ def variants_for(kind: Kind, controls: str = "cheap", constants: Sequence[float]
     """
     if controls not in CONTROLS:
         raise ConfigError(f"--controls {controls}: expected one of {', '.join(CONTROLS)}{nearest(controls, CONTROLS)}")
-    if kind == "base":
-        return [Variant("base")]
+    if kind == "base" or controls == "alone":
+        return [Variant(kind)]
     rows = [Variant("adapter"), Variant("base")]
     if kind == "gated":
         rows.append(Variant("gated"))

@@ -7,11 +7,13 @@ flat mapping of one command's options.
     compose   a name, or a file of the user's, to a recipe
     recipe    stages with values, where each value comes from, references between stages
     show      a recipe as YAML and as command lines
+    machine   what its stages need there: memory, time, answers
     folder    the run folder: what is finished, what is resumed, what would not fit
-    samples   the tiny stand-ins on which `recipes check` runs every recipe
+    rehearsal the recipe with its counts cut, on stand-ins
+    standins  the base, rows and questions of a rehearsal
 
-The files lie beside this one: `common.yaml`, `domain/`, `backbone/`, `method/`, `variant/`, `templates/`. This room knows
-no command: what the options of a stage may be arrives as a callable.
+The files lie beside this one: `common.yaml`, `domain/`, `backbone/`, `method/`, `variant/`, `templates/`,
+`questions/`. This room knows no command: what the options of a stage may be arrives as a callable.
 """
 
 from loragate.recipes.compose import compose, every_name, read_recipe

@@ -158,6 +158,8 @@ def _build(name: str, layers: list[Layer], unmarked: str = "") -> Recipe:
         stages=stages,
         needs={key: text for key, text in merged.get("needs", {}).items() if key.partition(".")[0] in plan},
         launcher=filled(str(merged.get("launcher", "")), lambda key: values.get(key, f"{{{key}}}")),
+        machine=str(merged.get("machine", "")),
+        architecture=merged.get("architecture", {}),
     )
 
 

@@ -117,6 +117,12 @@ class RunFolder:
             shutil.rmtree(out)
         return begun
 
+    def remember(self, **values: Any) -> None:
+        """Keep what later runs in this folder go by, where it has a value."""
+        if any(value and self.record.get(key) != value for key, value in values.items()):
+            self.record |= {key: value for key, value in values.items() if value}
+            write_json(self.path / RECORD, self.record)
+
     def note(self, stage: Stage, **state: Any) -> None:
         """Keep the state of a stage."""
         before = self.record["state"].get(stage.name, {})

@@ -27,6 +27,8 @@ WORDS = {
     "tables": dict,
     "paper": bool,
     "launcher": str,
+    "machine": str,
+    "architecture": dict,
     "every": dict,
     "each": dict,
     "domain": str,

@@ -64,6 +64,8 @@ class Recipe:
         stages: in their order.
         needs: "stage.option" to what the user must give before it can run.
         launcher: how training stages are started, in place of a plain process; empty for that.
+        machine: the GPU that its settings are made for, as `loragate plan --gpu-memory` names it; the launcher says how many.
+        architecture: {hub id of a base: its configuration}, so that nothing is fetched to plan.
     """
 
     name: str
@@ -73,6 +75,8 @@ class Recipe:
     tables: str = ""
     needs: dict[str, str] = field(default_factory=dict)
     launcher: str = ""
+    machine: str = ""
+    architecture: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def stage(self, name: str) -> Stage:
         """A stage by name."""

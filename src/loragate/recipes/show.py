@@ -27,6 +27,12 @@ def as_yaml(recipe: Recipe) -> str:
     lines.append(yaml.safe_dump({"stages": plan}, default_flow_style=None, sort_keys=False).rstrip())
     if recipe.launcher:
         lines.append(_pair("launcher", recipe.launcher))
+    if recipe.machine:
+        lines.append(_pair("machine", recipe.machine))
+    if recipe.architecture:
+        lines.append(
+            yaml.safe_dump({"architecture": recipe.architecture}, default_flow_style=None, width=WIDTH).rstrip()
+        )
     if recipe.needs:
         lines.append(yaml.safe_dump({"needs": recipe.needs}, sort_keys=False, width=1000).rstrip())
     for stage in recipe.stages:
@@ -40,7 +46,7 @@ def as_yaml(recipe: Recipe) -> str:
 
 
 def command_lines(
-    recipe: Recipe, folder: str, flags: Mapping[str, Mapping[str, bool]], launcher: str = ""
+    recipe: Recipe, folder: str, flags: Mapping[str, Mapping[str, bool]], launcher: str = "", evaluator: str = ""
 ) -> list[str]:
     """One command line per stage.
 
@@ -48,8 +54,18 @@ def command_lines(
         folder: where the run is to lie.
         flags: command to {option: whether it is a switch}; a switch is written as --name or --no-name.
         launcher: in place of `loragate` for stages that train in several processes.
+        evaluator: interpreter of the stages that answer with vLLM.
     """
-    return [_line(stage, flags[stage.command], launcher or recipe.launcher) for stage in recipe.placed(folder)]
+    start = {True: launcher or recipe.launcher, False: f"{shlex.quote(evaluator)} -m loragate" if evaluator else ""}
+    return [
+        _line(stage, flags[stage.command], start[is_launched(stage)] if is_launched(stage) or uses_vllm(stage) else "")
+        for stage in recipe.placed(folder)
+    ]
+
+
+def uses_vllm(stage: Stage) -> bool:
+    """Whether the stage's answers come from vLLM, which may need an environment of its own."""
+    return stage.values.get("engine") == "vllm"
 
 
 def is_launched(stage: Stage) -> bool:
@@ -71,10 +87,9 @@ def plain_command(stage: Stage, switches: Mapping[str, bool]) -> list[str]:
     return words
 
 
-def _line(stage: Stage, switches: Mapping[str, bool], launcher: str) -> str:
+def _line(stage: Stage, switches: Mapping[str, bool], start: str) -> str:
     words = [shlex.quote(word) for word in plain_command(stage, switches)]
-    start = launcher if launcher and is_launched(stage) else "loragate"
-    lines, line = [], start
+    lines, line = [], start or "loragate"
     for word in words:
         if len(line) + len(word) > WIDTH:
             lines.append(line + " \\")

@@ -13,14 +13,14 @@ import pytest
 import loragate.evaluation.tasks
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.tasks import Question, load_questions, load_task, prompts_hash
+from loragate.recipes.standins import QUESTIONS
 
-SAMPLES = Path(__file__).parents[1] / "samples"
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 LOCAL = ["aime24", "amc23", "humaneval", "humaneval_plus", "math500", "mbpp", "minerva", "olympiadbench"]
 
 
 def sample_rows(name):
-    return [json.loads(line) for line in (SAMPLES / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in (QUESTIONS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture
@@ -36,13 +36,13 @@ def jsonl(tmp_path):
 @pytest.mark.parametrize("name", LOCAL)
 def test_samples_load_in_every_file_format(name, tmp_path):
     task, rows = load_task(name), sample_rows(name)
-    loaded = load_questions(task, file=SAMPLES / f"{name}.jsonl")
+    loaded = load_questions(task, file=QUESTIONS / f"{name}.jsonl")
     assert len(loaded.questions) == len(rows) >= 4
-    assert loaded.questions[1].place == f"{SAMPLES / name}.jsonl:2"
+    assert loaded.questions[1].place == f"{QUESTIONS / name}.jsonl:2"
     assert [question.row for question in loaded.questions] == rows
     assert loaded.revision is None
     assert loaded.warnings == (
-        f"{SAMPLES / name}.jsonl holds {len(rows)} rows, the set that {name} means has {task.dataset.rows}: scores on it "
+        f"{QUESTIONS / name}.jsonl holds {len(rows)} rows, the set that {name} means has {task.dataset.rows}: scores on it "
         "are not comparable with published ones",
     )
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
@@ -54,7 +54,7 @@ def test_samples_load_in_every_file_format(name, tmp_path):
         assert [(q.id, q.prompt, q.gold) for q in other.questions] == [
             (q.id, q.prompt, q.gold) for q in loaded.questions
         ]
-    first = load_questions(task, file=SAMPLES, limit=2)
+    first = load_questions(task, file=QUESTIONS, limit=2)
     assert first.questions == loaded.questions[:2]
     assert first.warnings == ()
     assert first.fingerprint != loaded.fingerprint
@@ -69,23 +69,23 @@ def test_math_prompts_and_golds():
         "amc23": ["120", "23", "4", "14"],
     }
     for name, expected in golds.items():
-        questions = load_questions(load_task(name), file=SAMPLES).questions
+        questions = load_questions(load_task(name), file=QUESTIONS).questions
         assert [question.gold for question in questions] == expected
         for question in questions:
             assert question.prompt == (question.row.get("problem") or question.row["question"]) + BOXED
-    assert load_questions(load_task("math500"), file=SAMPLES).questions[0].id == "test/prealgebra/9001.json"
-    assert load_questions(load_task("minerva"), file=SAMPLES).questions[3].id == "3"
+    assert load_questions(load_task("math500"), file=QUESTIONS).questions[0].id == "test/prealgebra/9001.json"
+    assert load_questions(load_task("minerva"), file=QUESTIONS).questions[3].id == "3"
 
 
 def test_code_prompts():
-    chat = load_questions(load_task("humaneval"), file=SAMPLES).questions
-    raw = load_questions(load_task("humaneval_raw"), file=SAMPLES / "humaneval.jsonl").questions
+    chat = load_questions(load_task("humaneval"), file=QUESTIONS).questions
+    raw = load_questions(load_task("humaneval_raw"), file=QUESTIONS / "humaneval.jsonl").questions
     for asked, plain in zip(chat, raw, strict=True):
         assert plain.prompt == plain.row["prompt"]
         assert f"```python\n{plain.prompt.rstrip()}\n```" in asked.prompt
         assert asked.gold == plain.gold == plain.row["canonical_solution"]
         assert asked.id == plain.row["task_id"]
-    question = load_questions(load_task("mbpp"), file=SAMPLES).questions[1]
+    question = load_questions(load_task("mbpp"), file=QUESTIONS).questions[1]
     assert question.prompt.startswith("Write a python function to count the vowels of a text. Your code should pass")
     assert all(f"\n{line}\n" in question.prompt for line in question.row["test_list"])
     assert question.id == "9012"
@@ -223,7 +223,7 @@ def test_files_that_are_not_there(tmp_path):
     with pytest.raises(DataError, match=r"found no file .*none.jsonl for aime24; --data aime24=FILE takes"):
         load_questions(load_task("aime24"), file=tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match=r"limit=0"):
-        load_questions(load_task("aime24"), file=SAMPLES, limit=0)
+        load_questions(load_task("aime24"), file=QUESTIONS, limit=0)
 
 
 class Hub:
@@ -252,7 +252,7 @@ def test_the_pinned_revision_is_asked_for(monkeypatch):
     pinned = task.dataset.revision
     assert hub.calls == [(("HuggingFaceH4/aime_2024", "default"), {"split": "train", "revision": pinned})]
     assert (loaded.revision, loaded.source) == (pinned, "HuggingFaceH4/aime_2024:default[train]")
-    assert [q.prompt for q in loaded.questions] == [q.prompt for q in load_questions(task, file=SAMPLES).questions]
+    assert [q.prompt for q in loaded.questions] == [q.prompt for q in load_questions(task, file=QUESTIONS).questions]
     assert loaded.questions[2].place == "HuggingFaceH4/aime_2024:default[train] row 2"
 
 
@@ -268,7 +268,7 @@ def test_the_commit_of_a_branch_is_recorded(monkeypatch):
         "aime24: the commit of HuggingFaceH4/aime_2024 could not be told; pin one with --revision to make this repeatable",
     )
     with pytest.raises(ConfigError, match=r"revision='main', which has no effect without a hub data set"):
-        load_questions(load_task("aime24"), file=SAMPLES, revision="main")
+        load_questions(load_task("aime24"), file=QUESTIONS, revision="main")
 
 
 def test_tiny_questions():

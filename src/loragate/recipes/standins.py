@@ -1,0 +1,177 @@
+"""What a rehearsal runs on: a small base with the tokenizer of a real one, and rows and questions in the hub's columns.
+
+The tokenizer is Qwen2's own class over 54,000 merges that are written down, not trained: it ends a turn with `<|im_end|>`
+while its end of sequence is `<|endoftext|>`, writes a system message where none is given, and has fewer tokens than the
+model has rows. The base has random weights in the shape of Qwen2, in bf16, and 4096 positions. Its answers end: see `END`.
+Training rows are made up here; the questions, also made up, lie in `questions/`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import string
+from pathlib import Path
+from typing import Any
+
+from loragate.evaluation.tasks.arithmetic import rows as arithmetic
+from loragate.files import write_text
+from loragate.recipes.library import HERE
+
+QUESTIONS = HERE / "questions"
+ROWS, PROBES = 400, 40
+LONGEST = 240  # sums of the longest solutions: more than 4096 tokens, so that the limits cut
+VOCABULARY = 55_296
+POSITIONS = 4096
+HIDDEN = 64
+SPREAD = 2.2  # of the logits at temperature 1: about as undecided as a base of 50,000 tokens can be and still loop when greedy
+END = 8.7
+"""Logit of `<|im_end|>` over the mean of all: a sampled answer ends after some tens of tokens, or hundreds in long contexts.
+
+An end of turn at which an engine does not stop is so missed at once: its answers run to the limit.
+"""
+ENDOFTEXT, TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHATML = (
+    "{%- if messages[0]['role'] != 'system' -%}"
+    "{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}"
+    "{%- endif -%}"
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+
+
+def write_standins(folder: Path) -> None:
+    """base/, one parquet file of rows per data set, probe.jsonl with labelled questions, and questions/ of every suite."""
+    import pyarrow
+    import pyarrow.parquet
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_base(folder / "base")
+    for name, make in ROWS_OF.items():
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(make(ROWS)), folder / rows_file(name))
+    asked = [{"prompt": row["question"], "answer": row["answer"]} for row in arithmetic(PROBES, 7)]
+    write_text(folder / "probe.jsonl", "".join(json.dumps(row) + "\n" for row in asked))
+    shutil.copytree(QUESTIONS, folder / "questions", dirs_exist_ok=True)
+
+
+def build_tokenizer() -> Any:
+    """Qwen2's tokenizer class over generated merges; 54,909 tokens, built without a network in a second."""
+    from transformers import Qwen2Tokenizer
+
+    merges = list(_merges())
+    tokens = [*_byte_alphabet(), *(left + right for left, right in merges)]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    return Qwen2Tokenizer(
+        vocab={**vocabulary, ENDOFTEXT: len(tokens), TURN: len(tokens) + 1, END_OF_TURN: len(tokens) + 2},
+        merges=merges,
+        extra_special_tokens=[TURN, END_OF_TURN],
+        chat_template=CHATML,
+        model_max_length=POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def write_base(folder: Path) -> None:
+    """A random Qwen2 with tied embeddings, two layers, bf16, and the tokenizer above.
+
+    Hidden dimension 0 carries a constant that layers hardly write to. Through it each token has a logit of its own beside what
+    the weights make of the context: higher for the end of turn, far lower for ids that are no token.
+    """
+    import torch
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = build_tokenizer()
+    end = tokenizer.eos_token_id
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=True,
+        bos_token_id=end,
+        eos_token_id=end,
+        dtype=torch.bfloat16,
+    )
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM(config)
+        embedding = model.get_input_embeddings().weight
+        embedding.normal_(std=0.1)
+        embedding[:, 0] = 1.0
+        for layer in model.model.layers:
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                norm.weight[0] = 0.0
+            # what layers add outweighs the embedding, or a token with tied embeddings would predict itself
+            for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                linear.weight.normal_()
+                linear.weight[0] *= 1e-3  # next to nothing; a row of zeros has no direction, which DoRA divides by
+        final = model.model.norm.weight.fill_(10 * SPREAD / HIDDEN**0.5)
+        final[0] = 1.0
+        embedding[tokenizer.convert_tokens_to_ids(END_OF_TURN), 0] += END
+        embedding[len(tokenizer) :, 0] = -400.0
+    model.generation_config = GenerationConfig(bos_token_id=end, eos_token_id=end, max_new_tokens=2048)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def numina_rows(count: int) -> list[dict[str, Any]]:
+    """Rows in the columns of AI-MO/NuminaMath-CoT: source, problem, solution, messages."""
+    rows = []
+    for index, item in enumerate(arithmetic(count, 1)):
+        problem, solution = item["question"], f"{_steps(index)}\nThe answer is $\\boxed{{{item['answer']}}}$."
+        turns = [{"content": problem, "role": "user"}, {"content": solution, "role": "assistant"}]
+        rows.append({"source": "synthetic_math", "problem": problem, "solution": solution, "messages": turns})
+    return rows
+
+
+def magicoder_rows(count: int) -> list[dict[str, Any]]:
+    """Rows in the columns of ise-uiuc/Magicoder-OSS-Instruct-75K: lang, raw_index, index, seed, …, problem, solution."""
+    rows = []
+    for index in range(count):
+        name, factor = f"scaled_{index}", index % 17 + 2
+        problem = f"Write a Python function `{name}` that multiplies every number of a list by {factor}."
+        code = f"def {name}(numbers):\n    return [{factor} * number for number in numbers]"
+        solution = f"```python\n{code}\n```\n{_steps(index)}"
+        fixed = {"lang": "python", "raw_index": index, "index": index, "seed": code, "openai_fingerprint": None}
+        rows.append({**fixed, "problem": problem, "solution": solution})
+    return rows
+
+
+ROWS_OF = {"AI-MO/NuminaMath-CoT": numina_rows, "ise-uiuc/Magicoder-OSS-Instruct-75K": magicoder_rows}
+
+
+def rows_file(data: str) -> str:
+    """Name of the stand-in for a data set of the hub; rows of your own are rehearsed on those of mathematics."""
+    return f"{(data if data in ROWS_OF else next(iter(ROWS_OF))).rpartition('/')[2]}.parquet"
+
+
+def _steps(index: int) -> str:
+    """Lines of sums; one row in 320 is longer than any limit of a recipe."""
+    draw = random.Random(index)
+    count = LONGEST if index % 320 == 9 else draw.randint(1, 3)
+    pairs = [(draw.randint(2, 99), draw.randint(2, 99)) for _ in range(count)]
+    return "\n".join(f"We take {a} and add {b}, which gives {a + b}." for a, b in pairs)
+
+
+def _byte_alphabet() -> list[str]:
+    """The 256 characters that stand for bytes, as every byte-level tokenizer has them; sorted, as GPT-2 orders them."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [256 + index for index in range(256 - len(shown))]
+    return [chr(code) for code in shown + hidden]
+
+
+def _merges() -> list[tuple[str, str]]:
+    """Pairs and triples of letters: after a space, small, and beginning with a capital."""
+    letters, heads = string.ascii_lowercase, [*string.ascii_lowercase, *string.ascii_uppercase]
+    space = "Ġ"
+    pairs = [(head, tail) for head in heads for tail in letters]
+    triples = [(head + middle, tail) for head, middle in pairs for tail in letters]
+    words = [(space, left + right) for left, right in pairs[: 26 * 26]]
+    longer = [(space, left + right) for left, right in triples[: 26**3]]
+    return pairs + triples + words + longer

@@ -1,0 +1,110 @@
+"""What a rehearsal runs on behaves as the real thing, and what it changes is on its list."""
+
+import dataclasses
+import json
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from loragate.data import encode_rows, ending_health, load_rows
+from loragate.evaluation.tasks import load_questions, suite
+from loragate.generation import SamplingConfig, TransformersEngine
+from loragate.recipes import Library, read_recipe
+from loragate.recipes.rehearsal import rehearsal
+from loragate.recipes.standins import QUESTIONS, magicoder_rows, numina_rows, write_standins
+
+LIBRARY = Library()
+SCALE = "math/qwen2.5-math-1.5b/scale"
+MAGICODER = ["lang", "raw_index", "index", "seed", "openai_fingerprint", "problem", "solution"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stand-ins")
+    write_standins(folder)
+    return folder
+
+
+def test_columns_of_the_hub():
+    (row,) = numina_rows(1)
+    assert list(row) == ["source", "problem", "solution", "messages"]
+    assert [turn["content"] for turn in row["messages"]] == [row["problem"], row["solution"]]
+    assert list(magicoder_rows(1)[0]) == MAGICODER
+
+
+def test_the_tokenizer_ends_a_turn_otherwise_than_a_text(place):
+    tokenizer = AutoTokenizer.from_pretrained(place / "base")
+    assert len(tokenizer) > 50_000
+    assert tokenizer.eos_token == "<|endoftext|>"
+    assert "system" in tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+    health = ending_health(tokenizer)
+    assert health.end_tokens == ("<|im_end|>",)
+    text = "We take 87 and add 83; naïve café λ ≥ 0."
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    rows = load_rows(place / "NuminaMath-CoT.parquet", limit=20)
+    encoded = encode_rows(rows, tokenizer, max_length=4096)
+    assert encoded.summary.plain == 0, "a problem and its solution are two turns, not plain text"
+    assert [item["input_ids"][-1] == health.end_ids[0] for item in encoded].count(False) == 1, (
+        "one row is cut at the limit"
+    )
+
+
+def test_sampled_answers_of_the_base_end_long_before_their_limit(place):
+    tokenizer = AutoTokenizer.from_pretrained(place / "base")
+    model = AutoModelForCausalLM.from_pretrained(place / "base", dtype="auto")
+    assert model.config.vocab_size > len(tokenizer), "as in Qwen, some rows of the embedding are no token"
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is 2 + 3?"}], tokenize=False, add_generation_prompt=True
+    )
+    engine = TransformersEngine(model, tokenizer)
+    drawn = engine.generate([prompt], SamplingConfig(max_new_tokens=300, temperature=1.0, samples=8, seed=1))
+    assert [sample.finish_reason for sample in drawn].count("stop") >= 6
+    assert len({sample.text for sample in drawn}) == 8
+
+
+@pytest.mark.parametrize("name", ["math", "code"])
+def test_there_are_questions_for_every_task_that_is_asked(name):
+    for task in suite(name):
+        assert len(load_questions(task, QUESTIONS / f"{task.name}.jsonl").questions) >= 4
+
+
+def test_counts_and_materials_are_replaced_and_nothing_else(tmp_path):
+    recipe = read_recipe("code/qwen2.5-math-7b/full-entropy", LIBRARY)
+    small, replaced = rehearsal(recipe, tmp_path, "transformers")
+    sft, calibrate, evaluation = small.stages
+    free = {"model", "data", "revision", "split", "max_rows", "max_steps", "save_steps", "limit", "samples", "engine"}
+    assert {item.option for item in replaced} == free
+    for before, now in zip(recipe.stages, small.stages, strict=True):
+        assert {k: v for k, v in before.values.items() if k not in free} == {
+            k: v for k, v in now.values.items() if k not in free
+        }
+    assert sft.values["data"] == str(tmp_path / "Magicoder-OSS-Instruct-75K.parquet")
+    assert sft.values["max_steps"] == calibrate.values["max_steps"] == 2
+    assert calibrate.values["k"] == 0
+    assert evaluation.values["model"] == "{last}"
+    assert "max_new_tokens" not in evaluation.values
+    (engine,) = [item for item in replaced if item.option == "engine"]
+    assert (engine.shipped, engine.here) == ("vllm", "transformers")
+
+
+def test_an_engine_that_is_here_is_kept_and_a_launcher_is_not(tmp_path):
+    small, replaced = rehearsal(read_recipe("math/qwen2.5-32b/lora", LIBRARY), tmp_path)
+    assert small.stage("eval").values["engine"] == "vllm"
+    assert small.launcher == ""
+    assert "fsdp2" in next(item.shipped for item in replaced if item.option == "launcher")
+
+
+def test_fewer_than_the_rehearsals_counts_stay(tmp_path):
+    recipe = read_recipe(SCALE, LIBRARY)
+    few = dataclasses.replace(recipe.stage("sft"), values={**recipe.stage("sft").values, "max_rows": 9, "max_steps": 1})
+    small, _ = rehearsal(dataclasses.replace(recipe, stages=(few,)), tmp_path)
+    assert (small.stage("sft").values["max_rows"], small.stage("sft").values["max_steps"]) == (9, 1)
+
+
+def test_a_grid_has_a_probe_and_the_corners(place):
+    small, _ = rehearsal(read_recipe("math/qwen2.5-math-1.5b/grid", LIBRARY), place)
+    assert len(small.stage("sweep").values["ranges"].split(";")) == 4
+    assert not small.missing()
+    rows = [json.loads(line) for line in (place / "probe.jsonl").read_text().splitlines()]
+    assert len(rows) >= 32
+    assert set(rows[0]) == {"prompt", "answer"}
