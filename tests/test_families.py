@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 import loragate as lg
 from loragate.losses import StatisticsRequest, statistics_of_logits
 from loragate.training import CalibrationSettings
-from loragate.training.trainer import statistics_forward
+from loragate.training.model_state import statistics_forward
 from tiny import VOCABULARY, tiny_rows
 
 SHAPE = {

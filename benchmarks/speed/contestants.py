@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import loragate as lg
 from loragate.losses import StatisticsRequest, add_statistics_forward
 from loragate.training.last_layer import LastLayer
-from loragate.training.recomputation import start_recomputing
+from loragate.training.model_state import start_recomputing
 from loragate.training.sharding import decoder_layers
 
 Step = tuple[nn.Module, Callable[[], torch.Tensor]]

@@ -37,10 +37,18 @@ from peft import PeftModel
 
 from loragate.data import encode_rows, load_rows, render_prompt
 from loragate.files import write_json
-from loragate.gates import GateConfig, attach_gates, detach_gates, gate_override, gate_parameters, record_gates
+from loragate.gates import (
+    GateConfig,
+    attach_gates,
+    detach_gates,
+    draw_gates,
+    gate_override,
+    gate_parameters,
+    record_gates,
+    sizes_of,
+)
 from loragate.generation import SamplingConfig, TransformersEngine
 from loragate.training import CalibrationSettings, StageOneSettings, calibrate, train_adapter
-from loragate.training.random_gates import draw_gates, sizes_of
 from loragate.training.token_influence import keep_masks, response_log_probs
 from loragate.world.problems import retention_items
 from worlds.situations import WORLDS as KINDS

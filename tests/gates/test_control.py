@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import loragate as lg
 from loragate.errors import GateError
 from loragate.gates import constant_gate
-from loragate.gates.gate import Recorder, Recording
+from loragate.gates.recording import Recorder, Recording
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import loragate as lg
 from loragate.data import Collator
 from loragate.losses import StatisticsRequest, head
 from loragate.training import CalibrationSettings, StageOneSettings
+from loragate.training.model_state import statistics_forward
 from loragate.training.settings import OBJECTIVES
-from loragate.training.trainer import statistics_forward
 from tiny import tiny_adapter, tiny_base, tiny_rows
 
 GATES = lg.GateConfig(-3, 2)

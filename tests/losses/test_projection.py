@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from loragate.losses import projection
-from loragate.losses.projection import HeadOptions, Projection
+from loragate.losses.projection import Head
 
 V, D, C, K = 101, 16, 6, 5
 
@@ -16,14 +16,14 @@ def operands(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("options", [HeadOptions(), HeadOptions(0.5), HeadOptions(2.0, 3.0)])
-def test_rows_tiles_and_the_way_back(monkeypatch, dtype, options):
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.5, None), (2.0, 3.0)])
+def test_rows_tiles_and_the_way_back(monkeypatch, dtype, scale, softcap):
     monkeypatch.setattr(projection, "BUDGET", 4 * D * 30)  # 30 widened rows at a time
     hidden, weight, bias, draw = operands(dtype)
-    head = Projection(weight, bias, options)
+    head = Head(weight, bias, scale, softcap).projection()
     leaf = hidden.to(head.working).clone().requires_grad_()
-    z = (leaf @ weight.to(head.working).T + bias) * options.scale
-    z = z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
+    z = (leaf @ weight.to(head.working).T + bias) * scale
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
     whole, slope = head.logits(hidden)
     whole = whole.clone()  # the next call writes over it
     assert whole.dtype == head.working
@@ -50,5 +50,5 @@ def test_the_sparse_way_back(monkeypatch, dtype, index):
     indices = torch.randint(0, V, (C, K), generator=draw)
     coefficient = torch.randn(C, K, generator=draw)
     wanted = torch.einsum("tk,tkd->td", coefficient, weight.float()[indices])
-    found = Projection(weight, None, HeadOptions()).pull_back_sparse(indices.to(index), coefficient)
+    found = Head(weight).projection().pull_back_sparse(indices.to(index), coefficient)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)

@@ -90,7 +90,7 @@ def test_a_reference_model_is_refused_where_it_has_no_effect_or_does_not_fit(tok
 def test_forgetting_in_the_trainer(tokenizer):
     rows = masked_rows()
     chosen = settings(
-        objective="forgetting", objective_options={"coefficient": 0.5, "schedule": "constant"}, max_steps=12, warmup=0.0,
+        objective="forgetting", objective_options={"t_max": 0.5, "schedule": "constant"}, max_steps=12, warmup=0.0,
         learning_rate=0.02,
     )  # fmt: skip
     result = lg.train_adapter(tiny_base(), tokenizer, rows, chosen)
@@ -101,7 +101,10 @@ def test_forgetting_in_the_trainer(tokenizer):
         keep = batch["keep_mask"][:, 1:]
         keeping[name] = [(-stats.log_prob[stats.mask & side]).mean().item() for side in (keep, ~keep)]
         if name == "before":
-            loss = Forgetting(0.5, "constant").loss(stats, ObjectiveContext(keep_mask=keep)).sum() / stats.mask.sum()
+            loss = (
+                Forgetting(t_max=0.5, schedule="constant").loss(stats, ObjectiveContext(keep_mask=keep)).sum()
+                / stats.mask.sum()
+            )
             assert result.history[0]["loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert keeping["after"][0] < keeping["before"][0] - 0.3, "kept tokens were learned"
     assert keeping["after"][1] > keeping["before"][1] + 0.3, "the others were unlearned"
@@ -109,9 +112,9 @@ def test_forgetting_in_the_trainer(tokenizer):
         lg.train_adapter(tiny_base(), tokenizer, tiny_rows(8), chosen)
 
 
-def test_the_linear_schedule_reaches_its_coefficient(tokenizer):
+def test_the_linear_schedule_begins_at_zero(tokenizer):
     """With λ = 0 at the first step the loss is the mean over kept tokens."""
-    chosen = settings(objective="forgetting", max_steps=4, objective_options={"coefficient": 3.0})
+    chosen = settings(objective="forgetting", max_steps=4, objective_options={"t_max": 3.0})
     first = lg.train_adapter(tiny_base(), tokenizer, masked_rows(), chosen).history[0]["loss"]
     logits, batch = logits_of(tiny_base(), masked_rows(), tokenizer)
     stats = statistics_of_logits(logits, batch["labels"][:, 1:], 2)

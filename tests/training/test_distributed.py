@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from loragate.errors import TrainingError
-from loragate.training.lost import explain_lost_process, is_lost
+from loragate.training.run_folder import explain_lost_process, is_lost
 from loragate.training.sharding import average_gradients, decoder_layers, twin_of
 from loragate.training.strategy import STRATEGIES, Launch, launch_file, launch_of
 from tiny import tiny_adapter, tiny_base

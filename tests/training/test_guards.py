@@ -5,13 +5,12 @@ import torch
 
 import loragate as lg
 from loragate.errors import ConfigError, GateError
-from loragate.gates.gate import Recording
+from loragate.gates.recording import Recorder, Recording, regions
 from loragate.training.guards import (
-    BoundRecorder,
+    MARGIN,
     Guard,
     GuardLimits,
     Reading,
-    at_bound,
     breaches,
     repeats,
     saturation,
@@ -101,9 +100,13 @@ def test_a_guard_waits_for_enough_answers_and_keeps_its_verdict():
 
 def test_at_a_bound_means_within_one_per_cent_of_the_way():
     lam = torch.tensor([-6.0, -5.94, -5.92, 0.0, 1.0, 2.97, 2.985, 3.0])
-    assert at_bound(lam, -6, 3).tolist() == [True, True, False, False, False, False, True, True]
+    at_lower, at_upper = regions(lam, -6, 3, MARGIN)[3:5]
+    assert at_lower.tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
+    assert at_upper.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
     # an upper bound of 1 has no way to go: λ = 1 is where gates start
-    assert at_bound(torch.tensor([1.0, 0.5, 0.0]), 0, 1).tolist() == [False, False, True]
+    at_lower, at_upper = regions(torch.tensor([1.0, 0.5, 0.0]), 0, 1, MARGIN)[3:5]
+    assert at_lower.tolist() == [0, 0, 1]
+    assert not at_upper.any()
 
 
 def test_saturation_counts_response_tokens_and_restores_recorders():
@@ -123,21 +126,22 @@ def test_saturation_counts_response_tokens_and_restores_recorders():
 
 
 def test_a_mask_of_another_shape_is_refused_and_routed_tokens_count_nothing():
-    recorder = BoundRecorder(-3, 2)
-    Recording({"a": recorder}).token_mask = torch.ones(2, 6, dtype=torch.bool)
+    recorder = Recorder(-3, 2)
+    recording = Recording({"a": recorder})
+    recording.token_mask = torch.ones(2, 6, dtype=torch.bool)
     for shape in [(2, 5), (6, 2), (1, 12)]:
-        with pytest.raises(GateError, match=r"the response mask has shape \[2, 6\], but a gate sees"):
+        with pytest.raises(GateError, match=r"token_mask has shape \[2, 6\], but the forward pass has"):
             recorder.update(torch.full(shape, 2.0))
     recorder.update(torch.full((7,), 2.0))  # what an expert sees
-    assert recorder.count == 0
+    assert recording.total() == {}
     recorder.update(torch.full((2, 6), 2.0))
-    assert (recorder.count, recorder.at_bound) == (12, 12)
+    assert (recording.total()["tokens"], recording.total()["saturated"]) == (12, 1)
 
 
 def test_saturation_that_no_module_could_count_is_not_zero(monkeypatch):
     model = tiny_adapter()
     lg.attach_gates(model, lg.GateConfig(-3, 2))
-    monkeypatch.setattr(BoundRecorder, "update", lambda self, lam_T: None)
+    monkeypatch.setattr(Recorder, "update", lambda self, lam_T: None)
     ids = torch.randint(3, 60, (2, 6))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
     assert saturation(model, [batch], "default") is None

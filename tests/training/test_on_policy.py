@@ -21,7 +21,6 @@ from loragate.training.rollouts import (
     Answer,
     as_training_row,
     draw_answers,
-    engine_sampler,
     group_advantages,
     stream_seed,
     training_prompts,
@@ -94,10 +93,11 @@ def test_answers_follow_from_seed_refresh_and_gates(tokenizer, rows):
     prompts = prompts_of(tokenizer, rows, REWARD)
     model = tiny_adapter()
     lg.attach_gates(model, CONFIG)
+    engines = {batch: TransformersEngine(model, tokenizer, batch_size=batch) for batch in (3, 64)}
     draws = {
-        (refresh, batch): draw_answers(prompts, [0, 1, 2, 1], engine_sampler(model, tokenizer, batch), REWARD, refresh)
+        (refresh, batch): draw_answers(prompts, [0, 1, 2, 1], engines[batch].generate, REWARD, refresh)
         for refresh in (0, 1)
-        for batch in (3, 64)
+        for batch in engines
     }
     assert draws[0, 3] == draws[0, 64]
     assert draws[0, 3] != draws[1, 3]
@@ -433,7 +433,7 @@ def test_a_guarded_trainer_run_resumes_to_the_same_readings_and_verdict(tokenize
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_a_guard_of_a_sharded_run_is_refused(tokenizer, rows, monkeypatch, strategy):
     """Its probe would sample from the model in memory, which is not the one that trains."""
-    monkeypatch.setattr("loragate.training.callables.launch_of", lambda: Launch(strategy, 2))
+    monkeypatch.setattr("loragate.training.checks.launch_of", lambda: Launch(strategy, 2))
     with pytest.raises(ConfigError, match=f"under {strategy} no process holds a model that a guard's probe could"):
         lg.calibrate(
             tiny_adapter(),

@@ -13,7 +13,7 @@ from loragate.errors import ConfigError, TrainingError
 from loragate.gates.card import render_card
 from loragate.losses import ObjectiveContext, WeightedCrossEntropy, statistics_of_logits
 from loragate.training import CalibrationSettings, GuardLimits, StageOneSettings
-from loragate.training.own_objective import ATTRIBUTES, per_token
+from loragate.training.own_objective import per_token
 from tiny import tiny_adapter, tiny_base, tiny_rows
 
 SHARED = {"batch_size": 8, "micro_batch_size": 4, "learning_rate": 5e-3, "logging_steps": 1, "max_length": 64}
@@ -153,18 +153,9 @@ def test_another_one_is_refused_on_resume(tokenizer, tmp_path, stage):
         run(None)
 
 
-WHOLE = {name: getattr(Margin(), name) for name in ATTRIBUTES}
-
-
-@pytest.mark.parametrize("missing", ATTRIBUTES)
-def test_what_it_lacks_is_named(tokenizer, missing):
-    part = SimpleNamespace(**{name: value for name, value in WHOLE.items() if name != missing})
-    base = tiny_base()
-    with pytest.raises(ConfigError, match=f"has no attribute '{missing}'"):
-        lg.train_adapter(base, tokenizer, tiny_rows(8), ONE, objective=part)
-    with pytest.raises(ConfigError, match=f"has no attribute '{missing}'"):
-        lg.calibrate(tiny_adapter(), tokenizer, tiny_rows(8), CONFIG, TWO, objective=part)
-    assert not any("lora" in name for name, _ in base.named_modules())
+WHOLE = {
+    name: getattr(Margin(), name) for name in ("name", "k", "requires", "outputs", "gradients", "settings", "loss")
+}
 
 
 @pytest.mark.parametrize(
@@ -172,16 +163,8 @@ def test_what_it_lacks_is_named(tokenizer, missing):
     [
         ({"name": "dft"}, "'dft' is the name of a built-in objective"),
         ({"name": "anchored"}, "built-in"),
-        ({"name": ""}, "name is a text"),
-        ({"k": 1}, "k must be an integer of at least 2"),
-        ({"outputs": "log_prob"}, "outputs is a collection of names"),
-        ({"outputs": ("logprob",)}, "outputs names 'logprob'; known: log_prob, entropy, topk_entropy"),
-        ({"gradients": ("topk_entropy",)}, "gradients names 'topk_entropy', which is not among its outputs"),
         ({"requires": frozenset({"labels"})}, "requires names 'labels'"),
         ({"requires": frozenset({"sequence_ids"})}, "set packing=True"),
-        ({"settings": {"rule": probability}}, "cannot be kept as JSON"),
-        ({"settings": [1]}, "settings is a dict"),
-        ({"loss": 1.0}, "loss is a method"),
     ],
 )
 def test_what_it_holds_is_checked(tokenizer, changed, told):
@@ -198,8 +181,6 @@ def test_the_settings_must_not_say_otherwise(tokenizer):
 
     refused("settings.objective is 'dft'; leave one", mine(), replace(ONE, objective="dft"))
     refused("'mine' has its own", mine(), replace(ONE, objective_options={"k": 2}))
-    refused("a name goes into the settings", "dft", ONE)
-    refused(r"give Margin\(\)", Margin, ONE)
     refused("with which there are log_prob, entropy", mine(requires={"reference_kl"}, reads_entropy=True), ONE)
     with pytest.raises(ConfigError, match=r"settings\.objective is 'ce'; leave one"):
         lg.calibrate(tiny_adapter(), tokenizer, tiny_rows(8), CONFIG, replace(TWO, objective="ce"), objective=Margin())
@@ -210,7 +191,6 @@ def test_the_settings_must_not_say_otherwise(tokenizer):
     [
         (lambda stats, context: -stats.log_prob.sum(), r"returned \[\], expected one value per token, \[4, \d+\]"),
         (lambda stats, context: -stats.log_prob.mean(-1), r"returned \[4\], expected one value per token"),
-        (lambda stats, context: 0.5, "returned float"),
         (lambda stats, context: stats.log_prob.detach(), "does not depend on what trains"),
     ],
 )

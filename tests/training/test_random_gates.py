@@ -7,7 +7,7 @@ import torch
 
 import loragate as lg
 from loragate.errors import ConfigError
-from loragate.training.random_gates import draw_gates, sizes_of
+from loragate.gates import draw_gates, sizes_of
 from loragate.training.settings import CalibrationSettings
 from tiny import VOCABULARY, tiny_adapter
 

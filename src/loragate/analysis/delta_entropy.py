@@ -155,7 +155,7 @@ def measure(
     for done, batch in enumerate(batches(rows, pad_token_id, batch_size, reader.device), 1):
         for name in names:
             with acting(model, Variant(name), kind):
-                found = reader.statistics(batch)
+                found = reader.read(batch)
             entropy[name].append(found.entropy.double().cpu().numpy())
             log_prob[name].append(found.log_prob.double().cpu().numpy())
         mask = counted(batch)

@@ -27,7 +27,7 @@ from loragate.analysis.plan_model import build_on_meta, layer_period, with_layer
 from loragate.losses import token_statistics
 from loragate.losses.causal_head import read_head
 from loragate.losses.tiling import tiling
-from loragate.training.recomputation import start_recomputing
+from loragate.training.model_state import start_recomputing
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from loragate.data import Collator
 from loragate.generation import Sample
-from loragate.losses import TokenStatistics, token_statistics, verify_head
-from loragate.losses.causal_head import read_head
-from loragate.losses.head import IGNORED, statistics_of_logits
-from loragate.training.sharding import causal_model
+from loragate.losses import TokenStatistics
+from loragate.losses.head import IGNORED, STATISTICS
+from loragate.training.scoring import Batch, ResponseScorer
+from loragate.training.scoring import counted as counted
 
 Row = dict[str, Any]
-Batch = dict[str, Tensor]
 CHUNK = 256
 
 
@@ -45,49 +44,20 @@ def batches(rows: Sequence[Row], pad_token_id: int, size: int, device: Any) -> I
         yield {key: value.to(device) for key, value in batch.items()}
 
 
-def counted(batch: Batch) -> Tensor:
-    """bool [B, S-1]: positions whose next token is a response token."""
-    return batch["labels"][:, 1:] != IGNORED
-
-
-class Reader:
+class Reader(ResponseScorer):
     """What a causal model says at the counted positions of a batch, with whatever acts on it at the moment."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.causal = causal_model(model)
-        self.fused = verify_head(self.causal)
 
     @property
     def device(self) -> torch.device:
         """Of the model's first parameter."""
         return next(self.model.parameters()).device
 
-    def states(self, batch: Batch) -> Tensor:
-        """Final hidden states [T, D], or full logits [T, V] where the output head is not one frozen linear map."""
-        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
-        output = self.causal.base_model(**inputs).last_hidden_state if self.fused else self.causal(**inputs).logits
-        return output[:, :-1][counted(batch).to(output.device)]
-
     def logits(self, states: Tensor) -> Tensor:
         """Logits [C, V] of a chunk of states, fp32 (fp64 stays fp64), differentiable."""
-        head = read_head(self.causal) if self.fused else None
         working = torch.float64 if states.dtype == torch.float64 else torch.float32
-        if head is None:
-            return states.to(working)
-        bias = None if head.bias is None else head.bias.to(working)
-        z = torch.nn.functional.linear(states.to(working), head.weight.to(working), bias) * head.scale
-        return z if head.softcap is None else head.softcap * torch.tanh(z / head.softcap)
+        return self.head().logits(states, working) if self.fused else states.to(working)
 
-    def statistics(self, batch: Batch, k: int = 100) -> TokenStatistics:
+    @torch.no_grad()
+    def read(self, batch: Batch, k: int = 100) -> TokenStatistics:
         """log p, entropy and normalised top-k entropy at the counted positions, each [T]; without gradients."""
-        labels = batch["labels"][:, 1:]
-        with torch.no_grad():
-            states = self.states(batch)
-            labels_T = labels[labels != IGNORED].to(states.device)
-            head = read_head(self.causal) if self.fused else None
-            if head is None:
-                return statistics_of_logits(states, labels_T, k)
-            return token_statistics(
-                states, head.weight, labels_T, k=k, bias=head.bias, scale=head.scale, softcap=head.softcap
-            )
+        return self.statistics(self.states(batch), batch, k, STATISTICS, ())

@@ -22,35 +22,13 @@ from loragate.analysis.reading import Row, batches, counted
 from loragate.analysis.record import SCHEMA, About
 from loragate.analysis.token_classes import CLASSES, TokenClasses
 from loragate.gates import attached_config, trace_gates
+from loragate.gates.recording import STATISTICS, Shares, regions
 from loragate.training.sharding import causal_model
 
 Position = Literal["written", "read"]
 POSITIONS: tuple[Position, ...] = ("written", "read")
-# One tenth of a per cent of the way from an end counts as saturated: tanh has no gradient left there.
-_MARGIN = 1e-3
-_STATISTICS = ("count", "below", "above", "at_lower", "at_upper", "sum", "squares")
 LEAST = 50
 _BINS_PER_UNIT = 4
-
-
-@dataclass(frozen=True)
-class Shares:
-    """λ over some coefficients; shares of 1.
-
-    Attributes:
-        count: number of coefficients (one per module and token).
-        below_zero, zero_to_one, above_one: shares of λ < 0, 0 ≤ λ ≤ 1, λ > 1.
-        at_lower, at_upper: shares within a thousandth of the way from 1 to the end; the upper one is 0 where U = 1.
-    """
-
-    count: int
-    mean: float
-    std: float
-    below_zero: float
-    zero_to_one: float
-    above_one: float
-    at_lower: float
-    at_upper: float
 
 
 @dataclass(frozen=True)
@@ -124,32 +102,20 @@ class GateCounts:
     def __init__(self, modules: Sequence[str], lower: float, upper: float, groups: int) -> None:
         self.modules, self.lower, self.upper = list(modules), lower, upper
         self.edges = histogram_edges(lower, upper)
-        self.sums = np.zeros((len(self.modules), len(CLASSES), len(_STATISTICS)))
+        self.sums = np.zeros((len(self.modules), len(CLASSES), len(STATISTICS)))
         self.bins = np.zeros((len(self.modules), len(self.edges) - 1), dtype=np.int64)
         self.groups = np.zeros((groups, 3))
         self.token_counts = np.zeros(len(CLASSES), dtype=np.int64)
 
-    def add(self, lam_MT: np.ndarray, classes_T: np.ndarray, groups_T: np.ndarray) -> None:
+    def add(self, lam_MT: torch.Tensor, classes_T: np.ndarray, groups_T: np.ndarray) -> None:
         """Count λ [modules, tokens] of tokens with these classes and groups."""
-        values = lam_MT.astype(np.float64)
-        margin_low, margin_high = _MARGIN * (1.0 - self.lower), _MARGIN * (self.upper - 1.0)
-        above_end = (values >= self.upper - margin_high) & (self.upper > 1.0)
-        parts = [
-            np.ones_like(values),
-            values < 0,
-            values > 1,
-            values <= self.lower + margin_low,
-            above_end,
-            values,
-            values * values,
-        ]
+        values = lam_MT.double()
+        parts_SMT = torch.stack(regions(values, self.lower, self.upper)).numpy()
         member_TC = (classes_T[:, None] == np.arange(len(CLASSES))[None]).astype(np.float64)
-        for index, part in enumerate(parts):
-            self.sums[:, :, index] += part @ member_TC
-        for column, part in enumerate(parts[:3]):
-            self.groups[:, column] += np.bincount(groups_T, part.sum(0), minlength=len(self.groups))
-        clipped = np.clip(values, self.lower, self.upper)
-        for module, row in enumerate(clipped):
+        self.sums += np.moveaxis(parts_SMT @ member_TC, 0, -1)
+        for column, part_MT in enumerate(parts_SMT[:3]):  # count, below, above
+            self.groups[:, column] += np.bincount(groups_T, part_MT.sum(0), minlength=len(self.groups))
+        for module, row in enumerate(values.clamp(self.lower, self.upper).numpy()):
             self.bins[module] += np.histogram(row, self.edges)[0]
         self.token_counts += member_TC.sum(0).astype(np.int64)
 
@@ -183,7 +149,7 @@ def count_gates(
         whole = {
             path: values[0] for path, values in traced.items() if values and values[0].shape == (len(mask), width + 1)
         }
-        lam_MT = np.stack([values[:, shift : shift + width][mask].numpy() for values in whole.values()])
+        lam_MT = torch.stack([values[:, shift : shift + width][mask] for values in whole.values()])
         if found is None:
             found = GateCounts(list(whole), config.lower, config.upper, max(groups) + 1)
         at = mask.nonzero()[:, 0].numpy() + (done - 1) * batch_size
@@ -204,7 +170,7 @@ def summarise(counts: GateCounts, about: About, position: Position, answers: int
             module=path,
             layer=layer,
             type=kind,
-            all=_shares(counts.sums[index].sum(0)),
+            all=Shares.of(counts.sums[index].sum(0)),
             by_class=_by_class(counts.sums[index]),
             histogram=tuple(counts.bins[index].tolist()),
         )
@@ -213,7 +179,7 @@ def summarise(counts: GateCounts, about: About, position: Position, answers: int
 
     def over(chosen: Callable[[int | None, str], bool]) -> Shares:
         picked = [index for index, place in enumerate(places) if chosen(*place)]
-        return _shares(counts.sums[picked].sum((0, 1)))
+        return Shares.of(counts.sums[picked].sum((0, 1)))
 
     total = counts.groups.sum(0)
     shares = [ratio(counts.groups[:, column], counts.groups[:, 0], seed=seed) for column in (1, 2)]
@@ -233,7 +199,7 @@ def summarise(counts: GateCounts, about: About, position: Position, answers: int
         below_zero=shares[0],
         zero_to_one=middle,
         above_one=shares[1],
-        all=_shares(counts.sums.sum((0, 1))),
+        all=Shares.of(counts.sums.sum((0, 1))),
         by_class=_by_class(counts.sums.sum(0)),
         by_layer={str(layer): over(lambda at, _, layer=layer: at == layer) for layer in layers},  # type: ignore[misc]
         by_type={kind: over(lambda _, name, kind=kind: name == kind) for kind in types},  # type: ignore[misc]
@@ -293,19 +259,4 @@ def _place(path: str) -> tuple[int | None, str]:
 
 
 def _by_class(sums_CX: np.ndarray) -> dict[str, Shares]:
-    return {name: _shares(row) for name, row in zip(CLASSES, sums_CX, strict=True) if row[0] > 0}
-
-
-def _shares(sums: np.ndarray) -> Shares:
-    count, below, above, lower, upper, total, squares = sums.tolist()
-    mean = total / count
-    return Shares(
-        count=int(count),
-        mean=mean,
-        std=max(squares / count - mean * mean, 0.0) ** 0.5,
-        below_zero=below / count,
-        zero_to_one=1.0 - (below + above) / count,
-        above_one=above / count,
-        at_lower=lower / count,
-        at_upper=upper / count,
-    )
+    return {name: Shares.of(row) for name, row in zip(CLASSES, sums_CX, strict=True) if row[0] > 0}

@@ -81,7 +81,7 @@ def reference_values(reader: Reader, row: Row, pad_token_id: int) -> DenseValues
 def reward_values(reader: Reader, row: Row, reward: float, baseline: float, pad_token_id: int) -> SparseValues:
     """One graded answer's reward spread over its tokens; the model acts as the policy that wrote the answer."""
     (batch,) = batches([row], pad_token_id, 1, reader.device)
-    log_prob = reader.statistics(batch).log_prob
+    log_prob = reader.read(batch).log_prob
     labels = batch["labels"][0, 1:]
     actions = labels[labels != IGNORED].unsqueeze(-1).cpu()
     values = baseline + (reward - baseline) * torch.exp(-log_prob.cpu())

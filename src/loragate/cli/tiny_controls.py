@@ -17,9 +17,8 @@ import torch
 
 from loragate.cli.tiny_study import BATCH_ROWS, GATE_ROWS, GATE_STEPS, STAGE_ONE_RATE, OnStep, Study
 from loragate.data import load_rows
-from loragate.gates import GateConfig
+from loragate.gates import GateConfig, draw_gates, sizes_of
 from loragate.training import StageOneSettings, train_adapter
-from loragate.training.random_gates import draw_gates, sizes_of
 
 PER_MODULE = "one λ per module, trained"
 RANDOM = "random gates"

@@ -12,7 +12,7 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -20,6 +20,7 @@ from loragate.data.rows import Rows, check_limit
 from loragate.errors import ConfigError, DataError
 from loragate.printable import excerpt
 
+RowsGiven = str | Path | Iterable[Mapping[str, Any]]
 Numbered = Iterator[tuple[int, dict[str, Any]]]
 
 HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]+))?")
@@ -28,7 +29,7 @@ OTHER_SUFFIXES = {".gz", ".txt", ".csv", ".tsv", ".arrow", ".zip", ".zst", ".bz2
 
 
 def load_rows(
-    source: str | Path | Sequence[Mapping[str, Any]],
+    source: RowsGiven,
     *,
     split: str | None = None,
     limit: int | None = None,
@@ -38,7 +39,7 @@ def load_rows(
 
     Args:
         source: path to a .jsonl, .json (array) or .parquet file (.jsonl and .json also gzipped), a folder that
-            `datasets` can read, a hub id "owner/name" or "owner/name:config", or rows in memory.
+            `datasets` can read, a hub id "owner/name" or "owner/name:config", or rows in memory: any iterable of dicts.
         split: split of a hub dataset or folder; "train" when not given.
         limit: read the first rows only; JSON lines and parquet are read no further.
         revision: branch, tag or commit of a hub dataset.
@@ -68,9 +69,11 @@ def load_rows(
 def _from_memory(source: Any, limit: int | None) -> Rows:
     if isinstance(source, Rows):
         return source if limit is None else source.take(limit)
-    if isinstance(source, Mapping) or not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+    if isinstance(source, Mapping) or not hasattr(source, "__iter__"):
         hint = f"; choose one of its entries ({', '.join(map(str, source))})" if isinstance(source, Mapping) else ""
         raise DataError(f"found {type(source).__name__}, expected a path, a hub id or a list of rows{hint}")
+    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+        source = list(source)  # an iterator, read once
     if len(source) == 0:
         raise DataError("found an empty list of rows, expected at least one row")
     if isinstance(source, list | tuple):

@@ -14,7 +14,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from loragate.errors import ConfigError, nearest
-from loragate.gates import constant_gate, detach_gates, gate_override, gate_parameters, gates_disabled, load_gates
+from loragate.gates import (
+    constant_gate,
+    detach_gates,
+    draw_gates,
+    gate_override,
+    gate_parameters,
+    gates_disabled,
+    load_gates,
+    sizes_of,
+)
 from loragate.gates.override_names import parse_override
 from loragate.generation import SamplingConfig
 
@@ -138,8 +147,6 @@ def acting(model: Any, variant: Variant, kind: Kind) -> Iterator[None]:
 
 @contextmanager
 def _random(model: Any, seed: int) -> Iterator[None]:
-    from loragate.training.random_gates import draw_gates, sizes_of
-
     trained = {name: value.detach().clone() for name, value in gate_parameters(model).items()}
     try:
         draw_gates(model, seed, sizes_of(trained))

@@ -6,7 +6,9 @@ from .attach import (
     attach_gates as attach_gates,
     attached_config as attached_config,
     detach_gates as detach_gates,
+    draw_gates as draw_gates,
     gate_parameters as gate_parameters,
+    sizes_of as sizes_of,
     train_gates_only as train_gates_only,
 )
 from .config import (

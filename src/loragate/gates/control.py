@@ -18,7 +18,8 @@ from loragate.errors import GateError
 from loragate.gates.attach import attach_gates, detach_gates, gate_modules
 from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import active_adapter, lora_layers
-from loragate.gates.gate import Override, Recorder, Recording, SignedGate, Trace
+from loragate.gates.gate import Override, SignedGate
+from loragate.gates.recording import SATURATED, Recorder, Recording, Trace
 
 
 @contextmanager
@@ -75,8 +76,13 @@ def constant_gate(peft_model: nn.Module, constant: float, adapter_name: str | No
 
 
 @contextmanager
-def record_gates(peft_model: nn.Module, adapter_name: str | None = None) -> Iterator[Recording]:
+def record_gates(
+    peft_model: nn.Module, adapter_name: str | None = None, margin: float = SATURATED
+) -> Iterator[Recording]:
     """Collect λ statistics of all forward passes inside the context (as applied, overrides included).
+
+    Args:
+        margin: share of the way from 1 to a bound within which λ counts as at the bound.
 
     Yields:
         A `Recording`: `statistics()` per module and `total()` over all modules give the number of values, mean and standard
@@ -87,8 +93,10 @@ def record_gates(peft_model: nn.Module, adapter_name: str | None = None) -> Iter
         GateError: if the adapter carries no gates; in a forward pass, for a `token_mask` of another shape.
     """
     gates = gate_modules(peft_model, adapter_name)
-    recording = Recording({path: Recorder(gate.config.lower, gate.config.upper) for path, gate in gates.items()})
-    with recorders_on(gates, recording.recorders):
+    recording = Recording(
+        {path: Recorder(gate.config.lower, gate.config.upper, margin) for path, gate in gates.items()}
+    )
+    with _recorders_on(gates, recording.recorders):
         yield recording
 
 
@@ -102,12 +110,12 @@ def trace_gates(peft_model: nn.Module, adapter_name: str | None = None) -> Itera
     """
     gates = gate_modules(peft_model, adapter_name)
     traces = {path: Trace() for path in gates}
-    with recorders_on(gates, traces):
+    with _recorders_on(gates, traces):
         yield {path: trace.values for path, trace in traces.items()}
 
 
 @contextmanager
-def recorders_on(gates: Mapping[str, SignedGate], recorders: Mapping[str, Any]) -> Iterator[None]:
+def _recorders_on(gates: Mapping[str, SignedGate], recorders: Mapping[str, Any]) -> Iterator[None]:
     """Each gate's λ goes to the recorder of its path inside the context, and not to the one it had before."""
     previous = {path: gate.recorder for path, gate in gates.items()}
     try:

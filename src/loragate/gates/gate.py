@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from loragate.errors import GateError
 from loragate.gates.config import GateConfig
 from loragate.gates.operation import (
     gate_coefficient_of_input,
@@ -21,6 +20,7 @@ from loragate.gates.operation import (
     gated_delta_reference,
     overridden_coefficient,
 )
+from loragate.gates.recording import Recorder, Trace
 
 
 @dataclass(frozen=True)
@@ -104,136 +104,6 @@ class SignedGate(nn.Module):
         config = self.config
         width = "bias only" if self.weight is None else f"d_in={self.weight.numel()}"
         return f"{width}, range=[{config.lower:g}, {config.upper:g}], granularity={config.granularity}"
-
-
-class Recorder:
-    """Sums over the λ of one module: counts per region, moments and extremes; no per-token tensor is kept."""
-
-    def __init__(self, lower: float, upper: float) -> None:
-        self.lower, self.upper = lower, upper
-        self.owner: Recording | None = None
-        self.positions: torch.Tensor | None = None
-        self.sums: torch.Tensor | None = None
-
-    def update(self, lam_T: torch.Tensor) -> None:
-        """Add the λ of one forward pass, [...]; positions outside the owner's token mask are left out.
-
-        A module that is run on some positions only is matched by `positions`, flat indices into the mask. One whose tokens
-        are laid out in another way, as an expert's routed tokens [tokens] are, records nothing under a mask unless their
-        number is that of the mask.
-
-        Raises:
-            GateError: for a mask of another shape than the [batch, sequence] of the forward pass.
-        """
-        values = lam_T.reshape(-1)
-        mask = None if self.owner is None else self.owner.token_mask
-        if mask is not None:
-            if self.positions is not None and self.positions.numel() == values.numel():
-                mask = mask.reshape(-1)[self.positions.to(mask.device)]
-            elif lam_T.dim() == 2 and lam_T.shape != mask.shape:
-                raise GateError(
-                    f"token_mask has shape {list(mask.shape)}, but the forward pass has {list(lam_T.shape)} tokens; set a mask "
-                    "of the batch's own shape before each forward pass, or None to count every token"
-                )
-            elif mask.numel() != values.numel():
-                return
-            mask = mask.reshape(-1)
-            values = values[mask.to(values.device)]
-        if values.device.type == "mps":
-            values = values.cpu()  # Apple's GPUs have no float64
-        # One tenth of a per cent of the range from an end counts as saturated: tanh has no gradient left there.
-        margin_low, margin_high = 1e-3 * (1.0 - self.lower), 1e-3 * (self.upper - 1.0)
-        saturated = (values <= self.lower + margin_low) | ((values >= self.upper - margin_high) & (self.upper > 1.0))
-        doubles = values.double()
-        parts = [
-            torch.tensor(float(values.numel()), dtype=torch.float64, device=values.device),
-            (values < 0).sum().double(),
-            (values > 1).sum().double(),
-            saturated.sum().double(),
-            doubles.sum(),
-            (doubles * doubles).sum(),
-        ]
-        added = torch.stack(parts)
-        self.sums = added if self.sums is None else self.sums + added
-
-
-class Trace:
-    """Every λ of one module, one tensor per forward pass."""
-
-    def __init__(self) -> None:
-        self.values: list[torch.Tensor] = []
-
-    def update(self, lam_T: torch.Tensor) -> None:
-        """Keep the λ of one forward pass, [...]."""
-        self.values.append(lam_T.detach().float().cpu())
-
-
-class Recording:
-    """What `record_gates` yields: per-module λ statistics of the forward passes made inside the context.
-
-    `statistics()` is {module path: summary}, without the modules that recorded nothing; `total()` is one summary over all of
-    them, empty when nothing was recorded. Both add up all forward passes so far, weighing every token and module the same:
-
-    - "tokens": values counted, one for each token and module; when it is 0 nothing else stands there;
-    - "mean", "std": of λ;
-    - "below_zero", "zero_to_one", "above_one": shares of the values with λ < 0, 0 ≤ λ ≤ 1 and λ > 1, which sum to 1;
-    - "saturated": share of the values that have gone at least 99.9 % of the way from 1 to a bound, where the gate has all but
-      no slope left; there is no way to go to an upper bound of 1, which is not counted.
-
-    `token_mask` says which tokens the next forward passes count.
-    """
-
-    __slots__ = ("_token_mask", "recorders")  # a misspelt token_mask is an error
-
-    def __init__(self, recorders: dict[str, Recorder]) -> None:
-        self._token_mask: torch.Tensor | None = None
-        self.recorders = recorders
-        for recorder in recorders.values():
-            recorder.owner = self
-
-    @property
-    def token_mask(self) -> torch.Tensor | None:
-        """Bool [batch, sequence], True for the tokens to count, in the shape of the next forward pass; None counts all.
-
-        It stays until it is set again. A mask of another shape is refused with a GateError in the forward pass, one that is
-        not bool or not of two dimensions when it is set. A module that sees routed tokens (an expert) records nothing under
-        a mask.
-        """
-        return self._token_mask
-
-    @token_mask.setter
-    def token_mask(self, mask: torch.Tensor | None) -> None:
-        if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool):
-            found = f"dtype {mask.dtype}" if isinstance(mask, torch.Tensor) else type(mask).__name__
-            raise GateError(f"token_mask must be a bool tensor (labels.ne(-100), mask.bool()) or None, found {found}")
-        if mask is not None and mask.dim() != 2:
-            raise GateError(f"token_mask must have the shape [batch, sequence] of the batch, found {list(mask.shape)}")
-        self._token_mask = mask
-
-    def statistics(self) -> dict[str, dict[str, float]]:
-        """{module path: {tokens, mean, std, below_zero, zero_to_one, above_one, saturated}}; the three shares sum to 1."""
-        return {path: _summary(recorder.sums) for path, recorder in self.recorders.items() if recorder.sums is not None}
-
-    def total(self) -> dict[str, float]:
-        """The same summary over all modules together; empty when nothing was recorded."""
-        sums = [recorder.sums.cpu() for recorder in self.recorders.values() if recorder.sums is not None]
-        return _summary(torch.stack(sums).sum(0)) if sums else {}
-
-
-def _summary(sums: torch.Tensor) -> dict[str, float]:
-    count, below, above, saturated, total, squares = sums.tolist()
-    if count == 0:
-        return {"tokens": 0.0}
-    mean = total / count
-    return {
-        "tokens": count,
-        "mean": mean,
-        "std": max(squares / count - mean * mean, 0.0) ** 0.5,
-        "below_zero": below / count,
-        "zero_to_one": 1.0 - (below + above) / count,
-        "above_one": above / count,
-        "saturated": saturated / count,
-    }
 
 
 def initial_weight(d_in: int, config: GateConfig, path: str) -> torch.Tensor:

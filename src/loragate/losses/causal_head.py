@@ -20,7 +20,7 @@ from torch import nn
 
 from loragate.losses.divergence import Reference, reference_statistics
 from loragate.losses.entropy import support_size
-from loragate.losses.head import IGNORED, STATISTICS, TokenStatistics, statistics_of_logits, token_statistics
+from loragate.losses.head import IGNORED, STATISTICS, TokenStatistics, head_statistics, statistics_of_logits
 from loragate.losses.projection import Head as Head
 from loragate.losses.sharded_head import is_vocabulary_sharded
 
@@ -122,16 +122,8 @@ def add_statistics_forward(model: Any, verified: bool | None = None) -> bool:
             return Reference(hidden[shifted != IGNORED].detach(), head)
         if statistics.reference is not None:
             return reference_statistics(hidden, head, shifted, statistics.reference)
-        return token_statistics(
-            hidden,
-            head.weight,
-            shifted,
-            k=statistics.k,
-            bias=head.bias,
-            scale=head.scale,
-            softcap=head.softcap,
-            outputs=statistics.outputs,
-            gradients=statistics.gradients,
+        return head_statistics(
+            hidden, head, shifted, k=statistics.k, outputs=statistics.outputs, gradients=statistics.gradients
         )
 
     model.forward = types.MethodType(forward, model)
@@ -189,9 +181,7 @@ def verify_head(model: Any) -> bool:
         model.train(was_training)
     if hidden.shape[-1] != head.weight.shape[1]:
         return False
-    logits = torch.nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias).float() * head.scale
-    if head.softcap is not None:
-        logits = head.softcap * torch.tanh(logits / head.softcap)
+    logits = head.logits(hidden, head.weight.dtype)
     half = head.weight.dtype in (torch.bfloat16, torch.float16)
     limit = (2e-2 if half else 1e-4) * max(1.0, float(own.abs().max()))
     return bool((logits - own).abs().max() <= limit)
@@ -202,9 +192,8 @@ def _from_logits(logits: torch.Tensor, labels: torch.Tensor, request: Statistics
     mask = labels != IGNORED
     reference = request.reference
     if not bool(mask.any()):
-        nothing = torch.zeros(labels.shape, device=logits.device) + logits.float().sum() * 0.0
         k = support_size(request.k, logits.shape[-1])
-        return TokenStatistics(nothing, nothing, nothing, mask, k, None if reference is None else nothing)
+        return TokenStatistics.without_labels(logits, mask, k, kl=reference is not None)
     chosen = statistics_of_logits(
         logits[mask],
         labels[mask],

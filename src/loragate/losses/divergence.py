@@ -46,7 +46,7 @@ class Reference:
         Raises:
             ConfigError: if the vocabularies differ.
         """
-        _require_same_vocabulary(self.vocabulary, vocabulary)
+        require_same_vocabulary(self.vocabulary, vocabulary)
         return _log_softmax_of(self, slice(None), None if self.head is None else self.head.projection())
 
 
@@ -75,15 +75,14 @@ def reference_statistics(
         ConfigError: if the reference has another vocabulary or another number of positions.
     """
     vocabulary = head.weight.shape[0]
-    _require_same_vocabulary(reference.vocabulary, vocabulary)
+    require_same_vocabulary(reference.vocabulary, vocabulary)
     mask = labels != IGNORED
     chosen_TD = hidden[mask]
     count = chosen_TD.shape[0]
     if reference.states.shape[0] != count:
         raise ConfigError(f"the reference holds {reference.states.shape[0]} positions, the batch has {count} labels")
     if count == 0:
-        nothing = torch.zeros(labels.shape, device=hidden.device) + hidden.float().sum() * 0.0
-        return TokenStatistics(nothing, nothing, nothing, mask, vocabulary, nothing)
+        return TokenStatistics.without_labels(hidden, mask, vocabulary, kl=True)
     if chunk_tokens is None:
         chunk_tokens = whole_rows(vocabulary, hidden.device.type)
     moved = Reference(reference.states.detach().to(hidden.device), reference.head)
@@ -168,7 +167,8 @@ def _log_softmax_of(reference: Reference, rows: slice, projection: Projection | 
     return torch.log_softmax(projection.logits(states.to(projection.weight_VD.device))[0], -1).to(states.device)
 
 
-def _require_same_vocabulary(reference: int, model: int) -> None:
+def require_same_vocabulary(reference: int, model: int) -> None:
+    """Raises ConfigError for two heads of different sizes."""
     if reference != model:
         raise ConfigError(
             f"the reference model has a vocabulary of {reference} and the model one of {model}; a KL between them is not "

@@ -14,15 +14,14 @@ Shapes: T tokens, D hidden, V vocabulary, K support, C tokens of one chunk.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from loragate.errors import ConfigError
 from loragate.losses.entropy import support_size
 from loragate.losses.head_function import STATISTICS, Plan, TokenStatisticsFunction
-from loragate.losses.projection import HeadOptions
+from loragate.losses.projection import Head
 from loragate.losses.sharded_head import local_head
 from loragate.losses.tiling import BUDGET, needs_widening, tiling
 
@@ -55,10 +54,16 @@ class TokenStatistics(NamedTuple):
         """Statistics of the labelled positions, each [T], laid out over `shape` with zeros elsewhere."""
 
         def lay(value: torch.Tensor) -> torch.Tensor:
-            return value.new_zeros(shape).masked_scatter(mask, value)
+            return value.new_zeros(shape).masked_scatter(mask, value) if value.numel() else value
 
         kl = None if self.kl is None else lay(self.kl)
         return TokenStatistics(lay(self.log_prob), lay(self.entropy), lay(self.topk_entropy), mask, self.k, kl)
+
+    @classmethod
+    def without_labels(cls, source: torch.Tensor, mask: torch.Tensor, k: int, kl: bool = False) -> TokenStatistics:
+        """Zeros that keep the graph of `source` alive, so that an empty micro-batch is back-propagated on every rank."""
+        zeros = torch.zeros(mask.shape, dtype=torch.float32, device=source.device) + source.float().sum() * 0.0
+        return cls(zeros, zeros, zeros, mask, k, zeros if kl else None)
 
 
 def token_statistics(
@@ -108,22 +113,19 @@ def token_statistics(
     if shard is not None:
         shard.require_same_tokens(chosen_T)
     if chosen_TD.shape[0] == 0:
-        # keeps the graph alive, so that an empty micro-batch can be back-propagated on every rank
-        nothing = hidden.float().sum() * 0.0
-        zeros = torch.zeros(labels.shape, dtype=torch.float32, device=hidden.device) + nothing
-        return TokenStatistics(zeros, zeros, zeros, mask, k)
+        return TokenStatistics.without_labels(hidden, mask, k)
     rows, width = weight.shape
     sizes = tiling(
         rows, width, weight.device.type, widened=needs_widening(weight), tokens=chunk_tokens, budget=_CHUNK_BYTES
     )
-    plan = Plan(k, tuple(outputs), gradients, sizes, HeadOptions(scale, softcap), vocabulary, shard)
-    values = TokenStatisticsFunction.apply(chosen_TD, weight, bias, chosen_T, plan)
-    empty = torch.empty(0, device=hidden.device)
-    spread = [
-        value.new_zeros(labels.shape).masked_scatter(mask, value) if name in outputs else empty
-        for name, value in zip(STATISTICS, values, strict=True)
-    ]
-    return TokenStatistics(spread[0], spread[1], spread[2], mask, k)
+    plan = Plan(k, tuple(outputs), gradients, sizes, scale, softcap, vocabulary, shard)
+    log_prob_T, entropy_T, topk_T = TokenStatisticsFunction.apply(chosen_TD, weight, bias, chosen_T, plan)
+    return TokenStatistics(log_prob_T, entropy_T, topk_T, mask, k).spread(labels.shape, mask)
+
+
+def head_statistics(hidden: torch.Tensor, head: Head, labels: torch.Tensor, **how: Any) -> TokenStatistics:
+    """`token_statistics` under a head as a model has it; `how` are its other arguments."""
+    return token_statistics(hidden, head.weight, labels, bias=head.bias, scale=head.scale, softcap=head.softcap, **how)
 
 
 def token_statistics_reference(
@@ -137,11 +139,8 @@ def token_statistics_reference(
     softcap: float | None = None,
 ) -> TokenStatistics:
     """The same statistics from full logits by autograd: the oracle of the tests, and the naive baseline of benchmarks."""
-    working = hidden if hidden.dtype == torch.float64 else hidden.float()
-    logits = F.linear(working, weight.to(working.dtype), None if bias is None else bias.to(working.dtype)) * scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    return statistics_of_logits(logits, labels, k)
+    working = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    return statistics_of_logits(Head(weight, bias, scale, softcap).logits(hidden, working), labels, k)
 
 
 def statistics_of_logits(

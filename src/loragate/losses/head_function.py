@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from loragate.losses.projection import HeadOptions, Projection
+from loragate.losses.projection import Head, Projection
 from loragate.losses.running import RunningRows, Wanted, label_columns, recomputed_gradient
 from loragate.losses.sharded_head import Shard
 from loragate.losses.tiling import Tiling, chunks
@@ -32,7 +32,8 @@ class Plan:
     outputs: tuple[str, ...]
     gradients: tuple[str, ...] | None
     tiling: Tiling
-    options: HeadOptions
+    scale: float
+    softcap: float | None
     vocabulary: int
     shard: Shard | None
 
@@ -81,7 +82,7 @@ class TokenStatisticsFunction(torch.autograd.Function):
         recompute = eager is None and any(name in planned for name in _DENSE)
         found = _Found(hidden_TD.shape[0])
         with torch.autocast(hidden_TD.device.type, enabled=False):
-            head = Projection(weight_VD, bias_V, plan.options)
+            head = Head(weight_VD, bias_V, plan.scale, plan.softcap).projection()
             for rows in chunks(hidden_TD.shape[0], plan.tiling.tokens):
                 running = RunningRows(
                     head, hidden_TD[rows], labels_T[rows], _wanted(plan, eager, recompute), plan.shard
@@ -111,7 +112,7 @@ class TokenStatisticsFunction(torch.autograd.Function):
         dense = {"log_prob": grad_log_prob, "entropy": grad_entropy}
         total_TD = None
         with torch.autocast(weight_VD.device.type, enabled=False):
-            head = Projection(weight_VD, bias_V, plan.options)
+            head = Head(weight_VD, bias_V, plan.scale, plan.softcap).projection()
             if grad_topk is not None:
                 total_TD = _sparse(head, index_TK, slope_TK * grad_topk.unsqueeze(-1), plan.shard)
             if hidden_TD is not None and any(value is not None for value in dense.values()):

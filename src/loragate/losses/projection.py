@@ -18,25 +18,25 @@ from loragate.losses.tiling import BUDGET, rows_within
 
 
 @dataclass(frozen=True)
-class HeadOptions:
-    """What a family does between the projection and the softmax: z = softcap·tanh((W h + bias)·scale / softcap)."""
+class Head:
+    """A frozen output head, `weight` [V, D] and `bias` [V] or None, and what the family does between it and the softmax:
+    z = softcap·tanh((W h + bias)·scale / softcap)."""
 
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
 
-
-@dataclass(frozen=True)
-class Head:
-    """A frozen output head and what follows it: `weight` [V, D], `bias` [V] or None, logit scale and soft cap."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    scale: float
-    softcap: float | None
-
     def projection(self) -> Projection:
-        """A `Projection` with this head's weight, bias, scale and soft cap."""
-        return Projection(self.weight, self.bias, HeadOptions(self.scale, self.softcap))
+        """A `Projection` with this head."""
+        return Projection(self)
+
+    def logits(self, hidden: torch.Tensor, working: torch.dtype) -> torch.Tensor:
+        """Full logits [..., V] by plain autograd, multiplied in `working`; at least fp32 from there on."""
+        bias = None if self.bias is None else self.bias.to(working)
+        z = F.linear(hidden.to(working), self.weight.to(working), bias)
+        z = (z if working == torch.float64 else z.float()) * self.scale
+        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
 
 class Projection:
@@ -45,13 +45,13 @@ class Projection:
     Logits are written into memory that the next call uses again.
     """
 
-    def __init__(self, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, options: HeadOptions) -> None:
-        self.options = options
-        self.weight_VD = weight_VD
+    def __init__(self, head: Head) -> None:
+        self.scale, self.softcap = head.scale, head.softcap
+        self.weight_VD = weight_VD = head.weight
         self.working = torch.float64 if weight_VD.dtype == torch.float64 else torch.float32
         self.direct = multiplies_directly(weight_VD)
         self.widened = not self.direct and weight_VD.dtype != self.working
-        self.bias_V = None if bias_V is None else bias_V.to(self.working)
+        self.bias_V = None if head.bias is None else head.bias.to(self.working)
         self.room: torch.Tensor | None = None
         self.wide_rows: torch.Tensor | None = None
         self.wide_span: tuple[int, int] | None = None
@@ -75,10 +75,10 @@ class Projection:
 
     def slope(self, z: torch.Tensor) -> torch.Tensor | float:
         """dz/d(W h) at logits z: of their shape where there is a soft cap, else the constant `scale`."""
-        cap = self.options.softcap
+        cap = self.softcap
         if cap is None:
-            return self.options.scale
-        return (z / cap).square_().neg_().add_(1.0).mul_(self.options.scale)
+            return self.scale
+        return (z / cap).square_().neg_().add_(1.0).mul_(self.scale)
 
     def tile_back(self, coefficient_CV: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Σ_v coefficient·W_v over some columns, [C, D]."""
@@ -101,7 +101,7 @@ class Projection:
 
     def pull_back(self, coefficient_CV: torch.Tensor, slope_CV: torch.Tensor | None) -> torch.Tensor:
         """Σ_v coefficient·dz/dh over whole rows, [C, D]."""
-        weighted = coefficient_CV * (self.options.scale if slope_CV is None else slope_CV)
+        weighted = coefficient_CV * (self.scale if slope_CV is None else slope_CV)
         if not self.widened:
             return self.tile_back(weighted, 0, self.vocabulary)
         total = weighted.new_zeros((weighted.shape[0], self.weight_VD.shape[1]))
@@ -126,9 +126,9 @@ class Projection:
     def _finished(self, z_CV: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         if self.bias_V is not None:
             z_CV += self.bias_V[start:stop]
-        if self.options.scale != 1.0:
-            z_CV *= self.options.scale
-        cap = self.options.softcap
+        if self.scale != 1.0:
+            z_CV *= self.scale
+        cap = self.softcap
         return z_CV if cap is None else z_CV.div_(cap).tanh_().mul_(cap)
 
     def _rows(self, start: int, stop: int) -> torch.Tensor:

@@ -146,8 +146,8 @@ class RunningRows:
         """
         assert self.pull_CD is not None
         mean_CD = self.pull_CD / self.total_C.unsqueeze(-1)
-        if self.head.options.softcap is None:
-            mean_CD *= self.head.options.scale  # a slope that varies went into each tile
+        if self.head.softcap is None:
+            mean_CD *= self.head.scale  # a slope that varies went into each tile
         if self.wanted.direction == "entropy":
             return mean_CD.neg_()
         at_C, inside_C = label_columns(self.labels_C - self._first, 0, self.head.vocabulary)

@@ -194,6 +194,16 @@ class StopOnInterrupt(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.restore()
 
+    def refuse_unfinished(self, step: int, total: int, folder: Path | None) -> None:
+        """Raises TrainingError for a run that was asked to stop before its last step, with the way to go on."""
+        if self.asked and step < total:
+            again = (
+                "nothing was kept"
+                if folder is None
+                else f"run the same command with --resume (resume=True) to go on from {folder}"
+            )
+            raise TrainingError(f"stopped by Ctrl-C at step {step} of {total}; {again}")
+
     def restore(self) -> None:
         """Give the signal back to its former handler."""
         if self.previous is not None and threading.current_thread() is threading.main_thread():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,10 +12,41 @@ from loragate.data import Collator
 from loragate.errors import ConfigError, TrainingError
 from loragate.gates import Parity, record_gates
 from loragate.gates.eligibility import output_head
+from loragate.generation import Sample
 from loragate.losses import StatisticsRequest
-from loragate.training.trainer import statistics_forward
+from loragate.training.guards import Guard
+from loragate.training.model_state import statistics_forward
+from loragate.training.rollouts import Reward, Sampler
+from loragate.training.strategy import launch_of
 
 MEASURED_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Callables:
+    """The callables that a calibration is given, as in `calibrate`; None where none was."""
+
+    sampler: Sampler | None
+    reward: Reward | None
+    guard: Guard | None
+    probe: Callable[[], Sequence[Sample]] | None
+
+    def check(self, objective: str, on_policy: bool) -> None:
+        """Raises ConfigError for one without effect, and for a guard that has nothing to read."""
+        if self.reward is not None and objective != "reward":
+            raise ConfigError(f"a reward has no effect on the objective {objective!r}; set objective='reward'")
+        if self.sampler is not None and not on_policy:
+            raise ConfigError(f"a sampler has no effect on the objective {objective!r}, which trains on the given rows")
+        if self.probe is not None and (on_policy or self.guard is None):
+            why = "its guard reads the answers that it samples anyway" if on_policy else "no guard would read it"
+            raise ConfigError(f"a probe has no effect here: {why}")
+        if self.guard is not None and not on_policy and self.probe is None:
+            raise ConfigError(f"a guard of the objective {objective!r} needs a probe: a callable that returns samples")
+        if self.probe is not None and (launch := launch_of()).sharded:
+            raise ConfigError(
+                f"under {launch.strategy} no process holds a model that a guard's probe could sample from: launch with ddp, or "
+                "leave guard and probe out"
+            )
 
 
 def check_parity(parity: Parity, dtype: torch.dtype) -> None:
@@ -100,24 +131,6 @@ def measure_entropy(
     if count == 0:
         raise ConfigError("no response token in the measured rows; the responses are empty or cut by max_length")
     return total / count, recording.statistics(), recording.total()
-
-
-@contextmanager
-def without_dropout(model: torch.nn.Module) -> Iterator[None]:
-    """No dropout inside the context: Stage II trains on the function that will be served."""
-    changed: list[tuple[torch.nn.Module, str, float]] = []
-    for module in model.modules():
-        # attention dropout is a plain number on the attention modules of transformers
-        for name in ("p", "attention_dropout"):
-            value = getattr(module, name, None)
-            if (isinstance(module, torch.nn.Dropout) or name != "p") and isinstance(value, float) and value > 0:
-                changed.append((module, name, value))
-                setattr(module, name, 0.0)
-    try:
-        yield
-    finally:
-        for module, name, value in changed:
-            setattr(module, name, value)
 
 
 def frozen_parameters(model: Any) -> list[tuple[str, torch.Tensor]]:

@@ -17,10 +17,11 @@ from typing import Any, Protocol
 import torch
 from transformers import TrainerCallback
 
-from loragate.errors import ConfigError, GateError
-from loragate.gates.attach import gate_modules
-from loragate.gates.control import recorders_on
-from loragate.gates.gate import Recorder, Recording
+from loragate.data import Collator, EncodedRows
+from loragate.errors import ConfigError
+from loragate.gates import record_gates
+from loragate.generation import Sample
+from loragate.training.rollouts import as_answers
 from loragate.training.sharding import causal_model
 
 READING = "guard_reading"  # key of a reading among the trainer's log records
@@ -205,34 +206,25 @@ class GuardCallback(TrainerCallback):
                 self.guard.judge(Reading(**record[READING]))
 
 
-class BoundRecorder(Recorder):
-    """Counts λ within a share of the way from 1 to its bound; an upper bound of 1 has no such way."""
+def guard_callbacks(
+    guard: Guard | None,
+    probe: Callable[[], Sequence[Sample]] | None,
+    model: Any,
+    collator: Collator,
+    encoded: EncodedRows,
+    adapter_name: str,
+) -> tuple[GuardCallback, ...]:
+    """The guard of a trainer run, its first reading taken from the gates as they start; none without guard and probe."""
+    if guard is None or probe is None:
+        return ()
+    device = next(model.parameters()).device
+    batch = {key: value.to(device) for key, value in collator(encoded[:16]).items()}
 
-    def __init__(self, lower: float, upper: float) -> None:
-        super().__init__(lower, upper)
-        self.at_bound = self.count = 0
+    def read(step: int) -> None:
+        guard.observe(step, as_answers(probe()), lambda: saturation(model, [batch], adapter_name), complete=True)
 
-    def update(self, lam_T: torch.Tensor) -> None:
-        """As in `Recorder`: routed tokens of another number count nothing, another [batch, sequence] is refused."""
-        values = lam_T.reshape(-1)
-        mask = None if self.owner is None else self.owner.token_mask
-        if mask is not None:
-            if lam_T.dim() == 2 and lam_T.shape != mask.shape:
-                raise GateError(
-                    f"the response mask has shape {list(mask.shape)}, but a gate sees {list(lam_T.shape)} tokens: this model lays "
-                    "out its tokens in another way, so the share of λ at a bound cannot be measured; train without a guard"
-                )
-            if mask.numel() != values.numel():
-                return
-            values = values[mask.reshape(-1).to(values.device)]
-        self.at_bound += int(at_bound(values, self.lower, self.upper).sum())
-        self.count += values.numel()
-
-
-def at_bound(lam: torch.Tensor, lower: float, upper: float) -> torch.Tensor:
-    """Bool: λ has gone at least 1 − MARGIN of the way from 1 to a bound."""
-    low = lam <= lower + MARGIN * (1.0 - lower)
-    return low | (lam >= upper - MARGIN * (upper - 1.0)) if upper > 1.0 else low
+    read(0)
+    return (GuardCallback(guard, read, guard.limits.every),)
 
 
 @torch.no_grad()
@@ -243,12 +235,8 @@ def saturation(model: Any, batches: Sequence[dict[str, torch.Tensor]], adapter_n
     """
     # the gates all lie below the head, and logits of a whole vocabulary would be the largest tensor of the pass
     below_head = causal_model(model).base_model
-    gates = gate_modules(model, adapter_name)
-    recorders = {path: BoundRecorder(gate.config.lower, gate.config.upper) for path, gate in gates.items()}
-    recording = Recording(dict(recorders))
-    with recorders_on(gates, recorders):
+    with record_gates(model, adapter_name, MARGIN) as recording:
         for batch in batches:
             recording.token_mask = batch["labels"].ne(-100)
             below_head(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
-    total = sum(recorder.count for recorder in recorders.values())
-    return sum(recorder.at_bound for recorder in recorders.values()) / total if total else None
+    return recording.total().get("saturated")

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from loragate.errors import ConfigError
-from loragate.gates.gate import Recorder, SignedGate
+from loragate.gates.gate import SignedGate
+from loragate.gates.recording import Recorder
 from loragate.losses import StatisticsRequest
 from loragate.training.sharding import decoder_layers
 

@@ -20,13 +20,14 @@ from torch import nn
 from transformers import TrainerControl, TrainerState
 
 from loragate.data import EncodedRows, Rows
-from loragate.errors import ConfigError, DivergenceError, TrainingError
+from loragate.errors import ConfigError, DivergenceError
 from loragate.gates import record_gates
+from loragate.generation import TransformersEngine
 from loragate.training.callbacks import FirstGradientCheck, JsonlLog, StepReporter, StopOnInterrupt, not_finite
 from loragate.training.checkpoint import LoopState, load_checkpoint, save_checkpoint
 from loragate.training.guards import Guard, Reading, saturation
-from loragate.training.on_policy_loss import OnPolicyLoss, Terms, losses
-from loragate.training.recomputation import start_recomputing
+from loragate.training.model_state import as_found, start_recomputing
+from loragate.training.on_policy_loss import Terms, losses
 from loragate.training.reference import cosine_factor
 from loragate.training.rollouts import (
     Answer,
@@ -34,11 +35,10 @@ from loragate.training.rollouts import (
     Sampler,
     as_training_row,
     draw_answers,
-    engine_sampler,
     rewarded,
     training_prompts,
 )
-from loragate.training.run import OnStep, TrainingOutcome, as_found, collator_for, prepare_folder
+from loragate.training.run import OnStep, TrainingOutcome, collator_for, prepare_folder
 from loragate.training.scoring import ResponseScorer
 from loragate.training.settings import CalibrationSettings
 from loragate.training.sharding import causal_model
@@ -105,11 +105,7 @@ def run_on_policy(
         if checkpoint is not None:
             loop.restore(Path(checkpoint))
         outcome = loop.run()
-    if stopper.asked and outcome.steps < loop.total:
-        again = (
-            f"run the same command with --resume to go on from {folder}" if folder is not None else "nothing was kept"
-        )
-        raise TrainingError(f"stopped by Ctrl-C at step {outcome.steps} of {loop.total}; {again}")
+    stopper.refuse_unfinished(outcome.steps, loop.total, folder)
     return outcome
 
 
@@ -129,8 +125,9 @@ class _Loop:
         self.device = next(job.model.parameters()).device
         self.collate = collator_for(job.tokenizer)
         self.scorer = ResponseScorer(job.model, job.adapter_name, settings.precision)
-        self.loss: OnPolicyLoss = losses[settings.objective](settings)
-        self.sampler = job.sampler or engine_sampler(job.model, job.tokenizer, settings.sampling_batch_size)
+        self.loss = losses[settings.objective](settings)
+        engine = TransformersEngine(job.model, job.tokenizer, batch_size=settings.sampling_batch_size)
+        self.sampler = job.sampler or engine.generate
         positions = getattr(causal_model(job.model).config.get_text_config(), "max_position_embeddings", None)
         self.prompts = training_prompts(job.encoded, job.rows, job.tokenizer, settings.max_new_tokens, positions)
         self.optimizer = torch.optim.AdamW(

@@ -1,4 +1,4 @@
-"""An objective of one's own in place of a named one: is it whole, does it fit the stage, and is its loss one per token?
+"""An objective of one's own in place of a named one: does it fit the stage, and is its loss one per token?
 
 Either stage takes an object of `loragate.losses.objectives.Objective`. Run records hold its name and constants, so that
 another one is refused on resume; a changed rule under the same name and constants cannot be seen.
@@ -6,7 +6,6 @@ another one is refused on resume; a changed rule under the same name and constan
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
@@ -14,99 +13,43 @@ import torch
 from loragate.data import EncodedRows, Rows
 from loragate.errors import ConfigError
 from loragate.losses import ObjectiveContext, TokenStatistics, WeightedCrossEntropy
-from loragate.losses.entropy import support_size
-from loragate.losses.head import STATISTICS
 from loragate.losses.objectives import Objective
 from loragate.training.settings import GATE_OBJECTIVES, OBJECTIVES, CalibrationSettings, TrainSettings
 from loragate.training.trainer import TokenLoss
 
-ATTRIBUTES = ("name", "k", "requires", "outputs", "gradients", "settings", "loss")
 REQUIREMENTS = ("keep_mask", "reference_kl", "sequence_ids")
 
 
-def require_own(objective: Any, settings: TrainSettings) -> None:
-    """Refuse what is no objective, and one that the settings contradict; None is no objective of one's own.
+def require_own(objective: Objective, settings: TrainSettings) -> None:
+    """Refuse what would train or be recorded as something else: a name that is taken, or a need that is not met.
 
     Raises:
-        ConfigError: naming the attribute or the setting.
+        ConfigError: naming the objective and the setting.
     """
-    if objective is None:
-        return
-    if isinstance(objective, (str, type)):
-        raise ConfigError(
-            f"objective is an object here, found {objective!r}: "
-            + ("a name goes into the settings" if isinstance(objective, str) else f"give {objective.__name__}()")
-        )
-    lacking = [name for name in ATTRIBUTES if not hasattr(objective, name)]
-    if lacking:
-        raise ConfigError(
-            f"the objective {type(objective).__name__} has no attribute {', '.join(map(repr, lacking))}; an objective has "
-            f"{', '.join(ATTRIBUTES)} (loragate.losses.objectives.Objective). From a rule for the weights of the "
-            "cross-entropy, loragate.losses.WeightedCrossEntropy(name, rule) makes one"
-        )
-    _require_name(objective.name)
-    _require_values(objective)
-    _require_alone(objective, settings)
-    needs = set(objective.requires)
-    if "reference_kl" in needs and isinstance(settings, CalibrationSettings):
-        raise ConfigError(f"objective {objective.name!r} requires 'reference_kl', and Stage II has no reference model")
-    if "reference_kl" in needs and (extra := set(objective.outputs) - {"log_prob", "entropy"}):
-        raise ConfigError(
-            f"objective {objective.name!r} asks for {', '.join(sorted(extra))} beside 'reference_kl', with which there are "
-            "log_prob, entropy (in full) and kl only"
-        )
-    if "sequence_ids" in needs and not settings.packing:
-        raise ConfigError(
-            f"objective {objective.name!r} requires 'sequence_ids', which only packed rows have: set packing=True, or take "
-            "each row of the statistics as a sequence where they are None"
-        )
-
-
-def _require_name(name: Any) -> None:
-    if not isinstance(name, str) or not name.strip():
-        raise ConfigError(f"an objective's name is a text for run records, found {name!r}")
+    name, needs, chosen = objective.name, set(objective.requires), settings.objective  # type: ignore[attr-defined]
     if name in OBJECTIVES or name in GATE_OBJECTIVES:
         raise ConfigError(
             f"{name!r} is the name of a built-in objective: choose that one by settings.objective, or give yours another name"
         )
-
-
-def _require_values(objective: Any) -> None:
-    name = objective.name
-    support_size(objective.k, 1 << 30)
-    checked = {"requires": REQUIREMENTS, "outputs": STATISTICS, "gradients": STATISTICS, "batch_reads": STATISTICS}
-    for attribute, known in checked.items():
-        values = getattr(objective, attribute, ())
-        if attribute == "gradients" and values is None:
-            continue
-        if isinstance(values, str) or not isinstance(values, (tuple, list, set, frozenset)):
-            raise ConfigError(f"objective {name!r}: {attribute} is a collection of names, found {values!r}")
-        for value in values:
-            if value not in known:
-                raise ConfigError(f"objective {name!r}: {attribute} names {value!r}; known: {', '.join(known)}")
-    if objective.gradients is not None and (absent := set(objective.gradients) - set(objective.outputs)):
-        raise ConfigError(f"objective {name!r}: gradients names {min(absent)!r}, which is not among its outputs")
-    try:
-        json.dumps(objective.settings)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"objective {name!r}: its settings cannot be kept as JSON in a run record ({error})"
-        ) from error
-    if not isinstance(objective.settings, dict):
-        raise ConfigError(f"objective {name!r}: settings is a dict of its constants, found {objective.settings!r}")
-    if not callable(objective.loss):
-        raise ConfigError(f"objective {name!r}: loss is a method (stats, context), found {objective.loss!r}")
-
-
-def _require_alone(objective: Any, settings: TrainSettings) -> None:
-    chosen = getattr(settings, "objective", None)
     if chosen != type(settings)().objective:  # type: ignore[attr-defined]
         raise ConfigError(
-            f"the objective {objective.name!r} is given, and settings.objective is {chosen!r}; leave one of them out"
+            f"the objective {name!r} is given, and settings.objective is {chosen!r}; leave one of them out"
         )
     if getattr(settings, "objective_options", None):
+        raise ConfigError(f"objective_options are constants of a named objective; leave them out, {name!r} has its own")
+    if unknown := sorted(needs - set(REQUIREMENTS)):
+        raise ConfigError(f"objective {name!r}: requires names {unknown[0]!r}; known: {', '.join(REQUIREMENTS)}")
+    if "reference_kl" in needs and isinstance(settings, CalibrationSettings):
+        raise ConfigError(f"objective {name!r} requires 'reference_kl', and Stage II has no reference model")
+    if "reference_kl" in needs and (extra := set(objective.outputs) - {"log_prob", "entropy"}):
         raise ConfigError(
-            f"objective_options are constants of a named objective; leave them out, {objective.name!r} has its own"
+            f"objective {name!r} asks for {', '.join(sorted(extra))} beside 'reference_kl', with which there are log_prob, "
+            "entropy (in full) and kl only"
+        )
+    if "sequence_ids" in needs and not settings.packing:
+        raise ConfigError(
+            f"objective {name!r} requires 'sequence_ids', which only packed rows have: set packing=True, or take each row of "
+            "the statistics as a sequence where they are None"
         )
 
 
@@ -140,12 +83,10 @@ def per_token(objective: Objective) -> TokenLoss:
 
     def token_loss(stats: TokenStatistics, context: ObjectiveContext) -> torch.Tensor:
         losses = objective.loss(stats, context)
-        wanted = tuple(stats.mask.shape)
-        if not isinstance(losses, torch.Tensor) or tuple(losses.shape) != wanted:
-            found = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+        if losses.shape != stats.mask.shape:
             raise ConfigError(
-                f"objective {objective.name!r}: loss returned {found}, expected one value per token, {list(wanted)} like the "
-                "statistics, neither summed nor averaged"
+                f"objective {objective.name!r}: loss returned {list(losses.shape)}, expected one value per token, "
+                f"{list(stats.mask.shape)} like the statistics, neither summed nor averaged"
             )
         if torch.is_grad_enabled() and not losses.requires_grad:
             raise ConfigError(

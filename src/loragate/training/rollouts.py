@@ -16,7 +16,7 @@ from typing import Any
 
 from loragate.data import EncodedRows, Rows
 from loragate.errors import DataError, TrainingError
-from loragate.generation import Sample, SamplingConfig, TransformersEngine
+from loragate.generation import Sample, SamplingConfig
 from loragate.losses.head import IGNORED
 from loragate.training.settings import CalibrationSettings
 
@@ -56,11 +56,6 @@ class Answer:
     finished: bool
     reward: float = 0.0
     advantage: float = 0.0
-
-
-def engine_sampler(model: Any, tokenizer: Any, batch_size: int) -> Sampler:
-    """Sample with transformers from the model in memory."""
-    return TransformersEngine(model, tokenizer, batch_size=batch_size).generate
 
 
 def training_prompts(

@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,9 +37,8 @@ from loragate.training.callbacks import (
 from loragate.training.compatibility import Plan, refuse_impossible
 from loragate.training.guards import READING, GuardCallback
 from loragate.training.last_layer import read_positions_only
-from loragate.training.lost import explain_lost_process
-from loragate.training.recomputation import recomputes, stop_recomputing
-from loragate.training.run_folder import Past, explain_full_disk, prepare_folder
+from loragate.training.model_state import as_found, statistics_forward
+from loragate.training.run_folder import Past, explain_full_disk, explain_lost_process, prepare_folder
 from loragate.training.settings import TrainSettings
 from loragate.training.sharding import causal_model, partitioned, target_device
 from loragate.training.strategy import launch_of
@@ -49,7 +47,6 @@ from loragate.training.trainer import (
     StatisticsTrainer,
     TokenLoss,
     as_dataset,
-    statistics_forward,
     trainer_arguments,
 )
 
@@ -207,15 +204,25 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
                 output = trainer.train(resume_from_checkpoint=checkpoint)
         finally:
             stopper.restore()
-    if stopper.asked and trainer.state.global_step < trainer.state.max_steps:
-        again = (
-            f"run the same command with --resume (resume=True) to go on from {folder}" if keep else "nothing was kept"
-        )
-        raise TrainingError(
-            f"stopped by Ctrl-C at step {trainer.state.global_step} of {trainer.state.max_steps}; {again}"
-        )
+    stopper.refuse_unfinished(trainer.state.global_step, trainer.state.max_steps, folder if keep else None)
     seconds = float(output.metrics.get("train_runtime", 0.0))
     return TrainingOutcome(trainer.history, trainer.state.global_step, seconds, fused, last_layer.reason)
+
+
+def require_encoded(encoded: EncodedRows | None, rows: Rows) -> None:
+    """Refuse tokenised rows that are not of `rows`; None is for the stage to tokenise.
+
+    Raises:
+        DataError: for more encoded rows than rows, or an index beyond them.
+    """
+    if encoded is None:
+        return
+    last = max(encoded.column("rows"), default=-1)
+    if len(encoded) > len(rows) or last >= len(rows):
+        raise DataError(
+            f"encoded holds {len(encoded)} rows up to index {last}, and rows has {len(rows)} ({rows.source}): they do not "
+            "belong together. Give the rows that were encoded, in their order"
+        )
 
 
 def require_short_enough(model: Any, encoded: EncodedRows, rows: Rows) -> None:
@@ -258,26 +265,6 @@ def encoded_fingerprint(encoded: EncodedRows) -> str:
         for column in columns:
             digest.update(column[begin:end].tobytes())
     return digest.hexdigest()
-
-
-@contextmanager
-def as_found(model: Any, checkpointing: bool) -> Iterator[None]:
-    """Give a model back as it came: mode, forward (autocast wraps it) and gradient checkpointing."""
-    was_training = model.training
-    added = checkpointing and not recomputes(model)
-    kept = {name: model.__dict__.get(name) for name in ("forward", "_original_forward")}
-    try:
-        yield
-    finally:
-        for name, value in kept.items():
-            model.__dict__.pop(name, None)
-            if value is not None:
-                model.__dict__[name] = value
-        if added:
-            stop_recomputing(model)
-            if hasattr(model, "disable_input_require_grads"):
-                model.disable_input_require_grads()
-        model.train(was_training)
 
 
 def collator_for(tokenizer: Any) -> Collator:

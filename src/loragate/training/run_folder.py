@@ -2,7 +2,8 @@
 
 A run that was killed, at any moment, goes on from the last checkpoint that was written to its end; what a kill or a full
 disk left half-written is passed over. A resumed run must be the same run: `run.json` is compared before anything is
-continued, and the package's version with it, since another version may compute something else.
+continued, and the package's version with it, since another version may compute something else. What stops a run from
+outside, a full disk or a lost process, is told with the checkpoint that is left.
 """
 
 from __future__ import annotations
@@ -16,19 +17,42 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loragate.errors import TrainingError
+import torch
+
+from loragate.errors import ConfigError, TrainingError
 from loragate.files import first_difference, write_json
-from loragate.training.strategy import process_state
+from loragate.training.strategy import Launch, process_state
 from loragate.training.trainer import TRAINED
 from loragate.version import __version__
 
 VERSION = "loragate"
 RECORD, STATE, LOG = "run.json", "trainer_state.json", "metrics.jsonl"
+# of an exchange between processes that failed, in the words of gloo, TCP and NCCL
+LOST_SIGNS = (
+    "closed by peer",
+    "reset by peer",
+    "broken pipe",
+    "connection refused",
+    "timed out waiting",
+    "timed out after",
+    "wait timeout",
+    "nccl",
+    "gloo",
+    "watchdog",
+    "process group",
+)
 FULL_SIGNS = ("No space left", "disk is full")
 STREAM_SIGNS = ("failed writing file", "file write failed", "iostream error", "unexpected pos")
 LITTLE = 256 << 20  # bytes
 # the optimiser's state by whoever wrote it: the trainer, the on-policy loop, DeepSpeed
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer.safetensors", "latest")
+
+
+def run_folder_given(folder: str | Path | None, resume: bool) -> Path | None:
+    """The run folder as a path; raises ConfigError for a run that is to go on from nowhere."""
+    if resume and folder is None:
+        raise ConfigError("resume=True needs run_folder, the folder of the run that is to go on")
+    return None if folder is None else Path(folder)
 
 
 def prepare_folder(identity: dict[str, Any], folder: Path, resume: bool) -> str | None:
@@ -230,3 +254,46 @@ def _megabytes(checkpoint: str | None) -> str:
         return "a few"
     size = sum(path.stat().st_size for path in Path(checkpoint).rglob("*") if path.is_file())
     return f"{max(0.1, size / 1e6):.1f}"
+
+
+@contextmanager
+def explain_lost_process(launch: Launch, folder: Path | None) -> Iterator[None]:
+    """Turns the errors of torch.distributed into one sentence about the lost process.
+
+    When a process dies its connections close, and the next exchange of the others fails at once (gloo, TCP) or at the
+    latest when its time limit passes (NCCL).
+
+    Args:
+        launch: how the run was launched; errors of a single process pass as they are.
+        folder: the run folder, for what there is to go on from; None where nothing is kept.
+
+    Raises:
+        TrainingError: naming this process, the library's first line, and what to do.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if launch.processes < 2 or not is_lost(error):
+            raise
+        raise TrainingError(_lost_sentence(error, launch, folder)) from error
+
+
+def is_lost(error: RuntimeError) -> bool:
+    """Whether an error says that an exchange between processes failed."""
+    known = getattr(torch.distributed, "DistError", None)
+    text = str(error).lower()
+    return (known is not None and isinstance(error, known)) or any(sign in text for sign in LOST_SIGNS)
+
+
+def _lost_sentence(error: RuntimeError, launch: Launch, folder: Path | None) -> str:
+    first = str(error).strip().splitlines()[0][:200]
+    saved = None if folder is None else last_checkpoint(folder)
+    again = (
+        f"repeat the same command with --resume to go on from {Path(saved).name}"
+        if saved
+        else "no checkpoint was written yet, so remove the output folder and begin again; set save_steps to keep some"
+    )
+    return (
+        f"a process of this run is gone (this is process {launch.rank} of {launch.processes}, counted from 0; {first}). Look at "
+        f"the first error of the other processes: killed, out of memory, or a machine lost? Then {again}"
+    )

@@ -36,14 +36,6 @@ _READ_BY = {
 _UNRECORDED = ("keep_checkpoints",)
 
 
-def _require_name(objective: Any, known: tuple[str, ...], stage: str) -> None:
-    if not isinstance(objective, str):
-        raise ConfigError(
-            f"the objective of the settings is a name, one of {', '.join(known)}, found {type(objective).__name__}; an object "
-            f"of your own is given to {stage} itself: {stage}(..., objective=...)"
-        )
-
-
 def _joined(modules: Any) -> str:
     """Module names as the command line writes them; PEFT and GateConfig take lists."""
     if isinstance(modules, str):
@@ -184,11 +176,10 @@ class StageOneSettings(TrainSettings):
             object.__setattr__(self, "warmup", 0.0 if self.adapter else 0.1)
         super().__post_init__()
         object.__setattr__(self, "target_modules", _joined(self.target_modules))
-        _require_name(self.objective, OBJECTIVES, "train_adapter")
         if self.objective not in OBJECTIVES:
             raise ConfigError(
                 f"objective must be one of {', '.join(OBJECTIVES)}, found {self.objective!r}"
-                + nearest(self.objective, OBJECTIVES)
+                + nearest(str(self.objective), OBJECTIVES)
             )
         if self.rank < 1:
             raise ConfigError(f"rank must be at least 1, found {self.rank}")
@@ -240,7 +231,6 @@ class CalibrationSettings(TrainSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_name(self.objective, GATE_OBJECTIVES, "calibrate")
         if self.k < 2 and self.k != 0:
             raise ConfigError(f"k must be at least 2, or 0 for the whole vocabulary, found {self.k}")
         for name in ("max_rows", "refresh", "samples_per_prompt", "beta", "reward_kl"):
@@ -252,7 +242,9 @@ class CalibrationSettings(TrainSettings):
         for name, known in (("objective", GATE_OBJECTIVES), ("anchor", ANCHORS), ("advantage", ADVANTAGES)):
             found = getattr(self, name)
             if found not in known:
-                raise ConfigError(f"{name} must be one of {', '.join(known)}, found {found!r}{nearest(found, known)}")
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(known)}, found {found!r}{nearest(str(found), known)}"
+                )
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise ConfigError(f"temperature must be a positive number, found {self.temperature}")
         if not (math.isfinite(self.random_scale) and self.random_scale > 0):

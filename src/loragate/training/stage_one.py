@@ -10,28 +10,31 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from loragate.data import EncodedRows, encode_rows
+from loragate.data import EncodedRows, encode_rows, load_rows
+from loragate.data.loading import RowsGiven
 from loragate.errors import ConfigError, nearest
 from loragate.gates.fingerprint import base_weight_samples, config_fingerprint, weights_checksum
 from loragate.gates.hub import adapter_place
 from loragate.gates.quantised import keep_unpacked
-from loragate.losses import StatisticsRequest
+from loragate.losses import StatisticsRequest, add_statistics_forward
+from loragate.losses.causal_head import ReferenceRequest
+from loragate.losses.divergence import Reference, require_same_vocabulary
 from loragate.losses.objectives import FACTORIES, Objective
-from loragate.training.given import (
-    RowsGiven,
-    require_encoded,
-    require_plain_base,
-    require_resumable,
-    require_tokenizer,
-    rows_given,
-    settings_given,
-)
 from loragate.training.own_objective import batch_needs, per_token, require_mask_column, require_own
-from loragate.training.reference_model import BaseReference, OtherReference
-from loragate.training.run import OnStep, TrainingJob, encoded_fingerprint, require_short_enough, run_training
+from loragate.training.run import (
+    OnStep,
+    TrainingJob,
+    encoded_fingerprint,
+    require_encoded,
+    require_short_enough,
+    run_training,
+)
+from loragate.training.run_folder import run_folder_given
 from loragate.training.settings import StageOneSettings, recorded
+from loragate.training.sharding import causal_model
 from loragate.training.trainer import ReferenceOf
 
 logger = logging.getLogger("loragate")
@@ -115,6 +118,23 @@ def adapter_settings(settings: StageOneSettings, record: Any) -> StageOneSetting
     return replace(settings, **own)
 
 
+def require_plain_base(base_model: Any) -> None:
+    """Refuse a base that wears an adapter: a second one would share its layers, and overwrite one of the same name.
+
+    Raises:
+        ConfigError: naming what was found and the two ways to a plain base.
+    """
+    layer = next((name for name, part in base_model.named_modules() if isinstance(part, BaseTunerLayer)), None)
+    if layer is None and not isinstance(base_model, PeftModel):
+        return
+    found = f"{layer} is an adapter's layer" if layer is not None else f"this is a {type(base_model).__name__}"
+    raise ConfigError(
+        f"the base already carries an adapter ({found}), which a second one would share and overwrite: load a fresh base, or "
+        "take the adapter off with base = model.unload(). To train a finished adapter on, name its folder in "
+        "StageOneSettings(adapter=...)"
+    )
+
+
 def continue_adapter(base_model: Any, settings: StageOneSettings) -> Any:
     """The finished adapter of `settings.adapter` on `base_model`, ready to train; its folder is only read."""
     folder = adapter_place(settings.adapter)
@@ -148,6 +168,54 @@ def build_adapter(base_model: Any, settings: StageOneSettings) -> Any:
             f"target_modules {settings.target_modules!r} matches no module of the base; its linear layers end in "
             + ", ".join(names)
         ) from error
+
+
+class BaseReference:
+    """The base of a PeftModel, its adapter switched off for the pass; no second copy of the weights."""
+
+    @torch.no_grad()
+    def __call__(self, model: Any, inputs: dict[str, Any]) -> Reference:
+        """The base's distributions on a batch of the trainer."""
+        inner = getattr(model, "module", model)
+        was_training = model.training
+        model.eval()
+        try:
+            with inner.disable_adapter():
+                answer: Reference = model(**inputs, statistics=ReferenceRequest())
+        finally:
+            model.train(was_training)
+        return answer
+
+
+class OtherReference:
+    """A model of its own, kept in memory beside the one that trains.
+
+    Raises:
+        ConfigError: if its vocabulary is not that of `trained`.
+    """
+
+    def __init__(self, reference: Any, trained: Any) -> None:
+        vocabulary, own = (
+            causal_model(model).get_output_embeddings().weight.shape[0] for model in (reference, trained)
+        )
+        require_same_vocabulary(vocabulary, own)
+        self.model = reference.eval().requires_grad_(False)
+        add_statistics_forward(causal_model(reference))
+
+    @torch.no_grad()
+    def __call__(self, model: Any, inputs: dict[str, Any]) -> Reference:
+        """The reference's distributions on a batch of the trainer."""
+        device = next(self.model.parameters()).device
+        chosen = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
+        }
+        answer: Reference = self.model(**chosen, statistics=ReferenceRequest())
+        return answer
+
+    def identity(self) -> dict[str, Any]:
+        """What makes it this model, for run.json."""
+        causal = causal_model(self.model)
+        return {"config": config_fingerprint(causal), "weights": base_weight_samples(causal)}
 
 
 def train_adapter(
@@ -184,17 +252,17 @@ def train_adapter(
     Raises:
         DataError, TrainingError: as in `calibrate`.
         ConfigError: for a base that carries an adapter, a reference that the objective does not read, rows without a keep_mask
-            that it needs, a setting that contradicts the adapter to continue, an objective of one's own that is incomplete
-            or contradicted by the settings, or an argument of another kind.
+            that it needs, a setting that contradicts the adapter to continue, or an objective of one's own that the settings
+            contradict.
     """
-    settings = settings_given(settings, StageOneSettings)
-    require_tokenizer(tokenizer)
-    require_resumable(resume, run_folder)
-    require_own(objective, settings)
+    settings = settings or StageOneSettings()
+    folder = run_folder_given(run_folder, resume)
+    if objective is not None:
+        require_own(objective, settings)
     require_plain_base(base_model)
     if settings.adapter:
         settings = adapter_settings(settings, PeftConfig.from_pretrained(adapter_place(settings.adapter)))
-    source = rows_given(rows)
+    source = load_rows(rows)
     require_encoded(encoded, source)
     if encoded is None:
         source = source.shuffled(settings.seed)
@@ -250,7 +318,7 @@ def train_adapter(
             **identity,
         },
     )
-    outcome = run_training(job, None if run_folder is None else Path(run_folder), resume=resume, on_step=on_step)
+    outcome = run_training(job, folder, resume=resume, on_step=on_step)
     return StageOneResult(
         model=model,
         settings=settings,

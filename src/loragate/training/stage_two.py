@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from loragate.data import EncodedRows, Rows, encode_rows
-from loragate.errors import ConfigError, TrainingError
+from loragate.data import EncodedRows, Rows, encode_rows, load_rows
+from loragate.data.loading import RowsGiven
+from loragate.errors import TrainingError
 from loragate.gates import (
     GateConfig,
     Parity,
@@ -25,6 +26,7 @@ from loragate.gates import (
     adapter_fingerprint,
     attach_gates,
     detach_gates,
+    draw_gates,
     gate_parameters,
     measure_parity,
     record_gates,
@@ -35,28 +37,19 @@ from loragate.generation import Sample
 from loragate.losses import ObjectiveContext, StatisticsRequest, TokenStatistics, verify_head
 from loragate.losses.entropy import support_size
 from loragate.losses.objectives import Objective
-from loragate.training.callables import Callables
 from loragate.training.checks import (
     MEASURED_ROWS,
+    Callables,
     check_parity,
     frozen_parameters,
     measure_entropy,
     require_causal_model,
     require_only_gates_train,
-    without_dropout,
 )
-from loragate.training.given import (
-    RowsGiven,
-    require_encoded,
-    require_resumable,
-    require_tokenizer,
-    rows_given,
-    settings_given,
-)
-from loragate.training.guards import Guard, GuardLimits
+from loragate.training.guards import Guard, GuardLimits, guard_callbacks
+from loragate.training.model_state import without_dropout
 from loragate.training.on_policy import OnPolicyJob, run_on_policy
 from loragate.training.own_objective import batch_needs, per_token, require_mask_column, require_own
-from loragate.training.random_gates import draw_gates
 from loragate.training.rollouts import Reward, Sampler
 from loragate.training.run import (
     OnStep,
@@ -65,9 +58,11 @@ from loragate.training.run import (
     collator_for,
     encoded_fingerprint,
     prepare_folder,
+    require_encoded,
     require_short_enough,
     run_training,
 )
+from loragate.training.run_folder import run_folder_given
 from loragate.training.settings import CalibrationSettings
 from loragate.training.sharding import causal_model, spread
 from loragate.training.trainer import TokenLoss
@@ -208,25 +203,20 @@ def calibrate(
     Raises:
         GateError: if the adapter cannot be gated.
         DataError: if a row cannot be used.
-        ConfigError: for a callable that the objective would not use, or one that it lacks; an objective of one's own that is
-            incomplete, or contradicted by the settings; an argument of another kind.
+        ConfigError: for a callable that the objective would not use, or one that it lacks; an objective of one's own that
+            the settings contradict.
         TrainingError: if the base is no causal language model, parity fails, a frozen weight changed, or the loss is not
             finite.
     """
-    settings = settings_given(settings, CalibrationSettings)
-    if not isinstance(config, GateConfig):
-        raise ConfigError(
-            f"config is a {type(config).__name__}, expected a GateConfig, as in GateConfig(-3, 1); the order is "
-            "calibrate(model, tokenizer, rows, config, settings)"
-        )
-    require_tokenizer(tokenizer)
-    require_resumable(resume, run_folder)
-    require_own(objective, settings)
+    settings = settings or CalibrationSettings()
+    folder = run_folder_given(run_folder, resume)
+    if objective is not None:
+        require_own(objective, settings)
     callables = Callables(sampler, reward, None if guard is None else Guard(guard), probe)
     callables.check(settings.objective if objective is None else objective.name, settings.on_policy)
     name = active_adapter(peft_model, adapter_name)
     require_causal_model(causal_model(peft_model))
-    source = rows_given(rows)
+    source = load_rows(rows)
     require_encoded(encoded, source)
     if encoded is None:
         source, encoded = calibration_rows(source, tokenizer, settings)
@@ -243,7 +233,7 @@ def calibrate(
                 config,
                 settings,
                 name,
-                run_folder,
+                folder,
                 resume,
                 on_step,
                 callables,
@@ -276,7 +266,7 @@ def _calibrate(
     config: GateConfig,
     settings: CalibrationSettings,
     name: str,
-    run_folder: str | Path | None,
+    folder: Path | None,
     resume: bool,
     on_step: OnStep | None,
     callables: Callables,
@@ -313,7 +303,6 @@ def _calibrate(
         **({} if guard is None else {"guard": asdict(guard.limits)}),
         **({} if objective is None else {"constants": objective.settings}),
     }
-    folder = None if run_folder is None else Path(run_folder)
     sampled: dict[str, float] = {}
     with without_dropout(model):
         if settings.objective == "random":
@@ -351,7 +340,7 @@ def _calibrate(
                 identity=identity,
                 recorder=lambda running: record_gates(running, name),
                 check_gradient=True,
-                callbacks=callables.guarding(model, tokenizer, encoded, name),
+                callbacks=guard_callbacks(guard, callables.probe, model, collator, encoded, name),
                 **({} if objective is None else batch_needs(objective)),
             )
             outcome = run_training(job, folder, resume=resume, on_step=on_step)

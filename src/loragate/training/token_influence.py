@@ -25,7 +25,7 @@ from loragate.errors import ConfigError, DataError, nearest
 from loragate.files import write_json
 from loragate.losses import StatisticsRequest
 from loragate.losses.head import IGNORED
-from loragate.training.trainer import statistics_forward
+from loragate.training.model_state import statistics_forward
 
 SCOPES = ("global", "row")
 WINDOW = 16  # forward passes whose rows are sorted by length before they are cut into passes

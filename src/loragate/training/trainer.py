@@ -21,18 +21,17 @@ from trl import SFTConfig, SFTTrainer
 
 from loragate.errors import DivergenceError, TrainingError
 from loragate.files import write_atomically
-from loragate.losses import ObjectiveContext, StatisticsRequest, TokenStatistics, add_statistics_forward
+from loragate.losses import ObjectiveContext, StatisticsRequest, TokenStatistics
 from loragate.losses.divergence import Reference
 from loragate.losses.head import IGNORED
 from loragate.losses.objectives.base import OverBatch
 from loragate.training.arrangement import arranged_steps
 from loragate.training.last_layer import LastLayer
-from loragate.training.recomputation import recomputation_argument
+from loragate.training.model_state import recomputation_argument
 from loragate.training.settings import TrainSettings
 from loragate.training.sharding import (
     assign,
     average_gradients,
-    causal_model,
     gathered_values,
     is_sharded,
     load_whole_state,
@@ -355,23 +354,3 @@ def as_dataset(rows: Sequence[dict[str, Any]], settings: TrainSettings, processe
             parts.append(Dataset.from_list(waiting))
             waiting = []
     return concatenate_datasets([*parts, Dataset.from_list(waiting)] if waiting else parts)
-
-
-@contextmanager
-def statistics_forward(model: Any) -> Iterator[bool]:
-    """The model answers `statistics=` inside the context; its own forward is restored afterwards.
-
-    Yields:
-        Whether the fused head is used (False: full logits, slower).
-    """
-    causal = causal_model(model)
-    before = causal.__dict__.get("forward")
-    had = "_loragate_statistics" in causal.__dict__
-    try:
-        yield add_statistics_forward(causal, getattr(causal, "_loragate_verified_head", None))
-    finally:
-        if not had:
-            causal.__dict__.pop("_loragate_statistics", None)
-            causal.__dict__.pop("forward", None)
-            if before is not None:
-                causal.forward = before

@@ -56,33 +56,14 @@ def test_a_path_and_any_iterable_are_rows(tokenizer, tmp_path):
 def test_mix_ups_of_both_stages(tokenizer, stage):
     with pytest.raises(ConfigError, match="resume=True needs run_folder"):
         stage(tokenizer, resume=True)
-    with pytest.raises(ConfigError, match="the tokenizer is NoneType"):
-        stage(None)
-    with pytest.raises(ConfigError, match=r"the tokenizer is list; .*before the rows"):
-        stage(tiny_rows(8), tokenizer)
-    with pytest.raises(ConfigError, match=r"encoded is a list, expected EncodedRows: what loragate\.data\.encode_rows"):
-        stage(tokenizer, encoded=[{"input_ids": [1], "labels": [1], "row": 0}])
     encoded = encode_rows(tiny_rows(12), tokenizer, max_length=64)
     with pytest.raises(DataError, match="encoded holds 12 rows up to index 11, and rows has 8"):
         stage(tokenizer, encoded=encoded)
 
 
-def test_settings_and_gates_of_another_kind(tokenizer):
-    with pytest.raises(
-        ConfigError, match="train_adapter are StageOneSettings, found CalibrationSettings, which belong"
-    ):
-        train(tokenizer, settings=TWO)
-    with pytest.raises(ConfigError, match="calibrate are CalibrationSettings, found StageOneSettings, which belong"):
-        calibrate(tokenizer, settings=ONE)
-    with pytest.raises(ConfigError, match=r"found dict$"):
-        train(tokenizer, settings={"rank": 2})
-    with pytest.raises(ConfigError, match="config is a tuple, expected a GateConfig"):
-        calibrate(tokenizer, config=(-3, 2))
-
-
 def test_fields_of_another_kind():
-    for kind, stage in ((StageOneSettings, "train_adapter"), (CalibrationSettings, "calibrate")):
-        with pytest.raises(ConfigError, match=rf"is a name, one of .*{stage}\(\.\.\., objective=\.\.\.\)"):
+    for kind in (StageOneSettings, CalibrationSettings):
+        with pytest.raises(ConfigError, match=r"objective must be one of .*WeightedCrossEntropy"):
             kind(objective=lg.objectives["dft"])
         for seed in (1.5, "1", True, None):
             with pytest.raises(ConfigError, match="seed must be an integer"):

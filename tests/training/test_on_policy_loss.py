@@ -10,7 +10,13 @@ import loragate as lg
 from loragate.data import Collator, encode_rows
 from loragate.losses import verify_head
 from loragate.losses.causal_head import Head
-from loragate.training.anchor import anchored_loss, anchored_loss_of_logits, anchors
+from loragate.training.on_policy_loss import (
+    anchor_states,
+    anchored,
+    anchored_loss,
+    anchored_loss_of_logits,
+    anchors,
+)
 from loragate.training.scoring import ResponseScorer
 from tiny import tiny_adapter, tiny_base, tiny_rows
 
@@ -130,7 +136,7 @@ def test_held_at_zero_and_one_the_model_is_base_and_adapter(tokenizer):
     base, plain = tiny_base(), tiny_adapter()
     scorer = ResponseScorer(model, "default")
     assert scorer.fused
-    at_zero, at_one = scorer.anchor_states(batch, anchors["mixture"])
+    at_zero, at_one = anchor_states(scorer, batch, anchors["mixture"])
     assert not at_zero.requires_grad
     weight = base.get_output_embeddings().weight
     with torch.no_grad():
@@ -148,8 +154,8 @@ def test_gate_gradients_equal_a_dense_model(tokenizer, name, slow):
     model = gated(base=tiny_base().double())
     scorer = ResponseScorer(model, "default")
     scorer.fused = not slow
-    references = scorer.anchor_states(batch, anchors[name])
-    found = scorer.anchored(scorer.states(batch), references, anchors[name], 1.0, 0.6)
+    references = anchor_states(scorer, batch, anchors[name])
+    found = anchored(scorer, scorer.states(batch), references, anchors[name], 1.0, 0.6)
     found.loss.sum().backward()
     fast = {key: value.grad.clone() for key, value in lg.gate_parameters(model).items()}
     model.zero_grad()

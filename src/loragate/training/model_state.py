@@ -1,0 +1,105 @@
+"""What a run switches on in the model that it is given, and takes back: statistics, dropout, gradient checkpointing, mode.
+
+Newer versions of transformers call gradient checkpointing activation checkpointing and warn at every use of the old name, which
+is the only one that older versions know. Which of the two holds is read off the model or the class, never off a version
+number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from loragate.losses import add_statistics_forward
+from loragate.training.sharding import causal_model
+
+_NEW, _OLD = "activation_checkpointing", "gradient_checkpointing"
+
+
+@contextmanager
+def as_found(model: Any, checkpointing: bool) -> Iterator[None]:
+    """Give a model back as it came: mode, forward (autocast wraps it) and gradient checkpointing."""
+    was_training = model.training
+    added = checkpointing and not recomputes(model)
+    kept = {name: model.__dict__.get(name) for name in ("forward", "_original_forward")}
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            model.__dict__.pop(name, None)
+            if value is not None:
+                model.__dict__[name] = value
+        if added:
+            stop_recomputing(model)
+            if hasattr(model, "disable_input_require_grads"):
+                model.disable_input_require_grads()
+        model.train(was_training)
+
+
+@contextmanager
+def statistics_forward(model: Any) -> Iterator[bool]:
+    """The model answers `statistics=` inside the context; its own forward is restored afterwards.
+
+    Yields:
+        Whether the fused head is used (False: full logits, slower).
+    """
+    causal = causal_model(model)
+    before = causal.__dict__.get("forward")
+    had = "_loragate_statistics" in causal.__dict__
+    try:
+        yield add_statistics_forward(causal, getattr(causal, "_loragate_verified_head", None))
+    finally:
+        if not had:
+            causal.__dict__.pop("_loragate_statistics", None)
+            causal.__dict__.pop("forward", None)
+            if before is not None:
+                causal.forward = before
+
+
+@contextmanager
+def without_dropout(model: torch.nn.Module) -> Iterator[None]:
+    """No dropout inside the context: Stage II trains on the function that will be served."""
+    changed: list[tuple[torch.nn.Module, str, float]] = []
+    for module in model.modules():
+        # attention dropout is a plain number on the attention modules of transformers
+        for name in ("p", "attention_dropout"):
+            value = getattr(module, name, None)
+            if (isinstance(module, torch.nn.Dropout) or name != "p") and isinstance(value, float) and value > 0:
+                changed.append((module, name, value))
+                setattr(module, name, 0.0)
+    try:
+        yield
+    finally:
+        for module, name, value in changed:
+            setattr(module, name, value)
+
+
+def recomputes(model: Any) -> bool:
+    """Whether a model, or the one inside PEFT's wrapper, recomputes its activations in the backward pass."""
+    name = f"is_{_NEW}" if hasattr(model, f"is_{_NEW}") else f"is_{_OLD}"
+    return bool(getattr(model, name, False))
+
+
+def start_recomputing(model: Any) -> None:
+    """Recompute activations in the backward pass, without reentrant autograd."""
+    name = _known(model, "enable")
+    getattr(model, f"{name}_enable")(**{f"{name}_kwargs": {"use_reentrant": False}})
+
+
+def stop_recomputing(model: Any) -> None:
+    """Keep activations for the backward pass again."""
+    getattr(model, f"{_known(model, 'disable')}_disable")()
+
+
+def recomputation_argument(arguments: type, wanted: bool) -> dict[str, bool]:
+    """The keyword by which a class of training arguments is told."""
+    names = {field.name for field in dataclasses.fields(arguments)}
+    return {_NEW if _NEW in names else _OLD: wanted}
+
+
+def _known(model: Any, what: str) -> str:
+    return _NEW if hasattr(model, f"{_NEW}_{what}") else _OLD
