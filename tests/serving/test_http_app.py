@@ -305,6 +305,15 @@ def test_requests_wait_for_one_another_and_health_does_not() -> None:
     assert most == 1
 
 
+@pytest.fixture
+def heeding_ctrl_c() -> Iterator[None]:
+    """SIGINT as in a foreground process; the jobs of a background shell ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeding_ctrl_c")
 def test_ctrl_c_does_not_wait_for_a_long_answer() -> None:
     leave = threading.Event()
 

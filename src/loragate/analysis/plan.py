@@ -6,6 +6,7 @@ Puts the parts together: the model on the meta device (`plan_model.py`), the tra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -155,17 +156,18 @@ def make_plan(request: Request, *, revision: str = "", trust: bool = False, conf
     if not request.model:
         raise ConfigError("a plan needs a model: a hub id, a model folder or a config.json")
     with quiet():
-        return _Planner(request, config or read_config(request.model, revision=revision, trust=trust)).plan()
+        return _Planner(request, lambda: config or read_config(request.model, revision=revision, trust=trust)).plan()
 
 
 class _Planner:
     """The state of one planning: the model's counts, and traces as they are asked for."""
 
-    def __init__(self, request: Request, config: Any) -> None:
-        self.request, self.config = request, config
+    def __init__(self, request: Request, config: Callable[[], Any]) -> None:
+        self.request = request
         self.gpu = find_gpu(request.gpu_memory)
         if request.precision == "bf16" and not self.gpu.bf16:
             raise ConfigError(f"{self.gpu.name} has no bf16: plan with precision fp16 and dtype float16, or fp32")
+        self.config = config()  # perhaps from the hub, so after the request alone was looked at
         if getattr(self.config, "quantization_config", None) is not None:
             raise ConfigError(
                 f"{request.model} is a quantised checkpoint; plan with its unquantised base and --quantization 8bit or 4bit"
