@@ -372,29 +372,6 @@ def test_greedy_equals_the_transformers_engine_for_an_adapter(
 
 @real
 @pytest.mark.slow("vLLM")
-def test_likelihoods_are_the_transformers_engine_s_for_a_real_vocabulary(vllm_settings: None, tmp_path: Path) -> None:
-    """With 50,000 tokens vLLM 0.32 on a CPU wraps the head for LoRA, and its own prompt log-probabilities fail."""
-    shape = {**SHAPE, "vocab_size": 50_000}
-    tiny_base(**shape).save_pretrained(tmp_path / "base")
-    tiny_tokenizer().save_pretrained(tmp_path / "base")
-    adapted = tiny_adapter(base=tiny_base(**shape), **PATTERNS)
-    adapted.save_pretrained(tmp_path / "adapter")
-    here = TransformersEngine(adapted, tiny_tokenizer(), batch_size=2)
-    likeliest = here.generate([[5, 6, 7]], SamplingConfig(temperature=0, max_new_tokens=3))[0].token_ids
-    pairs = [([5, 6, 7], [80, 49_999, 12]), ([5, 6, 7], likeliest), ([9], [20]), ([9, 10, 11, 12], [20, 21])]
-    expected = here.log_likelihoods(pairs)
-    assert [greedy for _, greedy in expected] == [False, True, False, False]
-    engine = VllmEngine(str(tmp_path / "base"), str(tmp_path / "adapter"), dtype="float32")
-    try:
-        found = engine.log_likelihoods(pairs)
-    finally:
-        engine.close()
-    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
-    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
-
-
-@real
-@pytest.mark.slow("vLLM")
 @pytest.mark.parametrize("config", [CONFIG, SamplingConfig(0.7, 0.8, 30, 4, 1)])
 def test_samples_do_not_depend_on_the_chunk_or_on_what_is_pending(
     lora_engine: VllmEngine, config: SamplingConfig, monkeypatch: pytest.MonkeyPatch
@@ -452,3 +429,26 @@ def test_the_last_position_can_be_used_and_no_further(base_engine: VllmEngine, f
     longer = [prompt, "w5 w9"]
     expected = reference(folders, adapted=False).generate(longer, SamplingConfig(0, max_new_tokens=40))
     assert identities(base_engine.generate(longer, SamplingConfig(0, max_new_tokens=40))) == identities(expected)
+
+
+@real
+@pytest.mark.slow("vLLM")
+def test_likelihoods_are_the_transformers_engine_s_for_a_real_vocabulary(vllm_settings: None, tmp_path: Path) -> None:
+    """Last, because closing its engine ends those of the other tests. With 50,000 tokens vLLM 0.32 on a CPU wraps the head for LoRA, and its own prompt log-probabilities fail."""
+    shape = {**SHAPE, "vocab_size": 50_000}
+    tiny_base(**shape).save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    adapted = tiny_adapter(base=tiny_base(**shape), **PATTERNS)
+    adapted.save_pretrained(tmp_path / "adapter")
+    here = TransformersEngine(adapted, tiny_tokenizer(), batch_size=2)
+    likeliest = here.generate([[5, 6, 7]], SamplingConfig(temperature=0, max_new_tokens=3))[0].token_ids
+    pairs = [([5, 6, 7], [80, 49_999, 12]), ([5, 6, 7], likeliest), ([9], [20]), ([9, 10, 11, 12], [20, 21])]
+    expected = here.log_likelihoods(pairs)
+    assert [greedy for _, greedy in expected] == [False, True, False, False]
+    engine = VllmEngine(str(tmp_path / "base"), str(tmp_path / "adapter"), dtype="float32")
+    try:
+        found = engine.log_likelihoods(pairs)
+    finally:
+        engine.close()
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
