@@ -434,7 +434,10 @@ def test_the_last_position_can_be_used_and_no_further(base_engine: VllmEngine, f
 @real
 @pytest.mark.slow("vLLM")
 def test_likelihoods_are_the_transformers_engine_s_for_a_real_vocabulary(vllm_settings: None, tmp_path: Path) -> None:
-    """Last, because closing its engine ends those of the other tests. With 50,000 tokens vLLM 0.32 on a CPU wraps the head for LoRA, and its own prompt log-probabilities fail."""
+    """With 50,000 tokens vLLM 0.32 on a CPU wraps the head for LoRA, and its own prompt log-probabilities fail.
+
+    Last in this file: closing its engine ends those that the other tests share.
+    """
     shape = {**SHAPE, "vocab_size": 50_000}
     tiny_base(**shape).save_pretrained(tmp_path / "base")
     tiny_tokenizer().save_pretrained(tmp_path / "base")
