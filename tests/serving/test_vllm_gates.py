@@ -416,10 +416,13 @@ def test_the_cells_of_a_sweep_are_adapters_of_one_engine(
     settings: None, folders: Path, tmp_path: Path, loads: list[str]
 ) -> None:
     """Six rows over one loaded base, more of them than vLLM has slots."""
+    from loragate.gates.range import Range
     from loragate.sweep.plan import SweepPlan, make_trials
     from loragate.sweep.records import TrialResult, trial_folder, write_result
 
-    plan = SweepPlan(make_trials(["plain"], [(-6, 3), (0, 6), (-1, 2)], [0, 1], ["entropy"]), {"probe": None})
+    plan = SweepPlan(
+        make_trials(["plain"], [Range(-6, 3), Range(0, 6), Range(-1, 2)], [0, 1], ["entropy"]), {"probe": None}
+    )
     sweep = tmp_path / "sweep"
     plan.begin(sweep, resume=False)
     for number, trial in enumerate(plan.trials):
@@ -449,8 +452,8 @@ def test_retention_suites_give_the_same_answers_and_likelihoods_on_both_engines(
     pytest.importorskip("lm_eval", reason="lm_eval is not installed beside vllm (scripts/vllm_cpu_env.sh)")
     from loragate.cli.main import main
     from loragate.evaluation.results import read_record
+    from loragate.recipes.standins import QUESTIONS
 
-    data = Path(__file__).parents[1] / "evaluation" / "samples"
     suites = ("mmlu_pro", "bbh", "openbookqa")
     found: dict[str, dict[tuple[str, str], Any]] = {}
     for engine in ("transformers", "vllm"):
@@ -462,7 +465,7 @@ def test_retention_suites_give_the_same_answers_and_likelihoods_on_both_engines(
             "--suite",
             "retention",
             "--data",
-            str(data),
+            str(QUESTIONS),
             "--out",
             str(out),
         ]
