@@ -2,7 +2,7 @@
 
     python benchmarks/selection/measure.py --cache CACHE [--situations a,b] [--candidates …]
 
-For each situation (`loragate.world.situations`) the adapter is trained, then each candidate: gates for a range, anchored
+For each situation (`benchmarks/worlds/situations.py`) the adapter is trained, then each candidate: gates for a range, anchored
 gates, gates of one training clipped to a narrower range, one λ for all modules, lower temperatures, DFT in place of SFT,
 and the gate-free ensemble of base and adapter. Every candidate answers a pool of development questions (from which
 probes are drawn) and a set of test questions. Answers and verdicts go to CACHE/answers/<situation>/<candidate>.json, one

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ from loragate.cli.main import main
 from loragate.cli.serve import ServeOptions, vllm_arguments
 from loragate.cli.serve_folders import served_folders
 from loragate.data import find_endings
+from loragate.errors import ConfigError
 from loragate.gates.schema import read_gate_config
 from loragate.generation import SamplingConfig, TransformersEngine, read_samples
 from tiny import TURN_END, chatml_tokenizer, ending_base, tiny_adapter, tiny_rows
@@ -136,8 +138,30 @@ def test_every_command_stops_at_the_end_of_the_turn(place, tmp_path, monkeypatch
         assert told["end_of_turn"] == {"token_ids": [TURN_END]}, "answers of a version that ran on are not resumed"
         record = json.loads((tmp_path / "out" / "results.json").read_text())
         assert {row["truncated"] for row in record["results"]} == {0.0}
+    if name == "sweep":
+        require_the_same_of_its_evaluation(place, tmp_path, monkeypatch, drawn)
     if name.startswith("calibrate"):
         assert read_gate_config(tmp_path / "out")["stop_token_ids"] == [EOS, TURN_END]
+
+
+def require_the_same_of_its_evaluation(place, tmp_path, monkeypatch, drawn):
+    """`eval --sweep` on the cells in `out`; vLLM, which loads no gates into memory, is told what the cells record."""
+    drawn.clear()
+    words = ["eval", "--sweep", tmp_path / "out", "--tasks", place / "words.yaml", "--limit", "2", "--out"]
+    assert main([*map(str, words), str(tmp_path / "cells")]) == 0
+    require_ended(drawn)
+    told = json.loads((tmp_path / "cells" / "eval.json").read_text())
+    assert told["end_of_turn"] == {"token_ids": [TURN_END]}
+    given = []
+
+    def engines(options, loaded):
+        given.append(loaded.stop_token_ids)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr("loragate.cli.evaluate_sweep.load_inputs", lambda *_: SimpleNamespace(model=None))
+    monkeypatch.setattr("loragate.cli.evaluate_sweep.Engines", engines)
+    assert main([*map(str, words), str(tmp_path / "vllm"), "--engine", "vllm"]) == 2
+    assert given == [(EOS, TURN_END)]
 
 
 def test_serve_and_explore_stop_at_the_end_of_the_turn(place, drawn):

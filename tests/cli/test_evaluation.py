@@ -298,6 +298,16 @@ def test_a_replica_is_the_row_it_stands_for(place, tmp_path, capsys, monkeypatch
     assert rows[0] != rows[1] != rows[2] != rows[0]
 
 
+def test_a_replica_finds_the_gates_of_its_row_from_anywhere(tmp_path, monkeypatch):
+    """A process of Ray may start in another folder than the command did."""
+    engines = object.__new__(Engines)
+    engines.options = SimpleNamespace(engine="transformers", model="owner/adapter")
+    (tmp_path / "cell").mkdir()
+    monkeypatch.chdir(tmp_path)
+    make = engines._make(Variant("gated", "[0,1]", gates="cell"))
+    assert make.args[1:] == ("owner/adapter", Variant("gated", "[0,1]", gates=str(tmp_path / "cell")))
+
+
 @pytest.mark.slow("processes")
 def test_replicas_on_ray(place, tmp_path, capsys):
     pytest.importorskip("ray", reason="ray is not installed (pip install loragate[sweep])")

@@ -104,6 +104,17 @@ def test_what_lies_there_is_not_missed(monkeypatch, tmp_path):
     assert "rows.jsonl" in refused(mine, tmp_path / "run")[1]
 
 
+def test_held_out_rows_are_looked_for(tmp_path):
+    rows, nowhere = tmp_path / "rows.jsonl", tmp_path / "apart.jsonl"
+    rows.write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
+    own = {"adapter": "nowhere", "data": str(rows), "range": "0,1", "unverified": True}
+    assert not [text for text in lacking([Stage("late", "calibrate", own)], "runs/x") if "heldout" in text]
+    (found,) = lacking([Stage("late", "calibrate", {**own, "heldout": str(nowhere)})], "runs/x")
+    assert "apart.jsonl" in found
+    (found,) = lacking([Stage("late", "calibrate", {**own, "heldout_split": "test"})], "runs/x")
+    assert "split='test'" in found
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

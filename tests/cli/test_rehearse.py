@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,36 @@ def test_a_folder_that_holds_something_else(tmp_path, capsys):
     assert main(["recipes", "rehearse", SCALE, "--out", str(tmp_path / "mine")]) == 2
     assert "holds no rehearsal" in " ".join(capsys.readouterr().err.split())
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
+
+
+def test_a_rehearsal_that_fails_says_how_it_goes_on_and_keeps_its_interpreter(tmp_path, monkeypatch):
+    from loragate.cli import recipes_rehearse
+    from loragate.cli.recipes import RecipesOptions
+
+    asked, seen = tmp_path / "r", []
+    monkeypatch.delenv(recipes_rehearse.EVAL_PYTHON, raising=False)
+    monkeypatch.setattr(
+        "loragate.recipes.standins.write_standins", lambda folder: folder.mkdir(parents=True, exist_ok=True)
+    )
+    monkeypatch.setattr("loragate.cli.recipes_ready.require_parts", lambda *_: None)
+
+    def call(command, what, again):
+        seen.append(again)
+        raise LoragateError("failed")
+
+    def engine_here(recipe, evaluator):
+        seen.append(evaluator)
+        return ""
+
+    monkeypatch.setattr("loragate.cli.recipes.call", call)
+    monkeypatch.setattr(recipes_rehearse, "engine_here", engine_here)
+    shipped = read_recipe(f"math/{BACKBONE}/base", LIBRARY)
+    for python in (sys.executable, ""):
+        options = RecipesOptions(words=("rehearse", shipped.name), out=str(asked), eval_python=python)
+        with pytest.raises(LoragateError, match="failed"):
+            recipes_rehearse.rehearse(options, shipped)
+    again = f"loragate recipes rehearse {shipped.name} --out {asked}"
+    assert seen == [sys.executable, f"{again} --eval-python {sys.executable}", sys.executable, again]
 
 
 def test_answers_that_do_not_end_are_refused():

@@ -123,4 +123,7 @@ def test_what_every_stage_needs(monkeypatch):
     assert grid["sweep"].hours == pytest.approx(42 * 20)
     assert (mask["reference"].hours, mask["mask"].hours) == pytest.approx((10, 100))
     assert look["diagnose"].note.startswith(f"{6 * MATH:,} answers")
+    assert found("controls")["retention"].note.startswith(f"{2 * 18_543:,} answers"), "no control is asked these"
+    assert "transformers" in found("delta-entropy")["diagnose"].note
+    assert "transformers" not in look["diagnose"].note
     assert all(need.gib > 0 and need.hours > 0 for need in (*scale.values(), *grid.values(), *mask.values()))

@@ -32,6 +32,20 @@ def test_columns_of_the_hub():
     assert list(magicoder_rows(1)[0]) == MAGICODER
 
 
+@pytest.mark.parametrize("domain", ["math", "code"])
+def test_held_out_rows_are_there_and_none_of_the_trained(place, domain):
+    """A split belongs to the hub; a file, which has none, is refused with one."""
+    small, _ = rehearsal(read_recipe(f"{domain}/qwen2.5-math-1.5b/scale", LIBRARY), place)
+    values = small.stage("calibrate").values
+    trained = list(load_rows(values["data"], split=values.get("split")))
+    assert ("heldout" in values) == (domain == "math")
+    assert not values.get("heldout_split")
+    if "heldout" in values:
+        apart = list(load_rows(values["heldout"]))
+        assert len(apart) == 16
+        assert not [row for row in apart if row in trained]
+
+
 def test_the_tokenizer_ends_a_turn_otherwise_than_a_text(place):
     tokenizer = AutoTokenizer.from_pretrained(place / "base")
     assert len(tokenizer) > 50_000

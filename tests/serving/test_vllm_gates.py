@@ -420,9 +420,8 @@ def test_the_cells_of_a_sweep_are_adapters_of_one_engine(
     from loragate.sweep.plan import SweepPlan, make_trials
     from loragate.sweep.records import TrialResult, trial_folder, write_result
 
-    plan = SweepPlan(
-        make_trials(["plain"], [Range(-6, 3), Range(0, 6), Range(-1, 2)], [0, 1], ["entropy"]), {"probe": None}
-    )
+    ranges = [Range(-6, 3), Range(0, 6), Range(-1, 2)]
+    plan = SweepPlan(make_trials(["plain"], ranges, [0, 1], ["entropy"]), {"probe": None})
     sweep = tmp_path / "sweep"
     plan.begin(sweep, resume=False)
     for number, trial in enumerate(plan.trials):

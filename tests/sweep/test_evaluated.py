@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from loragate.cli.main import main
 from loragate.evaluation.results import read_record
+from loragate.gates.range import Range
 from loragate.generation import read_samples
+from loragate.sweep.evaluated import suite_record
+from loragate.sweep.plan import SweepPlan, make_trials
 
 TASK = """\
 name: NAME
@@ -24,6 +28,9 @@ grader: exact
 metric: avg@k
 """
 CELLS = ["[-3,2] entropy, seed 0", "[0,1] entropy, seed 0", "[-3,2] entropy, seed 1", "[0,1] entropy, seed 1"]
+
+
+AVERAGE = SimpleNamespace(samples=1)
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +95,16 @@ def test_the_map_is_the_mean_over_tasks_with_seeds_averaged(swept, evaluated):
     chosen = json.loads((swept / "sweep_results.json").read_text())["choices"][0]
     assert choice["picked"] == (chosen["picked"] if chosen["accepted"] else "")
     assert (evaluated / "heatmap_math.png").stat().st_size > 1000
+
+
+def test_a_cell_of_many_digits_has_the_name_that_the_sweep_chose():
+    trials = make_trials(["one"], [Range(-0.12345678, 1), Range(0, 1)], [0], ["entropy"])
+    scored = {"adapter": [0.0, 0.5], **{f"gated {trial.name}": [0.5, 1.0] for trial in trials[1:]}}
+    rows = [SimpleNamespace(task="t", name=name, question_scores=s, avg_at_k=AVERAGE) for name, s in scored.items()]
+    chosen = {"accepted": True, "picked": "[-0.12345678,1]"}
+    found = suite_record(SimpleNamespace(results=rows), SweepPlan(trials, {}), "one", "s", ["t"], chosen)
+    assert found["choices"][0]["accepted"]
+    assert found["choices"][0]["picked"] == found["cells"][0]["name"] == "[-0.12345678,1]"
 
 
 def test_the_report_reads_the_map_and_no_cell_as_an_artifact_of_its_own(swept, evaluated, tmp_path, capsys):

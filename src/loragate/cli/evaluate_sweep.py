@@ -15,7 +15,7 @@ from loragate.cli.evaluation_inputs import chosen_tasks, load_inputs, prepare_ta
 from loragate.errors import ConfigError, DataError
 from loragate.files import write_json, write_text
 
-WITHOUT_EFFECT = ("model", "constants", "export")
+WITHOUT_EFFECT = ("model", "constants")
 
 
 def run(options: Any) -> int:
@@ -69,12 +69,14 @@ def _evaluate(
 
     out, display = console(), Display()
     places = {trial: trial_folder(sweep, trial) / CELL for trial in cells}
-    base = read_gate_config(places[cells[0]])["base"]
+    cell = read_gate_config(places[cells[0]])
+    base = cell["base"]
     named = f"{base['id']}@{base['revision']}" if base.get("revision") else base["id"]
     adapter = str(places[cells[0]] / "adapter")
     options = replace(options, model=adapter, base=options.base or named)
     with display.job("loading the model"):
         loaded = load_inputs(options, adapter, options.engine)
+        loaded.stop_token_ids = tuple(cell.get("stop_token_ids") or ())
         engines = Engines(options, loaded)
     with display.job("reading the questions"):
         prepared = prepare_tasks(options, loaded, tasks)
@@ -99,6 +101,7 @@ def _evaluate(
             "kind": "sweep",
             "limit": options.limit,
             "sweep": plan.fingerprint,
+            **loaded.told_endings,
         },
         judging=settings,
         grader=options.grader,

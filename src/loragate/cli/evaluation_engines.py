@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,8 @@ class Engines:
     def _make(self, variant: Any) -> Callable[[], Any]:
         """Makes the engine of a row from names alone, so that another process can."""
         if self.options.engine != "vllm":
-            return partial(RowEngine, self.options, _anywhere(self.options.model), variant)
+            row = variant if variant.gates is None else replace(variant, gates=_anywhere(variant.gates))
+            return partial(RowEngine, self.options, _anywhere(self.options.model), row)
         return self._vllm_of(*self._served(variant))
 
     def _vllm_of(self, base: str, adapter: str | None, override: str | None = None) -> Callable[[], Any]:

@@ -319,8 +319,10 @@ def default_folder(recipe: Any) -> str:
 
 
 def run_line(options: RecipesOptions, recipe: Any, folder: str) -> str:
-    """The command that runs the recipe, and goes on with it."""
-    words = ["loragate", "recipes", "run", recipe.name, "--out", folder]
+    """The command that runs the recipe, and goes on with it; a rehearsal's run lies in the rehearsal's folder."""
+    rehearsed = options.words[:1] == ("rehearse",)
+    place = str(Path(folder).parent) if rehearsed else folder
+    words = ["loragate", "recipes", "rehearse" if rehearsed else "run", recipe.name, "--out", place]
     for name in ("local_model", "local_data", "recipes_dir", "stages", "launcher", "eval_python"):
         if getattr(options, name):
             words += [flag_of(name), getattr(options, name)]

@@ -136,9 +136,12 @@ def _tried(check: Check) -> Iterator[str]:
         yield str(error)
 
 
-def _data(options: Any) -> None:
+def _data(options: Any) -> Iterator[Check]:
     if options.data:
-        _first_row(options.data, options.split or None, options.revision or None)
+        yield partial(_first_row, options.data, options.split or None, options.revision or None)
+    heldout, split = getattr(options, "heldout", ""), getattr(options, "heldout_split", "")
+    if heldout or (split and options.data):
+        yield partial(_first_row, heldout or options.data, split or None, None if heldout else options.revision or None)
 
 
 @cache

@@ -64,9 +64,8 @@ def rehearse(options: Any, recipe: Any) -> int:
 
     out, began = console(), time.monotonic()
     with place(options.out) as folder:
-        small, replaced = rehearsal(
-            recipe, folder / "stand-ins", engine_here(recipe, options.eval_python or os.environ.get(EVAL_PYTHON, ""))
-        )
+        evaluator = options.eval_python or os.environ.get(EVAL_PYTHON, "") or remembered(folder / "run")
+        small, replaced = rehearsal(recipe, folder / "stand-ins", engine_here(recipe, evaluator))
         if options.launcher:
             replaced = [item for item in replaced if item.option != "launcher"]
         for stage in small.placed("out"):
@@ -202,9 +201,19 @@ def report_command(folder: Path) -> list[str]:
     ]
 
 
+def remembered(run: Path) -> str:
+    """The interpreter of stages with vLLM that a run began with; empty where it named none."""
+    return str(_record(run).get("eval_python", "")) if (run / "recipe.json").is_file() else ""
+
+
 def _states(run: Path) -> dict[str, Any]:
-    states: dict[str, Any] = json.loads((run / "recipe.json").read_text(encoding="utf-8"))["state"]
+    states: dict[str, Any] = _record(run)["state"]
     return states
+
+
+def _record(run: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((run / "recipe.json").read_text(encoding="utf-8"))
+    return record
 
 
 def _shown(value: Any) -> str:

@@ -17,7 +17,7 @@ from loragate.analysis.plan_memory import FP32
 from loragate.analysis.plan_model import base_dtype, build_on_meta, count_parameters, read_config
 from loragate.evaluation.harness_rows import load_suite
 from loragate.evaluation.tasks import Task, load_task, suite
-from loragate.evaluation.variants import Kind, variants_for
+from loragate.evaluation.variants import Kind, Variant, variants_for
 from loragate.gates.hub import cached_commit, is_hub_id
 from loragate.gates.range import parse_ranges
 from loragate.recipes.recipe import Recipe, Stage
@@ -95,7 +95,9 @@ def needs(recipe: Recipe) -> list[Need]:
         elif asked := [item for item in _asked(recipe, stage) if item[2]]:
             memory, hours = _decoding(recipe, asked)
             count, longest = sum(count for _, count, _ in asked), max(tokens for _, _, tokens in asked)
-            found.append(Need(stage.name, memory, hours, f"{count:,} answers of at most {longest} tokens"))
+            note = f"{count:,} answers of at most {longest} tokens"
+            note += "" if uses_vllm(stage) else "; more hours with transformers"
+            found.append(Need(stage.name, memory, hours, note))
     return found
 
 
@@ -132,29 +134,27 @@ def _trials(stage: Stage) -> int:
 def _asked(recipe: Recipe, stage: Stage) -> list[tuple[Task, int, int]]:
     """(task, answers, tokens of the longest) of a stage; 0 tokens where options are scored by their likelihood."""
     values, found = stage.values, []
-    temperatures = _temperatures(recipe, stage)
+    rows = _rows(recipe, stage)
     for task in _tasks(stage):
         if task.engine == "loragate":
             samples, limit = values.get("samples") or task.generation.samples, task.generation.max_new_tokens
-            each = sum(1 if temperature == 0 else samples for temperature in temperatures)
-        else:
-            each, limit = len(temperatures), load_suite(task.name).max_new_tokens or 0
+            each = sum(1 if row.temperature == 0 else samples for row in rows)
+        else:  # no control is asked these
+            each, limit = sum(row.control is None for row in rows), load_suite(task.name).max_new_tokens or 0
         count = each * _questions(task, values.get("limit"))
         found.append((task, count, min(limit, values.get("max_new_tokens") or limit)))
     return found
 
 
-def _temperatures(recipe: Recipe, stage: Stage) -> list[float | None]:
-    """The temperature of each row of a stage that asks questions; None for the task's own."""
+def _rows(recipe: Recipe, stage: Stage) -> list[Variant]:
+    """The rows of a stage that asks questions."""
     if stage.command == "diagnose":
-        return [None] * ROWS_OF_LOOK.get(str(stage.values.get("what", "")), 0)
-    if "sweep" in stage.values:  # the base, and a row for each cell
+        return [Variant("adapter")] * ROWS_OF_LOOK.get(str(stage.values.get("what", "")), 0)
+    if "sweep" in stage.values:  # the adapter, and a row for each cell
         cells = [_trials(done) for done in recipe.stages if stage.values["sweep"] == f"{{{done.name}}}"]
-        return [None] * (1 + sum(cells))
+        return [Variant("adapter")] * (1 + sum(cells))
     constants = [float(part) for part in str(stage.values.get("constants", "0.5")).split(",")]
-    return [
-        row.temperature for row in variants_for(_kind(recipe, stage), stage.values.get("controls", "cheap"), constants)
-    ]
+    return variants_for(_kind(recipe, stage), stage.values.get("controls", "cheap"), constants)
 
 
 def _tasks(stage: Stage) -> list[Task]:

@@ -65,7 +65,10 @@ def _rehearsed(recipe: Recipe, stage: Stage, folder: Path, engine: str) -> dict[
         values["model"] = str(folder / "base")
     if stage.command in COUNTS and "{" not in str(values.get("data", "{")):
         # commits and splits belong to the hub
-        values |= {"data": str(folder / rows_file(str(values["data"]))), "revision": None, "split": None}
+        data = str(values["data"])
+        values |= {"data": str(folder / rows_file(data)), "revision": None, "split": None}
+        if values.get("heldout") or values.get("heldout_split"):
+            values |= {"heldout": str(folder / rows_file(data, "held-out")), "heldout_split": None}
     if stage.command == "sweep" and values.get("ranges") == "grid":
         values["ranges"] = RANGES
     for option in ("probe", "test"):

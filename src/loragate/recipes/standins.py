@@ -20,7 +20,7 @@ from loragate.files import write_text
 from loragate.recipes.library import HERE
 
 QUESTIONS = HERE / "questions"
-ROWS, PROBES = 400, 40
+ROWS, HELD_OUT, PROBES = 400, 16, 40
 LONGEST = 240  # sums of the longest solutions: more than 4096 tokens, so that the limits cut
 VOCABULARY = 55_296
 POSITIONS = 4096
@@ -44,14 +44,16 @@ CHATML = (
 
 
 def write_standins(folder: Path) -> None:
-    """base/, one parquet file of rows per data set, probe.jsonl with labelled questions, and questions/ of every suite."""
+    """base/, two parquet files of rows per data set, probe.jsonl with labelled questions, and questions/ of every suite."""
     import pyarrow
     import pyarrow.parquet
 
     folder.mkdir(parents=True, exist_ok=True)
     write_base(folder / "base")
     for name, make in ROWS_OF.items():
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(make(ROWS)), folder / rows_file(name))
+        rows = make(ROWS + HELD_OUT)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[:ROWS]), folder / rows_file(name))
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[ROWS:]), folder / rows_file(name, "held-out"))
     asked = [{"prompt": row["question"], "answer": row["answer"]} for row in arithmetic(PROBES, 7)]
     write_text(folder / "probe.jsonl", "".join(json.dumps(row) + "\n" for row in asked))
     shutil.copytree(QUESTIONS, folder / "questions", dirs_exist_ok=True)
@@ -146,9 +148,10 @@ def magicoder_rows(count: int) -> list[dict[str, Any]]:
 ROWS_OF = {"AI-MO/NuminaMath-CoT": numina_rows, "ise-uiuc/Magicoder-OSS-Instruct-75K": magicoder_rows}
 
 
-def rows_file(data: str) -> str:
-    """Name of the stand-in for a data set of the hub; rows of your own are rehearsed on those of mathematics."""
-    return f"{(data if data in ROWS_OF else next(iter(ROWS_OF))).rpartition('/')[2]}.parquet"
+def rows_file(data: str, part: str = "") -> str:
+    """Name of the stand-in for a data set of the hub, or for a part of it; rows of your own are rehearsed on mathematics."""
+    name = (data if data in ROWS_OF else next(iter(ROWS_OF))).rpartition("/")[2]
+    return "-".join(filter(None, (name, part))) + ".parquet"
 
 
 def _steps(index: int) -> str:

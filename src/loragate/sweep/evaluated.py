@@ -16,6 +16,7 @@ import numpy as np
 from loragate.evaluation.aggregates import compare_suites, suite_average
 from loragate.evaluation.results import EvaluationRecord, TaskResult
 from loragate.evaluation.statistics import holm
+from loragate.gates.range import Range
 from loragate.sweep.outcome import LEVEL
 from loragate.sweep.plan import SweepPlan, Trial
 
@@ -45,7 +46,7 @@ def suite_record(
         found = [trial for trial in trials if (tasks[0], f"gated {trial.name}") in rows]
         if not found:
             continue
-        name = f"[{lower:g},{upper:g}]" + ("" if objective == "entropy" else f" {objective}")
+        name = str(Range(lower, upper)) + ("" if objective == "entropy" else f" {objective}")
         scored = [_means([rows[task, f"gated {trial.name}"] for trial in found]) for task in tasks]
         complete = len(found) == len(trials)
         if complete:
