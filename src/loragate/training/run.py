@@ -91,16 +91,12 @@ class TrainingJob:
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """What a run leaves behind: its log records, steps and wall time.
-
-    `whole_last_layer` says why the last layer served every position and not only those that are read (None: it did not).
-    """
+    """What a run leaves behind: its log records, steps and wall time."""
 
     history: list[dict[str, Any]]
     steps: int
     seconds: float
     fused_head: bool
-    whole_last_layer: str | None = None
 
 
 def run_training(
@@ -196,7 +192,7 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
         ]
         if checkpoint is not None and ended:
             trainer._load_from_checkpoint(checkpoint)
-            return TrainingOutcome(trainer.history, past.steps, 0.0, fused, last_layer.reason)
+            return TrainingOutcome(trainer.history, past.steps, 0.0, fused)
         if job.settings.packing:
             require_separate_sequences(job.model, next(job.model.parameters()).device)
         try:
@@ -206,7 +202,7 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
             stopper.restore()
     stopper.refuse_unfinished(trainer.state.global_step, trainer.state.max_steps, folder if keep else None)
     seconds = float(output.metrics.get("train_runtime", 0.0))
-    return TrainingOutcome(trainer.history, trainer.state.global_step, seconds, fused, last_layer.reason)
+    return TrainingOutcome(trainer.history, trainer.state.global_step, seconds, fused)
 
 
 def require_encoded(encoded: EncodedRows | None, rows: Rows) -> None:
