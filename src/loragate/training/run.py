@@ -221,8 +221,11 @@ def require_encoded(encoded: EncodedRows | None, rows: Rows) -> None:
         )
 
 
-def require_short_enough(model: Any, encoded: EncodedRows, rows: Rows) -> None:
+def require_short_enough(model: Any, encoded: EncodedRows, where: Callable[[int], str]) -> None:
     """Refuse rows that are longer than the model has positions, or that hold tokens which it does not have.
+
+    Args:
+        where: from a row's index to the words that name it.
 
     Raises:
         TrainingError: naming the longest row.
@@ -233,7 +236,7 @@ def require_short_enough(model: Any, encoded: EncodedRows, rows: Rows) -> None:
     longest = int(lengths.argmax())
     if positions is not None and lengths[longest] > positions:
         raise TrainingError(
-            f"{rows.where(int(places[longest]))} has {lengths[longest]} tokens, but the model has {positions} positions; "
+            f"{where(int(places[longest]))} has {lengths[longest]} tokens, but the model has {positions} positions; "
             f"set max_length to {positions} or less"
         )
     weight = getattr(causal_model(model).get_input_embeddings(), "weight", None)
@@ -244,7 +247,7 @@ def require_short_enough(model: Any, encoded: EncodedRows, rows: Rows) -> None:
     if embedded is not None and ids[largest] >= embedded:
         at = int(places[lengths.cumsum().searchsorted(largest, side="right")])
         raise DataError(
-            f"{rows.where(at)} has the token id {ids[largest]}, but the base embeds {embedded} tokens: the tokenizer belongs to "
+            f"{where(at)} has the token id {ids[largest]}, but the base embeds {embedded} tokens: the tokenizer belongs to "
             "another base. Load the base's own, or give the base more embeddings (resize_token_embeddings)"
         )
 
