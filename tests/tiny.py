@@ -40,6 +40,11 @@ def tiny_adapter(seed: int = 0, base=None, name: str = "default", **lora):
     return model.eval()
 
 
+def is_packed(layer) -> bool:
+    """Whether bitsandbytes has packed a linear layer's weight for inference on a CPU."""
+    return bool(getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False))
+
+
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Word-level tokenizer over VOCABULARY tokens with a chat template."""
     from tokenizers import Tokenizer, models, pre_tokenizers

@@ -10,8 +10,8 @@ import torch
 from loragate.cli import quantization
 from loragate.cli.main import main
 from loragate.cli.models import dtype_argument, load_base
-from loragate.gates.quantised import is_packed, quantization_of
-from tiny import tiny_base, tiny_rows, tiny_tokenizer
+from loragate.gates.quantised import quantization_of
+from tiny import is_packed, tiny_base, tiny_rows, tiny_tokenizer
 
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="8- and 4-bit bases need bitsandbytes"

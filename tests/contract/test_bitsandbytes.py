@@ -10,6 +10,8 @@ bitsandbytes = pytest.importorskip("bitsandbytes", reason="8- and 4-bit bases ne
 from bitsandbytes import functional  # noqa: E402
 from bitsandbytes.nn import Linear4bit  # noqa: E402
 
+from tiny import is_packed  # noqa: E402
+
 pytestmark = pytest.mark.contract
 
 
@@ -18,10 +20,6 @@ def layer_with(monkeypatch, has_it, *, double=True, bias=False):
     torch.manual_seed(0)
     layer = Linear4bit(128, 64, bias=bias, compute_dtype=torch.float32, compress_statistics=double, quant_type="nf4")
     return layer.to("cpu").eval()
-
-
-def is_packed(layer):
-    return getattr(layer.weight.quant_state, "packing_format_for_cpu", False)
 
 
 def test_a_layer_packs_its_weight_by_an_attribute_of_its_own(monkeypatch):

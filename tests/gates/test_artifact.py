@@ -421,6 +421,13 @@ def test_evidence_is_recorded_as_it_is_given(adapter, tmp_path):
         read_gate_config(tmp_path / "gated")
 
 
+def test_evidence_of_another_form_is_recorded_too(adapter, tmp_path):
+    lg.attach_gates(adapter, CONFIG)
+    lg.save_gates(adapter, tmp_path / "gated", base_id="a/b", evidence={"training": ["by hand"]})
+    record = read_gate_config(tmp_path / "gated")
+    assert (record["training"], record["k"]) == (["by hand"], None)
+
+
 @pytest.mark.parametrize(
     ("trained", "given", "recorded"),
     [(20, None, 20), (0, None, 160), (500, None, 160), (0, 160, 160), (20, 20, 20), (None, 30, 30), (None, None, None)],

@@ -14,10 +14,10 @@ import loragate as lg
 from loragate.errors import ArtifactError, GateError
 from loragate.gates.attach import gate_modules
 from loragate.gates.fingerprint import base_weight_samples, compare_base_samples, weights_checksum
-from loragate.gates.quantised import is_packed, keep_unpacked, quantization_of, quantization_of_config, storage_warning
+from loragate.gates.quantised import keep_unpacked, quantization_of, quantization_of_config, storage_warning
 from loragate.training import CalibrationSettings, StageOneSettings, train_adapter
 from packed import packed
-from tiny import tiny_base, tiny_rows
+from tiny import is_packed, tiny_base, tiny_rows
 
 SETTINGS = {"batch_size": 8, "micro_batch_size": 4, "learning_rate": 0.05, "logging_steps": 1, "max_length": 64}
 

@@ -87,6 +87,16 @@ def test_a_class_of_ones_own_trains_both(tokenizer):
     assert training["constants"] == {"share": 0.2}
 
 
+@pytest.mark.parametrize(("reads_entropy", "k"), [(True, 7), (False, None)])
+def test_the_artifact_records_its_support_and_not_that_of_the_settings(tokenizer, tmp_path, reads_entropy, k):
+    model = tiny_adapter()
+    result = lg.calibrate(model, tokenizer, tiny_rows(8), CONFIG, TWO, objective=mine(k=7, reads_entropy=reads_entropy))
+    lg.save_gates(model, tmp_path / "gated", evidence=result.evidence())
+    record = json.loads((tmp_path / "gated" / "gate_config.json").read_text())
+    assert record["k"] == k
+    assert record["training"]["settings"]["k"] == 20, "entropy was measured with"
+
+
 def test_the_artifact_and_its_card_name_it(tokenizer, tmp_path):
     model = tiny_adapter()
     model.save_pretrained(tmp_path / "adapter")

@@ -82,14 +82,14 @@ def test_tokens_of_another_base_are_named(tokenizer):
     small = tiny_base(vocab_size=100)
     told = f"row {largest['row']} has the token id {max(largest['input_ids'])}, but the base embeds 100 tokens"
     with pytest.raises(DataError, match=told):
-        require_short_enough(small, encoded, rows)
+        require_short_enough(small, encoded, rows.where)
     with pytest.raises(DataError, match="tokenizer belongs to another base"):
         lg.train_adapter(small, tokenizer, rows, ONE)
     with pytest.raises(DataError, match="tokenizer belongs to another base"):
         lg.calibrate(tiny_adapter(base=tiny_base(vocab_size=100)), tokenizer, rows, CONFIG, TWO)
-    require_short_enough(tiny_base(), encoded, rows)
+    require_short_enough(tiny_base(), encoded, rows.where)
     with pytest.raises(DataError, match=told):  # items that are not packed
-        require_short_enough(small, EncodedRows(list(encoded), encoded.summary), rows)
+        require_short_enough(small, EncodedRows(list(encoded), encoded.summary), rows.where)
 
 
 def test_rows_longer_than_the_model_are_named(tokenizer):
@@ -98,7 +98,7 @@ def test_rows_longer_than_the_model_are_named(tokenizer):
     longest = max(encoded, key=lambda row: len(row["input_ids"]))
     short = tiny_base(max_position_embeddings=8)
     with pytest.raises(TrainingError, match=f"row {longest['row']} has {len(longest['input_ids'])} tokens"):
-        require_short_enough(short, encoded, rows)
+        require_short_enough(short, encoded, rows.where)
 
 
 @pytest.mark.parametrize("save_steps", [0, 1])

@@ -16,7 +16,7 @@ from loragate.errors import ConfigError, DivergenceError, GateError, TrainingErr
 from loragate.gates import weights_checksum
 from loragate.training import CalibrationSettings, calibration_rows
 from loragate.training.reference import reference_loop, response_entropies
-from tiny import tiny_adapter, tiny_rows
+from tiny import tiny_adapter, tiny_base, tiny_rows
 
 CONFIG = lg.GateConfig(-3, 2)
 SETTINGS = CalibrationSettings(
@@ -66,6 +66,14 @@ def test_heldout_rows_are_measured_and_change_nothing(tokenizer, rows):
     assert found["entropy_after"] == pytest.approx(float(entropies.mean()), rel=1e-4)
     assert found["entropy_before"] not in (found["entropy_after"], result.entropy_before)
     assert 0 < result.training_seconds < result.seconds
+
+
+def test_heldout_rows_that_the_model_cannot_hold_are_refused(tokenizer, rows):
+    longest = [{"messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 " * 60}]}]
+    heldout = encode_rows(load_rows(longest), tokenizer, max_length=80)
+    model = tiny_adapter(base=tiny_base(max_position_embeddings=60))
+    with pytest.raises(TrainingError, match=r"held-out row 0 has .* positions"):
+        lg.calibrate(model, tokenizer, rows, CONFIG, SETTINGS, heldout=heldout)
 
 
 def test_entropy_falls_and_only_gates_change(tokenizer):

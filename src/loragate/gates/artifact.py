@@ -178,8 +178,11 @@ def save_gates(
 
 def _support(model: nn.Module, k: int | None, evidence: dict[str, Any] | None) -> int | None:
     """The support that the training recorded, at most the vocabulary, else the one that was given."""
-    settings = ((evidence or {}).get("training") or {}).get("settings")
-    trained = settings.get("k") if isinstance(settings, dict) else None
+    training = (evidence or {}).get("training")
+    training = training if isinstance(training, dict) else {}
+    settings = training.get("settings")
+    # an objective of one's own has a support of its own, or none; the settings' is that of the measured entropy
+    trained = training.get("k", settings.get("k") if isinstance(settings, dict) else None)
     if not isinstance(trained, int) or not is_support(trained):
         return k
     head: Any = output_head(model)

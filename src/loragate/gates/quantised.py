@@ -74,11 +74,6 @@ def keep_unpacked(model: nn.Module) -> None:
         )
 
 
-def is_packed(layer: Any) -> bool:
-    """Whether bitsandbytes has packed this layer's weight for inference on a CPU."""
-    return bool(getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False))
-
-
 def _unpack(weight: Any) -> None:
     """Restore a weight that is packed, or that bitsandbytes unpacked, as any `state_dict()` makes it do."""
     from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse

@@ -91,16 +91,12 @@ class TrainingJob:
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """What a run leaves behind: its log records, steps and wall time.
-
-    `whole_last_layer` says why the last layer served every position and not only those that are read (None: it did not).
-    """
+    """What a run leaves behind: its log records, steps and wall time."""
 
     history: list[dict[str, Any]]
     steps: int
     seconds: float
     fused_head: bool
-    whole_last_layer: str | None = None
 
 
 def run_training(
@@ -196,7 +192,7 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
         ]
         if checkpoint is not None and ended:
             trainer._load_from_checkpoint(checkpoint)
-            return TrainingOutcome(trainer.history, past.steps, 0.0, fused, last_layer.reason)
+            return TrainingOutcome(trainer.history, past.steps, 0.0, fused)
         if job.settings.packing:
             require_separate_sequences(job.model, next(job.model.parameters()).device)
         try:
@@ -206,7 +202,7 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
             stopper.restore()
     stopper.refuse_unfinished(trainer.state.global_step, trainer.state.max_steps, folder if keep else None)
     seconds = float(output.metrics.get("train_runtime", 0.0))
-    return TrainingOutcome(trainer.history, trainer.state.global_step, seconds, fused, last_layer.reason)
+    return TrainingOutcome(trainer.history, trainer.state.global_step, seconds, fused)
 
 
 def require_encoded(encoded: EncodedRows | None, rows: Rows) -> None:
@@ -225,8 +221,11 @@ def require_encoded(encoded: EncodedRows | None, rows: Rows) -> None:
         )
 
 
-def require_short_enough(model: Any, encoded: EncodedRows, rows: Rows) -> None:
+def require_short_enough(model: Any, encoded: EncodedRows, where: Callable[[int], str]) -> None:
     """Refuse rows that are longer than the model has positions, or that hold tokens which it does not have.
+
+    Args:
+        where: from a row's index to the words that name it.
 
     Raises:
         TrainingError: naming the longest row.
@@ -237,7 +236,7 @@ def require_short_enough(model: Any, encoded: EncodedRows, rows: Rows) -> None:
     longest = int(lengths.argmax())
     if positions is not None and lengths[longest] > positions:
         raise TrainingError(
-            f"{rows.where(int(places[longest]))} has {lengths[longest]} tokens, but the model has {positions} positions; "
+            f"{where(int(places[longest]))} has {lengths[longest]} tokens, but the model has {positions} positions; "
             f"set max_length to {positions} or less"
         )
     weight = getattr(causal_model(model).get_input_embeddings(), "weight", None)
@@ -248,7 +247,7 @@ def require_short_enough(model: Any, encoded: EncodedRows, rows: Rows) -> None:
     if embedded is not None and ids[largest] >= embedded:
         at = int(places[lengths.cumsum().searchsorted(largest, side="right")])
         raise DataError(
-            f"{rows.where(at)} has the token id {ids[largest]}, but the base embeds {embedded} tokens: the tokenizer belongs to "
+            f"{where(at)} has the token id {ids[largest]}, but the base embeds {embedded} tokens: the tokenizer belongs to "
             "another base. Load the base's own, or give the base more embeddings (resize_token_embeddings)"
         )
 

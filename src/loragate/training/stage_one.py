@@ -275,7 +275,7 @@ def train_adapter(
             f"a reference model has no effect on the objective {chosen.name!r}, only on eksft and on an objective of your own "
             "that requires 'reference_kl'"
         )
-    require_short_enough(base_model, encoded, source)
+    require_short_enough(base_model, encoded, source.where)
     for model in (base_model, reference_model):
         if model is not None:
             keep_unpacked(model)

@@ -63,7 +63,7 @@ from loragate.training.run import (
     run_training,
 )
 from loragate.training.run_folder import run_folder_given
-from loragate.training.settings import CalibrationSettings
+from loragate.training.settings import GATE_OBJECTIVES, CalibrationSettings
 from loragate.training.sharding import causal_model, spread
 from loragate.training.trainer import TokenLoss
 
@@ -92,6 +92,7 @@ class CalibrationResult:
         sampled: answers, tokens and seconds of sampling, where the objective samples.
         objective: what trained the gates: `settings.objective`, or the name of an objective of one's own.
         constants: those of an objective of one's own.
+        own_k: its support of the top-k entropy; None where it reads none.
     """
 
     config: GateConfig
@@ -116,6 +117,7 @@ class CalibrationResult:
     heldout: dict[str, float] = field(default_factory=dict)
     objective: str = field(kw_only=True)
     constants: dict[str, Any] = field(default_factory=dict)
+    own_k: int | None = None
 
     def evidence(self) -> dict[str, Any]:
         """The JSON-able record that goes into the artifact."""
@@ -125,6 +127,7 @@ class CalibrationResult:
             "training": {
                 "settings": {**self.settings.as_record(), "objective": self.objective},
                 **({"constants": self.constants} if self.constants else {}),
+                **({} if self.objective in GATE_OBJECTIVES else {"k": self.own_k}),
                 "entropy_before": self.entropy_before,
                 "entropy_after": self.entropy_after,
                 "gates": self.gates_total,
@@ -274,7 +277,9 @@ def _calibrate(
     heldout: EncodedRows | None,
 ) -> CalibrationResult:
     began = time.monotonic()
-    require_short_enough(model, encoded, rows)
+    require_short_enough(model, encoded, rows.where)
+    if heldout is not None:
+        require_short_enough(model, heldout, "held-out row {}".format)
     collator = collator_for(tokenizer)
     batch = collator([_cut(row, PARITY_TOKENS) for row in encoded[:PARITY_ROWS]])
     device = next(model.parameters()).device
@@ -373,6 +378,7 @@ def _calibrate(
         heldout=apart,
         objective=trained_by,
         constants={} if objective is None else dict(objective.settings),
+        own_k=objective.k if objective is not None and "topk_entropy" in objective.outputs else None,
     )
 
 
