@@ -36,6 +36,7 @@ KINDS = (
     "browsers",
     "vLLM",
     "other",
+    "rehearsals",
 )
 LEFT = pytest.StashKey[Counter]()
 

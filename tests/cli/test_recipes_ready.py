@@ -203,7 +203,7 @@ VLLM = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow("processes")
 @pytest.mark.parametrize(("version", "lacks"), [("0.32.0", ""), ("0.33.1", "0.33.1")])
 def test_another_environment_is_asked_in_its_own_interpreter(version, lacks, tmp_path):
     """A wrapper around this python with a vLLM of its own stands for the second environment."""

@@ -40,7 +40,7 @@ def test_a_rehearsal_on_paper(capsys, tmp_path, monkeypatch):
     assert not (tmp_path / "r").exists()
 
 
-@pytest.mark.parametrize("wanted", [BACKBONE, pytest.param("", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("wanted", [BACKBONE, pytest.param("", marks=pytest.mark.slow("rehearsals"))])
 def test_every_recipe_and_its_rehearsal_fit_the_commands(wanted, capsys):
     assert main(["recipes", "check", *([wanted] if wanted else [])]) == 0
     expected = len(LIBRARY.names("domain")) * len(LIBRARY.names("method"))
@@ -142,7 +142,7 @@ def stages_once(standins, monkeypatch):
     monkeypatch.setattr("loragate.cli.recipes_rehearse.call", call)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("rehearsals")
 @pytest.mark.parametrize("name", [*ONE_EACH, *OTHERS])
 def test_every_stage_of_a_recipe_runs(name, stages_once, tmp_path):
     if problem := probe_sandbox("bubblewrap"):
@@ -160,7 +160,7 @@ def test_every_stage_of_a_recipe_runs(name, stages_once, tmp_path):
     assert endings(folder / "run") == record["ended"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("rehearsals")
 def test_as_typed(tmp_path, capfd):
     """Each stage in a process of its own, with nothing shared."""
     for module in ("math_verify", "lm_eval"):

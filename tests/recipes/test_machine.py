@@ -37,7 +37,7 @@ def test_the_controls_of_a_row_are_a_recipe_of_their_own():
                 assert stage.values["controls"] == ("cheap" if name.endswith("/controls") else "alone"), name
 
 
-@pytest.mark.slow
+@pytest.mark.slow("families")
 @pytest.mark.parametrize("backbone", LIBRARY.names("backbone"))
 def test_every_training_stage_fits_the_machine_that_is_named(backbone):
     """At full length: every row of a pass has as many tokens as the limit."""
