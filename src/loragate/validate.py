@@ -137,7 +137,7 @@ def _adapter(kind: Any, partial: bool = False) -> Any:
         if field.default is nothing and field.default_factory is nothing and not partial
     }
     hints = {name: hint if name in required else NotRequired[hint] for name, hint in _hints(kind).items()}
-    keys = typing.cast(Any, TypedDict)(kind.__name__, hints)
+    keys = typing.cast(Any, TypedDict)("keys", hints)
     keys.__pydantic_config__ = config  # the dataclasses inside inherit it
     return TypeAdapter(keys)
 
