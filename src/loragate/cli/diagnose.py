@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 
 from loragate.cli.arguments import Command, flag_of
 from loragate.cli.evaluation_inputs import EvaluationInputs
+from loragate.cli.options import AnswerOptions, GradingOptions, OutputOptions
 from loragate.errors import ConfigError, nearest
 
 LOOKS = ("entropy", "gates", "interventions", "alignment", "tokens")
@@ -41,13 +42,12 @@ USED_BY = {
 
 
 @dataclass(frozen=True)
-class DiagnoseOptions(EvaluationInputs):
+class DiagnoseOptions(EvaluationInputs, AnswerOptions, GradingOptions, OutputOptions):
     """Settings of `loragate diagnose`.
 
     Attributes:
         what: entropy, gates, interventions, alignment or tokens.
         model: gated folder, or owner/name[@revision] of one on the hub; for entropy also a plain adapter.
-        out: run folder; must be new or empty, or hold the run to resume.
         rows: (entropy, alignment) prompts and responses to read, in the formats of calibrate's --data.
         max_rows: (entropy, alignment) first rows, or answers, to read; 256 for entropy, 48 for alignment.
         max_length: (entropy, alignment, tokens) longest row, or answer, in tokens; `tokens` takes at most 512.
@@ -63,10 +63,6 @@ class DiagnoseOptions(EvaluationInputs):
         position: (gates) "written" counts λ where a token is predicted, "read" where it is read.
         interventions: (interventions) overrides of λ, separated by commas: noreverse, noextrapolate, unit, off,
             constant=0.5, clip=-1:2; the first four if empty.
-        engine: (interventions) transformers (any device) or vllm (pip install "loragate[vllm]").
-        replicas: (interventions) copies of the model that answer in parallel, on the devices of a Ray cluster.
-        vllm_memory: (interventions) share of a device's memory that vLLM may fill; 0 takes 0.9, or on a CPU half of what is free.
-        tensor_parallel: (interventions) devices that share one copy of the model in vLLM.
         value: (alignment) source of the task value: reference, reward or rollouts.
         reference: (alignment) with --value reference: base, adapter, or a model with the same vocabulary.
         positions: (alignment) with --value rollouts: positions per answer.
@@ -75,17 +71,10 @@ class DiagnoseOptions(EvaluationInputs):
         k: (alignment) support of the entropy objective, 0 for the whole vocabulary; by default the one that the gates were trained
             with.
         checkpoints: (alignment) run folder of a calibration, whose checkpoints are measured too.
-        batch_size: sequences at a time.
-        grader: grader of math answers in place of the tasks' own: default, math_verify or dft.
-        sandbox: where programs run: bubblewrap, or rlimits, which isolates nothing.
-        workers: grading processes.
-        timeout: seconds after which grading an answer, or running a program, is stopped.
-        resume: continue the unfinished sampling in the out folder.
     """
 
     what: str = ""
     model: str = ""
-    out: str = ""
     rows: str = ""
     max_rows: int | None = None
     max_length: int = 4096
@@ -97,10 +86,6 @@ class DiagnoseOptions(EvaluationInputs):
     prompt_too: bool = False
     position: str = "written"
     interventions: str = ""
-    engine: str = "transformers"
-    replicas: int = 1
-    vllm_memory: float = 0.0
-    tensor_parallel: int = 1
     value: str = "reference"
     reference: str = "base"
     positions: int = 4
@@ -108,12 +93,6 @@ class DiagnoseOptions(EvaluationInputs):
     rollouts: int = 4
     k: int | None = None
     checkpoints: str = ""
-    batch_size: int = 64
-    grader: str = ""
-    sandbox: str = "bubblewrap"
-    workers: int = 2
-    timeout: float = 10.0
-    resume: bool = False
 
 
 def run(options: DiagnoseOptions) -> int:
@@ -171,4 +150,5 @@ COMMAND = Command(
     examples=EXAMPLES,
     positional="what",
     needs=("what", "model", "out"),
+    common="run rows suite tasks limit samples max_rows of interventions engine value batch_size device resume",
 )

@@ -19,6 +19,7 @@ from loragate.cli.models import (
     require_place,
     revision_for,
 )
+from loragate.cli.options import ModelOptions
 from loragate.cli.places import is_gated
 from loragate.cli.quantization import check_quantization
 from loragate.errors import ConfigError, nearest
@@ -27,7 +28,7 @@ ENGINES = ("transformers", "vllm")
 
 
 @dataclass(frozen=True)
-class EvaluationInputs:
+class EvaluationInputs(ModelOptions):
     """Settings shared by commands that evaluate.
 
     Attributes:
@@ -41,12 +42,6 @@ class EvaluationInputs:
         max_new_tokens: token limit of an answer, in place of the task's own.
         seed: seed of sampling, and of generated questions.
         base: where the base model is, instead of the recorded one.
-        system: "none" leaves out a default system message that the template injects, "keep" keeps it.
-        chat_template: jinja file to use instead of the tokenizer's template.
-        dtype: auto, float32, bfloat16 or float16 of the base.
-        quantization: none, 8bit or 4bit storage of the base (bitsandbytes, with the engine transformers).
-        device: auto, cpu, cuda, cuda:1, mps.
-        trust_remote_code: run model code from the hub.
     """
 
     suite: str = ""
@@ -59,12 +54,6 @@ class EvaluationInputs:
     max_new_tokens: int | None = None
     seed: int = 0
     base: str = ""
-    system: str = "none"
-    chat_template: str = ""
-    dtype: str = "auto"
-    quantization: str = "none"
-    device: str = "auto"
-    trust_remote_code: bool = False
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from loragate.cli.arguments import Command, flag_of, require_given, resolved_yaml
 from loragate.cli.display import console, duration, next_evaluation
@@ -58,7 +58,7 @@ class SweepOptions(RunOptions, CalibrationSettings):
         | {"strategy", "processes", "cache", "data_workers"}  # a trial is one process, which tokenises the rows once
     )
 
-    select: str = "shuffled"
+    select: Literal["first", "shuffled"] = "shuffled"
     adapter: str = ""
     adapters: str = ""
     ranges: str = "0,1;-6,3;0,6"
@@ -72,7 +72,7 @@ class SweepOptions(RunOptions, CalibrationSettings):
     probe_max_new_tokens: int = 0
     test: str = ""
     test_samples: int = 0
-    runner: str = "auto"
+    runner: Literal["auto", "ray", "sequential"] = "auto"
     workers: int = 0
     gpus_per_trial: float | None = None
     cpus_per_trial: int = 1
@@ -294,5 +294,9 @@ COMMAND = Command(
         "--gpus-per-trial 0.5 --out runs/grid",
         "loragate sweep --adapter path/to/adapter --data train.jsonl --ranges grid --seeds 0,1,2 --probe probe.jsonl "
         "--gpus-per-trial 0.5 --out runs/grid --resume",
+    ),
+    common=(
+        "adapters ranges seeds objectives probe probe_task test learning_rate "
+        "epochs batch_size micro_batch_size runner workers resume"
     ),
 )
