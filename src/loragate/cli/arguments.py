@@ -19,13 +19,13 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from loragate.errors import ConfigError, nearest
+from loragate.errors import ConfigError
 
 if TYPE_CHECKING:
     from cyclopts import App
 
 # what every command takes beside its own settings
-GLOBAL = {
+GLOBAL: dict[str, tuple[Any, str]] = {
     "config": (Path, "YAML file with any of these settings; flags override it."),
     "print_config": (bool, "print the resolved settings and stop."),
     "debug": (bool, "show the traceback of an error."),
@@ -171,17 +171,19 @@ def _parameters(command: Command, view: View | None) -> Iterator[inspect.Paramet
             negative_iterable=(),
             # --no-resume is for those whose file says resume, and takes no room in a help
             negative_bool=() if view in ("common", "all") and not default else None,
-            converter=_converter(hint),
+            converter=_converter(hints[name]),
             accepts_keys=False,
         )
         kind = inspect.Parameter.POSITIONAL_ONLY if without_flag else inspect.Parameter.KEYWORD_ONLY
-        yield inspect.Parameter(name, kind, default=default, annotation=Annotated[hint, about])
+        # cyclopts holds defaults to their annotation
+        annotation = Annotated[hint | None if default is None else hint, about]
+        yield inspect.Parameter(name, kind, default=default, annotation=annotation)
     for name, (hint, text) in GLOBAL.items():
         about = Parameter(
             help=text, group=groups["every command"], show=view != "common", negative=(), show_default=False
         )
         kind = inspect.Parameter.KEYWORD_ONLY
-        yield inspect.Parameter(name, kind, default=None, annotation=Annotated[hint, about])
+        yield inspect.Parameter(name, kind, default=None, annotation=Annotated[hint | None, about])
 
 
 def headings(command: Command) -> dict[str, str]:
@@ -211,18 +213,21 @@ def field_kinds(options: type) -> dict[str, Any]:
 
 
 def read_config(path: Path, command: Command) -> dict[str, Any]:
-    """The keys of a YAML file, checked against the command's settings."""
+    """The keys of a YAML file, checked against the command's settings.
+
+    Raises:
+        ConfigError: naming the file, the line or the key, what was found and the nearest known key.
+    """
     import yaml
 
+    from loragate import strict_yaml
+
     try:
-        text = path.read_text(encoding="utf-8")
+        loaded = strict_yaml.load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"--config {path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-    try:
-        loaded = yaml.safe_load(text)
-        node: Any = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark is not None else ""
@@ -231,19 +236,11 @@ def read_config(path: Path, command: Command) -> dict[str, Any]:
         return {}
     if not isinstance(loaded, dict):
         raise ConfigError(f"--config {path}: expected keys and values, found {type(loaded).__name__}")
-    seen: dict[str, int] = {}
-    for key, _ in node.value:
-        name, line_of = str(key.value).replace("-", "_"), key.start_mark.line + 1
-        if name in seen:
-            raise ConfigError(f"--config {path} line {line_of}: key '{key.value}' stands in line {seen[name]} already")
-        seen[name] = line_of
     return checked_values(loaded, command, f"--config {path}")
 
 
 def checked_values(loaded: dict[Any, Any], command: Command, where: str) -> dict[str, Any]:
     """Keys and values of a YAML mapping, checked against the command's settings and converted to their types.
-
-    A key without a value (`probe:`, or null) is left at its default, or is None where the setting can be that.
 
     Args:
         where: opens every error message.
@@ -251,18 +248,17 @@ def checked_values(loaded: dict[Any, Any], command: Command, where: str) -> dict
     Raises:
         ConfigError: naming the key, what was found and the nearest known key.
     """
-    kinds, hints = field_kinds(command.options), typing.get_type_hints(command.options)
-    optional = {name for name in kinds if type(None) in typing.get_args(hints[name])}
-    values: dict[str, Any] = {}
-    for key, value in loaded.items():
+    from loragate.validate import typed_values
+
+    seen: dict[str, Any] = {}
+    for key in loaded:
         name = str(key).replace("-", "_")
-        if name not in kinds:
-            raise ConfigError(
-                f"{where}: unknown key '{key}'{nearest(name, kinds)} (loragate {command.name} --help lists them)"
-            )
-        if value is not None or name in optional:
-            values[name] = _from_yaml(where, str(key), value, kinds[name])
-    return values
+        if name in seen:
+            raise ConfigError(f"{where}: '{seen[name]}' and '{key}' are one key")
+        if name in _withheld(command.options):
+            raise ConfigError(f"{where}: loragate {command.name} has no key '{key}'")
+        seen[name] = key
+    return typed_values(command.options, loaded, where)
 
 
 def resolved_yaml(options: Any) -> str:
@@ -292,42 +288,6 @@ def flag_of(name: str) -> str:
 def comma_list(text: str) -> list[str]:
     """The parts of a value that is a list separated by commas."""
     return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _from_yaml(place: str, key: str, value: Any, hint: Any) -> Any:
-    if value is None:
-        return None
-    kind, where = _plain(hint), f"{place}: key '{key}'"
-    if kind is tuple:
-        if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
-            raise ConfigError(f"{where} must be a list of texts, found {value!r}")
-        return tuple(value)
-    if kind is dict:
-        if not isinstance(value, dict):
-            raise ConfigError(f"{where} must be a mapping, found {value!r}")
-        return value
-    if kind is bool:
-        if not isinstance(value, bool):
-            raise ConfigError(f"{where} must be true or false, found {value!r}")
-        return value
-    if kind in (str, Literal):
-        if isinstance(value, list):
-            parts = [",".join(map(str, part)) if isinstance(part, list) else str(part) for part in value]
-            # a list of ranges, whose parts have commas of their own
-            value = (";" if any("," in part for part in parts) else ",").join(parts)
-        if not isinstance(value, (str, int, float)) or isinstance(value, bool):
-            quote = " (YAML reads yes, no, on and off as true and false; put them in quotes)"
-            raise ConfigError(f"{where} must be text, found {value!r}{quote if isinstance(value, bool) else ''}")
-        choices = typing.get_args(hint)
-        if kind is Literal and str(value) not in choices:
-            raise ConfigError(f"{where} must be {', '.join(choices)}, found {value!r}{nearest(str(value), choices)}")
-        return str(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ConfigError(f"{where} must be a number, found {value!r}")
-    try:
-        return _number(str(value), kind)
-    except ValueError as error:
-        raise ConfigError(f"{where} must be {_NAMES[kind]}, found {value!r}") from error
 
 
 _NAMES = {int: "a whole number", float: "a number"}

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, fields
+from typing import Literal
 
-from loragate.cli.arguments import Command, flag_of
+from loragate.cli.arguments import Command, flag_of, require_given
 from loragate.cli.evaluation_inputs import EvaluationInputs
 from loragate.cli.options import AnswerOptions, GradingOptions, OutputOptions
-from loragate.errors import ConfigError, nearest
+from loragate.errors import ConfigError
 
-LOOKS = ("entropy", "gates", "interventions", "alignment", "tokens")
+Look = Literal["entropy", "gates", "interventions", "alignment", "tokens"]
 # settings that not every look uses, and the looks that do; a setting that would have no effect is refused
 USED_BY = {
     "rows": ("entropy", "alignment"),
@@ -46,13 +47,13 @@ class DiagnoseOptions(EvaluationInputs, AnswerOptions, GradingOptions, OutputOpt
     """Settings of `loragate diagnose`.
 
     Attributes:
-        what: entropy, gates, interventions, alignment or tokens.
+        what: which look to take.
         model: gated folder, or owner/name[@revision] of one on the hub; for entropy also a plain adapter.
         rows: (entropy, alignment) prompts and responses to read, in the formats of calibrate's --data.
         max_rows: (entropy, alignment) first rows, or answers, to read; 256 for entropy, 48 for alignment.
         max_length: (entropy, alignment, tokens) longest row, or answer, in tokens; `tokens` takes at most 512.
         run: (gates, alignment, tokens) folder of `loragate eval` whose stored answers are read: all tasks, or those of --tasks.
-        of: (gates, alignment) model whose answers are read: gated, adapter or base; by default gated for gates,
+        of: (gates, alignment) model whose answers are read; by default gated for gates,
             adapter for alignment.
         answers: (gates, alignment) answers to read per question.
         limit: first questions of each task only; all of them by default, 8 for tokens.
@@ -63,7 +64,7 @@ class DiagnoseOptions(EvaluationInputs, AnswerOptions, GradingOptions, OutputOpt
         position: (gates) "written" counts λ where a token is predicted, "read" where it is read.
         interventions: (interventions) overrides of λ, separated by commas: noreverse, noextrapolate, unit, off,
             constant=0.5, clip=-1:2; the first four if empty.
-        value: (alignment) source of the task value: reference, reward or rollouts.
+        value: (alignment) source of the task value.
         reference: (alignment) with --value reference: base, adapter, or a model with the same vocabulary.
         positions: (alignment) with --value rollouts: positions per answer.
         actions: (alignment) with --value rollouts: likeliest tokens tried at each position.
@@ -73,20 +74,20 @@ class DiagnoseOptions(EvaluationInputs, AnswerOptions, GradingOptions, OutputOpt
         checkpoints: (alignment) run folder of a calibration, whose checkpoints are measured too.
     """
 
-    what: str = ""
+    what: Look | None = None
     model: str = ""
     rows: str = ""
     max_rows: int | None = None
     max_length: int = 4096
     run: str = ""
-    of: str = ""
+    of: Literal["gated", "adapter", "base"] | None = None
     answers: int = 4
     suppress: str = "negative,positive"
     threshold: float = 0.0
     prompt_too: bool = False
-    position: str = "written"
+    position: Literal["written", "read"] = "written"
     interventions: str = ""
-    value: str = "reference"
+    value: Literal["reference", "reward", "rollouts"] = "reference"
     reference: str = "base"
     positions: int = 4
     actions: int = 8
@@ -97,12 +98,7 @@ class DiagnoseOptions(EvaluationInputs, AnswerOptions, GradingOptions, OutputOpt
 
 def run(options: DiagnoseOptions) -> int:
     """Check what was asked for, then hand over to the look."""
-    if options.what not in LOOKS:
-        found = f"found {options.what!r}{nearest(options.what, LOOKS)}" if options.what else "none was given"
-        raise ConfigError(f"loragate diagnose needs one of {', '.join(LOOKS)}; {found}. For example: {EXAMPLES[0]}")
-    for name in ("model", "out"):
-        if not getattr(options, name):
-            raise ConfigError(f"loragate diagnose {options.what} needs --{name}; for example: {example(options.what)}")
+    require_given(COMMAND, options)
     require_used(options)
     for name in ("answers", "positions", "actions", "rollouts", "batch_size", "max_length"):
         if getattr(options, name) < 1:
@@ -119,17 +115,12 @@ def require_used(options: DiagnoseOptions) -> None:
         ConfigError: naming the setting and the looks that use it.
     """
     for field in fields(options):
-        looks = USED_BY.get(field.name, LOOKS)
-        if options.what not in looks and getattr(options, field.name) != field.default:
+        looks = USED_BY.get(field.name)
+        if looks and options.what not in looks and getattr(options, field.name) != field.default:
             raise ConfigError(
                 f"{flag_of(field.name)} has no effect on `loragate diagnose {options.what}`; it belongs to "
                 f"{' and '.join(looks)}"
             )
-
-
-def example(what: str) -> str:
-    """A line that works for one look."""
-    return next(line for line in EXAMPLES if line.split()[2] == what)
 
 
 EXAMPLES = (

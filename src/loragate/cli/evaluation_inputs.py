@@ -24,8 +24,6 @@ from loragate.cli.places import is_gated
 from loragate.cli.quantization import check_quantization
 from loragate.errors import ConfigError, nearest
 
-ENGINES = ("transformers", "vllm")
-
 
 @dataclass(frozen=True)
 class EvaluationInputs(ModelOptions):
@@ -136,10 +134,8 @@ def load_inputs(options: Any, name: str, engine: str = "transformers") -> Loaded
     """The model and tokenizer of `--model`.
 
     Raises:
-        ConfigError: for an unknown engine, a place that holds no model, or gates where the engine knows none.
+        ConfigError: for a place that holds no model, or gates where the engine knows none.
     """
-    if engine not in ENGINES:
-        raise ConfigError(f"--engine {engine}: expected {' or '.join(ENGINES)}{nearest(engine, ENGINES)}")
     check_quantization(options_with(options, name, engine))
     quiet_logging()
     name = on_disk(name)

@@ -20,9 +20,7 @@ from loragate.cli.models import require_place
 from loragate.cli.options import EngineOptions, ModelOptions
 from loragate.cli.places import is_adapter, is_gated
 from loragate.cli.serve_folders import base_revision, plain_part, served_folders, tokenizer_places
-from loragate.errors import ConfigError, LoragateError, nearest
-
-ENGINES = ("auto", "vllm", "transformers")
+from loragate.errors import ConfigError, LoragateError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +33,7 @@ class ServeOptions(ModelOptions, EngineOptions):
         base: where the base model is, instead of the recorded one.
         host: address to listen on; 127.0.0.1 accepts this machine only.
         port: port to listen on.
-        engine: vllm, transformers, or auto: vllm if it is installed.
+        engine: auto takes vllm if it is installed.
         adapters: more adapters to serve, gated or plain: NAME=FOLDER separated by commas, or NAME=owner/name[@revision]
             on the hub; a suffix such as @unit overrides λ.
         overrides: overrides of λ to serve for every gated adapter, separated by commas: unit is served as NAME@unit.
@@ -63,8 +61,6 @@ class ServeOptions(ModelOptions, EngineOptions):
 
 def run(options: ServeOptions) -> int:
     """Serve until Ctrl-C."""
-    if options.engine not in ENGINES:
-        raise ConfigError(f"--engine {options.engine}: expected {', '.join(ENGINES)}{nearest(options.engine, ENGINES)}")
     if not 0 <= options.port <= 65535:
         raise ConfigError(f"--port {options.port}: expected a number from 0 to 65535")
     if not 0 <= options.vllm_memory <= 1:

@@ -10,11 +10,9 @@ from loragate.cli.arguments import Command, flag_of, require_given, resolved_yam
 from loragate.cli.display import console, duration, next_evaluation
 from loragate.cli.options import RunOptions
 from loragate.cli.quantization import check_quantization
-from loragate.errors import ConfigError, DivergenceError, LoragateError, nearest
+from loragate.errors import ConfigError, DivergenceError, LoragateError
 from loragate.files import write_json, write_text
 from loragate.training.settings import CalibrationSettings
-
-RUNNERS = ("auto", "ray", "sequential")
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class SweepOptions(RunOptions, CalibrationSettings):
         probe_max_new_tokens: token limit of an answer to probe or test; 0 takes 512. The model's last position ends it, too.
         test: further questions of the same kind, which every cell answers for the oracle; never used to choose.
         test_samples: samples per test question; 0 takes probe_samples.
-        runner: ray, sequential, or auto: Ray if it is installed.
+        runner: auto takes Ray if it is installed.
         workers: parallel trials on this machine; 0 takes as many as fit. On a cluster 0 leaves the number to Ray.
         gpus_per_trial: GPUs of one trial on Ray; 0.5 lets two trials share one. By default 1 if there is a GPU.
         cpus_per_trial: CPUs, and threads, of one trial on Ray.
@@ -131,10 +129,6 @@ def check(options: SweepOptions) -> None:
     require_given(COMMAND, replace(options, adapter=options.adapter or options.adapters))
     if options.adapter and options.adapters:
         raise ConfigError("give --adapter for one adapter or --adapters for several, not both")
-    if options.runner not in RUNNERS:
-        raise ConfigError(
-            f"--runner must be one of {', '.join(RUNNERS)}, found {options.runner!r}{nearest(options.runner, RUNNERS)}"
-        )
     if options.workers < 0 or options.cpus_per_trial < 1 or (options.gpus_per_trial or 0) < 0:
         raise ConfigError("--workers and --gpus-per-trial must not be negative, and --cpus-per-trial at least 1")
     if options.test_samples and not options.test:
