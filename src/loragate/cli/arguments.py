@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 # what every command takes beside its own settings
 GLOBAL: dict[str, tuple[Any, str]] = {
-    "config": (Path, "YAML file with any of these settings; flags override it."),
-    "print_config": (bool, "print the resolved settings and stop."),
-    "debug": (bool, "show the traceback of an error."),
+    "config": (Path | None, "YAML file with any of these settings; flags override it."),
+    "print_config": (bool | None, "print the resolved settings and stop."),
+    "debug": (bool | None, "show the traceback of an error."),
 }
 WIDTH = 100
 View = Literal["common", "all", "completion"]
@@ -176,14 +176,14 @@ def _parameters(command: Command, view: View | None) -> Iterator[inspect.Paramet
         )
         kind = inspect.Parameter.POSITIONAL_ONLY if without_flag else inspect.Parameter.KEYWORD_ONLY
         # cyclopts holds defaults to their annotation
-        annotation = Annotated[hint | None if default is None else hint, about]
+        annotation: Any = Annotated[hint | None if default is None else hint, about]
         yield inspect.Parameter(name, kind, default=default, annotation=annotation)
     for name, (hint, text) in GLOBAL.items():
         about = Parameter(
             help=text, group=groups["every command"], show=view != "common", negative=(), show_default=False
         )
         kind = inspect.Parameter.KEYWORD_ONLY
-        yield inspect.Parameter(name, kind, default=None, annotation=Annotated[hint | None, about])
+        yield inspect.Parameter(name, kind, default=None, annotation=Annotated[hint, about])
 
 
 def headings(command: Command) -> dict[str, str]:
