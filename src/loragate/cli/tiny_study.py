@@ -33,8 +33,7 @@ from loragate.training.callbacks import StepReport
 from loragate.training.settings import GateObjective, StageOneObjective
 from loragate.world.base import TinyBaseRecipe, load_base, train_base
 from loragate.world.demonstrations import demonstrations
-from loragate.world.problems import Problem, problems, retention_items
-from loragate.world.verifier import verify
+from loragate.world.problems import Problem, problems, retention_items, verify
 
 OnStep = Callable[[StepReport], None]
 MAX_NEW_TOKENS = 72
