@@ -25,6 +25,8 @@ Count = Annotated[int, Ge(1)]
 Size = Annotated[int, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 Amount = Annotated[float, Ge(0)]
+STRICT = {"strict": True, "extra": "forbid", "allow_inf_nan": False}
+"""What holds for a dataclass; one that sets `__pydantic_config__` to {**STRICT, "extra": "ignore"} passes over other keys."""
 
 _EXPECTED = {
     "string_type": "text",
@@ -133,9 +135,8 @@ def _adapter(kind: Any, partial: bool = False) -> Any:
     from pydantic import ConfigDict, TypeAdapter
     from typing_extensions import TypedDict  # pydantic takes typing's own from Python 3.12
 
-    config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     if not dataclasses.is_dataclass(kind):
-        return TypeAdapter(kind, config=config)
+        return TypeAdapter(kind, config=typing.cast(ConfigDict, STRICT))
     nothing = dataclasses.MISSING
     required = {
         field.name
@@ -144,7 +145,8 @@ def _adapter(kind: Any, partial: bool = False) -> Any:
     }
     hints = {name: hint if name in required else NotRequired[hint] for name, hint in _hints(kind).items()}
     keys = typing.cast(Any, TypedDict)("keys", hints)
-    keys.__pydantic_config__ = config  # the dataclasses inside inherit it
+    # the dataclasses inside inherit it
+    keys.__pydantic_config__ = getattr(kind, "__pydantic_config__", STRICT)
     return TypeAdapter(keys)
 
 
