@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from loragate.errors import GateError, nearest
 from loragate.gates.range import Range
-from loragate.gates.signed_map import GRANULARITIES, check_tau
+from loragate.gates.signed_map import GRANULARITIES, SignedMap
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,7 @@ class GateConfig:
     target_modules: str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        check_tau(self.tau)
-        _ = self.range
+        _ = self.signed_map  # checks range and temperature, and is at hand in every forward pass
         if self.granularity not in GRANULARITIES:
             raise GateError(
                 f"granularity must be one of {', '.join(GRANULARITIES)}, found {self.granularity!r}"
@@ -64,4 +64,9 @@ class GateConfig:
     @property
     def range(self) -> Range:
         """[lower, upper] as a value."""
-        return Range(self.lower, self.upper)
+        return self.signed_map.range
+
+    @cached_property
+    def signed_map(self) -> SignedMap:
+        """From logit to λ."""
+        return SignedMap(Range(self.lower, self.upper), self.tau)
