@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from loragate.cli.arguments import comma_list
+from loragate.cli.diagnose import DiagnoseOptions
 from loragate.cli.diagnose_inputs import Session, begin, classes_of, evaluate, pad_id, read_rows
 from loragate.errors import ConfigError
 
@@ -14,7 +15,7 @@ ROWS = 256
 SHARE_ANSWERS = 2
 
 
-def run(options: Any) -> int:
+def run(options: DiagnoseOptions) -> int:
     """Measure, intervene where tasks were named, write entropy.json and tokens.jsonl."""
     from loragate.analysis.delta_entropy import EntropyRecord, by_class, conclude, distribution, measure, write_tokens
     from loragate.analysis.suppression import SIGNS, Suppression

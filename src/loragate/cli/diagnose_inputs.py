@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.cli.arguments import comma_list, flag_of, resolved_yaml
+from loragate.cli.diagnose import DiagnoseOptions
 from loragate.cli.display import Display, console, duration
 from loragate.cli.evaluate import describe_canary, progress, require_run_folder
 from loragate.cli.evaluation_inputs import Loaded, chosen_tasks, load_inputs, prepare_tasks
@@ -25,7 +26,7 @@ DRAWING = ("suite", "data", "revision", "samples", "temperature", "max_new_token
 class Session:
     """One run of a look: its settings, folder, model and clock."""
 
-    options: Any
+    options: DiagnoseOptions
     folder: Path
     loaded: Loaded
     display: Display
@@ -59,7 +60,7 @@ class Session:
         return 0
 
 
-def begin(options: Any, *, gated: bool) -> Session:
+def begin(options: DiagnoseOptions, *, gated: bool) -> Session:
     """Check the folder and load the model.
 
     Args:
@@ -96,7 +97,7 @@ def begin(options: Any, *, gated: bool) -> Session:
     return Session(options, folder, loaded, display, out, began)
 
 
-def ours(options: Any) -> list[Any]:
+def ours(options: DiagnoseOptions) -> list[Any]:
     """The tasks, all of which we ask ourselves.
 
     Raises:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from loragate.cli.diagnose import DiagnoseOptions
 from loragate.cli.diagnose_inputs import begin, evaluate
 from loragate.errors import ConfigError
 
 
-def run(options: Any) -> int:
+def run(options: DiagnoseOptions) -> int:
     """Score every intervention, write interventions.json and results.json."""
     from loragate.analysis.interventions import InterventionsRecord, choose, conclude, rows_of
     from loragate.evaluation.variants import Variant

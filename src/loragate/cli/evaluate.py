@@ -21,7 +21,6 @@ from loragate.cli.evaluation_inputs import (
     local_file,
     prepare_tasks,
 )
-from loragate.cli.options import AnswerOptions, GradingOptions, OutputOptions
 from loragate.errors import ConfigError
 from loragate.files import write_text
 
@@ -32,7 +31,7 @@ BIASES = (
 
 
 @dataclass(frozen=True)
-class EvalOptions(EvaluationInputs, AnswerOptions, GradingOptions, OutputOptions):
+class EvalOptions(EvaluationInputs):
     """Settings of `loragate eval`.
 
     Attributes:
