@@ -15,9 +15,10 @@ from loragate.cli.display import Display, console, duration
 from loragate.cli.evaluate import describe_canary, progress, require_run_folder
 from loragate.cli.evaluation_inputs import Loaded, chosen_tasks, load_inputs, prepare_tasks
 from loragate.errors import ConfigError, nearest
+from loragate.evaluation.variants import Kind
 from loragate.files import write_text
 
-KINDS = ("gated", "adapter", "base")
+KINDS: tuple[Kind, ...] = ("gated", "adapter", "base")
 DRAWING = ("suite", "data", "revision", "samples", "temperature", "max_new_tokens")
 """Settings of answers that are drawn now."""
 
@@ -207,7 +208,7 @@ class Answers:
     grades: list[Any] | None
 
 
-def read_answers(session: Session, default_of: str) -> tuple[list[Answers], str, str]:
+def read_answers(session: Session, default_of: Kind) -> tuple[list[Answers], str, str]:
     """(answers by task, whose they are, where they come from): stored ones of --run, or drawn now for --suite/--tasks."""
     from loragate.evaluation.judging import grader_for, read_grades
     from loragate.evaluation.stored import open_evaluation
@@ -218,7 +219,7 @@ def read_answers(session: Session, default_of: str) -> tuple[list[Answers], str,
     of = options.of or default_of
     if not (options.run or session.has_tasks):
         raise ConfigError("give --run FOLDER (stored answers of `loragate eval`), or tasks with --suite or --tasks")
-    variant: Any = Variant(of)  # type: ignore[arg-type]
+    variant: Any = Variant(of)
     if not options.run:
         evaluate(session, [variant], {"of": of})
     folder = Path(options.run) if options.run else session.folder
