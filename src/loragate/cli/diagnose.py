@@ -11,7 +11,6 @@ from typing import Literal
 
 from loragate.cli.arguments import Command, flag_of, require_given
 from loragate.cli.evaluation_inputs import EvaluationInputs
-from loragate.cli.options import AnswerOptions, GradingOptions, OutputOptions
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
 
@@ -19,7 +18,7 @@ Look = Literal["entropy", "gates", "interventions", "alignment", "tokens"]
 
 
 @dataclass(frozen=True)
-class DiagnoseOptions(EvaluationInputs, AnswerOptions, GradingOptions, OutputOptions):
+class DiagnoseOptions(EvaluationInputs):
     """Settings of `loragate diagnose`.
 
     Attributes:
