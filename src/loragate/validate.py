@@ -151,9 +151,9 @@ def _adapter(kind: Any, partial: bool = False) -> Any:
 
 
 def _hints(kind: Any) -> dict[str, Any]:
-    """{field: annotation} of what a dataclass is constructed with."""
+    """{field: annotation} of the keys of a dataclass; a field whose metadata say key=False is no key of a file."""
     hints = typing.get_type_hints(kind, include_extras=True)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.metadata.get("key", True)}
 
 
 def _arms(hint: Any) -> tuple[Any, ...]:
