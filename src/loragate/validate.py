@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, NotRequired, TypeVar
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 from loragate.errors import ConfigError, LoragateError, nearest
 
@@ -25,6 +25,7 @@ Count = Annotated[int, Ge(1)]
 Size = Annotated[int, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 Amount = Annotated[float, Ge(0)]
+Share = Annotated[float, Ge(0), Le(1)]
 STRICT = {"strict": True, "extra": "forbid", "allow_inf_nan": False}
 """What holds for a dataclass; one that sets `__pydantic_config__` to {**STRICT, "extra": "ignore"} passes over other keys."""
 
