@@ -101,8 +101,11 @@ def typed_values(kind: type, values: Mapping[Any, Any], where: str) -> dict[str,
         raise ConfigError(f"{where}: {broken}") from None
 
 
-def check(instance: Any, error: type[LoragateError] = ConfigError) -> None:
+def check(instance: Any, error: type[LoragateError] = ConfigError, *, flags: bool = False) -> None:
     """Refuse a dataclass whose values its annotations do not allow; for `__post_init__` of what Python callers construct.
+
+    Args:
+        flags: whether the values were given as flags of a command line; only words depend on it.
 
     Raises:
         error: naming the field, what was found and what was expected.
@@ -114,7 +117,9 @@ def check(instance: Any, error: type[LoragateError] = ConfigError) -> None:
     try:
         _adapter(kind).validate_python(values)
     except ValidationError as found:
-        raise error(_sentence(found.errors(), kind, values)) from None
+        said = _sentence(found.errors(), kind, values)
+        name, _, rest = said.partition(" ")
+        raise error(f"--{name.replace('_', '-')} {rest}" if flags else said) from None
 
 
 def _checked(kind: Any, value: Any, partial: bool = False) -> Any:
