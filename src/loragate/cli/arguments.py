@@ -20,6 +20,7 @@ from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from loragate.errors import ConfigError
+from loragate.validate import check, typed_values
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -93,7 +94,9 @@ def parse(command: Command, argv: list[str]) -> tuple[Any, dict[str, Any]]:
     if "config" in given:
         values = read_config(given["config"], command) | values
     _refuse_missing(command, [name for name in command.required if name not in command.needs and name not in values])
-    return command.options(**values), given
+    options = command.options(**values)
+    check(options, flags=True)
+    return options, given
 
 
 def require_given(command: Command, options: Any) -> None:
@@ -248,8 +251,6 @@ def checked_values(loaded: dict[Any, Any], command: Command, where: str) -> dict
     Raises:
         ConfigError: naming the key, what was found and the nearest known key.
     """
-    from loragate.validate import typed_values
-
     seen: dict[str, Any] = {}
     for key in loaded:
         name = str(key).replace("-", "_")
