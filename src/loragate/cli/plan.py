@@ -9,7 +9,7 @@ from typing import Any
 
 from loragate.cli.arguments import Command
 from loragate.cli.display import console, duration
-from loragate.cli.models import quiet_logging
+from loragate.cli.preflight import quiet_logging
 from loragate.errors import LoragateError
 from loragate.files import write_json
 
