@@ -11,11 +11,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loragate.cli.arguments import flag_of
-from loragate.cli.evaluation_inputs import Loaded, load_inputs
+from loragate.cli.evaluation_inputs import load_inputs
 from loragate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from loragate.models import Loaded
 
 MERGED = "merged"
 """Folder, in that of the run, of a DoRA adapter merged into its base."""

@@ -66,8 +66,9 @@ class MaskOptions:
 
 def run(options: MaskOptions) -> int:
     """Score every response token under both models, keep the best share, write the rows."""
+    how = check_loading(options)
     out_file, base, reference = check(options)
-    how, options = Loading.of(options), replace(options, reference=reference.source)
+    options = replace(options, reference=reference.source)
     quiet_logging()
     import time
 
@@ -126,7 +127,6 @@ def check(options: MaskOptions) -> tuple[Path, Place, Place]:
 
     require_given(COMMAND, options)
     check_choice(options.keep, options.scope)
-    check_loading(options)
     if options.max_length < 2 or options.micro_batch_size < 1:
         raise ConfigError("--max-length must be at least 2 and --micro-batch-size at least 1")
     out_file = Path(options.out)
