@@ -8,16 +8,8 @@ from pathlib import Path
 import loragate
 
 SOURCE = Path(loragate.__file__).parent
-# lowest floor first; a room may import rooms before it
-LOW = [
-    "errors",
-    "version",
-    "files",
-    "records",
-    "strict_yaml",
-    "printable",
-    "hub_names",
-]  # single modules that every room may know
+# lowest floor first; a room may import rooms before it. LOW are single modules that every room may know
+LOW = ["errors", "version", "validate", "effects", "files", "records", "strict_yaml", "printable", "hub_names"]
 FLOORS = [*LOW, "gates", "losses", "data", "models", "world", "generation", "training", "evaluation"]
 FLOORS += ["selection", "sweep", "analysis", "report", "conversion", "serving", "recipes", "cli"]
 # heavy or optional libraries, and the rooms that may import them at module level or inside functions
@@ -28,6 +20,8 @@ RESERVED = {
     "matplotlib": {"report"},
     "gradio": {"report"},
     "fastapi": {"serving"},
+    "pydantic": {"validate", "serving"},
+    "pydantic_core": {"gates"},
     "uvicorn": {"serving"},
     "jinja2": {"report", "evaluation", "gates"},
     "ray": {"generation", "sweep"},

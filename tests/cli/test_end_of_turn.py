@@ -204,7 +204,7 @@ def test_a_template_given_on_the_command_line_decides_and_the_artifact_keeps_it(
 
 def test_vllms_server_is_given_what_it_does_not_know(place, tmp_path):
     """`--generation-config` with all stop tokens, where tokenizer and base do not name them; nothing otherwise."""
-    options = ServeOptions(str(place / "gated"))
+    options = ServeOptions(model=str(place / "gated"))
     base, adapters = served_places(options)
     arguments = vllm_arguments(options, base, adapters, tmp_path)
     assert arguments[arguments.index("--generation-config") + 1] == str(tmp_path)

@@ -133,7 +133,7 @@ def test_diagnose_export_and_serve_take_a_hub_id(place, hub, tmp_path, monkeypat
     weights = [(tmp_path / folder / "adapter_model.safetensors").read_bytes() for folder in "abc"]
     assert weights[0] == weights[1] == weights[2]
 
-    options = ServeOptions(str(place / "gated"), adapters=f"a={name}@unit,b=user/repo,c=user/plain", base=base[1])
+    options = ServeOptions(model=str(place / "gated"), adapters=f"a={name}@unit,b=user/repo,c=user/plain", base=base[1])
     more = served_places(options)[1]
     assert [more[key].source for key in "abc"] == [name, name, f"user/plain@{PLAIN}"]
     assert more["a"].text.endswith("@unit")

@@ -233,7 +233,7 @@ def test_an_evaluation_names_the_commit_of_the_base(place, hub):
 
 
 def test_vllm_is_told_the_revision(place, hub, tmp_path):
-    options = ServeOptions(str(place / "adapter"), base="user/base@v1", system="keep")
+    options = ServeOptions(model=str(place / "adapter"), base="user/base@v1", system="keep")
     served, adapters = served_places(options)
     assert (served.base, list(adapters)) == (ModelRef("user/base", "v1"), ["adapter"])
     arguments = vllm_arguments(options, served, adapters, tmp_path)

@@ -319,7 +319,7 @@ def test_settings_that_cannot_be(folders: Path, capsys: pytest.CaptureFixture[st
 
 def test_names_and_places_that_are_served(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gated, second = folders / "gated", folders / "second"
-    options = ServeOptions(str(gated), adapters=f"math={second}, calm={second}@unit", overrides="off, clip=:1")
+    options = ServeOptions(model=str(gated), adapters=f"math={second}, calm={second}@unit", overrides="off, clip=:1")
     place, adapters = served_places(options)
     assert place.base.name == str(folders / "base")
     assert {name: adapter.text for name, adapter in adapters.items()} == {
@@ -341,9 +341,9 @@ def test_names_and_places_that_are_served(folders: Path, tmp_path: Path, capsys:
         ({"overrides": "unti"}, "did you mean 'unit'"),
     ):
         with pytest.raises(ConfigError, match=message):
-            served_places(ServeOptions(str(gated), **wrong))
+            served_places(ServeOptions(model=str(gated), **wrong))
     with pytest.raises(ConfigError, match="none of the adapters carries gates"):
-        served_places(ServeOptions(str(gated / "adapter"), base=str(folders / "base"), overrides="unit"))
+        served_places(ServeOptions(model=str(gated / "adapter"), base=str(folders / "base"), overrides="unit"))
     argv = ("serve", gated, "--engine", "transformers", "--overrides", "unit")
     assert "--overrides has no effect without vLLM" in fails(capsys, *argv)
 
@@ -387,7 +387,7 @@ def test_what_is_printed_to_paste_fits_the_tokenizer(capsys: pytest.CaptureFixtu
 
 def test_a_tokenizer_that_vllm_alone_reads_ends_no_server(folders: Path, tmp_path: Path) -> None:
     """Asked once vLLM serves: with --system keep nothing else loads the tokenizer here."""
-    options = ServeOptions(str(folders / "gated"), system="keep")
+    options = ServeOptions(model=str(folders / "gated"), system="keep")
     assert renders_chats(options, resolve(options.model))
     shutil.copytree(folders / "base", tmp_path / "base")
     (tmp_path / "base" / "tokenizer.json").write_text("{")
@@ -496,7 +496,7 @@ def test_the_base_is_taken_at_its_recorded_commit(folders: Path, tmp_path: Path)
     for recorded, given, revision in ((None, "", ""), ("abc", "", "abc"), ("abc", "owner/other", "")):
         record["base"]["revision"] = recorded
         path.write_text(json.dumps(record))
-        assert served_places(ServeOptions(str(path.parent), base=given))[0].base.revision == revision
+        assert served_places(ServeOptions(model=str(path.parent), base=given))[0].base.revision == revision
 
 
 def test_no_key_is_shown() -> None:

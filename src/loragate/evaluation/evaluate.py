@@ -50,10 +50,10 @@ from loragate.evaluation.results import (
     task_result,
 )
 from loragate.evaluation.retention import Measured, all_measured, keep_measured, read_measured, retention_averages
-from loragate.evaluation.sampling import draw_samples
 from loragate.evaluation.variants import Variant
 from loragate.files import first_difference, write_json, write_text
 from loragate.generation import Engine, Sample
+from loragate.generation.samples import draw_samples
 from loragate.models import folder_sha256
 from loragate.records import package_versions
 
