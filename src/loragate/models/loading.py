@@ -153,6 +153,10 @@ def put_on(base: Any, place: Place) -> Any:
         load_gates(model, str(place.folder))
     if place.override is not None:
         if place.kind != "gated":
+            if place.override.constant is None:
+                raise ConfigError(
+                    f"{place.ref}: a plain adapter has no gates whose λ could be clipped; use @constant=C"
+                )
             attach_gates(model, GateConfig(-1.0, 2.0))  # whose λ the constant replaces
         for gate in gate_modules(model).values():
             gate.override = place.override
