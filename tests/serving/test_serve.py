@@ -307,7 +307,7 @@ def fails(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
 
 def test_settings_that_cannot_be(folders: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     gated = folders / "gated"
-    assert "did you mean 'vllm'" in fails(capsys, "serve", gated, "--engine", "vlm")
+    assert 'Did you mean "vllm"' in fails(capsys, "serve", gated, "--engine", "vlm")
     assert "--port 70000" in fails(capsys, "serve", gated, "--port", "70000")
     assert "--vllm-memory 1.5" in fails(capsys, "serve", gated, "--vllm-memory", "1.5")
     assert "does not exist" in fails(capsys, "serve", tmp_path / "none")
@@ -345,7 +345,7 @@ def test_names_and_places_that_are_served(folders: Path, tmp_path: Path, capsys:
     with pytest.raises(ConfigError, match="none of the adapters carries gates"):
         served_places(ServeOptions(model=str(gated / "adapter"), base=str(folders / "base"), overrides="unit"))
     argv = ("serve", gated, "--engine", "transformers", "--overrides", "unit")
-    assert "--overrides has no effect without vLLM" in fails(capsys, *argv)
+    assert "--overrides has no effect with engine transformers, only with vllm" in fails(capsys, *argv)
 
 
 def test_the_template_for_vllm() -> None:

@@ -11,7 +11,7 @@ from loragate.cli.display import Display, console, duration, next_evaluation
 from loragate.cli.launching import begin, loads_into_host
 from loragate.cli.options import RunOptions
 from loragate.cli.preflight import check_loading, quiet_logging, require_free_out, require_reporters
-from loragate.errors import ConfigError
+from loragate.effects import require_effect
 from loragate.training.settings import StageOneSettings
 
 
@@ -55,7 +55,7 @@ def run(options: SftOptions) -> int:
     from loragate.training.stage_one import objective_of
 
     objective = objective_of(settings)
-    other = reference_of(options, objective)
+    other = reference_of(options)
     out, display = console(), Display()
     rows = read_rows(options, settings.seed)
     tokenizer = open_tokenizer(place, how)
@@ -130,12 +130,11 @@ def with_adapter(settings: StageOneSettings) -> tuple[StageOneSettings, str]:
     )
 
 
-def reference_of(options: SftOptions, objective: Any) -> Any:
+def reference_of(options: SftOptions) -> Any:
     """The place of --reference, refused where it would have no effect; None where the base itself serves."""
+    require_effect("sft", options, flags=True)
     if not options.reference:
         return None
-    if "reference_kl" not in objective.requires:
-        raise ConfigError(f"--reference has no effect on the objective {options.objective!r}, only on eksft")
     from loragate.models import resolve
 
     return resolve(options.reference, expect="base", what="reference model")
