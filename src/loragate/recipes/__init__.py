@@ -11,11 +11,11 @@ one command's options.
     standins   the base, rows and questions of a rehearsal
 
 The files lie beside this one. What only the command line knows (a command's options, and what they need here) comes as a
-`Program`; `loragate.cli.recipes.PROGRAM` is the one there is.
+`Program`; `loragate.cli.recipes_ready.PROGRAM` is the one there is.
 """
 
 from loragate.recipes.files import Library, every_name, read_recipe
 from loragate.recipes.recipe import Recipe, Stage
-from loragate.recipes.run import Program, run_recipe
+from loragate.recipes.run import Program, Run, run_recipe
 
-__all__ = ["Library", "Program", "Recipe", "Stage", "every_name", "read_recipe", "run_recipe"]
+__all__ = ["Library", "Program", "Recipe", "Run", "Stage", "every_name", "read_recipe", "run_recipe"]
