@@ -8,16 +8,8 @@ from pathlib import Path
 import loragate
 
 SOURCE = Path(loragate.__file__).parent
-# lowest floor first; a room may import rooms before it
-LOW = [
-    "errors",
-    "version",
-    "validate",
-    "files",
-    "records",
-    "strict_yaml",
-    "printable",
-]  # single modules that every room may know
+# lowest floor first; a room may import rooms before it. LOW are single modules that every room may know
+LOW = ["errors", "version", "validate", "effects", "files", "records", "strict_yaml", "printable"]
 FLOORS = [*LOW, "gates", "losses", "data", "world", "generation", "training", "evaluation"]
 FLOORS += ["selection", "sweep", "analysis", "report", "conversion", "serving", "recipes", "cli"]
 # heavy or optional libraries, and the rooms that may import them at module level or inside functions

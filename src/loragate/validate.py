@@ -14,11 +14,17 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, NotRequired, TypeVar
+from typing import Annotated, Any, NotRequired, TypeVar
+
+from annotated_types import Ge, Gt
 
 from loragate.errors import ConfigError, LoragateError, nearest
 
 T = TypeVar("T")
+Count = Annotated[int, Ge(1)]
+Size = Annotated[int, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+Amount = Annotated[float, Ge(0)]
 
 _EXPECTED = {
     "string_type": "text",

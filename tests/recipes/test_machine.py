@@ -29,7 +29,7 @@ def test_every_training_stage_fits_the_machine_that_is_named(backbone):
         recipe = read_recipe(f"math/{backbone}/{method}", LIBRARY)
         for stage, found in plans(recipe).items():
             (option,) = found.options
-            assert option.fits, f"{recipe.name} {stage}: {option.memory.total / 2**30:.1f} GiB"
+            assert option.fits, f"{recipe.name} {stage}: {option.gib:.1f} GiB"
 
 
 def test_what_is_planned_is_what_the_recipe_sets(monkeypatch):

@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from loragate.analysis.plan import Plan, Request, make_plan
-from loragate.analysis.plan_decode import decoding
-from loragate.analysis.plan_machines import find_gpu
-from loragate.analysis.plan_memory import FP32
+from loragate.analysis.cost import decoding, find_gpu
+from loragate.analysis.plan import FP32, Plan, Request, make_plan
 from loragate.analysis.plan_model import base_dtype, build_on_meta, count_parameters, read_config
 from loragate.evaluation.harness_rows import load_suite
 from loragate.evaluation.tasks import Task, load_task, suite
@@ -138,9 +136,9 @@ def _plan(recipe: Recipe, kind: str, values: Mapping[str, Any]) -> Plan:
 
 def _training(plan: Plan) -> tuple[float, float, str]:
     """(GiB, hours, note) of one training."""
-    option = plan.chosen or min(plan.options, key=lambda option: option.memory.total)
+    option = plan.chosen or min(plan.options, key=lambda option: option.gib)
     note = f"{option.gpus} × {plan.gpu.name}" + ("" if plan.chosen else ": does not fit")
-    return option.memory.total / 2**30, option.time.total / 3600, note
+    return option.gib, option.seconds / 3600, note
 
 
 def _decoding(recipe: Recipe, stage: Stage, asked: list[tuple[Task, int, int]]) -> tuple[float, float]:
