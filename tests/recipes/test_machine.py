@@ -1,6 +1,7 @@
 """Every recipe fits the machine that it names, and says how many answers it samples."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,6 +31,21 @@ def test_every_training_stage_fits_the_machine_that_is_named(backbone):
         for stage, found in plans(recipe).items():
             (option,) = found.options
             assert option.fits, f"{recipe.name} {stage}: {option.gib:.1f} GiB"
+
+
+def test_a_training_that_this_gpu_may_not_hold_is_named(monkeypatch):
+    from loragate.recipes.machine import tight
+
+    def planned(request, config):
+        fits = float(request.gpu_memory) > 40
+        option = SimpleNamespace(gpus=1, gib=40.0, seconds=1.0)
+        return SimpleNamespace(chosen=option if fits else None, options=[option], gpu=SimpleNamespace(name="own"))
+
+    monkeypatch.setattr("loragate.recipes.machine.make_plan", planned)
+    assert tight(read_recipe(SCALE, LIBRARY), 80.0) == {}
+    found = tight(read_recipe(SCALE, LIBRARY), 24.0)
+    assert list(found) == ["sft", "calibrate"]
+    assert "40 GiB of a GPU, and there are 24" in found["sft"]
 
 
 def test_what_is_planned_is_what_the_recipe_sets(monkeypatch):

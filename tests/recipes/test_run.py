@@ -5,13 +5,15 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from loragate.errors import ConfigError, LoragateError
 from loragate.recipes import Recipe, Stage
-from loragate.recipes.run import Program, Run, RunFolder, interpreter, require_parts, run_recipe
+from loragate.recipes.folder import RunFolder
+from loragate.recipes.run import Program, Run, interpreter, require_parts, run_recipe
 from loragate.version import __version__
 
 
@@ -147,6 +149,20 @@ def test_nothing_starts_where_something_is_missing(recipe, run, program):
         run_recipe(recipe, dataclasses.replace(run, narrows=False), lacks)
     assert "--stages" not in str(caught.value), "a rehearsal takes all stages"
     assert not program.started
+
+
+def test_a_gpu_that_may_be_too_small_is_told_of_and_refuses_nothing(recipe, run, program, monkeypatch):
+    said = []
+    gpu = SimpleNamespace(total_memory=24 * 2**30)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(
+        "loragate.recipes.machine.tight", lambda recipe, gib: {"sft": f"sft: {gib:.0f}", "other": "other"}
+    )
+    run_recipe(recipe, dataclasses.replace(run, say=said.append), program)
+    assert "sft: 24" in said
+    assert "other" not in said
+    assert len(program.started) == 2
 
 
 def test_a_stage_that_fails_says_how_it_goes_on(recipe, run, program):

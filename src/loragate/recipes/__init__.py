@@ -5,7 +5,8 @@ one command's options.
 
     files      where the files are, how they are read and merged
     recipe     stages with values, where each value comes from
-    run        a recipe run in a folder: what is missing, what is finished, what is resumed
+    run        a recipe run, once all that it needs is there
+    folder     the folder of a run: what is finished, what is resumed
     machine    what its stages need there: memory, time, disk
     rehearsal  the recipe with its counts cut, on stand-ins
     standins   the base, rows and questions of a rehearsal

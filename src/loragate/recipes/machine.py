@@ -5,6 +5,7 @@ Nothing is fetched for a backbone whose file holds its architecture.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -89,6 +90,22 @@ def needs(recipe: Recipe) -> list[Need]:
             count, longest = sum(count for _, count, _ in asked), max(tokens for _, _, tokens in asked)
             engine = "" if stage.vllm else ", with transformers"
             found.append(Need(stage.name, gib, hours, f"{count:,} answers of at most {longest} tokens{engine}"))
+    return found
+
+
+def tight(recipe: Recipe, gib: float) -> dict[str, str]:
+    """{stage: a sentence} for each training that a GPU of `gib` GiB does not hold with rows as long as their limit.
+
+    Raises:
+        LoragateError: where a base's configuration cannot be had.
+    """
+    found = {}
+    for stage, plan in plans(dataclasses.replace(recipe, machine=f"{gib:.1f}")).items():
+        if plan.chosen is None:
+            found[stage] = (
+                f"{stage}: with rows as long as their limit it takes {_training(plan)[0]:.0f} GiB of a GPU, and there are "
+                f"{gib:.0f}; where it runs out of memory, halve --set {stage}.micro_batch_size"
+            )
     return found
 
 

@@ -18,9 +18,10 @@ from typing import Any
 
 from loragate.errors import ConfigError, LoragateError
 from loragate.files import write_json
+from loragate.recipes.folder import RECORD, read_record
 from loragate.recipes.machine import Need
 from loragate.recipes.recipe import Recipe, Stage
-from loragate.recipes.run import EVAL_PYTHON, RECORD, Program, Run, read_record, run_recipe, start
+from loragate.recipes.run import EVAL_PYTHON, Program, Run, run_recipe, start
 from loragate.recipes.standins import rows_file, write_standins
 
 REHEARSAL = "rehearsal.json"

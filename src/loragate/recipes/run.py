@@ -1,16 +1,12 @@
 """A recipe run in a folder: what is missing is said before the first stage, what is finished is left alone.
 
-    resolved.yaml          the recipe with the source of every value; a recipe file itself
-    recipe.json            the same as data, with the state of every stage
-    config/1-sft.yaml      what each stage was given, for loragate sft --config
-    sft/  calibrate/  …    the stages' own folders, each with its own run.json and checkpoints
-
 Each stage is a process of its own. Stages that answer with vLLM may run in another interpreter, as vLLM and the training
 libraries do not always agree on versions; what they lack is asked there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -29,28 +25,14 @@ from typing import Any
 import yaml
 
 from loragate.errors import ConfigError, LoragateError
-from loragate.files import first_difference, write_json, write_text
+from loragate.files import write_json, write_text
+from loragate.recipes.folder import RunFolder
 from loragate.recipes.recipe import Recipe, Stage
 from loragate.sweep.records import held
 from loragate.version import __version__
 
-RECORD = "recipe.json"
 EVAL_PYTHON = "LORAGATE_EVAL_PYTHON"
 """Environment variable that stands for --eval-python."""
-# written last by each command, so their presence says that it came to its end
-FINISHED = {
-    "sft": ("adapter_model.safetensors", "adapter_config.json", "tokenizer_config.json"),
-    "calibrate": ("gate_config.json",),
-}
-# what a command resumes from, below its folder
-BEGUN = {
-    "sft": ("run/run.json",),
-    "calibrate": ("run/run.json", "run/candidates/**/run.json"),
-    "sweep": ("sweep.json",),
-    "eval": ("eval.json",),
-    "diagnose": ("eval.json",),
-}
-KEPT = ("run",)  # of a training that was cut off while it wrote its result; the rest is written again
 
 
 @dataclass(frozen=True)
@@ -79,7 +61,7 @@ class Run:
         stages: names of the stages to run; empty for all.
         launcher: how training stages are started, in place of a plain process.
         eval_python: interpreter of the stages that answer with vLLM; the environment and the folder may name one too.
-        again: the command that goes on with the run, for messages.
+        again: the command that goes on with the run, for messages; that of the command line where none is given.
         narrows: whether the one who runs it can leave out stages.
         say: told what happens.
     """
@@ -104,6 +86,7 @@ def run_recipe(recipe: Recipe, run: Run, program: Program) -> dict[str, float]:
     """
     for name in run.stages:
         recipe.stage(name)
+    again = run.again or shlex.join(["loragate", "recipes", "run", recipe.name, "--out", str(run.folder)])
     stages = [stage for stage, _, _ in steps(recipe, run)]
     for stage in stages:
         program.checked(stage, recipe.name)
@@ -120,6 +103,8 @@ def run_recipe(recipe: Recipe, run: Run, program: Program) -> dict[str, float]:
         if ahead:
             run.say("checking that every stage can run here: data, graders, engine, disk")
             require_parts(recipe, ahead, run, program, evaluator)
+            for sentence in _tight(recipe, ahead):
+                run.say(sentence)
         if evaluator:  # later runs in this folder go by it
             folder.note(eval_python=evaluator)
         run.say(f"{recipe.name} in {run.folder}: {', '.join(stage.name for stage in stages)}")
@@ -134,7 +119,7 @@ def run_recipe(recipe: Recipe, run: Run, program: Program) -> dict[str, float]:
             runs = folder.record["state"].get(stage.name, {}).get("started", [])
             folder.note_stage(stage, command=shlex.join(command), started=[*runs, time.strftime("%Y-%m-%dT%H:%M:%S%z")])
             began = time.monotonic()
-            start([*command, *(["--resume"] if resume else [])], f"{title} of {recipe.name}", run.again, program)
+            start([*command, *(["--resume"] if resume else [])], f"{title} of {recipe.name}", again, program)
             folder.note_stage(stage, finished=True, seconds=round(time.monotonic() - began, 1))
             run.say(f"{title}: done in {time.monotonic() - began:.0f} s")
     return {name: state["seconds"] for name, state in folder.record["state"].items() if "seconds" in state}
@@ -232,115 +217,6 @@ def require_parts(recipe: Recipe, stages: Sequence[Stage], run: Run, program: Pr
     raise ConfigError(f"{recipe.name} was not started, {count}:{lines}" + (f"\n{'; '.join(ways)}" if ways else ""))
 
 
-@dataclass
-class RunFolder:
-    """See the module's docstring; `record` is the content of recipe.json."""
-
-    path: Path
-    record: dict[str, Any]
-
-    @classmethod
-    def begin(cls, path: Path, recipe: Recipe) -> RunFolder:
-        """The folder of this recipe, new or to be continued; evaluations that have answered nothing yet may have changed.
-
-        Raises:
-            ConfigError: if the folder holds another recipe's run, naming the first difference, or something else.
-        """
-        if path.exists() and not path.is_dir():
-            raise ConfigError(f"--out {path} is a file; give a folder")
-        stages, file = json.loads(json.dumps(recipe.as_record())), path / RECORD
-        if file.is_file():
-            record = read_record(path)
-            _require_same(path, record, stages)
-        elif there := sorted(item.name for item in path.iterdir() if item.name != "lock") if path.is_dir() else []:
-            raise ConfigError(
-                f"--out {path} is not empty (it holds {', '.join(there[:3])}) and no recipe's run; choose another folder"
-            )
-        else:
-            record = {"recipe": recipe.name, "loragate": __version__, "state": {}}
-        folder = cls(path, record)
-        if record.get("stages") != stages:
-            write_text(path / "resolved.yaml", recipe.as_yaml())
-            folder.note(stages=stages)
-        return folder
-
-    def is_finished(self, stage: Stage) -> bool:
-        """Whether the stage came to its end, also where only its record is missing."""
-        if self.record["state"].get(stage.name, {}).get("finished"):
-            return True
-        out = Path(str(stage.values["out"]))
-        if stage.command == "mask":
-            return out.is_file()
-        marks = FINISHED.get(stage.command, ())
-        return bool(marks) and all((out / name).is_file() for name in marks)
-
-    def prepare(self, stage: Stage) -> bool:
-        """Clear what a killed command may have left half-written; returns whether the command is to resume.
-
-        Raises:
-            ConfigError: if something lies there that this run did not make.
-        """
-        out = Path(str(stage.values["out"]))
-        if stage.command == "mask":
-            return out.with_name(out.name + ".partial").is_dir()
-        if not out.is_dir():
-            return False
-        if stage.name not in self.record["state"]:
-            raise ConfigError(f"{out} is in the way: this run did not make it. Remove it, or choose another --out")
-        begun = any(next(out.glob(pattern), None) is not None for pattern in BEGUN.get(stage.command, ()))
-        if stage.command in FINISHED:
-            for item in out.iterdir():
-                if item.name not in KEPT:
-                    shutil.rmtree(item) if item.is_dir() else item.unlink()
-        elif not begun:
-            shutil.rmtree(out)
-        return begun
-
-    def note(self, **values: Any) -> None:
-        """Keep these values."""
-        self.record |= values
-        write_json(self.path / RECORD, self.record)
-
-    def note_stage(self, stage: Stage, **state: Any) -> None:
-        """Keep the state of a stage."""
-        before = self.record["state"].get(stage.name, {})
-        self.note(state={**self.record["state"], stage.name: {**before, **state}})
-
-
-def read_record(folder: Path) -> dict[str, Any]:
-    """recipe.json of a run.
-
-    Raises:
-        LoragateError: if it cannot be read or is none.
-    """
-    file = folder / RECORD
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(record["stages"], list) or not isinstance(record["state"], dict):
-            raise ValueError("not a record of a run")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise LoragateError(f"{file}: cannot be read ({error}); choose another --out") from None
-    return dict(record)
-
-
-def _require_same(path: Path, record: dict[str, Any], stages: list[dict[str, Any]]) -> None:
-    """Refuse another recipe; the settings of evaluations that have left nothing are not bound to what lies in the folder."""
-    old, new = ({stage["stage"]: stage for stage in both} for both in (record["stages"], stages))
-    for name in [name for name in old if name in new]:
-        unfinished = not record["state"].get(name, {}).get("finished")
-        answers = new[name]["command"] in ("eval", "diagnose")
-        if answers and unfinished and not (path / name / "eval.json").is_file():
-            del old[name], new[name]
-    if found := first_difference(old, new):
-        key, before, now = found
-        short = ["not there" if value is None else json.dumps(value, ensure_ascii=False) for value in (before, now)]
-        before, now = (text if len(text) <= 160 else text[:157] + "..." for text in short)
-        raise ConfigError(
-            f"--out {path} holds the run of another recipe: {key} was {before}, now {now}. Run the recipe as it was, or "
-            "choose another --out"
-        )
-
-
 def _require_earlier(stages: Sequence[Stage], wanted: Sequence[Stage], folder: RunFolder) -> None:
     """Refuse to leave out what a chosen stage reads."""
     for number, stage in enumerate(stages):
@@ -376,6 +252,18 @@ def _ask(python: str, stages: Sequence[Stage], folder: str, program: Program) ->
     if told["loragate"] != __version__:
         return [f"--eval-python {python}: has loragate {told['loragate']}, and this is {__version__}; install the same"]
     return [str(text) for text in told["lacking"]]
+
+
+def _tight(recipe: Recipe, stages: Sequence[Stage]) -> Iterator[str]:
+    """What `loragate plan` finds too large for this GPU. It plans for the longest rows, so that this refuses nothing."""
+    import torch
+
+    from loragate.recipes.machine import tight
+
+    if torch.cuda.is_available():
+        with contextlib.suppress(LoragateError):  # no configuration of the base, which has been missed above
+            found = tight(recipe, torch.cuda.get_device_properties(0).total_memory / 2**30)
+            yield from (found[stage.name] for stage in stages if stage.name in found)
 
 
 def _disk(recipe: Recipe, folder: Path) -> Iterator[str]:
