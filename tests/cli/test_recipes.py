@@ -86,8 +86,8 @@ def test_list_by_a_place_in_the_paper(wanted, there, absent, capsys):
 
 
 def test_every_place_that_a_recipe_names_is_found():
-    from loragate.cli.recipes import PLACE, stands_in
     from loragate.recipes import Library, every_name, read_recipe
+    from loragate.recipes.files import PLACE, stands_in
 
     library = Library()
     places = {read_recipe(name, library).tables for name in every_name(library)} - {""}

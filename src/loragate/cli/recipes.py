@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from loragate.recipes import Library, Recipe
     from loragate.recipes.run import Run
 
-# a table, figure or appendix of the paper, as people write it
-PLACE = re.compile(r"(?P<kind>tab|fig|app)[a-z]*[\W_]*(?P<number>\d+|\b[a-z])", re.IGNORECASE)
 EXAMPLE = "math/qwen2.5-math-1.5b/scale"
 
 
@@ -94,33 +91,15 @@ def run(options: RecipesOptions) -> int:
 
 def list_recipes(options: RecipesOptions, shelf: Library, wanted: str) -> int:
     """One line per recipe: name, and where in the paper it stands."""
-    from loragate.recipes import every_name, read_recipe
+    from loragate.recipes import find_recipes
 
     out = console()
-    place = PLACE.fullmatch(wanted.strip())
-    every = every_name(shelf, seeds=options.seeds or place is not None)
-    found = {name: read_recipe(name, shelf).tables for name in every if place or wanted in name}
-    if place:
-        found = {name: tables for name, tables in found.items() if stands_in(tables, place)}
-    if not found:
-        raise ConfigError(
-            f"no recipe's name contains '{wanted}', nor does one stand in a table or figure of that name (write 'table 6' or "
-            "'fig. 3'); loragate recipes list shows all of them"
-        )
+    found = find_recipes(wanted, shelf, seeds=options.seeds)
     wide = max(map(len, found))
     for name, tables in found.items():
         out.print(f"{name:<{wide}}  {tables or 'beyond the paper'}", markup=False)
     out.print(f"{len(found)} recipes; next: loragate recipes show {next(iter(found))}", markup=False)
     return 0
-
-
-def stands_in(tables: str, place: re.Match[str]) -> bool:
-    """Whether a list such as "Tables 1, 5; Fig. 3" names this place."""
-    lists = re.findall(r"(Tab|Fig|App)[a-z]*\.? ([\dA-Z, ]+)", tables)
-    return any(
-        word == place["kind"].capitalize() and place["number"].upper() in re.findall(r"\w+", numbers)
-        for word, numbers in lists
-    )
 
 
 def show(options: RecipesOptions, recipe: Recipe) -> int:

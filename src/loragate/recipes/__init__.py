@@ -15,8 +15,8 @@ The files lie beside this one. What only the command line knows (a command's opt
 `Program`; `loragate.cli.recipes_ready.PROGRAM` is the one there is.
 """
 
-from loragate.recipes.files import Library, every_name, read_recipe
+from loragate.recipes.files import Library, every_name, find_recipes, read_recipe
 from loragate.recipes.recipe import Recipe, Stage
 from loragate.recipes.run import Program, Run, run_recipe
 
-__all__ = ["Library", "Program", "Recipe", "Run", "Stage", "every_name", "read_recipe", "run_recipe"]
+__all__ = ["Library", "Program", "Recipe", "Run", "Stage", "every_name", "find_recipes", "read_recipe", "run_recipe"]

@@ -16,6 +16,7 @@ command. The comment behind a value says where the value comes from.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -33,6 +34,8 @@ HERE = Path(__file__).parent
 KINDS = ("domain", "backbone", "method")
 SUFFIXES = (".yaml", ".yml")
 SOURCES = ("paper", "ours", "unstated", "yours")
+# a table, figure or appendix of the paper, as people write it
+PLACE = re.compile(r"(?P<kind>tab|fig|app)[a-z]*[\W_]*(?P<number>\d+|\b[a-z])", re.IGNORECASE)
 COMMANDS = ("sft", "extract", "mask", "calibrate", "sweep", "eval", "diagnose")
 """What a recipe may start, and nothing else."""
 GUARDED = {"trust_remote_code": False, "sandbox": "bubblewrap", "probe_sandbox": "bubblewrap"}
@@ -158,6 +161,38 @@ def every_name(library: Library, *, seeds: bool = True) -> Iterator[str]:
                 yield f"{domain}/{backbone}/{method}"
                 for seed in own if seeds else ():
                     yield f"{domain}/{backbone}/{method}/seed-{seed}"
+
+
+def find_recipes(wanted: str, library: Library, *, seeds: bool = False) -> dict[str, str]:
+    """{name: its tables and figures} of the recipes whose name contains `wanted`, or that stand there in the paper.
+
+    Args:
+        wanted: part of a name, or a place as people write it: "table 6", "fig. 3", "app. C".
+        seeds: also those with a seed of the paper's; a place has them anyway.
+
+    Raises:
+        ConfigError: where there is none.
+    """
+    place = PLACE.fullmatch(wanted.strip())
+    every = every_name(library, seeds=seeds or place is not None)
+    found = {name: read_recipe(name, library).tables for name in every if place or wanted in name}
+    if place:
+        found = {name: tables for name, tables in found.items() if stands_in(tables, place)}
+    if not found:
+        raise ConfigError(
+            f"no recipe's name contains '{wanted}', nor does one stand in a table or figure of that name (write 'table 6' or "
+            "'fig. 3'); loragate recipes list shows all of them"
+        )
+    return found
+
+
+def stands_in(tables: str, place: re.Match[str]) -> bool:
+    """Whether a list such as "Tables 1, 5; Fig. 3" names this place."""
+    lists = re.findall(r"(Tab|Fig|App)[a-z]*\.? ([\dA-Z, ]+)", tables)
+    return any(
+        word == place["kind"].capitalize() and place["number"].upper() in re.findall(r"\w+", numbers)
+        for word, numbers in lists
+    )
 
 
 def read_recipe(name: str, library: Library) -> Recipe:
