@@ -152,7 +152,7 @@ def with_reference(session: Session, rows: list[dict[str, Any]], groups: list[in
     loaded, name = session.loaded, session.options.reference
     context: Any = nullcontext()
     if name in ("base", "adapter"):
-        reader, context = Reader(loaded.model), acting(loaded.model, Variant(name), loaded.kind)
+        reader, context = Reader(loaded.model), acting(loaded.model, Variant(name), loaded.kind)  # type: ignore[arg-type]
         what = f"log-probability under the {name} itself"
     else:
         with session.display.job("loading the reference"):

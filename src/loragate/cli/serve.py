@@ -11,7 +11,9 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le
 
 from loragate.cli.arguments import Command
 from loragate.cli.display import console
@@ -50,7 +52,7 @@ class ServeOptions(ModelOptions, EngineOptions):
     model: str
     base: str = ""
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Annotated[int, Ge(0), Le(65535)] = 8000
     engine: Literal["auto", "vllm", "transformers"] = "auto"
     adapters: str = ""
     overrides: str = ""
@@ -62,10 +64,6 @@ class ServeOptions(ModelOptions, EngineOptions):
 
 def run(options: ServeOptions) -> int:
     """Serve until Ctrl-C."""
-    if not 0 <= options.port <= 65535:
-        raise ConfigError(f"--port {options.port}: expected a number from 0 to 65535")
-    if not 0 <= options.vllm_memory <= 1:
-        raise ConfigError(f"--vllm-memory {options.vllm_memory:g}: expected a share above 0 and at most 1, or 0")
     options = replace(options, model=on_disk(options.model))
     require_place("model", options.model)
     installed = importlib.util.find_spec("vllm") is not None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Le, Len
 
 from loragate.errors import GateError
 from loragate.gates.range import Range
+from loragate.gates.signed_map import SignedMap
 from loragate.validate import STRICT, Positive, Size, check
 
 
@@ -50,9 +52,14 @@ class GateConfig:
         if self.target_modules is not None and not isinstance(self.target_modules, str):
             object.__setattr__(self, "target_modules", tuple(self.target_modules))
         check(self, GateError)
-        _ = self.range
+        _ = self.signed_map  # checks range and temperature, and is at hand in every forward pass
 
     @property
     def range(self) -> Range:
         """[lower, upper] as a value."""
-        return Range(self.lower, self.upper)
+        return self.signed_map.range
+
+    @cached_property
+    def signed_map(self) -> SignedMap:
+        """From logit to λ."""
+        return SignedMap(Range(self.lower, self.upper), self.tau)

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from loragate.analysis.cost import decoding, find_gpu
 from loragate.analysis.plan import FP32, Plan, Request, make_plan
@@ -22,12 +22,10 @@ from loragate.gates.range import parse_ranges
 from loragate.recipes.recipe import Recipe, Stage
 from loragate.training.settings import TrainSettings
 
-STAGE_OF = {"sft": "sft", "calibrate": "calibrate", "sweep": "calibrate"}
+STAGE_OF: dict[str, Literal["sft", "calibrate"]] = {"sft": "sft", "calibrate": "calibrate", "sweep": "calibrate"}
 DIRECT = ("precision", "dtype", "rank", "target_modules", "quantization", "k", "epochs")
 TOGETHER = 64  # answers that transformers draws at a time where a stage does not say; the default of eval and diagnose
-LAYER_SECONDS = (
-    1e-3  # for each token and layer, transformers' Python and kernel launches alone: an estimate, no GPU is faster
-)
+LAYER_SECONDS = 1e-3  # for each token and layer, transformers' Python and kernel launches alone: an estimate
 
 # rows that a look scores on tasks by default: adapter, base and three overrides beside the gates; two signs beside the adapter
 ROWS_OF_LOOK = {"interventions": 6, "entropy": 4}
@@ -130,7 +128,7 @@ def disk(recipe: Recipe) -> tuple[float, float]:
     return run, fetched * base + 3.0 * 2**30 * len(sets)
 
 
-def _plan(recipe: Recipe, kind: str, values: Mapping[str, Any]) -> Plan:
+def _plan(recipe: Recipe, kind: Literal["sft", "calibrate"], values: Mapping[str, Any]) -> Plan:
     """The plan of a training; the one place that asks the planner."""
     # what a stage does not set is that of the stage whose adapter it goes on with
     first = next((stage.values for stage in recipe.stages if stage.command == "sft"), {})
