@@ -10,10 +10,9 @@ from typing import Any
 
 from loragate.cli.diagnose_inputs import Session, begin, classes_of, pad_id, read_answers, read_rows
 from loragate.cli.places import is_adapter
-from loragate.errors import ConfigError, DataError, nearest
+from loragate.errors import ConfigError, DataError
 
 ROWS = 48
-VALUES = ("reference", "reward", "rollouts")
 START = "start"
 MODULES_SHOWN = 12
 
@@ -35,20 +34,10 @@ class Material:
 
 def run(options: Any) -> int:
     """Gather rows and values, compute directions at the gates and at every checkpoint, write alignment.json."""
-    if options.value not in VALUES:
-        raise ConfigError(f"--value {options.value}: expected {', '.join(VALUES)}{nearest(options.value, VALUES)}")
     if options.value == "reference" and bool(options.rows) == bool(options.run or options.suite or options.tasks):
         raise ConfigError("--value reference needs rows to read: either --rows FILE, or answers with --run or --suite")
     if options.value != "reference" and options.rows:
         raise ConfigError(f"--value {options.value} needs graded answers, not --rows: give --run FOLDER, or --suite")
-    for name, value in (
-        ("reference", "reference"),
-        ("positions", "rollouts"),
-        ("actions", "rollouts"),
-        ("rollouts", "rollouts"),
-    ):
-        if options.value != value and getattr(options, name) != type(options).__dataclass_fields__[name].default:
-            raise ConfigError(f"--{name} has no effect with --value {options.value}; it belongs to --value {value}")
     from loragate.analysis.alignment import all_terms
     from loragate.analysis.alignment_record import AlignmentRecord, conclude
     from loragate.analysis.coordinates import CoordinateSums

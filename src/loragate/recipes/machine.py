@@ -8,12 +8,10 @@ from __future__ import annotations
 import itertools
 import shlex
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from loragate.analysis.plan import Plan, Request, make_plan
-from loragate.analysis.plan_decode import decoding
-from loragate.analysis.plan_machines import find_gpu
-from loragate.analysis.plan_memory import FP32
+from loragate.analysis.cost import decoding, find_gpu
+from loragate.analysis.plan import FP32, Plan, Request, make_plan
 from loragate.analysis.plan_model import base_dtype, build_on_meta, count_parameters, read_config
 from loragate.evaluation.harness_rows import load_suite
 from loragate.evaluation.tasks import Task, load_task, suite
@@ -24,7 +22,7 @@ from loragate.recipes.recipe import Recipe, Stage
 from loragate.recipes.show import is_launched, uses_vllm
 from loragate.training.settings import TrainSettings
 
-STAGE_OF = {"sft": "sft", "calibrate": "calibrate", "sweep": "calibrate"}
+STAGE_OF: dict[str, Literal["sft", "calibrate"]] = {"sft": "sft", "calibrate": "calibrate", "sweep": "calibrate"}
 KEPT = TrainSettings.keep_checkpoints
 DIRECT = ("precision", "dtype", "rank", "target_modules", "quantization", "k", "epochs")
 
@@ -78,11 +76,11 @@ def needs(recipe: Recipe) -> list[Need]:
     trained, found = plans(recipe), []
     for stage in recipe.stages:
         if plan := trained.get(stage.name):
-            option = plan.chosen or min(plan.options, key=lambda option: option.memory.total)
+            option = plan.chosen or min(plan.options, key=lambda option: option.gib)
             trials = _trials(stage)
             note = f"{option.gpus} × {plan.gpu.name}" + (f", {trials} trials" if trials > 1 else "")
             note += "" if plan.chosen else ": does not fit"
-            found.append(Need(stage.name, option.memory.total / 2**30, trials * option.time.total / 3600, note))
+            found.append(Need(stage.name, option.gib, trials * option.seconds / 3600, note))
         elif stage.command == "mask":
             like = dict(next(other.values for other in recipe.stages if other.command == "sft"))
             like |= {
@@ -91,7 +89,7 @@ def needs(recipe: Recipe) -> list[Need]:
                 if key in ("max_rows", "max_length", "micro_batch_size")
             }
             option = _plan(recipe, Stage("sft", "sft", like)).options[0]
-            found.append(Need(stage.name, option.memory.total / 2**30, option.time.total / 3600, "two forward passes"))
+            found.append(Need(stage.name, option.gib, option.seconds / 3600, "two forward passes"))
         elif asked := [item for item in _asked(recipe, stage) if item[2]]:
             memory, hours = _decoding(recipe, asked)
             count, longest = sum(count for _, count, _ in asked), max(tokens for _, _, tokens in asked)
@@ -183,7 +181,7 @@ def _plan(recipe: Recipe, stage: Stage) -> Plan:
     words = shlex.split(recipe.launcher) if is_launched(stage) else []
     given = dict(itertools.pairwise(words))
     gpus = int(given.get("--num_processes", 1))
-    strategy = next((name for name in ("fsdp2", "zero3") if name in given.get("--config_file", "")), "ddp")
+    strategy: Any = next((name for name in ("fsdp2", "zero3") if name in given.get("--config_file", "")), "ddp")
     request = Request(
         model=model,
         stage=STAGE_OF[stage.command],
