@@ -71,7 +71,8 @@ class Server:
             ready.set()
 
         threading.Thread(target=read, daemon=True).start()
-        if not ready.wait(600) or self.process.poll() is not None:
+        if not ready.wait(600) or not any(line.startswith("print(client") for line in self.lines):
+            self.stop()
             raise SystemExit("the server did not start:\n" + "".join(self.lines))
 
     def ask(self, name: str, prompt: str, tokens: int) -> tuple[str, int]:
