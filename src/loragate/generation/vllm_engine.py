@@ -161,7 +161,8 @@ class VllmEngine:
 
         Every token of a continuation is a request of its own that may draw this token alone and reports its log-probability
         before anything is forbidden. vLLM's log-probabilities of prompts would need one request, but with LoRA on a CPU vLLM
-        0.32 dies of them where the vocabulary is a real one (`LogitsProcessorWithLoRA` expects one row per sample).
+        0.32 dies of them where it wraps the model's head (Llama, Mistral, Qwen3), and this engine serves plain adapters
+        without the plugin, which mends that.
         """
         found: list[tuple[float, bool]] = []
         for start in range(0, len(pairs), self.batch_size):

@@ -1,9 +1,10 @@
 """The vLLM plugin: `LoRARequest(name, id, GATED_FOLDER)` and `--lora-modules name=GATED_FOLDER` are served with gates.
 
 vLLM calls `register` in every process it starts. Linear LoRA layers get gates beside A and B; loading an adapter reads
-the gates that lie beside it; activating it fills its slot. Plain adapters, and the base, keep their numbers. Where the
-plugin cannot work (another vLLM version, a hook that moved) gated folders are refused with the reason and everything
-else is left alone. Without the plugin, vLLM finds no adapter at the top of a gated folder and refuses it too.
+the gates that lie beside it; activating it fills its slot. Plain adapters, and the base, keep their numbers. On a CPU the
+vocabulary's head is mended for adapters of every kind (`serving.head`). Where the plugin cannot work (another vLLM version, a
+hook that moved) gated folders are refused with the reason and everything else is left alone. Without the plugin, vLLM finds no
+adapter at the top of a gated folder and refuses it too.
 
 `GATED_FOLDER@unit` is a virtual adapter: the same tensors with λ clipped (`gates.override_names`). vLLM takes it for another
 adapter, with a name, an id and a place in the prefix cache of its own, so nothing computed under one λ is reused under another.
@@ -56,8 +57,11 @@ def _install() -> None:
     from vllm.config import VllmConfig
     from vllm.lora.model_manager import LRUCacheLoRAModelManager
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
+    from vllm.platforms import current_platform
     from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+    from loragate.serving.head import head_class, scoring_prompts
     from loragate.serving.layers import gated_class
 
     class GatedLoRAModelManager(LRUCacheLoRAModelManager):
@@ -78,6 +82,9 @@ def _install() -> None:
     lora_utils._all_lora_classes = type(lora_utils._all_lora_classes)(
         gated_class(cls) for cls in lora_utils._all_lora_classes
     )
+    if current_platform.is_cpu():
+        lora_utils.LogitsProcessorWithLoRA = head_class(lora_utils.LogitsProcessorWithLoRA)
+        GPUModelRunner._get_prompt_logprobs_dict = scoring_prompts(GPUModelRunner._get_prompt_logprobs_dict)
     LRUCacheWorkerLoRAManager._manager_cls = GatedLoRAModelManager
     WorkerLoRAManager._load_adapter = _loading(WorkerLoRAManager._load_adapter)
     LRUCacheWorkerLoRAManager.add_adapter = _adding(LRUCacheWorkerLoRAManager.add_adapter)
