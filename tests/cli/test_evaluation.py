@@ -533,8 +533,8 @@ def test_bad_input(place, tmp_path, capsys):
         capsys, "eval", *model, *task, "--out", out, "--temperature", "0", "--samples", "3"
     )
     assert "samples must be at least 1" in fails(capsys, "eval", *model, *task, "--out", out, "--samples", "0")
-    assert "--replicas 0" in fails(capsys, "eval", *model, *task, "--out", out, "--replicas", "0")
-    assert "--vllm-memory 2" in fails(capsys, "eval", *model, *task, "--out", out, "--vllm-memory", "2")
+    assert "--replicas must be at least 1" in fails(capsys, "eval", *model, *task, "--out", out, "--replicas", "0")
+    assert "--vllm-memory must be at most 1" in fails(capsys, "eval", *model, *task, "--out", out, "--vllm-memory", "2")
     if importlib.util.find_spec("vllm") is None:
         assert "vLLM is not installed" in fails(capsys, "eval", *model, *task, "--out", out, "--engine", "vllm")
     retention = fails(capsys, "eval", *model, "--out", out, "--tasks", "openbookqa", "--samples", "3")
