@@ -64,6 +64,14 @@ TABLE: dict[str, tuple[Acts, ...]] = {
     ),
     # of every command that trains
     "rows": (Acts(("select_seed",), "max_rows"), Acts(("select_seed",), "select", ("shuffled",))),
+    # a task file; the harness asks and judges in its own way
+    "task": (
+        Acts(("harness",), "engine", ("lm-eval",)),
+        Acts(("columns", "system", "prompt", "raw", "generation"), "engine", ("loragate",)),
+        Acts(("extractor", "grader", "metric"), "engine", ("loragate",)),
+        Acts(("system",), "raw", (None,)),
+    ),
+    "dataset": (Acts(("config", "split", "revision"), "hub"),),
     "sft": (Acts(("reference",), "objective", ("eksft",)),),
     "diagnose": (
         Acts(("rows", "max_rows"), "what", ("entropy", "alignment")),
@@ -104,7 +112,10 @@ def require_effect(subject: str, options: Any, *, flags: bool = False, **facts: 
     Raises:
         ConfigError: naming the setting, what stands against it and where it acts.
     """
-    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+    defaults = {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(options)
+    }
     for row in TABLE[subject]:
         found = facts[row.when] if row.when in facts else getattr(options, row.when)
         if not row.refused or row.allows(found):

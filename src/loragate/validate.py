@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, NotRequired, TypeVar
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 from loragate.errors import ConfigError, LoragateError, nearest
 
@@ -25,6 +25,7 @@ Count = Annotated[int, Ge(1)]
 Size = Annotated[int, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 Amount = Annotated[float, Ge(0)]
+Share = Annotated[float, Ge(0), Le(1)]
 STRICT = {"strict": True, "extra": "forbid", "allow_inf_nan": False}
 """What holds for a dataclass; one that sets `__pydantic_config__` to {**STRICT, "extra": "ignore"} passes over other keys."""
 
@@ -100,8 +101,11 @@ def typed_values(kind: type, values: Mapping[Any, Any], where: str) -> dict[str,
         raise ConfigError(f"{where}: {broken}") from None
 
 
-def check(instance: Any, error: type[LoragateError] = ConfigError) -> None:
+def check(instance: Any, error: type[LoragateError] = ConfigError, *, flags: bool = False) -> None:
     """Refuse a dataclass whose values its annotations do not allow; for `__post_init__` of what Python callers construct.
+
+    Args:
+        flags: whether the values were given as flags of a command line; only words depend on it.
 
     Raises:
         error: naming the field, what was found and what was expected.
@@ -113,7 +117,9 @@ def check(instance: Any, error: type[LoragateError] = ConfigError) -> None:
     try:
         _adapter(kind).validate_python(values)
     except ValidationError as found:
-        raise error(_sentence(found.errors(), kind, values)) from None
+        said = _sentence(found.errors(), kind, values)
+        name, _, rest = said.partition(" ")
+        raise error(f"--{name.replace('_', '-')} {rest}" if flags else said) from None
 
 
 def _checked(kind: Any, value: Any, partial: bool = False) -> Any:
@@ -151,9 +157,9 @@ def _adapter(kind: Any, partial: bool = False) -> Any:
 
 
 def _hints(kind: Any) -> dict[str, Any]:
-    """{field: annotation} of what a dataclass is constructed with."""
+    """{field: annotation} of the keys of a dataclass; a field whose metadata say key=False is no key of a file."""
     hints = typing.get_type_hints(kind, include_extras=True)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.metadata.get("key", True)}
 
 
 def _arms(hint: Any) -> tuple[Any, ...]:

@@ -71,8 +71,8 @@ def test_each_limit_speaks_for_itself():
 
 def test_limits_are_checked():
     for options, words in [
-        ({"repetition": 1.5}, "repetition is a share"),
-        ({"length": 0.5}, "a factor of at least 1"),
+        ({"repetition": 1.5}, "repetition must be at most 1"),
+        ({"length": 0.5}, "length must be at least 1"),
         ({"answers": 0}, "answers must be at least 1"),
         ({"every": 0}, "every must be at least 1"),
     ]:

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from loragate.cli.arguments import Command, flag_of, require_given
+from annotated_types import Ge
+
+from loragate.cli.arguments import Command, require_given
 from loragate.cli.evaluation_inputs import EvaluationInputs
-from loragate.cli.options import AnswerOptions, GradingOptions, OutputOptions
 from loragate.effects import require_effect
-from loragate.errors import ConfigError
+from loragate.validate import Count
 
 Look = Literal["entropy", "gates", "interventions", "alignment", "tokens"]
 
 
 @dataclass(frozen=True)
-class DiagnoseOptions(EvaluationInputs, AnswerOptions, GradingOptions, OutputOptions):
+class DiagnoseOptions(EvaluationInputs):
     """Settings of `loragate diagnose`.
 
     Attributes:
@@ -53,11 +54,11 @@ class DiagnoseOptions(EvaluationInputs, AnswerOptions, GradingOptions, OutputOpt
     what: Look | None = None
     model: str = ""
     rows: str = ""
-    max_rows: int | None = None
-    max_length: int = 4096
+    max_rows: Annotated[int, Ge(2)] | None = None  # intervals are over rows
+    max_length: Count = 4096
     run: str = ""
     of: Literal["gated", "adapter", "base"] | None = None
-    answers: int = 4
+    answers: Count = 4
     suppress: str = "negative,positive"
     threshold: float = 0.0
     prompt_too: bool = False
@@ -65,9 +66,9 @@ class DiagnoseOptions(EvaluationInputs, AnswerOptions, GradingOptions, OutputOpt
     interventions: str = ""
     value: Literal["reference", "reward", "rollouts"] = "reference"
     reference: str = "base"
-    positions: int = 4
-    actions: int = 8
-    rollouts: int = 4
+    positions: Count = 4
+    actions: Count = 8
+    rollouts: Count = 4
     k: int | None = None
     checkpoints: str = ""
 
@@ -76,11 +77,6 @@ def run(options: DiagnoseOptions) -> int:
     """Check what was asked for, then hand over to the look."""
     require_given(COMMAND, options)
     require_effect("diagnose", options, flags=True)
-    for name in ("answers", "positions", "actions", "rollouts", "batch_size", "max_length"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"{flag_of(name)} {getattr(options, name)}: give at least 1")
-    if options.max_rows is not None and options.max_rows < 2:
-        raise ConfigError(f"--max-rows {options.max_rows}: give at least 2, intervals are over rows")
     return importlib.import_module(f"loragate.cli.diagnose_{options.what}").run(options)
 
 

@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from loragate.cli.arguments import flag_of
-from loragate.cli.evaluation_inputs import Loaded, load_inputs
-from loragate.errors import ConfigError
+from loragate.cli.evaluation_inputs import load_inputs
+
+if TYPE_CHECKING:
+    from loragate.models import Loaded
 
 MERGED = "merged"
 """Folder, in that of the run, of a DoRA adapter merged into its base."""
@@ -35,11 +36,6 @@ class Engines:
     def __init__(self, options: Any, loaded: Loaded) -> None:
         self.options, self.loaded = options, loaded
         self._kept: tuple[str, Any] | None = None  # what vLLM has loaded, and the engine
-        for name in ("replicas", "tensor_parallel", "batch_size"):
-            if getattr(options, name) < 1:
-                raise ConfigError(f"{flag_of(name)} {getattr(options, name)}: give at least 1")
-        if not 0 <= options.vllm_memory <= 1:
-            raise ConfigError(f"--vllm-memory {options.vllm_memory:g}: expected a share above 0 and at most 1, or 0")
         if options.engine == "vllm":
             from loragate.generation.vllm_engine import require_vllm
 
@@ -71,7 +67,7 @@ class Engines:
             self.close()  # one model in memory at a time
             names = self.loaded.names
             # made for an adapter also where the first row is the base: the rows share its loaded weights
-            room = adapter or (None if self.loaded.is_dora else names.get("gated") or names.get("adapter"))
+            room = adapter or (None if self.loaded.place.is_dora else names.get("gated") or names.get("adapter"))
             self._kept = base, self._vllm_of(base, room)()
         return self._kept[1].acting_as(adapter, override)
 
@@ -81,7 +77,7 @@ class Engines:
         base = _anywhere(names["base"])
         if variant.acts == "base":
             return base, None, None
-        if self.loaded.is_dora:
+        if self.loaded.place.is_dora:
             return str(self.merged()), None, None
         # one λ for all goes over the gated modules, as it does in memory
         acts = "gated" if variant.constant is not None and "gated" in names else variant.acts

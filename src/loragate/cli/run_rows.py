@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.effects import require_effect
-from loragate.errors import ConfigError, DataError
+from loragate.errors import DataError
 from loragate.training.strategy import launch_of, process_state
 
 MANY = 10_000  # rows from which on tokenising is kept on disk and spread over processes without being asked for
@@ -57,8 +57,6 @@ def encode_run(options: Any, rows: Any, job: Any, encode: Callable[..., Any]) ->
         job: of the display; advanced with every batch.
     """
     many, ranks = len(rows) >= MANY, launch_of().processes
-    if options.data_workers < 0:
-        raise ConfigError(f"--data-workers must not be negative, found {options.data_workers}")
     cache = cache_folder(options.cache, many)
     processes = options.data_workers or (min(WORKERS, _cpus()) if many and (ranks == 1 or cache) else 1)
 
