@@ -123,7 +123,7 @@ def prepare(options: Any, settings: Any, folder: Path, candidates: list[Candidat
         trust=options.trust_remote_code,
     )
     spare = None
-    with display.job("reading the data") as job:
+    with display.job("reading the data", unit="row") as job:
         everything = rows
         if not options.probe and not options.unverified:
             rows, spare = set_aside(rows.shuffled(settings.seed))
@@ -198,7 +198,7 @@ def heldout_rows(options: Any, tokenizer: Any) -> EncodedRows | None:
 def train(job: Job, candidate: Candidate) -> dict[str, Any]:
     """Train one range into the run folder; returns its record. The model stays gated."""
     settings = settings_of(job.settings, candidate.objective)
-    with job.display.job(f"calibrating {candidate.name}") as shown:
+    with job.display.job(f"calibrating {candidate.name}", unit="step") as shown:
         result = calibrate(
             job.model,
             job.tokenizer,
