@@ -39,9 +39,9 @@ class EvalOptions(EvaluationInputs):
         out: run folder; must be new or empty, or hold the run to resume.
         sweep: folder of `loragate sweep`, in place of model: every finished cell is a row beside the adapter, and heat maps are
             drawn.
-        controls: "cheap" also scores the adapter at lower temperatures, greedy, and with one λ; "full" adds random gates and
-            says how the controls are trained that need it; "none" scores neither; "alone" scores the model without its base and
-            adapter.
+        controls: "cheap" also scores adapter and gates at lower temperatures and greedy, and the adapter with one λ; "full" adds
+            random gates and says how the controls are trained that need it; "none" scores neither; "alone" scores the model
+            without its base and adapter.
         constants: constant λ of the cheap controls, separated by commas.
         engine: transformers (any device) or vllm (pip install "loragate[vllm]").
         batch_size: sequences generated at a time; with vLLM or replicas, questions whose answers are drawn together.

@@ -292,7 +292,7 @@ class Evaluation:
             finish_reasons=[sample.finish_reason for sample in samples],
             tokens=[len(sample.token_ids) for sample in samples],
             answers=None if grader in CODE else _answers(samples, grades, len(prepared.prompts)),
-            adapter_scores=scores.get(("adapter", name)) if variant.name != "adapter" else None,
+            adapter_scores=scores.get((variant.compared_with, name)) if variant.name != "adapter" else None,
             control=variant.control,
             temperature=variant.temperature,
             constant=variant.constant,
@@ -324,8 +324,8 @@ class Evaluation:
             for variant in self.variants if len(names) > 1 else ():
                 ours = [scores[variant.name, name] for name in names]
                 comparison = None
-                if ("adapter", names[0]) in scores and variant.name != "adapter":
-                    comparison = compare_suites(ours, [scores["adapter", name] for name in names])
+                if (variant.compared_with, names[0]) in scores and variant.name != "adapter":
+                    comparison = compare_suites(ours, [scores[variant.compared_with, name] for name in names])
                 rows.append(SuiteResult(variant.acts, suite_average(ours), suite, variant.control, comparison))
         return tuple(rows)
 
