@@ -319,6 +319,8 @@ def _converter(kind: Any) -> typing.Callable[[str], Any]:
 def _plain(kind: Any) -> Any:
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         kind = next(part for part in typing.get_args(kind) if part is not type(None))
+    if typing.get_origin(kind) is typing.Literal:
+        return str
     return typing.get_origin(kind) or kind
 
 

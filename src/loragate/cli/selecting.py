@@ -283,7 +283,7 @@ def _labelled(job: Any, asked: Asked, prompts: list[str]) -> Any:
 
 
 def _render(job: Any, asked: Asked) -> list[str]:
-    from loragate.evaluation.prompts import render_questions
+    from loragate.evaluation.tasks.questions import render_questions
 
     return render_questions(asked.task, asked.questions, job.tokenizer, job.options.system)
 

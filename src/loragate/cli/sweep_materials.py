@@ -107,7 +107,7 @@ class SweepMaterials:
     def probes(self, model: Any, tokenizer: Any) -> tuple[Any, Any]:
         from loragate.cli.selecting import answer_limit
         from loragate.evaluation.judging import JudgeSettings
-        from loragate.evaluation.prompts import render_questions
+        from loragate.evaluation.tasks.questions import render_questions
         from loragate.generation import SamplingConfig
         from loragate.selection.probe import labelled_probe
 

@@ -53,8 +53,8 @@ OnEvent = Callable[[str, str, int, int, str], None]
 
 def settings_of(settings: CalibrationSettings, objective: str) -> CalibrationSettings:
     """The settings for a candidate's objective; what only other objectives read goes back to its default."""
-    given = {name: getattr(settings, name) for name in CalibrationSettings.read_by(objective) if name != "objective"}
-    return CalibrationSettings(**given, objective=objective)
+    given = {name: getattr(settings, name) for name in CalibrationSettings.read_by(objective)}
+    return CalibrationSettings(**{**given, "objective": objective})
 
 
 class Transaction:
