@@ -50,7 +50,10 @@ def test_an_estimate_is_no_finer_than_it_is(seconds, words):
 def test_kinds_of_parts_have_their_own_pace_and_the_time_left_never_grows(clock, monkeypatch):
     """Probes of 30 s and trainings of 300 s: one pace for both would first say two minutes and then twenty."""
     monkeypatch.setattr(display, "time_left", lambda seconds: str(round(seconds)))
-    order = [("adapter", "probing"), *[(name, kind) for name in ("[0,1]", "[-6,3]") for kind in ("training", "probing")]]
+    order = [
+        ("adapter", "probing"),
+        *[(name, kind) for name in ("[0,1]", "[-6,3]") for kind in ("training", "probing")],
+    ]
     lengths = {"probing": 30, "training": 300}
     parts, said = Parts(order), []
     for name, kind in order:

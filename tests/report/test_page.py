@@ -194,7 +194,9 @@ def test_the_summary_names_the_verdict_and_the_cheaper_control():
     record["results"].append({**gated, "comparison": versus, "verdict": "worse"})
     said = evaluation_statements(record)
     assert said[1] == "On t, adapter T=0.3 needs no training and scores 60.0 %."
-    assert said[2].startswith("On t, T=0.3, gated is worse than the adapter: 90.0 % against 60.0 % of the adapter (-10.0")
+    assert said[2].startswith(
+        "On t, T=0.3, gated is worse than the adapter: 90.0 % against 60.0 % of the adapter (-10.0"
+    )
     assert "not told apart" in evaluation_statements(evaluation(0.31, "no difference shown", 0.2))[0]
 
 

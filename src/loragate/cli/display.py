@@ -150,7 +150,7 @@ class Job:
         """`share` of the job is done; the parts say what it is at, empty ones are left out."""
         text = " · ".join(part for part in parts if part)
         if self.progress is not None and self.task is not None:
-            self.progress.update(self.task, completed=share, total=1.0 if share else None, note=text)
+            self.progress.update(self.task, completed=share, total=1.0 if share else None, note=text)  # type: ignore[arg-type]
         elif time.monotonic() - self.printed >= PLAIN_SECONDS:
             self.printed = time.monotonic()
             self.display.out.print(f"{self.name}: {text}", markup=False, soft_wrap=True)
@@ -176,8 +176,8 @@ class Parts:
 
     def __init__(self, parts: Sequence[tuple[str, str]]) -> None:
         self.parts = list(parts)
-        self.first: dict[tuple[str, str], tuple[float, float]] = {}  # when a part was first heard of, and its share then
-        self.paces: dict[str, dict[tuple[str, str], tuple[float, float]]] = {}  # kind: part: (seconds, share) since then
+        self.first: dict[Any, tuple[float, float]] = {}  # by part: when it was first heard of, and its share then
+        self.paces: dict[str, dict[Any, tuple[float, float]]] = {}  # by kind and part: seconds and share since then
 
     def at(self, name: str, kind: str, share: float) -> tuple[float, str]:
         """The share of the whole job that is done now that `share` of one part is, and how long is left in words."""

@@ -59,7 +59,7 @@ def run(options: SftOptions) -> int:
     quiet_logging()
     from loragate.cli.calibration import is_main_process, keep_configuration, lasting_name
     from loragate.cli.calibration_report import show_data, warn_about_endings
-    from loragate.cli.run_rows import encode_run, keep_rows_record, read_rows
+    from loragate.cli.run_rows import encode_run, keep_rows_record, read_rows, say_steps
     from loragate.data import encode_rows
     from loragate.gates.artifact import write_adapter
     from loragate.gates.fingerprint import commit_of_base
@@ -100,6 +100,7 @@ def run(options: SftOptions) -> int:
     warn_about_endings(out, tokenizer, encoded, base)
     keep_rows_record(options, folder, rows, encoded, options.max_rows)
     keep_configuration(options, folder)
+    say_steps(out, settings, len(encoded))
     with display.job(f"training ({settings.objective})", unit="step") as job:
         result = train_adapter(
             base,
