@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Literal
 
 from loragate.cli.arguments import Command, require_given
 from loragate.cli.launching import begin
@@ -33,7 +34,7 @@ class CalibrateOptions(RunOptions, CalibrationSettings, SelectionOptions):
         gate_modules: gate only these modules (names separated by commas); by default all LoRA linears.
     """
 
-    select: str = "shuffled"
+    select: Literal["first", "shuffled"] = "shuffled"
     adapter: str = ""
     base: str = ""
     base_id: str = ""
@@ -89,5 +90,9 @@ COMMAND = Command(
         "loragate calibrate --adapter path/to/adapter --data train.jsonl --probe probe.jsonl --out gated",
         "loragate calibrate --adapter path/to/adapter --data train.jsonl --range=0,1 --unverified --out gated",
         "loragate calibrate --config calibrate.yaml --learning-rate 1e-3",
+    ),
+    common=(
+        "range ranges probe probe_task unverified objective learning_rate epochs "
+        "batch_size micro_batch_size max_rows precision seed resume"
     ),
 )

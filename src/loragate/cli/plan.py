@@ -94,4 +94,8 @@ COMMAND = Command(
         "loragate plan config.json --stage sft --gpus 8 --gpu-memory h100 --seq 4096 --json plan.json",
     ),
     positional="model",
+    common=(
+        "stage gpus gpu_memory seq batch micro_batch rank target_modules precision "
+        "quantization gradient_checkpointing strategy rows epochs json"
+    ),
 )

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from loragate.cli.arguments import Command, flag_of, require_given, resolved_yaml
 from loragate.cli.display import console, duration, next_evaluation
 from loragate.cli.options import RunOptions
 from loragate.cli.quantization import check_quantization
-from loragate.errors import ConfigError, DivergenceError, LoragateError, nearest
+from loragate.errors import ConfigError, DivergenceError, LoragateError
 from loragate.files import write_json, write_text
 from loragate.training.settings import CalibrationSettings
-
-RUNNERS = ("auto", "ray", "sequential")
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class SweepOptions(RunOptions, CalibrationSettings):
         probe_max_new_tokens: token limit of an answer to probe or test; 0 takes 512. The model's last position ends it, too.
         test: further questions of the same kind, which every cell answers for the oracle; never used to choose.
         test_samples: samples per test question; 0 takes probe_samples.
-        runner: ray, sequential, or auto: Ray if it is installed.
+        runner: auto takes Ray if it is installed.
         workers: parallel trials on this machine; 0 takes as many as fit. On a cluster 0 leaves the number to Ray.
         gpus_per_trial: GPUs of one trial on Ray; 0.5 lets two trials share one. By default 1 if there is a GPU.
         cpus_per_trial: CPUs, and threads, of one trial on Ray.
@@ -58,7 +56,7 @@ class SweepOptions(RunOptions, CalibrationSettings):
         | {"strategy", "processes", "cache", "data_workers"}  # a trial is one process, which tokenises the rows once
     )
 
-    select: str = "shuffled"
+    select: Literal["first", "shuffled"] = "shuffled"
     adapter: str = ""
     adapters: str = ""
     ranges: str = "0,1;-6,3;0,6"
@@ -72,7 +70,7 @@ class SweepOptions(RunOptions, CalibrationSettings):
     probe_max_new_tokens: int = 0
     test: str = ""
     test_samples: int = 0
-    runner: str = "auto"
+    runner: Literal["auto", "ray", "sequential"] = "auto"
     workers: int = 0
     gpus_per_trial: float | None = None
     cpus_per_trial: int = 1
@@ -131,10 +129,6 @@ def check(options: SweepOptions) -> None:
     require_given(COMMAND, replace(options, adapter=options.adapter or options.adapters))
     if options.adapter and options.adapters:
         raise ConfigError("give --adapter for one adapter or --adapters for several, not both")
-    if options.runner not in RUNNERS:
-        raise ConfigError(
-            f"--runner must be one of {', '.join(RUNNERS)}, found {options.runner!r}{nearest(options.runner, RUNNERS)}"
-        )
     if options.workers < 0 or options.cpus_per_trial < 1 or (options.gpus_per_trial or 0) < 0:
         raise ConfigError("--workers and --gpus-per-trial must not be negative, and --cpus-per-trial at least 1")
     if options.test_samples and not options.test:
@@ -294,5 +288,9 @@ COMMAND = Command(
         "--gpus-per-trial 0.5 --out runs/grid",
         "loragate sweep --adapter path/to/adapter --data train.jsonl --ranges grid --seeds 0,1,2 --probe probe.jsonl "
         "--gpus-per-trial 0.5 --out runs/grid --resume",
+    ),
+    common=(
+        "adapters ranges seeds objectives probe probe_task test learning_rate "
+        "epochs batch_size micro_batch_size runner workers resume"
     ),
 )
