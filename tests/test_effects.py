@@ -13,6 +13,11 @@ from loragate.errors import ConfigError
 CLASSES = {
     "calibration": ("loragate.training.settings", "CalibrationSettings"),
     "sft": ("loragate.cli.sft", "SftOptions"),
+    "task": ("loragate.evaluation.tasks.task", "Task"),
+    "dataset": ("loragate.evaluation.tasks.task", "Dataset"),
+    "rows": ("loragate.cli.sft", "SftOptions"),
+    "eval": ("loragate.cli.evaluate", "EvalOptions"),
+    "serve": ("loragate.cli.serve", "ServeOptions"),
     "diagnose": ("loragate.cli.diagnose", "DiagnoseOptions"),
 }
 

@@ -50,6 +50,8 @@ def head(shape: Shape, wanted: str) -> Step:
 def gated_module() -> Step:
     """One gated delta alone, 128 tokens of width 64, rank 16."""
     from loragate.gates.operation import gated_delta
+    from loragate.gates.range import Range
+    from loragate.gates.signed_map import SignedMap
 
     torch.manual_seed(0)
     owner = torch.nn.Module()
@@ -60,8 +62,8 @@ def gated_module() -> Step:
     owner.register_parameter("bias", torch.nn.Parameter(torch.zeros(1)))
 
     def loss() -> torch.Tensor:
-        settings = {"lower": -6.0, "upper": 3.0, "tau": 1.0, "scaling": 1.0}
-        return gated_delta(owner.x, owner.a, owner.b, owner.weight, owner.bias, **settings).sum()
+        signed_map = SignedMap(Range(-6, 3))
+        return gated_delta(owner.x, owner.a, owner.b, owner.weight, owner.bias, signed_map, 1.0).sum()
 
     return owner, loss
 

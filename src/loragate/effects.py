@@ -62,6 +62,16 @@ TABLE: dict[str, tuple[Acts, ...]] = {
         Acts(("reward_kl", "advantage", "clip_ratio"), "objective", ("reward",)),
         Acts(("random_scale",), "objective", ("random",)),
     ),
+    # of every command that trains
+    "rows": (Acts(("select_seed",), "max_rows"), Acts(("select_seed",), "select", ("shuffled",))),
+    # a task file; the harness asks and judges in its own way
+    "task": (
+        Acts(("harness",), "engine", ("lm-eval",)),
+        Acts(("columns", "system", "prompt", "raw", "generation"), "engine", ("loragate",)),
+        Acts(("extractor", "grader", "metric"), "engine", ("loragate",)),
+        Acts(("system",), "raw", (None,)),
+    ),
+    "dataset": (Acts(("config", "split", "revision"), "hub"),),
     "sft": (Acts(("reference",), "objective", ("eksft",)),),
     "diagnose": (
         Acts(("rows", "max_rows"), "what", ("entropy", "alignment")),
@@ -76,6 +86,16 @@ TABLE: dict[str, tuple[Acts, ...]] = {
         Acts(("reference", "positions", "actions", "rollouts"), "what", ("alignment",)),
         Acts(("reference",), "value", ("reference",)),
         Acts(("positions", "actions", "rollouts"), "value", ("rollouts",)),
+        # stored answers are chosen with --tasks, --answers and --limit
+        Acts(("suite", "data", "revision", "samples", "temperature", "max_new_tokens"), "run", (None,)),
+    ),
+    # the rows of an evaluated sweep are the adapter and the cells
+    "eval": (Acts(("model", "constants"), "sweep", (None,)),),
+    # vLLM loads the base itself; its own --quantization stands in --vllm-args
+    "serve": (
+        Acts(("quantization",), "engine", ("transformers",)),
+        Acts(("overrides", "dynamic", "max_model_len", "tensor_parallel"), "engine", ("vllm",)),
+        Acts(("vllm_memory", "vllm_args"), "engine", ("vllm",)),
     ),
 }
 
@@ -92,7 +112,10 @@ def require_effect(subject: str, options: Any, *, flags: bool = False, **facts: 
     Raises:
         ConfigError: naming the setting, what stands against it and where it acts.
     """
-    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+    defaults = {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(options)
+    }
     for row in TABLE[subject]:
         found = facts[row.when] if row.when in facts else getattr(options, row.when)
         if not row.refused or row.allows(found):
@@ -109,8 +132,8 @@ def acting(subject: str, names: Iterable[str], **facts: Any) -> tuple[str, ...]:
 
 
 def _sentence(row: Acts, name: str, found: Any, flags: bool) -> str:
-    shown, when = (f"--{one.replace('_', '-')}" if flags else one for one in (name, row.when))
+    shown, needed = (f"--{one.replace('_', '-')}" if flags else one for one in (name, row.when))
     if not row.values:
-        return f"{shown} has no effect without {when}; give that too, or leave {shown} out"
+        return f"{shown} has no effect without {needed}; give that too, or leave {shown} out"
     only = " and ".join(str(value) for value in row.values if value is not None)
-    return f"{shown} has no effect with {when} {found}{only and f', only with {only}'}; leave it out"
+    return f"{shown} has no effect with {row.when} {found}{only and f', only with {only}'}; leave it out"

@@ -8,6 +8,8 @@ from toy import SCALING, D, M, R, S, Toy, V, close, entropy, grad, jacobian, ran
 
 import loragate as lg
 from loragate.gates.operation import gated_delta, gated_delta_reference
+from loragate.gates.range import Range
+from loragate.gates.signed_map import SignedMap
 from tiny import tiny_adapter
 
 K = 4
@@ -17,7 +19,7 @@ def test_gated_delta():
     """eq:rw-gated-delta: u = Wh + λΔWh; the package's operation gives exactly the second part."""
     toy, x = Toy(), rand(S, D, seed=8)
     w, bias = rand(D, seed=9, scale=0.5), rand(1, seed=10)
-    settings = {"lower": -2.0, "upper": 3.0, "tau": 0.8, "scaling": SCALING}
+    settings = {"signed_map": SignedMap(Range(-2, 3), 0.8), "scaling": SCALING}
     delta = gated_delta_reference(x, toy.a[0], toy.b[0], w, bias, **settings)
     lam = lg.gate_coefficient(x @ w + bias, -2.0, 3.0, 0.8)
     close(delta, lam[:, None] * (x @ toy.delta_weight(0).T))
@@ -147,7 +149,7 @@ def test_fused_operation_stops_the_same_term():
     """eq:rw-full-module-jacobian: the fused operation's gradient to h is that of the equation, complete and stopped."""
     toy, x = Toy(), rand(S, D, seed=15).requires_grad_()
     w, bias, out = rand(D, seed=9, scale=0.5), rand(1, seed=10), rand(S, D, seed=16)
-    settings = {"lower": -2.0, "upper": 3.0, "tau": 0.8, "scaling": SCALING}
+    settings = {"signed_map": SignedMap(Range(-2, 3), 0.8), "scaling": SCALING}
     found = [
         grad((gated_delta(x, toy.a[0], toy.b[0], w, bias, **settings, detach_input=stop) * out).sum(), x)
         for stop in (True, False)

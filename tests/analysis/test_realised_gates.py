@@ -11,6 +11,7 @@ from loragate.analysis.reading import answer_rows
 from loragate.analysis.realised_gates import GatesRecord, count_gates, histogram_edges, most, summarise
 from loragate.analysis.token_classes import TokenClasses
 from loragate.gates import trace_gates
+from loragate.gates.range import Range
 from loragate.generation import SamplingConfig, TransformersEngine
 from tiny import VOCABULARY, tiny_adapter, tiny_tokenizer
 
@@ -89,7 +90,7 @@ def test_no_logits_are_made():
 
 def test_histogram_has_zero_and_one_among_its_edges():
     for lower, upper in ((-6, 3), (0, 1), (-0.3, 1), (0, 6)):
-        edges = histogram_edges(lower, upper)
+        edges = histogram_edges(Range(lower, upper))
         assert (np.diff(edges) > 0).all()
         assert {0.0, 1.0} <= set(edges.tolist())
         assert (edges[0], edges[-1]) == (lower, upper)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 
 from loragate.gates.operation import gate_coefficient_of_input
+from loragate.gates.range import Range
+from loragate.gates.signed_map import SignedMap
 
 V, D, R, M, S = 9, 6, 2, 3, 5
 SCALING = 1.5
@@ -51,7 +53,9 @@ class Toy:
 
     def gate(self, psi, m, c, detach):
         part = psi[m * (D + 1) : (m + 1) * (D + 1)]
-        return gate_coefficient_of_input(c, part[:D], part[D:], self.lower, self.upper, self.tau, detach)
+        return gate_coefficient_of_input(
+            c, part[:D], part[D:], SignedMap(Range(self.lower, self.upper), self.tau), detach
+        )
 
     def logits(self, psi, detach=False):
         """G_t(Λ(ψ)); `detach` stops the gradient at gate inputs (the paper's sg)."""

@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 
 from loragate.errors import DataError
 from loragate.evaluation.aggregates import (
-    VarianceSplit,
     compare_suites,
     dft_rounded_mean,
     majority_at_k,
     pass_at_k,
     suite_average,
-    variance_split,
 )
 from loragate.evaluation.statistics import average_at_k, compare
 
@@ -162,24 +160,6 @@ def test_dft_rounding_reaches_a_score_that_no_exact_mean_can_be() -> None:
     assert round(100 * dft_rounded_mean(scores), 2) == 8.34
 
 
-def test_variance_split_by_hand() -> None:
-    """Means 1, 0.5, 0 (variance 1/4) with sample variances 0, 1/2, 0."""
-    split = variance_split([[1, 1], [1, 0], [0, 0]])
-    assert split.within == pytest.approx(1 / 6)
-    assert split.between == pytest.approx(1 / 4 - 1 / 12)
-    assert split.stderr() == pytest.approx(average_at_k([[1, 1], [1, 0], [0, 0]]).stderr)
-    assert split.stderr(10**9) == pytest.approx(math.sqrt(split.between / 3))
-    assert variance_split([[1, 0], [0, 1]]) == VarianceSplit(0, 0.5, 2, 2)
-
-
-def test_variance_split_finds_the_truth() -> None:
-    generator = np.random.default_rng(4)
-    difficulty = generator.beta(2, 2, (20_000, 1))
-    split = variance_split(generator.random((20_000, 4)) < difficulty)
-    assert split.between == pytest.approx(1 / 20, rel=0.05)
-    assert split.within == pytest.approx(1 / 4 - 1 / 20, rel=0.05)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -199,10 +179,8 @@ def test_variance_split_finds_the_truth() -> None:
         (lambda: majority_at_k(["ab"], [[1, 0]]), "answers of question 0"),
         (lambda: majority_at_k([[["a"]]], [[1]]), "cannot be counted"),  # type: ignore[list-item]
         (lambda: dft_rounded_mean([[0.5]]), "expected 1 for a right answer"),
-        (lambda: variance_split([[1], [0]]), "at least 2 questions with 2 samples"),
-        (lambda: variance_split([[1, 0], [0, 1]]).stderr(0), "samples is 0"),
     ],
-    ids=range(15),
+    ids=range(13),
 )
 def test_tables_that_do_not_fit(call, message: str) -> None:
     with pytest.raises(DataError, match=message):

@@ -276,7 +276,7 @@ def test_three_suites_run_offline_quietly_and_the_same_again(harness, gated, no_
     assert first["mmlu_pro"].truncated == np.mean([s["finish_reason"] == "length" for s in first["mmlu_pro"].samples])
     assert "11 of 14 subsets have no question" in first["mmlu_pro"].warnings[0]
     assert first["openbookqa"].truncated is None
-    assert set(first["openbookqa"].all_scores) == {"acc,none", "acc_norm,none"}
+    assert set(first["openbookqa"].samples[0]["scores"]) == {"acc,none", "acc_norm,none"}
 
 
 def test_planted_answers_are_scored_strictly_and_flexibly_by_question_subset_and_whole(harness, monkeypatch):
@@ -308,7 +308,7 @@ def test_planted_answers_are_scored_strictly_and_flexibly_by_question_subset_and
     mmlu, bbh = found["mmlu_pro"], found["bbh"]
     assert [sample["text"] for sample in mmlu.samples + bbh.samples] == both
     assert mmlu.scores[:, 0].tolist() == [1, 1, 1, 0, 1, 1]
-    assert mmlu.all_scores["exact_match,custom-extract"][:, 0].tolist() == [0, 1, 0, 0, 1, 1]
+    assert [sample["scores"]["exact_match,custom-extract"] for sample in mmlu.samples] == [0, 1, 0, 0, 1, 1]
     assert [sample["correct"] for sample in mmlu.samples] == [True, True, True, False, True, True]
     assert mmlu.samples[0]["extracted"] == {"custom-extract": "[invalid]", "flexible": "B"}
     assert {name: estimate.mean for name, estimate in mmlu.by_subset.items()} == {
@@ -397,12 +397,16 @@ def test_loglikelihoods_are_the_gated_models_own(harness, gated, tmp_path, chat_
     assert np.abs(values(with_gates) - values(base)).min() > 1e-3
     assert np.abs(values(with_gates) - values(adapter)).min() > 1e-4
     gold = np.array(["ABCD".index(row["answerKey"]) for row in rows])
-    np.testing.assert_array_equal(with_gates.all_scores["acc,none"][:, 0], np.argmax(expected, axis=1) == gold)
+    columns = {
+        metric: [sample["scores"][metric] for sample in with_gates.samples]
+        for metric in with_gates.samples[0]["scores"]
+    }
+    np.testing.assert_array_equal(columns["acc,none"], np.argmax(expected, axis=1) == gold)
     lengths = np.array([[len(text) for text in row["choices"]["text"]] for row in rows])
     right = np.argmax(np.array(expected) / lengths, axis=1) == gold
-    np.testing.assert_array_equal(with_gates.all_scores["acc_norm,none"][:, 0], right)
-    for metric, column in with_gates.all_scores.items():
-        assert with_gates.harness_values[metric] == pytest.approx(column.mean())
+    np.testing.assert_array_equal(columns["acc_norm,none"], right)
+    for metric, column in columns.items():
+        assert with_gates.harness_values[metric] == pytest.approx(np.mean(column))
     assert with_gates.by_subset == {}
     assert with_gates.macro == with_gates.micro.mean
 

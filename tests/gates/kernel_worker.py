@@ -12,6 +12,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from loragate.gates import backend, kernel, operation
+from loragate.gates.range import Range
+from loragate.gates.signed_map import SignedMap
 
 SHAPES = [  # tokens, width, rank
     ((2, 40), 64, 16),
@@ -22,7 +24,7 @@ SHAPES = [  # tokens, width, rank
     ((1, 80), 20, 3),
     ((0,), 32, 8),
 ]
-RANGES = [(-6.0, 3.0, 1.0), (-3.0, 1.0, 0.7), (0.0, 4.0, 2.0)]
+MAPS = [SignedMap(Range(-6, 3)), SignedMap(Range(-3, 1), 0.7), SignedMap(Range(0, 4), 2.0)]
 
 
 def relative(found, expected):
@@ -43,16 +45,15 @@ def operands(shape, width, rank, dtype, seed=0):
     return make(*shape, width), make(rank, width) / width**0.5, make(40, rank), weight, make(1, kind=fp32) / 4
 
 
-def parts(shape, width, rank, dtype, weighted, bounds):
+def parts(shape, width, rank, dtype, weighted, signed_map):
     """The three functions of the kernel module against their twins; bits where both do the same roundings."""
     x, a, _, weight, bias = operands(shape, width, rank, dtype)
     weight = weight if weighted else None
-    lower, upper, tau = bounds
-    plain = operation.gated_reduction(x, None, a, weight, bias, *bounds)
-    one_pass = kernel.gated_reduction(x, None, a, weight, bias, *bounds)
-    given = kernel.gated_reduction(x, plain[1], a, weight, bias, *bounds)
+    plain = operation.gated_reduction(x, None, a, weight, bias, signed_map)
+    one_pass = kernel.gated_reduction(x, None, a, weight, bias, signed_map)
+    given = kernel.gated_reduction(x, plain[1], a, weight, bias, signed_map)
     back = torch.randn(*shape, rank, generator=torch.Generator().manual_seed(1)).to(dtype)
-    through = [run.rank_space_backward(back, *plain[1:], lower, upper, tau, 2.0) for run in (kernel, operation)]
+    through = [run.rank_space_backward(back, *plain[1:], signed_map, 2.0) for run in (kernel, operation)]
     sums = [run.weight_gradient(through[1][0].float(), x) for run in (kernel, operation)]
     names = ("gated", "reduced", "response")
     errors = {name: relative(left, right) for name, left, right in zip(names, one_pass, plain, strict=True)}
@@ -76,13 +77,13 @@ def ends():
     errors = {}
     for logit in (0.0, -0.0, 1e-7, -1e-7, 1e-3, -1e-3, 0.1249, 0.1251, -0.1251, 2.0, -2.0, 30.0, -30.0):
         bias = torch.tensor([logit])
-        found = kernel.gated_reduction(x, reduced, a, None, bias, -6.0, 3.0, 1.0)
-        expected = operation.gated_reduction(x, reduced, a, None, bias, -6.0, 3.0, 1.0)
+        found = kernel.gated_reduction(x, reduced, a, None, bias, MAPS[0])
+        expected = operation.gated_reduction(x, reduced, a, None, bias, MAPS[0])
         errors[str(logit)] = relative(found[2], expected[2])
         if logit == 0:
             errors["bits"] = 0.0 if torch.equal(found[0], reduced) else 1.0
         slopes = [
-            run.rank_space_backward(reduced, reduced, expected[2].contiguous(), -6.0, 3.0, 1.0, 1.0)[0]
+            run.rank_space_backward(reduced, reduced, expected[2].contiguous(), MAPS[0], 1.0)[0]
             for run in (kernel, operation)
         ]
         errors[f"slope {logit}"] = relative(*slopes)
@@ -92,7 +93,7 @@ def ends():
 def whole(dtype, weighted, detach):
     """`gated_delta` and all its gradients through the kernels, against the reference by autograd in fp64."""
     values = operands((2, 19), 48, 6, dtype)
-    settings = {"lower": -6.0, "upper": 3.0, "tau": 0.8, "scaling": 2.0, "detach_input": detach}
+    settings = {"signed_map": SignedMap(Range(-6, 3), 0.8), "scaling": 2.0, "detach_input": detach}
     results = []
     for run, kind in ((operation.gated_delta, None), (operation.gated_delta_reference, torch.float64)):
         tensors = [(value if kind is None else value.to(kind)).requires_grad_() for value in map(torch.clone, values)]
@@ -119,7 +120,7 @@ def main():
     for (name, dtype), shape, weighted in itertools.product(dtypes.items(), SHAPES, (True, False)):
         if name == "fp16" and not weighted:
             continue
-        for bounds in RANGES if shape == SHAPES[3] else RANGES[:1]:
+        for bounds in MAPS if shape == SHAPES[3] else MAPS[:1]:
             found = parts(*shape, dtype, weighted, bounds)
             report("parts", None, f"{name} {shape} {weighted} {bounds}", name, **found)
     report("ends", None, "", "fp32", errors=ends())

@@ -5,7 +5,7 @@ import re
 import pytest
 import yaml
 
-from loragate.gates.card import code, plain, render_card, with_base
+from loragate.gates.card import code, plain, render_card
 
 SCORE = {"mean": 0.5, "low": 0.4, "high": 0.6}
 HOSTILE = [
@@ -97,7 +97,7 @@ def test_everything_measured_is_said():
         "no evidence of better answers",
         "flattered by the choice",
         "arXiv:2609.33463",
-        "# license: name one here",
+        "No license is named",
     ):
         assert words in card, words
     assert "\n\n\n" not in card
@@ -148,19 +148,6 @@ def test_hostile_names_are_shown_and_not_obeyed(text):
         assert not re.search(r"[\x00-\x08\x1b\u2028]", line)
         if line.startswith("| ") and "|---" not in line:
             assert len(re.findall(r"(?<!\\)\|", line)) in (3, 8), line
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_a_base_is_written_into_the_front_matter_safely(text):
-    for card in (
-        render_card("x", a_record()),
-        "no front matter\n",
-        "---\ntags: [a]\nbase_model:\n- one\n- two\nx: 1\n---\nbody",
-    ):
-        after = with_base(card, text)
-        assert front(after)["base_model"] == text.replace("\u2028", "\u2028")
-        assert after.endswith(card.split("---\n")[-1])
-    assert front(after) == {"tags": ["a"], "base_model": text, "x": 1}
 
 
 def test_code_spans_close():

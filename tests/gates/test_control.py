@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import loragate as lg
 from loragate.errors import GateError
 from loragate.gates import constant_gate
+from loragate.gates.range import Range
 from loragate.gates.recording import Recorder, Recording
 
 
@@ -141,7 +142,7 @@ def test_what_is_no_mask_is_refused_when_it_is_set(gated, token_ids):
 
 
 def test_an_experts_routed_tokens_are_left_out_under_a_mask(gated):
-    recorder = Recorder(-6, 3)
+    recorder = Recorder(Range(-6, 3))
     recording = Recording({"experts.0": recorder})
     recording.token_mask = torch.ones(2, 7, dtype=torch.bool)
     recorder.update(torch.zeros(5))
@@ -167,6 +168,6 @@ def test_recording_asks_an_apple_gpu_for_no_doubles():
         lam = torch.empty(2, 3, device="mps")
         with pytest.raises(TypeError):
             lam.double()
-        recorder = Recorder(-6, 3)
+        recorder = Recorder(Range(-6, 3))
         recorder.update(lam)
         assert recorder.sums.device.type == "cpu"

@@ -5,8 +5,11 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from loragate.gates.operation import gated_delta, gated_delta_reference
+from loragate.gates.range import Range
+from loragate.gates.signed_map import SignedMap
 
-SETTINGS = {"lower": -6.0, "upper": 3.0, "tau": 0.8, "scaling": 2.0}
+MAP = SignedMap(Range(-6, 3), 0.8)
+SETTINGS = {"signed_map": MAP, "scaling": 2.0}
 
 
 def operands(dtype=torch.float64, tokens=7, d_in=6, rank=3, d_out=5, gate_dtype=None, seed=0):
@@ -73,7 +76,7 @@ def test_gating_in_rank_space_equals_gating_the_output():
     x, a, b, weight, bias = (tensor.detach() for tensor in operands())
     from loragate.gates.signed_map import gate_coefficient
 
-    lam = gate_coefficient(x @ weight + bias, SETTINGS["lower"], SETTINGS["upper"], SETTINGS["tau"])
+    lam = gate_coefficient(x @ weight + bias, -6.0, 3.0, 0.8)
     expected = lam.unsqueeze(-1) * (x @ a.t() @ b.t()) * SETTINGS["scaling"]
     torch.testing.assert_close(gated_delta(x, a, b, weight, bias, **SETTINGS), expected, rtol=1e-12, atol=1e-12)
 
@@ -180,6 +183,6 @@ def test_scaling_is_bit_for_bit_pefts(scaling, dtype):
     x, a, b, _, bias = (
         tensor.detach() for tensor in operands(dtype, d_in=48, rank=8, d_out=40, gate_dtype=torch.float32)
     )
-    out = gated_delta(x, a, b, None, torch.zeros_like(bias), lower=-3, upper=2, tau=1.0, scaling=scaling)
+    out = gated_delta(x, a, b, None, torch.zeros_like(bias), SignedMap(Range(-3, 2)), scaling)
     linear = torch.nn.functional.linear
     assert torch.equal(out, linear(linear(x, a), b) * scaling)

@@ -78,11 +78,11 @@ def test_bad_ranges_are_refused(lower, upper, words):
 
 
 def test_other_settings_are_checked():
-    with pytest.raises(GateError, match="tau must be positive"):
+    with pytest.raises(GateError, match="tau must be above 0"):
         GateConfig(-1, 2, tau=0)
     with pytest.raises(GateError, match="did you mean 'token'"):
         GateConfig(-1, 2, granularity="tokens")
-    with pytest.raises(GateError, match="target_modules is empty"):
+    with pytest.raises(GateError, match="target_modules must be text or a list"):
         GateConfig(-1, 2, target_modules=[])
     with pytest.raises(GateError, match="init_scale"):
         GateConfig(-1, 2, init_scale=-1e-6)

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+import yaml
 from huggingface_hub import constants
 
 import loragate as lg
@@ -16,7 +17,7 @@ from loragate.cli.serve_transformers import add_adapters
 from loragate.errors import ArtifactError, ConfigError
 from loragate.gates.card import render_card
 from loragate.gates.hub import HubName, gated_folder, hub_name, hub_source, is_hub_id
-from loragate.gates.upload import _without_folders, files_to_push, push_gated
+from loragate.gates.upload import push_gated, stage, without_paths
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 PLAIN = "fedcba9876543210fedcba9876543210fedcba98"
@@ -109,7 +110,7 @@ def test_push_and_load(place, hub, token_ids, monkeypatch, capsys):
     assert record["base"]["id"] == "someone/base"
     assert record["training"]["data"]["source"] == "rows.jsonl"
     assert json.loads(files["adapter/adapter_config.json"])["base_model_name_or_path"] == "someone/base"
-    assert 'base_model: "someone/base"' in files["README.md"].decode()
+    assert front_of(files["README.md"].decode())["base_model"] == "someone/base"
 
     with torch.no_grad():
         expected = lg.load_gated(place / "gated")(token_ids).logits
@@ -164,7 +165,7 @@ def test_diagnose_export_and_serve_take_a_hub_id(place, hub, tmp_path, monkeypat
     weights = [(tmp_path / folder / "adapter_model.safetensors").read_bytes() for folder in "abc"]
     assert weights[0] == weights[1] == weights[2]
 
-    options = ServeOptions(str(place / "gated"), adapters=f"a={name}@unit,b=user/repo,c=user/plain", base=base[1])
+    options = ServeOptions(model=str(place / "gated"), adapters=f"a={name}@unit,b=user/repo,c=user/plain", base=base[1])
     more = served_folders(options)[1]
     assert [hub_source(more[key].removesuffix("@unit")) for key in "abc"] == [name, name, f"user/plain@{PLAIN}"]
     assert more["a"].endswith("@unit")
@@ -214,23 +215,34 @@ def test_an_upload_is_taken_up_and_an_old_adapter_leaves(place, hub):
 def test_a_card_that_was_edited_keeps_its_words(place, tmp_path):
     shutil.copytree(place / "gated", tmp_path / "gated")
     card = tmp_path / "gated" / "README.md"
-    card.write_text(
-        card.read_text().replace("# license: name one", "license: mit  # name one") + f"\nSee {place}/base.\n"
-    )
-    files, base = files_to_push(tmp_path / "gated", "repo", "someone/base")
-    text = files["README.md"].decode()
+    card.write_text(card.read_text().replace("library_name:", "license: mit\nlibrary_name:") + f"\nSee {place}/base.\n")
+    base = stage(tmp_path / "gated", tmp_path / "sent", name="repo", base_id="someone/base")
+    text = (tmp_path / "sent" / "README.md").read_text()
     assert base == "someone/base"
-    assert "license: mit" in text
+    assert front_of(text)["license"] == "mit"
+    assert front_of(text)["base_model"] == "someone/base"
     assert "See someone/base." in text
-    assert text.count("base_model: ") == 1
     card.unlink()
-    assert b"# repo\n" in files_to_push(tmp_path / "gated", "repo", "someone/base")[0]["README.md"]
+    stage(tmp_path / "gated", tmp_path / "again", name="repo", base_id="someone/base")
+    assert "# repo\n" in (tmp_path / "again" / "README.md").read_text()
+
+
+def front_of(text):
+    return yaml.safe_load(text.split("---\n")[1])
 
 
 def refusals(place, folder):
+    def files_to_push(source, name, base_id=""):
+        return stage(source, folder.parent / "sent", name=name, base_id=base_id)
+
     yield (lambda: files_to_push(folder, "r"), ConfigError, "--base-id OWNER/NAME")
     yield (lambda: files_to_push(folder, "r", str(place / "base")), ConfigError, "is no hub id")
     yield (lambda: files_to_push(place / "base", "r", "a/b"), ArtifactError, "holds no gate_config.json")
+    record = folder / "adapter" / "adapter_config.json"
+    text = record.read_text()
+    record.write_text("{")
+    yield (lambda: files_to_push(folder, "r", "a/b"), ArtifactError, "no readable JSON")
+    record.write_text(text)
     (folder / "adapter" / "adapter_model.safetensors").unlink()
     yield (lambda: files_to_push(folder, "r", "a/b"), ArtifactError, "is missing")
     (folder / "gates.safetensors").write_bytes(b"x")
@@ -298,8 +310,10 @@ def test_no_folder_of_this_machine_is_sent(place, tmp_path):
     before = json.loads(words.read_text())
     words.write_text(json.dumps({**before, "name_or_path": f"{home}/base", "bos_token": "/a/b"}))
     assert b"lovelace" in adapter.read_bytes() + words.read_bytes() + (folder / "README.md").read_bytes()
-    files, _ = files_to_push(folder, "repo", "someone/base")
-    sent = {name: content if isinstance(content, bytes) else content.read_bytes() for name, content in files.items()}
+    stage(folder, tmp_path / "sent", name="repo", base_id="someone/base")
+    files = [path for path in (tmp_path / "sent").rglob("*") if path.is_file()]
+    sent = {path.relative_to(tmp_path / "sent").as_posix(): path.read_bytes() for path in files}
+    assert sorted(sent) == SENT
     for name, content in sent.items():
         assert b"lovelace" not in content, name
         assert b"thesis" not in content, name
@@ -327,4 +341,4 @@ def test_no_folder_of_this_machine_is_sent(place, tmp_path):
     ],
 )
 def test_paths_are_cut_and_what_looks_like_one_is_not(text, public):
-    assert _without_folders([text + " "])[0] == [public + " "]
+    assert without_paths([text + " "]) == [public + " "]

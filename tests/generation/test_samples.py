@@ -56,8 +56,8 @@ def test_an_empty_file_holds_no_samples(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{torn", "line 2: not JSON"),
-        ('{"question": 1}', r"line 2: found \['question'\], expected the keys"),
-        ("[1]", "line 2: found list"),
+        ('{"question": 1}', "line 2: the key 'sample' is missing"),
+        ("[1]", r"line 2: expected a block of keys, found \[1\]"),
     ],
 )
 def test_a_line_that_is_no_sample_is_named(tmp_path: Path, line: str, message: str) -> None:

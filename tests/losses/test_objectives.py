@@ -268,11 +268,11 @@ def test_entropy_and_interleaved(stats):
 @pytest.mark.parametrize(
     ("name", "options", "told"),
     [
-        ("eksft", {"ratio": 1.0}, "ratio is a share"),
-        ("eksft", {"kl_weight": -1}, "kl_weight is a number of at least 0"),
+        ("eksft", {"ratio": 1.0}, "ratio must be below 1"),
+        ("eksft", {"kl_weight": -1}, "kl_weight must be at least 0"),
         ("eksft", {"combine": "unoin"}, "did you mean 'union'"),
-        ("forgetting", {"schedule": "cosine"}, "linear or constant"),
-        ("forgetting", {"t_max": float("nan")}, "at least 0"),
+        ("forgetting", {"schedule": "cosine"}, "'linear' or 'constant'"),
+        ("forgetting", {"t_max": float("nan")}, "t_max must be a finite number"),
         ("forgetting", {"t_max": 0.1, "t_min": 0.2}, "t_min"),
         ("entropy", {"k": 1}, "at least 2, or 0"),
         ("interleaved", {"ce_steps": 0}, "at least 1"),

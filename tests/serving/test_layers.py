@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from loragate.errors import LoragateError
-from loragate.gates import gate_coefficient
+from loragate.gates.range import Range
+from loragate.gates.signed_map import SignedMap
 from loragate.serving import SUPPORTED_RANGE, TESTED_VERSIONS, why_unsupported
 from loragate.serving.layers import empty_slots, slot_coefficients, slot_constants
 from loragate.serving.plugin import _remember
 
 SLOTS, SLICES, WIDTH = 3, 2, 16
-RANGES = [(-6.0, 3.0, 1.0), (-1.0, 2.0, 0.5), (1.0, 1.0, 1.0)]
+MAPS = [SignedMap(Range(-6, 3)), SignedMap(Range(-1, 2), 0.5), torch.ones_like]  # the last slot holds a plain adapter
 
 
 def stacks() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -20,11 +21,11 @@ def stacks() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     gates = torch.randn(2, SLICES, WIDTH)
     weight, bias, constants = empty_slots(SLOTS, SLICES, WIDTH)
-    for slot, (lower, upper, tau) in enumerate(RANGES[:2]):
+    for slot, signed_map in enumerate(MAPS[:2]):
         for piece in range(SLICES):
-            weight[slot, piece] = gates[slot, piece] / tau
-            bias[slot, piece] = 0.1 * (piece - slot) / tau
-            constants[slot, piece] = slot_constants(lower, upper)
+            weight[slot, piece] = gates[slot, piece] / signed_map.tau
+            bias[slot, piece] = 0.1 * (piece - slot) / signed_map.tau
+            constants[slot, piece] = slot_constants(signed_map)
     return weight, bias, constants
 
 
@@ -38,10 +39,8 @@ def expected(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
             if slot < 0:
                 row.append(torch.tensor(0.0))
                 continue
-            lower, upper, tau = RANGES[slot]
             logit = token.float() @ gates[slot, piece] + (0.1 * (piece - slot) if slot < 2 else 0.0)
-            # the last slot's range is the point 1, a plain adapter's
-            row.append(gate_coefficient(logit, lower, upper, tau) if lower < upper else torch.ones_like(logit))
+            row.append(MAPS[slot](logit))
         rows.append(torch.stack(row))
     return torch.stack(rows).t()
 
@@ -64,8 +63,8 @@ def test_each_slot_has_its_own_bounds() -> None:
     slots = torch.arange(40) % 3
     weight, bias, constants = stacks()
     free = slot_coefficients(x, slots, weight, bias, constants)
-    constants[0] = slot_constants(*RANGES[0][:2], 0.0, 1.0)
-    constants[1] = slot_constants(*RANGES[1][:2], -0.5, -0.5)
+    constants[0] = slot_constants(MAPS[0], 0.0, 1.0)
+    constants[1] = slot_constants(MAPS[1], -0.5, -0.5)
     found = slot_coefficients(x, slots, weight, bias, constants)
     assert torch.equal(found[slots == 0], free[slots == 0].clamp(0, 1))
     assert (found[slots == 1] == -0.5).all()
@@ -96,7 +95,7 @@ def test_gates_changed_in_place_are_seen_by_a_compiled_graph() -> None:
     for tokens in (5, 9, 33):
         x, slots = torch.randn(tokens, WIDTH), torch.arange(tokens) % 4 - 1
         torch.testing.assert_close(graph(x, slots, weight, bias, constants), expected(x, slots), rtol=1e-5, atol=2e-6)
-    weight[0], bias[0], constants[0] = 0, 0, slot_constants(1.0, 1.0)
+    weight[0], bias[0], constants[0] = 0, 0, slot_constants(MAPS[0])
     assert (graph(x, slots, weight, bias, constants)[slots == 0] == 1).all()
 
 

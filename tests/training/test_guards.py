@@ -5,6 +5,7 @@ import torch
 
 import loragate as lg
 from loragate.errors import ConfigError, GateError
+from loragate.gates.range import Range
 from loragate.gates.recording import Recorder, Recording, regions
 from loragate.training.guards import (
     MARGIN,
@@ -70,8 +71,8 @@ def test_each_limit_speaks_for_itself():
 
 def test_limits_are_checked():
     for options, words in [
-        ({"repetition": 1.5}, "repetition is a share"),
-        ({"length": 0.5}, "a factor of at least 1"),
+        ({"repetition": 1.5}, "repetition must be at most 1"),
+        ({"length": 0.5}, "length must be at least 1"),
         ({"answers": 0}, "answers must be at least 1"),
         ({"every": 0}, "every must be at least 1"),
     ]:
@@ -100,11 +101,11 @@ def test_a_guard_waits_for_enough_answers_and_keeps_its_verdict():
 
 def test_at_a_bound_means_within_one_per_cent_of_the_way():
     lam = torch.tensor([-6.0, -5.94, -5.92, 0.0, 1.0, 2.97, 2.985, 3.0])
-    at_lower, at_upper = regions(lam, -6, 3, MARGIN)[3:5]
+    at_lower, at_upper = regions(lam, Range(-6, 3), MARGIN)[3:5]
     assert at_lower.tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
     assert at_upper.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
     # an upper bound of 1 has no way to go: λ = 1 is where gates start
-    at_lower, at_upper = regions(torch.tensor([1.0, 0.5, 0.0]), 0, 1, MARGIN)[3:5]
+    at_lower, at_upper = regions(torch.tensor([1.0, 0.5, 0.0]), Range(0, 1), MARGIN)[3:5]
     assert at_lower.tolist() == [0, 0, 1]
     assert not at_upper.any()
 
@@ -126,7 +127,7 @@ def test_saturation_counts_response_tokens_and_restores_recorders():
 
 
 def test_a_mask_of_another_shape_is_refused_and_routed_tokens_count_nothing():
-    recorder = Recorder(-3, 2)
+    recorder = Recorder(Range(-3, 2))
     recording = Recording({"a": recorder})
     recording.token_mask = torch.ones(2, 6, dtype=torch.bool)
     for shape in [(2, 5), (6, 2), (1, 12)]:

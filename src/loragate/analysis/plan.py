@@ -12,13 +12,14 @@ import math
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from loragate.analysis.cost import GPUS, UTILISATION, Gpu, find_gpu
-from loragate.errors import ConfigError, nearest
+from loragate.errors import ConfigError
 from loragate.training.compatibility import Plan as Combination
 from loragate.training.compatibility import impossible
 from loragate.training.strategy import Launch, launch_file
+from loragate.validate import Amount, Count, Positive, Size, check
 
 if TYPE_CHECKING:
     import torch
@@ -40,16 +41,6 @@ NF4_BYTES = 1 / 2 + 1 / 64 + FP32 / (64 * 256)  # per weight: double quantisatio
 STRATEGIES = {"single": 1.0, "ddp": 0.97, "fsdp2": 0.9, "zero3": 0.8}
 QUANTIZATIONS = {"none": 1.0, "8bit": 0.55, "4bit": 0.75}
 
-CHOICES = {
-    "stage": tuple(PAPER_ROWS),
-    "precision": ("fp32", "bf16", "fp16"),
-    "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "quantization": ("any", *QUANTIZATIONS),
-    "gradient_checkpointing": ("any", "yes", "no"),
-    "strategy": ("any", *STRATEGIES),
-}
-LEAST = {"gpus": 1, "seq": 1, "batch": 1, "rank": 1, "micro_batch": 0, "rows": 0, "mean_length": 0}
-
 
 @dataclass(frozen=True)
 class Request:
@@ -57,7 +48,7 @@ class Request:
 
     Attributes:
         model: hub id, model folder or config.json; only the configuration is read, no weights.
-        stage: sft (Stage I) or calibrate (Stage II).
+        stage: Stage I or Stage II.
         gpus: GPUs, counted over all machines.
         gpu_memory: memory of one GPU in GiB, or its name (h100, a100-80, a100-40, l40s, 4090, ...).
         seq: tokens of the longest rows; memory is planned for passes full of such rows.
@@ -65,11 +56,11 @@ class Request:
         micro_batch: rows per pass and GPU; 0 takes the largest number that fits, up to 16.
         rank: LoRA's r.
         target_modules: all-linear, or module names separated by commas.
-        precision: bf16 or fp16 autocast, or fp32.
-        dtype: dtype of the base, auto (the checkpoint's), float32, bfloat16 or float16.
-        quantization: none, 8bit, 4bit, or any to compare them.
-        gradient_checkpointing: yes, no, or any to compare both.
-        strategy: single, ddp, fsdp2, zero3, or any to compare them.
+        precision: autocast in 16 bits, or fp32.
+        dtype: dtype of the base; auto is the checkpoint's.
+        quantization: of the base; any compares all.
+        gradient_checkpointing: any compares both.
+        strategy: how the work is spread over GPUs; any compares all.
         k: support of the top-k entropy (Stage II).
         rows: rows of the training; 0 takes the paper's 100,000 (sft) or 20,000 (calibrate).
         epochs: passes over the rows.
@@ -79,23 +70,23 @@ class Request:
     """
 
     model: str
-    stage: str = "calibrate"
-    gpus: int = 1
+    stage: Literal["sft", "calibrate"] = "calibrate"
+    gpus: Count = 1
     gpu_memory: str = "a100-80"
-    seq: int = 4096
-    batch: int = 128
-    micro_batch: int = 0
-    rank: int = 16
+    seq: Count = 4096
+    batch: Count = 128
+    micro_batch: Size = 0
+    rank: Count = 16
     target_modules: str = "all-linear"
-    precision: str = "bf16"
-    dtype: str = "auto"
-    quantization: str = "any"
-    gradient_checkpointing: str = "any"
-    strategy: str = "any"
-    k: int = 100
-    rows: int = 0
-    epochs: float = 1.0
-    mean_length: float = 0
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantization: Literal["any", "none", "8bit", "4bit"] = "any"
+    gradient_checkpointing: Literal["any", "yes", "no"] = "any"
+    strategy: Literal["any", "single", "ddp", "fsdp2", "zero3"] = "any"
+    k: Size = 100
+    rows: Size = 0
+    epochs: Positive = 1.0
+    mean_length: Amount = 0
     revision: str = ""
     trust_remote_code: bool = False
 
@@ -105,15 +96,7 @@ class Request:
         Raises:
             ConfigError: naming the setting, what was found and what is allowed.
         """
-        for name, least in LEAST.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, found {getattr(self, name)}")
-        for name, known in CHOICES.items():
-            found = getattr(self, name)
-            if found not in known:
-                raise ConfigError(f"{name} must be one of {', '.join(known)}, found {found!r}{nearest(found, known)}")
-        if self.epochs <= 0:
-            raise ConfigError(f"epochs must be a positive number, found {self.epochs}")
+        check(self)
         if self.mean_length > self.seq:
             raise ConfigError(f"mean_length {self.mean_length:g} is more than seq {self.seq}")
         if self.strategy not in ("any", "single") and self.gpus < 2:
@@ -370,16 +353,15 @@ class _Planner:
         relaxed = replace(request, strategy="any", quantization="any", gradient_checkpointing="any", micro_batch=0)
         if option := _best(self.options(relaxed)):
             yield f"allow {option}"
-        fixed = replace(
-            request,
-            strategy=smallest.strategy,
-            quantization=smallest.quantization,
-            gradient_checkpointing="yes" if smallest.checkpointing else "no",
-            micro_batch=smallest.micro_batch,
-        )
+        fixed: dict[str, Any] = {
+            "strategy": smallest.strategy,
+            "quantization": smallest.quantization,
+            "gradient_checkpointing": "yes" if smallest.checkpointing else "no",
+            "micro_batch": smallest.micro_batch,
+        }
         for eighths in (6, 4, 3, 2, 1):
             length = request.seq * eighths // 8 // 64 * 64
-            if length and (option := _best(self.options(replace(fixed, seq=length, mean_length=0)))):
+            if length and (option := _best(self.options(replace(request, **fixed, seq=length, mean_length=0)))):
                 yield f"rows of at most {length} tokens (--seq {length}) with {option}"
                 break
         wide = replace(request, strategy="fsdp2", quantization="none", gradient_checkpointing="yes", micro_batch=1)

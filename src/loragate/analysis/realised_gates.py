@@ -22,6 +22,7 @@ from loragate.analysis.reading import Row, batches, counted
 from loragate.analysis.record import SCHEMA, About
 from loragate.analysis.token_classes import CLASSES, TokenClasses
 from loragate.gates import attached_config, trace_gates
+from loragate.gates.range import Range
 from loragate.gates.recording import STATISTICS, Shares, regions
 from loragate.training.sharding import causal_model
 
@@ -80,13 +81,13 @@ class GatesRecord:
     schema: int = SCHEMA
 
 
-def histogram_edges(lower: float, upper: float) -> np.ndarray:
+def histogram_edges(bounds: Range) -> np.ndarray:
     """Edges from L to U with 0 and 1 among them, about four bins for each unit of λ."""
     parts = [np.linspace(0.0, 1.0, _BINS_PER_UNIT + 1)]
-    if lower < 0:
-        parts.insert(0, np.linspace(lower, 0.0, max(1, round(-lower * _BINS_PER_UNIT)) + 1)[:-1])
-    if upper > 1:
-        parts.append(np.linspace(1.0, upper, max(1, round((upper - 1) * _BINS_PER_UNIT)) + 1)[1:])
+    if bounds.lower < 0:
+        parts.insert(0, np.linspace(bounds.lower, 0.0, max(1, round(-bounds.lower * _BINS_PER_UNIT)) + 1)[:-1])
+    if bounds.upper > 1:
+        parts.append(np.linspace(1.0, bounds.upper, max(1, round((bounds.upper - 1) * _BINS_PER_UNIT)) + 1)[1:])
     return np.concatenate(parts)
 
 
@@ -99,9 +100,9 @@ class GateCounts:
         groups: [groups, (count, below, above)] by the caller's group of each row (question), for intervals.
     """
 
-    def __init__(self, modules: Sequence[str], lower: float, upper: float, groups: int) -> None:
-        self.modules, self.lower, self.upper = list(modules), lower, upper
-        self.edges = histogram_edges(lower, upper)
+    def __init__(self, modules: Sequence[str], bounds: Range, groups: int) -> None:
+        self.modules, self.bounds = list(modules), bounds
+        self.edges = histogram_edges(bounds)
         self.sums = np.zeros((len(self.modules), len(CLASSES), len(STATISTICS)))
         self.bins = np.zeros((len(self.modules), len(self.edges) - 1), dtype=np.int64)
         self.groups = np.zeros((groups, 3))
@@ -110,12 +111,12 @@ class GateCounts:
     def add(self, lam_MT: torch.Tensor, classes_T: np.ndarray, groups_T: np.ndarray) -> None:
         """Count λ [modules, tokens] of tokens with these classes and groups."""
         values = lam_MT.double()
-        parts_SMT = torch.stack(regions(values, self.lower, self.upper)).numpy()
+        parts_SMT = torch.stack(regions(values, self.bounds)).numpy()
         member_TC = (classes_T[:, None] == np.arange(len(CLASSES))[None]).astype(np.float64)
         self.sums += np.moveaxis(parts_SMT @ member_TC, 0, -1)
         for column, part_MT in enumerate(parts_SMT[:3]):  # count, below, above
             self.groups[:, column] += np.bincount(groups_T, part_MT.sum(0), minlength=len(self.groups))
-        for module, row in enumerate(values.clamp(self.lower, self.upper).numpy()):
+        for module, row in enumerate(values.clamp(self.bounds.lower, self.bounds.upper).numpy()):
             self.bins[module] += np.histogram(row, self.edges)[0]
         self.token_counts += member_TC.sum(0).astype(np.int64)
 
@@ -151,7 +152,7 @@ def count_gates(
         }
         lam_MT = torch.stack([values[:, shift : shift + width][mask] for values in whole.values()])
         if found is None:
-            found = GateCounts(list(whole), config.lower, config.upper, max(groups) + 1)
+            found = GateCounts(list(whole), config.range, max(groups) + 1)
         at = mask.nonzero()[:, 0].numpy() + (done - 1) * batch_size
         found.add(lam_MT, classes.indices(ids), np.asarray(groups)[at])
         if on_progress is not None:
@@ -190,8 +191,8 @@ def summarise(counts: GateCounts, about: About, position: Position, answers: int
     assert total[0] > 0
     record = GatesRecord(
         about=about,
-        lower=counts.lower,
-        upper=counts.upper,
+        lower=counts.bounds.lower,
+        upper=counts.bounds.upper,
         position=position,
         answers=answers,
         tokens=int(counts.token_counts.sum()),

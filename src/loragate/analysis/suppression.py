@@ -25,6 +25,7 @@ from torch import Tensor
 
 from loragate.analysis.external import supplied_coefficients
 from loragate.errors import ConfigError
+from loragate.validate import Amount, check
 
 Sign = Literal["negative", "positive"]
 SIGNS: tuple[Sign, ...] = ("negative", "positive")
@@ -42,14 +43,11 @@ class Suppression:
     """
 
     sign: Sign
-    threshold: float = 0.0
+    threshold: Amount = 0.0
     prompt: bool = False
 
     def __post_init__(self) -> None:
-        if self.sign not in SIGNS:
-            raise ConfigError(f"sign is {self.sign!r}; expected one of {', '.join(SIGNS)}")
-        if not self.threshold >= 0:
-            raise ConfigError(f"the threshold is {self.threshold}; give nats, 0 or more")
+        check(self)
 
     def chosen(self, delta_entropy: Tensor) -> Tensor:
         """bool, where the delta is to be switched off; shaped like ΔH."""

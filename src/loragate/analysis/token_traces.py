@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from loragate.gates import active_adapter, attached_config, gates_disabled, trace_gates
+from loragate.gates.range import Range
 from loragate.generation import Sample
 
 SCHEMA = 1
@@ -89,7 +90,7 @@ def trace_answers(
                     modules = list(traced)
                     # the λ that made position t stands at the position before it, whose logits chose the token
                     lam_MT = torch.stack([values[0].reshape(-1)[-len(ids) - 1 : -1] for values in traced.values()])
-                    answers.append(_record(tokenizer, answer, ids, read, lam_MT, config.lower, config.upper))
+                    answers.append(_record(tokenizer, answer, ids, read, lam_MT, config.range))
                 records.append(
                     {"id": question.id, "prompt": question.prompt, "gold": question.gold, "answers": answers}
                 )
@@ -148,11 +149,10 @@ def _record(
     ids: Sequence[int],
     read: Mapping[str, Mapping[str, Any]],
     lam_MT: torch.Tensor,
-    lower: float,
-    upper: float,
+    bounds: Range,
 ) -> dict[str, Any]:
     own = read[answer.variant]
-    bytes_MT = ((lam_MT - lower) / (upper - lower) * 255).round().clamp(0, 255).to(torch.uint8)
+    bytes_MT = ((lam_MT - bounds.lower) / (bounds.upper - bounds.lower) * 255).round().clamp(0, 255).to(torch.uint8)
     indices, values = own["top"]
     return {
         "variant": answer.variant,

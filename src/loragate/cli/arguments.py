@@ -20,6 +20,7 @@ from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from loragate.errors import ConfigError
+from loragate.validate import check, typed_values
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -93,7 +94,9 @@ def parse(command: Command, argv: list[str]) -> tuple[Any, dict[str, Any]]:
     if "config" in given:
         values = read_config(given["config"], command) | values
     _refuse_missing(command, [name for name in command.required if name not in command.needs and name not in values])
-    return command.options(**values), given
+    options = command.options(**values)
+    check(options, flags=True)
+    return options, given
 
 
 def require_given(command: Command, options: Any) -> None:
@@ -196,8 +199,8 @@ def headings(command: Command) -> dict[str, str]:
             found[name] = "options"
         else:
             owner = next(cls for cls in command.options.__mro__ if name in inspect.get_annotations(cls))
-            words = re.findall("[A-Z][a-z]+", owner.__name__)[:-1]  # ModelOptions: model
-            found[name] = f"advanced: {' '.join(words).lower()}"
+            words = re.findall("[A-Z][a-z]+", re.sub("(Options|Settings|Inputs)$", "", owner.__name__))
+            found[name] = f"advanced: {' '.join(words).lower()}"  # ModelOptions: model
     return found
 
 
@@ -248,8 +251,6 @@ def checked_values(loaded: dict[Any, Any], command: Command, where: str) -> dict
     Raises:
         ConfigError: naming the key, what was found and the nearest known key.
     """
-    from loragate.validate import typed_values
-
     seen: dict[str, Any] = {}
     for key in loaded:
         name = str(key).replace("-", "_")
@@ -324,7 +325,7 @@ def _converter(hint: Any) -> Callable[[Any, Any], Any] | None:
 
 def _plain(hint: Any) -> Any:
     """`int` of `int | None`, `tuple` of `tuple[str, ...]`, `Literal` of a choice."""
-    if isinstance(hint, UnionType):
+    if typing.get_origin(hint) in (typing.Union, UnionType):
         hint = next(part for part in typing.get_args(hint) if part is not type(None))
     return typing.get_origin(hint) or hint
 

@@ -38,14 +38,6 @@ def run(options: Any) -> int:
         raise ConfigError("--value reference needs rows to read: either --rows FILE, or answers with --run or --suite")
     if options.value != "reference" and options.rows:
         raise ConfigError(f"--value {options.value} needs graded answers, not --rows: give --run FOLDER, or --suite")
-    for name, value in (
-        ("reference", "reference"),
-        ("positions", "rollouts"),
-        ("actions", "rollouts"),
-        ("rollouts", "rollouts"),
-    ):
-        if options.value != value and getattr(options, name) != type(options).__dataclass_fields__[name].default:
-            raise ConfigError(f"--{name} has no effect with --value {options.value}; it belongs to --value {value}")
     from loragate.analysis.alignment import all_terms
     from loragate.analysis.alignment_record import AlignmentRecord, conclude
     from loragate.analysis.coordinates import CoordinateSums
@@ -160,7 +152,7 @@ def with_reference(session: Session, rows: list[dict[str, Any]], groups: list[in
     loaded, name = session.loaded, session.options.reference
     context: Any = nullcontext()
     if name in ("base", "adapter"):
-        reader, context = Reader(loaded.model), acting(loaded.model, Variant(name), loaded.kind)
+        reader, context = Reader(loaded.model), acting(loaded.model, Variant(name), loaded.kind)  # type: ignore[arg-type]
         what = f"log-probability under the {name} itself"
     else:
         with session.display.job("loading the reference"):

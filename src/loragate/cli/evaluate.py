@@ -21,7 +21,6 @@ from loragate.cli.evaluation_inputs import (
     local_file,
     prepare_tasks,
 )
-from loragate.cli.options import AnswerOptions, GradingOptions, OutputOptions
 from loragate.errors import ConfigError
 from loragate.files import write_text
 
@@ -32,16 +31,15 @@ BIASES = (
 
 
 @dataclass(frozen=True)
-class EvalOptions(EvaluationInputs, AnswerOptions, GradingOptions, OutputOptions):
+class EvalOptions(EvaluationInputs):
     """Settings of `loragate eval`.
 
     Attributes:
         model: gated folder, PEFT adapter or base model, or its hub id; owner/name@revision for an adapter.
         sweep: folder of `loragate sweep`, in place of model: every finished cell is a row beside the adapter, and heat maps are
             drawn.
-        controls: "cheap" also scores adapter and gates at lower temperatures and greedy, and the adapter with one λ; "full" adds
-            random gates and says how the controls are trained that need it; "none" scores neither; "alone" scores the model
-            without its base and adapter.
+        controls: cheap: adapter and gates at lower temperatures and greedy, and one λ; full: random gates too; alone: nothing
+            beside the model.
         constants: constant λ of the cheap controls, separated by commas.
     """
 

@@ -13,9 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from loragate.cli.arguments import flag_of
 from loragate.cli.evaluation_inputs import Loaded, load_inputs
-from loragate.errors import ConfigError
 
 MERGED = "merged"
 """Folder, in that of the run, of a DoRA adapter merged into its base."""
@@ -35,11 +33,6 @@ class Engines:
     def __init__(self, options: Any, loaded: Loaded) -> None:
         self.options, self.loaded = options, loaded
         self._kept: tuple[str, Any] | None = None  # what vLLM has loaded, and the engine
-        for name in ("replicas", "tensor_parallel", "batch_size"):
-            if getattr(options, name) < 1:
-                raise ConfigError(f"{flag_of(name)} {getattr(options, name)}: give at least 1")
-        if not 0 <= options.vllm_memory <= 1:
-            raise ConfigError(f"--vllm-memory {options.vllm_memory:g}: expected a share above 0 and at most 1, or 0")
         if options.engine == "vllm":
             from loragate.generation.vllm_engine import require_vllm
 

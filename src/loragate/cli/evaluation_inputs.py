@@ -19,14 +19,14 @@ from loragate.cli.models import (
     require_place,
     revision_for,
 )
-from loragate.cli.options import ModelOptions
+from loragate.cli.options import AnswerOptions, GradingOptions, ModelOptions, OutputOptions
 from loragate.cli.places import is_gated
 from loragate.cli.quantization import check_quantization
 from loragate.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True)
-class EvaluationInputs(ModelOptions):
+class EvaluationInputs(ModelOptions, AnswerOptions, GradingOptions, OutputOptions):
     """Settings shared by commands that evaluate.
 
     Attributes:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Gt, Le
 
 from loragate.cli.arguments import Command, require_given
 from loragate.cli.display import Display, console
 from loragate.cli.models import load_tokenizer, pick_device, quiet_logging, require_not_an_adapter, require_place
 from loragate.errors import ConfigError, LoragateError
+from loragate.validate import Size
 
 WORST = 5
 MUCH_LEFT_OUT = 0.05
@@ -36,9 +39,9 @@ class ExtractOptions:
 
     model: str = ""
     base: str = ""
-    rank: int = 0
+    rank: Size = 0
     out: str = ""
-    energy: float = 0.95
+    energy: Annotated[float, Gt(0), Le(1)] = 0.95
     revision: str = ""
     base_revision: str = ""
     device: str = "auto"
@@ -50,10 +53,6 @@ class ExtractOptions:
 def run(options: ExtractOptions) -> int:
     """Read in pairs, decompose, report, write."""
     require_given(COMMAND, options)
-    if options.rank < 1:
-        raise ConfigError(f"--rank {options.rank}: give at least 1")
-    if not 0 < options.energy <= 1:
-        raise ConfigError(f"--energy {options.energy:g}: expected a share above 0 and at most 1")
     device = pick_device(options.device)
     if device == "mps":
         if options.device == "mps":

@@ -8,7 +8,9 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge
 
 from loragate.cli.arguments import Command, require_given
 from loragate.cli.display import Display, console, duration
@@ -28,6 +30,7 @@ from loragate.cli.options import DataOptions, ModelOptions, OutputOptions
 from loragate.cli.places import is_adapter
 from loragate.cli.quantization import check_quantization
 from loragate.errors import ConfigError, DataError
+from loragate.validate import Count
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,8 @@ class MaskOptions(DataOptions, ModelOptions, OutputOptions):
     keep: float = 0.6
     scope: Literal["global", "row"] = "global"
     max_rows: int = 0
-    max_length: int = 2048
-    micro_batch_size: int = 8
+    max_length: Annotated[int, Ge(2)] = 2048
+    micro_batch_size: Count = 8
 
 
 def run(options: MaskOptions) -> int:
@@ -120,8 +123,6 @@ def check(options: MaskOptions) -> tuple[Path, str, bool]:
     require_given(COMMAND, options)
     check_choice(options.keep, options.scope)
     check_quantization(options)
-    if options.max_length < 2 or options.micro_batch_size < 1:
-        raise ConfigError("--max-length must be at least 2 and --micro-batch-size at least 1")
     out_file = Path(options.out)
     if out_file.suffix != ".jsonl":
         raise ConfigError(f"--out {options.out}: the masked rows are written as JSONL; give a name that ends in .jsonl")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from loragate.validate import Count, Positive, Share, Size
+
 
 @dataclass(frozen=True)
 class OutputOptions:
@@ -69,7 +71,7 @@ class RowsOptions(DataOptions):
     select: Literal["first", "shuffled"] = "first"
     select_seed: int | None = None
     cache: str = "auto"
-    data_workers: int = 0
+    data_workers: Size = 0
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class LaunchOptions:
     """
 
     strategy: Literal["auto", "ddp", "fsdp2", "zero3"] = "auto"
-    processes: int = 0
+    processes: Size = 0
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,8 @@ class EngineOptions:
         tensor_parallel: devices that share one copy of the model in vLLM.
     """
 
-    vllm_memory: float = 0.0
-    tensor_parallel: int = 1
+    vllm_memory: Share = 0.0
+    tensor_parallel: Count = 1
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,8 @@ class AnswerOptions(EngineOptions):
     """
 
     engine: Literal["transformers", "vllm"] = "transformers"
-    replicas: int = 1
-    batch_size: int = 64
+    replicas: Count = 1
+    batch_size: Count = 64
 
 
 @dataclass(frozen=True)
@@ -131,5 +133,5 @@ class GradingOptions:
 
     grader: str = ""
     sandbox: Literal["bubblewrap", "rlimits"] = "bubblewrap"
-    workers: int = 2
-    timeout: float = 10.0
+    workers: Count = 2
+    timeout: Positive = 10.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
 
 from loragate.cli.arguments import Command
@@ -35,7 +36,7 @@ class PushOptions:
 def run(options: PushOptions) -> int:
     """Check, upload, and print where it is and how it is loaded."""
     from loragate.gates.hub import hub_name
-    from loragate.gates.upload import files_to_push, push_gated
+    from loragate.gates.upload import files_of, push_gated, stage
 
     if len(options.places) != 2:
         found = " ".join(options.places) or "nothing"
@@ -48,10 +49,11 @@ def run(options: PushOptions) -> int:
             f"{repository} is no name of a repository on the hub (owner/name); the gated folder comes first"
         )
     if options.dry_run:
-        files, base = files_to_push(folder, repository.rpartition("/")[2], options.base_id, options.card)
-        for path, content in files.items():
-            size = len(content) if isinstance(content, bytes) else content.stat().st_size
-            print(f"  {size:>12,} bytes  {path}{'  (a changed copy)' if isinstance(content, bytes) else ''}")
+        with tempfile.TemporaryDirectory() as staged:
+            name = repository.rpartition("/")[2]
+            base = stage(folder, staged, name=name, base_id=options.base_id, card=options.card)
+            for path, size in files_of(staged).items():
+                print(f"  {size:>12,} bytes  {path}")
         print(f"would be sent to {repository}, on the base {base}; nothing was sent")
         return 0
     done = push_gated(
@@ -63,7 +65,7 @@ def run(options: PushOptions) -> int:
         message=options.message,
         card=options.card,
     )
-    print(f"{done.url}: {len(done.files)} files, {done.size / 1024:,.0f} KiB, on the base {done.base}")
+    print(f"{done.url}: {len(done.files)} files, {sum(done.files.values()) / 1024:,.0f} KiB, on the base {done.base}")
     print(f"commit {done.commit}")
     print(f'load it: loragate.load_gated("{done.repository}", revision="{done.commit}")')
     print(f"next: loragate generate --model {done.repository}@{done.commit} --prompt TEXT")

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from loragate.errors import ConfigError, DataError
+from loragate.effects import require_effect
+from loragate.errors import DataError
 from loragate.training.strategy import launch_of, process_state
 
 MANY = 10_000  # rows from which on tokenising is kept on disk and spread over processes without being asked for
@@ -31,8 +32,7 @@ def read_rows(options: Any, seed: int | None = None) -> Any:
     from loragate.data import load_rows
 
     how = options.select
-    if options.select_seed is not None and (how == "first" or not options.max_rows):
-        raise ConfigError("--select-seed has no effect without --select shuffled and --max-rows")
+    require_effect("rows", options, flags=True)
     first = options.max_rows if how == "first" else 0
     where = {"split": options.split or None, "revision": options.revision or None}
     try:
@@ -79,8 +79,6 @@ def encode_run(options: Any, rows: Any, job: Any, encode: Callable[..., Any]) ->
         job: of the display; advanced with every batch.
     """
     many, ranks = len(rows) >= MANY, launch_of().processes
-    if options.data_workers < 0:
-        raise ConfigError(f"--data-workers must not be negative, found {options.data_workers}")
     cache = cache_folder(options.cache, many)
     processes = options.data_workers or (min(WORKERS, _cpus()) if many and (ranks == 1 or cache) else 1)
 

@@ -11,15 +11,18 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from loragate.cli.arguments import Command, flag_of
+from annotated_types import Ge, Le
+
+from loragate.cli.arguments import Command
 from loragate.cli.display import console
 from loragate.cli.hub import on_disk
 from loragate.cli.models import require_place
 from loragate.cli.options import EngineOptions, ModelOptions
 from loragate.cli.places import is_adapter, is_gated
 from loragate.cli.serve_folders import base_revision, plain_part, served_folders, tokenizer_places
+from loragate.effects import require_effect
 from loragate.errors import ConfigError, LoragateError
 
 
@@ -49,7 +52,7 @@ class ServeOptions(ModelOptions, EngineOptions):
     model: str
     base: str = ""
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Annotated[int, Ge(0), Le(65535)] = 8000
     engine: Literal["auto", "vllm", "transformers"] = "auto"
     adapters: str = ""
     overrides: str = ""
@@ -61,31 +64,20 @@ class ServeOptions(ModelOptions, EngineOptions):
 
 def run(options: ServeOptions) -> int:
     """Serve until Ctrl-C."""
-    if not 0 <= options.port <= 65535:
-        raise ConfigError(f"--port {options.port}: expected a number from 0 to 65535")
-    if not 0 <= options.vllm_memory <= 1:
-        raise ConfigError(f"--vllm-memory {options.vllm_memory:g}: expected a share above 0 and at most 1, or 0")
     options = replace(options, model=on_disk(options.model))
     require_place("model", options.model)
     installed = importlib.util.find_spec("vllm") is not None
     fits = installed and is_adapter(Path(options.model))
     with_vllm = options.engine == "vllm" or options.verify or (options.engine == "auto" and fits)
+    require_effect("serve", options, flags=True, engine="vllm" if with_vllm else "transformers")
     if with_vllm:
         if not installed:
             raise ConfigError("vLLM is not installed; run: pip install loragate[vllm], or use --engine transformers")
-        if options.quantization != "none":
-            raise ConfigError(
-                f"--quantization {options.quantization} has no effect with vLLM, which loads the base itself; give vLLM's own "
-                "--quantization in --vllm-args, or use --engine transformers"
-            )
         if options.verify:
             from loragate.cli.serve_verify import verify
 
             return verify(options, *served_folders(options))
         return serve_vllm(options)
-    for name in ("overrides", "dynamic", "max_model_len", "vllm_args"):
-        if getattr(options, name):
-            raise ConfigError(f"{flag_of(name)} has no effect without vLLM; leave it out, or use --engine vllm")
     return serve_transformers(options)
 
 

@@ -24,7 +24,7 @@ from loragate.cli.models import (
 )
 from loragate.cli.options import RunOptions
 from loragate.cli.quantization import check_quantization
-from loragate.errors import ConfigError
+from loragate.effects import require_effect
 from loragate.training.settings import StageOneSettings
 
 
@@ -69,7 +69,7 @@ def run(options: SftOptions) -> int:
     from loragate.training.stage_one import objective_of
 
     objective = objective_of(settings)
-    require_reference(options, objective)
+    require_reference(options)
     out, display = console(), Display()
     rows = read_rows(options, settings.seed)
     tokenizer = load_tokenizer([options.model], chat_template=options.chat_template, trust=options.trust_remote_code)
@@ -151,12 +151,11 @@ def with_adapter(settings: StageOneSettings) -> tuple[StageOneSettings, str]:
     )
 
 
-def require_reference(options: SftOptions, objective: Any) -> None:
+def require_reference(options: SftOptions) -> None:
     """Refuse a reference that would have no effect, or that is no model."""
+    require_effect("sft", options, flags=True)
     if not options.reference:
         return
-    if "reference_kl" not in objective.requires:
-        raise ConfigError(f"--reference has no effect on the objective {options.objective!r}, only on eksft")
     require_place("reference model", options.reference)
     require_not_an_adapter(options.reference)
 
@@ -193,7 +192,7 @@ COMMAND = Command(
         "loragate sft --model path/to/base --adapter adapter --data gate-rows.jsonl --out adapter-longer",
     ),
     common=(
-        "objective objective_options adapter target_modules rank alpha learning_rate epochs "
+        "objective adapter target_modules rank alpha learning_rate epochs "
         "batch_size micro_batch_size max_rows max_length precision seed resume"
     ),
 )

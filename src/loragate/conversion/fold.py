@@ -15,7 +15,7 @@ import torch
 
 from loragate.errors import ArtifactError, GateError
 from loragate.files import write_atomically, write_json
-from loragate.gates import GateConfig, gate_coefficient
+from loragate.gates import GateConfig
 from loragate.gates.gate import Override
 from loragate.gates.operation import overridden_coefficient
 
@@ -50,7 +50,7 @@ def constant_coefficients(
         )
     found = {}
     for path, bias in biases.items():
-        lam = gate_coefficient(bias.float(), config.lower, config.upper, config.tau)
+        lam = config.signed_map(bias.float())
         if override is not None:
             lam = overridden_coefficient(lam, override.minimum, override.maximum, override.constant)
         found[path] = float(lam)

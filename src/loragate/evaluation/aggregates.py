@@ -48,29 +48,6 @@ class SuiteEstimate:
     questions: int
 
 
-@dataclass(frozen=True)
-class VarianceSplit:
-    """Where the noise of an Avg@K comes from.
-
-    Attributes:
-        between: variance of the questions' true means; an estimate below zero is given as zero.
-        within: variance of one sample around its question's true mean, averaged over questions.
-        questions, samples: the table's shape, Q and K.
-    """
-
-    between: float
-    within: float
-    questions: int
-    samples: int
-
-    def stderr(self, samples: int | None = None) -> float:
-        """Return sqrt(between / Q + within / (Q * samples)): the standard error with `samples` per question, K if None."""
-        samples = self.samples if samples is None else samples
-        if samples < 1:
-            raise DataError(f"samples is {samples}; the standard error needs at least one sample per question.")
-        return math.sqrt((self.between + self.within / samples) / self.questions)
-
-
 def suite_average(
     tasks: Sequence[ArrayLike], *, weights: Sequence[float] | None = None, seed: int = 0, draws: int = DRAWS
 ) -> SuiteEstimate:
@@ -180,25 +157,6 @@ def dft_rounded_mean(scores: ArrayLike) -> float:
     """
     columns = 100 * _verdicts(scores, "scores").mean(axis=0)
     return float(np.round(columns, 1).mean()) / 100
-
-
-def variance_split(scores: ArrayLike) -> VarianceSplit:
-    """Return the variance between questions and within them of `scores` [Q, K], both at least 2.
-
-    The variance of Avg@K is Var(x_i) / Q + E[sigma_i^2] / (Q K) for true question means x_i and sample variances
-    sigma_i^2 (Miller 2024, arXiv 2411.00640): `VarianceSplit.stderr` says what more samples would buy.
-
-    Raises `DataError` as `average_at_k` does, and for one question or one sample only.
-    """
-    array = check_scores(scores, "scores")
-    if min(array.shape) < 2:
-        raise DataError(
-            f"scores has shape {array.shape}; telling the variance between questions from that within them needs at "
-            "least 2 questions with 2 samples each."
-        )
-    within = float(array.var(axis=1, ddof=1).mean())
-    between = float(array.mean(axis=1).var(ddof=1)) - within / array.shape[1]
-    return VarianceSplit(max(between, 0.0), within, *array.shape)
 
 
 def _stratified(

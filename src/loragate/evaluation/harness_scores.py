@@ -26,7 +26,7 @@ class HarnessScores:
         task: name of the suite; `harness_task` is the harness's task that it builds on, `version` is
             "<the harness's>+loragate.<ours>".
         metric: the main metric, "name,filter" as the harness writes it.
-        scores: float64 [Q, 1] of the main metric; `all_scores` holds it and every other metric by name.
+        scores: float64 [Q, 1] of the main metric; the others are in `samples`.
         harness_values: the harness's own aggregate of each metric (over subsets: weighted by size).
         questions: ids in the order of `scores`; `subsets` names each one's subset, "" where the suite has none.
         prompts_hash: SHA-256 over all prompts in order, as the model saw them before tokenising.
@@ -42,7 +42,6 @@ class HarnessScores:
     version: str
     metric: str
     scores: np.ndarray
-    all_scores: dict[str, np.ndarray]
     harness_values: dict[str, float]
     questions: tuple[str, ...]
     subsets: tuple[str, ...]
@@ -95,9 +94,6 @@ def collect_scores(
             for metric in entry["metrics"]:
                 values.setdefault(f"{metric},{entry['filter']}", {})[index] = float(entry[metric])
             _merge_sample(samples[index], entry, answers.get((name, index)))
-    all_scores = {
-        metric: np.array([[column[index]] for index in range(len(samples))]) for metric, column in values.items()
-    }
     for index, (sample, item) in enumerate(zip(samples, questions.items)):
         sample.update(question=item.id, subset=item.subset, correct=bool(values[suite.metric][index]))
         sample["scores"] = {metric: column[index] for metric, column in values.items()}
@@ -112,8 +108,7 @@ def collect_scores(
         harness_task=suite.harness_task,
         version=f"{results['versions'][names[0]]}+loragate.{suite.version}",
         metric=suite.metric,
-        scores=all_scores[suite.metric],
-        all_scores=all_scores,
+        scores=np.array([[values[suite.metric][index]] for index in range(len(samples))]),
         harness_values={metric: float(aggregates[metric]) for metric in (suite.metric, *suite.also)},
         questions=tuple(item.id for item in questions.items),
         subsets=tuple(item.subset for item in questions.items),

@@ -1,29 +1,22 @@
 """The model card of an artifact: what it is, how its range was chosen, what was measured, and what was not.
 
-Made from the record in gate_config.json alone, whose evidence is free-form: what is absent or of another kind is left out or
-said to be unknown. Names come from users, so every text is escaped for the place where it stands.
+Made from the record in gate_config.json alone; the text is `card.md.jinja`. The record's evidence is free-form, so what is
+absent or of another kind is left out or said to be unknown. Names come from users, so every text is escaped for its place.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from functools import cache
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCard, ModelCardData
+
 from loragate.gates.hub import is_hub_id
-from loragate.gates.quantised import NONE
 from loragate.version import __version__
 
+_TEMPLATE = Path(__file__).with_name("card.md.jinja")
 _UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ufeff]+|\s+")
-_FRONT = re.compile(r"\A---\r?\n(.*?)^---\r?$", re.S | re.M)
-_WHERE = {"token": "each token and module", "module": "each module", "global": "all modules together"}
-_OBJECTIVES = {
-    "random": "none: random gates (a control)",
-    "ce": "cross-entropy (the paper's ablation)",
-    "anchored": "anchored entropy on its own answers (an extension of loragate, not SCALE)",
-    "reward": "verifiable reward (an extension of loragate, not SCALE)",
-}
 
 
 def render_card(name: str, record: dict[str, Any]) -> str:
@@ -34,38 +27,41 @@ def render_card(name: str, record: dict[str, Any]) -> str:
         record: gate_config.json as a dictionary, checked by the strict reader or about to be written.
     """
     base = str(record["base"]["id"])
+    front = ModelCardData(
+        library_name="loragate",
+        base_model=base if is_hub_id(base) else None,
+        base_model_relation="adapter" if is_hub_id(base) else None,
+        pipeline_tag="text-generation",
+        tags=["lora", "peft", "loragate", "scale"],
+    )
     selection, training = _mapping(record.get("selection")), _mapping(record.get("training"))
+    settings = _mapping(training.get("settings"))
     scores = _scores(selection)
-    return _template().render(
+    card = ModelCard.from_template(
+        front,
+        template_path=str(_TEMPLATE),
         name=name,
-        base=base or "a base without a name",
-        base_id=base if is_hub_id(base) else "",
-        acting=_acting(_mapping(record["gate"]), selection, training),
-        facts=_facts(record, selection, training),
+        base=record["base"],
+        adapter=record["adapter"],
+        gate=record["gate"],
+        modules=len(record["modules"]),
+        selection=selection,
+        probe=_mapping(selection.get("probe")),
+        training=training,
+        settings=settings,
+        data=_mapping(training.get("data")),
+        shares=_mapping(training.get("gates")),
+        # the artifact records the support that was used; 0 in the settings says that it was the whole vocabulary
+        k=settings["k"] if _number(settings.get("k")) else record["k"],
         scores=scores,
-        scores_on=_scores_on(selection),
         retained=any(len(row) > 5 for row in scores),
         notes=_notes(selection, training),
-        measured=_measured(scores, selection),
         version=__version__,
+        plain=plain,
+        code=code,
+        count="{:,}".format,
     )
-
-
-def with_base(card: str, base: str) -> str:
-    """A card whose front matter names `base` as its base model, in place of what it named; the rest is untouched."""
-    found = _FRONT.match(card)
-    line = f"base_model: {_yaml(base)}"
-    if found is None:
-        return f"---\nlibrary_name: loragate\n{line}\n---\n\n{card}"
-    matter = found[1]
-    if re.search(r"^base_model:.*$", matter, re.M):
-        # a list of names stands in indented or dashed lines below its key
-        matter = re.sub(
-            r"^base_model:.*\n(?:[ \t]*-[ \t].*\n|[ \t]+.*\n)*", lambda _: f"{line}\n", matter, count=1, flags=re.M
-        )
-    else:
-        matter = f"{line}\n{matter}"
-    return card[: found.start(1)] + matter + card[found.end(1) :]
+    return str(card)
 
 
 def plain(text: Any) -> str:
@@ -82,118 +78,6 @@ def code(text: Any) -> str:
     fence = "`" * (1 + max((len(run) for run in re.findall(r"`+", line)), default=0))
     space = " " if line[0] == "`" or line[-1] == "`" else ""
     return f"{fence}{space}{line}{space}{fence}".replace("|", r"\|")
-
-
-def _yaml(text: str) -> str:
-    """A text as a double-quoted YAML scalar on one line."""
-    import yaml
-
-    return yaml.safe_dump(text, default_style='"', width=math.inf, allow_unicode=False).strip()
-
-
-@cache
-def _template() -> Any:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    # Markdown, not HTML: the filters above escape, and every value of a user goes through one of them
-    environment = Environment(
-        loader=PackageLoader("loragate.gates", "."),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
-    )
-    environment.filters.update(plain=plain, code=code, yaml=_yaml)
-    return environment.get_template("card.md.jinja")
-
-
-def _acting(gate: dict[str, Any], selection: dict[str, Any], training: dict[str, Any]) -> str:
-    if selection.get("accepted") is False:
-        return "with gates that are off: λ = 1 everywhere, so this folder answers exactly as the plain adapter does."
-    objective = str(_mapping(training.get("settings")).get("objective", "entropy"))
-    kind = {"entropy": "entropy gates", "random": "random gates (a control)"}.get(
-        objective, f"gates ({plain(objective)})"
-    )
-    return (
-        f"with {kind}: for {_WHERE.get(gate['granularity'], 'each module')} the adapter's delta is scaled by λ in "
-        f"[{gate['lower']:g}, {gate['upper']:g}]."
-    )
-
-
-def _facts(record: dict[str, Any], selection: dict[str, Any], training: dict[str, Any]) -> list[tuple[str, str]]:
-    """Rows of the first table; a value is Markdown already."""
-    gate, base, adapter = record["gate"], record["base"], record["adapter"]
-    settings, data = _mapping(training.get("settings")), _mapping(training.get("data"))
-    revision, storage = base.get("revision"), base.get("quantization")
-    facts = [
-        ("base", code(base["id"] or "unnamed") + (f" at {code(revision)}" if revision else "")),
-        ("adapter", _adapter(adapter)),
-        (
-            "range of λ",
-            f"[{gate['lower']:g}, {gate['upper']:g}], τ {gate['tau']:g}, one gate for {_WHERE.get(gate['granularity'])}",
-        ),
-        ("gated modules", f"{len(record['modules']):,}" + _counted(training.get("parameters"), ", {:,} parameters")),
-        ("how the range was chosen", _chosen(selection)),
-    ]
-    if storage and storage != NONE:
-        facts.append(("storage of the base in training", plain(storage)))
-    if not training:
-        return [*facts, ("training", "not recorded")]
-    rows = _counted(training.get("rows"), ", {:,} rows") + _counted(
-        training.get("response_tokens"), ", {:,} response tokens"
-    )
-    facts.append(("data", (plain(data["source"]) if data.get("source") else "not recorded") + rows))
-    # the artifact records the support that was used; 0 in the settings says that it was the whole vocabulary
-    k = settings["k"] if _number(settings.get("k")) else record["k"]
-    facts.append(("objective", _objective(settings, k)))
-    facts.append(("steps", _steps(training, settings)))
-    before, after = training.get("entropy_before"), training.get("entropy_after")
-    if _number(before) and _number(after):
-        facts.append((f"{_entropy(k)}, normalised", f"{before:.3f} before, {after:.3f} after"))
-    shares = [_mapping(training.get("gates")).get(key) for key in ("below_zero", "zero_to_one", "above_one")]
-    if all(_number(share) for share in shares):
-        facts.append(("share of λ < 0 / 0 to 1 / > 1", " / ".join(f"{share:.3f}" for share in shares)))
-    return facts
-
-
-def _adapter(adapter: dict[str, Any]) -> str:
-    commit = f" at {code(str(adapter['revision']))}" if adapter.get("revision") else ""
-    named = f"{code(adapter['id'])}{commit}, " if adapter.get("id") else ""
-    rank, alpha = adapter.get("rank"), adapter.get("alpha")
-    size = f"rank {rank:g}, α {alpha:g}, " if _number(rank) and _number(alpha) else ""
-    return f"{named}in `adapter/`, {size}sha256 {code(str(adapter['sha256'])[:12])}…"
-
-
-def _chosen(selection: dict[str, Any]) -> str:
-    if not selection:
-        return "not recorded"
-    if not _scores(selection):
-        why = f" ({plain(selection['why'])})" if selection.get("why") else ""
-        return plain(selection.get("reason") or "given by the user; not compared with the plain adapter") + why
-    picked = plain(selection.get("picked", "nothing"))
-    found = f"picked {picked}" if selection.get("accepted") else "nothing beat the adapter, which remains (λ = 1)"
-    return f"{found}; {plain(selection.get('method', 'by its score on a probe'))}"
-
-
-def _objective(settings: dict[str, Any], k: int | None) -> str:
-    name = str(settings.get("objective", "entropy"))
-    return f"{_entropy(k)} (SCALE)" if name == "entropy" else _OBJECTIVES.get(name, plain(name))
-
-
-def _steps(training: dict[str, Any], settings: dict[str, Any]) -> str:
-    if settings.get("objective") == "random":
-        return f"none: drawn with seed {plain(settings.get('seed'))} and standard deviation {plain(settings.get('random_scale'))}"
-    text = plain(training.get("steps", "unknown"))
-    if _number(settings.get("batch_size")) and _number(settings.get("learning_rate")):
-        text += f" of batch {settings['batch_size']}, learning rate {settings['learning_rate']:g}"
-    return text
-
-
-def _entropy(k: int | None) -> str:
-    if k is None:
-        return "top-k entropy"
-    return f"top-{k} entropy" if k else "full entropy"
 
 
 def _scores(selection: dict[str, Any]) -> list[list[str]]:
@@ -213,27 +97,6 @@ def _scores(selection: dict[str, Any]) -> list[list[str]]:
             line += _interval(retained[name]) if _is_score(retained.get(name)) else ["", ""]
         rows.append(line)
     return rows
-
-
-def _measured(scores: list[list[str]], selection: dict[str, Any]) -> str:
-    """The card's sentence on what its scores do not show."""
-    if not scores:
-        return "No score was measured when this folder was written."
-    if selection.get("accepted") is True:
-        return "The score of what was picked is flattered by the choice; measure it on other questions."
-    return "The scores above are those of the choice; measure on other questions."
-
-
-def _scores_on(selection: dict[str, Any]) -> str:
-    probe = _mapping(selection.get("probe"))
-    if not probe:
-        return (
-            f"Average over {selection['n']:,} answers on the probe." if _number(selection.get("n")) else "On the probe."
-        )
-    labelled = probe.get("kind") == "labelled"
-    against = "labels" if labelled else "the adapter's own majority answers, without labels"
-    count = f"{plain(probe.get('questions', 'the'))} probe questions × {plain(probe.get('samples', 1))} samples"
-    return f"Average over {count}, scored against {against}."
 
 
 def _notes(selection: dict[str, Any], training: dict[str, Any]) -> list[str]:
@@ -261,10 +124,6 @@ def _interval(row: dict[str, Any]) -> list[str]:
 
 def _is_score(value: Any) -> bool:
     return isinstance(value, dict) and all(_number(value.get(key)) for key in ("mean", "low", "high"))
-
-
-def _counted(value: Any, form: str) -> str:
-    return form.format(value) if _number(value) else ""
 
 
 def _number(value: Any) -> bool:

@@ -93,9 +93,7 @@ def record_gates(
         GateError: if the adapter carries no gates; in a forward pass, for a `token_mask` of another shape.
     """
     gates = gate_modules(peft_model, adapter_name)
-    recording = Recording(
-        {path: Recorder(gate.config.lower, gate.config.upper, margin) for path, gate in gates.items()}
-    )
+    recording = Recording({path: Recorder(gate.config.range, margin) for path, gate in gates.items()})
     with _recorders_on(gates, recording.recorders):
         yield recording
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -69,11 +68,8 @@ class SignedGate(nn.Module):
 
     def coefficients(self, x_TD: torch.Tensor) -> torch.Tensor:
         """λ per token, [...], fp32, with the override in force."""
-        config = self.config
-        lam_T = gate_coefficient_of_input(
-            x_TD, self.weight, self.bias, config.lower, config.upper, config.tau, config.detach_input
-        )
-        override = self.override
+        config, override = self.config, self.override
+        lam_T = gate_coefficient_of_input(x_TD, self.weight, self.bias, config.signed_map, config.detach_input)
         if override is None:
             return lam_T
         return overridden_coefficient(lam_T, override.minimum, override.maximum, override.constant)
@@ -87,23 +83,15 @@ class SignedGate(nn.Module):
             # without a graph, so that a recomputing forward (gradient checkpointing) saves the same tensors
             with torch.no_grad():
                 self.recorder.update(self.coefficients(x_TD))
-        tensors = (x_TD, lora_a_RD, lora_b_OR, self.weight, self.bias)
-        settings: dict[str, Any] = {
-            "lower": config.lower,
-            "upper": config.upper,
-            "tau": config.tau,
-            "scaling": scaling,
-            "detach_input": config.detach_input,
-        }
+        operands = (x_TD, lora_a_RD, lora_b_OR, self.weight, self.bias, config.signed_map, scaling)
         if override is None:
-            return gated_delta(*tensors, **settings)
-        settings |= {"minimum": override.minimum, "maximum": override.maximum, "constant": override.constant}
-        return gated_delta_reference(*tensors, **settings)
+            return gated_delta(*operands, detach_input=config.detach_input)
+        return gated_delta_reference(*operands, detach_input=config.detach_input, **vars(override))
 
     def extra_repr(self) -> str:
         config = self.config
         width = "bias only" if self.weight is None else f"d_in={self.weight.numel()}"
-        return f"{width}, range=[{config.lower:g}, {config.upper:g}], granularity={config.granularity}"
+        return f"{width}, range={config.range}, granularity={config.granularity}"
 
 
 def initial_weight(d_in: int, config: GateConfig, path: str) -> torch.Tensor:

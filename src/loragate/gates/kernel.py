@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from loragate.gates.signed_map import SignedMap
+
 MAX_RANK = 64
 _TOKENS_PER_SUM = 1024
 
@@ -151,9 +153,7 @@ def gated_reduction(
     lora_a_RD: torch.Tensor,
     weight_D: torch.Tensor | None,
     bias_1: torch.Tensor,
-    lower: float,
-    upper: float,
-    tau: float,
+    signed_map: SignedMap,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(λ ⊙ A x, A x, v) as `loragate.gates.operation.gated_reduction`; A x is computed here when `reduced_TR` is None.
 
@@ -179,9 +179,9 @@ def gated_reduction(
             gated,
             response,
             tokens,
-            float(1.0 - lower),
-            float(upper - 1.0),
-            float(tau),
+            signed_map.below,
+            signed_map.above,
+            float(signed_map.tau),
             D=width,
             R=rank,
             PROJECT=project,
@@ -197,9 +197,7 @@ def rank_space_backward(
     back_TR: torch.Tensor,
     reduced_TR: torch.Tensor,
     response_T: torch.Tensor,
-    lower: float,
-    upper: float,
-    tau: float,
+    signed_map: SignedMap,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(gradient of the logit [T] fp32, gradient of A x [T, R] in the dtype of `back_TR`), as the twin in `operation`."""
@@ -217,9 +215,9 @@ def rank_space_backward(
             inner,
             grad_logit,
             back.shape[0],
-            float(1.0 - lower),
-            float(upper - 1.0),
-            float(tau),
+            signed_map.below,
+            signed_map.above,
+            float(signed_map.tau),
             float(scaling),
             R=rank,
             BLOCK_T=64,

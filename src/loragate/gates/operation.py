@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from loragate.gates import backend
-from loragate.gates.signed_map import coefficient_from_response, gate_response, response_slope
+from loragate.gates.signed_map import SignedMap
 
 
 def gate_logits(x_TD: torch.Tensor, weight_D: torch.Tensor | None, bias_1: torch.Tensor) -> torch.Tensor:
@@ -57,11 +57,9 @@ def gated_delta_reference(
     lora_b_OR: torch.Tensor,
     weight_D: torch.Tensor | None,
     bias_1: torch.Tensor,
-    *,
-    lower: float,
-    upper: float,
-    tau: float,
+    signed_map: SignedMap,
     scaling: float,
+    *,
     detach_input: bool = True,
     minimum: float | None = None,
     maximum: float | None = None,
@@ -73,7 +71,7 @@ def gated_delta_reference(
         x_TD: module input, [..., D]; cast to the factors' dtype.
         lora_a_RD, lora_b_OR: the frozen LoRA factors.
         weight_D, bias_1: gate parameters (fp32); `weight_D` None for module and global granularity.
-        lower, upper, tau: the signed map's L, U and τ.
+        signed_map: from logit to λ.
         scaling: PEFT's own scaling of the layer (α/r, or α/√r with rsLoRA).
         detach_input: the gate reads a detached x.
         minimum, maximum: λ is clipped to these after the map.
@@ -84,7 +82,7 @@ def gated_delta_reference(
     """
     x_TD = x_TD.to(lora_a_RD.dtype)
     lam_T = overridden_coefficient(
-        gate_coefficient_of_input(x_TD, weight_D, bias_1, lower, upper, tau, detach_input), minimum, maximum, constant
+        gate_coefficient_of_input(x_TD, weight_D, bias_1, signed_map, detach_input), minimum, maximum, constant
     )
     return up_project(scale_tokens(lam_T, F.linear(x_TD, lora_a_RD)), lora_b_OR, scaling)
 
@@ -93,14 +91,12 @@ def gate_coefficient_of_input(
     x_TD: torch.Tensor,
     weight_D: torch.Tensor | None,
     bias_1: torch.Tensor,
-    lower: float,
-    upper: float,
-    tau: float,
+    signed_map: SignedMap,
     detach_input: bool = True,
 ) -> torch.Tensor:
     """λ per token, [...], from the module input."""
     logits_T = gate_logits(x_TD.detach() if detach_input else x_TD, weight_D, bias_1)
-    return coefficient_from_response(gate_response(logits_T, tau), lower, upper)
+    return signed_map(logits_T)
 
 
 def overridden_coefficient(
@@ -120,24 +116,20 @@ def gated_reduction(
     lora_a_RD: torch.Tensor,
     weight_D: torch.Tensor | None,
     bias_1: torch.Tensor,
-    lower: float,
-    upper: float,
-    tau: float,
+    signed_map: SignedMap,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(λ ⊙ A x, A x, v): all of the operation that is not a product with B. A x is computed when `reduced_TR` is None."""
     if reduced_TR is None:
         reduced_TR = F.linear(x_TD, lora_a_RD)
-    response_T = gate_response(gate_logits(x_TD, weight_D, bias_1), tau)
-    return scale_tokens(coefficient_from_response(response_T, lower, upper), reduced_TR), reduced_TR, response_T
+    response_T = signed_map.response(gate_logits(x_TD, weight_D, bias_1))
+    return scale_tokens(signed_map.of_response(response_T), reduced_TR), reduced_TR, response_T
 
 
 def rank_space_backward(
     back_TR: torch.Tensor,
     reduced_TR: torch.Tensor,
     response_T: torch.Tensor,
-    lower: float,
-    upper: float,
-    tau: float,
+    signed_map: SignedMap,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(gradient of the logit [T] in v's dtype, gradient of A x [T, R] in that of `back_TR`), from Bᵀ·dout.
@@ -146,10 +138,10 @@ def rank_space_backward(
     """
     working = response_T.dtype
     scaled_TR = back_TR.to(working) * scaling
-    slope_T = response_slope(response_T, lower, upper)
+    slope_T = signed_map.slope(response_T)
     grad_lam_T = (scaled_TR * reduced_TR.to(working)).sum(-1)
-    grad_logit_T = grad_lam_T * slope_T * (1.0 - response_T * response_T) / tau
-    lam_T = coefficient_from_response(response_T, lower, upper)
+    grad_logit_T = grad_lam_T * slope_T * (1.0 - response_T * response_T) / signed_map.tau
+    lam_T = signed_map.of_response(response_T)
     return grad_logit_T, (lam_T.unsqueeze(-1) * scaled_TR).to(back_TR.dtype)
 
 
@@ -163,17 +155,15 @@ def _reduce(
     lora_a_RD: torch.Tensor,
     weight_D: torch.Tensor | None,
     bias_1: torch.Tensor,
-    lower: float,
-    upper: float,
-    tau: float,
+    signed_map: SignedMap,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`gated_reduction` of x in the dtype of A, by a kernel where one may run."""
     x_TD = x_TD.to(lora_a_RD.dtype)
     kernels = backend.kernels_for(x_TD, lora_a_RD, bias_1)
     if kernels is None:
-        return gated_reduction(x_TD, None, lora_a_RD, weight_D, bias_1, lower, upper, tau)
+        return gated_reduction(x_TD, None, lora_a_RD, weight_D, bias_1, signed_map)
     reduced_TR = None if backend.projects(x_TD, lora_a_RD) else F.linear(x_TD, lora_a_RD)
-    return kernels.gated_reduction(x_TD, reduced_TR, lora_a_RD, weight_D, bias_1, lower, upper, tau)
+    return kernels.gated_reduction(x_TD, reduced_TR, lora_a_RD, weight_D, bias_1, signed_map)
 
 
 class _GatedDelta(torch.autograd.Function):
@@ -187,16 +177,13 @@ class _GatedDelta(torch.autograd.Function):
         lora_b_OR: torch.Tensor,
         weight_D: torch.Tensor | None,
         bias_1: torch.Tensor,
-        lower: float,
-        upper: float,
-        tau: float,
+        signed_map: SignedMap,
         scaling: float,
         detach_input: bool,
     ) -> torch.Tensor:
-        gated_TR, reduced_TR, response_T = _reduce(x_TD, lora_a_RD, weight_D, bias_1, lower, upper, tau)
+        gated_TR, reduced_TR, response_T = _reduce(x_TD, lora_a_RD, weight_D, bias_1, signed_map)
         ctx.save_for_backward(x_TD, reduced_TR, response_T, lora_a_RD, lora_b_OR, weight_D)
-        ctx.lower, ctx.upper, ctx.tau = lower, upper, tau
-        ctx.scaling, ctx.detach_input = scaling, detach_input
+        ctx.signed_map, ctx.scaling, ctx.detach_input = signed_map, scaling, detach_input
         return up_project(gated_TR, lora_b_OR, scaling)
 
     @staticmethod
@@ -211,9 +198,7 @@ class _GatedDelta(torch.autograd.Function):
         if need_x or need_a or need_weight or need_bias:
             cast_TD = x_TD.to(lora_a_RD.dtype)
             back_TR = torch.matmul(grad_TO, lora_b_OR.to(grad_TO.dtype))
-            grad_logit_T, inner_TR = through_ranks(
-                back_TR, reduced_TR, response_T, ctx.lower, ctx.upper, ctx.tau, ctx.scaling
-            )
+            grad_logit_T, inner_TR = through_ranks(back_TR, reduced_TR, response_T, ctx.signed_map, ctx.scaling)
             if need_weight:
                 grad_weight = to_weight(grad_logit_T, cast_TD)
             if need_bias:
@@ -228,11 +213,11 @@ class _GatedDelta(torch.autograd.Function):
                     inner_TR.reshape(-1, inner_TR.shape[-1]).t(), cast_TD.reshape(-1, x_TD.shape[-1]).to(grad_TO.dtype)
                 ).to(lora_a_RD.dtype)
         if need_b:
-            lam_T = coefficient_from_response(response_T, ctx.lower, ctx.upper)
+            lam_T = ctx.signed_map.of_response(response_T)
             gated_TR = scale_tokens(lam_T, reduced_TR).to(grad_TO.dtype)
             flat_OT = grad_TO.reshape(-1, grad_TO.shape[-1]).t()
             grad_b = (torch.matmul(flat_OT, gated_TR.reshape(-1, gated_TR.shape[-1])) * ctx.scaling).to(lora_b_OR.dtype)
-        return grad_x, grad_a, grad_b, grad_weight, grad_bias, None, None, None, None, None
+        return grad_x, grad_a, grad_b, grad_weight, grad_bias, None, None, None
 
 
 def gated_delta(
@@ -241,11 +226,9 @@ def gated_delta(
     lora_b_OR: torch.Tensor,
     weight_D: torch.Tensor | None,
     bias_1: torch.Tensor,
-    *,
-    lower: float,
-    upper: float,
-    tau: float,
+    signed_map: SignedMap,
     scaling: float,
+    *,
     detach_input: bool = True,
 ) -> torch.Tensor:
     """The fused gated delta; same arguments and values as `gated_delta_reference` without overrides.
@@ -256,6 +239,6 @@ def gated_delta(
     """
     tensors = (x_TD, lora_a_RD, lora_b_OR, weight_D, bias_1)
     if not torch.is_grad_enabled() or not any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        gated_TR, _, _ = _reduce(x_TD, lora_a_RD, weight_D, bias_1, lower, upper, tau)
+        gated_TR, _, _ = _reduce(x_TD, lora_a_RD, weight_D, bias_1, signed_map)
         return up_project(gated_TR, lora_b_OR, scaling)
-    return _GatedDelta.apply(x_TD, lora_a_RD, lora_b_OR, weight_D, bias_1, lower, upper, tau, scaling, detach_input)
+    return _GatedDelta.apply(x_TD, lora_a_RD, lora_b_OR, weight_D, bias_1, signed_map, scaling, detach_input)

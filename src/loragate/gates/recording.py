@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from loragate.errors import GateError
+from loragate.gates.range import Range
 
 STATISTICS = ("count", "below", "above", "at_lower", "at_upper", "sum", "squares")
 SATURATED = 1e-3  # λ this near to an end, as a share of the way there from 1, is at it
@@ -54,13 +55,13 @@ class Shares:
         )
 
 
-def regions(lam: torch.Tensor, lower: float, upper: float, margin: float = SATURATED) -> list[torch.Tensor]:
+def regions(lam: torch.Tensor, bounds: Range, margin: float = SATURATED) -> list[torch.Tensor]:
     """What each λ adds to the sums of `STATISTICS`, in their order: tensors of the shape of `lam`, fp64.
 
     λ is at a bound when it has gone at least 1 − `margin` of the way there from 1; to an upper bound of 1 there is no way.
     """
-    at_lower = lam <= lower + margin * (1.0 - lower)
-    at_upper = (lam >= upper - margin * (upper - 1.0)) & (upper > 1.0)
+    at_lower = lam <= bounds.lower + margin * (1.0 - bounds.lower)
+    at_upper = (lam >= bounds.upper - margin * (bounds.upper - 1.0)) & (bounds.upper > 1.0)
     doubles = lam.double()
     shares = (torch.ones_like(lam, dtype=torch.bool), lam < 0, lam > 1, at_lower, at_upper)
     return [*(share.double() for share in shares), doubles, doubles * doubles]
@@ -69,8 +70,8 @@ def regions(lam: torch.Tensor, lower: float, upper: float, margin: float = SATUR
 class Recorder:
     """Sums over the λ of one module: counts per region, moments and extremes; no per-token tensor is kept."""
 
-    def __init__(self, lower: float, upper: float, margin: float = SATURATED) -> None:
-        self.lower, self.upper, self.margin = lower, upper, margin
+    def __init__(self, bounds: Range, margin: float = SATURATED) -> None:
+        self.bounds, self.margin = bounds, margin
         self.owner: Recording | None = None
         self.positions: torch.Tensor | None = None
         self.sums: torch.Tensor | None = None
@@ -101,7 +102,7 @@ class Recorder:
             values = values[mask.to(values.device)]
         if values.device.type == "mps":
             values = values.cpu()  # Apple's GPUs have no float64
-        added = torch.stack([part.sum() for part in regions(values, self.lower, self.upper, self.margin)])
+        added = torch.stack([part.sum() for part in regions(values, self.bounds, self.margin)])
         self.sums = added if self.sums is None else self.sums + added
 
 

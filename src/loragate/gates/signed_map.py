@@ -7,41 +7,62 @@ join is written once. It knows nothing of LoRA, PEFT or modules.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 
 from loragate.errors import GateError
 from loragate.gates.range import Range
 
-GRANULARITIES = ("token", "module", "global")
 
+@dataclass(frozen=True)
+class SignedMap:
+    """λ(g) = 1 + (1−L)·min(v,0) + (U−1)·max(v,0) with v = tanh(g/τ) (eq:rw-gate-logit, eq:rw-transform).
 
-def gate_response(gate_logit: torch.Tensor, tau: float | torch.Tensor = 1.0) -> torch.Tensor:
-    """v = tanh(g/τ) (eq:rw-gate-logit), in fp32 (fp64 stays fp64), same shape as `gate_logit`."""
-    working = gate_logit if gate_logit.dtype == torch.float64 else gate_logit.float()
-    if not isinstance(tau, torch.Tensor) and tau == 1.0:
-        return torch.tanh(working)
-    return torch.tanh(working / tau)
+    Attributes:
+        range: [L, U], reached as v → ∓1.
+        tau: gate temperature τ > 0.
 
-
-def response_slope(response: torch.Tensor, lower: float, upper: float) -> torch.Tensor:
-    """dλ/dv on the branch that holds at v: 1−L for v < 0 and U−1 for v ≥ 0, same shape as `response`.
-
-    A choice is the only form with the right one-sided slope everywhere: `clamp` adds both slopes at v = 0, `relu`
-    gives 0 there (a gate that starts at zero would never move) and `minimum`/`maximum` the mean.
+    Raises:
+        GateError: for a temperature that is no positive number.
     """
-    # not `torch.where` of two numbers, which would wait for a copy from the host to the device
-    return torch.full_like(response, upper - 1.0).masked_fill_(response < 0, 1.0 - lower)
 
+    range: Range
+    tau: float = 1.0
 
-def coefficient_from_response(
-    response: torch.Tensor, lower: float | torch.Tensor, upper: float | torch.Tensor
-) -> torch.Tensor:
-    """λ = 1 + (1−L)·min(v,0) + (U−1)·max(v,0) (eq:rw-transform); exactly 1 at v = 0."""
-    below, above = (
-        slope.to(response) if isinstance(slope, torch.Tensor) else slope for slope in (1.0 - lower, upper - 1.0)
-    )
-    return 1.0 + torch.where(response < 0, response * below, response * above)
+    def __post_init__(self) -> None:
+        _check_tau(self.tau)
+
+    @property
+    def below(self) -> float:
+        """dλ/dv for v < 0: 1−L."""
+        return 1.0 - self.range.lower
+
+    @property
+    def above(self) -> float:
+        """dλ/dv for v ≥ 0: U−1."""
+        return self.range.upper - 1.0
+
+    def response(self, gate_logit: torch.Tensor) -> torch.Tensor:
+        """v of a logit, in fp32 (fp64 stays fp64), same shape."""
+        return _response(gate_logit, self.tau)
+
+    def slope(self, response: torch.Tensor) -> torch.Tensor:
+        """dλ/dv on the branch that holds at v, same shape.
+
+        A choice is the only form with the right one-sided slope everywhere: `clamp` adds both slopes at v = 0, `relu`
+        gives 0 there (a gate that starts at zero would never move) and `minimum`/`maximum` the mean.
+        """
+        # not `torch.where` of two numbers, which would wait for a copy from the host to the device
+        return torch.full_like(response, self.above).masked_fill_(response < 0, self.below)
+
+    def of_response(self, response: torch.Tensor) -> torch.Tensor:
+        """λ of v, same shape and dtype; exactly 1 at v = 0."""
+        return _coefficient(response, self.below, self.above)
+
+    def __call__(self, gate_logit: torch.Tensor) -> torch.Tensor:
+        """λ of a logit, same shape, fp32 (fp64 for fp64)."""
+        return self.of_response(self.response(gate_logit))
 
 
 def gate_coefficient(
@@ -66,16 +87,23 @@ def gate_coefficient(
         GateError: for numbers that are no range or temperature (see `Range`). Tensors are not looked into.
     """
     Range(0.0 if isinstance(lower, torch.Tensor) else lower, 1.0 if isinstance(upper, torch.Tensor) else upper)
-    check_tau(1.0 if isinstance(tau, torch.Tensor) else tau)
-    return coefficient_from_response(gate_response(gate_logit, tau), lower, upper)
+    _check_tau(1.0 if isinstance(tau, torch.Tensor) else tau)
+    return _coefficient(_response(gate_logit, tau), 1.0 - lower, upper - 1.0)
 
 
-def check_tau(tau: float) -> None:
-    """Refuse gate temperatures that are not positive.
+def _response(gate_logit: torch.Tensor, tau: float | torch.Tensor) -> torch.Tensor:
+    working = gate_logit if gate_logit.dtype == torch.float64 else gate_logit.float()
+    if not isinstance(tau, torch.Tensor) and tau == 1.0:
+        return torch.tanh(working)
+    return torch.tanh(working / tau)
 
-    Raises:
-        GateError: with what was found.
-    """
+
+def _coefficient(response: torch.Tensor, below: float | torch.Tensor, above: float | torch.Tensor) -> torch.Tensor:
+    below, above = (slope.to(response) if isinstance(slope, torch.Tensor) else slope for slope in (below, above))
+    return 1.0 + torch.where(response < 0, response * below, response * above)
+
+
+def _check_tau(tau: float) -> None:
     if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not math.isfinite(tau):
         raise GateError(f"gate tau must be a finite number, found {tau!r}")
     if tau <= 0:

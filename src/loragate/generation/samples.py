@@ -14,12 +14,10 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from loragate.errors import DataError, LoragateError
 from loragate.generation.engine import Engine, OnProgress, Sample, SamplingConfig
-
-_FIELDS = {field.name for field in dataclasses.fields(Sample)}
+from loragate.validate import validate
 
 
 class SampleWriter:
@@ -101,16 +99,9 @@ def _parse(path: Path) -> tuple[list[Sample], int]:
             raise DataError(
                 f"{path}, line {number}: not JSON ({error}); restore the file or delete this line."
             ) from None
-        samples.append(_sample(row, f"{path}, line {number}"))
+        samples.append(validate(Sample, row, f"{path}, line {number}", DataError, "this is not a sample file"))
         sound_bytes += len(line) + 1
     return samples, sound_bytes
-
-
-def _sample(row: Any, place: str) -> Sample:
-    if not isinstance(row, dict) or set(row) != _FIELDS:
-        found = sorted(row) if isinstance(row, dict) else type(row).__name__
-        raise DataError(f"{place}: found {found}, expected the keys {sorted(_FIELDS)}; this is not a sample file.")
-    return Sample(**{**row, "token_ids": tuple(row["token_ids"])})
 
 
 def draw_samples(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import shlex
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from loragate.analysis.cost import decoding, find_gpu
 from loragate.analysis.plan import FP32, Plan, Request, make_plan
@@ -22,7 +22,7 @@ from loragate.recipes.recipe import Recipe, Stage
 from loragate.recipes.show import is_launched, uses_vllm
 from loragate.training.settings import TrainSettings
 
-STAGE_OF = {"sft": "sft", "calibrate": "calibrate", "sweep": "calibrate"}
+STAGE_OF: dict[str, Literal["sft", "calibrate"]] = {"sft": "sft", "calibrate": "calibrate", "sweep": "calibrate"}
 KEPT = TrainSettings.keep_checkpoints
 DIRECT = ("precision", "dtype", "rank", "target_modules", "quantization", "k", "epochs")
 
@@ -181,7 +181,7 @@ def _plan(recipe: Recipe, stage: Stage) -> Plan:
     words = shlex.split(recipe.launcher) if is_launched(stage) else []
     given = dict(itertools.pairwise(words))
     gpus = int(given.get("--num_processes", 1))
-    strategy = next((name for name in ("fsdp2", "zero3") if name in given.get("--config_file", "")), "ddp")
+    strategy: Any = next((name for name in ("fsdp2", "zero3") if name in given.get("--config_file", "")), "ddp")
     request = Request(
         model=model,
         stage=STAGE_OF[stage.command],

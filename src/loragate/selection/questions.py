@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from loragate.data import Rows, encode_rows, load_rows
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.judging import MATH, TEXT
 from loragate.evaluation.tasks import Question, Task, load_questions, load_task
-from loragate.evaluation.tasks.task import EXTRACTORS_OF, Dataset, Generation
+from loragate.evaluation.tasks.task import EXTRACTORS_OF, Dataset, Generation, Grader
 from loragate.selection.disjoint import PROMPTS, key_of
 from loragate.selection.disjoint import prompts_of as prompts_of
 from loragate.training.rollouts import training_prompts
@@ -43,7 +43,7 @@ def probe_task(grader: str = "default", file: str = "", *, labelled: bool = True
         raw=raw,
         generation=Generation(samples=4),
         extractor=EXTRACTORS_OF[grader][0],
-        grader=grader,
+        grader=cast(Grader, grader),
         metric="avg@k",
     )
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from loragate.gates.signed_map import SignedMap
+
 BELOW, ABOVE, LEAST, MOST = range(4)
 _UNGATED = (0.0, 0.0, -math.inf, math.inf)
 _NO_ADAPTER = (0.0, 0.0, 0.0, 0.0)
@@ -35,9 +37,9 @@ def empty_slots(slots: int, slices: int, width: int, device: Any = None) -> tupl
     return weight_SND, bias_SN, constants_SN4
 
 
-def slot_constants(lower: float, upper: float, least: float = -math.inf, most: float = math.inf) -> torch.Tensor:
-    """What `constants_SN4` holds for a gate: the slopes 1−L and U−1 of the signed map, and the bounds of λ."""
-    return torch.tensor([1.0 - lower, upper - 1.0, least, most], dtype=torch.float32)
+def slot_constants(signed_map: SignedMap, least: float = -math.inf, most: float = math.inf) -> torch.Tensor:
+    """What `constants_SN4` holds for a gate: the slopes 1−L and U−1 of the signed map, and the limits of λ."""
+    return torch.tensor([signed_map.below, signed_map.above, least, most], dtype=torch.float32)
 
 
 def slot_coefficients(
@@ -147,16 +149,17 @@ class GateMixin:
         piece: int,
         weight_D: torch.Tensor | None,
         bias: float,
-        settings: tuple[float, ...],
+        signed_map: SignedMap,
+        limits: tuple[float, float],
     ) -> None:
-        """Fill slot `index`, slice `piece`; `settings` are (τ, L, U, least, most), the weight is the whole layer's."""
-        tau, *bounds = settings
+        """Fill slot `index`, slice `piece`; `limits` are (least λ, most λ), the weight is the whole layer's."""
+        tau = signed_map.tau
         if weight_D is not None:
             width = self.gate_weight.shape[-1]
             start = self.tp_rank * width if self.gate_reduce is not None else 0
             self.gate_weight[index, piece].copy_(weight_D[start : start + width] / tau)
         self.gate_bias[index, piece] = bias / tau
-        self.gate_constants[index, piece].copy_(slot_constants(*bounds))
+        self.gate_constants[index, piece].copy_(slot_constants(signed_map, *limits))
 
     def gate_width(self: Any) -> int:
         """Input width of the whole layer, over all ranks."""

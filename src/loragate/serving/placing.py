@@ -17,21 +17,23 @@ from loragate.errors import ArtifactError
 from loragate.gates.fingerprint import compare_base_samples, config_fingerprint
 from loragate.gates.gate import Override
 from loragate.gates.schema import CONFIG
+from loragate.gates.signed_map import SignedMap
 from loragate.serving.folder import FolderGates
 from loragate.serving.layers import GateMixin
 
 
 @dataclass(frozen=True)
 class PlacedGates:
-    """Where each gate goes: (layer name, slice, weight or None, bias), with (τ, L, U, least λ, most λ) for all."""
+    """Where each gate goes: (layer name, slice, weight or None, bias), with the map and (least λ, most λ) for all."""
 
     entries: tuple[tuple[str, int, torch.Tensor | None, float], ...]
-    settings: tuple[float, ...]
+    signed_map: SignedMap
+    limits: tuple[float, float]
 
     def fill(self, modules: dict[str, Any], index: int) -> None:
         """Put the gates into slot `index`, which the layers have just reset."""
         for layer, piece, weight, bias in self.entries:
-            modules[layer].set_gate(index, piece, weight, bias, self.settings)
+            modules[layer].set_gate(index, piece, weight, bias, self.signed_map, self.limits)
 
 
 def place_gates(gates: FolderGates, manager: Any, complete: bool = True) -> PlacedGates:
@@ -66,11 +68,10 @@ def place_gates(gates: FolderGates, manager: Any, complete: bool = True) -> Plac
                 f"{where}: the gate of {path} reads {weight.numel()} features, the base has {width} there"
             )
         entries += [(layer, piece, weight, float(bias)) for piece in pieces]
-    config = gates.config
-    return PlacedGates(tuple(entries), (config.tau, config.lower, config.upper, *_bounds(gates.override)))
+    return PlacedGates(tuple(entries), gates.config.signed_map, _limits(gates.override))
 
 
-def _bounds(override: Override | None) -> tuple[float, float]:
+def _limits(override: Override | None) -> tuple[float, float]:
     if override is None:
         return -math.inf, math.inf
     if override.constant is not None:

@@ -8,13 +8,13 @@ the caller, on a probe. What makes an answer right is not known here.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
+from annotated_types import Ge
 from transformers import TrainerCallback
 
 from loragate.data import Collator, EncodedRows
@@ -23,6 +23,7 @@ from loragate.gates import record_gates
 from loragate.generation import Sample
 from loragate.training.rollouts import as_answers
 from loragate.training.sharding import causal_model
+from loragate.validate import Count, Share, check
 
 READING = "guard_reading"  # key of a reading among the trainer's log records
 MARGIN = 0.01  # λ this near to a bound, as a share of the way there from 1, is at it
@@ -74,23 +75,16 @@ class GuardLimits:
         every: steps between readings of a probe, where training draws no answers of its own.
     """
 
-    repetition: float = 0.2
-    terminated: float = 0.2
-    length: float = 3.0
-    distinct: float = 0.5
-    saturated: float = 1.0
-    answers: int = 256
-    every: int = 20
+    repetition: Share = 0.2
+    terminated: Share = 0.2
+    length: Annotated[float, Ge(1)] = 3.0
+    distinct: Share = 0.5
+    saturated: Share = 1.0
+    answers: Count = 256
+    every: Count = 20
 
     def __post_init__(self) -> None:
-        for name in ("repetition", "terminated", "distinct", "saturated"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"guard limit {name} is a share in [0, 1], found {getattr(self, name)}")
-        if not (math.isfinite(self.length) and self.length >= 1):
-            raise ConfigError(f"guard limit length is a factor of at least 1, found {self.length}")
-        for name in ("answers", "every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"guard limit {name} must be at least 1, found {getattr(self, name)}")
+        check(self)
 
 
 def repeats(token_ids: Sequence[int], n: int = 6, times: int = 3) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from loragate.errors import ConfigError
+from loragate.validate import Count, Positive, check
 
 
 class SandboxError(ConfigError):
@@ -26,23 +26,14 @@ class Limits:
     Raises `ConfigError` for a limit that is not positive and finite.
     """
 
-    seconds: float = 10.0
-    memory_mb: int = 1024
-    processes: int = 32
-    output_kb: int = 1024
-    file_mb: int = 64
+    seconds: Positive = 10.0
+    memory_mb: Count = 1024
+    processes: Count = 32
+    output_kb: Count = 1024
+    file_mb: Count = 64
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            whole = field.name != "seconds"
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int if whole else (int, float))
-                or not (value > 0 and math.isfinite(value))
-            ):
-                kind = "a whole number above 0" if whole else "a finite number above 0"
-                raise ConfigError(f"Limits({field.name}={value!r}): expected {kind}")
+        check(self)
 
 
 @dataclass(frozen=True)

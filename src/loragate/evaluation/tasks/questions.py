@@ -178,7 +178,9 @@ def _question(task: Task, row: dict[str, Any], where: str, index: int) -> Questi
     _refuse_torn_text(row, where)
     # an optional column that is absent reads as null, so that a template can ask for it
     values = {**dict.fromkeys(schema), **row}
-    filled = {name: _fill(name, candidates, values, where) for name, candidates in task.columns.items()}
+    filled: dict[str, str | None] = {
+        name: _fill(name, candidates, values, where) for name, candidates in task.columns.items()
+    }
     filled["id"] = filled.get("id") or str(index)
     gold = filled.pop("gold")
     prompt = render(task.prompt, {**values, **filled}, f"{where}: the prompt of {task.name}")

@@ -14,67 +14,22 @@ from typing import Any
 import yaml
 
 from loragate import strict_yaml
+from loragate.effects import require_effect
 from loragate.errors import ConfigError, nearest
 from loragate.evaluation.tasks.generated import GENERATORS
 from loragate.evaluation.tasks.schema import check_schema
-from loragate.evaluation.tasks.task import (
-    ENGINES,
-    EXTRACTORS_OF,
-    METRICS,
-    SUITES,
-    WITHOUT_EFFECT,
-    Dataset,
-    Generation,
-    Harness,
-    Task,
-)
+from loragate.evaluation.tasks.task import EXTRACTORS_OF, SUITES, Task
 from loragate.evaluation.tasks.templates import is_template, variables
+from loragate.validate import validate
 
 DEFINITIONS = Path(__file__).parent / "definitions"
 SUFFIXES = (".yaml", ".yml")
-OUR_NAMES = ("id", "question", "gold")
-
-# key -> (accepted types, how a message calls them)
-Kinds = dict[str, tuple[tuple[type, ...], str]]
-_TEXT = ((str,), "text")
-_WHOLE = ((int,), "a whole number")
-_NUMBER = ((int, float), "a number")
-_BLOCK = ((dict,), "a block of keys")
-TASK_KEYS: Kinds = {
-    "name": _TEXT,
-    "version": _WHOLE,
-    "suite": _TEXT,
-    "dataset": _BLOCK,
-    "columns": _BLOCK,
-    "system": _TEXT,
-    "prompt": _TEXT,
-    "raw": ((bool,), "true or false"),
-    "generation": _BLOCK,
-    "extractor": _TEXT,
-    "grader": _TEXT,
-    "metric": _TEXT,
-    "engine": _TEXT,
-    "harness": _BLOCK,
-    "variant_of": _TEXT,
-    "paper": _TEXT,
-    "notes": _TEXT,
-}
-DATASET_KEYS: Kinds = {
-    **dict.fromkeys(("hub", "config", "split", "revision", "file", "generator", "license"), _TEXT),
-    "rows": _WHOLE,
-    "schema": _BLOCK,
-}
-GENERATION_KEYS: Kinds = {
-    "samples": _WHOLE,
-    "temperature": _NUMBER,
-    "top_p": _NUMBER,
-    "max_new_tokens": _WHOLE,
-    "stop": ((list,), "a list of texts"),
-}
-HARNESS_KEYS: Kinds = {"task": _TEXT, "metric": _TEXT}
 # what a task of either engine needs
 NEEDED = {
-    "loragate": ("dataset", "columns", "prompt", "generation", "grader", "metric"),
+    "loragate": (
+        *("dataset", "columns", "prompt", "generation", "grader", "metric", "dataset.schema", "columns.gold"),
+        *("generation.samples", "generation.temperature", "generation.max_new_tokens"),
+    ),
     "lm-eval": ("dataset", "harness"),
 }
 
@@ -130,134 +85,92 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _block(content: dict[str, Any], kinds: Kinds, path: Path, prefix: str = "") -> dict[str, Any]:
-    """`content` without nulls, its keys known and their values of the right type."""
-    for key, value in content.items():
-        if key not in kinds:
-            raise ConfigError(
-                f"{path}: unknown key '{prefix}{key}'{nearest(str(key), kinds) or '.'} Known: {', '.join(kinds)}"
-            )
-        types, words = kinds[key]
-        if value is not None and (not isinstance(value, types) or (isinstance(value, bool) and bool not in types)):
-            raise ConfigError(f"{path}: {prefix}{key} is {value!r} ({type(value).__name__}), expected {words}")
-    return {key: value for key, value in content.items() if value is not None}
+def _given(value: Any) -> Any:
+    """A block without its nulls: they stand for what is left out."""
+    return {key: _given(one) for key, one in value.items() if one is not None} if isinstance(value, dict) else value
 
 
-def _need(content: dict[str, Any], keys: tuple[str, ...], path: Path, prefix: str = "") -> None:
-    missing = [prefix + key for key in keys if key not in content]
+def _need(content: Any, keys: tuple[str, ...], path: Path) -> None:
+    missing = []
+    for key in keys:
+        block, _, name = key.rpartition(".")
+        inside = content.get(block) if block else content
+        if isinstance(inside, dict) and name not in inside:
+            missing.append(key)
     if missing:
         raise ConfigError(f"{path}: missing {', '.join(missing)}")
 
 
-def _one_of(value: str, known: Any, path: Path, key: str) -> None:
-    if value not in known:
-        raise ConfigError(f"{path}: {key} is '{value}'{nearest(value, known) or '.'} Known: {', '.join(known)}")
-
-
 def _task(content: dict[str, Any], path: Path) -> Task:
-    content = _block(content, TASK_KEYS, path)
-    _need(content, ("name", "version", "suite"), path)
-    engine = content.get("engine", "loragate")
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", content["name"]):
+    content = _given(content)
+    columns = content.get("columns")
+    if isinstance(columns, dict):
+        content["columns"] = {name: [one] if isinstance(one, str) else one for name, one in columns.items()}
+    # what is known and of the right kind comes first: a misspelt key is not a missing one
+    task = validate(Task, {"name": "", "version": 0, "suite": "math", "dataset": {}, **content}, str(path))
+    _need(content, ("name", "version", "suite", *NEEDED[task.engine]), path)
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", task.name):
+        raise ConfigError(f"{path}: name is {task.name!r}; files are called by it: letters, digits, '_', '-', '.'")
+    task = dataclasses.replace(task, path=path)
+    try:
+        require_effect("task", task)
+        require_effect("dataset", task.dataset)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    _check_dataset(task, path)
+    if task.engine == "lm-eval":
+        return task
+    if "lm-eval" in (task.grader, task.metric):
+        raise ConfigError(f"{path}: grader and metric lm-eval are for engine: lm-eval")
+    readable = EXTRACTORS_OF[task.grader]
+    if "extractor" not in content:
+        task = dataclasses.replace(task, extractor=readable[0])
+    if task.extractor not in readable:
         raise ConfigError(
-            f"{path}: name is {content['name']!r}; files are called by it: letters, digits, '_', '-', '.'"
+            f"{path}: extractor is '{task.extractor}', but the grader '{task.grader}' reads {' or '.join(readable)}"
         )
-    _one_of(engine, ENGINES, path, "engine")
-    _one_of(content["suite"], SUITES, path, "suite")
-    _need(content, NEEDED[engine], path)
-    if idle := [key for key in WITHOUT_EFFECT[engine] if key in content]:
-        raise ConfigError(f"{path}: {', '.join(idle)} would have no effect with engine: {engine}; leave it out")
-    dataset = _dataset(content.pop("dataset"), path, engine)
-    if engine == "lm-eval":
-        harness = _block(content.pop("harness"), HARNESS_KEYS, path, "harness.")
-        _need(harness, ("task", "metric"), path, "harness.")
-        return Task(**content, dataset=dataset, harness=Harness(**harness), path=path)
-
-    grader = content["grader"]
-    _one_of(grader, EXTRACTORS_OF, path, "grader")
-    _one_of(content["metric"], [name for name in METRICS if name != "lm-eval"], path, "metric")
-    extractor = content.pop("extractor", EXTRACTORS_OF[grader][0])
-    if extractor not in EXTRACTORS_OF[grader]:
-        raise ConfigError(
-            f"{path}: extractor is '{extractor}', but the grader '{grader}' reads {' or '.join(EXTRACTORS_OF[grader])}"
-        )
-    generation = _generation(content.pop("generation"), path)
-    if content.get("raw") and "system" in content:
-        raise ConfigError(f"{path}: system would have no effect with raw: true, which uses no chat template")
-    if generation.stop and not content.get("raw"):
+    generation = task.generation
+    if generation.stop and not task.raw:
         raise ConfigError(
             f"{path}: generation.stop is for raw: true; with the chat template an answer ends at the end-of-turn token"
         )
-    columns = _columns(content.pop("columns"), dataset, path)
-    _check_variables(content["prompt"], {*dataset.schema, *(columns.keys() - {"gold"})}, f"{path}: prompt")
-    return Task(**content, dataset=dataset, columns=columns, generation=generation, extractor=extractor, path=path)
+    if generation.temperature == 0 and generation.samples > 1:
+        raise ConfigError(f"{path}: generation.samples is {generation.samples}, but greedy samples are all the same")
+    _check_columns(task, path)
+    known = {*task.dataset.schema, *(task.columns.keys() - {"gold"})}
+    _check_variables(task.prompt, known, f"{path}: prompt")
+    return task
 
 
-def _dataset(content: dict[str, Any], path: Path, engine: str) -> Dataset:
-    content = _block(content, DATASET_KEYS, path, "dataset.")
-    sources = [key for key in ("hub", "file", "generator") if key in content]
+def _check_dataset(task: Task, path: Path) -> None:
+    dataset = task.dataset
+    sources = [key for key in ("hub", "file", "generator") if getattr(dataset, key) is not None]
     if len(sources) != 1:
         found = " and ".join(sources) or "none of them"
         raise ConfigError(f"{path}: dataset needs exactly one of hub, file and generator; found {found}")
-    if sources != ["hub"] and (idle := [key for key in ("config", "split", "revision") if key in content]):
-        raise ConfigError(f"{path}: dataset.{idle[0]} is for hub data sets; it has no effect with {sources[0]}")
-    if "generator" in content:
-        _one_of(content["generator"], GENERATORS, path, "dataset.generator")
-        _need(content, ("rows",), path, "dataset.")
-    if content.get("rows", 1) < 1:
-        raise ConfigError(f"{path}: dataset.rows is {content['rows']}, expected at least 1")
-    dataset = Dataset(**content)
-    if engine == "loragate":
-        _need(content, ("schema",), path, "dataset.")
-        for column, kind in dataset.schema.items():
-            if not isinstance(column, str) or not isinstance(kind, str):
-                raise ConfigError(f"{path}: dataset.schema has {column!r}: {kind!r}, expected column: type")
-        check_schema(dataset.schema, f"{path}: dataset.schema")
-    return dataset
-
-
-def _generation(content: dict[str, Any], path: Path) -> Generation:
-    content = _block(content, GENERATION_KEYS, path, "generation.")
-    _need(content, ("samples", "temperature", "max_new_tokens"), path, "generation.")
-    stop = content.pop("stop", [])
-    if not all(isinstance(text, str) and text for text in stop):
-        raise ConfigError(f"{path}: generation.stop is {stop!r}, expected a list of texts")
-    generation = Generation(**content, stop=tuple(stop))
-    for key in ("samples", "max_new_tokens"):
-        if getattr(generation, key) < 1:
-            raise ConfigError(f"{path}: generation.{key} is {getattr(generation, key)}, expected at least 1")
-    if not 0 <= generation.temperature < float("inf"):
+    if dataset.generator is not None and dataset.generator not in GENERATORS:
         raise ConfigError(
-            f"{path}: generation.temperature is {generation.temperature}, expected 0 or a positive number"
+            f"{path}: dataset.generator is '{dataset.generator}'{nearest(dataset.generator, GENERATORS) or '.'} "
+            f"Known: {', '.join(GENERATORS)}"
         )
-    if not 0 < generation.top_p <= 1:
-        raise ConfigError(f"{path}: generation.top_p is {generation.top_p}, expected a number in (0, 1]")
-    if generation.temperature == 0 and generation.samples > 1:
-        raise ConfigError(f"{path}: generation.samples is {generation.samples}, but greedy samples are all the same")
-    # 1 and 1.0 are one setting and must give one fingerprint
-    return dataclasses.replace(generation, temperature=float(generation.temperature), top_p=float(generation.top_p))
+    if dataset.generator is not None and dataset.rows is None:
+        raise ConfigError(f"{path}: missing dataset.rows")
+    check_schema(dataset.schema, f"{path}: dataset.schema")
 
 
-def _columns(content: dict[str, Any], dataset: Dataset, path: Path) -> dict[str, tuple[str, ...]]:
-    kinds: Kinds = dict.fromkeys(OUR_NAMES, ((str, list), "a column, a template, or a list of them"))
-    content = _block(content, kinds, path, "columns.")
-    _need(content, ("gold",), path, "columns.")
-    columns = {}
-    for name, candidates in content.items():
-        candidates = [candidates] if isinstance(candidates, str) else candidates
-        if not candidates or not all(isinstance(item, str) for item in candidates):
-            raise ConfigError(f"{path}: columns.{name} is {candidates!r}, expected columns or templates")
+def _check_columns(task: Task, path: Path) -> None:
+    """Every candidate is a column of the data set, or a template over its columns."""
+    schema = task.dataset.schema
+    for name, candidates in task.columns.items():
+        place = f"{path}: columns.{name}"
         for candidate in candidates:
-            place = f"{path}: columns.{name}"
             if is_template(candidate):
-                _check_variables(candidate, set(dataset.schema), place)
-            elif candidate not in dataset.schema:
+                _check_variables(candidate, set(schema), place)
+            elif candidate not in schema:
                 raise ConfigError(
                     f"{place} names the column '{candidate}', which dataset.schema does not have"
-                    f"{nearest(candidate, dataset.schema) or '.'} It has {', '.join(dataset.schema)}"
+                    f"{nearest(candidate, schema) or '.'} It has {', '.join(schema)}"
                 )
-        columns[name] = tuple(candidates)
-    return columns
 
 
 def _check_variables(source: str, known: set[str], place: str) -> None:

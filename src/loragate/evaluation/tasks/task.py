@@ -9,14 +9,19 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
-SUITES = ("math", "code", "retention", "arithmetic", "tiny")
-METRICS = ("avg@k", "pass@1", "lm-eval")
-ENGINES = ("loragate", "lm-eval")
+from annotated_types import Gt, Le, Len
+
+from loragate.effects import acting
+from loragate.validate import Amount, Count
+
+Suite = Literal["math", "code", "retention", "arithmetic", "tiny"]
+SUITES: tuple[str, ...] = get_args(Suite)
+OurName = Literal["id", "question", "gold"]
+Grader = Literal["default", "math_verify", "dft", "choice", "exact", "humaneval", "mbpp", "tiny", "lm-eval"]
 # which extractors can feed a grader; the first is the default
 EXTRACTORS_OF = {
     "default": ("boxed",),
@@ -27,11 +32,6 @@ EXTRACTORS_OF = {
     "humaneval": ("code", "completion"),
     "mbpp": ("code",),
     "tiny": ("none",),
-}
-# keys that a task of an engine must leave out
-WITHOUT_EFFECT = {
-    "loragate": ("harness",),
-    "lm-eval": ("columns", "system", "prompt", "raw", "generation", "extractor", "grader", "metric"),
 }
 
 
@@ -57,9 +57,9 @@ class Dataset:
     revision: str | None = None
     file: str | None = None
     generator: str | None = None
-    rows: int | None = None
+    rows: Count | None = None
     license: str | None = None
-    schema: Mapping[str, str] = field(default_factory=dict)
+    schema: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class Generation:
         stop: texts that end an answer; for raw completion only.
     """
 
-    samples: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    max_new_tokens: int = 1024
-    stop: tuple[str, ...] = ()
+    samples: Count = 1
+    temperature: Amount = 1.0
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    max_new_tokens: Count = 1024
+    stop: tuple[Annotated[str, Len(1)], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,22 +122,22 @@ class Task:
 
     name: str
     version: int
-    suite: str
+    suite: Suite
     dataset: Dataset
-    columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    columns: dict[OurName, Annotated[tuple[str, ...], Len(1)]] = field(default_factory=dict)
     prompt: str = ""
     system: str | None = None
     raw: bool = False
     generation: Generation = field(default_factory=Generation)
     extractor: str = "none"
-    grader: str = "lm-eval"
-    metric: str = "lm-eval"
-    engine: str = "loragate"
+    grader: Grader = "lm-eval"
+    metric: Literal["avg@k", "pass@1", "lm-eval"] = "lm-eval"
+    engine: Literal["loragate", "lm-eval"] = "loragate"
     harness: Harness | None = None
     variant_of: str | None = None
     paper: str = ""
     notes: str = ""
-    path: Path = Path()
+    path: Path = field(default=Path(), metadata={"key": False})
 
     @property
     def fingerprint(self) -> str:
@@ -150,9 +150,9 @@ class Task:
     def as_dict(self) -> dict[str, Any]:
         """JSON-able content, as results record it: written as YAML it is the same task again, wherever its file lies."""
         content = dataclasses.asdict(dataclasses.replace(self, path=Path()))
-        for name in ("path", *WITHOUT_EFFECT[self.engine]):
-            del content[name]
-        return content
+        return {
+            name: content[name] for name in acting("task", content, engine=self.engine, raw=False) if name != "path"
+        }
 
     def with_revision(self, revision: str) -> Task:
         """The same task on another revision of its hub data set."""

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from loragate.errors import ConfigError
 from loragate.losses.entropy import support_size
 from loragate.losses.head import TokenStatistics
 from loragate.losses.objectives.base import ObjectiveContext
+from loragate.validate import Count, check
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Interleaved:
         k: support of the entropy; 0 for the whole vocabulary.
     """
 
-    ce_steps: int = 1
-    entropy_steps: int = 1
+    ce_steps: Count = 1
+    entropy_steps: Count = 1
     k: int = 100
 
     name = "interleaved"
@@ -65,12 +65,7 @@ class Interleaved:
 
     def __post_init__(self) -> None:
         support_size(self.k, 1 << 30)
-        for name in ("ce_steps", "entropy_steps"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(
-                    f"the interleaved objective's {name} is a number of steps, at least 1, found {value!r}"
-                )
+        check(self)
 
     @property
     def settings(self) -> dict[str, Any]:

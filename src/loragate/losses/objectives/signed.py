@@ -10,17 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge, Lt
 
-from loragate.errors import ConfigError, nearest
+from loragate.errors import ConfigError
 from loragate.losses.head import TokenStatistics
 from loragate.losses.objectives.base import Gather, ObjectiveContext, require, within_batch
+from loragate.validate import Amount, check
 
-REDUCTIONS = ("sets", "all")
-COMBINATIONS = ("union", "intersection")
-SCHEDULES = ("linear", "constant")
+Reduction = Literal["sets", "all"]
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class EntropyKLSelective:
         reduction: "sets" or "all", see the module text.
     """
 
-    ratio: float = 0.2
-    entropy_weight: float = 0.05
-    kl_weight: float = 0.05
-    combine: str = "union"
-    reduction: str = "sets"
+    ratio: Annotated[float, Ge(0), Lt(1)] = 0.2
+    entropy_weight: Amount = 0.05
+    kl_weight: Amount = 0.05
+    combine: Literal["union", "intersection"] = "union"
+    reduction: Reduction = "sets"
 
     name = "eksft"
     k = 0
@@ -57,12 +57,7 @@ class EntropyKLSelective:
     batch_reads = ("entropy",)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.ratio < 1:
-            raise ConfigError(f"EKSFT's ratio is a share in [0, 1), found {self.ratio!r}")
-        for name in ("entropy_weight", "kl_weight"):
-            _require_not_negative("EKSFT", name, getattr(self, name))
-        _require_among("EKSFT", "combine", self.combine, COMBINATIONS)
-        _require_among("EKSFT", "reduction", self.reduction, REDUCTIONS)
+        check(self)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -113,10 +108,10 @@ class Forgetting:
         reduction: "sets" or "all", see the module text.
     """
 
-    t_max: float = 0.25
-    t_min: float = 1e-5
-    schedule: str = "linear"
-    reduction: str = "sets"
+    t_max: Amount = 0.25
+    t_min: Amount = 1e-5
+    schedule: Literal["linear", "constant"] = "linear"
+    reduction: Reduction = "sets"
 
     name = "forgetting"
     k = 2
@@ -126,12 +121,9 @@ class Forgetting:
     batch_reads = ()
 
     def __post_init__(self) -> None:
-        for name in ("t_max", "t_min"):
-            _require_not_negative("Forgetting", name, getattr(self, name))
+        check(self)
         if self.t_min > self.t_max:
             raise ConfigError(f"Forgetting's t_min is at most its t_max ({self.t_max!r}), found {self.t_min!r}")
-        _require_among("Forgetting", "schedule", self.schedule, SCHEDULES)
-        _require_among("Forgetting", "reduction", self.reduction, REDUCTIONS)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -189,13 +181,3 @@ def mean_weights(
     counts = [torch.stack([mask.sum(), member.sum()]) for mask, member in zip(masks, members, strict=True)]
     tokens, chosen = gather(torch.stack(counts)).sum(0)
     return [weight * (tokens / chosen.clamp(min=1)) for weight in weights]
-
-
-def _require_not_negative(method: str, name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise ConfigError(f"{method}'s {name} is a number of at least 0, found {value!r}")
-
-
-def _require_among(method: str, name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(f"{method}'s {name} is {' or '.join(known)}, found {value!r}{nearest(str(value), known)}")
