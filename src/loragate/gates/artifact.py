@@ -64,7 +64,7 @@ from loragate.gates.schema import (
     read_gate_config,
     read_tensors,
 )
-from loragate.hub_names import split_revision
+from loragate.hub_names import cached_file, split_revision
 from loragate.version import __version__
 
 logger = logging.getLogger("loragate")
@@ -153,6 +153,7 @@ def save_gates(
         "base": {
             "id": name_of_base,
             "revision": commit_of_base(peft_model, name_of_base, revision) or revision or None,
+            **_one_file(name_of_base, revision),
             "config_sha256": config_fingerprint(peft_model),
             "quantization": quantization_of(peft_model),
             "weights": base_weight_samples(peft_model),
@@ -174,6 +175,14 @@ def save_gates(
     write_text(folder / CARD, card or render_card(folder.resolve().name, record))
     write_json(folder / CONFIG, record)
     return folder
+
+
+def _one_file(base: str, revision: str) -> dict[str, Any]:
+    """What a base that is one GGUF file is known by, where the file is at hand."""
+    path = Path(base) if Path(base).is_file() else cached_file(base, revision)
+    if path is None:
+        return {}
+    return {"file": {"name": path.name, "bytes": path.stat().st_size, "sha256": file_sha256(path)}}
 
 
 def _support(model: nn.Module, k: int | None, evidence: dict[str, Any] | None) -> int | None:
