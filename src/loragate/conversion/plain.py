@@ -6,8 +6,7 @@ import shutil
 from pathlib import Path
 
 from loragate.errors import ConfigError
-from loragate.files import write_json
-from loragate.gates.artifact import file_sha256
+from loragate.files import file_sha256, write_json
 from loragate.models import Loading, ModelRef, gguf, open_model, resolve
 
 ORIGIN = "converted_from.json"

@@ -12,7 +12,6 @@ folder when a hash, module, shape, dtype, number or the schema is wrong; it neve
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import shutil
@@ -28,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from loragate.errors import ArtifactError, ConfigError, GateError, nearest
-from loragate.files import write_atomically, write_json, write_text
+from loragate.files import file_sha256, write_atomically, write_json, write_text
 from loragate.gates.attach import (
     attach_gates,
     attached_config,
@@ -397,12 +396,3 @@ def _copy_into_gates(model: nn.Module, adapter_name: str, folder: Path, tensors:
     with torch.no_grad():
         for key, parameter in parameters.items():
             parameter.copy_(tensors[key])
-
-
-def file_sha256(path: Path) -> str:
-    """sha256 of a file's bytes."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(1 << 20):
-            digest.update(part)
-    return digest.hexdigest()
