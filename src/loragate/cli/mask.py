@@ -121,7 +121,7 @@ def check(options: MaskOptions) -> tuple[Path, Place, Place]:
         raise ConfigError(f"--reference {options.reference} is gated; its plain adapter is {reference.adapter}")
     if reference.kind == "adapter":
         return out_file, base, replace(reference, base=base.base)
-    if base.folder.is_dir() and reference.base.lasting == base.base.lasting:
+    if base.folder.exists() and reference.base.lasting == base.base.lasting:
         raise ConfigError("--reference is the base itself, so every influence would be zero; give a finetuned model")
     return out_file, base, reference
 

@@ -125,7 +125,7 @@ class Evaluation:
         """
         path = self.folder / "eval.json"
         places = {**self.models, **{v.slug: v.gates for v in self.variants if v.gates is not None}}
-        weights = {kind: folder_sha256(place) for kind, place in places.items() if Path(place).is_dir()}
+        weights = {kind: folder_sha256(place) for kind, place in places.items() if Path(place).exists()}
         identity = {**self.identity, "weights": weights}
         if resume:
             before = json.loads(path.read_text(encoding="utf-8"))
