@@ -5,10 +5,14 @@ VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: quickstart test test-all test-vllm vllm-env lint format docs bench gpu clean
+.PHONY: quickstart real test test-all test-vllm vllm-env lint format docs bench gpu clean
 
 quickstart: $(VENV)/.run
 	$(BIN)/loragate quickstart $(ARGS)
+
+# the method on a real chat model, in about 25 minutes; it says what it fetches, and goes on where it was stopped
+real: $(VENV)/.real
+	$(BIN)/python scripts/real_model.py $(ARGS)
 
 test: $(VENV)/.dev
 	$(PYTEST) --dist worksteal -m "not slow" $(ARGS)
@@ -56,6 +60,10 @@ $(VENV)/bin/python:
 $(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.real: $(VENV)/.run
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[math,gguf]"
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run

@@ -1,8 +1,9 @@
-"""Writing files so that a reader never sees half of one: temporary file, fsync, rename."""
+"""Writing files so that a reader never sees half of one: temporary file, fsync, rename; and what a file is known by."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import tempfile
@@ -11,6 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from loragate.errors import LoragateError
+
+
+def file_sha256(path: Path) -> str:
+    """sha256 (hex) of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:

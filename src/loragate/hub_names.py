@@ -11,12 +11,16 @@ from pathlib import Path
 from loragate.errors import ArtifactError
 
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
-_NAME = re.compile(rf"({_PART}/{_PART})(?:@(\S+))?")
+_FILE = rf"(?:/(?:{_PART}/)*{_PART}\.gguf)?"  # a base may be one file of a repository
+_NAME = re.compile(rf"({_PART}/{_PART}{_FILE})(?:@(\S+))?")
 _SNAPSHOT = re.compile(rf"models--({_PART})--({_PART})/snapshots/([0-9a-f]{{40}})(/.*)?")
 
 
 def hub_name(text: str | Path) -> tuple[str, str] | None:
-    """(owner/name, revision or "") of a text; None for anything that exists here or has not the form owner/name[@revision]."""
+    """(owner/name, revision or "") of a text; None for anything that exists here or has not the form owner/name[@revision].
+
+    A base may be a file, owner/name/FILE.gguf.
+    """
     found = _NAME.fullmatch(str(text))
     return None if found is None or Path(text).exists() else (found[1], found[2] or "")
 
@@ -39,17 +43,36 @@ def split_revision(text: str | Path, revision: str | None = None) -> tuple[str, 
 
 def is_hub_id(text: str) -> bool:
     """Whether a text can be the hub id of a base: owner/name, or one of the hub's old names without an owner."""
-    return re.fullmatch(rf"({_PART}/)?{_PART}", text) is not None and not Path(text).exists()
+    return re.fullmatch(rf"({_PART}/)?{_PART}|{_PART}/{_PART}{_FILE}", text) is not None and not Path(text).exists()
+
+
+def split_file(text: str) -> tuple[str, str]:
+    """(owner/name, file or "") of a hub id that may name a GGUF file."""
+    owner, _, rest = text.partition("/")
+    name, _, file = rest.partition("/")
+    return (f"{owner}/{name}" if rest else owner), file
 
 
 def cached_commit(repository: str, revision: str | None = None) -> str | None:
     """The commit that a revision of a model on the hub meant when it was last loaded; None where the hub cache lacks it."""
+    found = _cached(repository, revision, "config.json")
+    snapshot = None if found is None else _SNAPSHOT.search(found.as_posix())
+    return None if snapshot is None else snapshot[3]
+
+
+def cached_file(base: str, revision: str | None = None) -> Path | None:
+    """The hub cache's copy of a base that is one file, owner/name/FILE.gguf; None for any other, or where the cache lacks it."""
+    return _cached(base, revision, "")
+
+
+def _cached(repository: str, revision: str | None, usual: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
-    if not is_hub_id(repository):
+    name, file = split_file(repository)
+    if not is_hub_id(repository) or not (file or usual):
         return None
-    found = try_to_load_from_cache(repository, "config.json", revision=revision or None)
-    return Path(found).parent.name if isinstance(found, str) else None
+    found = try_to_load_from_cache(name, file or usual, revision=revision or None)
+    return Path(found) if isinstance(found, str) else None
 
 
 def hub_source(folder: str | Path) -> str:

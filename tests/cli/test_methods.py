@@ -182,7 +182,8 @@ def test_random_gates_stand_in_for_trained_ones_and_leave_them():
     from loragate.evaluation.variants import Variant, acting, variants_for
 
     assert [v.name for v in variants_for("gated", "full", [])] == [
-        "adapter", "base", "gated", "gated random gates", "adapter T=0.6", "adapter T=0.3", "adapter greedy"
+        "adapter", "base", "gated", "gated random gates", "adapter T=0.6", "adapter T=0.3", "adapter greedy",
+        "gated T=0.6", "gated T=0.3", "gated greedy",
     ]  # fmt: skip
     assert variants_for("adapter", "full") == variants_for("adapter", "cheap")
     for kind in ("base", "adapter", "gated"):

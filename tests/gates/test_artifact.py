@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import loragate as lg
 from loragate.errors import ArtifactError, ConfigError, GateError, LoragateError
+from loragate.files import file_sha256
 from loragate.gates import attached_config
-from loragate.gates.artifact import file_sha256
 from loragate.gates.schema import gate_metadata, read_gate_config
 from tiny import tiny_adapter, tiny_base
 

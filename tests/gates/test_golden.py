@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import loragate as lg
 from loragate.errors import ArtifactError
-from loragate.gates.artifact import file_sha256
+from loragate.files import file_sha256
 from loragate.gates.schema import SCHEMA_VERSION, read_gate_config, read_tensors
 
 GOLDEN = Path(__file__).parents[1] / "golden"

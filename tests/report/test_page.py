@@ -187,6 +187,16 @@ def test_the_summary_names_the_verdict_and_the_cheaper_control():
     cheaper = evaluation_statements(evaluation(0.5, "better", 0.6))
     assert cheaper[1] == "On t, adapter T=0.3 needs no training and scores 60.0 %."
     assert "worse than the adapter" in evaluation_statements(evaluation(0.1, "worse", 0.2))[0]
+    # gates at a lower temperature meet the adapter there, and are no control of themselves
+    record = evaluation(0.5, "better", 0.6)
+    versus = {"mean": -0.1, "low": -0.2, "high": -0.05, "p": 0.01}
+    gated = {**record["results"][1], "control": "T=0.3", "temperature": 0.3, "avg_at_k": estimate_of(0.9)}
+    record["results"].append({**gated, "comparison": versus, "verdict": "worse"})
+    said = evaluation_statements(record)
+    assert said[1] == "On t, adapter T=0.3 needs no training and scores 60.0 %."
+    assert said[2].startswith(
+        "On t, T=0.3, gated is worse than the adapter: 90.0 % against 60.0 % of the adapter (-10.0"
+    )
     assert "not told apart" in evaluation_statements(evaluation(0.31, "no difference shown", 0.2))[0]
 
 

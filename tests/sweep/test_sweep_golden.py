@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loragate.errors import ConfigError
-from loragate.gates.artifact import file_sha256
+from loragate.files import file_sha256
 from loragate.sweep.outcome import selection_record, summarise
 from loragate.sweep.plan import SweepPlan, Trial
 from loragate.sweep.records import finished

@@ -303,7 +303,7 @@ def test_tensorboard_gets_the_same_record(tokenizer, rows, tmp_path):
 
 def test_settings_are_checked():
     for options, words in [
-        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"batch_size": -1}, "batch_size must be at least 0"),
         ({"learning_rate": -1.0}, "learning_rate must be above 0"),
         ({"schedule": "cosinus"}, "schedule must be one of"),
         ({"precision": "fp8"}, "precision must be one of"),

@@ -22,6 +22,7 @@ from loragate.errors import ConfigError, LoragateError
 from loragate.gates.attach import gate_layer
 from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import examine_adapter, lora_layers
+from loragate.models import ModelRef, base_config
 from loragate.training.sharding import decoder_layers
 
 LINEAR = (nn.Linear, Conv1D)  # GPT-2 keeps the weights of its linear layers transposed
@@ -85,6 +86,8 @@ def read_config(name: str, *, revision: str = "", trust: bool = False) -> Any:
     """
     from transformers import AutoConfig
 
+    if (base := ModelRef.parse(name, revision or None)).gguf:
+        return base_config(base, trust)
     path = Path(name)
     if not path.exists() and (path.suffix == ".json" or name.count("/") != 1):
         raise ConfigError(f"model {name} does not exist (a hub id is written owner/name)")

@@ -22,7 +22,7 @@ from loragate.cli.calibration_report import (
 from loragate.cli.display import Display, console, next_evaluation
 from loragate.cli.launching import loads_into_host
 from loragate.cli.rewards import reward_of
-from loragate.cli.run_rows import encode_run, keep_rows_record, read_rows
+from loragate.cli.run_rows import encode_run, keep_rows_record, read_rows, say_steps
 from loragate.cli.selecting import Asked, accept_command, read_files, require_evidence
 from loragate.data import EncodedRows, Rows, encode_rows, find_endings, load_rows
 from loragate.files import write_text
@@ -44,7 +44,6 @@ from loragate.training import calibrate, calibration_rows
 from loragate.training.guards import GuardLimits
 
 UNVERIFIED = "given by the user without a probe; not compared with the plain adapter"
-FEW_STEPS = 20
 OFF = "trained without evidence, so the gates are off (λ = 1); accept them with --unverified"
 
 
@@ -105,7 +104,7 @@ def prepare(options: Any, settings: Any, folder: Path, candidates: list[Candidat
         reward_of(options, rows)
     tokenizer = open_tokenizer(place, Loading.of(options))
     spare = None
-    with display.job("reading the data") as job:
+    with display.job("reading the data", unit="row") as job:
         everything = rows
         if not options.probe and not options.unverified:
             rows, spare = set_aside(rows.shuffled(settings.seed))
@@ -125,14 +124,9 @@ def prepare(options: Any, settings: Any, folder: Path, candidates: list[Candidat
     keep_rows_record(options, folder, rows, encoded, settings.max_rows)
     keep_configuration(options, folder)
     drawn = {candidate.objective for candidate in candidates} == {"random"}
-    steps = "drawn at random, no training" if drawn else f"{settings.steps(len(encoded))} steps for each range"
-    out.print(f"gating {len(gateable)} modules, {steps}")
-    if not drawn and settings.steps(len(encoded)) < FEW_STEPS:
-        out.print(
-            f"note: fewer than {FEW_STEPS} steps hardly move the gates (the paper takes 157); more rows, --epochs or a smaller "
-            "--batch-size give more",
-            markup=False,
-        )
+    out.print(f"gating {len(gateable)} modules" + (", drawn at random, no training" if drawn else ""))
+    if not drawn:
+        say_steps(out, settings, len(encoded), " for each range")
     engine = TransformersEngine(model, tokenizer, batch_size=settings.sampling_batch_size)
     return Job(
         options,
@@ -171,7 +165,7 @@ def heldout_rows(options: Any, tokenizer: Any) -> EncodedRows | None:
 def train(job: Job, candidate: Candidate) -> dict[str, Any]:
     """Train one range into the run folder; returns its record. The model stays gated."""
     settings = settings_of(job.settings, candidate.objective)
-    with job.display.job(f"calibrating {candidate.name}") as shown:
+    with job.display.job(f"calibrating {candidate.name}", unit="step") as shown:
         result = calibrate(
             job.model,
             job.tokenizer,

@@ -32,6 +32,7 @@ OPTIONAL = {
     "trackio": "logging to Trackio",
     "wandb": "logging to Weights & Biases",
     "bitsandbytes": '4- and 8-bit bases (pip install "loragate[quantization]")',
+    "gguf": 'bases in one GGUF file (pip install "loragate[gguf]")',
     "gradio": 'loragate explore (pip install "loragate[explore]")',
     "deepspeed": "--strategy zero3",
 }

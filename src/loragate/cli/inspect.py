@@ -134,21 +134,15 @@ def _cost(parameters: Any, dtype_bytes: int) -> dict[str, Any]:
 
 
 def _endings(place: Any, trust: bool) -> dict[str, Any]:
-    from transformers import GenerationConfig
-
     from loragate.data import ending_health
     from loragate.errors import LoragateError
-    from loragate.models import Loading, open_tokenizer
+    from loragate.models import Loading, generation_config, open_tokenizer
 
     try:
         tokenizer = open_tokenizer(place, Loading(trust=trust))
     except LoragateError as error:
         return {"problems": [f"the tokenizer could not be read, so endings were not checked: {error}"]}
-    try:
-        generation = GenerationConfig.from_pretrained(place.base.name, **place.base.pretrained)
-    except OSError:
-        generation = None
-    report = ending_health(tokenizer, None, generation)
+    report = ending_health(tokenizer, None, generation_config(place.base, trust))
     return {
         "end_tokens": list(report.end_tokens),
         "stop_ids": list(report.stop_ids),

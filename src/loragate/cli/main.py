@@ -36,6 +36,7 @@ COMMANDS = {
     "report": ("report", "one self-contained HTML file, or the paper's figures, from any runs"),
     "explore": ("explore", "a local page: one prompt, three models, every token coloured by its gates"),
     "serve": ("serve", "an OpenAI-compatible server for gated adapters, plain adapters and the base"),
+    "convert-base": ("convert_base", "a GGUF file as the plain model folder that vLLM and other programs read"),
     "export": ("export", "fold gates of one λ per module into a plain LoRA adapter"),
     "push": ("push", "upload a gated adapter to the hub, with its model card"),
     "doctor": ("doctor", "versions, devices and optional parts"),

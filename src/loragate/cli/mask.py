@@ -121,7 +121,7 @@ def check(options: MaskOptions) -> tuple[Path, Place, Place]:
         raise ConfigError(f"--reference {options.reference} is gated; its plain adapter is {reference.adapter}")
     if reference.kind == "adapter":
         return out_file, base, replace(reference, base=base.base)
-    if base.folder.is_dir() and reference.base.lasting == base.base.lasting:
+    if base.folder.exists() and reference.base.lasting == base.base.lasting:
         raise ConfigError("--reference is the base itself, so every influence would be zero; give a finetuned model")
     return out_file, base, reference
 
@@ -158,12 +158,12 @@ def score_both(
         first = folder.finished(name)
         if first == len(encoded):
             return None
-        with display.job(f"scoring under the {name}", len(encoded)) as job:
+        with display.job(f"scoring under the {name}", len(encoded), "row") as job:
             model = load()
             windows = response_log_probs(
                 model, encoded, tokenizer.pad_token_id, micro_batch_size=micro_batch_size, first=first
             )
-            folder.append(name, windows, lambda done: job.advance_to(done, len(encoded), f"row {done:,}"))
+            folder.append(name, windows, lambda done: job.advance_to(done))
         return model
 
     plain = score("base", lambda: open_weights(base, how))

@@ -15,6 +15,7 @@ from loragate.training.strategy import launch_of, process_state
 MANY = 10_000  # rows from which on tokenising is kept on disk and spread over processes without being asked for
 WORKERS = 8
 WAIT_S = 6 * 3600.0
+FEW_STEPS = 20
 
 
 def read_rows(options: Any, seed: int | None = None) -> Any:
@@ -48,6 +49,27 @@ def read_rows(options: Any, seed: int | None = None) -> Any:
     return rows.shuffled(chosen_by).take(options.max_rows)
 
 
+def say_steps(out: Any, asked: Any, rows: int, of: str = "") -> None:
+    """How many steps `rows` rows give, and what was chosen where the settings `asked` leave it to the rows."""
+    from loragate.training.settings import STEPS
+
+    settings = asked.fitted(rows, launch_of().processes)
+    times = "one epoch" if settings.epochs == 1 else f"{settings.epochs:g} epochs"
+    steps = settings.steps(rows)
+    text = f"{rows:,} rows in batches of {settings.batch_size}, {times}: {steps:,} steps{of}"
+    if settings.max_steps:
+        text = f"{rows:,} rows in batches of {settings.batch_size}: {steps:,} steps{of}, as --max-steps asks"
+    elif not asked.batch_size:
+        set_by = "--batch-size" if asked.epochs else "--batch-size and --epochs"
+        text += f" (chosen for about {STEPS} steps or more; {set_by} change it)"
+    out.print(text, markup=False)
+    if steps < FEW_STEPS:
+        out.print(
+            f"note: fewer than {FEW_STEPS} steps hardly change a model; more rows, more --epochs or a smaller --batch-size help",
+            markup=False,
+        )
+
+
 def encode_run(options: Any, rows: Any, job: Any, encode: Callable[..., Any]) -> Any:
     """`encode(cache=…, processes=…, on_progress=…)`, which make long preparation quick and visible.
 
@@ -60,10 +82,7 @@ def encode_run(options: Any, rows: Any, job: Any, encode: Callable[..., Any]) ->
     cache = cache_folder(options.cache, many)
     processes = options.data_workers or (min(WORKERS, _cpus()) if many and (ranks == 1 or cache) else 1)
 
-    def advance(done: int, total: int) -> None:
-        job.advance_to(done, total, f"{done:,} of {total:,} rows")
-
-    arguments: dict[str, Any] = {"cache": cache, "processes": processes, "on_progress": advance}
+    arguments: dict[str, Any] = {"cache": cache, "processes": processes, "on_progress": job.advance_to}
     if ranks == 1 or cache is None:
         return encode(**arguments)
     from loragate.sweep.records import held

@@ -106,8 +106,10 @@ def prepare_vllm(options: ServeOptions, place: Place, adapters: dict[str, Place]
     """Check plugin, version, folders and base before vLLM starts; returns the rank to make room for."""
     from loragate.generation.vllm_engine import lora_rank, require_gate_plugin
     from loragate.models import base_config, explained, read_gates
+    from loragate.models.gguf import refuse
     from loragate.serving.vllm_server import on_cpu, require_served
 
+    refuse(place.base, "vLLM")
     rank = 1
     for adapter in adapters.values():
         if adapter.needs_lambda:

@@ -47,7 +47,7 @@ def run(options: SftOptions) -> int:
     quiet_logging()
     from loragate.cli.calibration import is_main_process, keep_configuration
     from loragate.cli.calibration_report import show_data, warn_about_endings
-    from loragate.cli.run_rows import encode_run, keep_rows_record, read_rows
+    from loragate.cli.run_rows import encode_run, keep_rows_record, read_rows, say_steps
     from loragate.data import encode_rows
     from loragate.gates.artifact import write_adapter
     from loragate.training import train_adapter
@@ -59,7 +59,7 @@ def run(options: SftOptions) -> int:
     out, display = console(), Display()
     rows = read_rows(options, settings.seed)
     tokenizer = open_tokenizer(place, how)
-    with display.job("reading the data") as job:
+    with display.job("reading the data", unit="row") as job:
         rows = rows.shuffled(settings.seed)
         encoded = encode_run(
             options,
@@ -79,7 +79,8 @@ def run(options: SftOptions) -> int:
     warn_about_endings(out, tokenizer, encoded, base)
     keep_rows_record(options, folder, rows, encoded, options.max_rows)
     keep_configuration(options, folder)
-    with display.job(f"training ({settings.objective})") as job:
+    say_steps(out, settings, len(encoded))
+    with display.job(f"training ({settings.objective})", unit="step") as job:
         result = train_adapter(
             base,
             tokenizer,

@@ -145,8 +145,8 @@ def prepare(options: Any) -> tuple[SweepMaterials, SweepPlan]:
     rows = read_rows(options)
     identity: dict[str, Any] = {
         "base": {
-            "name": Path(base.name).name if Path(base.name).is_dir() else base.name,
-            "files": folder_sha256(base.name) if Path(base.name).is_dir() else str(base),
+            "name": Path(base.name).name if Path(base.name).exists() else base.name,
+            "files": folder_sha256(base.name) if Path(base.name).exists() else str(base),
         },
         "adapters": {label: place.fingerprint for label, place in places.items()},
         "data": {"rows": len(rows), "fingerprint": rows.fingerprint, "system": options.system},

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from loragate.errors import ConfigError
 from loragate.hub_names import split_revision
+from loragate.models import ModelRef, gguf
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FETCHED = ["*.json", "model*.safetensors", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
@@ -81,6 +82,7 @@ def open_checkpoint(name: str, revision: str = "", code: bool = False) -> Checkp
     Raises:
         ConfigError: if the place holds no safetensors weights, with what to do; if a shard is missing or unreadable.
     """
+    gguf.refuse(ModelRef(name, revision), "the comparison of weights")
     folder = Path(name) if Path(name).is_dir() else _fetched(name, revision, code)
     if (folder / INDEX).is_file():
         files = _indexed(folder)

@@ -42,7 +42,7 @@ def merge_adapter(
         "base": base,
         "revision": revision,
         "dtype": dtype,
-        "weights": {str(place): folder_sha256(place) for place in (base, adapter) if Path(place).is_dir()},
+        "weights": {str(place): folder_sha256(place) for place in (base, adapter) if Path(place).exists()},
     }
     if _record(folder) == made_of:
         return folder

@@ -125,7 +125,7 @@ class Evaluation:
         """
         path = self.folder / "eval.json"
         places = {**self.models, **{v.slug: v.gates for v in self.variants if v.gates is not None}}
-        weights = {kind: folder_sha256(place) for kind, place in places.items() if Path(place).is_dir()}
+        weights = {kind: folder_sha256(place) for kind, place in places.items() if Path(place).exists()}
         identity = {**self.identity, "weights": weights}
         if resume:
             before = json.loads(path.read_text(encoding="utf-8"))
@@ -293,7 +293,7 @@ class Evaluation:
             finish_reasons=[sample.finish_reason for sample in samples],
             tokens=[len(sample.token_ids) for sample in samples],
             answers=None if grader in CODE else _answers(samples, grades, len(prepared.prompts)),
-            adapter_scores=scores.get(("adapter", name)) if variant.name != "adapter" else None,
+            adapter_scores=scores.get((variant.compared_with, name)) if variant.name != "adapter" else None,
             control=variant.control,
             temperature=variant.temperature,
             constant=variant.constant,
@@ -325,8 +325,8 @@ class Evaluation:
             for variant in self.variants if len(names) > 1 else ():
                 ours = [scores[variant.name, name] for name in names]
                 comparison = None
-                if ("adapter", names[0]) in scores and variant.name != "adapter":
-                    comparison = compare_suites(ours, [scores["adapter", name] for name in names])
+                if (variant.compared_with, names[0]) in scores and variant.name != "adapter":
+                    comparison = compare_suites(ours, [scores[variant.compared_with, name] for name in names])
                 rows.append(SuiteResult(variant.acts, suite_average(ours), suite, variant.control, comparison))
         return tuple(rows)
 

@@ -71,7 +71,8 @@ class TaskResult:
         entropy: mean along the answers; None where it was not measured.
         reasons: number of samples by the grader's reason ("ok", "wrong", "no_box", ...).
         question_ids, question_scores: per-question mean scores, in the same order in every variant.
-        comparison: difference to the plain adapter, paired by question; None for the adapter itself.
+        comparison: difference to the plain adapter, paired by question (of gates at a lower temperature, to the adapter there);
+            None for the adapter itself.
         adjusted_p: the comparison's p after Holm's adjustment over all comparisons of the record.
         verdict: what the comparison shows, by `verdict` with the adjusted p.
         seconds: sampling and grading.

@@ -65,6 +65,11 @@ class Variant:
         name = re.sub(r"[\[\]]|,(?= )", "", self.name).replace(",", "_")
         return name.replace(" ", "-").replace("=", "").replace("λ", "lambda")
 
+    @property
+    def compared_with(self) -> str:
+        """Name of the adapter's row that this one is compared with: sampled as sharply where gates are at a lower temperature."""
+        return f"adapter {self.control}" if self.acts == "gated" and self.temperature is not None else "adapter"
+
     def sampling(self, config: SamplingConfig) -> SamplingConfig:
         """The task's sampling with this row's temperature; greedy decoding draws one sample."""
         if self.temperature is None:
@@ -78,9 +83,9 @@ def variants_for(kind: Kind, controls: str = "cheap", constants: Sequence[float]
 
     Args:
         kind: what was loaded.
-        controls: "cheap" adds the adapter at lower temperatures, greedy, and with one constant λ; "full" also random gates of
-            the trained ones' size; "none" leaves them out, "alone" also the adapter and the base beneath the model. Controls
-            that must be trained are models of their own.
+        controls: "cheap" adds adapter and gates at lower temperatures and greedy, and the adapter with one constant λ; "full"
+            also random gates of the trained ones' size; "none" leaves them out, "alone" also the adapter and the base beneath
+            the model. Controls that must be trained are models of their own.
         constants: the constant λ of the cheap controls.
 
     Raises:
@@ -96,8 +101,9 @@ def variants_for(kind: Kind, controls: str = "cheap", constants: Sequence[float]
     if controls == "full" and kind == "gated":
         rows.append(Variant("gated", "random gates", random=0))
     if controls != "none":
-        rows += [Variant("adapter", f"T={value:g}", temperature=value) for value in COOLER]
-        rows.append(Variant("adapter", "greedy", temperature=0.0))
+        for acts in ("adapter", "gated") if kind == "gated" else ("adapter",):
+            rows += [Variant(acts, f"T={value:g}", temperature=value) for value in COOLER]
+            rows.append(Variant(acts, "greedy", temperature=0.0))
         for value in dict.fromkeys(constants):
             if value in (0, 1) or not math.isfinite(value):
                 raise ConfigError(f"--constants {value:g}: λ = 0 is the base and λ = 1 the adapter; give other numbers")

@@ -12,7 +12,6 @@ folder when a hash, module, shape, dtype, number or the schema is wrong; it neve
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import shutil
@@ -28,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from loragate.errors import ArtifactError, ConfigError, GateError, nearest
-from loragate.files import write_atomically, write_json, write_text
+from loragate.files import file_sha256, write_atomically, write_json, write_text
 from loragate.gates.attach import (
     attach_gates,
     attached_config,
@@ -64,7 +63,7 @@ from loragate.gates.schema import (
     read_gate_config,
     read_tensors,
 )
-from loragate.hub_names import split_revision
+from loragate.hub_names import cached_file, split_revision
 from loragate.version import __version__
 
 logger = logging.getLogger("loragate")
@@ -153,6 +152,7 @@ def save_gates(
         "base": {
             "id": name_of_base,
             "revision": commit_of_base(peft_model, name_of_base, revision) or revision or None,
+            **_one_file(name_of_base, revision),
             "config_sha256": config_fingerprint(peft_model),
             "quantization": quantization_of(peft_model),
             "weights": base_weight_samples(peft_model),
@@ -174,6 +174,14 @@ def save_gates(
     write_text(folder / CARD, card or render_card(folder.resolve().name, record))
     write_json(folder / CONFIG, record)
     return folder
+
+
+def _one_file(base: str, revision: str) -> dict[str, Any]:
+    """What a base that is one GGUF file is known by, where the file is at hand."""
+    path = Path(base) if Path(base).is_file() else cached_file(base, revision)
+    if path is None:
+        return {}
+    return {"file": {"name": path.name, "bytes": path.stat().st_size, "sha256": file_sha256(path)}}
 
 
 def _support(model: nn.Module, k: int | None, evidence: dict[str, Any] | None) -> int | None:
@@ -388,12 +396,3 @@ def _copy_into_gates(model: nn.Module, adapter_name: str, folder: Path, tensors:
     with torch.no_grad():
         for key, parameter in parameters.items():
             parameter.copy_(tensors[key])
-
-
-def file_sha256(path: Path) -> str:
-    """sha256 of a file's bytes."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(1 << 20):
-            digest.update(part)
-    return digest.hexdigest()

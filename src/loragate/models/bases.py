@@ -23,6 +23,7 @@ from loragate.gates.quantised import (
     keep_unpacked,
     quantization_of_config,
 )
+from loragate.models import gguf
 from loragate.models.place import ModelRef
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -117,11 +118,25 @@ class Loading:
         return torch.bfloat16 if not device.startswith("cuda") or torch.cuda.is_bf16_supported() else torch.float16
 
 
+def pretrained(base: ModelRef) -> tuple[str, dict[str, Any]]:
+    """What `from_pretrained` of transformers is given for a base: its name, and what stands beside it.
+
+    Raises:
+        LoragateError: for a GGUF file that cannot be read.
+    """
+    if not base.gguf:
+        return base.name, {"revision": base.revision} if base.revision else {}
+    path = gguf.local_file(base)
+    gguf.require_readable(path)
+    return str(path.parent), {"gguf_file": path.name}
+
+
 def base_config(base: ModelRef, trust: bool = False) -> Any:
     """The transformers configuration of a base."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(base.name, trust_remote_code=trust, **base.pretrained)
+    name, beside = pretrained(base)
+    return AutoConfig.from_pretrained(name, trust_remote_code=trust, **beside)
 
 
 def generation_config(base: ModelRef, trust: bool = False) -> Any:
@@ -129,16 +144,32 @@ def generation_config(base: ModelRef, trust: bool = False) -> Any:
     from transformers import GenerationConfig
 
     try:
-        return GenerationConfig.from_pretrained(base.name, **base.pretrained)
+        if not base.gguf:  # whose folder may hold other models
+            name, beside = pretrained(base)
+            return GenerationConfig.from_pretrained(name, **beside)
     except OSError:
-        return GenerationConfig.from_model_config(base_config(base, trust))
+        pass
+    return GenerationConfig.from_model_config(base_config(base, trust))
 
 
 def base_weights(base: ModelRef, **arguments: Any) -> Any:
-    """A causal LM with its weights; `arguments` are those of `AutoModelForCausalLM.from_pretrained`."""
-    from transformers import AutoModelForCausalLM
+    """A causal LM with its weights; `arguments` are those of `AutoModelForCausalLM.from_pretrained`.
 
-    return AutoModelForCausalLM.from_pretrained(base.name, **base.pretrained, **arguments)
+    Raises:
+        ConfigError: for a GGUF file that is to be quantised anew.
+    """
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    name, beside = pretrained(base)
+    if base.gguf:
+        if arguments.get("quantization_config") is not None:
+            gguf.refuse(base, "another quantisation")
+        # weights that stayed in GGUF's blocks could not be fingerprinted as those of another file of the same model
+        arguments["quantization_config"] = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(name, **beside, **arguments)
+    if base.gguf:
+        model.name_or_path = model.config._name_or_path = base.lasting
+    return model
 
 
 def open_base(base: ModelRef, how: Loading) -> Any:
@@ -151,6 +182,8 @@ def open_base(base: ModelRef, how: Loading) -> Any:
     """
     arguments: dict[str, Any] = {"dtype": how.torch_dtype, "trust_remote_code": how.trust}
     device = "cpu" if how.host_memory else how.torch_device
+    if base.gguf and arguments["dtype"] == "auto":
+        arguments["dtype"] = torch.bfloat16  # the file names none, and transformers would take fp32
     stored = quantization_of_config(base_config(base, how.trust))
     if stored != NONE and how.quantization != NONE:
         raise ConfigError(f"{base.name} is {describe_storage(stored)} already; leave --quantization out")

@@ -16,7 +16,8 @@ from loragate.gates.attach import gate_modules
 from loragate.gates.quantised import quantization_of
 from loragate.gates.schema import CONFIG
 from loragate.hub_names import hub_source, is_hub_id
-from loragate.models.bases import Loading, base_config, base_weights, generation_config, open_base
+from loragate.models import gguf
+from loragate.models.bases import Loading, base_config, base_weights, generation_config, open_base, pretrained
 from loragate.models.place import Kind, Place, resolve
 
 # PEFT's names of tasks whose models have another class and other outputs
@@ -118,6 +119,7 @@ def open_model(place: Place, how: Loading | None = None) -> Loaded:
 def open_without_weights(place: Place, how: Loading | None = None) -> Loaded:
     """Tokenizer and configuration alone, for an engine that loads the weights itself."""
     how = how or Loading()
+    gguf.refuse(place.base, "vLLM")
     with explained("base model", place.base.name):
         config = base_config(place.base, how.trust)
     return Loaded(place, how, open_tokenizer(place, how), config, stop_token_ids=place.stop_token_ids)
@@ -207,8 +209,8 @@ def open_tokenizer(place: Place, how: Loading | None = None) -> Any:
             tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(chosen)
             tokenizer.init_kwargs.pop("auto_map", None)
         else:
-            at = place.base.pretrained if chosen == place.base.name else {}
-            tokenizer = AutoTokenizer.from_pretrained(chosen, trust_remote_code=how.trust, **at)
+            name, beside = pretrained(place.base) if chosen == place.base.name else (chosen, {})
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=how.trust, **beside)
     if how.chat_template:
         try:
             tokenizer.chat_template = Path(how.chat_template).read_text(encoding="utf-8")

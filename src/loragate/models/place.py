@@ -22,10 +22,11 @@ from loragate.gates.peft_saving import lost_gates
 from loragate.gates.schema import ADAPTER, CONFIG, read_gate_config, read_tensors
 from loragate.hub_names import cached_commit, hub_name, hub_source, is_hub_id, split_revision
 from loragate.models.adapter_files import ADAPTER_CONFIG, read_adapter_config
+from loragate.models.gguf import only_file
 
 Kind = Literal["base", "adapter", "gated"]
 _WHAT = {"any": "model", "base": "base model", "adapter": "adapter", "gated": "gated adapter"}
-_HASHED = (".json", ".safetensors", ".jinja", ".bin", ".model", ".txt")
+_HASHED = (".json", ".safetensors", ".gguf", ".jinja", ".bin", ".model", ".txt")
 _PIECE, _PIECES = 1 << 20, 16
 
 logger = logging.getLogger("loragate")
@@ -75,9 +76,9 @@ class ModelRef:
         return str(Path(self.name).resolve()) if Path(self.name).exists() else self.name
 
     @property
-    def pretrained(self) -> dict[str, Any]:
-        """What `from_pretrained` of transformers is told beside the name."""
-        return {"revision": self.revision} if self.revision else {}
+    def gguf(self) -> bool:
+        """Whether the name is that of one file with everything in it; see `models.gguf`."""
+        return self.name.lower().endswith(".gguf")
 
     def commit(self) -> str:
         """The commit that was last loaded from the hub, from its cache; empty for a folder."""
@@ -91,7 +92,8 @@ class Place:
     Attributes:
         ref: what was asked for.
         kind: "base", "adapter" or "gated".
-        folder: of the gated or plain adapter, or of the base; of a base on the hub its id, and not there.
+        folder: of the gated or plain adapter, or of the base, which may be a GGUF file; of a base on the hub its id, and not
+            there.
         base: the base, with its revision; its name is empty where neither --base nor a record names one.
         gates: gate_config.json; None where there are no gates.
         adapter_config: adapter_config.json of the plain adapter; None for a base.
@@ -247,20 +249,20 @@ def require_here(what: str, name: str) -> None:
     Raises:
         ConfigError: naming what was looked for, and the folder that was probably meant.
     """
-    if Path(name).is_file():
+    if Path(name).is_file() and not name.lower().endswith(".gguf"):
         raise ConfigError(f"{what} {name} is a file, expected the folder that holds it ({Path(name).parent})")
-    if not Path(name).is_dir() and hub_name(name) is None:
+    if not Path(name).exists() and hub_name(name) is None:
         raise ConfigError(f"{what} {name} does not exist (a hub id is written owner/name){_beside(name)}")
 
 
 def folder_sha256(folder: str | Path) -> str:
-    """SHA-256 (hex) over settings, tokenizer and weights of a model's or adapter's folder, to know it again.
+    """SHA-256 (hex) over settings, tokenizer and weights of a model's or adapter's folder, or of a GGUF file, to know it again.
 
     A folder keeps its name when it is trained into again. Of a large file `_PIECES` samples are read, as training changes a
     weight file everywhere. Folders inside are left out.
     """
     digest = hashlib.sha256()
-    for path in sorted(Path(folder).iterdir()):
+    for path in sorted(Path(folder).iterdir()) if Path(folder).is_dir() else [Path(folder)]:
         if path.is_file() and not path.name.startswith(".") and path.suffix in _HASHED:
             size = path.stat().st_size
             digest.update(f"{path.name} {size}\n".encode())
@@ -305,6 +307,8 @@ def _base_place(ref: ModelRef, what: str) -> Place:
         raise ConfigError(f"{ref.name} is an adapter, not a base model; give the base, or use it as --adapter")
     if (folder / "run" / "run.json").is_file() and not (folder / "config.json").is_file():
         raise ConfigError(f"{ref.name} holds an unfinished run; finish it by repeating its command with --resume")
+    if folder.is_dir() and (file := only_file(folder)):
+        ref, folder = replace(ref, name=file), Path(file)
     return Place(ref, "base", folder, ref)
 
 
@@ -338,7 +342,7 @@ def _adapter_place(ref: ModelRef, folder: Path, given: ModelRef | None, base_lat
         )
     recorded = str(config.get("base_model_name_or_path") or "")
     base = given or ModelRef(*split_revision(recorded))
-    if not base.revision and str(given or recorded) == recorded and not Path(recorded).is_dir():
+    if not base.revision and str(given or recorded) == recorded and not Path(recorded).exists():
         base = replace(base, revision=str(config.get("revision") or ""))  # which the record pins
     if not base_later:
         _require_base(ref, base, given)

@@ -24,7 +24,8 @@ JUDGED = ("ok", "wrong")
 def caption(record: Record) -> str:
     """What the columns mean, and what was done."""
     text = (
-        "Ranges are 95 % intervals over questions; vs adapter is paired by question, and what is shown takes Holm's "
+        "Ranges are 95 % intervals over questions; vs adapter is paired by question, gates at a lower "
+        "temperature against the adapter there, and what is shown takes Holm's "
         "adjustment over all comparisons into account. Cut off: answers that met the length limit; below it, where it "
         "differs, no EOS: answers without an end of sequence. No answer: nothing that could be judged was found, for "
         "whatever reason."

@@ -60,6 +60,7 @@ def reference_loop(
         weight_decay=settings.weight_decay,
     )
     collate = Collator(pad_token_id)
+    settings = settings.fitted(len(encoded))
     total = settings.steps(len(encoded))
     warmup = round(settings.warmup * total)
     losses: list[float] = []

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, get_args
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from annotated_types import Ge, Gt, Len, Lt
 
@@ -22,6 +22,9 @@ OBJECTIVES: tuple[str, ...] = get_args(StageOneObjective)
 GATE_OBJECTIVES: tuple[str, ...] = get_args(GateObjective)
 ON_POLICY = ("anchored", "reward")
 
+# the paper's batch, its 157 steps rounded, and the smallest batch that is taken in order to have them
+BATCH, STEPS, SMALLEST = 128, 150, 8
+
 # they change no number, so that a resumed run may have others
 _UNRECORDED = ("keep_checkpoints",)
 
@@ -37,9 +40,9 @@ class TrainSettings:
 
     Attributes:
         learning_rate: peak learning rate of AdamW.
-        batch_size: sequences per optimiser step, over all processes.
+        batch_size: sequences per optimiser step, over all processes; 0: 128, or fewer for about 150 steps.
         micro_batch_size: sequences per forward pass and process.
-        epochs: passes over the rows; ignored when max_steps is set.
+        epochs: passes over the rows, unless max_steps is set; 0: one, or more for about 150 steps.
         max_steps: optimiser steps, 0 to follow from epochs.
         max_length: token limit of a row; longer rows are cut on the right.
         schedule: how the learning rate falls.
@@ -60,10 +63,12 @@ class TrainSettings:
         report_to: transformers logging integrations, comma separated (tensorboard, wandb, trackio); "none" for JSONL only.
     """
 
+    MOST_EPOCHS: ClassVar[int] = 1
+
     learning_rate: Positive = 5e-4
-    batch_size: Count = 128
+    batch_size: Size = 0
     micro_batch_size: Count = 8
-    epochs: Positive = 1.0
+    epochs: Amount = 0.0
     max_steps: Size = 0
     max_length: Count = 2048
     schedule: Schedule = "cosine"
@@ -100,8 +105,30 @@ class TrainSettings:
             )
         return self.batch_size // per_pass
 
+    def fitted(self, rows: int, processes: int = 1) -> Self:
+        """The settings with the batch size and the epochs that `rows` rows are given where they were left out (0).
+
+        Few steps hardly move anything. Smaller batches come first, down to `SMALLEST` rows; then epochs, up to MOST_EPOCHS.
+        """
+        batch, epochs = self.batch_size, self.epochs or 1.0
+        if not self.batch_size:
+            per_pass = self.micro_batch_size * processes
+            batch = max(BATCH // per_pass, 1) * per_pass
+            if self.steps_follow:
+                half = batch
+                while half >= SMALLEST and math.ceil(rows / batch) * epochs < STEPS:
+                    batch, half = half, half // 2 // per_pass * per_pass
+                if not self.epochs:
+                    epochs = float(min(self.MOST_EPOCHS, math.ceil(STEPS / math.ceil(rows / batch))))
+        return replace(self, batch_size=batch, epochs=epochs)
+
+    @property
+    def steps_follow(self) -> bool:
+        """Whether the number of steps follows from the rows."""
+        return not self.max_steps
+
     def steps(self, rows: int) -> int:
-        """Optimiser steps over `rows` rows; the last batch of an epoch may be smaller."""
+        """Optimiser steps over `rows` rows with `fitted` settings; the last batch of an epoch may be smaller."""
         return self.max_steps or max(1, math.ceil(math.ceil(rows / self.batch_size) * self.epochs))
 
 
@@ -121,6 +148,8 @@ class StageOneSettings(TrainSettings):
         dora: train a DoRA adapter (which cannot be gated).
         rslora: scale by α/√r instead of α/r.
     """
+
+    MOST_EPOCHS: ClassVar[int] = 3  # rows seen more often are learned by heart
 
     warmup: Annotated[float, Ge(0), Lt(1)] | None = None  # type: ignore[assignment]
     weight_decay: Amount = 0.01
@@ -169,6 +198,8 @@ class CalibrationSettings(TrainSettings):
         random_scale: standard deviation of the gate weights and biases that random draws.
     """
 
+    MOST_EPOCHS: ClassVar[int] = 10
+
     max_length: Count = 4096
     k: Size = 100
     max_rows: Size = 20_000
@@ -197,6 +228,11 @@ class CalibrationSettings(TrainSettings):
     def on_policy(self) -> bool:
         """Whether the gates train on answers sampled from the gated model."""
         return self.objective in ON_POLICY
+
+    @property
+    def steps_follow(self) -> bool:
+        """As in Stage I; a step on sampled answers holds groups of them, and a small one would compare hardly any prompts."""
+        return super().steps_follow and not self.on_policy
 
     @property
     def answers_per_prompt(self) -> int:

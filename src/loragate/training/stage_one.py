@@ -35,6 +35,7 @@ from loragate.training.run import (
 from loragate.training.run_folder import run_folder_given
 from loragate.training.settings import StageOneSettings, recorded
 from loragate.training.sharding import causal_model
+from loragate.training.strategy import launch_of
 from loragate.training.trainer import ReferenceOf
 
 logger = logging.getLogger("loragate")
@@ -266,6 +267,7 @@ def train_adapter(
     if encoded is None:
         source = source.shuffled(settings.seed)
         encoded = encode_rows(source, tokenizer, max_length=settings.max_length)
+    settings = settings.fitted(len(encoded), launch_of().processes)
     chosen = objective_of(settings) if objective is None else objective
     require_mask_column(chosen, encoded, source)
     refers = "reference_kl" in chosen.requires

@@ -65,6 +65,7 @@ from loragate.training.run import (
 from loragate.training.run_folder import run_folder_given
 from loragate.training.settings import GATE_OBJECTIVES, CalibrationSettings
 from loragate.training.sharding import causal_model, spread
+from loragate.training.strategy import launch_of
 from loragate.training.trainer import TokenLoss
 
 PARITY_ROWS, PARITY_TOKENS = 4, 256
@@ -223,6 +224,7 @@ def calibrate(
     require_encoded(encoded, source)
     if encoded is None:
         source, encoded = calibration_rows(source, tokenizer, settings)
+    settings = settings.fitted(len(encoded), launch_of().processes)
     if objective is not None:
         require_mask_column(objective, encoded, source)
     attach_gates(peft_model, config, name)

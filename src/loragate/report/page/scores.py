@@ -56,20 +56,25 @@ def evaluation_statements(record: Record) -> list[str]:
     statements = []
     for task in record["tasks"]:
         rows = rows_of(record, task["name"])
-        adapter = next((row for row in rows if row["variant"] == "adapter" and row["control"] is None), None)
+        adapters = {row["control"]: row for row in rows if row["variant"] == "adapter"}
         for row in rows:
-            if row["variant"] != "gated" or row["control"] is not None:
+            # at a lower temperature gates are compared with the adapter there; random gates are a control
+            cooler = row.get("temperature") is not None
+            if row["variant"] != "gated" or (row["control"] is not None and not cooler):
                 continue
-            versus = row["comparison"]
+            where = f"On {task['name']}" + (f", {row['control']}" if cooler else "")
+            versus, adapter = row["comparison"], adapters.get(row["control"])
             if versus is None or adapter is None:
-                statements.append(f"On {task['name']}, the adapter was not run, so no verdict on the gates is given.")
+                statements.append(f"{where}, the adapter was not run, so no verdict on the gates is given.")
                 continue
             size = (
                 f"{percent(row['avg_at_k']['mean'])} % against {percent(adapter['avg_at_k']['mean'])} % of the adapter "
                 f"({points(versus['mean'])} points, 95 % interval {points(versus['low'])} to {points(versus['high'])})"
             )
-            statements.append(f"On {task['name']}, gated is {_verdict_words(row['verdict'])}: {size}.")
-            controls = [other for other in rows if other["control"] is not None]
+            statements.append(f"{where}, gated is {_verdict_words(row['verdict'])}: {size}.")
+            if cooler:
+                continue
+            controls = [other for other in rows if other["control"] is not None and other["variant"] != "gated"]
             best = max(controls, key=lambda other: other["avg_at_k"]["mean"], default=None)
             if best is None:
                 statements.append(f"On {task['name']}, no cheap control was run (lower temperature, one λ).")

@@ -1,0 +1,53 @@
+"""A base in one GGUF file as a plain model folder: config.json, safetensors, tokenizer. vLLM and merging tools need that form."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from loragate.errors import ConfigError
+from loragate.files import file_sha256, write_json
+from loragate.models import Loading, ModelRef, gguf, open_model, resolve
+
+ORIGIN = "converted_from.json"
+
+
+def write_plain_base(base: str, folder: str | Path, dtype: str = "float32") -> Path:
+    """Unpack a GGUF file into a folder that `from_pretrained` of transformers reads.
+
+    The weights are those that every command computes with when it is given the file itself, so that gates and adapters fit both.
+
+    Args:
+        base: the file, or owner/name/FILE.gguf on the hub.
+        folder: new or empty.
+        dtype: float32, which loses nothing, bfloat16 or float16.
+
+    Returns:
+        The folder. `converted_from.json` in it names the file, its size and its sha256.
+
+    Raises:
+        ConfigError: for a base that is no GGUF file, or a folder that is not empty.
+        LoragateError: for a file that cannot be read.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"--out {folder} is not empty; give a new folder")
+    place = resolve(base, expect="base")
+    if not place.base.gguf:
+        raise ConfigError(f"{base} is no GGUF file; a model folder is plain already")
+    loaded = open_model(place, Loading(dtype=dtype, device="cpu"))
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    loaded.model.save_pretrained(str(partial))
+    loaded.tokenizer.save_pretrained(str(partial))
+    write_json(partial / ORIGIN, origin(place.base))
+    if folder.is_dir():
+        folder.rmdir()
+    partial.rename(folder)
+    return folder
+
+
+def origin(base: ModelRef) -> dict[str, str | int]:
+    """What names a GGUF file: its name, where it was, its size in bytes and its sha256."""
+    path = gguf.local_file(base)
+    return {"base": str(base), "file": path.name, "bytes": path.stat().st_size, "sha256": file_sha256(path)}

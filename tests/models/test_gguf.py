@@ -1,0 +1,209 @@
+"""A base in one GGUF file: read as transformers reads it, named in the artifact, refused before anything is unpacked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import loragate as lg
+from loragate.cli.main import main
+from loragate.errors import ArtifactError, ConfigError, LoragateError
+from loragate.models import (
+    Loading,
+    ModelRef,
+    base_config,
+    base_weights,
+    gguf,
+    open_model,
+    open_tokenizer,
+    open_without_weights,
+    resolve,
+)
+
+gguf_writer = pytest.importorskip("gguf", reason="gguf is not installed (pip install loragate[gguf])")
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+HIDDEN, MLP, LAYERS, HEADS = 64, 96, 2, 2
+
+
+def write_gguf(path, *, architecture="llama", stored="Q8_0", parts=0, template=TEMPLATE):
+    """A tiny random Llama with a byte-level tokenizer, its matrices stored in blocks of `stored`."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    kind, random = gguf_writer.GGMLQuantizationType[stored], np.random.default_rng(0)
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alphabet()), "he"]
+    writer = gguf_writer.GGUFWriter(path, architecture)
+    writer.add_context_length(256)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(MLP)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(HIDDEN // HEADS)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_merges(["h e"])
+    writer.add_token_types([3, 3, 3] + [1] * (len(tokens) - 3))
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(2)
+    if template:
+        writer.add_chat_template(template)
+    if parts:
+        writer.add_uint16("split.count", parts)
+
+    def matrix(name, rows, columns):
+        values = random.standard_normal((rows, columns)).astype(np.float32) * 0.2
+        block, size = gguf_writer.GGML_QUANT_SIZES[kind]
+        try:
+            raw = gguf_writer.quantize(values, kind)
+        except NotImplementedError:  # stored types that the package cannot write are zeros
+            raw = np.zeros((rows, columns // block * size), dtype=np.uint8)
+        writer.add_tensor(name, raw, raw_dtype=kind)
+
+    matrix("token_embd.weight", len(tokens), HIDDEN)
+    writer.add_tensor("output_norm.weight", np.ones(HIDDEN, np.float32))
+    for layer in range(LAYERS):
+        for norm in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{layer}.{norm}.weight", np.ones(HIDDEN, np.float32))
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+            matrix(f"blk.{layer}.{name}.weight", HIDDEN, HIDDEN)
+        matrix(f"blk.{layer}.ffn_gate.weight", MLP, HIDDEN)
+        matrix(f"blk.{layer}.ffn_up.weight", MLP, HIDDEN)
+        matrix(f"blk.{layer}.ffn_down.weight", HIDDEN, 96)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Path(path)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.Q8_0.gguf")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"{n}?", "response": f"he {n}"}) for n in range(16)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def gated(file, rows, tmp_path_factory):
+    """Made by the commands, from the file alone."""
+    folder = tmp_path_factory.mktemp("runs")
+    short = ["--learning-rate", "0.05", "--batch-size", "8", "--max-steps", "2", "--data", str(rows)]
+    assert main(["sft", "--model", str(file), "--rank", "4", "--out", str(folder / "adapter"), *short]) == 0
+    calibrate = ["calibrate", "--adapter", str(folder / "adapter"), "--range=-1,2", "--unverified"]
+    assert main([*calibrate, "--out", str(folder / "gated"), *short]) == 0
+    return folder / "gated"
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.tensor([[1, 50, 60, 70, 259]])).logits
+
+
+def test_config_weights_tokenizer_and_template_come_from_the_file(file):
+    loaded = open_model(resolve(str(file)))
+    assert (loaded.kind, loaded.config.model_type, loaded.positions) == ("base", "llama", 256)
+    assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.float32}
+    tensor = next(tensor for tensor in gguf_writer.GGUFReader(file).tensors if tensor.name == "token_embd.weight")
+    unpacked = gguf_writer.dequantize(tensor.data, tensor.tensor_type)
+    assert np.array_equal(loaded.model.get_input_embeddings().weight.detach().numpy(), unpacked)
+    assert loaded.endings.token_ids == {2}
+    assert loaded.tokenizer.apply_chat_template([{"role": "user", "content": "he"}], tokenize=False).endswith(
+        "<|im_end|>\n"
+    )
+    assert loaded.tokenizer("he<|im_end|>").input_ids == [259, 2]
+
+
+def test_the_artifact_names_the_file_and_loads_from_it(gated, file):
+    base = json.loads((gated / "gate_config.json").read_text())["base"]
+    assert base["id"] == str(file)
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert base["file"] == {"name": file.name, "bytes": file.stat().st_size, "sha256": sha256}
+    assert json.loads((gated / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(file)
+    model = lg.load_gated(gated)
+    assert not torch.equal(logits(model), logits(open_model(resolve(str(file))).model))
+
+
+def test_gates_made_on_the_file_act_on_the_plain_folder(gated, file, tmp_path, capsys):
+    assert main(["convert-base", str(file), "--out", str(tmp_path / "base")]) == 0
+    assert f"next: loragate serve GATED --base {tmp_path / 'base'}" in capsys.readouterr().out
+    record = json.loads((tmp_path / "base" / "converted_from.json").read_text())
+    assert record["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert torch.equal(logits(lg.load_gated(gated, base=tmp_path / "base")), logits(lg.load_gated(gated)))
+    plain, packed = (open_model(resolve(str(place))).tokenizer for place in (tmp_path / "base", file))
+    assert plain.chat_template == packed.chat_template == TEMPLATE
+    assert plain("he 1<|im_end|>").input_ids == packed("he 1<|im_end|>").input_ids
+    assert main(["convert-base", str(file), "--out", str(tmp_path / "base")]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert main(["convert-base", str(tmp_path / "base"), "--out", str(tmp_path / "again")]) == 2
+    assert "plain already" in capsys.readouterr().err
+
+
+def test_a_folder_with_one_file_is_that_file(file, tmp_path):
+    only = write_gguf(tmp_path / "one.gguf")
+    assert resolve(str(tmp_path), expect="base").base.name == str(only)
+    write_gguf(tmp_path / "two.gguf")
+    with pytest.raises(ConfigError, match=r"several GGUF files \(one.gguf, two.gguf\)"):
+        resolve(str(tmp_path), expect="base")
+
+
+def test_a_file_on_the_hub_is_named_by_its_path_there():
+    ref = ModelRef.parse("owner/name/sub/model.Q4_1.gguf@v1")
+    assert (ref.name, ref.revision, ref.on_hub, ref.gguf) == ("owner/name/sub/model.Q4_1.gguf", "v1", True, True)
+    assert ModelRef.parse("owner/name/model.safetensors").on_hub is False
+    with pytest.raises(ArtifactError, match="could not be fetched"):
+        gguf.local_file(ref)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ({"architecture": "rwkv7"}, "architecture 'rwkv7'"),
+        ({"stored": "I8"}, "stored as I8"),
+        ({"parts": 3}, "one of 3 parts"),
+    ],
+)
+def test_what_cannot_be_unpacked_is_refused_from_the_header(tmp_path, made, words, monkeypatch):
+    path = write_gguf(tmp_path / "odd.gguf", **made)
+    for name in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"):
+        monkeypatch.setattr(f"transformers.{name}.from_pretrained", lambda *_, **__: pytest.fail("too late"))
+    for read in (base_config, base_weights):
+        with pytest.raises(ArtifactError, match=words):
+            read(ModelRef(str(path)))
+    with pytest.raises(ArtifactError, match=words):
+        open_tokenizer(resolve(str(path)))
+
+
+def test_a_file_that_was_cut_off_is_refused(file, tmp_path):
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(file.read_bytes()[:-5000])
+    with pytest.raises(ArtifactError, match="fetch it again"):
+        base_config(ModelRef(str(cut)))
+    cut.write_bytes(b"GGUF")
+    with pytest.raises(ArtifactError, match="no readable GGUF"):
+        base_config(ModelRef(str(cut)))
+
+
+def test_where_only_a_plain_folder_will_do_the_command_is_named(file, tmp_path):
+    with pytest.raises(LoragateError, match=r"vLLM needs .* loragate convert-base"):
+        open_without_weights(resolve(str(file)))
+    pytest.importorskip("bitsandbytes")
+    with pytest.raises(LoragateError, match=r"another quantisation needs .* loragate convert-base"):
+        open_model(resolve(str(file)), Loading(quantization="4bit"))

@@ -1,0 +1,62 @@
+"""The rows of examples/word_problems: no test question has a near copy in what is trained or chosen on, and answers are read."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from loragate.evaluation import grade_math
+
+FOLDER = Path(__file__).resolve().parents[1] / "examples" / "word_problems"
+
+
+@pytest.fixture(scope="module")
+def maker():
+    spec = importlib.util.spec_from_file_location("make_rows", FOLDER / "make_rows.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def rows():
+    names = ("train", "probe", "test")
+    return {name: [json.loads(line) for line in (FOLDER / f"{name}.jsonl").open(encoding="utf-8")] for name in names}
+
+
+def test_no_two_files_tell_one_story(maker, rows):
+    svamp = {name: [row for row in file if row["id"].startswith("svamp/")] for name, file in rows.items()}
+    assert all(svamp.values())
+    words = {
+        name: [maker.content(row["prompt"].replace(maker.ASK, "")) for row in file] for name, file in svamp.items()
+    }
+    for one, other in (("test", "train"), ("test", "probe"), ("probe", "train")):
+        shared = [len(a & b) / len(a | b) for a in words[one] for b in words[other]]
+        assert max(shared) < maker.SAME_STORY, (one, other)
+    ids = [row["id"] for file in rows.values() for row in file]
+    assert len(ids) == len(set(ids))
+    assert (len(rows["probe"]), len(rows["test"])) == (maker.PROBE, maker.TEST)
+
+
+def test_the_formula_of_a_training_row_is_read_by_the_grader(maker, rows):
+    for row in rows["train"][:100]:
+        left, sign, right = row["response"].split("{")[1].split("}")[0].split()
+        answer = maker.shown(maker.operated(left, sign, right))
+        assert grade_math(row["response"], answer).correct, row
+        assert not grade_math(row["response"], f"{answer}1").correct, row
+
+
+def test_what_one_operation_does_not_answer_is_left_out(maker, tmp_path):
+    def svamp(number, equation, answer):
+        body = {"ID": f"chal-{number}", "Body": "Jake has 6 peaches", "Question": "How many are left?"}
+        return {**body, "Equation": equation, "Answer": answer}
+
+    source = tmp_path / "svamp.json"
+    given = [("( 6.0 - 2.0 )", 4.0), ("( ( 6.0 - 2.0 ) * 3.0 )", 12.0), ("( 6.0 - 2.0 )", 5.0), ("( 6.0 / 0.0 )", 0.0)]
+    source.write_text(json.dumps([svamp(number, *one) for number, one in enumerate(given)]), encoding="utf-8")
+    (row,) = maker.read_svamp(source)
+    assert row["prompt"] == f"Jake has 6 peaches, how many are left? {maker.ASK}"
+    assert (row["response"], row["answer"]) == ("The answer is \\boxed{6 - 2}.", "4")
