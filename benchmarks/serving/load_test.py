@@ -1,11 +1,16 @@
 """Load test of `loragate serve` on loopback: many clients at once, every reply compared with its single-client reply.
 
     python benchmarks/serving/load_test.py --engine vllm [--clients 200] [--rounds 8] [--per-client 4] [--out FILE]
+    python benchmarks/serving/load_test.py --engine vllm --gated FOLDER --clients 32 --speed-rounds 6 [--out FILE]
 
 Clients ask greedily for base, plain adapter and two gated adapters (and one virtual adapter), in an order of their own. First
 each request is sent alone and its reply kept; then `clients` threads send requests at once, for `rounds` rounds. Counted
 are errors, replies that differ from the one given alone, latencies, and the resident memory of the server and all its children
 after each round. Steady means: the last half of the rounds grew by less than 1 % of the size.
+
+With --gated the requests go to a gated folder of one's own, its adapter, its base and two overrides of it, and ask word
+problems. With --speed-rounds all clients then ask one name at a time, plain adapter and gated adapter in turns of an
+order that changes: what slows the machine slows both. Reported are medians of tokens per second and of the ratio of a turn.
 
 vLLM hands out its KV cache block by block, oldest first, and on a CPU a block is resident once it was written: memory then
 grows with every request until the whole cache has been used once. --blocks keeps the cache so small that this is over after
@@ -35,16 +40,19 @@ from typing import Any
 from served_models import make_models
 
 NAMES = ("base", "adapter", "gated", "second", "gated@unit")
+REAL_NAMES = ("base", "adapter", "gated", "gated@unit", "gated@constant=0.5")
 
 
 class Server:
     """`loragate serve` as a child, ready when it prints its client lines."""
 
-    def __init__(self, place: Path, engine: str, port: int, blocks: int) -> None:
-        command = [sys.executable, "-m", "loragate", "serve", str(place / "gated"), "--engine", engine]
-        command += ["--adapters", f"second={place / 'second'}", "--dtype", "float32", "--port", str(port)]
+    def __init__(self, gated: Path, second: Path | None, engine: str, port: int, blocks: int) -> None:
+        command = [sys.executable, "-m", "loragate", "serve", str(gated), "--engine", engine]
+        command += ["--adapters", f"second={second}"] if second else []
+        command += ["--dtype", "float32", "--port", str(port)]
         if engine == "vllm":
-            command += ["--overrides", "unit", f"--vllm-args=--num-gpu-blocks-override {blocks}"]
+            overrides = "unit" if second else "unit,constant=0.5"
+            command += ["--overrides", overrides, f"--vllm-args=--num-gpu-blocks-override {blocks}"]
         else:
             command += ["--device", "cpu"]
         settings = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -63,17 +71,20 @@ class Server:
             ready.set()
 
         threading.Thread(target=read, daemon=True).start()
-        if not ready.wait(600) or self.process.poll() is not None:
+        if not ready.wait(600) or not any(line.startswith("print(client") for line in self.lines):
+            self.stop()
             raise SystemExit("the server did not start:\n" + "".join(self.lines))
 
-    def ask(self, name: str, prompt: str, tokens: int) -> str:
+    def ask(self, name: str, prompt: str, tokens: int) -> tuple[str, int]:
+        """The answer and its length in tokens."""
         body = {"model": name, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
         request = urllib.request.Request(
             f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(request, timeout=600) as reply:
-            return str(json.loads(reply.read())["choices"][0]["text"])
+            answer = json.loads(reply.read())
+        return answer["choices"][0]["text"], answer["usage"]["completion_tokens"]
 
     def memory_mib(self) -> dict[str, float]:
         """Resident memory of the server and everything under it, by process name, and as "total"."""
@@ -102,14 +113,29 @@ class Server:
         self.process.wait(120)
 
 
+def random_words(draw: random.Random) -> str:
+    return " ".join(f"w{draw.randrange(500)}" for _ in range(draw.randrange(4, 40)))
+
+
+def word_problem(draw: random.Random) -> str:
+    """A question of one step, with an answer begun: its continuation depends on the adapter."""
+    who, what = draw.choice(["Ann", "Ben", "Cora", "Dan"]), draw.choice(["apples", "coins", "books", "shells"])
+    many, more = draw.randrange(10, 90), draw.randrange(2, 40)
+    return f"Question: {who} has {many} {what} and buys {more} more. How many {what} does {who} have now?\nAnswer:"
+
+
 def measure(
-    server: Server, names: Sequence[str], clients: int, rounds: int, per_client: int, tokens: int
+    server: Server,
+    names: Sequence[str],
+    prompts: Sequence[str],
+    clients: int,
+    rounds: int,
+    per_client: int,
+    tokens: int,
 ) -> dict[str, Any]:
     """Alone first, then all at once."""
-    draw = random.Random(0)
-    prompts = [" ".join(f"w{draw.randrange(500)}" for _ in range(draw.randrange(4, 40))) for _ in range(20)]
     jobs = [(name, prompt) for prompt in prompts for name in names]
-    alone = {job: server.ask(*job, tokens) for job in jobs}
+    alone = {job: server.ask(*job, tokens)[0] for job in jobs}
     distinct = [len({alone[name, prompt] for name in names}) for prompt in prompts]
     errors: list[str] = []
     differing: list[str] = []
@@ -121,7 +147,7 @@ def measure(
             job = own.choice(jobs)
             began = time.monotonic()
             try:
-                text = server.ask(*job, tokens)
+                text, _ = server.ask(*job, tokens)
             except Exception as error:
                 errors.append(f"{type(error).__name__}: {error}")
                 continue
@@ -161,6 +187,40 @@ def measure(
     }
 
 
+def compare_speed(server: Server, prompts: Sequence[str], clients: int, rounds: int, tokens: int) -> dict[str, Any]:
+    """Tokens per second of plain and gated adapter, all clients asking for one name at a time."""
+    speeds: dict[str, list[float]] = {"adapter": [], "gated": []}
+
+    def turn(name: str) -> float:
+        began = time.monotonic()
+        with ThreadPoolExecutor(clients) as pool:
+            made = sum(pool.map(lambda at: server.ask(name, prompts[at % len(prompts)], tokens)[1], range(clients)))
+        return made / (time.monotonic() - began)
+
+    for round_ in range(rounds):
+        for name in sorted(speeds, reverse=bool(round_ % 2)):
+            speeds[name].append(turn(name))
+        print(f"speed round {round_ + 1}:", {name: round(found[-1], 1) for name, found in speeds.items()}, flush=True)
+    ratios = [gated / plain for gated, plain in zip(speeds["gated"], speeds["adapter"])]
+    return {
+        "rounds": rounds,
+        "tokens_per_second": {name: round(statistics.median(found), 1) for name, found in speeds.items()},
+        "gated_to_adapter": {
+            "median": round(statistics.median(ratios), 3),
+            "range": [round(min(ratios), 3), round(max(ratios), 3)],
+        },
+    }
+
+
+def processor() -> str:
+    """What the machine calls its processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
@@ -170,17 +230,30 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--blocks", type=int, default=300)
     parser.add_argument("--port", type=int, default=18765)
-    parser.add_argument("--models", nargs="+", choices=NAMES, default=list(NAMES), help="ask only these")
+    parser.add_argument("--prompts", type=int, default=20, help="different prompts")
+    parser.add_argument("--gated", type=Path, help="gated folder to serve in place of random models")
+    parser.add_argument("--speed-rounds", type=int, default=0, help="turns of plain and gated adapter, afterwards")
+    parser.add_argument("--models", nargs="+", choices=sorted({*NAMES, *REAL_NAMES}), help="ask only these")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    names = options.models or list(REAL_NAMES if options.gated else NAMES)
+    draw = random.Random(0)
+    prompts = [(word_problem if options.gated else random_words)(draw) for _ in range(options.prompts)]
     with tempfile.TemporaryDirectory() as scratch:
-        server = Server(make_models(Path(scratch)), options.engine, options.port, options.blocks)
+        place = Path(scratch)
+        gated, second = (options.gated, None) if options.gated else (make_models(place) / "gated", place / "second")
+        server = Server(gated, second, options.engine, options.port, options.blocks)
         try:
-            found = measure(server, options.models, options.clients, options.rounds, options.per_client, options.tokens)
+            found = measure(server, names, prompts, options.clients, options.rounds, options.per_client, options.tokens)
+            if options.speed_rounds:
+                found["throughput"] = compare_speed(
+                    server, prompts, options.clients, options.speed_rounds, options.tokens
+                )
         finally:
             server.stop()
     cache = {"kv_cache_blocks": options.blocks} if options.engine == "vllm" else {}
-    record = {"engine": options.engine, **cache, **found, "machine": f"{os.cpu_count()} {platform.machine()} CPU cores"}
+    machine = f"{os.cpu_count()} {platform.machine()} CPU cores, {processor()}"
+    record = {"engine": options.engine, **cache, **found, "machine": machine}
     print(json.dumps(record, indent=2))
     if options.out:
         options.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

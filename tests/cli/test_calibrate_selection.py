@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -212,16 +213,16 @@ def test_the_adapter_stays_where_nothing_beats_it(place, tmp_path, capsys):
 
 
 def test_gates_that_act_are_scored_as_gates_whatever_the_record_says(place, tmp_path):
-    from loragate.cli.evaluation_inputs import gates_are_off
+    from loragate.models import resolve
 
-    assert gates_are_off(str(place / "known")) == ""
-    assert gates_are_off(str(place / "adapter")) == ""
+    known = resolve(place / "known")
+    assert known.gates_off == ""
+    assert resolve(place / "adapter").gates_off == ""
     config = json.loads((place / "known" / "gate_config.json").read_text())
     config["selection"]["accepted"] = False
-    for name in ("gates.safetensors",):
-        (tmp_path / name).write_bytes((place / "known" / name).read_bytes())
-    (tmp_path / "gate_config.json").write_text(json.dumps(config))
-    assert gates_are_off(str(tmp_path)) == ""
+    shutil.copytree(place / "known", tmp_path / "said")
+    (tmp_path / "said" / "gate_config.json").write_text(json.dumps(config))
+    assert resolve(tmp_path / "said").gates_off == ""
 
 
 def test_a_probe_without_labels_is_judged_by_agreement(place, tmp_path, capsys):

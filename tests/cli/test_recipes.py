@@ -15,7 +15,9 @@ import pytest
 import yaml
 
 import loragate as lg
+from loragate.cli.arguments import parse
 from loragate.cli.main import main
+from loragate.cli.sft import COMMAND as SFT
 from loragate.recipes.standins import numina_rows
 from loragate.world.base import shipped_base_folder
 
@@ -60,7 +62,7 @@ def test_list_and_show(capsys):
     assert "# yours: --set" in text
     assert "# paper Sec. 6.1: r = 16" not in text
     assert f"loragate recipes run {SCALE} --out runs/x --set sft.rank=8" in text
-    assert "loragate calibrate --adapter=runs/x/sft" in text
+    assert f"loragate recipes run {SCALE} --out runs/x --set sft.rank=8 --dry-run" in text
 
 
 @pytest.mark.parametrize(
@@ -84,8 +86,8 @@ def test_list_by_a_place_in_the_paper(wanted, there, absent, capsys):
 
 
 def test_every_place_that_a_recipe_names_is_found():
-    from loragate.cli.recipes import PLACE, stands_in
     from loragate.recipes import Library, every_name, read_recipe
+    from loragate.recipes.files import PLACE, stands_in
 
     library = Library()
     places = {read_recipe(name, library).tables for name in every_name(library)} - {""}
@@ -104,12 +106,21 @@ def test_every_place_that_a_recipe_names_is_found():
     assert not stands_in("App. C (catalogue only)", PLACE.fullmatch("app b"))
 
 
+def saved(folder, text):
+    (folder / "sft.yaml").write_text(f"# loragate {text}")
+    return folder / "sft.yaml"
+
+
 def test_dry_run_writes_nothing(place, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(["recipes", "run", SCALE, "--dry-run", "--out", str(out), *local(place)]) == 0
-    text = " ".join(capsys.readouterr().out.replace("\\\n", " ").split())
-    assert f"--model={place / 'base'} --data={place / 'math.parquet'}" in text
-    assert "--revision" not in text
+    first, second = capsys.readouterr().out.split("# loragate ")[1:3]
+    config = yaml.safe_load(first.partition("\n")[2])
+    assert (config["model"], config["data"]) == (str(place / "base"), str(place / "math.parquet"))
+    assert "revision" not in config
+    assert second.startswith(f"calibrate --config {out}/config/2-calibrate.yaml\nadapter: {out}/sft\n")
+    options, _ = parse(SFT, ["--config", str(saved(tmp_path, first))])
+    assert (options.rank, options.max_rows) == (16, 24), "what is printed is what --config reads"
     assert not out.exists()
     assert main(["recipes", "run", SCALE, "--dry-run", "--stages", "calibrate", *local(place)]) == 0
     text = capsys.readouterr().out
@@ -134,18 +145,11 @@ def test_what_is_refused(place, tmp_path, capsys):
     message = fails(capsys, "show", SCALE, "--set", "sft.rank=many")
     assert "stage 'sft': rank must be a whole number, found 'many'" in message
     assert "--local-model" in fails(capsys, "run", SCALE, "--local-model", tmp_path / "nowhere")
-    grid = SCALE.replace("scale", "grid")
-    own = tmp_path / "own.yaml"
-    domain, backbone, method = grid.split("/")
-    own.write_text(
-        f"domain: {domain}\nbackbone: {backbone}\nmethod: {method}\nneeds: {{sweep.probe: labelled questions}}\n"
-    )
-    assert "needs sweep.probe" in fails(capsys, "run", own, "--out", tmp_path / "x", *local(place))
     own = tmp_path / "own.yaml"
     own.write_text("stages: [sft]\nsft: {model: a/b, data: rows.jsonl, rnak: 4}\n")
     assert "stage 'sft': unknown key 'rnak'; did you mean 'rank'" in fails(capsys, "check", own)
     own.write_text("stages: [stf]\nstf: {model: a/b}\n")
-    assert "there is no command 'stf'; did you mean 'sft'" in fails(capsys, "show", own)
+    assert "'stf' is no stage; did you mean 'sft'" in fails(capsys, "show", own)
     assert "has no stage 'sfr'; did you mean 'sft'" in fails(capsys, "run", SCALE, "--stages", "sfr", *local(place))
 
 
@@ -199,36 +203,25 @@ def test_run_killed_resumed_and_used(place, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("launcher: touch {there}", "give it yourself: --launcher 'touch"),
-        ("launcher: accelerate launch --num_processes 2 {there} -m loragate", "give it yourself: --launcher"),
-        ("launcher: accelerate launch --config_file {there} -m loragate", "give it yourself: --launcher"),
-        ("launcher: '\"'", "No closing quotation"),
-        ("every: {{trust_remote_code: true}}", "--set sft.trust_remote_code=true"),
-        ("eval: {{trust-remote-code: true}}", "--set eval.trust_remote_code=true"),
-        ("eval: {{sandbox: rlimits}}", "--set eval.sandbox=rlimits"),
+        ("launcher: touch there", "'launcher' is 'touch there'"),
+        ("sft: {launcher: touch there}", "unknown key 'launcher'"),
+        ("stages: [sft, push]", "'push' is no stage"),
+        ("sft: {trust_remote_code: true}", "--set sft.trust_remote_code=true"),
+        ("eval: {trust-remote-code: true}", "--set eval.trust_remote_code=true"),
+        ("eval: {sandbox: rlimits}", "--set eval.sandbox=rlimits"),
     ],
 )
 def test_a_file_of_others_starts_no_program_and_opens_nothing(text, message, place, tmp_path, capsys):
-    there = tmp_path / "there"
-    own = yaml.safe_load(text.format(there=there))
-    own["sft"] = {"model": str(place / "base"), "data": str(place / "math.parquet"), "trust_remote_code": False}
+    own = yaml.safe_load(text)
+    shared = {"model": str(place / "base"), "data": str(place / "math.parquet"), "trust_remote_code": False}
+    own["sft"] = {**shared, **own.get("sft", {})}
     own["eval"] = {"model": "{sft}", "suite": "math", **own.get("eval", {})}
     (tmp_path / "own.yaml").write_text(yaml.safe_dump({"stages": ["sft", "eval"], **own}))
-    assert message in fails(capsys, "run", tmp_path / "own.yaml", "--out", tmp_path / "run")
-    assert not there.exists()
+    for verb in ("run", "rehearse", "show"):
+        assert message in fails(capsys, verb, tmp_path / "own.yaml", "--out", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_what_the_command_line_says_counts(place, tmp_path, capsys):
-    from loragate.cli.recipes import RecipesOptions, resolved, validate
-    from loragate.recipes import read_recipe
-    from loragate.recipes.consent import require_asked, require_known_launcher
-    from loragate.recipes.library import library
-
-    own = {"model": str(place / "base"), "data": str(place / "math.parquet"), "trust_remote_code": True}
-    (tmp_path / "own.yaml").write_text(yaml.safe_dump({"stages": ["sft"], "sft": own}))
-    asked = RecipesOptions(set=("trust_remote_code=true",))
-    (stage,) = resolved(asked, library(""), str(tmp_path / "own.yaml")).stages
-    require_asked("own", stage, validate(stage, "own"))
-    # the launcher that is shipped
-    require_known_launcher(read_recipe("math/qwen2.5-32b/scale", library("")))
+def test_what_the_command_line_says_counts(capsys):
+    assert main(["recipes", "show", SCALE, "--set", "sft.trust_remote_code=true"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["sft"]["trust_remote_code"] is True

@@ -1,7 +1,6 @@
 """What a recipe's run refuses before its first stage: all that is missing, here and in the interpreter of its evaluations."""
 
 import json
-import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +9,11 @@ import pytest
 
 from loragate.cli import recipes_ready
 from loragate.cli.main import main
-from loragate.cli.recipes_ready import interpreter, lacking, require_earlier, require_parts
+from loragate.cli.recipes_ready import PROGRAM, lacking
 from loragate.errors import ConfigError
-from loragate.recipes.recipe import Recipe, Stage
+from loragate.recipes import Recipe, Stage
+from loragate.recipes import run as running
+from loragate.recipes.run import Run, require_parts
 from loragate.version import __version__
 from loragate.world.base import shipped_base_folder
 
@@ -32,28 +33,6 @@ def recipe(**evaluation):
     )
 
 
-STAGES = recipe().placed("runs/x")
-
-
-class Folder:
-    def __init__(self, path, *finished):
-        self.path, self.finished = Path(path), finished
-
-    def is_finished(self, stage):
-        return stage.name in self.finished
-
-
-def test_a_stage_whose_material_is_missing_is_refused():
-    require_earlier(STAGES, [], Folder("runs/x"))
-    require_earlier(STAGES, ["sft", "calibrate"], Folder("runs/x"))
-    require_earlier(STAGES, ["calibrate"], Folder("runs/x", "sft"))
-    with pytest.raises(ConfigError, match="'calibrate' reads what 'sft' leaves in runs/x/sft") as caught:
-        require_earlier(STAGES, ["calibrate"], Folder("runs/x"))
-    assert "--stages sft,calibrate or leave" in str(caught.value)
-    with pytest.raises(ConfigError, match="'eval' reads what 'calibrate' leaves"):
-        require_earlier(STAGES, ["eval"], Folder("runs/x", "sft"))
-
-
 def hide(monkeypatch, *names):
     """As if these libraries were not installed; all others stay, as what is imported now is so for every later test."""
     real = recipes_ready.importlib.util.find_spec
@@ -63,7 +42,7 @@ def hide(monkeypatch, *names):
 
 def refused(mine, folder, evaluator=""):
     with pytest.raises(ConfigError) as caught:
-        require_parts(mine, mine.placed(str(folder)), folder, evaluator)
+        require_parts(mine, mine.placed(folder), Run(folder), PROGRAM, evaluator)
     return str(caught.value).splitlines()
 
 
@@ -74,7 +53,7 @@ def test_all_that_is_missing_is_said_at_once(monkeypatch, tmp_path):
     full = SimpleNamespace(total=1, used=1, free=2**20)
     monkeypatch.setattr("loragate.evaluation.judging.import_module", no_math)
     hide(monkeypatch, "vllm", "lm_eval", "bitsandbytes")
-    monkeypatch.setattr(recipes_ready.shutil, "disk_usage", lambda path: full)
+    monkeypatch.setattr(running.shutil, "disk_usage", lambda path: full)
     monkeypatch.setattr("loragate.recipes.machine.disk", lambda recipe: (2.0**30, 2.0**30))
     first, *lines = refused(recipe(), tmp_path / "run")
     said = [line.removeprefix("- ") for line in lines]
@@ -98,7 +77,7 @@ def test_what_lies_there_is_not_missed(monkeypatch, tmp_path):
         Stage("look", "diagnose", {"what": "gates", "model": "{last}", "run": "{eval}"}),
     )
     mine = Recipe("mine", "", stages)
-    require_parts(mine, mine.placed(str(tmp_path / "run")), tmp_path / "run")
+    require_parts(mine, mine.placed(tmp_path / "run"), Run(tmp_path / "run"), PROGRAM)
     (tmp_path / "rows.jsonl").unlink()
     recipes_ready._first_row.cache_clear()
     assert "rows.jsonl" in refused(mine, tmp_path / "run")[1]
@@ -149,7 +128,7 @@ def test_a_base_that_vllm_cannot_serve_here_is_missed(monkeypatch, tmp_path):
     trained = Stage("eval", "eval", {"model": "{sft}", "suite": "tiny", "engine": "vllm"})
     mine = Recipe("mine", "", (Stage("sft", "sft", {"model": BASE, "data": str(tmp_path / "rows.jsonl")}), trained))
     assert any("16 features" in line for line in refused(mine, tmp_path / "run")), "the base of what is trained"
-    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     adapter = Stage("eval", "eval", {**stage.values, "model": str(tmp_path)})
     assert lacking([adapter], "runs/x") == [], "an adapter names its own base, and may have no tokenizer"
 
@@ -171,22 +150,6 @@ def program(folder, text):
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return str(path)
-
-
-def test_an_interpreter_that_cannot_evaluate(tmp_path):
-    with pytest.raises(ConfigError, match=r"--eval-python .*nowhere"):
-        interpreter(str(tmp_path / "nowhere"))
-    assert interpreter("") == ""
-    assert interpreter("sh") == shutil.which("sh")
-    mine = Recipe("mine", "", (Stage("eval", "eval", {**EVAL, "model": BASE}),))
-    without = program(tmp_path / "a", 'echo "No module named loragate" >&2; exit 1')
-    assert "No module named loragate" in refused(mine, tmp_path / "run", without)[1]
-    answer = '"${3%.json}.answer.json"'
-    older = program(tmp_path / "b", f'echo \'{{"loragate": "0.0.1", "lacking": []}}\' > {answer}')
-    assert "0.0.1" in refused(mine, tmp_path / "run", older)[1]
-    told = json.dumps({"loragate": __version__, "lacking": ["eval: no plugin"]})
-    bare = program(tmp_path / "c", f"echo '{told}' > {answer}")
-    assert refused(mine, tmp_path / "run", bare)[1] == "- eval: no plugin"
 
 
 VLLM = {
@@ -217,7 +180,7 @@ def test_another_environment_is_asked_in_its_own_interpreter(version, lacks, tmp
     if lacks:
         assert lacks in refused(mine, tmp_path / "run", other)[1]
     else:
-        require_parts(mine, mine.placed("run"), tmp_path / "run", other)
+        require_parts(mine, mine.placed("run"), Run(tmp_path / "run"), PROGRAM, other)
 
 
 def test_evaluations_run_in_the_interpreter_that_was_named_once(tmp_path, monkeypatch, capfd):
@@ -229,7 +192,7 @@ def test_evaluations_run_in_the_interpreter_that_was_named_once(tmp_path, monkey
     )
     words = ["recipes", "run", "math/qwen2.5-math-1.5b/base", "--out", str(out), "--stages", "eval"]
     words += ["--local-model", BASE]
-    monkeypatch.delenv(recipes_ready.EVAL_PYTHON, raising=False)
+    monkeypatch.delenv(running.EVAL_PYTHON, raising=False)
     status.write_text("1")
     assert main([*words, "--eval-python", other]) == 1
     asked, started = log.read_text().splitlines()
@@ -240,8 +203,8 @@ def test_evaluations_run_in_the_interpreter_that_was_named_once(tmp_path, monkey
     status.write_text("0")
     assert main(words) == 0, capfd.readouterr().err
     assert log.read_text().splitlines()[-1] == "loragate eval", "the folder remembers the interpreter"
-    monkeypatch.setenv(recipes_ready.EVAL_PYTHON, str(tmp_path / "nowhere"))
+    monkeypatch.setenv(running.EVAL_PYTHON, str(tmp_path / "nowhere"))
     assert main([*words[:4], str(tmp_path / "new"), *words[5:]]) == 2
     assert "nowhere" in capfd.readouterr().err
     assert main([*words, "--dry-run", "--eval-python", other]) == 0
-    assert capfd.readouterr().out.startswith(f"{other} -m loragate eval ")
+    assert capfd.readouterr().out.startswith(f"# {other} -m loragate eval --config ")

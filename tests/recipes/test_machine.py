@@ -7,38 +7,23 @@ import pytest
 
 from loragate.errors import ConfigError
 from loragate.recipes import Library, every_name, read_recipe
-from loragate.recipes.machine import answers, needs, plans
+from loragate.recipes.machine import needs, plans
 
 LIBRARY = Library()
 SCALE = "math/qwen2.5-math-1.5b/scale"
 MATH = 16 * (500 + 272 + 674 + 30 + 40)
 
 
-@pytest.mark.parametrize(
-    ("method", "expected"),
-    [
-        ("base", MATH),
-        ("lora", MATH),
-        ("scale", MATH),
-        ("gate-ce", MATH),
-        # base, adapter, two lower temperatures and seven constants; greedy draws one answer a question
-        ("controls", 11 * MATH + MATH // 16),
-    ],
-)
-def test_a_row_is_answered_once(method, expected):
-    assert answers(read_recipe(f"math/qwen2.5-math-1.5b/{method}", LIBRARY))["eval"] == expected
-    assert MATH == 24_256
-
-
 def test_the_controls_of_a_row_are_a_recipe_of_their_own():
-    for name in every_name(LIBRARY, variants=False):
+    for name in every_name(LIBRARY, seeds=False):
         for stage in read_recipe(name, LIBRARY).stages:
             if stage.command == "eval":
-                assert stage.values["controls"] == ("cheap" if name.endswith("/controls") else "alone"), name
+                cheap = name.endswith("/controls") and stage.name == "eval"
+                assert stage.values["controls"] == ("cheap" if cheap else "alone"), name
 
 
 @pytest.mark.slow("families")
-@pytest.mark.parametrize("backbone", LIBRARY.names("backbone"))
+@pytest.mark.parametrize("backbone", list(LIBRARY.files("backbone")))
 def test_every_training_stage_fits_the_machine_that_is_named(backbone):
     """At full length: every row of a pass has as many tokens as the limit."""
     for method in ("scale", "scale-auto") if "32b" in backbone else ("scale",):  # chosen on evidence in one process
@@ -46,6 +31,21 @@ def test_every_training_stage_fits_the_machine_that_is_named(backbone):
         for stage, found in plans(recipe).items():
             (option,) = found.options
             assert option.fits, f"{recipe.name} {stage}: {option.gib:.1f} GiB"
+
+
+def test_a_training_that_this_gpu_may_not_hold_is_named(monkeypatch):
+    from loragate.recipes.machine import tight
+
+    def planned(request, config):
+        fits = float(request.gpu_memory) > 40
+        option = SimpleNamespace(gpus=1, gib=40.0, seconds=1.0)
+        return SimpleNamespace(chosen=option if fits else None, options=[option], gpu=SimpleNamespace(name="own"))
+
+    monkeypatch.setattr("loragate.recipes.machine.make_plan", planned)
+    assert tight(read_recipe(SCALE, LIBRARY), 80.0) == {}
+    found = tight(read_recipe(SCALE, LIBRARY), 24.0)
+    assert list(found) == ["sft", "calibrate"]
+    assert "40 GiB of a GPU, and there are 24" in found["sft"]
 
 
 def test_what_is_planned_is_what_the_recipe_sets(monkeypatch):
@@ -83,7 +83,7 @@ def test_a_machine_that_there_is_not():
 
 
 def test_memory_settings_alone_differ_between_backbones():
-    memory = {"micro_batch_size", "gradient_checkpointing"}
+    memory = {"micro_batch_size", "gradient_checkpointing", "strategy", "processes"}
 
     def settings(name):
         stages = read_recipe(f"{name}/scale", LIBRARY).stages
@@ -91,37 +91,58 @@ def test_memory_settings_alone_differ_between_backbones():
         kept = [{key: value for key, value in stage.values.items() if key not in free} for stage in stages]
         return kept, [{key: stage.values.get(key) for key in memory} for stage in stages if stage.command != "eval"]
 
-    for backbone in LIBRARY.names("backbone"):
+    for backbone in list(LIBRARY.files("backbone")):
         assert settings(f"code/{backbone}")[0] == settings("code/qwen2.5-math-1.5b")[0], backbone
         assert settings(f"code/{backbone}")[1] == settings(f"math/{backbone}")[1], "one plan holds for both domains"
 
 
-def test_what_every_stage_needs(monkeypatch):
-    """Each stage stands there with what it does, so that nothing is missing from the hours."""
+@pytest.fixture
+def found(monkeypatch):
+    """{stage: need} of a method of mathematics on a tiny base, without planning a training."""
     tiny = {"model_type": "qwen2", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
     tiny |= {"num_attention_heads": 4, "num_key_value_heads": 2, "dtype": "bfloat16", "max_position_embeddings": 4096}
+    monkeypatch.setattr("loragate.recipes.machine.make_plan", lambda request, config: request)
+    monkeypatch.setattr("loragate.recipes.machine._training", lambda request: (1.0, request.rows / 1000, ""))
 
-    def planned(request, config):
-        option = SimpleNamespace(gpus=1, gib=1.0, seconds=3.6 * request.rows)
-        return SimpleNamespace(chosen=option, options=[option], gpu=SimpleNamespace(name="h100"))
-
-    monkeypatch.setattr("loragate.recipes.machine.make_plan", planned)
-
-    def found(name):
-        recipe = read_recipe(f"math/qwen2.5-math-1.5b/{name}", LIBRARY)
+    def of(method, **values):
+        recipe = read_recipe(f"math/qwen2.5-math-1.5b/{method}", LIBRARY).with_values(values, lambda *_: True)
         recipe = dataclasses.replace(recipe, architecture=dict.fromkeys(recipe.architecture, tiny))
         return {need.stage: need for need in needs(recipe)}
 
+    return of
+
+
+def test_what_every_stage_needs(found):
+    """Each stage stands there with what it does, so that nothing is missing from the hours."""
     scale, grid, mask, look = found("scale"), found("grid"), found("mask"), found("interventions")
     assert list(scale) == ["sft", "calibrate", "eval", "retention"]
     assert scale["eval"].note == f"{MATH:,} answers of at most 4096 tokens"
     # 12,032 of MMLU-Pro and 6,511 of BBH; OpenBookQA is scored by likelihood
     assert scale["retention"].note == "18,543 answers of at most 2048 tokens"
-    assert (scale["sft"].hours, scale["calibrate"].hours) == pytest.approx((100, 20))
-    assert grid["sweep"].hours == pytest.approx(42 * 20)
-    assert (mask["reference"].hours, mask["mask"].hours) == pytest.approx((10, 100))
+    assert (scale["sft"].hours, scale["calibrate"].hours) == (100, 20)
+    assert grid["sweep"].hours == 42 * 20
+    assert (mask["reference"].hours, mask["mask"].hours) == (10, 100)
     assert look["diagnose"].note.startswith(f"{6 * MATH:,} answers")
-    assert found("controls")["retention"].note.startswith(f"{2 * 18_543:,} answers"), "no control is asked these"
     assert "transformers" in found("delta-entropy")["diagnose"].note
     assert "transformers" not in look["diagnose"].note
     assert all(need.gib > 0 and need.hours > 0 for need in (*scale.values(), *grid.values(), *mask.values()))
+
+
+def test_a_row_is_answered_once_and_its_controls_are_not_asked_for_retention(found):
+    assert MATH == 24_256
+    for method in ("base", "lora", "gate-ce"):
+        assert found(method)["eval"].note.startswith(f"{MATH:,} answers"), method
+    controls = found("controls")
+    # base, adapter, two lower temperatures and seven constants; greedy draws one answer a question
+    assert controls["eval"].note.startswith(f"{11 * MATH + MATH // 16:,} answers")
+    assert controls["retention"].note.startswith("18,543 answers")
+
+
+def test_transformers_draws_batch_after_batch_and_takes_its_time_for_each_layer(found):
+    full, slow = found("lora")["eval"], found("lora", **{"eval.engine": "transformers"})["eval"]
+    steps = sum(-(-16 * asked // 64) * 4096 for asked in (500, 272, 674, 30, 40))
+    assert slow.hours == pytest.approx(steps * 2 * 1e-3 / 3600), "two layers, a millisecond each"
+    assert slow.hours > 10 * full.hours
+    assert slow.gib < full.gib, "64 contexts at a time, and not 256"
+    wide = found("lora", **{"eval.engine": "transformers", "eval.batch_size": 640})["eval"]
+    assert wide.hours < slow.hours / 5

@@ -101,11 +101,11 @@ def test_counts_and_materials_are_replaced_and_nothing_else(tmp_path):
     assert (engine.shipped, engine.here) == ("vllm", "transformers")
 
 
-def test_an_engine_that_is_here_is_kept_and_a_launcher_is_not(tmp_path):
+def test_an_engine_that_is_here_is_kept_and_one_process_trains(tmp_path):
     small, replaced = rehearsal(read_recipe("math/qwen2.5-32b/lora", LIBRARY), tmp_path)
     assert small.stage("eval").values["engine"] == "vllm"
-    assert small.launcher == ""
-    assert "fsdp2" in next(item.shipped for item in replaced if item.option == "launcher")
+    assert "processes" not in small.stage("sft").values
+    assert {item.option: item.shipped for item in replaced if item.stage == "sft"}["strategy"] == "fsdp2"
 
 
 def test_fewer_than_the_rehearsals_counts_stay(tmp_path):
@@ -115,10 +115,11 @@ def test_fewer_than_the_rehearsals_counts_stay(tmp_path):
     assert (small.stage("sft").values["max_rows"], small.stage("sft").values["max_steps"]) == (9, 1)
 
 
-def test_a_grid_has_a_probe_and_the_corners(place):
-    small, _ = rehearsal(read_recipe("math/qwen2.5-math-1.5b/grid", LIBRARY), place)
+def test_a_grid_has_the_corners_and_a_probe_of_the_stand_ins(place):
+    recipe = read_recipe("math/qwen2.5-math-1.5b/grid", LIBRARY).with_values({"sweep.probe": "mine"}, lambda *_: True)
+    small, _ = rehearsal(recipe, place)
+    assert small.stage("sweep").values["probe"] == str(place / "probe.jsonl")
     assert len(small.stage("sweep").values["ranges"].split(";")) == 4
-    assert not small.missing()
     rows = [json.loads(line) for line in (place / "probe.jsonl").read_text().splitlines()]
     assert len(rows) >= 32
     assert set(rows[0]) == {"prompt", "answer"}

@@ -192,6 +192,7 @@ BAD: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
     "unknown": ({"temprature": 1}, 400, "temprature", "did you mean 'temperature'"),
     "unknown null": ({"temprature": None}, 400, "temprature", "did you mean 'temperature'"),
     "field of chats": ({"messages": []}, 400, "messages", "unknown field"),
+    "prompt log-probs": ({"prompt_logprobs": 1}, 400, "prompt_logprobs", "does not support"),
     "penalty": ({"frequency_penalty": 0.5}, 400, "frequency_penalty", "does not support"),
     "tools": ({"tools": [{"type": "function"}]}, 400, "tools", "does not support"),
     "best_of": ({"best_of": 2}, 400, "best_of", "found 2"),

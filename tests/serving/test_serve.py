@@ -23,14 +23,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import loragate as lg
 from loragate.cli.main import main
 from loragate.cli.serve import ServeOptions, listen, print_clients, renders_chats
-from loragate.cli.serve_folders import base_revision, served_folders
+from loragate.cli.serve_folders import served_places
 from loragate.errors import ConfigError
 from loragate.gates.override_names import parse_override
 from loragate.generation import SamplingConfig, TransformersEngine
+from loragate.models import resolve
 from loragate.serving.http_app import CompletionRequest
 from loragate.serving.vllm_server import server_command, unserved_heads, usual_share, without_secrets
 from tiny import chatml_tokenizer, ending_base, tiny_adapter, tiny_base, tiny_tokenizer
@@ -298,6 +300,42 @@ def test_verify(folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "agrees: the bound is 0.0001" in printed
 
 
+@vllm_only
+@pytest.mark.slow("vLLM")
+def test_a_wrapped_head_of_a_real_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM wraps a Qwen3's head for LoRA; asking for a prompt's log-probs then ended its engine."""
+    shape = {**SHAPE, "vocab_size": 49_152, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3Config(**shape, head_dim=32, bos_token_id=None, eos_token_id=1)
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "base")
+    tokenizer = tiny_tokenizer()
+    del tokenizer.init_kwargs["auto_map"]  # transformers follows it for this architecture
+    tokenizer.save_pretrained(tmp_path / "base")
+    model = tiny_adapter(base=Qwen3ForCausalLM.from_pretrained(tmp_path / "base"), lora_alpha=2)
+    lg.attach_gates(model, lg.GateConfig(lower=-3, upper=2))
+    for parameter in lg.gate_parameters(model).values():
+        parameter.data.normal_(0, 0.3)
+    lg.save_gates(model, tmp_path / "gated", base_id=str(tmp_path / "base"))
+    arguments = (str(tmp_path / "gated"), "--engine", "vllm", "--dtype", "float32")
+    server = Running(*arguments).wait(600)
+    try:
+        for name in ("base", "adapter", "gated", "base"):
+            body = {"model": name, "prompt": PROMPTS, "max_tokens": 3, "temperature": 0, "prompt_logprobs": 1}
+            status, reply = server.call("/v1/completions", body)
+            assert status == 200, reply
+            counts = [len(choice["prompt_logprobs"]) for choice in reply["choices"]]
+            assert counts == [len(prompt.split()) for prompt in PROMPTS]
+    finally:
+        server.end()
+    for name, value in (("VLLM_CPU_OMP_THREADS_BIND", "nobind"), ("VLLM_CPU_KVCACHE_SPACE", "1")):
+        monkeypatch.setenv(name, value)
+    capsys.readouterr()
+    assert main(["serve", *arguments, "--verify"]) == 0
+    assert "agrees: the bound is 0.0001" in capsys.readouterr().out
+
+
 def fails(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     capsys.readouterr()
     assert main([str(argument) for argument in argv]) == 2
@@ -318,10 +356,10 @@ def test_settings_that_cannot_be(folders: Path, capsys: pytest.CaptureFixture[st
 
 def test_names_and_places_that_are_served(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gated, second = folders / "gated", folders / "second"
-    options = ServeOptions(str(gated), adapters=f"math={second}, calm={second}@unit", overrides="off, clip=:1")
-    base, places = served_folders(options)
-    assert base == str(folders / "base")
-    assert places == {
+    options = ServeOptions(model=str(gated), adapters=f"math={second}, calm={second}@unit", overrides="off, clip=:1")
+    place, adapters = served_places(options)
+    assert place.base.name == str(folders / "base")
+    assert {name: adapter.text for name, adapter in adapters.items()} == {
         "gated": str(gated),
         "adapter": str(gated / "adapter"),
         "math": str(second),
@@ -340,9 +378,9 @@ def test_names_and_places_that_are_served(folders: Path, tmp_path: Path, capsys:
         ({"overrides": "unti"}, "did you mean 'unit'"),
     ):
         with pytest.raises(ConfigError, match=message):
-            served_folders(ServeOptions(str(gated), **wrong))
+            served_places(ServeOptions(model=str(gated), **wrong))
     with pytest.raises(ConfigError, match="none of the adapters carries gates"):
-        served_folders(ServeOptions(str(gated / "adapter"), base=str(folders / "base"), overrides="unit"))
+        served_places(ServeOptions(model=str(gated / "adapter"), base=str(folders / "base"), overrides="unit"))
     argv = ("serve", gated, "--engine", "transformers", "--overrides", "unit")
     assert "--overrides has no effect with engine transformers, only with vllm" in fails(capsys, *argv)
 
@@ -386,11 +424,11 @@ def test_what_is_printed_to_paste_fits_the_tokenizer(capsys: pytest.CaptureFixtu
 
 def test_a_tokenizer_that_vllm_alone_reads_ends_no_server(folders: Path, tmp_path: Path) -> None:
     """Asked once vLLM serves: with --system keep nothing else loads the tokenizer here."""
-    options = ServeOptions(str(folders / "gated"), system="keep")
-    assert renders_chats(options, str(folders / "base"))
-    (tmp_path / "tokenizer.json").write_text("{")
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    assert renders_chats(ServeOptions(str(tmp_path), system="keep"), str(tmp_path))
+    options = ServeOptions(model=str(folders / "gated"), system="keep")
+    assert renders_chats(options, resolve(options.model))
+    shutil.copytree(folders / "base", tmp_path / "base")
+    (tmp_path / "base" / "tokenizer.json").write_text("{")
+    assert renders_chats(options, resolve(tmp_path / "base"))
 
 
 def test_a_port_in_use_is_named_before_vllm_starts() -> None:
@@ -489,13 +527,13 @@ def test_a_taken_port_is_named_before_the_model_is_loaded(
 
 
 def test_the_base_is_taken_at_its_recorded_commit(folders: Path, tmp_path: Path) -> None:
-    shutil.copy(folders / "gated" / "gate_config.json", tmp_path)
-    assert base_revision(ServeOptions(str(tmp_path))) == ""
-    record = json.loads((tmp_path / "gate_config.json").read_text())
-    record["base"]["revision"] = "abc"
-    (tmp_path / "gate_config.json").write_text(json.dumps(record))
-    assert base_revision(ServeOptions(str(tmp_path))) == "abc"
-    assert base_revision(ServeOptions(str(tmp_path), base="other")) == ""
+    shutil.copytree(folders / "gated", tmp_path / "gated")
+    path = tmp_path / "gated" / "gate_config.json"
+    record = json.loads(path.read_text())
+    for recorded, given, revision in ((None, "", ""), ("abc", "", "abc"), ("abc", "owner/other", "")):
+        record["base"]["revision"] = recorded
+        path.write_text(json.dumps(record))
+        assert served_places(ServeOptions(model=str(path.parent), base=given))[0].base.revision == revision
 
 
 def test_no_key_is_shown() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import loragate as lg
 from loragate.gates.attach import gate_modules
@@ -121,6 +122,54 @@ def start(folders: Path, **options: Any) -> Any:
         max_lora_rank=8,
         **options,
     )
+
+
+def llama(name: str) -> Any:
+    """A Llama of a real model's vocabulary: vLLM wraps its head, which "head" adapts beside its linear layers."""
+    torch.manual_seed(7)
+    shape = {**SHAPE, "vocab_size": 49_152, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    base = LlamaForCausalLM(LlamaConfig(**shape, bos_token_id=None, eos_token_id=1, pad_token_id=0)).eval()
+    if name == "base":
+        return base
+    modules = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj", *(["lm_head"] if name == "head" else [])]
+    model = tiny_adapter(seed=3 if name == "head" else 1, base=base, lora_alpha=2, target_modules=modules)
+    if name == "gated":
+        lg.attach_gates(model, lg.GateConfig(lower=-6, upper=3))
+        torch.manual_seed(2)
+        for key, parameter in lg.gate_parameters(model).items():
+            parameter.data.normal_(0, 0.15 if key.endswith("weight") else 0.7)
+    return model
+
+
+@pytest.fixture(scope="module")
+def llamas(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("llamas")
+    for name in ("base", "plain", "head"):
+        llama(name).save_pretrained(place / name)
+    lg.save_gates(llama("gated"), place / "gated", base_id=str(place / "base"))
+    return place
+
+
+@pytest.mark.parametrize("chunk", [2048, 48], ids=["whole", "chunked"])
+def test_prompts_are_scored_with_the_head_of_their_own_adapter(settings: None, llamas: Path, chunk: int) -> None:
+    """All slots are filled, the last one by the adapter with a head, which base requests must not be given."""
+    from vllm.lora.request import LoRARequest
+
+    names = ["base", "plain", "gated", "head"]
+    adapters = [LoRARequest(name, place, str(llamas / name)) if place else None for place, name in enumerate(names)]
+    engine = start(llamas, max_loras=3, max_num_batched_tokens=chunk, max_num_seqs=16, max_model_len=128)
+    # once more without prompt log-probs, so that no request is alone in knowing its rows
+    for options in ({}, {"prompt_logprobs": False}):
+        served = greedy(engine, PROMPTS, adapters, 12, **options)
+        for name, answers in zip(names, served):
+            found = compare(llama(name), answers)
+            assert all(
+                len(answer.prompt_logprobs) == (0 if options else len(answer.prompt_ids) - 1) for answer in answers
+            )
+            assert max(found.prompt, found.generated) <= TOLERANCE, (name, found)
+            assert found.mismatches == found.close_calls, (name, found)
+    (alone,) = greedy(engine, PROMPTS[:1], [adapters[0]], 12)
+    assert compare(llama("head"), alone).prompt > 100 * TOLERANCE, "the head's adapter changes what is compared"
 
 
 def request(folders: Path, name: str, number: int | None = None) -> Any:

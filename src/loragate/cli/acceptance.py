@@ -13,7 +13,6 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from loragate.cli.places import is_gated
 from loragate.errors import ConfigError, DataError
 from loragate.files import write_atomically, write_json
 from loragate.gates import GateConfig, adapter_fingerprint, attach_gates
@@ -21,6 +20,7 @@ from loragate.gates.attach import active_adapter
 from loragate.gates.fingerprint import base_weight_samples, compare_base_samples
 from loragate.gates.range import Range
 from loragate.gates.schema import read_gate_config
+from loragate.models import is_gated
 from loragate.selection.candidate import Candidate
 from loragate.selection.transaction import load_gate_values
 

@@ -199,8 +199,8 @@ def headings(command: Command) -> dict[str, str]:
             found[name] = "options"
         else:
             owner = next(cls for cls in command.options.__mro__ if name in inspect.get_annotations(cls))
-            words = re.findall("[A-Z][a-z]+", owner.__name__)[:-1]  # ModelOptions: model
-            found[name] = f"advanced: {' '.join(words).lower()}"
+            words = re.findall("[A-Z][a-z]+", re.sub("(Options|Settings|Inputs)$", "", owner.__name__))
+            found[name] = f"advanced: {' '.join(words).lower()}"  # ModelOptions: model
     return found
 
 
@@ -325,7 +325,7 @@ def _converter(hint: Any) -> Callable[[Any, Any], Any] | None:
 
 def _plain(hint: Any) -> Any:
     """`int` of `int | None`, `tuple` of `tuple[str, ...]`, `Literal` of a choice."""
-    if isinstance(hint, UnionType):
+    if typing.get_origin(hint) in (typing.Union, UnionType):
         hint = next(part for part in typing.get_args(hint) if part is not type(None))
     return typing.get_origin(hint) or hint
 

@@ -8,9 +8,8 @@ from typing import Literal
 
 from loragate.cli.arguments import Command, require_given
 from loragate.cli.launching import begin
-from loragate.cli.models import quiet_logging, require_free_out, require_reporters
 from loragate.cli.options import RunOptions
-from loragate.cli.quantization import check_quantization
+from loragate.cli.preflight import check_loading, quiet_logging, require_free_out, require_reporters
 from loragate.cli.selecting import SelectionOptions, build_probe, build_retention, candidates_of, cautious_candidate
 from loragate.training.settings import CalibrationSettings
 
@@ -59,7 +58,7 @@ def run(options: CalibrateOptions) -> int:
     settings = CalibrationSettings(
         **{field.name: getattr(options, field.name) for field in fields(CalibrationSettings)}
     )
-    check_quantization(options)
+    check_loading(options)
     if (status := begin(options, settings, sampling=not options.unverified)) is not None:
         return status
     accepting = options.unverified and options.resume and calibration.is_unaccepted(folder)

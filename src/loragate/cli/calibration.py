@@ -20,19 +20,7 @@ from loragate.cli.calibration_report import (
     warn_about_endings,
 )
 from loragate.cli.display import Display, console, next_evaluation
-from loragate.cli.hub import pinned
-from loragate.cli.launching import loading_device
-from loragate.cli.models import (
-    adapter_record,
-    base_named,
-    dtype_argument,
-    hub_adapter,
-    load_adapter,
-    load_base,
-    load_tokenizer,
-    pick_device,
-    revision_of_base,
-)
+from loragate.cli.launching import loads_into_host
 from loragate.cli.rewards import reward_of
 from loragate.cli.run_rows import encode_run, keep_rows_record, read_rows
 from loragate.cli.selecting import Asked, accept_command, read_files, require_evidence
@@ -46,9 +34,9 @@ from loragate.gates import (
 )
 from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import require_trainable
-from loragate.gates.hub import adapter_place, split_base
 from loragate.gates.range import Range
 from loragate.generation import TransformersEngine
+from loragate.models import Loading, Place, open_tokenizer, open_weights, resolve
 from loragate.selection.candidate import Candidate
 from loragate.selection.questions import set_aside
 from loragate.selection.transaction import Transaction, load_gate_values, settings_of
@@ -71,7 +59,7 @@ class Job:
         heldout: rows of --heldout, which are only measured; None without.
         spare: rows set aside as probe prompts; None where they are not needed.
         asked, retained: questions of --probe and --retention-probe.
-        base_name: as it was loaded.
+        place: base and adapter.
         engine: answers with the model as it stands.
     """
 
@@ -88,7 +76,7 @@ class Job:
     spare: Rows | None
     asked: Asked | None
     retained: Asked | None
-    base_name: str
+    place: Place
     engine: Any
 
     @property
@@ -109,19 +97,13 @@ class Job:
 def prepare(options: Any, settings: Any, folder: Path, candidates: list[Candidate]) -> Job:
     """Read and check rows and questions, load the model, show what will be trained on."""
     out, display = console(), Display()
-    options = replace(options, adapter=pinned(options.adapter))
+    place = resolve(options.adapter, options.base, expect="adapter")
+    options = replace(options, adapter=place.source)
     require_evidence(options)
     rows = read_rows(options)
     if any(candidate.objective == "reward" for candidate in candidates):
         reward_of(options, rows)
-    record = adapter_record(options.adapter)
-    base_name = base_named(options.base, record, options.adapter)
-    tokenizer = load_tokenizer(
-        [adapter_place(options.adapter), base_name],
-        revision=revision_of_base(record, base_name),
-        chat_template=options.chat_template,
-        trust=options.trust_remote_code,
-    )
+    tokenizer = open_tokenizer(place, Loading.of(options))
     spare = None
     with display.job("reading the data") as job:
         everything = rows
@@ -135,7 +117,7 @@ def prepare(options: Any, settings: Any, folder: Path, candidates: list[Candidat
         heldout = heldout_rows(options, tokenizer)
         asked, retained = read_files(options, everything, raw=encoded.summary.plain == encoded.summary.rows)
     show_data(out, encoded, tokenizer)
-    model = load_model(options, record, base_name, display)
+    model = load_model(options, place, display)
     warn_about_endings(out, tokenizer, encoded, model.get_base_model())
     verdicts = examine_adapter(model, "default", gate_config(options, Range(0, 1)).target_modules)
     gateable = require_gateable(verdicts)
@@ -166,24 +148,15 @@ def prepare(options: Any, settings: Any, folder: Path, candidates: list[Candidat
         spare,
         asked,
         retained,
-        base_name,
+        place,
         engine,
     )
 
 
-def load_model(options: Any, record: Any, base_name: str, display: Display) -> Any:
+def load_model(options: Any, place: Place, display: Display) -> Any:
     """Base with the plain adapter, on its device."""
-    device = pick_device(options.device)
     with display.job("loading the model"):
-        base = load_base(
-            base_name,
-            revision=revision_of_base(record, base_name),
-            dtype=dtype_argument(options.dtype, device, options.quantization),
-            device=loading_device(device),
-            trust=options.trust_remote_code,
-            quantization=options.quantization,
-        )
-        return load_adapter(base, options.adapter)
+        return open_weights(place, Loading.of(options, host_memory=loads_into_host()))
 
 
 def heldout_rows(options: Any, tokenizer: Any) -> EncodedRows | None:
@@ -246,24 +219,21 @@ def train_without_evidence(job: Job, candidate: Candidate, why: str) -> int:
 
 def accept(options: Any, folder: Path, candidate: Candidate) -> int:
     """Switch on gates that were trained before and left off."""
-    options = replace(options, adapter=pinned(options.adapter))
+    place = resolve(options.adapter, options.base, expect="adapter")
+    options = replace(options, adapter=place.source)
     record = read_unaccepted(folder, candidate)
     out, display = console(), Display()
-    adapter = adapter_record(options.adapter)
-    base_name = base_named(options.base, adapter, options.adapter)
-    model = load_model(options, adapter, base_name, display)
+    model = load_model(options, place, display)
     put_on(model, folder, record)
     selection = {**_no_evidence(candidate, UNVERIFIED, accepted=True), "why": record["why"]}
     evidence = {**record["evidence"], "selection": selection}
-    revision, trust = revision_of_base(adapter, base_name), options.trust_remote_code
-    places = [str(folder / "adapter" / "tokenizer"), adapter_place(options.adapter), base_name]
-    tokenizer = load_tokenizer(places, revision=revision, chat_template=options.chat_template, trust=trust)
+    tokenizer = open_tokenizer(replace(place, folder=folder / "adapter"), Loading.of(options))
     (folder / "gate_config.json").unlink(missing_ok=True)  # written again last; until then nothing can be loaded
     save_gates(
         model,
         folder,
         adapter_source=folder / "adapter",
-        **names_for_record(options, base_name),
+        **names_for_record(options, place),
         stop_token_ids=find_endings(tokenizer, model.generation_config).token_ids,
         evidence=evidence,
     )
@@ -315,10 +285,10 @@ def write_artifact(job: Job, evidence: dict[str, Any]) -> None:
         save_gates(
             job.model,
             job.folder,
-            adapter_source=adapter_place(options.adapter),
+            adapter_source=job.place.adapter,
             # gates that stayed at λ = 1 have no training that would say it
             k=None if "training" in evidence else job.settings.k,
-            **names_for_record(options, job.base_name),
+            **names_for_record(options, job.place),
             stop_token_ids=job.engine.endings.token_ids,
             evidence=evidence,
         )
@@ -339,16 +309,11 @@ def keep_configuration(options: Any, folder: Path) -> None:
         write_text(path, resolved_yaml(options))
 
 
-def names_for_record(options: Any, base_name: str) -> dict[str, Any]:
+def names_for_record(options: Any, place: Place) -> dict[str, Any]:
     """What `save_gates` is told of base and adapter; a revision of the base that was loaded is none of --base-id."""
-    base_id = options.base_id or lasting_name(base_name)
-    revision = None if options.base_id else split_base(base_name)[1]
-    return {"base_id": base_id, "base_revision": revision, "adapter_id": hub_adapter(options.adapter)}
-
-
-def lasting_name(base: str) -> str:
-    """A hub id without its revision; a folder as its absolute path, which still works from another folder."""
-    return str(Path(base).resolve()) if Path(base).is_dir() else split_base(base)[0]
+    base_id = options.base_id or place.base.lasting
+    revision = None if options.base_id else place.base.revision or None
+    return {"base_id": base_id, "base_revision": revision, "adapter_id": place.hub_id}
 
 
 def gate_config(options: Any, bounds: Range, seed: int | None = None) -> GateConfig:

@@ -13,7 +13,6 @@ from annotated_types import Ge
 
 from loragate.cli.arguments import Command, require_given
 from loragate.cli.evaluation_inputs import EvaluationInputs
-from loragate.cli.options import AnswerOptions, GradingOptions, OutputOptions
 from loragate.effects import require_effect
 from loragate.validate import Count
 
@@ -21,7 +20,7 @@ Look = Literal["entropy", "gates", "interventions", "alignment", "tokens"]
 
 
 @dataclass(frozen=True)
-class DiagnoseOptions(EvaluationInputs, AnswerOptions, GradingOptions, OutputOptions):
+class DiagnoseOptions(EvaluationInputs):
     """Settings of `loragate diagnose`.
 
     Attributes:

@@ -6,18 +6,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
+from loragate.analysis.delta_entropy import (
+    EntropyRecord,
+    SuppressedRow,
+    by_class,
+    conclude,
+    distribution,
+    measure,
+    write_tokens,
+)
+from loragate.analysis.reading import answer_rows
+from loragate.analysis.suppression import SIGNS, Suppression, suppressing
 from loragate.cli.arguments import comma_list
+from loragate.cli.diagnose import DiagnoseOptions
 from loragate.cli.diagnose_inputs import Session, begin, classes_of, evaluate, pad_id, read_rows
 from loragate.errors import ConfigError
+from loragate.evaluation.prepared import read_questions
+from loragate.evaluation.variants import Variant, acting
+from loragate.generation import read_samples
 
 ROWS = 256
 SHARE_ANSWERS = 2
 
 
-def run(options: Any) -> int:
+def run(options: DiagnoseOptions) -> int:
     """Measure, intervene where tasks were named, write entropy.json and tokens.jsonl."""
-    from loragate.analysis.delta_entropy import EntropyRecord, by_class, conclude, distribution, measure, write_tokens
-    from loragate.analysis.suppression import SIGNS, Suppression
 
     if not (options.rows or options.suite or options.tasks):
         raise ConfigError(
@@ -67,8 +82,6 @@ def run(options: Any) -> int:
 
 def intervene(session: Session, rules: list[Any]) -> tuple[Any, ...]:
     """Score base, adapter, gates and the suppressed streams on the tasks."""
-    from loragate.analysis.delta_entropy import SuppressedRow
-    from loragate.evaluation.variants import Variant, acting
 
     loaded = session.loaded
     by_name = {Variant("adapter", rule.sign).name: rule for rule in rules}
@@ -77,7 +90,6 @@ def intervene(session: Session, rules: list[Any]) -> tuple[Any, ...]:
 
     @contextmanager
     def acting_as(variant: Any) -> Iterator[None]:
-        from loragate.analysis.suppression import suppressing
 
         rule = by_name.get(variant.name)
         with acting(loaded.model, Variant(variant.acts), loaded.kind):
@@ -118,13 +130,6 @@ def suppressed_share(session: Session, name: str, task: str, rule: Any) -> float
     A decision depends on the tokens before it and on base and adapter alone, so reading the stored answers again gives the
     decisions that were taken.
     """
-    import torch
-
-    from loragate.analysis.delta_entropy import measure
-    from loragate.analysis.reading import answer_rows
-    from loragate.evaluation.prepared import read_questions
-    from loragate.evaluation.variants import Variant
-    from loragate.generation import read_samples
 
     slug = Variant("adapter", name.split()[-1]).slug
     samples = read_samples(session.folder / "samples" / slug / f"{task}.jsonl")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from loragate.analysis.reading import answer_rows
+from loragate.analysis.realised_gates import count_gates, summarise
+from loragate.cli.diagnose import DiagnoseOptions
 from loragate.cli.diagnose_inputs import begin, classes_of, pad_id, read_answers
 
 
-def run(options: Any) -> int:
+def run(options: DiagnoseOptions) -> int:
     """Read the answers, count λ, write gates.json."""
-    from loragate.analysis.reading import answer_rows
-    from loragate.analysis.realised_gates import count_gates, summarise
 
     session = begin(options, gated=True)
     loaded = session.loaded

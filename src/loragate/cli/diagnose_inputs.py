@@ -7,23 +7,28 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loragate.cli.arguments import comma_list, resolved_yaml
+from loragate.cli.diagnose import DiagnoseOptions
 from loragate.cli.display import Display, console, duration
 from loragate.cli.evaluate import describe_canary, progress, require_run_folder
-from loragate.cli.evaluation_inputs import Loaded, chosen_tasks, load_inputs, prepare_tasks
+from loragate.cli.evaluation_inputs import chosen_tasks, load_inputs, prepare_tasks
 from loragate.errors import ConfigError, nearest
+from loragate.evaluation.variants import Kind
 from loragate.files import write_text
 
-KINDS = ("gated", "adapter", "base")
+if TYPE_CHECKING:
+    from loragate.models import Loaded
+
+KINDS: tuple[Kind, ...] = ("gated", "adapter", "base")
 
 
 @dataclass
 class Session:
     """One run of a look: its settings, folder, model and clock."""
 
-    options: Any
+    options: DiagnoseOptions
     folder: Path
     loaded: Loaded
     display: Display
@@ -57,7 +62,7 @@ class Session:
         return 0
 
 
-def begin(options: Any, *, gated: bool) -> Session:
+def begin(options: DiagnoseOptions, *, gated: bool) -> Session:
     """Check the folder and load the model.
 
     Args:
@@ -88,7 +93,7 @@ def begin(options: Any, *, gated: bool) -> Session:
     return Session(options, folder, loaded, display, out, began)
 
 
-def ours(options: Any) -> list[Any]:
+def ours(options: DiagnoseOptions) -> list[Any]:
     """The tasks, all of which we ask ourselves.
 
     Raises:
@@ -198,7 +203,7 @@ class Answers:
     grades: list[Any] | None
 
 
-def read_answers(session: Session, default_of: str) -> tuple[list[Answers], str, str]:
+def read_answers(session: Session, default_of: Kind) -> tuple[list[Answers], str, str]:
     """(answers by task, whose they are, where they come from): stored ones of --run, or drawn now for --suite/--tasks."""
     from loragate.evaluation.judging import grader_for, read_grades
     from loragate.evaluation.stored import open_evaluation
@@ -209,7 +214,7 @@ def read_answers(session: Session, default_of: str) -> tuple[list[Answers], str,
     of = options.of or default_of
     if not (options.run or session.has_tasks):
         raise ConfigError("give --run FOLDER (stored answers of `loragate eval`), or tasks with --suite or --tasks")
-    variant: Any = Variant(of)  # type: ignore[arg-type]
+    variant: Any = Variant(of)
     if not options.run:
         evaluate(session, [variant], {"of": of})
     folder = Path(options.run) if options.run else session.folder

@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from loragate.analysis.interventions import InterventionsRecord, choose, conclude, rows_of
+from loragate.cli.diagnose import DiagnoseOptions
 from loragate.cli.diagnose_inputs import begin, evaluate
 from loragate.errors import ConfigError
+from loragate.evaluation.variants import Variant
+from loragate.gates import GateConfig
+from loragate.gates.schema import read_gate_config
 
 
-def run(options: Any) -> int:
+def run(options: DiagnoseOptions) -> int:
     """Score every intervention, write interventions.json and results.json."""
-    from loragate.analysis.interventions import InterventionsRecord, choose, conclude, rows_of
-    from loragate.evaluation.variants import Variant
-    from loragate.gates import GateConfig
-    from loragate.gates.schema import read_gate_config
 
     if not (options.suite or options.tasks):
         raise ConfigError("loragate diagnose interventions needs --suite or --tasks")

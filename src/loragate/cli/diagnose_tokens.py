@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
+from loragate.cli.diagnose import DiagnoseOptions
 from loragate.cli.diagnose_inputs import KINDS, begin, read_answers
 from loragate.errors import ConfigError
 
 MAX_TOKENS, QUESTIONS = 512, 8
 
 
-def run(options: Any) -> int:
+def run(options: DiagnoseOptions) -> int:
     """Read the answers of base, adapter and gated model, trace them, write tokens.json."""
     from loragate.analysis.token_traces import Answer, Question, trace_answers
     from loragate.files import write_json

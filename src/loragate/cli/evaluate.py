@@ -20,8 +20,8 @@ from loragate.cli.evaluation_inputs import (
     load_inputs,
     local_file,
     prepare_tasks,
+    why_not,
 )
-from loragate.cli.options import AnswerOptions, GradingOptions, OutputOptions
 from loragate.errors import ConfigError
 from loragate.files import write_text
 
@@ -32,16 +32,15 @@ BIASES = (
 
 
 @dataclass(frozen=True)
-class EvalOptions(EvaluationInputs, AnswerOptions, GradingOptions, OutputOptions):
+class EvalOptions(EvaluationInputs):
     """Settings of `loragate eval`.
 
     Attributes:
         model: gated folder, PEFT adapter or base model, or its hub id; owner/name@revision for an adapter.
         sweep: folder of `loragate sweep`, in place of model: every finished cell is a row beside the adapter, and heat maps are
             drawn.
-        controls: "cheap" also scores the adapter at lower temperatures, greedy, and with one λ; "full" adds random gates and
-            says how the controls are trained that need it; "none" scores neither; "alone" scores the model without its base and
-            adapter.
+        controls: cheap: the adapter at lower temperatures, greedy, and with one λ; full: random gates too; alone: nothing
+            beside the model.
         constants: constant λ of the cheap controls, separated by commas.
     """
 
@@ -124,7 +123,7 @@ def trained_controls(loaded: Any) -> list[str]:
     ]
     return [
         "not run: controls that are trainings of their own. Make them on the gates' rows and score each like this model:",
-        *([] if loaded.is_dora else of_gates),
+        *([] if loaded.place.is_dora else of_gates),
         f"  LoRA, same rows again       {more} --out OUT",
         f"  LoRA trained with entropy   {more} --objective entropy --out OUT",
     ]
@@ -140,7 +139,7 @@ def plan(
 
     constants = [_number(text) for text in options.constants.split(",") if text.strip()]
     wanted = variants_for(loaded.kind, options.controls, constants)
-    left_out = {variant.name: why for variant in wanted if (why := loaded.why_not(variant))}
+    left_out = {variant.name: why for variant in wanted if (why := why_not(loaded, variant))}
     variants = [variant for variant in wanted if variant.name not in left_out]
     figures: dict[str, float] = {}
     if loaded.model is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from loragate.cli.arguments import resolved_yaml
 from loragate.cli.display import Display, console, duration
-from loragate.cli.evaluate import describe_canary, progress, require_run_folder
+from loragate.cli.evaluate import EvalOptions, describe_canary, progress, require_run_folder
 from loragate.cli.evaluation_engines import Engines
 from loragate.cli.evaluation_inputs import chosen_tasks, load_inputs, prepare_tasks
 from loragate.effects import require_effect
@@ -17,7 +17,7 @@ from loragate.errors import ConfigError, DataError
 from loragate.files import write_json, write_text
 
 
-def run(options: Any) -> int:
+def run(options: EvalOptions) -> int:
     """Check, then one evaluation per adapter of the sweep, all on one base."""
     from loragate.evaluation.judging import JudgeSettings, require_graders
     from loragate.sweep.plan import SweepPlan
@@ -51,7 +51,14 @@ def run(options: Any) -> int:
 
 
 def _evaluate(
-    options: Any, sweep: Path, plan: Any, label: str, cells: list[Any], folder: Path, tasks: list[Any], settings: Any
+    options: EvalOptions,
+    sweep: Path,
+    plan: Any,
+    label: str,
+    cells: list[Any],
+    folder: Path,
+    tasks: list[Any],
+    settings: Any,
 ) -> None:
     """The rows of one adapter: itself, and a cell per finished trial."""
     from loragate.evaluation.canary import canary

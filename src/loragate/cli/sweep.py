@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from loragate.cli.arguments import Command, flag_of, require_given, resolved_yaml
 from loragate.cli.display import console, duration, next_evaluation
 from loragate.cli.options import RunOptions
-from loragate.cli.quantization import check_quantization
+from loragate.cli.preflight import check_loading
 from loragate.errors import ConfigError, DivergenceError, LoragateError
 from loragate.files import write_json, write_text
 from loragate.training.settings import CalibrationSettings
@@ -89,10 +89,10 @@ class SweepOptions(RunOptions, CalibrationSettings):
 def run(options: SweepOptions) -> int:
     """Plan, run what is not finished, choose, write the best."""
     check(options)
-    check_quantization(options)
+    check_loading(options)
     folder = Path(options.out)
     require_sweep_folder(folder, options.resume)
-    from loragate.cli.models import quiet_logging
+    from loragate.cli.preflight import quiet_logging
     from loragate.cli.sweep_display import live_table
     from loragate.cli.sweep_materials import prepare
     from loragate.sweep.records import diverged, finished, held

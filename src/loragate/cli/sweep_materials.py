@@ -13,23 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from loragate.cli.arguments import comma_list
-from loragate.cli.hub import pinned
-from loragate.cli.models import (
-    adapter_record,
-    base_named,
-    dtype_argument,
-    hub_adapter,
-    load_adapter,
-    load_base,
-    load_tokenizer,
-    pick_device,
-    quiet_logging,
-    revision_of_base,
-)
+from loragate.cli.preflight import quiet_logging
 from loragate.errors import ConfigError, nearest
-from loragate.gates.hub import adapter_place, split_base
 from loragate.gates.range import parse_ranges
-from loragate.sweep.plan import SweepPlan, Trial, label_adapters, make_trials, place_fingerprint
+from loragate.models import (
+    Loading,
+    ModelRef,
+    Place,
+    explained,
+    folder_sha256,
+    open_base,
+    open_tokenizer,
+    put_on,
+    resolve,
+)
+from loragate.sweep.plan import SweepPlan, Trial, label_adapters, make_trials
 from loragate.training.settings import CalibrationSettings
 
 OBJECTIVES = ("entropy", "ce", "anchored")
@@ -67,29 +65,25 @@ class SweepMaterials:
 
     def load_base(self) -> Any:
         quiet_logging()
-        device = pick_device(self.options.device)
-        trust, quantization = self.options.trust_remote_code, self.options.quantization
-        dtype = dtype_argument(self.options.dtype, device, quantization)
-        return load_base(
-            self.base, revision=self.revision, dtype=dtype, device=device, trust=trust, quantization=quantization
-        )
+        base = ModelRef.parse(self.place_of_base)
+        with explained("base model", base.name):
+            return open_base(base, Loading.of(self.options))
+
+    def place(self, label: str) -> Place:
+        """The adapter on the common base, as this machine has it."""
+        return resolve(self.adapters[label], self.place_of_base, expect="adapter")
 
     def load_adapter(self, base: Any, label: str) -> Any:
-        return load_adapter(base, self.adapters[label])
+        return put_on(base, self.place(label))
 
     def adapter_source(self, label: str) -> str | None:
-        return adapter_place(self.adapters[label])
+        return str(self.place(label).adapter)
 
     def adapter_id(self, label: str) -> str | None:
-        return hub_adapter(self.adapters[label])
+        return self.place(label).hub_id
 
     def load_tokenizer(self, label: str) -> Any:
-        return load_tokenizer(
-            [adapter_place(self.adapters[label]), self.base],
-            revision=self.revision,
-            chat_template=self.options.chat_template,
-            trust=self.options.trust_remote_code,
-        )
+        return open_tokenizer(self.place(label), Loading.of(self.options))
 
     def load_rows(self) -> Any:
         from loragate.cli.run_rows import read_rows
@@ -139,20 +133,22 @@ def prepare(options: Any) -> tuple[SweepMaterials, SweepPlan]:
     from loragate.selection.questions import prompts_of
 
     options = with_absolute_paths(options)
-    adapters = {
-        label: pinned(place) for label, place in label_adapters(comma_list(options.adapters or options.adapter)).items()
+    places = {
+        label: resolve(text, options.base, expect="adapter")
+        for label, text in label_adapters(comma_list(options.adapters or options.adapter)).items()
     }
+    adapters = {label: place.source for label, place in places.items()}
     ranges, seeds = parse_ranges(options.ranges), numbers(options.seeds)
     objectives = comma_list(options.objectives)
     records = {objective: _record(settings_for(options, objective)) for objective in objectives}
-    base, revision = common_base(adapters, options.base)
+    base = common_base(list(places.values()))
     rows = read_rows(options)
     identity: dict[str, Any] = {
         "base": {
-            "name": Path(base).name if Path(base).is_dir() else base,
-            "files": place_fingerprint(options.base or base),
+            "name": Path(base.name).name if Path(base.name).is_dir() else base.name,
+            "files": folder_sha256(base.name) if Path(base.name).is_dir() else str(base),
         },
-        "adapters": {label: place_fingerprint(place) for label, place in adapters.items()},
+        "adapters": {label: place.fingerprint for label, place in places.items()},
         "data": {"rows": len(rows), "fingerprint": rows.fingerprint, "system": options.system},
         "training": records,
         "gates": {
@@ -186,7 +182,7 @@ def prepare(options: Any) -> tuple[SweepMaterials, SweepPlan]:
             "max_new_tokens": options.probe_max_new_tokens,
             "batch_size": options.sampling_batch_size,
         }
-    materials = SweepMaterials(options, adapters, base, revision)
+    materials = SweepMaterials(options, adapters, base.name, base.revision)
     plan = SweepPlan(make_trials(adapters, ranges, seeds, objectives), identity)
     for trial in plan.trials:
         if trial.kind == "gates":
@@ -218,25 +214,20 @@ def settings_for(options: Any, objective: str) -> CalibrationSettings:
     )
 
 
-def common_base(adapters: dict[str, str], given: str) -> tuple[str, str]:
-    """(base, revision) of all adapters.
+def common_base(places: list[Place]) -> ModelRef:
+    """The base of all adapters, with its revision; a folder as its absolute path.
 
     Raises:
-        ConfigError: if an adapter names none, or they name different ones.
+        ConfigError: if they name different ones.
     """
-    found: dict[str, tuple[str, str]] = {}
-    for place in adapters.values():
-        record = adapter_record(place)
-        name = base_named(given, record, place)
-        lasting = str(Path(name).resolve()) if Path(name).is_dir() else split_base(name)[0]
-        found[place] = (lasting, revision_of_base(record, name))
-    first = next(iter(found))
-    for place, base in found.items():
-        if base != found[first]:
+    first, *others = [dataclasses.replace(place.base, name=place.base.lasting) for place in places]
+    for place, base in zip(places[1:], others, strict=True):
+        if base != first:
             raise ConfigError(
-                f"the adapters have different bases: {first} has {found[first][0]}, {place} has {base[0]}; sweep them apart"
+                f"the adapters have different bases: {places[0].ref} has {first.name}, {place.ref} has {base.name}; sweep "
+                "them apart"
             )
-    return found[first]
+    return first
 
 
 def read_questions(file: str, options: Any) -> tuple[Any, list[Any]]:

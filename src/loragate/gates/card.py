@@ -12,7 +12,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from loragate.gates.hub import is_hub_id
+from loragate.hub_names import is_hub_id
 from loragate.version import __version__
 
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")

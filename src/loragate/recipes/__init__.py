@@ -1,23 +1,22 @@
-"""Recipes: everything the paper trains, by name, composed of small files so that nothing is written twice.
+"""Recipes: everything the paper trains, by name, out of flat files: a backbone, a domain, a method.
 
-A name is `domain/backbone/method`, or `domain/backbone/method/variant`, and stands for an ordered list of stages, each a
-flat mapping of one command's options.
+A name is `domain/backbone/method`, or that with `/seed-S`, and stands for an ordered list of stages, each a flat mapping of
+one command's options.
 
-    library   where the files are, and how they are read
-    compose   a name, or a file of the user's, to a recipe
-    recipe    stages with values, where each value comes from, references between stages
-    show      a recipe as YAML and as command lines
-    machine   what its stages need there: memory, time, answers
-    folder    the run folder: what is finished, what is resumed, what would not fit
-    rehearsal the recipe with its counts cut, on stand-ins
-    standins  the base, rows and questions of a rehearsal
+    files      where the files are, how they are read and merged
+    recipe     stages with values, where each value comes from
+    run        a recipe run, once all that it needs is there
+    folder     the folder of a run: what is finished, what is resumed
+    machine    what its stages need there: memory, time, disk
+    rehearsal  the recipe with its counts cut, on stand-ins
+    standins   the base, rows and questions of a rehearsal
 
-The files lie beside this one: `common.yaml`, `domain/`, `backbone/`, `method/`, `variant/`, `templates/`,
-`questions/`. This room knows no command: what the options of a stage may be arrives as a callable.
+The files lie beside this one. What only the command line knows (a command's options, and what they need here) comes as a
+`Program`; `loragate.cli.recipes_ready.PROGRAM` is the one there is.
 """
 
-from loragate.recipes.compose import compose, every_name, read_recipe
-from loragate.recipes.library import Library
+from loragate.recipes.files import Library, every_name, find_recipes, read_recipe
 from loragate.recipes.recipe import Recipe, Stage
+from loragate.recipes.run import Program, Run, run_recipe
 
-__all__ = ["Library", "Recipe", "Stage", "compose", "every_name", "read_recipe"]
+__all__ = ["Library", "Program", "Recipe", "Run", "Stage", "every_name", "find_recipes", "read_recipe", "run_recipe"]

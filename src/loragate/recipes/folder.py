@@ -1,4 +1,4 @@
-"""The folder of one recipe's run: what it is, what is finished, what a repeated command does with what lies there.
+"""The folder of a recipe's run: what is finished, and what a repeated command does with what lies there.
 
 resolved.yaml          the recipe with the source of every value; a recipe file itself
 recipe.json            the same as data, with the state of every stage
@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from loragate.errors import ConfigError, LoragateError
 from loragate.files import first_difference, write_json, write_text
 from loragate.recipes.recipe import Recipe, Stage
-from loragate.recipes.show import as_yaml
 from loragate.version import __version__
 
 RECORD = "recipe.json"
@@ -45,7 +41,6 @@ class RunFolder:
     """See the module's docstring; `record` is the content of recipe.json."""
 
     path: Path
-    recipe: Recipe
     record: dict[str, Any]
 
     @classmethod
@@ -57,33 +52,21 @@ class RunFolder:
         """
         if path.exists() and not path.is_dir():
             raise ConfigError(f"--out {path} is a file; give a folder")
-        stages = json.loads(json.dumps(recipe.as_record()))
-        file = path / RECORD
+        stages, file = json.loads(json.dumps(recipe.as_record())), path / RECORD
         if file.is_file():
-            record = _read(file)
-            _require_same(path, record["stages"], stages, _open(path, record, recipe))
-            if record["stages"] != stages:
-                record["stages"] = stages
-                write_text(path / "resolved.yaml", as_yaml(recipe))
-                write_json(file, record)
-            return cls(path, recipe, record)
-        present = sorted(item.name for item in path.iterdir() if item.name != "lock") if path.is_dir() else []
-        if present:
+            record = read_record(path)
+            _require_same(path, record, stages)
+        elif there := sorted(item.name for item in path.iterdir() if item.name != "lock") if path.is_dir() else []:
             raise ConfigError(
-                f"--out {path} is not empty (it holds {', '.join(present[:3])}) and no recipe's run; choose another folder"
+                f"--out {path} is not empty (it holds {', '.join(there[:3])}) and no recipe's run; choose another folder"
             )
-        record = {"recipe": recipe.name, "loragate": __version__, "stages": stages, "state": {}}
-        folder = cls(path, recipe, record)
-        write_text(path / "resolved.yaml", as_yaml(recipe))
-        write_json(file, record)
+        else:
+            record = {"recipe": recipe.name, "loragate": __version__, "state": {}}
+        folder = cls(path, record)
+        if record.get("stages") != stages:
+            write_text(path / "resolved.yaml", recipe.as_yaml())
+            folder.note(stages=stages)
         return folder
-
-    def config(self, stage: Stage, position: int) -> Path:
-        """Write the file that the stage's command reads; returns its path."""
-        path = self.path / "config" / f"{position + 1}-{stage.name}.yaml"
-        text = yaml.safe_dump(stage.values, sort_keys=False, allow_unicode=True)
-        write_text(path, f"# loragate {stage.command} --config {path}\n{text}")
-        return path
 
     def is_finished(self, stage: Stage) -> bool:
         """Whether the stage came to its end, also where only its record is missing."""
@@ -92,8 +75,8 @@ class RunFolder:
         out = Path(str(stage.values["out"]))
         if stage.command == "mask":
             return out.is_file()
-        marks = FINISHED.get(stage.command)
-        return bool(marks) and all((out / name).is_file() for name in marks or ())
+        marks = FINISHED.get(stage.command, ())
+        return bool(marks) and all((out / name).is_file() for name in marks)
 
     def prepare(self, stage: Stage) -> bool:
         """Clear what a killed command may have left half-written; returns whether the command is to resume.
@@ -109,7 +92,7 @@ class RunFolder:
         if stage.name not in self.record["state"]:
             raise ConfigError(f"{out} is in the way: this run did not make it. Remove it, or choose another --out")
         begun = any(next(out.glob(pattern), None) is not None for pattern in BEGUN.get(stage.command, ()))
-        if stage.command in ("sft", "calibrate"):
+        if stage.command in FINISHED:
             for item in out.iterdir():
                 if item.name not in KEPT:
                     shutil.rmtree(item) if item.is_dir() else item.unlink()
@@ -117,54 +100,46 @@ class RunFolder:
             shutil.rmtree(out)
         return begun
 
-    def remember(self, **values: Any) -> None:
-        """Keep what later runs in this folder go by, where it has a value."""
-        if any(value and self.record.get(key) != value for key, value in values.items()):
-            self.record |= {key: value for key, value in values.items() if value}
-            write_json(self.path / RECORD, self.record)
-
-    def note(self, stage: Stage, **state: Any) -> None:
-        """Keep the state of a stage."""
-        before = self.record["state"].get(stage.name, {})
-        self.record["state"][stage.name] = {**before, **state}
+    def note(self, **values: Any) -> None:
+        """Keep these values."""
+        self.record |= values
         write_json(self.path / RECORD, self.record)
 
-    def began(self, stage: Stage, command: str) -> None:
-        """Note that a stage was started."""
-        runs = self.record["state"].get(stage.name, {}).get("started", [])
-        self.note(stage, command=command, started=[*runs, time.strftime("%Y-%m-%dT%H:%M:%S%z")])
+    def note_stage(self, stage: Stage, **state: Any) -> None:
+        """Keep the state of a stage."""
+        before = self.record["state"].get(stage.name, {})
+        self.note(state={**self.record["state"], stage.name: {**before, **state}})
 
 
-def _open(path: Path, record: dict[str, Any], recipe: Recipe) -> set[str]:
-    """Names of the stages that train nothing and have left nothing: their settings are not bound to what lies in the folder."""
-    names = {stage.name for stage in recipe.stages if stage.command in ("eval", "diagnose")}
-    finished = {name for name, state in record["state"].items() if state.get("finished")}
-    return {name for name in names - finished if not (path / name / "eval.json").is_file()}
+def read_record(folder: Path) -> dict[str, Any]:
+    """recipe.json of a run.
 
-
-def _require_same(path: Path, before: Any, now: Any, free: set[str]) -> None:
-    old, new = ({stage["stage"]: stage for stage in stages} for stages in (before, now))
-    both = free & old.keys() & new.keys()
-    left, right = ({name: side[name] for name in side if name not in both} for side in (old, new))
-    found = first_difference(left, right)
-    if found is not None:
-        key, old, new = found
-        raise ConfigError(
-            f"--out {path} holds the run of another recipe: {key} was {_short(old)}, now {_short(new)}. Run the recipe as it "
-            "was, or choose another --out"
-        )
-
-
-def _read(file: Path) -> dict[str, Any]:
+    Raises:
+        LoragateError: if it cannot be read or is none.
+    """
+    file = folder / RECORD
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(record["stages"], list) or not isinstance(record["state"], dict):
             raise ValueError("not a record of a run")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LoragateError(f"{file}: cannot be read ({error}); choose another --out") from None
-    return record
+    return dict(record)
 
 
-def _short(value: Any) -> str:
-    text = "not there" if value is None else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 160 else text[:157] + "..."
+def _require_same(path: Path, record: dict[str, Any], stages: list[dict[str, Any]]) -> None:
+    """Refuse another recipe; the settings of evaluations that have left nothing are not bound to what lies in the folder."""
+    old, new = ({stage["stage"]: stage for stage in both} for both in (record["stages"], stages))
+    for name in [name for name in old if name in new]:
+        unfinished = not record["state"].get(name, {}).get("finished")
+        answers = new[name]["command"] in ("eval", "diagnose")
+        if answers and unfinished and not (path / name / "eval.json").is_file():
+            del old[name], new[name]
+    if found := first_difference(old, new):
+        key, before, now = found
+        short = ["not there" if value is None else json.dumps(value, ensure_ascii=False) for value in (before, now)]
+        before, now = (text if len(text) <= 160 else text[:157] + "..." for text in short)
+        raise ConfigError(
+            f"--out {path} holds the run of another recipe: {key} was {before}, now {now}. Run the recipe as it was, or "
+            "choose another --out"
+        )

@@ -5,8 +5,9 @@ Nothing is fetched for a backbone whose file holds its architecture.
 
 from __future__ import annotations
 
-import itertools
-import shlex
+import dataclasses
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,15 +17,15 @@ from loragate.analysis.plan_model import base_dtype, build_on_meta, count_parame
 from loragate.evaluation.harness_rows import load_suite
 from loragate.evaluation.tasks import Task, load_task, suite
 from loragate.evaluation.variants import Kind, Variant, variants_for
-from loragate.gates.hub import cached_commit, is_hub_id
 from loragate.gates.range import parse_ranges
+from loragate.hub_names import cached_commit, is_hub_id
 from loragate.recipes.recipe import Recipe, Stage
-from loragate.recipes.show import is_launched, uses_vllm
 from loragate.training.settings import TrainSettings
 
 STAGE_OF: dict[str, Literal["sft", "calibrate"]] = {"sft": "sft", "calibrate": "calibrate", "sweep": "calibrate"}
-KEPT = TrainSettings.keep_checkpoints
 DIRECT = ("precision", "dtype", "rank", "target_modules", "quantization", "k", "epochs")
+TOGETHER = 64  # answers that transformers draws at a time where a stage does not say; the default of eval and diagnose
+LAYER_SECONDS = 1e-3  # for each token and layer, transformers' Python and kernel launches alone: an estimate
 
 # rows that a look scores on tasks by default: adapter, base and three overrides beside the gates; two signs beside the adapter
 ROWS_OF_LOOK = {"interventions": 6, "entropy": 4}
@@ -52,15 +53,10 @@ def plans(recipe: Recipe) -> dict[str, Plan]:
     Raises:
         ConfigError: for settings that cannot work at all; LoragateError where a base's configuration cannot be had.
     """
-    return {stage.name: _plan(recipe, stage) for stage in recipe.stages if stage.command in STAGE_OF}
-
-
-def answers(recipe: Recipe) -> dict[str, int]:
-    """{stage: answers that it samples} of the evaluations of whole built-in tasks, those of lm-evaluation-harness aside."""
     return {
-        stage.name: sum(count for task, count, _ in _asked(recipe, stage) if task.engine == "loragate")
+        stage.name: _plan(recipe, STAGE_OF[stage.command], stage.values)
         for stage in recipe.stages
-        if stage.command == "eval"
+        if stage.command in STAGE_OF
     }
 
 
@@ -75,27 +71,39 @@ def needs(recipe: Recipe) -> list[Need]:
     """
     trained, found = plans(recipe), []
     for stage in recipe.stages:
-        if plan := trained.get(stage.name):
-            option = plan.chosen or min(plan.options, key=lambda option: option.gib)
-            trials = _trials(stage)
-            note = f"{option.gpus} × {plan.gpu.name}" + (f", {trials} trials" if trials > 1 else "")
-            note += "" if plan.chosen else ": does not fit"
-            found.append(Need(stage.name, option.gib, trials * option.seconds / 3600, note))
-        elif stage.command == "mask":
-            like = dict(next(other.values for other in recipe.stages if other.command == "sft"))
-            like |= {
-                key: value
-                for key, value in stage.values.items()
-                if key in ("max_rows", "max_length", "micro_batch_size")
+        if stage.command == "mask":
+            like = next(other.values for other in recipe.stages if other.command == "sft")
+            given: dict[str, Any] = {
+                key: stage.values[key] for key in ("max_rows", "max_length", "micro_batch_size") if key in stage.values
             }
-            option = _plan(recipe, Stage("sft", "sft", like)).options[0]
-            found.append(Need(stage.name, option.gib, option.seconds / 3600, "two forward passes"))
+            gib, hours, _ = _training(_plan(recipe, "sft", {**like, **given}))
+            found.append(Need(stage.name, gib, hours, "two forward passes"))
+        elif stage.name in trained:
+            trials = _trials(stage)
+            gib, hours, note = _training(trained[stage.name])
+            note += f", {trials} trials" if trials > 1 else ""
+            found.append(Need(stage.name, gib, trials * hours, note))
         elif asked := [item for item in _asked(recipe, stage) if item[2]]:
-            memory, hours = _decoding(recipe, asked)
+            gib, hours = _decoding(recipe, stage, asked)
             count, longest = sum(count for _, count, _ in asked), max(tokens for _, _, tokens in asked)
-            note = f"{count:,} answers of at most {longest} tokens"
-            note += "" if uses_vllm(stage) else "; more hours with transformers"
-            found.append(Need(stage.name, memory, hours, note))
+            engine = "" if stage.vllm else ", with transformers"
+            found.append(Need(stage.name, gib, hours, f"{count:,} answers of at most {longest} tokens{engine}"))
+    return found
+
+
+def tight(recipe: Recipe, gib: float) -> dict[str, str]:
+    """{stage: a sentence} for each training that a GPU of `gib` GiB does not hold with rows as long as their limit.
+
+    Raises:
+        LoragateError: where a base's configuration cannot be had.
+    """
+    found = {}
+    for stage, plan in plans(dataclasses.replace(recipe, machine=f"{gib:.1f}")).items():
+        if plan.chosen is None:
+            found[stage] = (
+                f"{stage}: with rows as long as their limit it takes {_training(plan)[0]:.0f} GiB of a GPU, and there are "
+                f"{gib:.0f}; where it runs out of memory, halve --set {stage}.micro_batch_size"
+            )
     return found
 
 
@@ -105,20 +113,66 @@ def disk(recipe: Recipe) -> tuple[float, float]:
     Checkpoints hold what trains with AdamW's two moments, answers ten bytes a token; a data set of the hub is taken for three
     GiB.
     """
-    model = base_of(recipe)
-    config = _config(recipe, model)
+    config = _config(recipe)
     counted = count_parameters(build_on_meta(config, stage="calibrate"), config)
     base, run = float(base_dtype(config).itemsize * counted.base), 0.0
     for stage in recipe.stages:
         run += 10.0 * sum(count * tokens for _, count, tokens in _asked(recipe, stage))
         if stage.command in STAGE_OF:
-            trained = 3 * (KEPT + 1) * counted.trained(STAGE_OF[stage.command])
+            trained = 3 * (TrainSettings.keep_checkpoints + 1) * counted.trained(STAGE_OF[stage.command])
             run += FP32 * (_trials(stage) * (counted.lora + counted.gates) + trained)
-    if any(stage.values.get("dora") for stage in recipe.stages) and any(map(uses_vllm, recipe.stages)):
+    if any(stage.values.get("dora") for stage in recipe.stages) and any(stage.vllm for stage in recipe.stages):
         run += base  # merged, as vLLM serves no DoRA
     sets = {value for stage in recipe.stages if is_hub_id(str(value := stage.values.get("data", "{")))}
-    fetched = is_hub_id(model) and cached_commit(model) is None
+    fetched = is_hub_id(recipe.base) and cached_commit(recipe.base) is None
     return run, fetched * base + 3.0 * 2**30 * len(sets)
+
+
+def _plan(recipe: Recipe, kind: Literal["sft", "calibrate"], values: Mapping[str, Any]) -> Plan:
+    """The plan of a training; the one place that asks the planner."""
+    # what a stage does not set is that of the stage whose adapter it goes on with
+    first = next((stage.values for stage in recipe.stages if stage.command == "sft"), {})
+    values = {**{key: first[key] for key in ("rank", "target_modules", "dtype") if key in first}, **values}
+    request = Request(
+        model=recipe.base,
+        stage=kind,
+        gpus=values.get("processes", 1),
+        gpu_memory=recipe.machine or Request.gpu_memory,
+        strategy=values.get("strategy", "single"),
+        seq=values["max_length"],
+        batch=values["batch_size"],
+        micro_batch=values["micro_batch_size"],
+        rows=values.get("max_rows", 0),
+        gradient_checkpointing="yes" if values.get("gradient_checkpointing") else "no",
+        **{"quantization": "none", **{key: values[key] for key in DIRECT if key in values}},
+    )
+    return make_plan(request, config=_config(recipe))
+
+
+def _training(plan: Plan) -> tuple[float, float, str]:
+    """(GiB, hours, note) of one training."""
+    option = plan.chosen or min(plan.options, key=lambda option: option.gib)
+    note = f"{option.gpus} × {plan.gpu.name}" + ("" if plan.chosen else ": does not fit")
+    return option.gib, option.seconds / 3600, note
+
+
+def _decoding(recipe: Recipe, stage: Stage, asked: list[tuple[Task, int, int]]) -> tuple[float, float]:
+    """(GiB, hours) of drawing these answers, task after task.
+
+    vLLM keeps its batch full. transformers draws batch after batch, each as long as its longest answer, layer by layer.
+    """
+    config = _config(recipe)
+    dtype = base_dtype(config)
+    parameters = count_parameters(build_on_meta(config, stage="sft", dtype=dtype), config)
+    gpu = find_gpu(recipe.machine or Request.gpu_memory)
+    layers = config.get_text_config().num_hidden_layers
+    memory, seconds = 0.0, 0.0
+    for _, count, tokens in asked:
+        together = count if stage.vllm else min(count, stage.values.get("batch_size", TOGETHER))
+        gib, once = decoding(parameters, config, gpu, dtype, together, tokens)
+        once = once if stage.vllm else max(once, tokens * layers * LAYER_SECONDS)
+        memory, seconds = max(memory, gib / 2**30), seconds + math.ceil(count / together) * once
+    return memory, seconds / 3600
 
 
 def _trials(stage: Stage) -> int:
@@ -131,16 +185,21 @@ def _trials(stage: Stage) -> int:
 
 def _asked(recipe: Recipe, stage: Stage) -> list[tuple[Task, int, int]]:
     """(task, answers, tokens of the longest) of a stage; 0 tokens where options are scored by their likelihood."""
+    if stage.command not in ("eval", "diagnose"):
+        return []
     values, found = stage.values, []
+    tasks = list(suite(values["suite"])) if values.get("suite") else []
+    tasks += [load_task(name) for name in str(values.get("tasks", "")).split(",") if name]
     rows = _rows(recipe, stage)
-    for task in _tasks(stage):
+    for task in tasks:
         if task.engine == "loragate":
             samples, limit = values.get("samples") or task.generation.samples, task.generation.max_new_tokens
             each = sum(1 if row.temperature == 0 else samples for row in rows)
         else:  # no control is asked these
             each, limit = sum(row.control is None for row in rows), load_suite(task.name).max_new_tokens or 0
-        count = each * _questions(task, values.get("limit"))
-        found.append((task, count, min(limit, values.get("max_new_tokens") or limit)))
+        most = values.get("limit")
+        questions = min(task.dataset.rows or most or 0, most or task.dataset.rows or 0)
+        found.append((task, each * questions, min(limit, values.get("max_new_tokens") or limit)))
     return found
 
 
@@ -151,74 +210,17 @@ def _rows(recipe: Recipe, stage: Stage) -> list[Variant]:
     if "sweep" in stage.values:  # the adapter, and a row for each cell
         cells = [_trials(done) for done in recipe.stages if stage.values["sweep"] == f"{{{done.name}}}"]
         return [Variant("adapter")] * (1 + sum(cells))
+    before = recipe.stages[: recipe.stages.index(stage)]
+    kind: Kind = "gated" if any(done.command in ("calibrate", "sweep") for done in before) else "adapter"
     constants = [float(part) for part in str(stage.values.get("constants", "0.5")).split(",")]
-    return variants_for(_kind(recipe, stage), stage.values.get("controls", "cheap"), constants)
+    return variants_for("base" if stage.own_base else kind, stage.values.get("controls", "cheap"), constants)
 
 
-def _tasks(stage: Stage) -> list[Task]:
-    if stage.command not in ("eval", "diagnose"):
-        return []
-    tasks = list(suite(stage.values["suite"])) if stage.values.get("suite") else []
-    return [*tasks, *(load_task(name) for name in str(stage.values.get("tasks", "")).split(",") if name)]
-
-
-def _decoding(recipe: Recipe, asked: list[tuple[Task, int, int]]) -> tuple[float, float]:
-    """(GiB, hours) of drawing these answers, task after task, as `decoding` estimates them."""
-    config = _config(recipe, base_of(recipe))
-    dtype = base_dtype(config)
-    parameters = count_parameters(build_on_meta(config, stage="sft", dtype=dtype), config)
-    gpu = find_gpu(recipe.machine or Request.gpu_memory)
-    found = [decoding(parameters, config, gpu, dtype, count, tokens) for _, count, tokens in asked]
-    return max(memory for memory, _ in found) / 2**30, sum(seconds for _, seconds in found) / 3600
-
-
-def _plan(recipe: Recipe, stage: Stage) -> Plan:
-    model = base_of(recipe)
-    # what a stage does not set is that of the stage whose adapter it goes on with
-    first: dict[str, Any] = next((other.values for other in recipe.stages if other.command == "sft"), {})
-    values: dict[str, Any] = {key: first[key] for key in ("rank", "target_modules", "dtype") if key in first}
-    values |= stage.values
-    words = shlex.split(recipe.launcher) if is_launched(stage) else []
-    given = dict(itertools.pairwise(words))
-    gpus = int(given.get("--num_processes", 1))
-    strategy: Any = next((name for name in ("fsdp2", "zero3") if name in given.get("--config_file", "")), "ddp")
-    request = Request(
-        model=model,
-        stage=STAGE_OF[stage.command],
-        gpus=gpus,
-        gpu_memory=recipe.machine or Request.gpu_memory,
-        strategy=strategy if gpus > 1 else "single",
-        seq=values["max_length"],
-        batch=values["batch_size"],
-        micro_batch=values["micro_batch_size"],
-        rows=values.get("max_rows", 0),
-        gradient_checkpointing="yes" if values.get("gradient_checkpointing") else "no",
-        **{"quantization": "none", **{key: values[key] for key in DIRECT if key in values}},
-    )
-    return make_plan(request, config=_config(recipe, model))
-
-
-def base_of(recipe: Recipe) -> str:
-    """Hub id or folder of the base that the recipe begins with; empty where none is named."""
-    return next((str(s.values["model"]) for s in recipe.stages if "{" not in str(s.values.get("model", "{"))), "")
-
-
-def _config(recipe: Recipe, model: str) -> Any:
+def _config(recipe: Recipe) -> Any:
+    """The configuration of the base."""
     from transformers import AutoConfig
 
-    if model not in recipe.architecture:
-        return read_config(model)
-    values = dict(recipe.architecture[model])
+    if recipe.base not in recipe.architecture:
+        return read_config(recipe.base)
+    values = dict(recipe.architecture[recipe.base])
     return AutoConfig.for_model(values.pop("model_type"), **values)
-
-
-def _questions(task: Task, limit: int | None) -> int:
-    rows = task.dataset.rows or limit or 0
-    return min(rows, limit or rows)
-
-
-def _kind(recipe: Recipe, stage: Stage) -> Kind:
-    if "{" not in str(stage.values.get("model", "")):
-        return "base"
-    before = recipe.stages[: recipe.stages.index(stage)]
-    return "gated" if any(done.command in ("calibrate", "sweep") for done in before) else "adapter"

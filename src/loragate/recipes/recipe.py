@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,12 +19,9 @@ import yaml
 from loragate.errors import ConfigError, nearest
 
 REFERENCE = re.compile(r"\{([A-Za-z][\w.-]*)\}")
-# what a stage leaves behind, below the folder of the run
-OUTPUT = {"mask": "{name}.jsonl"}
-MODEL = {"sweep": "best"}  # what {last} is, below that
 TRAINS = ("sft", "calibrate", "sweep", "extract")
-SOURCES = ("paper", "ours", "unstated")
-YOURS = "yours: --set"
+ROWS = ("sft", "calibrate", "sweep", "mask")  # commands that read training rows
+WIDTH = 120
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Stage:
         name: within the recipe; the name of its folder.
         command: of loragate.
         values: option to value; no option stands here that the recipe leaves to the command's default.
-        marks: option to the sentence that says where the value comes from; it begins with paper, ours or unstated.
+        marks: option to the sentence that says where the value comes from; it begins with paper, ours, unstated or yours.
     """
 
     name: str
@@ -44,13 +42,23 @@ class Stage:
 
     @property
     def output(self) -> str:
-        """What later stages read, below the folder of the run."""
-        return OUTPUT.get(self.command, "{name}").format(name=self.name)
+        """What the command writes and later stages read, below the folder of the run."""
+        return f"{self.name}.jsonl" if self.command == "mask" else self.name
 
     @property
-    def out(self) -> str:
-        """What the command is told to write, below the folder of the run."""
-        return self.output if self.command == "mask" else self.name
+    def own_base(self) -> bool:
+        """Whether the stage's model is a base, and not what an earlier stage left."""
+        return "{" not in str(self.values.get("model", "{"))
+
+    @property
+    def vllm(self) -> bool:
+        """Whether the stage's answers come from vLLM, which may need an environment of its own."""
+        return self.values.get("engine") == "vllm"
+
+    @property
+    def launched(self) -> bool:
+        """Whether --launcher starts the stage; a range is chosen in one process."""
+        return self.command == "sft" or (self.command == "calibrate" and bool(self.values.get("unverified")))
 
 
 @dataclass(frozen=True)
@@ -62,9 +70,7 @@ class Recipe:
         title, about: for people.
         tables: the tables and figures of the paper it belongs to; empty for what goes beyond the paper.
         stages: in their order.
-        needs: "stage.option" to what the user must give before it can run.
-        launcher: how training stages are started, in place of a plain process; empty for that.
-        machine: the GPU that its settings are made for, as `loragate plan --gpu-memory` names it; the launcher says how many.
+        machine: the GPU that its settings are made for, as `loragate plan --gpu-memory` names it.
         architecture: {hub id of a base: its configuration}, so that nothing is fetched to plan.
     """
 
@@ -73,10 +79,13 @@ class Recipe:
     stages: tuple[Stage, ...]
     about: str = ""
     tables: str = ""
-    needs: dict[str, str] = field(default_factory=dict)
-    launcher: str = ""
     machine: str = ""
     architecture: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def base(self) -> str:
+        """Hub id or folder of the base that the recipe begins with; empty where none is named."""
+        return next((str(stage.values["model"]) for stage in self.stages if stage.own_base), "")
 
     def stage(self, name: str) -> Stage:
         """The stage of this name; a ConfigError names the known ones."""
@@ -88,11 +97,6 @@ class Recipe:
             f"{self.name} has no stage '{name}'{nearest(name, names) or ';'} its stages are {', '.join(names)}"
         )
 
-    def missing(self) -> dict[str, str]:
-        """What of `needs` is not given yet."""
-        given = {f"{stage.name}.{key}" for stage in self.stages for key, value in stage.values.items() if value}
-        return {key: why for key, why in self.needs.items() if key not in given}
-
     def placed(self, folder: str | Path) -> tuple[Stage, ...]:
         """The stages as they run in `folder`: references replaced by paths, `out` added.
 
@@ -100,13 +104,10 @@ class Recipe:
             ConfigError: for a reference to what does not come before.
         """
         placed: list[Stage] = []
+        outputs: dict[str, str] = {}
         for stage in self.stages:
-            outputs = {done.name: f"{folder}/{done.output}" for done in placed}
-            if trained := [done.name for done in placed if done.command in TRAINS]:
-                last = next(done for done in placed if done.name == trained[-1])
-                outputs["last"] = "/".join(filter(None, (outputs[last.name], MODEL.get(last.command))))
 
-            def resolve(name: str, stage: Stage = stage, outputs: dict[str, str] = outputs) -> str:
+            def resolve(name: str, stage: Stage = stage) -> str:
                 if name not in outputs:
                     before = ", ".join(outputs) or "nothing"
                     raise ConfigError(
@@ -115,46 +116,89 @@ class Recipe:
                     )
                 return outputs[name]
 
+            out = f"{folder}/{stage.output}"
             values = {key: filled(value, resolve) for key, value in stage.values.items()}
-            placed.append(dataclasses.replace(stage, values={**values, "out": f"{folder}/{stage.out}"}))
+            placed.append(dataclasses.replace(stage, values={**values, "out": out}))
+            outputs[stage.name] = out
+            if stage.command in TRAINS:
+                outputs["last"] = f"{out}/best" if stage.command == "sweep" else out
         return tuple(placed)
 
-    def with_values(self, given: Mapping[str, str], accepts: Callable[[str, str], bool]) -> Recipe:
-        """Replace values: "stage.option" in one stage, "option" in every stage that has it.
+    def with_values(
+        self,
+        given: Mapping[str, Any],
+        accepts: Callable[[str, str], bool] | None = None,
+        source: str = "yours: --set",
+    ) -> Recipe:
+        """Replace values: "stage.option" in one stage, "option" in every stage that may have it.
 
         Args:
-            given: key to text, which is read as YAML.
-            accepts: (command, option) to whether there is such an option.
+            given: key to value; a text is read as YAML, and an empty one leaves the option to the command.
+            accepts: (command, option) to whether there is such an option; left out, only what a stage has is replaced.
 
         Raises:
             ConfigError: for a key that fits no stage.
         """
         stages = list(self.stages)
-        for key, text in given.items():
+        for key, value in given.items():
             name, _, option = key.rpartition(".")
             option = option.replace("-", "_")
+            if option == "out":
+                raise ConfigError(f"--set {key}: the folder of a stage follows from --out")
             fitting = [
                 index
                 for index, stage in enumerate(stages)
-                if (stage.name == name or not name) and accepts(stage.command, option)
+                if (stage.name == name or not name)
+                and (accepts(stage.command, option) if accepts else option in stage.values)
             ]
-            if option == "out":
-                raise ConfigError(f"--set {key}: the folder of a stage follows from --out")
             if not fitting:
                 if name:
                     self.stage(name)
-                known = {f"{s.name}.{o}" if name else o for s in stages for o in s.values}
+                known = {f"{stage.name}.{other}" if name else other for stage in stages for other in stage.values}
                 where = f"stage '{name}'" if name else "any stage"
                 raise ConfigError(f"--set {key}: no such option of {where} of {self.name}{nearest(key, known)}")
             for index in fitting:
-                stage = stages[index]
-                values = {**stage.values, option: _value(key, text)}
-                stages[index] = dataclasses.replace(stage, values=values, marks={**stage.marks, option: YOURS})
+                stages[index] = _replaced(stages[index], {option: _read(key, value)}, source)
+        return dataclasses.replace(self, stages=tuple(stages))
+
+    def with_local(self, model: str = "", data: str = "") -> Recipe:
+        """The recipe with a local base and local rows in place of hub ids, whose commits and splits belong to the hub.
+
+        Raises:
+            ConfigError: for a place that there is not.
+        """
+        for place, flag in ((model, "--local-model"), (data, "--local-data")):
+            if place and not Path(place).exists():
+                raise ConfigError(f"{flag} {place}: does not exist")
+        stages = []
+        for stage in self.stages:
+            if model and stage.own_base:
+                stage = _replaced(stage, {"model": model}, "yours: --local-model")
+            if data and stage.command in ROWS and "{" not in str(stage.values.get("data", "{")):
+                values = {"data": data, "revision": "", "split": "", "heldout_split": ""}
+                stage = _replaced(stage, values, "yours: --local-data")
+            stages.append(stage)
         return dataclasses.replace(self, stages=tuple(stages))
 
     def as_record(self) -> list[dict[str, Any]]:
         """The stages as JSON, to tell two recipes apart."""
         return [{"stage": stage.name, "command": stage.command, **stage.values} for stage in self.stages]
+
+    def as_yaml(self) -> str:
+        """The recipe as a YAML file that is a recipe again, each value with its source behind it."""
+        about = [self.tables and f"in the paper: {self.tables}", *textwrap.wrap(self.about, WIDTH - 2)]
+        about.append("beside each value: paper (quoted), unstated (the paper does not say, so ours) or ours")
+        lines = [f"# {self.name}: {self.title}", *(f"# {line}" for line in about if line), ""]
+        order = [stage.name if stage.name == stage.command else {stage.name: stage.command} for stage in self.stages]
+        top = {"stages": order, "machine": self.machine, "architecture": self.architecture}
+        lines += [_pair(key, value) for key, value in top.items() if value]
+        for stage in self.stages:
+            pairs = {key: _pair(key, value) for key, value in stage.values.items()}
+            wide = min(max(map(len, pairs.values()), default=0), 44)
+            lines += ["", f"{stage.name}:"]
+            marks = {key: f"  # {mark}" for key, mark in stage.marks.items() if mark}
+            lines += [f"  {pair:<{wide}}{marks.get(key, '')}".rstrip() for key, pair in pairs.items()]
+        return "\n".join(lines) + "\n"
 
 
 def filled(value: Any, resolve: Callable[[str], str]) -> Any:
@@ -164,8 +208,23 @@ def filled(value: Any, resolve: Callable[[str], str]) -> Any:
     return value
 
 
-def _value(key: str, text: str) -> Any:
+def _replaced(stage: Stage, given: Mapping[str, Any], source: str) -> Stage:
+    """The stage with these values, without those that are empty."""
+    values = {key: value for key, value in {**stage.values, **given}.items() if value not in ("", None)}
+    return dataclasses.replace(stage, values=values, marks={**stage.marks, **dict.fromkeys(given, source)})
+
+
+def _read(key: str, value: Any) -> Any:
+    if not isinstance(value, str) or not value.strip():
+        return value.strip() if isinstance(value, str) else value
     try:
-        return yaml.safe_load(text) if text.strip() else ""
+        return yaml.safe_load(value)
     except yaml.YAMLError as error:
-        raise ConfigError(f"--set {key}={text}: not valid YAML ({getattr(error, 'problem', error)})") from None
+        raise ConfigError(f"--set {key}={value}: not valid YAML ({getattr(error, 'problem', error)})") from None
+
+
+def _pair(key: str, value: Any) -> str:
+    """`key: value` on one line, as YAML."""
+    if isinstance(value, dict | list):
+        return f"{key}: {yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).strip()}"
+    return yaml.safe_dump({key: value}, width=10_000, allow_unicode=True).rstrip()

@@ -17,7 +17,7 @@ from typing import Any
 
 from loragate.evaluation.tasks.arithmetic import rows as arithmetic
 from loragate.files import write_text
-from loragate.recipes.library import HERE
+from loragate.recipes.files import HERE
 
 QUESTIONS = HERE / "questions"
 ROWS, HELD_OUT, PROBES = 400, 16, 40

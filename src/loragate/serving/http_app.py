@@ -68,6 +68,7 @@ class Asked(BaseModel):
     # and these as long as they ask for nothing
     stream: Unsupported = None
     logprobs: Unsupported = None
+    prompt_logprobs: Unsupported = None
     top_logprobs: Unsupported = None
     echo: Unsupported = None
     frequency_penalty: Unsupported = None

@@ -1,9 +1,10 @@
 """The vLLM plugin: `LoRARequest(name, id, GATED_FOLDER)` and `--lora-modules name=GATED_FOLDER` are served with gates.
 
 vLLM calls `register` in every process it starts. Linear LoRA layers get gates beside A and B; loading an adapter reads
-the gates that lie beside it; activating it fills its slot. Plain adapters, and the base, keep their numbers. Where the
-plugin cannot work (another vLLM version, a hook that moved) gated folders are refused with the reason and everything
-else is left alone. Without the plugin, vLLM finds no adapter at the top of a gated folder and refuses it too.
+the gates that lie beside it; activating it fills its slot. Plain adapters, and the base, keep their numbers. On a CPU the
+vocabulary's head is mended for adapters of every kind (`serving.head`). Where the plugin cannot work (another vLLM version, a
+hook that moved) gated folders are refused with the reason and everything else is left alone. Without the plugin, vLLM finds no
+adapter at the top of a gated folder and refuses it too.
 
 `GATED_FOLDER@unit` is a virtual adapter: the same tensors with λ clipped (`gates.override_names`). vLLM takes it for another
 adapter, with a name, an id and a place in the prefix cache of its own, so nothing computed under one λ is reused under another.
@@ -56,8 +57,11 @@ def _install() -> None:
     from vllm.config import VllmConfig
     from vllm.lora.model_manager import LRUCacheLoRAModelManager
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
+    from vllm.platforms import current_platform
     from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+    from loragate.serving.head import head_class, scoring_prompts
     from loragate.serving.layers import gated_class
 
     class GatedLoRAModelManager(LRUCacheLoRAModelManager):
@@ -78,6 +82,9 @@ def _install() -> None:
     lora_utils._all_lora_classes = type(lora_utils._all_lora_classes)(
         gated_class(cls) for cls in lora_utils._all_lora_classes
     )
+    if current_platform.is_cpu():
+        lora_utils.LogitsProcessorWithLoRA = head_class(lora_utils.LogitsProcessorWithLoRA)
+        GPUModelRunner._get_prompt_logprobs_dict = scoring_prompts(GPUModelRunner._get_prompt_logprobs_dict)
     LRUCacheWorkerLoRAManager._manager_cls = GatedLoRAModelManager
     WorkerLoRAManager._load_adapter = _loading(WorkerLoRAManager._load_adapter)
     LRUCacheWorkerLoRAManager.add_adapter = _adding(LRUCacheWorkerLoRAManager.add_adapter)
@@ -100,7 +107,8 @@ def _loading(original: Any) -> Any:
         from vllm.lora.utils import get_adapter_absolute_path
 
         from loragate.gates.override_names import split_folder
-        from loragate.serving.folder import is_gated, read_place
+        from loragate.models.folder_gates import read_gates
+        from loragate.models.place import is_gated
         from loragate.serving.placing import place_gates
 
         try:
@@ -109,7 +117,7 @@ def _loading(original: Any) -> Any:
             if override is None and not is_gated(folder):
                 _remember(self, lora_request, "")
                 return original(self, lora_request)
-            gates = read_place(lora_request.lora_path, folder)
+            gates = read_gates(folder, override)
             _remember(self, lora_request, gates.digest)
             placed = place_gates(gates, self._adapter_manager, _holds_all_layers())
         except LoragateError as error:
@@ -126,13 +134,11 @@ def _adding(original: Any) -> Any:
 
     @functools.wraps(original)
     def add(self: Any, lora_request: Any) -> bool:
-        from loragate.serving.folder import has_lambda
-
         held = self._adapter_manager.list_adapters().get(lora_request.lora_int_id)
         if held is not None:
             before = getattr(held, "loragate_folder", None)
             changed = before != lora_request.lora_path
-            if changed and (before is not None or has_lambda(lora_request.lora_path)):
+            if changed and (before is not None or _needs_lambda(lora_request.lora_path)):
                 self._adapter_manager.remove_adapter(lora_request.lora_int_id)
         return original(self, lora_request)
 
@@ -148,7 +154,8 @@ def _validating(original: Any) -> Any:
         if lora_request is None:
             return
         from loragate.gates.override_names import split_folder
-        from loragate.serving.folder import is_gated, read_place, stamp
+        from loragate.models.folder_gates import read_gates, stamp
+        from loragate.models.place import is_gated
 
         try:
             named, override = split_folder(lora_request.lora_path)
@@ -159,7 +166,7 @@ def _validating(original: Any) -> Any:
             now = stamp(folder)
             key = (lora_request.lora_name, lora_request.lora_path)
             if checked.get(key) != now:
-                _remember(self, lora_request, read_place(lora_request.lora_path, folder).digest)
+                _remember(self, lora_request, read_gates(folder, override).digest)
                 checked[key] = now
         except LoragateError as error:
             raise ValueError(str(error)) from error
@@ -196,6 +203,15 @@ def _remember(owner: Any, lora_request: Any, digest: str) -> None:
         )
 
 
+def _needs_lambda(path: str) -> bool:
+    """Whether λ has to be computed: a gated folder, or a folder with an override behind it."""
+    from loragate.gates.override_names import split_folder
+    from loragate.models.place import is_gated
+
+    folder, override = split_folder(path)
+    return override is not None or is_gated(folder)
+
+
 def _at(lora_request: Any, folder: Path) -> Any:
     """The request with another path (LoRARequest is a msgspec struct)."""
     import copy
@@ -221,9 +237,7 @@ def _refuse(reason: str) -> None:
 
     @functools.wraps(original)
     def load(self: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
-        from loragate.serving.folder import has_lambda
-
-        if has_lambda(getattr(lora_request, "lora_path", "")):
+        if _needs_lambda(getattr(lora_request, "lora_path", "")):
             raise ValueError(reason)
         return original(self, lora_request, *args, **kwargs)
 

@@ -20,7 +20,6 @@ from loragate.gates.range import Range
 
 RECORD = "sweep.json"
 UNTOUCHED = "adapter"
-_SAMPLE = 1 << 20
 
 
 @dataclass(frozen=True, order=True)
@@ -190,25 +189,6 @@ def label_adapters(places: Sequence[str]) -> dict[str, str]:
             label, number = f"{stem}-{number}", number + 1
         labels[label] = place
     return labels
-
-
-def place_fingerprint(place: str) -> str:
-    """SHA-256 over the files of a folder (large ones by size, beginning and end); a hub id stands for itself."""
-    folder = Path(place)
-    if not folder.is_dir():
-        return place
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")):
-        if path.suffix not in (".json", ".safetensors", ".jinja", ".bin", ".model", ".txt"):
-            continue
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}:".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(8 * _SAMPLE))
-            if size > 8 * _SAMPLE:
-                file.seek(-_SAMPLE, 2)
-                digest.update(file.read())
-    return digest.hexdigest()
 
 
 def _same_place(one: str, other: str) -> bool:

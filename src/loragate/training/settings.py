@@ -37,12 +37,12 @@ class TrainSettings:
 
     Attributes:
         learning_rate: peak learning rate of AdamW.
-        batch_size: sequences per optimiser step over all processes and accumulation steps.
+        batch_size: sequences per optimiser step, over all processes.
         micro_batch_size: sequences per forward pass and process.
         epochs: passes over the rows; ignored when max_steps is set.
         max_steps: optimiser steps, 0 to follow from epochs.
         max_length: token limit of a row; longer rows are cut on the right.
-        schedule: cosine, linear, constant or constant_with_warmup.
+        schedule: how the learning rate falls.
         warmup: share of the steps spent warming up.
         weight_decay: AdamW's decoupled weight decay.
         beta1: AdamW's first-moment decay.
@@ -56,7 +56,7 @@ class TrainSettings:
         group_by_length: sort the rows of a step by length before they are cut into forward passes; less padding.
         gradient_checkpointing: recompute activations in the backward pass.
         activation_offload: keep activations in host memory between the forward and the backward pass (GPU only).
-        precision: "fp32", or "bf16" or "fp16" for autocast (fp16 on CUDA only; trained parameters stay fp32).
+        precision: of autocast (fp16 on CUDA only); trained parameters stay fp32.
         report_to: transformers logging integrations, comma separated (tensorboard, wandb, trackio); "none" for JSONL only.
     """
 
@@ -111,14 +111,13 @@ class StageOneSettings(TrainSettings):
 
     Attributes:
         warmup: share of the steps spent warming up; 0.1, or 0 where a finished adapter is continued.
-        objective: sft, dft, profit, eaft, talr, mask, eksft or forgetting; entropy and interleaved are controls.
+        objective: of the tokens; entropy and interleaved are controls.
         objective_options: constants of the objective, e.g. {"threshold": 0.1}.
-        adapter: finished adapter to train further, folder or hub id; it is not changed, and its rank, α and modules are
-            kept.
+        adapter: finished adapter to train further, folder or hub id; the folder itself stays as it is.
         rank: LoRA's r.
         alpha: LoRA's α.
         dropout: LoRA's dropout.
-        target_modules: "all-linear", or module names separated by commas (in Python also a list of names).
+        target_modules: all-linear, or module names separated by commas.
         dora: train a DoRA adapter (which cannot be gated).
         rslora: scale by α/√r instead of α/r.
     """
@@ -154,8 +153,7 @@ class CalibrationSettings(TrainSettings):
     Attributes:
         k: support of the entropy objective; 0, or at least the vocabulary size, means the full entropy.
         max_rows: use at most this many rows after a seeded shuffle (0: all).
-        objective: entropy (the paper's), ce (its ablation), random (untrained gates, a control), anchored or reward
-            (extensions on sampled answers).
+        objective: entropy is the paper's, ce its ablation, random a control; the others sample answers.
         anchor: what KL pulls towards: base (λ = 0), adapter (λ = 1), mixture (half of each) or product (geometric mean).
         beta: weight of KL(gated, anchor) in the objective anchored; 1 gives the cross-entropy to the anchor.
         refresh: number of steps between two samplings of answers (0: 20 for anchored, 1 for reward).

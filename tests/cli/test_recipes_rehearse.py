@@ -10,22 +10,27 @@ import pytest
 import yaml
 
 from loragate.cli.main import main
-from loragate.cli.recipes_rehearse import endings, require_endings
 from loragate.errors import LoragateError
 from loragate.evaluation.sandbox import probe as probe_sandbox
 from loragate.recipes import Library, read_recipe
+from loragate.recipes.rehearsal import endings, require_endings
 from loragate.recipes.standins import write_standins
 
 LIBRARY = Library()
 BACKBONE = "qwen2.5-math-1.5b"
 SCALE = f"math/{BACKBONE}/scale"
-ONE_EACH = [f"{domain}/{BACKBONE}/{method}" for domain in LIBRARY.names("domain") for method in LIBRARY.names("method")]
-OTHERS = [
-    f"math/{backbone}/{method}"
-    for backbone in LIBRARY.names("backbone")
-    if backbone != BACKBONE
-    for method in ("lora", "scale")
+REHEARSED = [
+    SCALE,
+    *(
+        f"math/{BACKBONE}/{method}"
+        for method in ("dora", "mask", "lora-continued", "grid", "delta-entropy", "controls")
+    ),
+    *(f"code/{BACKBONE}/{method}" for method in ("scale-auto", "realised-gates")),
+    "code/qwen2.5-math-7b/interventions",  # five stages
+    "math/llama-3.1-8b/scale",  # a chat template of ours
+    "math/qwen2.5-32b/lora",  # one process in place of eight
 ]
+"""Between them every kind of stage, and every way from one to the next."""
 
 
 def test_a_rehearsal_on_paper(capsys, tmp_path, monkeypatch):
@@ -34,7 +39,7 @@ def test_a_rehearsal_on_paper(capsys, tmp_path, monkeypatch):
     text = " ".join(capsys.readouterr().out.replace("\\\n", " ").split())
     assert "sft max_rows 100000 320" in text
     assert "sft model Qwen/Qwen2.5-Math-1.5B stand-ins/base" in text
-    assert "--micro-batch-size=8" in text, "as shipped"
+    assert "micro_batch_size: 8" in text, "as shipped"
     assert "the full run on h100" in text
     assert "24,256 answers of at most 4096 tokens" in text
     assert not (tmp_path / "r").exists()
@@ -43,8 +48,8 @@ def test_a_rehearsal_on_paper(capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize("wanted", [BACKBONE, pytest.param("", marks=pytest.mark.slow("rehearsals"))])
 def test_every_recipe_and_its_rehearsal_fit_the_commands(wanted, capsys):
     assert main(["recipes", "check", *([wanted] if wanted else [])]) == 0
-    expected = len(LIBRARY.names("domain")) * len(LIBRARY.names("method"))
-    assert int(capsys.readouterr().out.split()[0]) >= expected * (1 if wanted else len(LIBRARY.names("backbone")))
+    expected = len(LIBRARY.files("domain")) * len(LIBRARY.files("method"))
+    assert int(capsys.readouterr().out.split()[0]) >= expected * (1 if wanted else len(LIBRARY.files("backbone")))
 
 
 def test_a_folder_that_holds_something_else(tmp_path, capsys):
@@ -56,33 +61,25 @@ def test_a_folder_that_holds_something_else(tmp_path, capsys):
 
 
 def test_a_rehearsal_that_fails_says_how_it_goes_on_and_keeps_its_interpreter(tmp_path, monkeypatch):
-    from loragate.cli import recipes_rehearse
-    from loragate.cli.recipes import RecipesOptions
-
     asked, seen = tmp_path / "r", []
-    monkeypatch.delenv(recipes_rehearse.EVAL_PYTHON, raising=False)
+    monkeypatch.delenv("LORAGATE_EVAL_PYTHON", raising=False)
     monkeypatch.setattr(
-        "loragate.recipes.standins.write_standins", lambda folder: folder.mkdir(parents=True, exist_ok=True)
+        "loragate.recipes.rehearsal.write_standins", lambda folder: folder.mkdir(parents=True, exist_ok=True)
     )
-    monkeypatch.setattr("loragate.cli.recipes_ready.require_parts", lambda *_: None)
+    monkeypatch.setattr("loragate.recipes.run.require_parts", lambda *_: None)
 
-    def call(command, what, again):
-        seen.append(again)
+    def start(command, what, again, program):
+        seen.extend([command[0], again])
         raise LoragateError("failed")
 
-    def engine_here(recipe, evaluator):
-        seen.append(evaluator)
-        return ""
-
-    monkeypatch.setattr("loragate.cli.recipes.call", call)
-    monkeypatch.setattr(recipes_rehearse, "engine_here", engine_here)
-    shipped = read_recipe(f"math/{BACKBONE}/base", LIBRARY)
-    for python in (sys.executable, ""):
-        options = RecipesOptions(words=("rehearse", shipped.name), out=str(asked), eval_python=python)
-        with pytest.raises(LoragateError, match="failed"):
-            recipes_rehearse.rehearse(options, shipped)
-    again = f"loragate recipes rehearse {shipped.name} --out {asked}"
+    monkeypatch.setattr("loragate.recipes.run.start", start)
+    name = f"math/{BACKBONE}/base"
+    for python in (["--eval-python", sys.executable], []):
+        assert main(["recipes", "rehearse", name, "--out", str(asked), *python]) == 1
+    again = f"loragate recipes rehearse {name} --out {asked}"
     assert seen == [sys.executable, f"{again} --eval-python {sys.executable}", sys.executable, again]
+    engine = yaml.safe_load((asked / "run" / "config" / "1-eval.yaml").read_text())["engine"]
+    assert engine == "vllm", "the interpreter that the folder remembers has it"
 
 
 def test_answers_that_do_not_end_are_refused():
@@ -107,7 +104,7 @@ def stages_once(standins, monkeypatch):
     def write(folder):
         shutil.copytree(standins / "stand-ins", folder, dirs_exist_ok=True)
 
-    def call(command, what, again):
+    def call(command, what, again, program):
         words = command[command.index("loragate") + 1 :]
         if "--config" not in words:
             assert main(words) == 0, what
@@ -137,13 +134,13 @@ def stages_once(standins, monkeypatch):
     def copy(source, target):
         (shutil.copytree if Path(source).is_dir() else shutil.copy)(source, target)
 
-    monkeypatch.setattr("loragate.recipes.standins.write_standins", write)
-    monkeypatch.setattr("loragate.cli.recipes.call", call)
-    monkeypatch.setattr("loragate.cli.recipes_rehearse.call", call)
+    monkeypatch.setattr("loragate.recipes.rehearsal.write_standins", write)
+    monkeypatch.setattr("loragate.recipes.run.start", call)
+    monkeypatch.setattr("loragate.recipes.rehearsal.start", call)
 
 
 @pytest.mark.slow("rehearsals")
-@pytest.mark.parametrize("name", [*ONE_EACH, *OTHERS])
+@pytest.mark.parametrize("name", REHEARSED)
 def test_every_stage_of_a_recipe_runs(name, stages_once, tmp_path):
     if problem := probe_sandbox("bubblewrap"):
         pytest.skip(f"bubblewrap: {problem}")

@@ -1,8 +1,6 @@
 """Every shipped recipe: named, composed, marked; and what a mistake in a file of the user's is answered with."""
 
-import dataclasses
 import json
-import shlex
 from pathlib import Path
 
 import pytest
@@ -10,9 +8,7 @@ import yaml
 
 from loragate.errors import ConfigError
 from loragate.recipes import Library, every_name, read_recipe
-from loragate.recipes.library import HERE, library, read_file
-from loragate.recipes.recipe import SOURCES
-from loragate.recipes.show import as_yaml, command_lines
+from loragate.recipes.files import HERE, SOURCES, read_file
 
 LIBRARY = Library()
 NAMES = list(every_name(LIBRARY))
@@ -42,7 +38,7 @@ def test_every_row_of_the_papers_tables_has_a_recipe():
     assert len(NAMES) == len(set(NAMES)) > 300
 
 
-@pytest.mark.parametrize("backbone", LIBRARY.names("backbone"))
+@pytest.mark.parametrize("backbone", list(LIBRARY.files("backbone")))
 def test_every_value_says_where_it_comes_from(backbone):
     for name in NAMES:
         if backbone in name:
@@ -51,20 +47,56 @@ def test_every_value_says_where_it_comes_from(backbone):
                     assert stage.marks.get(key, "").startswith(SOURCES), f"{name} {stage.name}.{key}"
 
 
-def test_every_source_belongs_to_an_option_of_its_stage():
-    used = {
-        f"{stage.name}.{key}"
-        for name in NAMES
-        if "/qwen2.5-math-7b/" in name or "/llama" in name
-        for stage in read_recipe(name, LIBRARY).stages
-        for key in stage.values
+def test_every_value_of_a_file_is_used():
+    """A block or an option that no stage has would mislead who reads the file."""
+    used = {(stage.name, key) for name in NAMES for stage in read_recipe(name, LIBRARY).stages for key in stage.values}
+    used |= {
+        (stage.command, key) for name in NAMES for stage in read_recipe(name, LIBRARY).stages for key in stage.values
     }
-    used |= {"sweep.split", "sweep.max_rows", "every.seed"}
-    for path in HERE.rglob("*.yaml"):
-        content = read_file(path)
-        for block in [content, *content.get("in", {}).values()]:
-            for key in block.get("source", {}):
-                assert key in used or key.startswith("values."), f"{path.name}: {key}"
+    for kind in ("domain", "backbone", "method"):
+        for path in LIBRARY.files(kind).values():
+            for block, options in read_file(path).blocks.items():
+                for option, value in options.items():
+                    assert value is None or (block, option) in used, f"{path.name}: {block}.{option}"
+
+
+def test_a_comment_behind_a_value_is_its_source_and_a_new_value_has_a_new_one(tmp_path):
+    shared = read_recipe("math/qwen2.5-math-1.5b/lora", LIBRARY).stage("sft")
+    assert shared.marks["micro_batch_size"].startswith("ours: memory only")
+    assert shared.marks["model"] == "paper Sec. 6.1", "of what is put in"
+    path = tmp_path / "own.yaml"
+    path.write_text(
+        "domain: math\nbackbone: qwen2.5-math-1.5b\nmethod: lora\n"
+        "sft:\n  rank: 8  # paper 'X': r = 8\n  alpha: 8\n  seed: 1  # mine\n"
+    )
+    marks = read_recipe(str(path), LIBRARY).stage("sft").marks
+    assert (marks["rank"], marks["alpha"], marks["seed"]) == ("paper 'X': r = 8", *2 * ("yours: own.yaml",))
+
+
+def test_a_stage_with_a_name_of_its_own_begins_with_its_commands_block():
+    values = {stage.name: stage.values for stage in read_recipe("code/qwen2.5-math-7b/interventions", LIBRARY).stages}
+    assert list(values) == ["sft", "calibrate", "diagnose", "wide", "diagnose-wide"]
+    assert values["wide"] == {**values["calibrate"], "range": "-3,3"}
+    assert values["diagnose-wide"] == values["diagnose"]
+    assert values["diagnose"]["tasks"] == "humaneval"
+    assert "suite" not in values["diagnose"], "null leaves an option to the command"
+
+
+def test_no_control_is_asked_of_retention():
+    recipe = read_recipe("math/qwen2.5-math-1.5b/controls", LIBRARY)
+    assert recipe.stage("eval").values["controls"] == "cheap"
+    assert recipe.stage("retention").values["controls"] == "alone"
+    assert "constants" not in recipe.stage("retention").values
+
+
+def test_eight_gpus_are_for_what_is_trained_in_several_processes():
+    for method, stage, expected in (
+        ("scale", "sft", 8), ("scale", "calibrate", 8), ("scale-auto", "calibrate", None), ("grid", "sweep", None),
+        ("mask", "reference", 8), ("scale", "eval", None),
+    ):  # fmt: skip
+        values = read_recipe(f"math/qwen2.5-32b/{method}", LIBRARY).stage(stage).values
+        assert values.get("processes") == expected, (method, stage)
+        assert values.get("strategy") == ("fsdp2" if expected else None)
 
 
 @pytest.mark.parametrize(
@@ -133,30 +165,14 @@ def test_references_become_paths():
 def test_show_is_a_recipe_file_again(tmp_path):
     for name in (SCALE, "code/llama-3.1-8b/grid", "math/qwen2.5-32b/profit", "math/qwen3-4b-base/mask"):
         recipe = read_recipe(name, LIBRARY)
-        text = as_yaml(recipe)
+        text = recipe.as_yaml()
         (tmp_path / "again.yaml").write_text(text)
         again = read_recipe(str(tmp_path / "again.yaml"), LIBRARY)
         assert again.as_record() == recipe.as_record()
-        assert (again.needs, again.launcher) == (recipe.needs, recipe.launcher)
+        assert [stage.marks for stage in again.stages] == [stage.marks for stage in recipe.stages]
+        assert (again.machine, again.architecture) == (recipe.machine, recipe.architecture)
         assert "# paper " in text
         assert "unstated" in text
-
-
-def test_command_lines_parse():
-    from loragate.cli.arguments import parse
-    from loragate.cli.recipes import command_of, switches
-
-    recipe = read_recipe("code/qwen2.5-math-7b/scale-on-profit", LIBRARY)
-    lines = command_lines(recipe, "runs/x", switches())
-    assert len(lines) == len(recipe.stages)
-    for line, stage in zip(lines, recipe.placed("runs/x")):
-        words = shlex.split(line.replace("\\\n", " "))
-        options, _ = parse(command_of(words[1]), words[2:])
-        given = dataclasses.asdict(options)
-        for key, expected in stage.values.items():
-            assert str(given[key]) == str(expected) or float(given[key]) == float(expected)
-    (first, *_) = command_lines(recipe, "r", switches(), "accelerate launch -m loragate")
-    assert first.startswith("accelerate launch -m loragate sft ")
 
 
 def test_changed_values():
@@ -188,8 +204,8 @@ def test_changed_values():
         ("maths/qwen2.5-math-1.5b/lora", "there is no domain 'maths'; did you mean 'math'"),
         ("math/qwen2.5-math-1.6b/lora", "there is no backbone 'qwen2.5-math-1.6b'; did you mean 'qwen2.5-math-1.5b'"),
         ("math/qwen2.5-math-1.5b/lira", "there is no method 'lira'; did you mean 'lora'"),
-        ("math/qwen2.5-math-1.5b/lora/seed-43", "there is no variant 'seed-43'; did you mean 'seed-42'"),
-        ("math/qwen2.5-math-1.5b/eaft/seed-42", "the variant 'seed-42' is for lora, dft, scale"),
+        ("math/qwen2.5-math-1.5b/lora/seed-43", "has no variant 'seed-43'; did you mean 'seed-42'"),
+        ("math/qwen2.5-math-1.5b/eaft/seed-42", "'eaft' has no variant 'seed-42'"),
         ("nowhere.yaml", "there is no recipe file nowhere.yaml"),
     ],
 )
@@ -202,16 +218,20 @@ def test_unknown_names(name, message):
     ("text", "message"),
     [
         ("stages: [sft]\nsft: {a: 1}\nsft: {b: 2}\n", "'sft' appears twice"),
-        ("stages: sft\n", "'stages' is 'sft', expected a list"),
-        ("stagse: [sft]\n", "'stagse' is .* expected keys and values; did you mean 'stages'"),
+        ("stages: sft\n", "stages must be a list, found 'sft'"),
+        ("stagse: [sft]\n", "'stagse' is .* expected a block of options; did you mean 'stages'"),
         ("[]\n", "expected keys and values, found list"),
         ("stages: [sft, sft]\n", "stands there twice"),
         ("stages: [{x/../../../y: sft}]\n", "a stage is called 'x/../../../y'"),
         ("stages: [{..: sft}]\n", "a stage is called '..'"),
         ("stages: [calibrate]\ncalibrate: {adapter: '{sft}'}\n", r"refers to \{sft\}, but before it there is nothing"),
-        ("stages: [a: sft]\na: {like: b}\n", "is like 'b', which it cannot be"),
+        ("stages: [push]\n", "'push' is no stage"),
+        ("stages: [stf]\n", "'stf' is no stage; did you mean 'sft'"),
+        ("stages: [{a: sft, b: sft}]\n", "is no stage"),
+        ("stages: [{data: sft}]\n", "a stage is called 'data'"),
+        ("stages: [sft]\nsfd: {rank: 3}\n", "there is no stage 'sfd'; did you mean 'sft'"),
+        ("stages: [sft]\nsft: {out: ../x}\n", "follows from --out"),
         ("domain: math\nmethod: lora\n", "give domain, backbone and method together"),
-        ("stages: [sft]\nsource: {sft.rank: because}\n", "begins with paper, ours, unstated"),
         ("sft: {rank: 3}\n", "expected domain, backbone and method, or stages"),
     ],
 )
@@ -235,19 +255,25 @@ def test_a_recipe_of_ones_own(tmp_path):
 
 def test_a_folder_of_ones_own(tmp_path):
     (tmp_path / "backbone").mkdir()
-    (tmp_path / "backbone" / "mine.yaml").write_text("title: Mine\nvalues: {model: me/mine}\nextends: [_large]\n")
-    shelf = library(str(tmp_path))
+    (tmp_path / "backbone" / "mine.yaml").write_text("title: Mine\nmodel: me/mine\nsft: {micro_batch_size: 2}\n")
+    (tmp_path / "places.yaml").write_text("math/mine: {calibrate: {range: '-1,2'}}\nmath/mine/lora: {sft: {rank: 2}}\n")
+    shelf = Library.of(str(tmp_path))
     assert read_recipe("code/mine/lora", shelf).stage("sft").values["model"] == "me/mine"
+    assert read_recipe("math/mine/lora", shelf).stage("sft").values["rank"] == 2
+    assert read_recipe("math/mine/scale", shelf).stage("calibrate").values["range"] == "-1,2"
     assert "code/mine/lora" in list(every_name(shelf))
+    (tmp_path / "places.yaml").write_text("math/mnie: {sft: {rank: 2}}\n")
+    with pytest.raises(ConfigError, match="'math/mnie': there is no backbone 'mnie'; did you mean 'mine'"):
+        read_recipe("math/mine/lora", shelf)
     (tmp_path / "backbone" / "qwen2.5-math-7b.yaml").write_text("title: Mine\n")
     with pytest.raises(ConfigError, match=r"there is a backbone called 'qwen2\.5-math-7b' already"):
         read_recipe("code/mine/lora", shelf)
     with pytest.raises(ConfigError, match="expected a folder that holds domain/"):
-        library(str(tmp_path / "backbone"))
+        Library.of(str(tmp_path / "backbone"))
 
 
 def test_the_files_are_data_of_the_package():
-    assert {path.name for path in HERE.glob("*.yaml")} == {"common.yaml"}
+    assert {path.name for path in HERE.glob("*.yaml")} == {"common.yaml", "places.yaml"}
     for path in HERE.rglob("*.yaml"):
         assert json.dumps(yaml.safe_load(path.read_text())), path
     for recipe in (read_recipe(name, LIBRARY) for name in NAMES if "/llama" in name):

@@ -1,0 +1,388 @@
+"""From files to a recipe: what every recipe shares, a domain, a backbone and a method, merged key by key; the later file wins.
+
+    common.yaml                       what every recipe shares
+    domain/NAME.yaml                  data and suites
+    backbone/NAME.yaml                the model, and settings of memory
+    places.yaml: domain/backbone      what holds for one backbone in one domain
+    method/NAME.yaml                  the stages, and what the method sets
+    places.yaml: domain/backbone/method
+    a file of the user's
+
+A file holds fields of `RecipeFile` and blocks of options. The block of a command, such as `sft:`, is for all stages of that
+command; a stage with a name of its own also has the block of that name, which wins. An option of null is left to the
+command. The comment behind a value says where the value comes from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from loragate import strict_yaml
+from loragate.errors import ConfigError, nearest
+from loragate.recipes.recipe import REFERENCE, Recipe, Stage, filled
+from loragate.validate import validate
+
+HERE = Path(__file__).parent
+KINDS = ("domain", "backbone", "method")
+SUFFIXES = (".yaml", ".yml")
+SOURCES = ("paper", "ours", "unstated", "yours")
+# a table, figure or appendix of the paper, as people write it
+PLACE = re.compile(r"(?P<kind>tab|fig|app)[a-z]*[\W_]*(?P<number>\d+|\b[a-z])", re.IGNORECASE)
+COMMANDS = ("sft", "extract", "mask", "calibrate", "sweep", "eval", "diagnose")
+"""What a recipe may start, and nothing else."""
+GUARDED = {"trust_remote_code": False, "sandbox": "bubblewrap", "probe_sandbox": "bubblewrap"}
+"""Options that let code of others run with less protection, with the value that asks for nothing. Recipes are passed on like
+data, so that a file may not set them: --set may."""
+
+
+@dataclass(frozen=True)
+class RecipeFile:
+    """What may stand at the top of a recipe file, beside the blocks of options.
+
+    Attributes:
+        title, about: for people.
+        stages: in their order: a command, or {name: command}.
+        evaluations: the stages after those; a domain's, unless the method has its own.
+        tables: domain, domain/backbone or domain/backbone/seed to the tables and figures of the paper.
+        seeds: of a method: NAME/seed-S stands for the recipe with this seed in every stage.
+        paper: of a backbone: whether the paper trained it.
+        machine: the GPU that the settings are made for, as `loragate plan --gpu-memory` names it.
+        architecture: {hub id of a base: its configuration}, so that nothing is fetched to plan.
+        model, data, revision, chat_template: put in for {model} and so on in options.
+        domain, backbone, method: of a user's file: the recipe that it changes.
+    """
+
+    title: str = ""
+    about: str = ""
+    stages: tuple[str | dict[str, str], ...] = ()
+    evaluations: tuple[str | dict[str, str], ...] = ()
+    tables: dict[str, str] = field(default_factory=dict)
+    seeds: tuple[int, ...] = ()
+    paper: bool = False
+    machine: str = ""
+    architecture: dict[str, dict[str, Any]] = field(default_factory=dict)
+    model: str = ""
+    data: str = ""
+    revision: str = ""
+    chat_template: str = ""
+    domain: str = ""
+    backbone: str = ""
+    method: str = ""
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(RecipeFile))
+FILLED = ("model", "data", "revision", "chat_template")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one file gives: fields, {block: {option: value}}, and the comment behind each, by (field,) or (block, option)."""
+
+    fields: dict[str, Any]
+    blocks: dict[str, dict[str, Any]]
+    sources: dict[tuple[str, ...], str]
+
+
+@dataclass(frozen=True)
+class Library:
+    """The shipped files, and folders of the user's beside them.
+
+    Attributes:
+        folders: each may hold domain/, backbone/, method/ and places.yaml.
+    """
+
+    folders: tuple[Path, ...] = ()
+
+    @classmethod
+    def of(cls, folders: str) -> Library:
+        """The library with the folders of `--recipes-dir`, separated by commas.
+
+        Raises:
+            ConfigError: for a folder that is not there or holds no recipe files.
+        """
+        paths = tuple(Path(part.strip()).expanduser() for part in folders.split(",") if part.strip())
+        for path in paths:
+            if not any((path / kind).is_dir() for kind in KINDS):
+                raise ConfigError(
+                    f"--recipes-dir {path}: expected a folder that holds {', '.join(f'{kind}/' for kind in KINDS)}"
+                )
+        return cls(paths)
+
+    def files(self, kind: str) -> dict[str, Path]:
+        """{name: file} of one kind, shipped ones first."""
+        found: dict[str, Path] = {}
+        for folder in (HERE, *self.folders):
+            for path in sorted((folder / kind).glob("*.yaml")):
+                if path.stem in found:
+                    raise ConfigError(
+                        f"{path}: there is a {kind} called '{path.stem}' already ({found[path.stem]}); rename one of them"
+                    )
+                found[path.stem] = path
+        return found
+
+    def read(self, kind: str, name: str) -> Layer:
+        """One file.
+
+        Raises:
+            ConfigError: for an unknown name, or a file with a mistake.
+        """
+        files = self.files(kind)
+        if name not in files:
+            raise ConfigError(f"there is no {kind} '{name}'{nearest(name, files) or '.'} Known: {', '.join(files)}")
+        return read_file(files[name])
+
+    def place(self, name: str) -> Iterator[Layer]:
+        """What the files of places have for this one; a place that there is not is an error."""
+        for folder in (HERE, *self.folders):
+            if (path := folder / "places.yaml").is_file():
+                for place, block in _content(path).items():
+                    for kind, part in zip(KINDS, str(place).split("/"), strict=False):
+                        if part not in (known := self.files(kind)):
+                            raise ConfigError(f"{path}: '{place}': there is no {kind} '{part}'{nearest(part, known)}")
+                    if place == name:
+                        sources = {at[1:]: text for at, text in _comments(path).items() if at[0] == place}
+                        yield _layer(block, sources, f"{path}: {place}")
+
+
+def every_name(library: Library, *, seeds: bool = True) -> Iterator[str]:
+    """The names of all recipes that can be composed."""
+    methods = {name: library.read("method", name).fields.get("seeds", ()) for name in library.files("method")}
+    for domain in library.files("domain"):
+        for backbone in library.files("backbone"):
+            for method, own in methods.items():
+                yield f"{domain}/{backbone}/{method}"
+                for seed in own if seeds else ():
+                    yield f"{domain}/{backbone}/{method}/seed-{seed}"
+
+
+def find_recipes(wanted: str, library: Library, *, seeds: bool = False) -> dict[str, str]:
+    """{name: its tables and figures} of the recipes whose name contains `wanted`, or that stand there in the paper.
+
+    Args:
+        wanted: part of a name, or a place as people write it: "table 6", "fig. 3", "app. C".
+        seeds: also those with a seed of the paper's; a place has them anyway.
+
+    Raises:
+        ConfigError: where there is none.
+    """
+    place = PLACE.fullmatch(wanted.strip())
+    every = every_name(library, seeds=seeds or place is not None)
+    found = {name: read_recipe(name, library).tables for name in every if place or wanted in name}
+    if place:
+        found = {name: tables for name, tables in found.items() if stands_in(tables, place)}
+    if not found:
+        raise ConfigError(
+            f"no recipe's name contains '{wanted}', nor does one stand in a table or figure of that name (write 'table 6' or "
+            "'fig. 3'); loragate recipes list shows all of them"
+        )
+    return found
+
+
+def stands_in(tables: str, place: re.Match[str]) -> bool:
+    """Whether a list such as "Tables 1, 5; Fig. 3" names this place."""
+    lists = re.findall(r"(Tab|Fig|App)[a-z]*\.? ([\dA-Z, ]+)", tables)
+    return any(
+        word == place["kind"].capitalize() and place["number"].upper() in re.findall(r"\w+", numbers)
+        for word, numbers in lists
+    )
+
+
+def read_recipe(name: str, library: Library) -> Recipe:
+    """A recipe by name, or by the path of a YAML file.
+
+    Raises:
+        ConfigError: for an unknown name, or a file with a mistake.
+    """
+    if name.endswith(SUFFIXES):
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"there is no recipe file {path}")
+        own = read_file(path)
+        named = [own.fields[kind] for kind in KINDS if kind in own.fields]
+        if len(named) not in (0, len(KINDS)):
+            raise ConfigError(f"{path}: give domain, backbone and method together, or none of them and stages instead")
+        if not named and "stages" not in own.fields:
+            raise ConfigError(
+                f"{path}: expected domain, backbone and method, or stages (see loragate recipes show NAME)"
+            )
+        recipe = _merged(str(path), [*(_layers(library, *named) if named else ()), own])
+        commands = {word for stage in recipe.stages for word in (stage.name, stage.command)}
+        for block in own.blocks.keys() - commands:
+            raise ConfigError(f"{path}: there is no stage '{block}'{nearest(block, [*commands, *FIELDS])}")
+        return dataclasses.replace(recipe, title=own.fields.get("title", path.stem), tables="")
+    parts = name.strip("/").split("/")
+    if len(parts) not in (3, 4):
+        raise ConfigError(
+            f"'{name}' is no recipe: expected domain/backbone/method such as math/qwen2.5-math-1.5b/scale, or the path of a "
+            "YAML file (loragate recipes list shows all names)"
+        )
+    domain, backbone, method = parts[:3]
+    layers = _layers(library, domain, backbone, method)
+    title = ", ".join(library.read(kind, part).fields["title"] for kind, part in zip(KINDS, parts, strict=False))
+    recipe = dataclasses.replace(_merged("/".join(parts), layers), title=title)
+    if len(parts) == 3:
+        return recipe
+    chosen = library.read("method", method)
+    seeds = {f"seed-{seed}": seed for seed in chosen.fields.get("seeds", ())}
+    if parts[3] not in seeds:
+        known = f"; known: {', '.join(seeds)}" if seeds else ", nor any other"
+        raise ConfigError(f"'{method}' has no variant '{parts[3]}'{nearest(parts[3], seeds)}{known}")
+    recipe = recipe.with_values({"seed": seeds[parts[3]]}, source=chosen.sources[("seeds",)])
+    tables = chosen.fields.get("tables", {}).get(f"{domain}/{backbone}/seed", "")
+    return dataclasses.replace(recipe, title=f"{title}, seed {seeds[parts[3]]}", tables=tables)
+
+
+def read_file(path: Path) -> Layer:
+    """A recipe file.
+
+    Raises:
+        ConfigError: for a file that cannot be read, or a value of the wrong kind; names file and key.
+    """
+    return _read(path, path.stat().st_mtime_ns if path.is_file() else 0)
+
+
+@lru_cache(maxsize=256)
+def _read(path: Path, changed: int) -> Layer:
+    return _layer(_content(path), _comments(path), str(path))
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        content = strict_yaml.load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected keys and values, found {type(content).__name__}")
+    return content
+
+
+def _comments(path: Path) -> dict[tuple[str, ...], str]:
+    """{keys down to a value: the comment behind it} of a file of mappings."""
+    text, found = path.read_text(encoding="utf-8"), {}
+
+    def walk(node: yaml.Node, above: tuple[str, ...]) -> None:
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            here = (*above, str(key.value).replace("-", "_") if above else str(key.value))
+            behind = text[value.end_mark.index :].partition("\n")[0].strip()
+            if behind.startswith("#"):
+                found[here] = behind[1:].strip()
+            walk(value, here)
+
+    walk(yaml.compose(text, Loader=yaml.SafeLoader) or yaml.ScalarNode("", ""), ())
+    return found
+
+
+def _layer(content: Any, sources: dict[tuple[str, ...], str], where: str) -> Layer:
+    if not isinstance(content, dict):
+        raise ConfigError(f"{where}: expected keys and values, found {content!r}")
+    fields = {key: value for key, value in content.items() if key in FIELDS}
+    checked = validate(RecipeFile, fields, where)
+    blocks = {}
+    for name, block in content.items():
+        if name in fields:
+            continue
+        if not isinstance(block, dict):
+            raise ConfigError(
+                f"{where}: '{name}' is {block!r}, expected a block of options{nearest(str(name), FIELDS)}"
+            )
+        blocks[str(name)] = {str(key).replace("-", "_"): value for key, value in block.items()}
+    return Layer({key: getattr(checked, key) for key in fields}, blocks, sources)
+
+
+def _layers(library: Library, domain: str, backbone: str, method: str) -> list[Layer]:
+    one, two, three = (library.read(kind, name) for kind, name in zip(KINDS, (domain, backbone, method), strict=True))
+    place = f"{domain}/{backbone}"
+    tables = three.fields.get("tables", {})
+    here = tables.get(place) or (tables.get(domain, "") if two.fields.get("paper") else "")
+    three = dataclasses.replace(three, fields={**three.fields, "tables": {"": here}})
+    common = read_file(HERE / "common.yaml")
+    return [common, one, two, *library.place(place), three, *library.place(f"{place}/{method}")]
+
+
+def _merged(name: str, layers: Sequence[Layer]) -> Recipe:
+    """The recipe of these layers, all resolved but references to stages."""
+    fields: dict[str, Any] = {}
+    blocks: dict[str, dict[str, Any]] = {}
+    sources: dict[tuple[str, ...], str] = {}
+    for layer in layers:
+        fields |= layer.fields
+        for block, options in layer.blocks.items():
+            blocks.setdefault(block, {}).update(options)
+            for option in options:
+                # a new value does not keep the source of the old one
+                source = layer.sources.get((block, option), "")
+                own = name.endswith(SUFFIXES) and layer is layers[-1]
+                sources[block, option] = (
+                    f"yours: {Path(name).name}" if own and not source.startswith(SOURCES) else source
+                )
+        sources |= {at: text for at, text in layer.sources.items() if len(at) == 1}
+    texts = {"templates": str(HERE / "templates")}
+    texts |= {key: filled(fields.get(key, ""), lambda word: texts.get(word, f"{{{word}}}")) for key in FILLED}
+    stages = []
+    for stage, command in _order(name, fields).items():
+        values: dict[str, Any] = {}
+        marks: dict[str, str] = {}
+        for block in dict.fromkeys((command, stage)):
+            for option, value in blocks.get(block, {}).items():
+                _require_harmless(name, stage, option, value)
+                whole = REFERENCE.fullmatch(value) if isinstance(value, str) else None
+                mark = sources.get((whole.group(1),), "") if whole and whole.group(1) in texts else ""
+                values[option] = filled(value, lambda word: texts.get(word, f"{{{word}}}"))
+                marks[option] = mark or sources[block, option]
+        kept = {option: value for option, value in values.items() if value not in ("", None)}
+        stages.append(Stage(stage, command, kept, {option: marks[option] for option in kept}))
+    return Recipe(
+        name=name,
+        title=fields.get("title", ""),
+        about=fields.get("about", ""),
+        tables=fields.get("tables", {}).get("", ""),
+        stages=tuple(stages),
+        machine=fields.get("machine", ""),
+        architecture=fields.get("architecture", {}),
+    )
+
+
+def _order(name: str, fields: Mapping[str, Any]) -> dict[str, str]:
+    """{stage: command} in order."""
+    order: dict[str, str] = {}
+    for entry in (*fields.get("stages", ()), *fields.get("evaluations", ())):
+        ((stage, command),) = entry.items() if isinstance(entry, dict) and len(entry) == 1 else ((entry, entry),)
+        if command not in COMMANDS:
+            raise ConfigError(
+                f"{name}: '{command}' is no stage{nearest(str(command), COMMANDS) or ';'} a stage is one of "
+                f"{', '.join(COMMANDS)}, or {{name: one of these}}"
+            )
+        if not REFERENCE.fullmatch(f"{{{stage}}}") or stage in (*FIELDS, "last", "templates"):
+            raise ConfigError(
+                f"{name}: a stage is called {stage!r}; folders are called by it: a letter, then letters, digits, '_', '-', "
+                "'.', and none of a file's own words"
+            )
+        if stage in order:
+            raise ConfigError(f"{name}: the stage '{stage}' stands there twice; give one of them a name of its own")
+        order[stage] = command
+    if not order:
+        raise ConfigError(f"{name}: there are no stages")
+    return order
+
+
+def _require_harmless(name: str, stage: str, option: str, value: Any) -> None:
+    if option == "out":
+        raise ConfigError(f"{name}: stage '{stage}' sets out; the folder of a stage follows from --out")
+    if option in GUARDED and value not in (GUARDED[option], None, ""):
+        text = str(value).lower() if isinstance(value, bool) else value
+        raise ConfigError(
+            f"{name}: stage '{stage}' sets {option} to {text}, which lets code of others run with less or no protection, and "
+            f"a file may not. Where you trust it, leave it out of the file and ask for it: --set {stage}.{option}={text}"
+        )

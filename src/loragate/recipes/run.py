@@ -1,0 +1,287 @@
+"""A recipe run in a folder: what is missing is said before the first stage, what is finished is left alone.
+
+Each stage is a process of its own. Stages that answer with vLLM may run in another interpreter, as vLLM and the training
+libraries do not always agree on versions; what they lack is asked there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from loragate.errors import ConfigError, LoragateError
+from loragate.files import write_json, write_text
+from loragate.recipes.folder import RunFolder
+from loragate.recipes.recipe import Recipe, Stage
+from loragate.sweep.records import held
+from loragate.version import __version__
+
+EVAL_PYTHON = "LORAGATE_EVAL_PYTHON"
+"""Environment variable that stands for --eval-python."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a recipe has to know of the commands, which lie above this room.
+
+    Attributes:
+        checked: (stage, name of the recipe) to the stage's options as its command has them; a ConfigError names stage and key.
+        lacking: (stages, folder of the run) to one sentence for each thing that they need and that is not here.
+        lacking_module: what `python -m` is given to ask another interpreter the same: it reads a file of stages.
+        start: runs a command line and returns its exit status; KeyboardInterrupt once it has ended after Ctrl-C.
+    """
+
+    checked: Callable[[Stage, str], Any]
+    lacking: Callable[[Sequence[Stage], str], list[str]]
+    lacking_module: str
+    start: Callable[[list[str]], int]
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a recipe is run.
+
+    Attributes:
+        folder: of the run; the same recipe goes on in it.
+        stages: names of the stages to run; empty for all.
+        launcher: how training stages are started, in place of a plain process.
+        eval_python: interpreter of the stages that answer with vLLM; the environment and the folder may name one too.
+        again: the command that goes on with the run, for messages; that of the command line where none is given.
+        narrows: whether the one who runs it can leave out stages.
+        say: told what happens.
+    """
+
+    folder: Path
+    stages: Sequence[str] = ()
+    launcher: str = ""
+    eval_python: str = ""
+    again: str = ""
+    narrows: bool = True
+    say: Callable[[str], None] = print
+
+
+def run_recipe(recipe: Recipe, run: Run, program: Program) -> dict[str, float]:
+    """Run the stages in their order; those that are finished are left alone.
+
+    Returns:
+        {stage: seconds} of all stages that have ever been finished in this folder.
+
+    Raises:
+        ConfigError: before the first stage, with everything that is missing; LoragateError where a stage fails.
+    """
+    for name in run.stages:
+        recipe.stage(name)
+    again = run.again or shlex.join(["loragate", "recipes", "run", recipe.name, "--out", str(run.folder)])
+    stages = [stage for stage, _, _ in steps(recipe, run)]
+    for stage in stages:
+        program.checked(stage, recipe.name)
+    with held(run.folder / "lock", 0.0, f"another run works in {run.folder}; wait for it to end, or stop it"):
+        folder = RunFolder.begin(run.folder, recipe)
+        wanted = [stage for stage in stages if not run.stages or stage.name in run.stages]
+        ahead = [stage for stage in wanted if not folder.is_finished(stage)]
+        _require_earlier(stages, wanted, folder)
+        evaluator = interpreter(
+            run.eval_python or os.environ.get(EVAL_PYTHON, "") or folder.record.get("eval_python", "")
+        )
+        if evaluator:
+            run.say(f"answers with vLLM: {evaluator}")
+        if ahead:
+            run.say("checking that every stage can run here: data, graders, engine, disk")
+            require_parts(recipe, ahead, run, program, evaluator)
+            for sentence in _tight(recipe, ahead):
+                run.say(sentence)
+        if evaluator:  # later runs in this folder go by it
+            folder.note(eval_python=evaluator)
+        run.say(f"{recipe.name} in {run.folder}: {', '.join(stage.name for stage in stages)}")
+        for number, (stage, command, config) in enumerate(steps(recipe, run, evaluator), 1):
+            title = f"[{number}/{len(stages)}] {stage.name}"
+            if stage not in ahead:
+                run.say(f"{title}: {'finished before' if stage in wanted else 'not asked for'}")
+                continue
+            resume = folder.prepare(stage)
+            write_text(config, config_text(stage, command))
+            run.say(f"{title}{': going on' if resume else ''}")
+            runs = folder.record["state"].get(stage.name, {}).get("started", [])
+            folder.note_stage(stage, command=shlex.join(command), started=[*runs, time.strftime("%Y-%m-%dT%H:%M:%S%z")])
+            began = time.monotonic()
+            start([*command, *(["--resume"] if resume else [])], f"{title} of {recipe.name}", again, program)
+            folder.note_stage(stage, finished=True, seconds=round(time.monotonic() - began, 1))
+            run.say(f"{title}: done in {time.monotonic() - began:.0f} s")
+    return {name: state["seconds"] for name, state in folder.record["state"].items() if "seconds" in state}
+
+
+def steps(recipe: Recipe, run: Run, evaluator: str = "") -> Iterator[tuple[Stage, list[str], Path]]:
+    """(stage in the run's folder, command line, the file that it reads) of every stage."""
+    for number, stage in enumerate(recipe.placed(run.folder), 1):
+        config = run.folder / "config" / f"{number}-{stage.name}.yaml"
+        begin = [evaluator if evaluator and stage.vllm else sys.executable, "-m", "loragate"]
+        if run.launcher and stage.launched:  # it says itself how many processes there are
+            begin = shlex.split(run.launcher)
+            values = {key: value for key, value in stage.values.items() if key not in ("strategy", "processes")}
+            stage = dataclasses.replace(stage, values=values)
+        yield stage, [*begin, stage.command, "--config", str(config)], config
+
+
+def config_text(stage: Stage, command: list[str]) -> str:
+    """The file that a stage's command line reads, its values as they are; what starts it stands in the first line."""
+    begin = command[2:] if command[0] == sys.executable else command
+    return f"# {shlex.join(begin)}\n{yaml.safe_dump(stage.values, sort_keys=False, allow_unicode=True)}"
+
+
+def start(command: list[str], what: str, again: str, program: Program) -> None:
+    """Run a command line of loragate as a process of its own.
+
+    Args:
+        again: the command that goes on with the recipe, which is not the stage's own.
+
+    Raises:
+        LoragateError: if it fails; KeyboardInterrupt once it has ended after Ctrl-C.
+    """
+    try:
+        status = program.start(command)
+    except OSError as error:
+        raise ConfigError(f"--launcher: {command[0]} cannot be started ({error.strerror})") from error
+    except KeyboardInterrupt:
+        status = 130
+    if status == 130:
+        print(f"the stage goes on where it was with the same command:\n  {again}", file=sys.stderr)
+        raise KeyboardInterrupt
+    if status:
+        raise LoragateError(
+            f"{what} ended with status {status}; what it said stands above. The same command goes on from there: {again}"
+        )
+
+
+def interpreter(named: str) -> str:
+    """The program behind `--eval-python`, by its whole path; links stay, as an environment is found by them.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    found = shutil.which(Path(named).expanduser()) if named else ""
+    if found is None:
+        raise ConfigError(
+            f"--eval-python {named}: no program that can be started; give the bin/python of an environment"
+        )
+    return os.path.abspath(found) if found else ""
+
+
+def require_parts(recipe: Recipe, stages: Sequence[Stage], run: Run, program: Program, evaluator: str = "") -> None:
+    """Refuse a run of which any stage could not come to its end here, before anything is trained.
+
+    Args:
+        stages: those that are going to run, placed in the run's folder.
+        evaluator: the interpreter of stages that answer with vLLM; empty for this one.
+
+    Raises:
+        ConfigError: with everything that is missing, stage by stage, and what to do instead.
+    """
+    place = str(run.folder)
+    found = program.lacking([stage for stage in stages if not stage.vllm], place)
+    # the model is not there yet, and has the tokenizer and the layers of its base
+    model = {"model": recipe.base}
+    answering = [dataclasses.replace(stage, values={**stage.values, **model}) for stage in stages if stage.vllm]
+    if answering and not evaluator and importlib.util.find_spec("vllm") is None:
+        found += program.lacking(answering, place)
+    elif answering:
+        found += _ask(evaluator or sys.executable, answering, place, program)
+    found += _disk(recipe, run.folder)
+    if not found:
+        return
+    count = f"{len(found)} things are missing" if len(found) > 1 else "one thing is missing"
+    rest = [stage.name for stage in stages if stage.command not in ("eval", "diagnose")]
+    ways = []
+    if run.narrows and 0 < len(rest) < len(stages):
+        ways.append(f"--stages {','.join(rest)} leaves the evaluations for later")
+    if answering:
+        ways.append(f"--set {answering[0].name}.engine=transformers does without vLLM")
+        ways += [] if evaluator else ["--eval-python PATH names the python of an environment that has vLLM"]
+    if any("--data " in text for text in found):
+        ways.append(f"--set {stages[-1].name}.data=FOLDER takes local copies of the questions")
+    lines = "".join(f"\n- {text}" for text in found)
+    raise ConfigError(f"{recipe.name} was not started, {count}:{lines}" + (f"\n{'; '.join(ways)}" if ways else ""))
+
+
+def _require_earlier(stages: Sequence[Stage], wanted: Sequence[Stage], folder: RunFolder) -> None:
+    """Refuse to leave out what a chosen stage reads."""
+    for number, stage in enumerate(stages):
+        for done in stages[:number] if stage in wanted else ():
+            if done in wanted or folder.is_finished(done):
+                continue
+            out = str(done.values["out"])
+            read = [str(value) for key, value in stage.values.items() if key != "out"]
+            if any(text == out or text.startswith(f"{out}/") for text in read):
+                chosen = ",".join(stage.name for stage in wanted)
+                raise ConfigError(
+                    f"--stages {chosen}: stage '{stage.name}' reads what '{done.name}' leaves in {out}, and that has not been "
+                    f"run there; give --stages {done.name},{chosen} or leave --stages out"
+                )
+
+
+def _ask(python: str, stages: Sequence[Stage], folder: str, program: Program) -> list[str]:
+    """What the stages lack in another interpreter, or that it cannot run them at all."""
+    with tempfile.TemporaryDirectory(prefix="loragate-ready-") as place:
+        file = Path(place) / "stages.json"
+        write_json(file, {"folder": folder, "stages": [dataclasses.asdict(stage) for stage in stages]})
+        try:
+            done = subprocess.run(
+                [python, "-m", program.lacking_module, str(file)], capture_output=True, text=True, check=False
+            )
+        except OSError as error:
+            return [f"--eval-python {python}: cannot be started ({error.strerror})"]
+        answer = file.with_suffix(".answer.json")
+        if not answer.is_file():
+            said = (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]
+            return [f"--eval-python {python}: cannot run loragate {__version__} ({said})"]
+        told = json.loads(answer.read_text(encoding="utf-8"))
+    if told["loragate"] != __version__:
+        return [f"--eval-python {python}: has loragate {told['loragate']}, and this is {__version__}; install the same"]
+    return [str(text) for text in told["lacking"]]
+
+
+def _tight(recipe: Recipe, stages: Sequence[Stage]) -> Iterator[str]:
+    """What `loragate plan` finds too large for this GPU. It plans for the longest rows, so that this refuses nothing."""
+    import torch
+
+    from loragate.recipes.machine import tight
+
+    if torch.cuda.is_available():
+        with contextlib.suppress(LoragateError):  # no configuration of the base, which has been missed above
+            found = tight(recipe, torch.cuda.get_device_properties(0).total_memory / 2**30)
+            yield from (found[stage.name] for stage in stages if stage.name in found)
+
+
+def _disk(recipe: Recipe, folder: Path) -> Iterator[str]:
+    """Too little room for checkpoints and answers, or for what comes from the hub."""
+    from huggingface_hub.constants import HF_HOME
+
+    from loragate.recipes.machine import disk
+
+    try:
+        run, hub = disk(recipe)
+    except LoragateError:
+        return  # without the base's configuration, which has been missed above
+    disks: dict[int, tuple[Path, float]] = {}
+    for path, size in ((folder, run), (Path(HF_HOME), hub)):
+        there = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+        number = there.stat().st_dev
+        disks[number] = (there, size + disks.get(number, (there, 0.0))[1])
+    for there, size in disks.values():
+        free = shutil.disk_usage(there).free
+        if free < size:
+            yield f"disk: {free / 2**30:.1f} GiB are free at {there}, and about {size / 2**30:.1f} are needed"

@@ -1,0 +1,196 @@
+"""A recipe's run: what is missing is said first, its folder goes on with the same recipe and is refused to another."""
+
+import dataclasses
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from loragate.errors import ConfigError, LoragateError
+from loragate.recipes import Recipe, Stage
+from loragate.recipes.folder import RunFolder
+from loragate.recipes.run import Program, Run, interpreter, require_parts, run_recipe
+from loragate.version import __version__
+
+
+@pytest.fixture
+def recipe():
+    sft = Stage("sft", "sft", {"rank": 4, "data": "rows.jsonl"})
+    return Recipe("own", "Own", (sft, Stage("eval", "eval", {"model": "{sft}"})))
+
+
+def test_a_new_folder_says_what_is_run_before_it_starts(tmp_path, recipe):
+    folder = RunFolder.begin(tmp_path / "run", recipe)
+    assert yaml.safe_load((folder.path / "resolved.yaml").read_text())["sft"] == {"rank": 4, "data": "rows.jsonl"}
+    record = json.loads((folder.path / "recipe.json").read_text())
+    assert record["stages"][0] == {"stage": "sft", "command": "sft", "rank": 4, "data": "rows.jsonl"}
+
+
+def test_another_recipe_is_refused_with_the_difference(tmp_path, recipe):
+    RunFolder.begin(tmp_path / "run", recipe)
+    RunFolder.begin(tmp_path / "run", recipe)
+    other = dataclasses.replace(
+        recipe, stages=(Stage("sft", "sft", {"rank": 8, "data": "rows.jsonl"}), recipe.stages[1])
+    )
+    with pytest.raises(ConfigError, match=r"another recipe: sft\.rank was 4, now 8"):
+        RunFolder.begin(tmp_path / "run", other)
+    with pytest.raises(ConfigError, match=r"another recipe: eval was .*, now not there"):
+        RunFolder.begin(tmp_path / "run", dataclasses.replace(recipe, stages=recipe.stages[:1]))
+
+
+def test_an_evaluation_may_change_until_it_has_begun(tmp_path, recipe):
+    folder = RunFolder.begin(tmp_path / "run", recipe)
+    model = {"model": "{sft}"}
+    local = dataclasses.replace(recipe, stages=(recipe.stages[0], Stage("eval", "eval", {**model, "data": "here"})))
+    folder.note_stage(recipe.placed(folder.path)[1], started=["now"])
+    changed = RunFolder.begin(tmp_path / "run", local)
+    assert changed.record["stages"][1]["data"] == "here"
+    assert changed.record["state"]["eval"]["started"], "what was done before stays on record"
+    assert yaml.safe_load((folder.path / "resolved.yaml").read_text())["eval"]["data"] == "here"
+    (folder.path / "eval").mkdir()
+    (folder.path / "eval" / "eval.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"another recipe: eval\.data was \"here\", now not there"):
+        RunFolder.begin(tmp_path / "run", recipe)
+
+
+def test_other_folders_are_left_alone(tmp_path, recipe):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match=r"it holds thesis\.tex"):
+        RunFolder.begin(tmp_path / "run", recipe)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is a file"):
+        RunFolder.begin(tmp_path / "file", recipe)
+    RunFolder.begin(tmp_path / "new", recipe)
+    (tmp_path / "new" / "recipe.json").write_text("{")
+    with pytest.raises(LoragateError, match="cannot be read"):
+        RunFolder.begin(tmp_path / "new", recipe)
+
+
+def test_what_a_stage_left_decides_how_it_goes_on(tmp_path, recipe):
+    folder = RunFolder.begin(tmp_path / "run", recipe)
+    stage = recipe.placed(str(folder.path))[0]
+    out = folder.path / "sft"
+    assert folder.prepare(stage) is False
+    (out / "run").mkdir(parents=True)
+    (out / "adapter_model.safetensors").touch()
+    with pytest.raises(ConfigError, match="this run did not make it"):
+        folder.prepare(stage)
+    folder.note_stage(stage, started=["now"])
+    assert folder.prepare(stage) is False, "nothing to resume from yet"
+    assert not (out / "adapter_model.safetensors").exists(), "half a result is written again"
+    (out / "run" / "run.json").write_text("{}")
+    assert folder.prepare(stage) is True
+    assert not folder.is_finished(stage)
+    for name in ("adapter_model.safetensors", "adapter_config.json", "tokenizer_config.json"):
+        (out / name).touch()
+    assert folder.is_finished(stage), "killed after the last file, before the record"
+    folder.note_stage(recipe.placed(str(folder.path))[1], finished=True)
+    assert RunFolder.begin(tmp_path / "run", recipe).is_finished(recipe.placed(str(folder.path))[1])
+
+
+@pytest.fixture
+def program():
+    """A program whose commands leave what they should; `.started` has their command lines."""
+    started = []
+
+    def start(command):
+        started.append(command)
+        config = yaml.safe_load(Path(command[command.index("--config") + 1]).read_text())
+        for name in ("adapter_model.safetensors", "adapter_config.json", "tokenizer_config.json"):
+            Path(config["out"]).mkdir(parents=True, exist_ok=True)
+            (Path(config["out"]) / name).touch()
+        return 0
+
+    made = Program(lambda stage, where: stage, lambda stages, folder: [], "nowhere", start)
+    object.__setattr__(made, "started", started)
+    return made
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr("loragate.recipes.run._disk", lambda recipe, folder: [])
+    monkeypatch.delenv("LORAGATE_EVAL_PYTHON", raising=False)
+    return Run(tmp_path / "run", say=lambda text: None, again="again")
+
+
+def test_a_python_caller_runs_a_recipe_and_runs_it_on(recipe, run, program):
+    seconds = run_recipe(recipe, run, program)
+    assert list(seconds) == ["sft", "eval"]
+    config = run.folder / "config" / "1-sft.yaml"
+    assert program.started[0] == [sys.executable, "-m", "loragate", "sft", "--config", str(config)]
+    assert config.read_text().startswith(f"# loragate sft --config {config}\n")
+    assert yaml.safe_load(config.read_text()) == {"rank": 4, "data": "rows.jsonl", "out": f"{run.folder}/sft"}
+    run_recipe(recipe, run, program)
+    assert len(program.started) == 2, "finished stages are left alone"
+
+
+def test_a_launcher_starts_what_trains_and_says_how_many_processes_there_are(recipe, run, program):
+    sft = dataclasses.replace(recipe.stages[0], values={"data": "rows.jsonl", "strategy": "fsdp2", "processes": 8})
+    recipe = dataclasses.replace(recipe, stages=(sft, recipe.stages[1]))
+    run_recipe(recipe, dataclasses.replace(run, launcher="accelerate launch -m loragate"), program)
+    first, second = program.started
+    assert first[:5] == ["accelerate", "launch", "-m", "loragate", "sft"]
+    assert second[0] == sys.executable
+    assert set(yaml.safe_load(Path(first[-1]).read_text())) == {"data", "out"}
+
+
+def test_nothing_starts_where_something_is_missing(recipe, run, program):
+    lacks = dataclasses.replace(program, lacking=lambda stages, folder: [f"{stages[-1].name}: no rows"])
+    with pytest.raises(ConfigError, match="one thing is missing:\n- eval: no rows"):
+        run_recipe(recipe, run, lacks)
+    with pytest.raises(ConfigError, match="--stages sft leaves the evaluations"):
+        run_recipe(recipe, run, lacks)
+    with pytest.raises(ConfigError) as caught:
+        run_recipe(recipe, dataclasses.replace(run, narrows=False), lacks)
+    assert "--stages" not in str(caught.value), "a rehearsal takes all stages"
+    assert not program.started
+
+
+def test_a_gpu_that_may_be_too_small_is_told_of_and_refuses_nothing(recipe, run, program, monkeypatch):
+    said = []
+    gpu = SimpleNamespace(total_memory=24 * 2**30)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(
+        "loragate.recipes.machine.tight", lambda recipe, gib: {"sft": f"sft: {gib:.0f}", "other": "other"}
+    )
+    run_recipe(recipe, dataclasses.replace(run, say=said.append), program)
+    assert "sft: 24" in said
+    assert "other" not in said
+    assert len(program.started) == 2
+
+
+def test_a_stage_that_fails_says_how_it_goes_on(recipe, run, program):
+    with pytest.raises(LoragateError, match=r"ended with status 3.*goes on from there: again"):
+        run_recipe(recipe, run, dataclasses.replace(program, start=lambda command: 3))
+    with pytest.raises(ConfigError, match="'eval' reads what 'sft' leaves"):
+        run_recipe(recipe, dataclasses.replace(run, stages=["eval"]), program)
+
+
+def asking(program, script, folder):
+    folder.mkdir()
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    vllm = Recipe("mine", "", (Stage("eval", "eval", {"model": "base", "engine": "vllm"}),))
+    with pytest.raises(ConfigError) as caught:
+        require_parts(vllm, vllm.placed("x"), Run(Path("x")), program, str(python))
+    return str(caught.value).splitlines()[1]
+
+
+def test_an_interpreter_that_cannot_evaluate(tmp_path, run, program):
+    with pytest.raises(ConfigError, match=r"--eval-python .*nowhere"):
+        interpreter(str(tmp_path / "nowhere"))
+    assert interpreter("") == ""
+    assert interpreter("sh") == shutil.which("sh")
+    assert "No module named x" in asking(program, 'echo "No module named x" >&2; exit 1', tmp_path / "a")
+    answer = '"${3%.json}.answer.json"'
+    older = f'echo \'{{"loragate": "0.0.1", "lacking": []}}\' > {answer}'
+    assert "0.0.1" in asking(program, older, tmp_path / "b")
+    told = json.dumps({"loragate": __version__, "lacking": ["eval: no plugin"]})
+    assert asking(program, f"echo '{told}' > {answer}", tmp_path / "c") == "- eval: no plugin"
