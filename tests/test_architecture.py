@@ -11,7 +11,7 @@ SOURCE = Path(loragate.__file__).parent
 # lowest floor first; a room may import rooms before it
 LOW = ["errors", "version", "files", "records", "strict_yaml", "printable"]  # single modules that every room may know
 FLOORS = [*LOW, "gates", "losses", "data", "world", "generation", "training", "evaluation"]
-FLOORS += ["selection", "sweep", "analysis", "report", "conversion", "serving", "recipes", "cli"]
+FLOORS += ["selection", "analysis", "report", "conversion", "serving", "recipes", "cli"]
 # heavy or optional libraries, and the rooms that may import them at module level or inside functions
 RESERVED = {
     "trl": {"training"},
@@ -22,7 +22,7 @@ RESERVED = {
     "fastapi": {"serving"},
     "uvicorn": {"serving"},
     "jinja2": {"report", "evaluation", "gates"},
-    "ray": {"generation", "sweep"},
+    "ray": {"generation", "selection"},
     "vllm": {"generation", "serving"},
     "lm_eval": {"evaluation"},
     "math_verify": {"evaluation"},

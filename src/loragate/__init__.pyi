@@ -20,6 +20,9 @@ from .losses import (
     token_statistics as token_statistics,
     topk_entropy as topk_entropy,
 )
+from .selection import (
+    choose_gates as choose_gates,
+)
 from .training import (
     CalibrationSettings as CalibrationSettings,
     StageOneSettings as StageOneSettings,

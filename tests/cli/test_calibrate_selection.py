@@ -16,11 +16,10 @@ from safetensors.torch import load_file
 
 import loragate as lg
 from loragate.cli.arguments import parse
-from loragate.cli.calibrate import COMMAND, CalibrateOptions
+from loragate.cli.calibrate import COMMAND, CalibrateOptions, accept_line
 from loragate.cli.calibration_report import report_selection
 from loragate.cli.display import console
 from loragate.cli.main import main
-from loragate.cli.selecting import accept_command
 from loragate.evaluation.results import read_record
 from loragate.gates.range import Range
 from loragate.generation import SamplingConfig, TransformersEngine
@@ -143,7 +142,7 @@ def test_a_range_is_picked_on_labels(place, tmp_path, capsys):
     assert "scored against the labels" in text
     assert "picked [-3,1]" in text
     assert "| [-3,1] | 100.0 |" in (out / "README.md").read_text()
-    trained = load_file(out / "run" / "candidates" / "entropy_-3_1" / "gates.safetensors")
+    trained = load_file(out / "run" / "candidates" / "trials" / "entropy_-3_1_seed42" / "gated" / "gates.safetensors")
     gates = load_file(out / "gates.safetensors")
     assert all(torch.equal(gates[name], value) for name, value in trained.items())
     assert json.loads((out / "gate_config.json").read_text())["training"]["steps"] == 2
@@ -183,8 +182,8 @@ def test_the_guard_watches_the_objectives_that_sample(place, tmp_path):
     ]
     for name, more, watched in (("on", [], True), ("off", ["--no-guard"], False)):
         assert calibrate(place, tmp_path / name, *flags, *more) == 0
-        stored = tmp_path / name / "run" / "candidates" / "anchored_0_1" / "result.json"
-        training = json.loads(stored.read_text())["evidence"]["training"]
+        stored = tmp_path / name / "run" / "candidates" / "trials" / "anchored_0_1_seed42" / "result.json"
+        training = json.loads(stored.read_text())["training"]
         assert bool(training.get("guard")) is watched
 
 
@@ -267,7 +266,7 @@ def test_without_evidence_gates_stay_off_until_they_are_accepted(place, tmp_path
     accepted = selection_of(out)
     assert accepted["accepted"] is True
     assert accepted["evidence"].startswith("none")
-    kept = load_file(out / "run" / "unaccepted" / "gates.safetensors")
+    kept = load_file(out / "run" / "candidates" / "trials" / "entropy_0_1_seed42" / "gated" / "gates.safetensors")
     on = load_file(out / "gates.safetensors")
     assert all(torch.equal(on[name], value) for name, value in kept.items())
     assert any(bool(value.any()) for value in on.values())
@@ -370,7 +369,7 @@ def test_a_killed_selection_goes_on(place, tmp_path):
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    first = out / "run" / "candidates" / "entropy_0_1" / "result.json"
+    first = out / "run" / "candidates" / "trials" / "entropy_0_1_seed42" / "result.json"
     began = time.monotonic()
     while not first.is_file():
         assert process.poll() is None, "ended before it could be killed"
@@ -379,7 +378,9 @@ def test_a_killed_selection_goes_on(place, tmp_path):
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert not (out / "gate_config.json").exists()
-    finished = {path: path.stat().st_mtime_ns for path in Path(out / "run" / "candidates").glob("*/result.json")}
+    finished = {
+        path: path.stat().st_mtime_ns for path in Path(out / "run" / "candidates" / "trials").glob("*/result.json")
+    }
     assert main(command) != 0, "an unfinished selection is not begun again by accident"
     assert main([*command, "--resume"]) == 0
     assert all(path.stat().st_mtime_ns == written for path, written in finished.items()), "nothing was done again"
@@ -391,14 +392,11 @@ def test_a_killed_selection_goes_on(place, tmp_path):
         assert torch.equal(load_file(out / "gates.safetensors")[name], value)
 
 
-def test_the_command_that_accepts_names_all_that_loading_needs():
-    given = CalibrateOptions(
-        adapter="a", data="d", out="o", base="b", quantization="4bit", dtype="bfloat16", trust_remote_code=True
-    )
-    words = shlex.split(accept_command(given, Candidate(Range(0, 1), "entropy")))
+def test_the_command_that_accepts_is_one_that_can_be_typed():
+    given = CalibrateOptions(adapter="a", data="d e", out="o")
+    words = shlex.split(accept_line(given, Candidate(Range(0, 1))))
     again, _ = parse(COMMAND, words[2:])
-    expected = {"range": "0,1", "unverified": True, "resume": True}
-    assert again == replace(given, **expected)
+    assert again == replace(given, range="0,1", unverified=True, resume=True)
 
 
 def test_a_range_that_dropped_out_is_named_with_its_reason(capsys):

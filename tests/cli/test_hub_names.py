@@ -166,8 +166,7 @@ def test_inspect_generate_and_mask(place, hub, tmp_path, capsys):
 
 
 def test_sweep_pins_its_adapters(place, hub, tmp_path):
-    from loragate.cli.sweep import SweepOptions
-    from loragate.cli.sweep_materials import prepare
+    from loragate.cli.sweep import SweepOptions, prepare
 
     rows = [{"prompt": f"w{i} w{i + 1}", "answer": str(i)} for i in range(40)]
     (tmp_path / "probe.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -179,12 +178,14 @@ def test_sweep_pins_its_adapters(place, hub, tmp_path):
         ranges="-1,1",
         device="cpu",
     )
-    materials, plan = prepare(options)
+    sweep, study = prepare(options)
+    materials = sweep.loader
     assert materials.adapters == {"plain-v1": f"user/plain@{OLD}", "plain": f"user/plain@{NEW}"}
-    assert (materials.base, materials.revision, materials.place_of_base) == ("user/base", "v1", "user/base@v1")
-    assert plan.identity["adapters"]["plain"] == f"user/plain@{NEW}"
-    assert materials.adapter_id("plain-v1") == f"user/plain@{OLD}"
-    assert materials.adapter_source("plain-v1").endswith(OLD)
+    assert (materials.base, materials.revision) == ("user/base", "v1")
+    assert study.identity["adapters"]["plain"] == f"user/plain@{NEW}"
+    origin = materials.origin("plain-v1")
+    assert (origin["adapter_id"], origin["base_id"]) == (f"user/plain@{OLD}", "user/base@v1")
+    assert origin["adapter_source"].endswith(OLD)
     base = materials.load_base()
     assert cached_commit("user/base", "v1") == BASE_OLD
     materials.load_adapter(base, "plain-v1")

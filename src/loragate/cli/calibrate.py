@@ -1,82 +1,290 @@
-"""`loragate calibrate`: gate a finished adapter from prompts and responses (Stage II)."""
+"""`loragate calibrate`: gate a finished adapter from prompts and responses (Stage II). `loragate.choose_gates` is the call."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import shlex
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
-from loragate.cli.arguments import Command, require_given
-from loragate.cli.launching import begin
+from loragate.cli.arguments import Command, comma_list, flag_of, require_given
+from loragate.cli.launching import begin, loading_device
 from loragate.cli.models import quiet_logging, require_free_out, require_reporters
 from loragate.cli.options import RunOptions
 from loragate.cli.quantization import check_quantization
-from loragate.cli.selecting import SelectionOptions, build_probe, build_retention, candidates_of, cautious_candidate
-from loragate.training.settings import CalibrationSettings
+from loragate.errors import ConfigError
+from loragate.gates.range import Range
+from loragate.selection.candidate import Candidate, parse_candidates
+from loragate.selection.settings import SelectionSettings
+from loragate.training.settings import ON_POLICY, CalibrationSettings
+from loragate.training.strategy import launch_of
+
+FEW_STEPS = 20
+SHARES = {"asking": (0.0, 1.0), "loading": (0.0, 0.0), "training": (0.0, 0.8), "probing": (0.8, 0.15)}
+SHARES |= {"retention": (0.95, 0.05), "finished": (1.0, 0.0)}
 
 
 @dataclass(frozen=True)
-class CalibrateOptions(RunOptions, CalibrationSettings, SelectionOptions):
-    """Settings of `loragate calibrate`.
+class GateOptions:
+    """How the gates are made.
 
     Attributes:
-        adapter: finished PEFT LoRA adapter, folder or hub id.
-        base: base model instead of the one the adapter names.
-        base_id: hub id of the base to record in the artifact, if the base was loaded from a local folder.
         tau: gate temperature.
         init_scale: size of the initial perturbation of the gate weights.
         granularity: unit that has its own λ: token (each token in each module), module (each module, whatever the
             token) or global (one λ for all).
         detach_input: the gate reads its input without a gradient (the paper's semi-gradient); --no-detach-input gives the
             complete gradient, a variant.
+        gate_modules: gate only these modules (names separated by commas); by default all LoRA linears.
+    """
+
+    tau: float = 1.0
+    init_scale: float = 1e-6
+    granularity: str = "token"
+    detach_input: bool = True
+    gate_modules: str = ""
+
+
+@dataclass(frozen=True)
+class CalibrateOptions(RunOptions, CalibrationSettings, SelectionSettings, GateOptions):
+    """Settings of `loragate calibrate`.
+
+    Attributes:
+        adapter: finished PEFT LoRA adapter, folder or hub id.
+        base: base model instead of the one the adapter names.
+        base_id: hub id of the base to record in the artifact, if the base was loaded from a local folder.
         heldout: rows that neither stage trains on, a file or hub id: entropy is measured on them too, before and after.
         heldout_split: split of --heldout, or of --data, with the held-out rows.
-        gate_modules: gate only these modules (names separated by commas); by default all LoRA linears.
+        range: "auto" tries the ranges below and keeps the best, or the adapter; or one range as L,U, such as --range=-3,1.
+        ranges: candidates of --range auto, separated by semicolons; one may name its objective, as in -6,3@anchored.
+        probe: questions that choose the range, at least 32: .jsonl, .json or .parquet with prompt and answer, or
+            prompts only.
+        retention_probe: labelled questions of an ability to keep; a range that clearly loses on them is not picked.
+        unverified: accept the gates of --range=L,U without a probe.
     """
 
     select: str = "shuffled"
     adapter: str = ""
     base: str = ""
     base_id: str = ""
-    tau: float = 1.0
-    init_scale: float = 1e-6
-    granularity: str = "token"
-    detach_input: bool = True
-    gate_modules: str = ""
     heldout: str = ""
     heldout_split: str = ""
+    range: str = "auto"
+    ranges: str = "0,1;-6,3;0,6"
+    probe: str = ""
+    retention_probe: str = ""
+    unverified: bool = False
 
 
 def run(options: CalibrateOptions) -> int:
-    """Load, show a sample, train what is to be tried, keep the best or the adapter, write the artifact."""
+    """Read and show the rows, load the model, train what is to be tried, keep the best or the adapter, write the artifact."""
     require_given(COMMAND, options)
     candidates = candidates_of(options)
-    from loragate.cli import calibration
-
-    for candidate in candidates:
-        calibration.gate_config(options, candidate.range)
-    folder = Path(options.out)
-    settings = CalibrationSettings(
-        **{field.name: getattr(options, field.name) for field in fields(CalibrationSettings)}
-    )
+    gate_config(options)
+    folder, settings = Path(options.out), taken_from(options, CalibrationSettings)
     check_quantization(options)
     if (status := begin(options, settings, sampling=not options.unverified)) is not None:
         return status
-    accepting = options.unverified and options.resume and calibration.is_unaccepted(folder)
-    if accepting:
-        quiet_logging()
-        return calibration.accept(options, folder, candidates[0])
-    require_free_out(folder, options.resume)
-    require_reporters(options.report_to)
+    from loragate.cli.calibration_report import report_choice
+    from loragate.cli.display import console
+    from loragate.cli.hub import pinned
+    from loragate.selection.transaction import accept_gates, is_unaccepted
+
+    accepting = options.unverified and options.resume and is_unaccepted(folder)
+    if not accepting:
+        require_free_out(folder, options.resume)
+        require_reporters(options.report_to)
     quiet_logging()
-    job = calibration.prepare(options, settings, folder, candidates)
-    if options.unverified:
-        return calibration.train_as_given(job, candidates[0])
-    with job.display.job("preparing the probe") as shown:
-        retention = build_retention(job)
-        probe, why = build_probe(job, lambda done, total: shown.advance_to(done, total))
-    if probe is None:
-        return calibration.train_without_evidence(job, cautious_candidate(options, candidates), why)
-    return calibration.choose_and_write(job, probe, retention, candidates)
+    out = console()
+    options = replace(options, adapter=pinned(options.adapter))
+    if accepting:
+        from loragate.gates.hub import adapter_place
+
+        chosen = accept_gates(folder, Range.parse(options.range), adapter_place(options.adapter))
+    else:
+        chosen = choose(options, settings, candidates, out)
+    report_choice(out, chosen, accept_line(options, chosen.trained), accepted=accepting)
+    return 0
+
+
+def choose(
+    options: CalibrateOptions, settings: CalibrationSettings, candidates: tuple[Candidate, ...], out: Any
+) -> Any:
+    """What `loragate.choose_gates` does, with what is read shown before the model is loaded, and progress after."""
+    from loragate.cli.calibration_report import show_data, show_work, warn_about_endings
+    from loragate.cli.display import Display
+    from loragate.cli.models import (
+        adapter_record,
+        base_named,
+        dtype_argument,
+        hub_adapter,
+        load_adapter,
+        load_base,
+        load_tokenizer,
+        pick_device,
+        revision_of_base,
+    )
+    from loragate.cli.run_rows import encode_run, keep_configuration, keep_rows_record, lasting_name, read_rows
+    from loragate.data import load_rows
+    from loragate.gates.hub import adapter_place, split_base
+    from loragate.selection.evidence import require_evidence
+    from loragate.selection.transaction import Transaction
+
+    display, folder = Display(), Path(options.out)
+    asking = taken_from(options, SelectionSettings)
+    probe, retention = options.probe or None, options.retention_probe or None
+    require_evidence(asking, probe, retention)
+    rows = read_rows(options)
+    record = adapter_record(options.adapter)
+    base_name = base_named(options.base, record, options.adapter)
+    revision, trust = revision_of_base(record, base_name), options.trust_remote_code
+    places = [adapter_place(options.adapter), base_name]
+    tokenizer = load_tokenizer(places, revision=revision, chat_template=options.chat_template, trust=trust)
+    heldout = None
+    if options.heldout or options.heldout_split:
+        where = None if options.heldout else options.revision or None
+        heldout = load_rows(options.heldout or options.data, split=options.heldout_split or None, revision=where)
+    with display.job("reading the data") as job:
+        one = Transaction(
+            tokenizer,
+            rows,
+            probe,
+            folder,
+            candidates,
+            gate_config(options),
+            settings,
+            asking,
+            retention=retention,
+            heldout=heldout,
+            system=options.system,
+            unverified=options.unverified,
+            encode=lambda given, encode: encode_run(options, given, job, encode),
+        )
+    show_data(out, one.encoded, tokenizer)
+    device = pick_device(options.device)
+    with display.job("loading the model"):
+        dtype = dtype_argument(options.dtype, device, options.quantization)
+        base = load_base(
+            base_name,
+            revision=revision,
+            dtype=dtype,
+            device=loading_device(device),
+            trust=trust,
+            quantization=options.quantization,
+        )
+        model = load_adapter(base, options.adapter)
+    warn_about_endings(out, tokenizer, one.encoded, model.get_base_model())
+    drawn = {candidate.objective for candidate in candidates} == {"random"}
+    show_work(out, model, one.config.target_modules, None if drawn else settings.steps(len(one.encoded)), FEW_STEPS)
+    keep_rows_record(options, folder, one.rows, one.encoded, settings.max_rows)
+    keep_configuration(options, folder)
+    one.take(
+        model,
+        adapter_source=adapter_place(options.adapter),
+        base_id=options.base_id or lasting_name(base_name),
+        base_revision=None if options.base_id else split_base(base_name)[1],
+        adapter_id=hub_adapter(options.adapter),
+    )
+    found = None
+    if not options.unverified:
+        with display.job("preparing the probe") as shown:
+            found = one.find_probe(lambda done, total: shown.advance_to(done, total))
+        if found[0] is None:
+            out.print(f"no evidence can be had here: {found[1]}", markup=False)
+    many = len(candidates) if found and found[0] else 1
+    expected = 1 if found is None or found[0] is None else 1 + many + 2 * options.references
+    with display.job(f"trying {many} range{'s' * (many > 1)}", expected) as shown:
+        order: dict[str, int] = {}
+
+        def on_event(candidate: Candidate, stage: str, done: int, total: int, entropy: float | None) -> None:
+            begin, length = SHARES[stage]
+            number = order.setdefault(candidate.slug, len(order))
+            steps = round(1000 * (number + begin + length * done / max(total, 1)))
+            note = f"{stage} {candidate.cell} {done}/{total}" + ("" if entropy is None else f" entropy {entropy:.3f}")
+            shown.advance_to(steps, 1000 * expected, note)
+
+        return one.run(found, resume=options.resume, on_event=on_event)
+
+
+def candidates_of(options: CalibrateOptions) -> tuple[Candidate, ...]:
+    """The candidates: of `--ranges`, or the one range that was given.
+
+    Raises:
+        ConfigError: for what is no range, a range without evidence that was not accepted, a flag without effect, or
+            several processes.
+    """
+    automatic = options.range.strip().lower() == "auto"
+    if options.unverified and options.probe:
+        raise ConfigError("--unverified accepts gates without a probe; leave out one of --unverified and --probe")
+    if automatic and options.unverified:
+        raise ConfigError("--unverified accepts one range, as in --range=0,1 --unverified; --range auto needs evidence")
+    if not automatic and not options.probe and not options.unverified:
+        raise ConfigError(
+            f"nothing would show that --range={options.range} helps: on small worlds the paper's [-6,3] ended below the adapter "
+            "it started from in 5 of 18 situations while its training loss fell as it should. Give --probe FILE (at least 32 "
+            "prompts with answers), leave --range out to have it chosen, or accept the gates as they come with --unverified"
+        )
+    if not options.unverified and (processes := launch_of().processes) > 1:
+        raise ConfigError(
+            f"ranges are chosen in one process, and this is one of {processes}; start loragate without a "
+            "distributed launcher, or train one range on all of them with --range=L,U --unverified"
+        )
+    require_effect(options, automatic)
+    found = parse_candidates(options.ranges if automatic else options.range, options.objective, options.seed)
+    if not options.guard and not any(candidate.objective in ON_POLICY for candidate in found):
+        raise ConfigError(f"--no-guard has no effect: only {' and '.join(ON_POLICY)} are watched by the guard")
+    return found
+
+
+def require_effect(options: CalibrateOptions, automatic: bool) -> None:
+    """Refuse flags that would be ignored, and numbers that cannot be used."""
+    changed = {item.name for item in fields(options) if getattr(options, item.name) != item.default}
+    for name, needed in (("probe_task", "probe"), ("retention_task", "retention_probe")):
+        if name in changed and not getattr(options, needed):
+            raise ConfigError(f"{flag_of(name)} has no effect without {flag_of(needed)} FILE")
+    if options.exclude and not (options.probe or options.retention_probe):
+        raise ConfigError("--exclude has no effect without --probe FILE")
+    if "references" in changed and not options.probe:
+        raise ConfigError(
+            "--no-references has no effect without --probe FILE: only questions with answers are asked of them"
+        )
+    if "ranges" in changed and not automatic:
+        raise ConfigError(f"--ranges has no effect beside --range={options.range}; leave out one of them")
+    if "probe_grader" in changed and options.probe_task and options.objective != "reward":
+        raise ConfigError(f"--probe-grader has no effect: the task {options.probe_task} names its own grader")
+    asking = ("probe_samples", "probe_temperature", "probe_max_new_tokens", "probe_sandbox", "probe_grader")
+    for name in (*asking, "retention_probe"):
+        if name in changed and options.unverified and (name, options.objective) != ("probe_grader", "reward"):
+            raise ConfigError(f"{flag_of(name)} has no effect with --unverified, which asks no probe")
+    options.check_probe()
+
+
+def taken_from(options: Any, kind: type) -> Any:
+    """The settings of one kind out of a command's options, which have all of its fields."""
+    return kind(**{field.name: getattr(options, field.name) for field in fields(kind)})
+
+
+def gate_config(options: Any) -> Any:
+    """The `GateConfig` of a command's flags; range and seed are a candidate's."""
+    from loragate.gates.config import GateConfig
+
+    return GateConfig(
+        0,
+        1,
+        tau=options.tau,
+        init_scale=options.init_scale,
+        detach_input=options.detach_input,
+        granularity=options.granularity,
+        target_modules=tuple(comma_list(options.gate_modules)) or None,
+    )
+
+
+def accept_line(options: CalibrateOptions, trained: Candidate | None) -> str:
+    """The command that switches on what was trained without evidence; empty where nothing was."""
+    if trained is None or trained.range is None:
+        return ""
+    words = ["loragate", "calibrate", "--adapter", options.adapter, "--data", options.data, "--out", options.out]
+    return shlex.join([*words, f"--range={trained.range.typed}", "--unverified", "--resume"])
 
 
 COMMAND = Command(

@@ -68,7 +68,7 @@ def run(options: ExtractOptions) -> int:
 
     require_new(folder)
     quiet_logging()
-    from loragate.cli.calibration import lasting_name
+    from loragate.cli.run_rows import lasting_name
     from loragate.gates.hub import split_base
 
     out, display = console(), Display()

@@ -162,7 +162,7 @@ def check(options: MaskOptions) -> tuple[Path, str, bool]:
 
 def identity(options: MaskOptions, rows: Any) -> dict[str, Any]:
     """Names and fingerprints of the models and rows that the scores belong to."""
-    from loragate.sweep.plan import place_fingerprint
+    from loragate.selection.study import place_fingerprint
 
     return {
         "model": {"name": options.model, "files": place_fingerprint(options.model)},

@@ -139,10 +139,10 @@ def show(options: RecipesOptions, recipe: Any) -> int:
 def run_recipe(options: RecipesOptions, recipe: Any) -> int:
     """The stages in their order; those that are finished are left alone."""
     from loragate.cli.recipes_ready import EVAL_PYTHON, interpreter, require_earlier, require_parts
+    from loragate.files import held
     from loragate.recipes.consent import require_asked, require_known_launcher
     from loragate.recipes.folder import RunFolder
     from loragate.recipes.show import command_lines, is_launched, uses_vllm
-    from loragate.sweep.records import held
 
     out, path = console(), Path(options.out or default_folder(recipe))
     wanted = comma_list(options.stages)
@@ -340,7 +340,7 @@ def _sft(options: Any) -> None:
 
 
 def _calibrate(options: Any) -> None:
-    from loragate.cli.selecting import candidates_of
+    from loragate.cli.calibrate import candidates_of
 
     candidates_of(options)
 

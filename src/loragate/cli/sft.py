@@ -57,9 +57,8 @@ def run(options: SftOptions) -> int:
     require_not_an_adapter(options.model)
     settings, note = with_adapter(settings)
     quiet_logging()
-    from loragate.cli.calibration import is_main_process, keep_configuration, lasting_name
     from loragate.cli.calibration_report import show_data, warn_about_endings
-    from loragate.cli.run_rows import encode_run, keep_rows_record, read_rows
+    from loragate.cli.run_rows import encode_run, keep_configuration, keep_rows_record, lasting_name, read_rows
     from loragate.data import encode_rows
     from loragate.gates.artifact import write_adapter
     from loragate.gates.fingerprint import commit_of_base
@@ -67,6 +66,7 @@ def run(options: SftOptions) -> int:
     from loragate.training import train_adapter
     from loragate.training.own_objective import require_mask_column
     from loragate.training.stage_one import objective_of
+    from loragate.training.strategy import process_state
 
     objective = objective_of(settings)
     require_reference(options, objective)
@@ -114,7 +114,7 @@ def run(options: SftOptions) -> int:
                 report.step, report.total, f"nll {report.values['nll']:.3f}" if "nll" in report.values else ""
             ),
         )
-    if is_main_process():
+    if process_state().is_main_process:
         config = result.model.peft_config["default"]
         named, revision = lasting_name(options.model), split_base(options.model)[1]
         config.base_model_name_or_path = named
