@@ -192,7 +192,7 @@ def test_a_range_that_diverges_drops_out(tmp_path, trainings, diverging):
     assert record_of(again) == record
     begun_again(tmp_path)
     other = dataclasses.replace(SETTINGS, learning_rate=1e-3)
-    with pytest.raises(ConfigError, match="begun with training.entropy.learning_rate"):
+    with pytest.raises(ConfigError, match=r"begun with training\.entropy\.learning_rate"):
         begin(tmp_path, right, settings=other).run(resume=True)
 
 

@@ -290,7 +290,7 @@ def common_base(adapters: Mapping[str, str], given: str) -> tuple[str, str]:
 
 def with_absolute_paths(options: SweepOptions) -> SweepOptions:
     """The options as they hold in a worker, whatever its working directory."""
-    changed = {
+    changed: dict[str, Any] = {
         name: str(Path(getattr(options, name)).resolve())
         for name in ("adapter", "base", "data", "probe", "test", "chat_template", "probe_task")
         if getattr(options, name) and Path(getattr(options, name)).exists()
@@ -355,7 +355,8 @@ def finish(out: Any, store: Any, sweep: Any) -> int:
         )
     if dropped:
         out.print(
-            f"{len(dropped)} of {len(study.candidates)} trials diverged and take no part, nor does a cell that lacks a seed for it",
+            f"{len(dropped)} of {len(study.candidates)} trials diverged and take no part, nor does a cell that lacks a seed for "
+            "it",
             markup=False,
         )
     trained = any(one.range is not None for one in study.candidates if one.slug in results)

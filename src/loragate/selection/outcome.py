@@ -185,8 +185,8 @@ class Selection:
             assert retention is not None, "the adapter was asked as well"
             record["retention"] = retention_record(kept, ADAPTER, retention.about)
         if self.references:
-            scores = {name: cell.probe for name, cell in self.references.items()}
-            record["references"] = references_record(scores, picked.probe)
+            tables = {name: cell.probe for name, cell in self.references.items()}
+            record["references"] = references_record(tables, picked.probe)
         record["cost"] = {
             "trainings": len(trainings),
             "training_seconds": round(_seconds(results, "training"), 1),

@@ -452,13 +452,14 @@ def accept_gates(folder: str | Path, bounds: Range, adapter: str | Path) -> Chos
     store = Store.open(folder / CANDIDATES)
     (one,) = store.study.candidates
     gated = store.place(one) / GATED
-    if one.range is None or one.range != bounds:
+    assert one.range is not None, "gates were trained"
+    if one.range != bounds:
         raise ConfigError(
-            f"{folder} holds gates of {one.cell}, not of {bounds}; accept them with --range={one.range.typed if one.range else ''}, "
-            "or give another --out"
+            f"{folder} holds gates of {one.cell}, not of {bounds}; accept them with --range={one.range.typed}, or give another "
+            "--out"
         )
-    weights = [place / "adapter_model.safetensors" for place in (Path(adapter), gated / ADAPTER_FOLDER)]
-    if all(path.is_file() for path in weights) and not cmp(*weights, shallow=False):
+    given, kept = (place / "adapter_model.safetensors" for place in (Path(adapter), gated / ADAPTER_FOLDER))
+    if given.is_file() and kept.is_file() and not cmp(given, kept, shallow=False):
         raise ConfigError(f"{folder} holds gates of another adapter; give the --adapter they were trained on")
     selection = {**_no_evidence(one, UNVERIFIED, accepted=True), "why": store.study.identity["why"]}
     (folder / CONFIG).unlink(missing_ok=True)  # written again last; until then nothing can be loaded

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +202,7 @@ def _ask(
         began = time.monotonic()
         tell(stage)
         here = probe.at(candidate.temperature)
-        answers = here.score(bench.engine, lambda done, total, stage=stage: tell(stage, done, total))
+        answers = here.score(bench.engine, partial(tell, stage))
         seconds[stage] = time.monotonic() - began
         found[name] = Scored.of(here, answers)
     return found, seconds
