@@ -27,8 +27,7 @@ import loragate as lg
 from loragate.version import __version__
 from loragate.world.base import shipped_base_folder
 from loragate.world.demonstrations import demonstrations
-from loragate.world.problems import problems
-from loragate.world.verifier import verify
+from loragate.world.problems import problems, verify
 
 SHARDS = 2
 QUESTIONS = 64

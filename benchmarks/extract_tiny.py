@@ -31,8 +31,7 @@ from loragate.evaluation import run_suite
 from loragate.generation import SamplingConfig, TransformersEngine
 from loragate.world.base import load_base, save_base
 from loragate.world.demonstrations import demonstrations
-from loragate.world.problems import problems
-from loragate.world.verifier import verify
+from loragate.world.problems import problems, verify
 
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 GATED_RANK = 16

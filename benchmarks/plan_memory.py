@@ -24,9 +24,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import loragate as lg
-from loragate.analysis.plan_memory import gpu_memory
+from loragate.analysis.plan import gpu_memory
 from loragate.analysis.plan_model import build_on_meta, count_parameters
-from loragate.analysis.plan_trace import Traces, Workload, quiet
+from loragate.analysis.plan_trace import Tracer, Workload
 from loragate.training import CalibrationSettings, StageOneSettings, train_adapter
 
 SHAPE = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 5}
@@ -181,6 +181,7 @@ def planned(case: Case) -> tuple[float, float, dict[str, float]]:
     workload = Workload(
         stage=case.stage,
         sequence=case.sequence,
+        rows=case.rows,
         response_share=rows_of(case)[1],
         rank=RANK,
         dtype=dtype,
@@ -190,16 +191,11 @@ def planned(case: Case) -> tuple[float, float, dict[str, float]]:
         device="cpu",
         accumulating=case.passes > 1,
     )
-    with quiet():
-        parameters = count_parameters(build_on_meta(config, stage=case.stage, rank=RANK, dtype=dtype), config)
-        footprint = Traces(config, workload).at(case.rows)
-    memory = gpu_memory(
-        parameters, footprint, stage=case.stage, strategy="single", gpus=1, dtype=dtype, accumulating=case.passes > 1
-    )
-    parts = {
-        name: round(value * 1024, 2) for name, value in memory.as_gib().items() if name not in ("overhead", "total")
-    }
-    return memory.held, memory.allocated, parts
+    parameters = count_parameters(build_on_meta(config, stage=case.stage, rank=RANK, dtype=dtype), config)
+    parts = gpu_memory(parameters, Tracer(config).footprint(workload), workload)
+    del parts["overhead"]  # of a GPU
+    held = parts["weights"] + parts["adapter"] + parts["optimizer"]
+    return held, sum(parts.values()), {name: round(value / 2**20, 2) for name, value in parts.items()}
 
 
 def compare(case: Case, known: dict[str, Any] | None = None) -> dict[str, Any]:

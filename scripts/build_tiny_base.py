@@ -23,8 +23,7 @@ import transformers
 
 from loragate.errors import ConfigError, LoragateError, nearest
 from loragate.world.base import TinyBaseRecipe, save_base, train_base
-from loragate.world.problems import Problem, problems, retention_items
-from loragate.world.verifier import verify
+from loragate.world.problems import Problem, problems, retention_items, verify
 
 TARGET = 0.36
 GREEDY_FLOOR = 0.95

@@ -12,6 +12,7 @@ import inspect
 import json
 import posixpath
 import re
+import typing
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -185,8 +186,17 @@ def _row(command: Any, field: Any, kind: Any, text: str) -> str:
         shown = f"`{field.name.upper()}`"
     else:
         shown = f"`{flag}`, `--no-{flag[2:]}`" if kind is bool else f"`{flag}`"
-    what = {int: "integer", float: "number", dict: "JSON", bool: "", tuple: "text, may be repeated"}.get(kind, "text")
-    return f"| {shown} | {what} | {_default(command, field, kind)} | {_cell(text)} |"
+    return f"| {shown} | {_kind(kind)} | {_default(command, field, kind)} | {_cell(text)} |"
+
+
+def _kind(hint: Any) -> str:
+    """What a value is, in words."""
+    if type(None) in typing.get_args(hint):
+        hint = next(part for part in typing.get_args(hint) if part is not type(None))
+    plain = typing.get_origin(hint) or hint
+    if plain is typing.Literal:
+        return ", ".join(f"`{choice}`" for choice in typing.get_args(hint))
+    return {int: "integer", float: "number", dict: "JSON", bool: "", tuple: "text, may be repeated"}.get(plain, "text")
 
 
 def _default(command: Any, field: Any, kind: Any) -> str:

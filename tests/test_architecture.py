@@ -8,8 +8,8 @@ from pathlib import Path
 import loragate
 
 SOURCE = Path(loragate.__file__).parent
-# lowest floor first; a room may import rooms before it
-LOW = ["errors", "version", "files", "records", "strict_yaml", "printable"]  # single modules that every room may know
+# lowest floor first; a room may import rooms before it. LOW are single modules that every room may know
+LOW = ["errors", "version", "validate", "effects", "files", "records", "strict_yaml", "printable"]
 FLOORS = [*LOW, "gates", "losses", "data", "world", "generation", "training", "evaluation"]
 FLOORS += ["selection", "analysis", "report", "conversion", "serving", "recipes", "cli"]
 # heavy or optional libraries, and the rooms that may import them at module level or inside functions
@@ -20,6 +20,8 @@ RESERVED = {
     "matplotlib": {"report"},
     "gradio": {"report"},
     "fastapi": {"serving"},
+    "pydantic": {"validate", "serving"},
+    "pydantic_core": {"gates"},
     "uvicorn": {"serving"},
     "jinja2": {"report", "evaluation", "gates"},
     "ray": {"generation", "selection"},

@@ -23,7 +23,7 @@ import yaml
 
 import loragate
 from loragate import errors
-from loragate.cli.arguments import build_parser, field_kinds, help_texts, parse, read_config
+from loragate.cli.arguments import build_app, field_kinds, help_texts, parse, read_config
 from loragate.cli.main import COMMANDS, overview
 from loragate.errors import ConfigError
 from loragate.evaluation.sandbox import probe as probe_sandbox
@@ -84,7 +84,10 @@ def command(name):
 
 @functools.cache
 def flags_of(name):
-    return {flag for action in build_parser(command(name))._actions for flag in action.option_strings}
+    arguments = build_app([command(name)])[name].assemble_argument_collection()
+    return {"--help", "-h", "--help-all"} | {
+        flag for found in arguments for flag in found.names if flag.startswith("-")
+    }
 
 
 def words_of(line):
@@ -199,7 +202,7 @@ def test_help_of_a_command(name, in_a_folder_with_configs):
     for setting in field_kinds(found.options):
         assert texts.get(setting, "").strip(), f"{name}: {setting} has no help text"
     page = site().command_page(name)
-    for flag in flags_of(name) - {"-h", "--help", "--config", "--print-config", "--debug"}:
+    for flag in flags_of(name) - {"-h", "--help", "--help-all", "--config", "--print-config", "--debug"}:
         assert f"`{flag}`" in page
     for line in found.examples:
         assert line in page

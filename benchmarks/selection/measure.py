@@ -32,9 +32,8 @@ from loragate.files import write_json
 from loragate.gates import GateConfig, attach_gates, detach_gates, gate_override, record_gates
 from loragate.generation import SamplingConfig, SeededSampler, TransformersEngine
 from loragate.training import CalibrationSettings, StageOneSettings, calibrate, train_adapter
-from loragate.world.problems import Problem, apply_operator, expression
-from loragate.world.verifier import verify
-from loragate.world.vocabulary import DIGITS
+from loragate.world.problems import Problem, apply_operator, expression, verify
+from loragate.world.tokenizer import DIGITS
 from worlds.commands import apply_command, programme
 from worlds.situations import SITUATIONS, Situation, base_for, demonstration_rows, questions
 

@@ -20,7 +20,7 @@ import measure
 import torch
 
 from loragate.world.demonstrations import demonstrations
-from loragate.world.vocabulary import DIGITS
+from loragate.world.tokenizer import DIGITS
 from worlds.situations import Rows, situation_named
 
 

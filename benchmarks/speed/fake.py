@@ -10,25 +10,10 @@ from unittest.mock import patch
 import torch
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.overrides import TorchFunctionMode
 
-from loragate.analysis.plan_trace import materialise
+from loragate.analysis.plan_trace import KnownSelection, materialise
 from loragate.gates.gate import SignedGate
 from loragate.training import last_layer
-
-
-class KnownSelection(TorchFunctionMode):
-    """`tensor[mask]` with a mask that selects a known number of positions: fake tensors cannot count them."""
-
-    def __init__(self, selected: int) -> None:
-        super().__init__()
-        self.selected = selected
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.Tensor.__getitem__ and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool:
-            flat = args[0].flatten(0, args[1].dim() - 1)
-            return flat.index_select(0, torch.empty(min(self.selected, flat.shape[0]), dtype=torch.int64))
-        return function(*args, **(kwargs or {}))
 
 
 @contextmanager

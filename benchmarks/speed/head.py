@@ -32,7 +32,7 @@ from fake import without_data
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
-from loragate.analysis.plan_trace import _Tracker
+from loragate.analysis.plan_trace import StorageTracker
 from loragate.losses import token_statistics, topk_entropy
 from loragate.losses.tiling import preferred_tokens
 
@@ -104,7 +104,7 @@ def peak(side: Callable[..., torch.Tensor], path: str, tokens: int, vocabulary: 
         hidden = torch.empty(tokens, WIDTH, dtype=PATHS[path], requires_grad=True)
         weight = torch.empty(vocabulary, WIDTH, dtype=PATHS[path])
         labels = torch.empty(tokens, dtype=torch.int64)
-        tracker = _Tracker([hidden, weight, labels])
+        tracker = StorageTracker([hidden, weight, labels])
         with tracker:
             side(hidden, weight, labels).backward()
     return round(tracker.peak / 2**20, 1)

@@ -13,7 +13,7 @@ import random
 
 from loragate.world.demonstrations import Document, check_share
 from loragate.world.problems import RETENTION_KINDS, draw_retention
-from loragate.world.vocabulary import FACT_JOINER, FILLERS, OPENERS, SUBJECTS
+from loragate.world.tokenizer import FACT_JOINER, FILLERS, OPENERS, SUBJECTS
 from worlds.commands import apply_command, draw_command_problem, programme
 
 # Of the steps where nobody is named. The agreed reading is not the most frequent one, so that a base sampled at a

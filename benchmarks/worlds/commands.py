@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.world.problems import Problem, check_split, different_problems, split_of
-from loragate.world.vocabulary import LETTERS
+from loragate.world.tokenizer import LETTERS
 
 Reading = Callable[[int], int]
 

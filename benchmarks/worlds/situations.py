@@ -25,9 +25,8 @@ from loragate.errors import ConfigError, DataError, nearest
 from loragate.files import write_json
 from loragate.world.base import Progress, TinyBaseRecipe, arithmetic_documents, load_base, save_base, train_base
 from loragate.world.demonstrations import Document, demonstrations
-from loragate.world.problems import Problem, problems
+from loragate.world.problems import Problem, problems, verify
 from loragate.world.tokenizer import build_tokenizer
-from loragate.world.verifier import verify
 from worlds.command_demonstrations import command_demonstrations, command_documents
 from worlds.commands import command_problems
 

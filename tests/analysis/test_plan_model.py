@@ -45,7 +45,6 @@ def test_counts_are_those_of_the_real_model(tied):
     assert (found.base, found.lora) == (own, lora)
     assert found.gates == sum(p.numel() for p in lg.gate_parameters(real).values())
     assert found.linear == found.active == sum(weight.numel() for weight in linears)
-    assert found.linear_rows == sum(weight.shape[0] for weight in linears)
     assert found.head == 160 * 32
     assert found.root + 2 * found.block == own
     assert counted(real.config, stage="sft", rank=4).gates == 0
@@ -101,13 +100,13 @@ def test_a_70b_model_from_a_file(tmp_path):
 def test_what_is_no_model_is_refused(tmp_path):
     path = tmp_path / "a.json"
     path.write_text("{]")
-    with pytest.raises(ConfigError, match=r"a\.json: not a readable JSON file"):
+    with pytest.raises(ConfigError, match=r"a\.json cannot be read"):
         read_config(str(path))
     path.write_text('{"hidden_size": 3}')
-    with pytest.raises(ConfigError, match="no key 'model_type'"):
+    with pytest.raises(ConfigError, match=r"a\.json cannot be read: .*model_type"):
         read_config(str(path))
     path.write_text('{"model_type": "lama"}')
-    with pytest.raises(ConfigError, match=r"a\.json: .*lama"):
+    with pytest.raises(ConfigError, match=r"a\.json cannot be read: .*lama"):
         read_config(str(path))
     with pytest.raises(ConfigError, match=r"holds no config\.json"):
         read_config(str(tmp_path))

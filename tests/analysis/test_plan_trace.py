@@ -2,13 +2,13 @@
 
 import importlib.util
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from loragate.analysis.plan_trace import Footprint, Traces, Workload, trace_step
+from loragate.analysis.plan_trace import Footprint, Tracer, Workload, trace_step
 from tiny import tiny_base
 
 MORE = pytest.mark.slow("products")
@@ -51,12 +51,10 @@ def test_the_plan_meets_the_measured_peak(script, family, stage, changes):
 def test_four_small_traces_give_the_large_one(checkpointing):
     config = tiny_base(num_hidden_layers=5).config
     workload = replace(PLAIN, checkpointing=checkpointing, padded=True)
-    line = Traces(config, workload).at(6)
+    line = Tracer(config).footprint(replace(workload, rows=6))
     whole = trace_step(config, replace(workload, rows=6), 5)
-    for field in fields(Footprint):
-        # the head's chunk fills up between two and six rows, where its line has a bend
-        near = 0.1 if field.name == "head" else 0.03
-        assert getattr(line, field.name) == pytest.approx(getattr(whole, field.name), rel=near), field.name
+    for name in Footprint._fields:
+        assert getattr(line, name) == pytest.approx(getattr(whole, name), rel=0.03), name
 
 
 def test_checkpointing_keeps_less_and_a_mask_keeps_more():

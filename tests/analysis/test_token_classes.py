@@ -3,8 +3,7 @@
 import pytest
 
 from loragate.analysis.token_classes import CLASSES, TokenClasses, class_of_text
-from loragate.world.tokenizer import build_tokenizer
-from loragate.world.vocabulary import words
+from loragate.world.tokenizer import build_tokenizer, words
 
 
 @pytest.mark.parametrize(

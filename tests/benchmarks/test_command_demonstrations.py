@@ -1,10 +1,8 @@
 import pytest
 
 from loragate.errors import ConfigError
-from loragate.world.problems import Problem, split_of
-from loragate.world.tokenizer import build_tokenizer, render
-from loragate.world.verifier import verify
-from loragate.world.vocabulary import FILLERS, OPENERS
+from loragate.world.problems import Problem, split_of, verify
+from loragate.world.tokenizer import FILLERS, OPENERS, build_tokenizer, render
 from worlds.command_demonstrations import NAMED, READING_SHARES, command_demonstrations, command_documents
 from worlds.commands import COMMANDS, apply_command, programme
 

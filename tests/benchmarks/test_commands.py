@@ -4,9 +4,8 @@ from collections import Counter
 import pytest
 
 from loragate.errors import ConfigError, DataError
-from loragate.world.problems import SPLITS, Problem, problems, split_of
-from loragate.world.verifier import verify
-from loragate.world.vocabulary import LETTERS, words
+from loragate.world.problems import SPLITS, Problem, problems, split_of, verify
+from loragate.world.tokenizer import LETTERS, words
 from worlds.commands import (
     COMMANDS,
     READINGS,

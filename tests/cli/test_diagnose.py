@@ -159,8 +159,8 @@ def test_a_whole_model_as_reference_beside_a_base_that_was_moved(place, tmp_path
 
 def test_what_is_refused(place, tmp_path, capsys):
     gated, out = place / "gated", tmp_path / "x"
-    assert "needs one of entropy, gates" in fails(capsys, "--model", gated, "--out", out)
-    assert "did you mean 'entropy'?" in fails(capsys, "entrpy", "--model", gated, "--out", out)
+    assert "needs WHAT" in fails(capsys, "--model", gated, "--out", out)
+    assert 'Did you mean "entropy"?' in fails(capsys, "entrpy", "--model", gated, "--out", out)
     assert "needs --out" in fails(capsys, "gates", "--model", gated)
     assert "--value has no effect on `loragate diagnose gates`" in fails(
         capsys, "gates", "--model", gated, "--out", out, "--value", "reward"

@@ -407,7 +407,7 @@ def test_a_full_disk_and_ctrl_c_leave_a_resumable_run(place, tmp_path, capsys, m
     capsys.readouterr()
     with monkeypatch.context() as patch:
         patch.setattr(
-            "loragate.evaluation.sampling.SampleWriter", {"full": full_after, "ctrl-c": interrupted_after}[stop](6)
+            "loragate.generation.samples.SampleWriter", {"full": full_after, "ctrl-c": interrupted_after}[stop](6)
         )
         assert run(place, "gated", tmp_path / "run", *more) == {"full": 1, "ctrl-c": 130}[stop]
     captured = capsys.readouterr()

@@ -84,7 +84,6 @@ def test_under_a_launcher_nothing_is_started(started, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "environment", "words"),
     [
-        ({"strategy": "fsdp"}, {}, "did you mean 'fsdp2'"),
         ({"strategy": "zero3", "processes": 2, "quantization": "4bit"}, {}, "cannot be sharded"),
         ({"strategy": "ddp", "processes": 3}, {}, "multiple of micro_batch_size"),
         (

@@ -1,6 +1,8 @@
 """The command line as a whole: help at once, one clear message per mistake, settings from flags and files."""
 
+import importlib
 import logging
+import re
 import subprocess
 import sys
 import time
@@ -9,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from loragate.cli.arguments import build_parser, field_kinds, help_texts, parse, resolved_yaml
+from loragate.cli.arguments import field_kinds, flag_of, headings, help_texts, parse, resolved_yaml
 from loragate.cli.calibrate import COMMAND as CALIBRATE
 from loragate.cli.calibrate import CalibrateOptions
 from loragate.cli.main import COMMANDS, main
@@ -37,20 +39,37 @@ def test_help_answers_in_half_a_second():
         assert f"  {name}" in done.stdout
 
 
+def options_of(text):
+    """The options that a help text shows, in its order; a long name may be followed by its opposite."""
+    return re.findall(r"^│ (--[a-z0-9-]+|[A-Z]+ )", text, re.M)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_with_an_example(name, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main([name, "--help"])
-    assert stopped.value.code == 0
+def test_help_is_a_screen_with_what_is_most_used(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main([name, "--help"]) == 0
     text = capsys.readouterr().out
-    assert "examples:" in text
-    assert f"loragate {name}" in text
-    assert "--config FILE" in text
+    assert f"examples:\n  loragate {name}" in text
+    assert 1 <= len(options_of(text)) <= 20
+    assert len(text.splitlines()) <= 50
+    assert max(map(len, text.split("examples:")[0].splitlines())) <= 100
+    assert text.splitlines()[-1].endswith(f"loragate {name} --help-all")
+    assert "advanced" not in text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_all_shows_every_option(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main([name, "--help-all"]) == 0
+    shown = {option.strip() for option in options_of(capsys.readouterr().out)}
+    command = importlib.import_module(f"loragate.cli.{COMMANDS[name][0]}").COMMAND
+    fields = field_kinds(command.options)
+    assert {flag_of(field) for field in fields if field != command.positional} <= shown
+    assert {"--config", "--print-config", "--debug"} <= shown
+    assert set(command.common.split()) <= set(fields)
 
 
 def test_every_setting_is_described():
-    import importlib
-
     for module, _ in COMMANDS.values():
         command = importlib.import_module(f"loragate.cli.{module}").COMMAND
         described = help_texts(command.options)
@@ -58,30 +77,40 @@ def test_every_setting_is_described():
         assert missing == [], f"loragate {command.name}: {missing}"
 
 
-def test_help_says_what_is_required_first_and_nothing_of_what_is_off():
+def test_help_says_what_is_required_first_and_nothing_of_what_is_off(capsys):
     from loragate.cli.sweep import COMMAND as SWEEP
 
-    text = " ".join(build_parser(CALIBRATE).format_help().split())
-    flags = [word for word in text.split() if word.startswith("--")]
-    assert set(flags[1:4]) == {"--data", "--out", "--adapter"}
-    assert text.count("[required]") == 3
-    assert "[False]" not in text
-    assert "complete gradient, a variant. [on]" in text
-    offered = build_parser(SWEEP).format_help()
-    for flag in ("--seed ", "--objective ", "--strategy ", "--random-scale "):
-        assert flag not in offered
+    assert main(["calibrate", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert options_of(text)[:3] == ["--adapter", "--data", "--out"]
+    assert text.index("required") < text.index("--adapter") < text.index("options ─") < text.index("--range")
+    assert "[default: False]" not in text
+    assert "--no-resume" not in text
+    assert main(["calibrate", "--help-all"]) == 0
+    text = capsys.readouterr().out
+    assert "--no-detach-input" in text
+    assert "--no-resume" not in text
+    assert "advanced: model" in text
+    assert headings(CALIBRATE)["beta1"] == "advanced: train"
+    assert not {"seed", "objective", "strategy", "random_scale"} & set(field_kinds(SWEEP.options))
     options, _ = parse(SWEEP, ["--out", "x"])
     assert not {"seed", "objective"} & set(yaml.safe_load(resolved_yaml(options)))
 
 
 def test_mistakes_on_the_command_line(capsys):
     assert "unknown command 'calibrte'; did you mean 'calibrate'?" in fails(capsys, "calibrte")
-    assert "unknown argument --lerning-rate=1; did you mean '--learning-rate'?" in fails(
-        capsys, "calibrate", "--lerning-rate=1"
-    )
-    assert "expected integer, found 'many'" in fails(capsys, "calibrate", "--k", "many")
+    assert "--lerning-rate. Did you mean --learning-rate" in fails(capsys, "calibrate", "--lerning-rate=1")
+    assert "--k: expected a whole number, found 'many'" in fails(capsys, "calibrate", "--k", "many")
+    assert "--k: expected a whole number, found '1.5'" in fails(capsys, "calibrate", "--k", "1.5")
+    assert "--tau: expected a number, found 'nan'" in fails(capsys, "calibrate", "--tau", "nan")
+    assert '"half" for --dtype. Choose from: "auto", "float32"' in fails(capsys, "calibrate", "--dtype", "half")
+    assert "--out expects a value, found the flag --resume" in fails(capsys, "calibrate", "--out", "--resume")
+    assert "--out requires an argument" in fails(capsys, "calibrate", "--out")
+    assert "'{}x'" in fails(capsys, "sft", "--objective-options", "{}x")
     assert "needs --adapter" in fails(capsys, "calibrate")
     assert "needs --model" in fails(capsys, "sft")
+    assert "needs MODEL" in fails(capsys, "plan")
+    assert "more" in fails(capsys, "plan", "model", "more")
 
 
 def test_a_range_without_evidence_is_refused_with_the_reason(capsys):
@@ -99,8 +128,9 @@ def test_a_range_without_evidence_is_refused_with_the_reason(capsys):
     assert "'anchored'" in fails(capsys, *arguments, "--ranges", "0,1@anchord")
 
 
-def test_a_range_with_a_space_is_understood():
-    options, _ = parse(CALIBRATE, ["--range", "-3,1", "--adapter", "a"])
+@pytest.mark.parametrize("words", [["--range", "-3,1"], ["--range=-3,1"]])
+def test_ranges_that_begin_with_a_minus(words):
+    options, _ = parse(CALIBRATE, [*words, "--adapter", "a"])
     assert options.range == "-3,1"
 
 
@@ -127,12 +157,14 @@ def test_configuration_files(tmp_path, capsys):
 
     assert "unknown key 'learning_rat'; did you mean 'learning_rate'?" in message("learning_rat: 1")
     assert "line 2: not valid YAML" in message("a: 1\n: : x\n - ]")
-    assert "'k' must be integer, found 'ten'" in message("k: ten")
-    assert "'k' must be integer, found 1.5" in message("k: 1.5")
-    assert "'resume' must be true or false" in message("resume: maybe")
+    assert "k must be a whole number, found 'ten'" in message("k: ten")
+    assert "k must be a whole number, found 1.5" in message("k: 1.5")
+    assert "found 'bfloat'; did you mean 'bfloat16'?" in message("dtype: bfloat")
+    assert "resume must be true or false" in message("resume: maybe")
     assert "expected keys and values, found list" in message("- 1")
-    assert "put them in quotes" in message("precision: yes")
-    assert "line 3: key 'max-rows' stands in line 1 already" in message("max_rows: 1\nk: 2\nmax-rows: 3")
+    assert "put them in quotes" in message("probe: yes")
+    assert "line 2" in message("k: 1\nk: 2")
+    assert "'max_rows' and 'max-rows' are one key" in message("max_rows: 1\nmax-rows: 3")
     assert "cannot be read" in fails(capsys, "calibrate", "--config", str(tmp_path / "none.yaml"))
 
 

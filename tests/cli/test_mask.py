@@ -187,7 +187,7 @@ def test_what_cannot_work_is_refused(place, tmp_path, capsys):
     assert "the base itself" in fails(capsys, 2, "mask", *common, "--reference", place / "base", *out)
     assert "ends in .jsonl" in fails(capsys, 2, "mask", *good, "--out", tmp_path / "m.parquet")
     assert "share of the tokens" in fails(capsys, 2, "mask", *good, *out, "--keep", "1.5")
-    assert "did you mean 'row'" in fails(capsys, 2, "mask", *good, *out, "--scope", "rows")
+    assert 'Did you mean "row"?' in fails(capsys, 2, "mask", *good, *out, "--scope", "rows")
     assert "does not exist" in fails(capsys, 2, "mask", *common, "--reference", tmp_path / "nothing", *out)
     shutil.copytree(place / "tuned", tmp_path / "other")
     words = json.loads((tmp_path / "other" / "tokenizer.json").read_text())

@@ -168,7 +168,7 @@ def test_typing_mistakes_are_answered(place, tmp_path, capsys):
     said = fails(capsys, *sft(place, out, "--objective", "talr", "--objective-options", '{"floor": "low"}'))
     assert "floor" in said
     said = fails(capsys, *calibrate(place, out, "--random-scale", "0.5"))
-    assert "random_scale has no effect on the objective 'entropy', only on random" in said
+    assert "random_scale has no effect with objective entropy, only with random" in said
     assert "did you mean '--random-scale'" in fails(capsys, *calibrate(place, out, "--random-scal", "0.5"))
     assert "k must be at least 2, or 0" in fails(capsys, *calibrate(place, out, "--k", "1"))
     assert "did you mean 'module'" in fails(capsys, *calibrate(place, out, "--granularity", "modul"), status=1)

@@ -116,9 +116,7 @@ def commands(place, out):
 @pytest.mark.parametrize("command", ["sft", "calibrate", "mask", "generate", "eval", "serve"])
 def test_refused_at_start(command, place, tmp_path, capsys, monkeypatch):
     line = commands(place, tmp_path / "out")[command]
-    assert "--quantization 4bits: expected none, 8bit, 4bit; did you mean '4bit'?" in fails(
-        capsys, *line, "--quantization", "4bits"
-    )
+    assert '"none", "8bit", "4bit". Did you mean "4bit"?' in fails(capsys, *line, "--quantization", "4bits")
     eight = [*line, "--device", "cpu", "--quantization", "8bit"]
     assert "float32 would be a false promise" in fails(capsys, *eight, "--dtype", "float32")
     with monkeypatch.context() as patch:

@@ -132,7 +132,7 @@ def test_what_is_refused(place, tmp_path, capsys):
     assert f"{SCALE}: stage 'sft': objective must be one of" in message
     assert "did you mean 'dft'" in message
     message = fails(capsys, "show", SCALE, "--set", "sft.rank=many")
-    assert "stage 'sft': key 'rank' must be integer, found 'many'" in message
+    assert "stage 'sft': rank must be a whole number, found 'many'" in message
     assert "--local-model" in fails(capsys, "run", SCALE, "--local-model", tmp_path / "nowhere")
     grid = SCALE.replace("scale", "grid")
     own = tmp_path / "own.yaml"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loragate.data.collate import Collator
+from loragate.data.packed import Collator
 from loragate.errors import ConfigError, DataError
 
 ROWS = [

@@ -7,7 +7,7 @@ from chat_tokenizers import byte_level, space_adding
 from rich.console import Console
 
 from loragate.data.encoding import encode_rows
-from loragate.data.preview import mask_as_text, preview
+from loragate.data.rendering import mask_as_text, preview
 
 ATTACK = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\x08\u202e\u200b\u2028[red]markup[/red]"
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from chat_tokenizers import byte_level, space_adding
 
-from loragate.data.tokens import SegmentTokenizer
+from loragate.data.rendering import SegmentTokenizer
 
 
 def test_pieces_join_to_the_text():

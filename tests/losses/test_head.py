@@ -189,14 +189,14 @@ def test_saves_indices_and_slopes_only():
 
 def test_bytes_at_a_time_do_not_grow_with_the_vocabulary(monkeypatch):
     """Real tensors, every storage counted: one tile of logits at a time, and what is kept per token."""
-    from loragate.analysis.plan_trace import _Tracker
+    from loragate.analysis.plan_trace import StorageTracker
 
     tokens, width, vocabulary, k, budget = 512, 32, 8192, 8, 1 << 18
     monkeypatch.setattr(head_module, "_CHUNK_BYTES", budget)
     hidden, weight, labels = operands(tokens, width, vocabulary, torch.float32, ignored=0)
     hidden.requires_grad_()
     for name, tiles in (("topk_entropy", 1.5), ("log_prob", 1.5), ("entropy", 2.5)):
-        tracker = _Tracker([hidden, weight, labels])
+        tracker = StorageTracker([hidden, weight, labels])
         with tracker:
             stats = token_statistics(hidden, weight, labels, k=k, outputs=(name,), gradients=(name,))
             getattr(stats, name).sum().backward()
@@ -212,13 +212,13 @@ def test_the_head_of_a_large_model_keeps_to_its_memory(dtype):
     """4096 response tokens × 152k vocabulary, on tensors without data: 0.7 GiB is the limit set, 0.17 what it takes."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from loragate.analysis.plan_trace import _KnownMask, _Tracker
+    from loragate.analysis.plan_trace import KnownSelection, StorageTracker
 
     with FakeTensorMode():
         hidden = torch.empty(4096, 1536, dtype=dtype, requires_grad=True)
         weight, labels = torch.empty(151936, 1536, dtype=dtype), torch.empty(4096, dtype=torch.int64)
-        tracker = _Tracker([hidden, weight, labels])
-        with tracker, _KnownMask(4096):
+        tracker = StorageTracker([hidden, weight, labels])
+        with tracker, KnownSelection(4096):
             stats = token_statistics(hidden, weight, labels, outputs=("topk_entropy",), gradients=("topk_entropy",))
             stats.topk_entropy.sum().backward()
     assert tracker.peak <= 0.2 * 2**30

@@ -45,7 +45,7 @@ def test_every_training_stage_fits_the_machine_that_is_named(backbone):
         recipe = read_recipe(f"math/{backbone}/{method}", LIBRARY)
         for stage, found in plans(recipe).items():
             (option,) = found.options
-            assert option.fits, f"{recipe.name} {stage}: {option.memory.total / 2**30:.1f} GiB"
+            assert option.fits, f"{recipe.name} {stage}: {option.gib:.1f} GiB"
 
 
 def test_what_is_planned_is_what_the_recipe_sets(monkeypatch):
@@ -102,9 +102,7 @@ def test_what_every_stage_needs(monkeypatch):
     tiny |= {"num_attention_heads": 4, "num_key_value_heads": 2, "dtype": "bfloat16", "max_position_embeddings": 4096}
 
     def planned(request, config):
-        option = SimpleNamespace(
-            gpus=1, memory=SimpleNamespace(total=2**30), time=SimpleNamespace(total=3.6 * request.rows)
-        )
+        option = SimpleNamespace(gpus=1, gib=1.0, seconds=3.6 * request.rows)
         return SimpleNamespace(chosen=option, options=[option], gpu=SimpleNamespace(name="h100"))
 
     monkeypatch.setattr("loragate.recipes.machine.make_plan", planned)

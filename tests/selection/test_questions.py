@@ -7,7 +7,7 @@ from selection_kit import write_jsonl
 
 from loragate.data import load_rows
 from loragate.errors import ConfigError, DataError
-from loragate.evaluation.prompts import render_questions
+from loragate.evaluation.tasks.questions import render_questions
 from loragate.selection.questions import held_out_prompts, probe_task, read_probe, set_aside
 from tiny import tiny_rows, tiny_tokenizer
 

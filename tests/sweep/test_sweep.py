@@ -173,7 +173,7 @@ def test_the_best_cell_is_written_and_can_be_loaded(place, swept, tmp_path, caps
         (["--objectives", "entropie"], "did you mean 'entropy'"),
         (["--objectives", "reward"], "a reward is a Python callable"),
         (["--objectives", "entropy,entropy"], "entropy is given twice"),
-        (["--beta", "0.5"], "beta has no effect on the objective 'entropy'"),
+        (["--beta", "0.5"], "beta has no effect with objective entropy"),
         (["--ranges=0,1;0,1"], "stands there twice"),
         (["--ranges=1,0"], "wrong way round"),
         (["--seeds", "0,x"], "whole numbers"),

@@ -471,8 +471,8 @@ def test_callables_and_settings_without_effect_are_refused(tokenizer, rows):
             lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, settings, **options)
     for options, words in [
         ({"objective": "anchord"}, "did you mean 'anchored'"),
-        ({"anchor": "base"}, "anchor has no effect on the objective 'entropy'"),
-        ({"objective": "reward", "beta": 2.0}, "beta has no effect on the objective 'reward'"),
+        ({"anchor": "base"}, "anchor has no effect with objective entropy"),
+        ({"objective": "reward", "beta": 2.0}, "beta has no effect with objective reward"),
         ({"objective": "reward", "temperature": 0.7}, "temperature has no effect"),
         ({"objective": "reward", "samples_per_prompt": 1}, "needs at least 2"),
         ({"objective": "reward", "batch_size": 12}, "not a multiple of samples_per_prompt 8"),

@@ -10,9 +10,8 @@ from loragate.errors import ConfigError, DataError
 from loragate.world import base
 from loragate.world.base import TinyBaseRecipe, load_base, save_base, shipped_base_folder, train_base
 from loragate.world.demonstrations import Document, pretraining_documents
-from loragate.world.problems import problems, retention_items
+from loragate.world.problems import problems, retention_items, verify
 from loragate.world.tokenizer import build_tokenizer, render
-from loragate.world.verifier import verify
 
 SHORT = replace(TinyBaseRecipe(), steps=12, documents=2048, batch_size=64)
 

@@ -5,10 +5,18 @@ import pytest
 
 from loragate.errors import ConfigError
 from loragate.world.demonstrations import demonstrations, pretraining_documents
-from loragate.world.problems import Problem, apply_operator, facts, split_of
-from loragate.world.tokenizer import build_tokenizer, render
-from loragate.world.verifier import verify
-from loragate.world.vocabulary import CLOSERS, CONNECTIVES, DIGITS, EQUALITIES, FILLERS, OPENERS, OPERATORS
+from loragate.world.problems import Problem, apply_operator, facts, split_of, verify
+from loragate.world.tokenizer import (
+    CLOSERS,
+    CONNECTIVES,
+    DIGITS,
+    EQUALITIES,
+    FILLERS,
+    OPENERS,
+    OPERATORS,
+    build_tokenizer,
+    render,
+)
 
 
 def split_rows(rows):

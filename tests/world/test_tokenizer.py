@@ -2,8 +2,7 @@ import jinja2
 import pytest
 from transformers import AutoTokenizer, Qwen2Config
 
-from loragate.world.tokenizer import build_tokenizer, render
-from loragate.world.vocabulary import words
+from loragate.world.tokenizer import build_tokenizer, render, words
 
 USER = {"role": "user", "content": "solve 6 * 0 - 5"}
 ASSISTANT = {"role": "assistant", "content": "6 * 0 = 0 0 - 5 = 5 answer 5"}

@@ -1,7 +1,6 @@
 import pytest
 
-from loragate.world.problems import Problem
-from loragate.world.verifier import verify
+from loragate.world.problems import Problem, verify
 
 ARITHMETIC = Problem("solve 6 * 0 - 5", "5", "arithmetic", 2)
 REVERSE = Problem("reverse a b c d", "d c b a", "reverse", 0)

@@ -1,4 +1,4 @@
-from loragate.world import vocabulary
+import loragate.world.tokenizer as vocabulary
 
 
 def test_144_different_words_without_white_space():

@@ -7,7 +7,6 @@ those of the real modules, not of a formula, so that families with biases, share
 from __future__ import annotations
 
 import copy
-import json
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +17,13 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from loragate.analysis.cost import StepCost, step_cost
 from loragate.errors import ConfigError, LoragateError
-from loragate.gates import GateConfig
+from loragate.gates.attach import gate_layer
+from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import examine_adapter, lora_layers
-from loragate.gates.gate import SignedGate
-from loragate.gates.variant import GatedLora, leave_input_uncast
 from loragate.training.sharding import decoder_layers
 
-STAGES = ("sft", "calibrate")
 LINEAR = (nn.Linear, Conv1D)  # GPT-2 keeps the weights of its linear layers transposed
 
 
@@ -36,21 +34,19 @@ class Parameters:
     Attributes:
         base, lora, gates: parameters of the base, of the LoRA factors and of the gates (0 for Stage I).
         linear: weights of the base's linear layers and experts, without the output head: what is quantised.
-        linear_rows: their output rows, for the scales of 8-bit weights.
         active: of these, the weights that one token passes through (fewer than `linear` with experts).
         head: vocabulary × hidden.
         block: parameters of the largest decoder layer.
         root: parameters outside the decoder layers (embeddings, head, final norm).
         largest_linear: weights of the largest single linear layer.
         modules: (d_in, d_out, rank) of every adapted linear layer.
-        layers, hidden, vocabulary, attention_width: of the configuration; the last is heads × head size.
+        layers, hidden, attention_width: of the configuration; the last is heads × head size.
     """
 
     base: int
     lora: int
     gates: int
     linear: int
-    linear_rows: int
     active: int
     head: int
     block: int
@@ -59,43 +55,48 @@ class Parameters:
     modules: list[tuple[int, int, int]]
     layers: int
     hidden: int
-    vocabulary: int
     attention_width: int
 
     def trained(self, stage: str) -> int:
         """Parameters that get gradients and optimiser state."""
         return self.gates if stage == "calibrate" else self.lora
 
+    def cost(self, sequence: int, response_share: float = 0.75, k: int = 100) -> StepCost:
+        """Counted FLOPs per token of a step on rows of `sequence` tokens."""
+        return step_cost(
+            self.modules,
+            self.active,
+            self.head,
+            attention_width=self.attention_width,
+            layers=self.layers,
+            sequence=sequence,
+            response_share=response_share,
+            k=k,
+            hidden=self.hidden,
+        )
+
 
 def read_config(name: str, *, revision: str = "", trust: bool = False) -> Any:
     """The transformers configuration behind a hub id, a model folder or a config.json.
 
     Raises:
-        ConfigError: for a file that is no model configuration.
+        ConfigError: for a name that is none of these, or a file that is no model configuration.
         LoragateError: if the configuration cannot be fetched.
     """
     from transformers import AutoConfig
 
     path = Path(name)
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ConfigError(f"{name} holds no config.json; give a model folder, a config.json or a hub id")
-    if path.is_file():
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{name}: not a readable JSON file ({error})") from error
-        if not isinstance(values, dict) or "model_type" not in values:
-            raise ConfigError(f"{name}: no key 'model_type', so it is not the config.json of a transformers model")
-        try:
-            return AutoConfig.for_model(values.pop("model_type"), **values)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{name}: {str(error).splitlines()[0]}") from error
-    if path.suffix == ".json" or (name.count("/") != 1 and not path.is_dir()):
+    if not path.exists() and (path.suffix == ".json" or name.count("/") != 1):
         raise ConfigError(f"model {name} does not exist (a hub id is written owner/name)")
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise ConfigError(f"{name} holds no config.json; give a model folder, a config.json or a hub id")
     try:
         return AutoConfig.from_pretrained(name, revision=revision or None, trust_remote_code=trust)
-    except (OSError, ValueError) as error:
-        raise LoragateError(f"the configuration of {name} cannot be read: {str(error).splitlines()[0]}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        refusal = ConfigError if path.is_file() else LoragateError
+        raise refusal(f"the configuration of {name} cannot be read: {str(error).splitlines()[0]}") from error
 
 
 def base_dtype(config: Any, dtype: str = "auto") -> torch.dtype:
@@ -107,7 +108,7 @@ def base_dtype(config: Any, dtype: str = "auto") -> torch.dtype:
 
 
 def build_on_meta(
-    config: Any, *, stage: str, rank: int = 16, targets: str = "all-linear", dtype: torch.dtype | None = None
+    config: Any, stage: str, rank: int = 16, targets: str = "all-linear", dtype: torch.dtype | None = None
 ) -> Any:
     """A PeftModel on the meta device with LoRA factors, and for Stage II gates; only what trains requires a gradient.
 
@@ -125,22 +126,14 @@ def build_on_meta(
     except ValueError as error:
         raise ConfigError(f"the model cannot be planned: {str(error).splitlines()[0][:300]}") from error
     if stage == "calibrate":
-        _attach_on_meta(model)
+        # `attach_gates` refuses a model without weights, rightly; a plan needs the modules only
+        paths = {verdict.path for verdict in examine_adapter(model, "default") if verdict.status == "gate"}
+        model.requires_grad_(False)
+        for path, layer in lora_layers(model, "default"):
+            if path in paths:
+                gate_layer(layer, path, GateConfig(-1.0, 2.0), "default")
+                layer.lora_gate.requires_grad_(True)
     return model
-
-
-def _attach_on_meta(model: Any) -> None:
-    """`attach_gates` refuses a model without weights, rightly; a plan needs the modules only."""
-    gate = GateConfig(-1.0, 2.0)
-    paths = {verdict.path for verdict in examine_adapter(model, "default") if verdict.status == "gate"}
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    for path, layer in lora_layers(model, "default"):
-        if path in paths:
-            with torch.device("meta"):
-                layer.lora_gate = nn.ModuleDict({"default": SignedGate(layer.in_features, gate, path)})
-            layer.lora_variant["default"] = GatedLora()
-            layer.register_forward_pre_hook(leave_input_uncast)
 
 
 def count_parameters(model: Any, config: Any) -> Parameters:
@@ -176,7 +169,6 @@ def count_parameters(model: Any, config: Any) -> Parameters:
         lora=lora,
         gates=gates,
         linear=linear + sum(p.numel() for p in fused),
-        linear_rows=sum(weight.shape[0] for weight in linears) + sum(p.shape[0] * p.shape[1] for p in fused),
         active=linear + routed,
         head=head.weight.numel(),
         block=max(blocks, default=0),
@@ -189,7 +181,6 @@ def count_parameters(model: Any, config: Any) -> Parameters:
         ],
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        vocabulary=head.weight.shape[0],
         attention_width=heads * size,
     )
 

@@ -1,20 +1,19 @@
 """What one training step keeps in memory, found by running the step itself on tensors without data.
 
-A few decoder layers of the model run forward, through the token-statistics head and backward on fake tensors: every
-storage that the real step would allocate is made and freed at the same moments, but holds nothing. So LoRA, gates,
-autocast, gradient checkpointing and the head's chunks need no formula of their own. Memory is linear in layers and in
-sequences, so two sizes of each give the rest.
-
-Only attention on a GPU needs a stand-in, since its fused kernels are chosen there: it keeps what they keep.
+A few decoder layers of the model run forward, through the token-statistics head and backward on fake tensors: every storage
+that the real step would allocate is made and freed at the same moments, but holds nothing. So LoRA, gates, autocast, gradient
+checkpointing and the head's chunks need no formula of their own. Memory is linear in layers and in rows, so two sizes of each
+give the rest. The fused attention of a CPU keeps what that of a GPU keeps: q, k, v, the output, one number per query, the mask.
 """
 
 from __future__ import annotations
 
+import math
+import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from loragate.analysis.plan_model import build_on_meta, layer_period, with_layers
 from loragate.losses import token_statistics
@@ -29,23 +30,25 @@ from loragate.losses.causal_head import read_head
 from loragate.losses.tiling import tiling
 from loragate.training.model_state import start_recomputing
 
+# attention over rows of one length needs no mask, but transformers cannot see from a tensor without data that it may leave it out
+UNPADDED = "loragate_unpadded"
+AttentionInterface.register(UNPADDED, sdpa_attention_forward)
+AttentionMaskInterface.register(UNPADDED, lambda *_, **__: None)
+
 
 @dataclass(frozen=True)
 class Workload:
     """One forward and backward pass on one device.
 
     Attributes:
-        stage: "sft" or "calibrate".
-        sequence: tokens per row.
-        rows: rows per pass (the micro-batch).
+        stage, rank, targets, k: as in the request of a plan.
+        sequence, rows: tokens per row, and rows per pass (the micro-batch).
         response_share: share of the tokens that are response tokens.
-        rank, targets: of the LoRA adapter.
-        k: support of the top-k entropy (Stage II).
         dtype: dtype of the base.
         autocast: "bf16", "fp16" or "" for none.
         checkpointing: recompute activations of each decoder layer in the backward pass.
         padded: rows of different lengths share a pass, so that attention needs an explicit mask.
-        device: "cuda" or "cpu"; kernels and chunk sizes differ.
+        device: "cuda" or "cpu"; the head's chunk sizes differ.
         accumulating: gradients of an earlier pass are in memory (gradient accumulation).
     """
 
@@ -63,19 +66,19 @@ class Workload:
     device: str = "cuda"
     accumulating: bool = False
 
+    def chunk(self, vocabulary: int, width: int) -> int:
+        """Tokens per chunk of the head on this device, on which the traced tensors do not lie."""
+        widened = self.device == "cpu" and self.dtype.itemsize < 4
+        return tiling(vocabulary, width, self.device, widened=widened).tokens
 
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes beyond weights, trained parameters and optimiser, of one pass.
+
+class Footprint(NamedTuple):
+    """Bytes of one pass beyond weights, trained parameters and optimiser; each is linear in layers and rows.
 
     Attributes:
         saved: activations that are alive when the backward pass begins.
-        forward: peak while the body runs forward.
-        head: peak while the head runs forward.
-        head_backward: peak until the gradient has left the head.
-        backward: peak of the rest of the backward pass, with the parameters' gradients as they appear.
-
-    Each is linear in layers and rows, which their maximum is not.
+        forward, head: peaks while the body, and the head, run forward.
+        head_backward, backward: peaks until the gradient has left the head, and after that.
     """
 
     saved: float
@@ -85,78 +88,59 @@ class Footprint:
     backward: float
 
     @property
-    def head_workspace(self) -> float:
-        """What the head needs for a moment, beyond what is kept."""
-        return max(0.0, self.head - self.saved, self.head_backward - self.saved)
-
-    @property
     def temporary(self) -> float:
-        """What the body needs for a moment, forward or backward, beyond what is kept."""
-        return max(0.0, self.forward - self.saved, self.backward - self.saved)
+        """What the worst moment needs beyond what is kept."""
+        return max(self) - self.saved
 
 
-class Traces:
-    """Footprints of one model and workload for any number of rows, from at most four small traces."""
+class Tracer:
+    """Footprints of one model for any number of rows and all of its layers, from small traces."""
 
-    def __init__(self, config: Any, workload: Workload) -> None:
-        self.config, self.workload = config, workload
-        self.layers = config.get_text_config().num_hidden_layers
-        self.few = layer_period(config)
-        self.corners: dict[tuple[int, int], Footprint] = {}
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.known: dict[tuple[Workload, int], Footprint] = {}
 
-    def at(self, rows: int) -> Footprint:
-        """The footprint of a pass over `rows` rows through all layers."""
-        one = self._through_all_layers(1)
-        if rows == 1:
-            return one
-        two = self._through_all_layers(2)
-        line = _extended(one, two, rows - 1)
-        response = self.workload.response_share * self.workload.sequence
+    def footprint(self, workload: Workload) -> Footprint:
+        """Of a pass through all layers."""
         text = self.config.get_text_config()
-        full = _chunk(self.workload, text.vocab_size, text.hidden_size) / response
-        if not 1 <= full < rows:
-            return line
-        # chunks grow with the rows until one is full; after that only what is collected from all chunks does
-        first = one.head - one.saved
-        grown = two.head - two.saved - first
-        size = text.hidden_size * self.workload.dtype.itemsize
-        collected = 8 * self.workload.k if self.workload.stage == "calibrate" else 4 * text.hidden_size
-        later = min(grown, response * (size + collected))
-        return replace(line, head=line.saved + first + grown * (full - 1) + later * (rows - full))
+        chunk = workload.chunk(text.vocab_size, text.hidden_size)
+        # the head's chunks grow with the rows until one is full; memory is linear from there on
+        full = math.ceil(chunk / (workload.response_share * workload.sequence))
+        if workload.rows <= full:
+            return self._all_layers(workload)
+        first, second = (self._all_layers(replace(workload, rows=full + more)) for more in (0, 1))
+        return _beyond(first, second, workload.rows - full)
 
-    def _through_all_layers(self, rows: int) -> Footprint:
-        few, more = (self._corner(layers, rows) for layers in (self.few, 2 * self.few))
-        return _extended(few, more, self.layers / self.few - 1)
-
-    def _corner(self, layers: int, rows: int) -> Footprint:
-        if (layers, rows) not in self.corners:
-            self.corners[layers, rows] = trace_step(self.config, replace(self.workload, rows=rows), layers)
-        return self.corners[layers, rows]
+    def _all_layers(self, workload: Workload) -> Footprint:
+        few = layer_period(self.config)
+        for layers in (few, 2 * few):
+            if (workload, layers) not in self.known:
+                self.known[workload, layers] = trace_step(self.config, workload, layers)
+        distance = self.config.get_text_config().num_hidden_layers / few - 1
+        return _beyond(self.known[workload, few], self.known[workload, 2 * few], distance)
 
 
-def _extended(first: Footprint, second: Footprint, distance: float) -> Footprint:
+def _beyond(first: Footprint, second: Footprint, distance: float) -> Footprint:
     """The straight line through two footprints, `distance` steps beyond the first."""
-    values = {}
-    for field in fields(Footprint):
-        low, high = getattr(first, field.name), getattr(second, field.name)
-        values[field.name] = max(0.0, low + (high - low) * distance)
-    return Footprint(**values)
+    return Footprint(*(max(0.0, low + (high - low) * distance) for low, high in zip(first, second, strict=True)))
 
 
 def trace_step(config: Any, workload: Workload, layers: int) -> Footprint:
     """Run one pass through the first `layers` layers on fake tensors and read off the footprint."""
     reduced = with_layers(config, layers)
-    reduced._attn_implementation = _attention(reduced, workload)
-    model = build_on_meta(
-        reduced, stage=workload.stage, rank=workload.rank, targets=workload.targets, dtype=workload.dtype
-    )
-    model.train()
-    if workload.checkpointing:
-        start_recomputing(model)
-        model.enable_input_require_grads()
-    with FakeTensorMode():
-        materialise(model)
-        return _run(model, workload)
+    if getattr(reduced.get_text_config(), "attn_logit_softcapping", None) is not None:
+        reduced._attn_implementation = "eager"
+    else:
+        reduced._attn_implementation = "sdpa" if workload.padded else UNPADDED
+    with warnings.catch_warnings(action="ignore"):  # of libraries, about a model that never runs
+        model = build_on_meta(reduced, workload.stage, workload.rank, workload.targets, workload.dtype)
+        model.train()
+        if workload.checkpointing:
+            start_recomputing(model)
+            model.enable_input_require_grads()
+        with FakeTensorMode():
+            materialise(model)
+            return _run(model, workload)
 
 
 def _run(model: Any, workload: Workload) -> Footprint:
@@ -170,7 +154,6 @@ def _run(model: Any, workload: Workload) -> Footprint:
     if workload.device == "cuda":
         # on a GPU low-precision weights are multiplied as they are; a widened copy exists on a CPU only
         weight = torch.empty(weight.shape, dtype=torch.float32)
-    response = max(1, int(workload.response_share * workload.rows * workload.sequence))
     wanted = ("topk_entropy",) if workload.stage == "calibrate" else ("log_prob",)
     owned = [*model.parameters(), *model.buffers(), weight, ids, mask]
     if workload.accumulating:
@@ -179,8 +162,8 @@ def _run(model: Any, workload: Workload) -> Footprint:
                 parameter.grad = torch.empty_like(parameter)
                 owned.append(parameter.grad)
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(workload.autocast)
-    tracker = _Tracker(owned)
-    with tracker, _KnownMask(response):
+    tracker = StorageTracker(owned)
+    with tracker, KnownSelection(max(1, int(workload.response_share * ids.numel()))):
         with torch.autocast("cpu", dtype=precision) if precision else nullcontext():
             hidden = causal.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
             forward = tracker.restart()
@@ -196,7 +179,7 @@ def _run(model: Any, workload: Workload) -> Footprint:
                 softcap=head.softcap,
                 outputs=wanted,
                 gradients=wanted,
-                chunk_tokens=_chunk(workload, *weight.shape),
+                chunk_tokens=workload.chunk(*weight.shape),
             )
         del hidden
         loss = getattr(stats, wanted[0]).sum()
@@ -207,29 +190,21 @@ def _run(model: Any, workload: Workload) -> Footprint:
         return Footprint(saved, forward, on_head, past_head[0], tracker.peak)
 
 
-def _chunk(workload: Workload, vocabulary: int, width: int) -> int:
-    """Tokens per chunk of the head on the workload's device, which the traced tensors do not lie on."""
-    widened = workload.device == "cpu" and workload.dtype.itemsize < 4
-    return tiling(vocabulary, width, workload.device, widened=widened).tokens
-
-
 def materialise(model: nn.Module) -> None:
     """Meta parameters and buffers become fake ones that look like CPU memory, which autocast and autograd accept."""
-    made: dict[int, nn.Parameter] = {}
+    made: dict[int, nn.Parameter] = {}  # shared parameters stay shared
     for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is None:
-                continue
-            if id(parameter) not in made:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype)
-                made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            module._parameters[name] = made[id(parameter)]
-        for name, buffer in list(module._buffers.items()):
+                fake = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made.setdefault(id(parameter), fake)
+        for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-class _Tracker(TorchDispatchMode):
+class StorageTracker(TorchDispatchMode):
     """Bytes of all storages alive, and the most there ever were; `owned` tensors do not count."""
 
     def __init__(self, owned: list[torch.Tensor]) -> None:
@@ -246,23 +221,19 @@ class _Tracker(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
-                self._see(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.sizes:
+                    self.sizes[storage._cdata] = storage.nbytes()
+                    self.live += storage.nbytes()
+                    self.peak = max(self.peak, self.live)
+                    weakref.finalize(storage, self._drop, storage._cdata)
         return out
-
-    def _see(self, storage: Any) -> None:
-        key = storage._cdata
-        if key in self.sizes:
-            return
-        self.sizes[key] = storage.nbytes()
-        self.live += storage.nbytes()
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._drop, key)
 
     def _drop(self, key: int) -> None:
         self.live -= self.sizes.pop(key, 0)
 
 
-class _KnownMask(TorchFunctionMode):
+class KnownSelection(TorchFunctionMode):
     """`tensor[mask]` with a mask that selects a known number of positions: fake tensors cannot count them."""
 
     def __init__(self, selected: int) -> None:
@@ -272,59 +243,5 @@ class _KnownMask(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.__getitem__ and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool:
             flat = args[0].flatten(0, args[1].dim() - 1)
-            index = torch.empty(min(self.selected, flat.shape[0]), dtype=torch.int64)
-            return flat.index_select(0, index)
+            return flat.index_select(0, torch.empty(min(self.selected, flat.shape[0]), dtype=torch.int64))
         return function(*args, **(kwargs or {}))
-
-
-class _FusedAttention(torch.autograd.Function):
-    """Keeps what flash and memory-efficient attention keep: q, k, v, the output, one number per query, and the bias."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, bias: Any) -> Any:
-        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
-        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32), bias)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        query, key, value, *_ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
-
-
-def _attention(config: Any, workload: Workload) -> str:
-    """Register the attention and the mask of a workload with transformers, and return their name."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-    from transformers.masking_utils import sdpa_mask
-
-    if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
-        return "eager"
-
-    def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
-        if workload.device == "cpu":
-            return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
-        bias = None
-        if mask is not None:
-            groups = getattr(module, "num_key_value_groups", 1)
-            key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-            bias = torch.empty(mask.shape, dtype=query.dtype)
-        return _FusedAttention.apply(query, key, value, bias).transpose(1, 2).contiguous(), None
-
-    def mask(*args: Any, **kwargs: Any) -> Any:
-        return sdpa_mask(*args, **kwargs) if workload.padded else None
-
-    name = f"loragate_plan_{workload.device}_{'padded' if workload.padded else 'plain'}"
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, mask)
-    return name
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """No warnings of libraries about a model that never runs."""
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -1,26 +1,37 @@
 """From a frozen dataclass to a command line: every field is a flag, and a key of the `--config` file.
 
-Precedence: flag, then configuration file, then the field's default. Help texts come from the "Attributes:" part of the
-class docstrings, so that a setting is described once. Knows no command.
+Precedence: flag, then configuration file, then the field's default. cyclopts splits and types the command line, suggests the
+nearest flag, draws the help and writes the completion scripts; help texts come from the "Attributes:" part of the class
+docstrings, so that a setting is described once. Knows no command.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import inspect
 import json
 import math
 import re
-import types
 import typing
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from loragate.errors import ConfigError, nearest
+from loragate.errors import ConfigError
 
-GLOBAL_FLAGS = ("config", "debug", "print-config", "help")
+if TYPE_CHECKING:
+    from cyclopts import App
+
+# what every command takes beside its own settings
+GLOBAL: dict[str, tuple[Any, str]] = {
+    "config": (Path | None, "YAML file with any of these settings; flags override it."),
+    "print_config": (bool | None, "print the resolved settings and stop."),
+    "debug": (bool | None, "show the traceback of an error."),
+}
+WIDTH = 100
+View = Literal["common", "all", "completion"]
 
 
 @dataclass(frozen=True)
@@ -33,63 +44,56 @@ class Command:
         options: frozen dataclass of its settings; fields without default are required.
         run: called with an instance of `options`; returns the exit status.
         examples: lines that work when pasted.
-        positional: name of the field that may be given without a flag, or None; a field of type tuple takes several.
+        positional: name of the field that is given without a flag, or None; a field of type tuple takes several.
         needs: fields that have a default, so that a file can give them, without which the command still refuses.
+        common: names, between spaces, of the fields that `--help` shows beside the required ones; empty for all.
     """
 
     name: str
     summary: str
     options: type
-    run: typing.Callable[[Any], int]
+    run: Callable[[Any], int]
     examples: tuple[str, ...]
     positional: str | None = None
     needs: tuple[str, ...] = ()
+    common: str = ""
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Fields that must be given, by a flag or by a file."""
+        unfilled = [
+            field.name
+            for field in dataclasses.fields(self.options)
+            if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        ]
+        return (*unfilled, *(name for name in self.needs if name not in unfilled))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        if found := re.search(r"unrecognized arguments: (\S+)", message):
-            flag = found.group(1).split("=")[0].lstrip("-")
-            known = [action.option_strings[0].lstrip("-") for action in self._actions if action.option_strings]
-            guess = nearest(flag, known).replace("'", "'--", 1) if flag else ""
-            raise ConfigError(f"{self.prog}: unknown argument {found.group(1)}{guess} (see {self.prog} --help)")
-        raise ConfigError(f"{self.prog}: {message} (see {self.prog} --help)")
-
-
-def parse(command: Command, argv: list[str]) -> tuple[Any, argparse.Namespace]:
-    """(options instance, global flags) of a command line.
+def parse(command: Command, argv: list[str]) -> tuple[Any, dict[str, Any]]:
+    """(options instance, those of `GLOBAL` that were given) of a command line.
 
     Raises:
         ConfigError: naming the flag, or the file and key, what was found and what is known.
     """
-    parser = build_parser(command)
-    # "--range -3,1" would be read as two flags
-    joined: list[str] = []
-    for argument in argv:
-        if joined and joined[-1] in ("--range", "--ranges", "--constants") and re.match(r"-\d", argument):
-            joined[-1] = f"{joined[-1]}={argument}"
-        else:
-            joined.append(argument)
-    several = command.positional is not None and field_kinds(command.options)[command.positional] is tuple
-    # words may then stand before and after flags
-    namespace = parser.parse_intermixed_args(joined) if several else parser.parse_args(joined)
-    values = read_config(Path(namespace.config), command) if namespace.config else {}
-    kinds = field_kinds(command.options)
-    for name in kinds:
-        given = getattr(namespace, name)
-        if given is not None and given != []:
-            values[name] = tuple(given) if isinstance(given, list) else given
-    missing = [
-        field.name
-        for field in dataclasses.fields(command.options)
-        if field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-        and values.get(field.name) is None
-    ]
-    if missing:
-        flags = ", ".join(name.upper() if name == command.positional else flag_of(name) for name in missing)
-        raise ConfigError(f"loragate {command.name} needs {flags}; for example: {command.examples[0]}")
-    return command.options(**values), namespace
+    from cyclopts import CycloptsError
+
+    try:
+        _, bound, _ = build_app([command]).parse_args(
+            [command.name, *argv], exit_on_error=False, print_error=False, help_on_error=False
+        )
+    except CycloptsError as error:
+        said = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(f"loragate {command.name}: {said} (loragate {command.name} --help-all lists all)") from error
+    values = dict(bound.arguments)
+    known = {flag_of(name) for name in (*field_kinds(command.options), *GLOBAL)}
+    for name, value in values.items():
+        if isinstance(value, str) and value in known:  # --out --resume
+            raise ConfigError(f"loragate {command.name}: {flag_of(name)} expects a value, found the flag {value}")
+    given = {name: values.pop(name) for name in GLOBAL if name in values}
+    if "config" in given:
+        values = read_config(given["config"], command) | values
+    _refuse_missing(command, [name for name in command.required if name not in command.needs and name not in values])
+    return command.options(**values), given
 
 
 def require_given(command: Command, options: Any) -> None:
@@ -98,74 +102,132 @@ def require_given(command: Command, options: Any) -> None:
     Raises:
         ConfigError: naming all that are missing.
     """
-    missing = ", ".join(flag_of(name) for name in command.needs if not getattr(options, name))
-    if missing:
-        raise ConfigError(f"loragate {command.name} needs {missing}; for example: {command.examples[0]}")
+    _refuse_missing(command, [name for name in command.needs if not getattr(options, name)])
 
 
-def build_parser(command: Command) -> argparse.ArgumentParser:
-    """The argparse parser of one command."""
-    parser = _Parser(
-        prog=f"loragate {command.name}",
-        usage=f"loragate {command.name} {f'[{command.positional.upper()}] ' if command.positional else ''}[options]",
-        description=command.summary,
-        epilog="examples:\n" + "\n".join(f"  {line}" for line in command.examples),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    texts = help_texts(command.options)
+def _refuse_missing(command: Command, names: list[str]) -> None:
+    if names:
+        flags = ", ".join(name.upper() if name == command.positional else flag_of(name) for name in names)
+        raise ConfigError(f"loragate {command.name} needs {flags}; for example: {command.examples[0]}")
+
+
+def print_help(command: Command, everything: bool = False) -> None:
+    """Print the help of one command: a screen of options, or all of them under the headings that they belong to."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.width = min(console.width, WIDTH)
+    build_app([command], "all" if everything else "common").help_print([command.name], console=console)
+    print("\n".join(["examples:", *(f"  {line}" for line in command.examples)]))
+    if not everything:
+        hidden = sum(heading.startswith("advanced") for heading in headings(command).values())
+        more = f"{hidden} more options: " if hidden else ""
+        print(
+            f"\nEvery command takes --config FILE.yaml, --print-config and --debug. {more}loragate {command.name} --help-all"
+        )
+
+
+def build_app(commands: Iterable[Command], view: View | None = None) -> App:
+    """The cyclopts application of some commands. What it parses is what was given, without the defaults.
+
+    Args:
+        view: what the application is made for, where that is not parsing: a help, or a completion script, in which every
+            text may be a file.
+    """
+    from cyclopts import App
+
+    app = App(name="loragate", version_flags=[], help_flags=["--help", "-h", "--help-all"], help_format="plaintext")
+    for command in commands:
+
+        def taken(*_: Any, **__: Any) -> None:
+            """Stands for the command: only its signature is used."""
+
+        taken.__signature__ = inspect.Signature(list(_parameters(command, view)))  # type: ignore[attr-defined]
+        app.command(taken, name=command.name, help=command.summary)
+    return app
+
+
+def _parameters(command: Command, view: View | None) -> Iterator[inspect.Parameter]:
+    """The parameters of a command's signature: the one without a flag first, as Python demands, then the fields."""
+    from cyclopts import Group, Parameter
+
+    texts, hints, found = help_texts(command.options), field_kinds(command.options), headings(command)
     defaults = {field.name: field.default for field in dataclasses.fields(command.options)}
-    needed = [name for name in defaults if name in command.needs or defaults[name] is dataclasses.MISSING]
-    shared = {name for parent in command.options.__mro__[1:] for name in inspect.get_annotations(parent)}
-    # what must be given, then the command's own settings, then those it shares with others
-    kinds = field_kinds(command.options)
-    for name in sorted(kinds, key=lambda name: 0 if name in needed else 2 if name in shared else 1):
-        kind, default = kinds[name], defaults[name]
-        text = (texts.get(name, "") + (" [required]" if name in needed else _shown(default))).replace("%", "%%")
-        if name == command.positional:
-            several = kind is tuple
-            parser.add_argument(name, nargs="*" if several else "?", help=text, metavar=name.upper())
-        elif kind is bool:
-            parser.add_argument(
-                flag_of(name), dest=name, default=None, action=argparse.BooleanOptionalAction, help=text
-            )
-        elif kind is tuple:
-            parser.add_argument(flag_of(name), dest=name, default=None, action="append", help=text, metavar="TEXT")
+    order = ["required", "options", *dict.fromkeys(found.values()), "every command"]
+    groups = {heading: Group(heading, sort_key=order.index(heading)) for heading in order}
+    first = [command.positional, *command.required, *command.common.split()]
+    for name in sorted(hints, key=lambda name: first.index(name) if name in first else len(first)):
+        without_flag, hint = name == command.positional, hints[name]
+        if view == "completion":
+            hint = {str: Path, tuple[str, ...]: tuple[Path, ...]}.get(hint, hint)
+        default = None if defaults[name] is dataclasses.MISSING else defaults[name]
+        about = Parameter(
+            help=texts.get(name, ""),
+            group=groups[found[name]],
+            show=view != "common" or not found[name].startswith("advanced"),
+            show_default=_shown if _shown(default) else False,
+            required=False,  # a file may give it
+            allow_leading_hyphen=not without_flag,  # --range -3,1
+            negative_iterable=(),
+            # --no-resume is for those whose file says resume, and takes no room in a help
+            negative_bool=() if view in ("common", "all") and not default else None,
+            converter=_converter(hints[name]),
+            accepts_keys=False,
+        )
+        kind = inspect.Parameter.POSITIONAL_ONLY if without_flag else inspect.Parameter.KEYWORD_ONLY
+        # cyclopts holds defaults to their annotation
+        annotation: Any = Annotated[hint | None if default is None else hint, about]
+        yield inspect.Parameter(name, kind, default=default, annotation=annotation)
+    for name, (hint, text) in GLOBAL.items():
+        about = Parameter(
+            help=text, group=groups["every command"], show=view != "common", negative=(), show_default=False
+        )
+        kind = inspect.Parameter.KEYWORD_ONLY
+        yield inspect.Parameter(name, kind, default=None, annotation=Annotated[hint, about])
+
+
+def headings(command: Command) -> dict[str, str]:
+    """{field: heading of the help under which it stands}; an advanced one is named after the class that has the field."""
+    found = {}
+    for name in field_kinds(command.options):
+        if name in command.required:
+            found[name] = "required"
+        elif not command.common or name in command.common.split() or name == command.positional:
+            found[name] = "options"
         else:
-            convert = _converter(kind)
-            parser.add_argument(flag_of(name), dest=name, default=None, type=convert, help=text, metavar=_meta(kind))
-    parser.add_argument("--config", metavar="FILE", help="YAML file with any of these keys; flags override it")
-    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    return parser
+            owner = next(cls for cls in command.options.__mro__ if name in inspect.get_annotations(cls))
+            words = re.findall("[A-Z][a-z]+", owner.__name__)[:-1]  # ModelOptions: model
+            found[name] = f"advanced: {' '.join(words).lower()}"
+    return found
 
 
 def field_kinds(options: type) -> dict[str, Any]:
-    """{field name: plain type} of what a command offers, with `X | None` reduced to X.
+    """{field: its type} of what a command offers.
 
     A class of settings that shares fields with another and gives some of them no effect names those in its `WITHHELD`.
     """
     hints = typing.get_type_hints(options)
     return {
-        field.name: _plain(hints[field.name])
-        for field in dataclasses.fields(options)
-        if field.name not in _withheld(options)
+        field.name: hints[field.name] for field in dataclasses.fields(options) if field.name not in _withheld(options)
     }
 
 
 def read_config(path: Path, command: Command) -> dict[str, Any]:
-    """The keys of a YAML file, checked against the command's settings."""
+    """The keys of a YAML file, checked against the command's settings.
+
+    Raises:
+        ConfigError: naming the file, the line or the key, what was found and the nearest known key.
+    """
     import yaml
 
+    from loragate import strict_yaml
+
     try:
-        text = path.read_text(encoding="utf-8")
+        loaded = strict_yaml.load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"--config {path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-    try:
-        loaded = yaml.safe_load(text)
-        node: Any = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark is not None else ""
@@ -174,19 +236,11 @@ def read_config(path: Path, command: Command) -> dict[str, Any]:
         return {}
     if not isinstance(loaded, dict):
         raise ConfigError(f"--config {path}: expected keys and values, found {type(loaded).__name__}")
-    seen: dict[str, int] = {}
-    for key, _ in node.value:
-        name, line_of = str(key.value).replace("-", "_"), key.start_mark.line + 1
-        if name in seen:
-            raise ConfigError(f"--config {path} line {line_of}: key '{key.value}' stands in line {seen[name]} already")
-        seen[name] = line_of
     return checked_values(loaded, command, f"--config {path}")
 
 
 def checked_values(loaded: dict[Any, Any], command: Command, where: str) -> dict[str, Any]:
     """Keys and values of a YAML mapping, checked against the command's settings and converted to their types.
-
-    A key without a value (`probe:`, or null) is left at its default, or is None where the setting can be that.
 
     Args:
         where: opens every error message.
@@ -194,18 +248,17 @@ def checked_values(loaded: dict[Any, Any], command: Command, where: str) -> dict
     Raises:
         ConfigError: naming the key, what was found and the nearest known key.
     """
-    kinds, hints = field_kinds(command.options), typing.get_type_hints(command.options)
-    optional = {name for name in kinds if type(None) in typing.get_args(hints[name])}
-    values: dict[str, Any] = {}
-    for key, value in loaded.items():
+    from loragate.validate import typed_values
+
+    seen: dict[str, Any] = {}
+    for key in loaded:
         name = str(key).replace("-", "_")
-        if name not in kinds:
-            raise ConfigError(
-                f"{where}: unknown key '{key}'{nearest(name, kinds)} (loragate {command.name} --help lists them)"
-            )
-        if value is not None or name in optional:
-            values[name] = _from_yaml(where, str(key), value, kinds[name])
-    return values
+        if name in seen:
+            raise ConfigError(f"{where}: '{seen[name]}' and '{key}' are one key")
+        if name in _withheld(command.options):
+            raise ConfigError(f"{where}: loragate {command.name} has no key '{key}'")
+        seen[name] = key
+    return typed_values(command.options, loaded, where)
 
 
 def resolved_yaml(options: Any) -> str:
@@ -218,26 +271,13 @@ def resolved_yaml(options: Any) -> str:
 
 def help_texts(options: type) -> dict[str, str]:
     """{field: text} out of the "Attributes:" parts of the class and its bases."""
-    texts: dict[str, str] = {}
-    for cls in reversed(options.__mro__):
-        names: list[str] = []
-        inside = False
-        for line in (cls.__doc__ or "").splitlines():
-            if line.strip() == "Attributes:":
-                inside = True
-                continue
-            if not inside:
-                continue
-            if start := re.match(r"\s{8}([a-z_0-9]+(?:, [a-z_0-9]+)*): (.*)", line):
-                names = start.group(1).split(", ")
-                for name in names:
-                    texts[name] = start.group(2).strip()
-            elif line.strip() and line.startswith(" " * 12):
-                for name in names:
-                    texts[name] += " " + line.strip()
-            elif line.strip():
-                inside = False
-    return texts
+    from docstring_parser.google import parse as parse_docstring
+
+    return {
+        found.arg_name: " ".join((found.description or "").split())
+        for cls in reversed(options.__mro__[:-1])
+        for found in parse_docstring(cls.__doc__ or "").params
+    }
 
 
 def flag_of(name: str) -> str:
@@ -250,80 +290,43 @@ def comma_list(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _from_yaml(place: str, key: str, value: Any, kind: Any) -> Any:
-    if value is None:
-        return None
-    where = f"{place}: key '{key}'"
-    if kind is tuple:
-        if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
-            raise ConfigError(f"{where} must be a list of texts, found {value!r}")
-        return tuple(value)
-    if kind is dict:
-        if not isinstance(value, dict):
-            raise ConfigError(f"{where} must be a mapping, found {value!r}")
-        return value
-    if kind is bool:
-        if not isinstance(value, bool):
-            raise ConfigError(f"{where} must be true or false, found {value!r}")
-        return value
-    if kind is str:
-        if isinstance(value, list):
-            parts = [",".join(map(str, part)) if isinstance(part, list) else str(part) for part in value]
-            # a list of ranges, whose parts have commas of their own
-            return (";" if any("," in part for part in parts) else ",").join(parts)
-        if not isinstance(value, (str, int, float)) or isinstance(value, bool):
-            quote = " (YAML reads yes, no, on and off as true and false; put them in quotes)"
-            raise ConfigError(f"{where} must be text, found {value!r}{quote if isinstance(value, bool) else ''}")
-        return str(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ConfigError(f"{where} must be a number, found {value!r}")
-    try:
-        return _number(str(value), kind)
-    except ValueError as error:
-        raise ConfigError(f"{where} must be {_meta(kind).lower()}, found {value!r}") from error
+_NAMES = {int: "a whole number", float: "a number"}
 
 
 def _number(text: str, kind: Any) -> Any:
     number = float(text)
-    if not math.isfinite(number):
+    if not math.isfinite(number) or (kind is int and number != int(number)):
         raise ValueError(text)
-    if kind is int:
-        if number != int(number):
-            raise ValueError(text)
-        return int(number)
-    return number
+    return kind(number)
 
 
-def _converter(kind: Any) -> typing.Callable[[str], Any]:
-    def convert(text: str) -> Any:
-        if kind is str:
-            return text
-        if kind is dict:
-            try:
-                value = json.loads(text)
-            except json.JSONDecodeError:
-                value = None
-            if not isinstance(value, dict):
-                raise argparse.ArgumentTypeError(
-                    f"expected a JSON object such as '{{\"threshold\": 0.1}}', found {text!r}"
-                )
-            return value
+def _converter(hint: Any) -> Callable[[Any, Any], Any] | None:
+    """How cyclopts reads a value where its own reading is too kind (1.5 as an integer, nan) or has no rule (JSON)."""
+    kind = _plain(hint)
+
+    def number(_: Any, tokens: Any) -> Any:
         try:
-            return _number(text, kind)
+            return _number(tokens[0].value, kind)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(f"expected {_meta(kind).lower()}, found {text!r}") from error
+            raise ValueError(f"expected {_NAMES[kind]}, found {tokens[0].value!r}") from error
 
-    return convert
+    def mapping(_: Any, tokens: Any) -> Any:
+        try:
+            value = json.loads(tokens[0].value)
+        except json.JSONDecodeError:
+            value = None
+        if not isinstance(value, dict):
+            raise ValueError(f"expected a JSON object such as '{{\"threshold\": 0.1}}', found {tokens[0].value!r}")
+        return value
+
+    return {int: number, float: number, dict: mapping}.get(kind)
 
 
-def _plain(kind: Any) -> Any:
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        kind = next(part for part in typing.get_args(kind) if part is not type(None))
-    return typing.get_origin(kind) or kind
-
-
-def _meta(kind: Any) -> str:
-    return {int: "INTEGER", float: "NUMBER", dict: "JSON"}.get(kind, "TEXT")
+def _plain(hint: Any) -> Any:
+    """`int` of `int | None`, `tuple` of `tuple[str, ...]`, `Literal` of a choice."""
+    if isinstance(hint, UnionType):
+        hint = next(part for part in typing.get_args(hint) if part is not type(None))
+    return typing.get_origin(hint) or hint
 
 
 def _withheld(options: Any) -> frozenset[str]:
@@ -332,8 +335,8 @@ def _withheld(options: Any) -> frozenset[str]:
 
 def _shown(default: Any) -> str:
     """A default as it stands behind a help text; nothing for what is empty or off."""
-    if default in (dataclasses.MISSING, None, "", ()) or default is False:
+    if default in (None, "", ()) or default is False:
         return ""
     if default is True:
-        return " [on]"
-    return f" [{default:g}]" if isinstance(default, float) else f" [{default}]"
+        return "on"
+    return f"{default:g}" if isinstance(default, float) else str(default)

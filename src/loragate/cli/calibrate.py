@@ -5,13 +5,14 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from loragate.cli.arguments import Command, comma_list, flag_of, require_given
+from loragate.cli.arguments import Command, comma_list, require_given
 from loragate.cli.launching import begin, loading_device
 from loragate.cli.models import quiet_logging, require_free_out, require_reporters
 from loragate.cli.options import RunOptions
 from loragate.cli.quantization import check_quantization
+from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.gates.range import Range
 from loragate.selection.candidate import Candidate, parse_candidates
@@ -63,7 +64,7 @@ class CalibrateOptions(RunOptions, CalibrationSettings, SelectionSettings, GateO
         unverified: accept the gates of --range=L,U without a probe.
     """
 
-    select: str = "shuffled"
+    select: Literal["first", "shuffled"] = "shuffled"
     adapter: str = ""
     base: str = ""
     base_id: str = ""
@@ -229,34 +230,15 @@ def candidates_of(options: CalibrateOptions) -> tuple[Candidate, ...]:
             f"ranges are chosen in one process, and this is one of {processes}; start loragate without a "
             "distributed launcher, or train one range on all of them with --range=L,U --unverified"
         )
-    require_effect(options, automatic)
     found = parse_candidates(options.ranges if automatic else options.range, options.objective, options.seed)
-    if not options.guard and not any(candidate.objective in ON_POLICY for candidate in found):
-        raise ConfigError(f"--no-guard has no effect: only {' and '.join(ON_POLICY)} are watched by the guard")
-    return found
-
-
-def require_effect(options: CalibrateOptions, automatic: bool) -> None:
-    """Refuse flags that would be ignored, and numbers that cannot be used."""
-    changed = {item.name for item in fields(options) if getattr(options, item.name) != item.default}
-    for name, needed in (("probe_task", "probe"), ("retention_task", "retention_probe")):
-        if name in changed and not getattr(options, needed):
-            raise ConfigError(f"{flag_of(name)} has no effect without {flag_of(needed)} FILE")
+    sampled = next((one.objective for one in found if one.objective in ON_POLICY), options.objective)
+    require_effect("calibrate", options, flags=True, range="auto" if automatic else options.range, objective=sampled)
+    if options.objective != "reward":
+        require_effect("probe grader", options, flags=True)
     if options.exclude and not (options.probe or options.retention_probe):
         raise ConfigError("--exclude has no effect without --probe FILE")
-    if "references" in changed and not options.probe:
-        raise ConfigError(
-            "--no-references has no effect without --probe FILE: only questions with answers are asked of them"
-        )
-    if "ranges" in changed and not automatic:
-        raise ConfigError(f"--ranges has no effect beside --range={options.range}; leave out one of them")
-    if "probe_grader" in changed and options.probe_task and options.objective != "reward":
-        raise ConfigError(f"--probe-grader has no effect: the task {options.probe_task} names its own grader")
-    asking = ("probe_samples", "probe_temperature", "probe_max_new_tokens", "probe_sandbox", "probe_grader")
-    for name in (*asking, "retention_probe"):
-        if name in changed and options.unverified and (name, options.objective) != ("probe_grader", "reward"):
-            raise ConfigError(f"{flag_of(name)} has no effect with --unverified, which asks no probe")
     options.check_probe()
+    return found
 
 
 def taken_from(options: Any, kind: type) -> Any:
@@ -297,5 +279,9 @@ COMMAND = Command(
         "loragate calibrate --adapter path/to/adapter --data train.jsonl --probe probe.jsonl --out gated",
         "loragate calibrate --adapter path/to/adapter --data train.jsonl --range=0,1 --unverified --out gated",
         "loragate calibrate --config calibrate.yaml --learning-rate 1e-3",
+    ),
+    common=(
+        "range ranges probe probe_task unverified objective learning_rate epochs "
+        "batch_size micro_batch_size max_rows precision seed resume"
     ),
 )

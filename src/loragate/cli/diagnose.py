@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, fields
+from typing import Literal
 
-from loragate.cli.arguments import Command, flag_of
+from loragate.cli.arguments import Command, flag_of, require_given
 from loragate.cli.evaluation_inputs import EvaluationInputs
-from loragate.errors import ConfigError, nearest
+from loragate.cli.options import AnswerOptions, GradingOptions, OutputOptions
+from loragate.errors import ConfigError
 
-LOOKS = ("entropy", "gates", "interventions", "alignment", "tokens")
+Look = Literal["entropy", "gates", "interventions", "alignment", "tokens"]
 # settings that not every look uses, and the looks that do; a setting that would have no effect is refused
 USED_BY = {
     "rows": ("entropy", "alignment"),
@@ -41,18 +43,17 @@ USED_BY = {
 
 
 @dataclass(frozen=True)
-class DiagnoseOptions(EvaluationInputs):
+class DiagnoseOptions(EvaluationInputs, AnswerOptions, GradingOptions, OutputOptions):
     """Settings of `loragate diagnose`.
 
     Attributes:
-        what: entropy, gates, interventions, alignment or tokens.
+        what: which look to take.
         model: gated folder, or owner/name[@revision] of one on the hub; for entropy also a plain adapter.
-        out: run folder; must be new or empty, or hold the run to resume.
         rows: (entropy, alignment) prompts and responses to read, in the formats of calibrate's --data.
         max_rows: (entropy, alignment) first rows, or answers, to read; 256 for entropy, 48 for alignment.
         max_length: (entropy, alignment, tokens) longest row, or answer, in tokens; `tokens` takes at most 512.
         run: (gates, alignment, tokens) folder of `loragate eval` whose stored answers are read: all tasks, or those of --tasks.
-        of: (gates, alignment) model whose answers are read: gated, adapter or base; by default gated for gates,
+        of: (gates, alignment) model whose answers are read; by default gated for gates,
             adapter for alignment.
         answers: (gates, alignment) answers to read per question.
         limit: first questions of each task only; all of them by default, 8 for tokens.
@@ -63,11 +64,7 @@ class DiagnoseOptions(EvaluationInputs):
         position: (gates) "written" counts λ where a token is predicted, "read" where it is read.
         interventions: (interventions) overrides of λ, separated by commas: noreverse, noextrapolate, unit, off,
             constant=0.5, clip=-1:2; the first four if empty.
-        engine: (interventions) transformers (any device) or vllm (pip install "loragate[vllm]").
-        replicas: (interventions) copies of the model that answer in parallel, on the devices of a Ray cluster.
-        vllm_memory: (interventions) share of a device's memory that vLLM may fill; 0 takes 0.9, or on a CPU half of what is free.
-        tensor_parallel: (interventions) devices that share one copy of the model in vLLM.
-        value: (alignment) source of the task value: reference, reward or rollouts.
+        value: (alignment) source of the task value.
         reference: (alignment) with --value reference: base, adapter, or a model with the same vocabulary.
         positions: (alignment) with --value rollouts: positions per answer.
         actions: (alignment) with --value rollouts: likeliest tokens tried at each position.
@@ -75,55 +72,33 @@ class DiagnoseOptions(EvaluationInputs):
         k: (alignment) support of the entropy objective, 0 for the whole vocabulary; by default the one that the gates were trained
             with.
         checkpoints: (alignment) run folder of a calibration, whose checkpoints are measured too.
-        batch_size: sequences at a time.
-        grader: grader of math answers in place of the tasks' own: default, math_verify or dft.
-        sandbox: where programs run: bubblewrap, or rlimits, which isolates nothing.
-        workers: grading processes.
-        timeout: seconds after which grading an answer, or running a program, is stopped.
-        resume: continue the unfinished sampling in the out folder.
     """
 
-    what: str = ""
+    what: Look | None = None
     model: str = ""
-    out: str = ""
     rows: str = ""
     max_rows: int | None = None
     max_length: int = 4096
     run: str = ""
-    of: str = ""
+    of: Literal["gated", "adapter", "base"] | None = None
     answers: int = 4
     suppress: str = "negative,positive"
     threshold: float = 0.0
     prompt_too: bool = False
-    position: str = "written"
+    position: Literal["written", "read"] = "written"
     interventions: str = ""
-    engine: str = "transformers"
-    replicas: int = 1
-    vllm_memory: float = 0.0
-    tensor_parallel: int = 1
-    value: str = "reference"
+    value: Literal["reference", "reward", "rollouts"] = "reference"
     reference: str = "base"
     positions: int = 4
     actions: int = 8
     rollouts: int = 4
     k: int | None = None
     checkpoints: str = ""
-    batch_size: int = 64
-    grader: str = ""
-    sandbox: str = "bubblewrap"
-    workers: int = 2
-    timeout: float = 10.0
-    resume: bool = False
 
 
 def run(options: DiagnoseOptions) -> int:
     """Check what was asked for, then hand over to the look."""
-    if options.what not in LOOKS:
-        found = f"found {options.what!r}{nearest(options.what, LOOKS)}" if options.what else "none was given"
-        raise ConfigError(f"loragate diagnose needs one of {', '.join(LOOKS)}; {found}. For example: {EXAMPLES[0]}")
-    for name in ("model", "out"):
-        if not getattr(options, name):
-            raise ConfigError(f"loragate diagnose {options.what} needs --{name}; for example: {example(options.what)}")
+    require_given(COMMAND, options)
     require_used(options)
     for name in ("answers", "positions", "actions", "rollouts", "batch_size", "max_length"):
         if getattr(options, name) < 1:
@@ -140,17 +115,12 @@ def require_used(options: DiagnoseOptions) -> None:
         ConfigError: naming the setting and the looks that use it.
     """
     for field in fields(options):
-        looks = USED_BY.get(field.name, LOOKS)
-        if options.what not in looks and getattr(options, field.name) != field.default:
+        looks = USED_BY.get(field.name)
+        if looks and options.what not in looks and getattr(options, field.name) != field.default:
             raise ConfigError(
                 f"{flag_of(field.name)} has no effect on `loragate diagnose {options.what}`; it belongs to "
                 f"{' and '.join(looks)}"
             )
-
-
-def example(what: str) -> str:
-    """A line that works for one look."""
-    return next(line for line in EXAMPLES if line.split()[2] == what)
 
 
 EXAMPLES = (
@@ -171,4 +141,5 @@ COMMAND = Command(
     examples=EXAMPLES,
     positional="what",
     needs=("what", "model", "out"),
+    common="run rows suite tasks limit samples max_rows of interventions engine value batch_size device resume",
 )

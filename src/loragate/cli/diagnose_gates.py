@@ -5,17 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from loragate.cli.diagnose_inputs import begin, classes_of, pad_id, read_answers
-from loragate.errors import ConfigError, nearest
 
 
 def run(options: Any) -> int:
     """Read the answers, count λ, write gates.json."""
     from loragate.analysis.reading import answer_rows
-    from loragate.analysis.realised_gates import POSITIONS, count_gates, summarise
+    from loragate.analysis.realised_gates import count_gates, summarise
 
-    if options.position not in POSITIONS:
-        known = nearest(options.position, POSITIONS)
-        raise ConfigError(f"--position {options.position}: expected {' or '.join(POSITIONS)}{known}")
     session = begin(options, gated=True)
     loaded = session.loaded
     found, _, source = read_answers(session, "gated")

@@ -215,8 +215,6 @@ def read_answers(session: Session, default_of: str) -> tuple[list[Answers], str,
 
     options, loaded = session.options, session.loaded
     of = options.of or default_of
-    if of not in KINDS:
-        raise ConfigError(f"--of {of}: expected {', '.join(KINDS)}")
     if not (options.run or session.has_tasks):
         raise ConfigError("give --run FOLDER (stored answers of `loragate eval`), or tasks with --suite or --tasks")
     variant: Any = Variant(of)  # type: ignore[arg-type]

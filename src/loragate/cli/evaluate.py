@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from loragate.cli.arguments import Command, require_given, resolved_yaml
 from loragate.cli.display import Display, console, duration
@@ -21,6 +21,7 @@ from loragate.cli.evaluation_inputs import (
     local_file,
     prepare_tasks,
 )
+from loragate.cli.options import AnswerOptions, GradingOptions, OutputOptions
 from loragate.errors import ConfigError
 from loragate.files import write_text
 
@@ -31,46 +32,23 @@ BIASES = (
 
 
 @dataclass(frozen=True)
-class EvalOptions(EvaluationInputs):
+class EvalOptions(EvaluationInputs, AnswerOptions, GradingOptions, OutputOptions):
     """Settings of `loragate eval`.
 
     Attributes:
         model: gated folder, PEFT adapter or base model, or its hub id; owner/name@revision for an adapter.
-        out: run folder; must be new or empty, or hold the run to resume.
         sweep: folder of `loragate sweep`, in place of model: every finished cell is a row beside the adapter, and heat maps are
             drawn.
         controls: "cheap" also scores the adapter at lower temperatures, greedy, and with one λ; "full" adds random gates and
             says how the controls are trained that need it; "none" scores neither; "alone" scores the model without its base and
             adapter.
         constants: constant λ of the cheap controls, separated by commas.
-        engine: transformers (any device) or vllm (pip install "loragate[vllm]").
-        batch_size: sequences generated at a time; with vLLM or replicas, questions whose answers are drawn together.
-        replicas: copies of the model that answer in parallel, on the devices of a Ray
-            cluster (pip install "loragate[sweep]").
-        vllm_memory: share of a device's memory that vLLM may fill; 0 takes 0.9, or on a CPU half of what is free.
-        tensor_parallel: devices that share one copy of the model in vLLM.
-        grader: grader of math answers in place of the tasks' own: default, math_verify or dft.
-        sandbox: where programs run: bubblewrap, or rlimits, which isolates nothing.
-        workers: grading processes.
-        timeout: seconds after which grading an answer, or running a program, is stopped.
-        resume: continue the unfinished evaluation in the out folder.
     """
 
     model: str = ""
-    out: str = ""
     sweep: str = ""
-    controls: str = "cheap"
+    controls: Literal["cheap", "full", "none", "alone"] = "cheap"
     constants: str = "0.5"
-    engine: str = "transformers"
-    batch_size: int = 64
-    replicas: int = 1
-    vllm_memory: float = 0.0
-    tensor_parallel: int = 1
-    grader: str = ""
-    sandbox: str = "bubblewrap"
-    workers: int = 2
-    timeout: float = 10.0
-    resume: bool = False
 
 
 def run(options: EvalOptions) -> int:
@@ -320,5 +298,9 @@ COMMAND = Command(
         "loragate eval --model gated --tasks math500 --data math500=test.jsonl --limit 100 --samples 4 --out runs/quick",
         "loragate eval --model gated --suite math --out runs/math --resume",
         "loragate eval --sweep runs/grid --suite math --engine vllm --out runs/grid-math",
+    ),
+    common=(
+        "suite tasks data limit samples temperature max_new_tokens "
+        "seed controls sweep engine batch_size base device resume"
     ),
 )

@@ -19,15 +19,14 @@ from loragate.cli.models import (
     require_place,
     revision_for,
 )
+from loragate.cli.options import ModelOptions
 from loragate.cli.places import is_gated
 from loragate.cli.quantization import check_quantization
 from loragate.errors import ConfigError, nearest
 
-ENGINES = ("transformers", "vllm")
-
 
 @dataclass(frozen=True)
-class EvaluationInputs:
+class EvaluationInputs(ModelOptions):
     """Settings shared by commands that evaluate.
 
     Attributes:
@@ -41,12 +40,6 @@ class EvaluationInputs:
         max_new_tokens: token limit of an answer, in place of the task's own.
         seed: seed of sampling, and of generated questions.
         base: where the base model is, instead of the recorded one.
-        system: "none" leaves out a default system message that the template injects, "keep" keeps it.
-        chat_template: jinja file to use instead of the tokenizer's template.
-        dtype: auto, float32, bfloat16 or float16 of the base.
-        quantization: none, 8bit or 4bit storage of the base (bitsandbytes, with the engine transformers).
-        device: auto, cpu, cuda, cuda:1, mps.
-        trust_remote_code: run model code from the hub.
     """
 
     suite: str = ""
@@ -59,12 +52,6 @@ class EvaluationInputs:
     max_new_tokens: int | None = None
     seed: int = 0
     base: str = ""
-    system: str = "none"
-    chat_template: str = ""
-    dtype: str = "auto"
-    quantization: str = "none"
-    device: str = "auto"
-    trust_remote_code: bool = False
 
 
 @dataclass
@@ -147,10 +134,8 @@ def load_inputs(options: Any, name: str, engine: str = "transformers") -> Loaded
     """The model and tokenizer of `--model`.
 
     Raises:
-        ConfigError: for an unknown engine, a place that holds no model, or gates where the engine knows none.
+        ConfigError: for a place that holds no model, or gates where the engine knows none.
     """
-    if engine not in ENGINES:
-        raise ConfigError(f"--engine {engine}: expected {' or '.join(ENGINES)}{nearest(engine, ENGINES)}")
     check_quantization(options_with(options, name, engine))
     quiet_logging()
     name = on_disk(name)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from loragate.cli.arguments import Command
 from loragate.cli.generate import load_any
 from loragate.cli.hub import on_disk
 from loragate.cli.models import quiet_logging
+from loragate.cli.options import ModelOptions
 from loragate.cli.places import is_gated
 from loragate.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class ExploreOptions:
+@dataclass(frozen=True, kw_only=True)
+class ExploreOptions(ModelOptions):
     """Settings of `loragate explore`.
 
     Attributes:
@@ -25,23 +26,15 @@ class ExploreOptions:
         prompt: initial text of the prompt box.
         raw: pass the prompt to the model unchanged, without the chat template.
         base: where the base model is, instead of the recorded one.
-        system: "none" leaves out a default system message that the template injects, "keep" keeps it.
-        chat_template: jinja file to use instead of the tokenizer's template.
-        dtype: auto, float32, bfloat16 or float16 of the base.
-        device: auto, cpu, cuda, cuda:1, mps.
-        trust_remote_code: run model code from the hub.
     """
+
+    WITHHELD: ClassVar[frozenset[str]] = frozenset({"quantization"})
 
     model: str
     port: int = 7860
     prompt: str = ""
     raw: bool = False
     base: str = ""
-    system: str = "none"
-    chat_template: str = ""
-    dtype: str = "auto"
-    device: str = "auto"
-    trust_remote_code: bool = False
 
 
 def run(options: ExploreOptions) -> int:

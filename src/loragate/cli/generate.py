@@ -26,6 +26,7 @@ from loragate.cli.models import (
     revision_for,
     revision_of_base,
 )
+from loragate.cli.options import ModelOptions
 from loragate.cli.places import is_adapter, is_gated
 from loragate.cli.quantization import base_arguments, check_quantization
 from loragate.errors import ConfigError
@@ -33,8 +34,8 @@ from loragate.errors import ConfigError
 DEFAULT_NEW_TOKENS = 512
 
 
-@dataclass(frozen=True)
-class GenerateOptions:
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(ModelOptions):
     """Settings of `loragate generate`.
 
     Attributes:
@@ -52,13 +53,7 @@ class GenerateOptions:
         lambda_min: raise every λ to at least this.
         lambda_max: lower every λ to at most this.
         base: where the base model is, instead of the recorded one.
-        system: "none" leaves out a default system message that the template injects, "keep" keeps it.
-        chat_template: jinja file to use instead of the tokenizer's template.
-        dtype: auto, float32, bfloat16 or float16 of the base.
-        quantization: none, 8bit or 4bit storage of the base (bitsandbytes).
-        device: auto, cpu, cuda, cuda:1, mps.
         json: one JSON object per answer instead of text.
-        trust_remote_code: run model code from the hub.
     """
 
     model: str
@@ -75,13 +70,7 @@ class GenerateOptions:
     lambda_min: float | None = None
     lambda_max: float | None = None
     base: str = ""
-    system: str = "none"
-    chat_template: str = ""
-    dtype: str = "auto"
-    quantization: str = "none"
-    device: str = "auto"
     json: bool = False
-    trust_remote_code: bool = False
 
 
 def run(options: GenerateOptions) -> int:
@@ -214,5 +203,8 @@ COMMAND = Command(
     examples=(
         'loragate generate --model gated --prompt "What is 7 * 8?"',
         "loragate generate --model gated --prompts questions.txt --samples 4 --temperature 0.6 --json",
+    ),
+    common=(
+        "prompt prompts raw samples temperature max_new_tokens seed lambda_constant base dtype quantization device json"
     ),
 )

@@ -134,9 +134,7 @@ def gates_of(options: InspectOptions) -> tuple[InspectOptions, dict[str, Any]]:
 
 
 def _cost(parameters: Any, dtype_bytes: int) -> dict[str, Any]:
-    from loragate.analysis.plan_time import cost_of
-
-    cost = cost_of(parameters, sequence=512)
+    cost = parameters.cost(sequence=512)
     return {
         "gate_parameters": cost.gate_parameters,
         "gate_share": cost.gate_parameters / parameters.base,

@@ -13,9 +13,9 @@ import sys
 import threading
 from typing import Any
 
-from loragate.errors import ConfigError, nearest
+from loragate.errors import ConfigError
 from loragate.training.compatibility import Plan, refuse_impossible
-from loragate.training.strategy import ASKED, STRATEGIES, Launch, launch_of
+from loragate.training.strategy import ASKED, Launch, launch_of
 
 
 def begin(options: Any, settings: Any, **more: Any) -> int | None:
@@ -32,11 +32,6 @@ def begin(options: Any, settings: Any, **more: Any) -> int | None:
     Raises:
         ConfigError: for a combination that cannot work, or a strategy that is not the launcher's.
     """
-    if options.strategy not in ("auto", *STRATEGIES):
-        raise ConfigError(
-            f"--strategy must be auto, {', '.join(STRATEGIES)}, found {options.strategy!r}"
-            + nearest(options.strategy, STRATEGIES)
-        )
     if options.device == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
     launch = launch_of()

@@ -98,10 +98,13 @@ def _run(name: str, arguments: list[str]) -> int:
         raise ConfigError(f"unknown command {name!r}{nearest(name, COMMANDS)} (loragate --help lists them)")
     _quiet_libraries()
     module = importlib.import_module(f"loragate.cli.{COMMANDS[name][0]}")
-    from loragate.cli.arguments import parse, resolved_yaml
+    from loragate.cli.arguments import parse, print_help, resolved_yaml
 
-    options, flags = parse(module.COMMAND, arguments)
-    if flags.print_config:
+    if {"-h", "--help", "--help-all"} & set(arguments):
+        print_help(module.COMMAND, everything="--help-all" in arguments)
+        return 0
+    options, given = parse(module.COMMAND, arguments)
+    if given.get("print_config"):
         print(resolved_yaml(options), end="")
         return 0
     return module.COMMAND.run(options)

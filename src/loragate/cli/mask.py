@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from loragate.cli.arguments import Command, require_given
 from loragate.cli.display import Display, console, duration
@@ -24,54 +24,34 @@ from loragate.cli.models import (
     require_not_an_adapter,
     require_place,
 )
+from loragate.cli.options import DataOptions, ModelOptions, OutputOptions
 from loragate.cli.places import is_adapter
 from loragate.cli.quantization import check_quantization
 from loragate.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
-class MaskOptions:
+class MaskOptions(DataOptions, ModelOptions, OutputOptions):
     """Settings of `loragate mask`.
 
     Attributes:
         model: base model, folder or hub id.
         reference: the base after finetuning on good data: a LoRA adapter of this base, or a full model.
-        data: prompts and responses, in any format that sft reads.
         out: JSONL file to write: the rows with a column keep_mask, for sft --objective mask or forgetting.
         keep: share of the response tokens to keep.
-        scope: "global" ranks the tokens of all rows together, "row" those of each row.
-        split: split of a hub data set.
-        revision: branch, tag or commit of a hub data set.
+        scope: rank the tokens of all rows together, or those of each row.
         max_rows: number of rows to use, from the first on (0: all).
         max_length: token limit of a row; later tokens are not scored and not kept. Use the limit of the training.
         micro_batch_size: rows per forward pass.
-        system: "none" leaves out a default system message that the template injects, "keep" keeps it.
-        chat_template: jinja file to use instead of the tokenizer's template.
-        dtype: auto, float32, bfloat16 or float16 of the models.
-        quantization: none, 8bit or 4bit storage of the models (bitsandbytes).
-        device: auto, cpu, cuda, cuda:1, mps.
-        resume: continue an unfinished run.
-        trust_remote_code: run model code from the hub.
     """
 
     model: str = ""
     reference: str = ""
-    data: str = ""
-    out: str = ""
     keep: float = 0.6
-    scope: str = "global"
-    split: str = ""
-    revision: str = ""
+    scope: Literal["global", "row"] = "global"
     max_rows: int = 0
     max_length: int = 2048
     micro_batch_size: int = 8
-    system: str = "none"
-    chat_template: str = ""
-    dtype: str = "auto"
-    quantization: str = "none"
-    device: str = "auto"
-    resume: bool = False
-    trust_remote_code: bool = False
 
 
 def run(options: MaskOptions) -> int:
@@ -282,4 +262,5 @@ COMMAND = Command(
         "loragate mask --model path/to/base --reference warm-up-adapter --data train.jsonl --out masked.jsonl --keep 0.6",
         "loragate mask --model path/to/base --reference path/to/finetuned --data train.jsonl --out masked.jsonl --scope row",
     ),
+    common="keep scope split revision max_rows max_length micro_batch_size dtype quantization device resume",
 )

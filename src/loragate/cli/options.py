@@ -1,50 +1,135 @@
-"""Settings that several commands share."""
+"""Settings that several commands share: classes to inherit from, one for each heading of `--help-all`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """Where a training run takes its rows and model from, and where it writes.
+class OutputOptions:
+    """Where a run writes.
 
     Attributes:
-        data: prompts and responses: .jsonl, .json, .parquet or a hub id; messages, prompt-completion, alpaca or sharegpt.
-        out: output folder; must be new or empty, or hold the run to resume.
+        out: run folder; must be new or empty, or hold the run to resume.
+        resume: continue the unfinished run in the out folder.
+    """
+
+    out: str = ""
+    resume: bool = False
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a model is loaded and spoken to.
+
+    Attributes:
+        dtype: of the base; auto takes the checkpoint's.
+        quantization: storage of the base (bitsandbytes, with the engine transformers); trained parameters stay fp32.
+        device: auto, cpu, cuda, cuda:1 or mps.
+        trust_remote_code: run model code from the hub.
+        system: none leaves out a default system message of the template.
+        chat_template: jinja file to use instead of the tokenizer's template.
+    """
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantization: Literal["none", "8bit", "4bit"] = "none"
+    device: str = "auto"
+    trust_remote_code: bool = False
+    system: Literal["none", "keep"] = "none"
+    chat_template: str = ""
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """The rows that are read.
+
+    Attributes:
+        data: prompts and responses: .jsonl, .json, .parquet or a hub id; any chat format.
         split: split of a hub data set.
         revision: branch, tag or commit of a hub data set.
-        select: which rows --max-rows takes: "first" in the order of the data, or "shuffled", a subset drawn with a seed.
-        select_seed: seed of the shuffled subset, which then stays the same under every --seed; by default --seed.
-        cache: folder that caches tokenised rows; "auto" is ~/.cache/loragate, from 10,000 rows on; "none" caches
-            nothing.
-        data_workers: processes that tokenise; 0 takes one, and up to 8 for 10,000 rows and more.
-        system: "none" leaves out a default system message that the template injects, "keep" keeps it.
-        chat_template: jinja file to use instead of the tokenizer's template.
-        dtype: auto, float32, bfloat16 or float16 of the base.
-        quantization: none, 8bit or 4bit storage of the base (bitsandbytes); trained parameters stay fp32.
-        device: auto, cpu, cuda, cuda:1, mps.
-        strategy: on several processes: ddp, fsdp2 or zero3; auto follows the launcher, and is one process without a
-            launcher.
-        processes: number of processes on this machine (0: one, or one per GPU if a strategy is given).
-        resume: continue the unfinished run in the out folder.
-        trust_remote_code: run model code from the hub.
     """
 
     data: str = ""
-    out: str = ""
     split: str = ""
     revision: str = ""
-    select: str = "first"
+
+
+@dataclass(frozen=True)
+class RowsOptions(DataOptions):
+    """Which rows a training takes, and how they are prepared.
+
+    Attributes:
+        select: which rows --max-rows takes: the first ones, or a subset drawn with a seed.
+        select_seed: seed of the shuffled subset; by default --seed.
+        cache: folder that caches tokenised rows, none, or auto: ~/.cache/loragate from 10,000 rows on.
+        data_workers: processes that tokenise; 0 takes one, and up to 8 from 10,000 rows on.
+    """
+
+    select: Literal["first", "shuffled"] = "first"
     select_seed: int | None = None
     cache: str = "auto"
     data_workers: int = 0
-    system: str = "none"
-    chat_template: str = ""
-    dtype: str = "auto"
-    quantization: str = "none"
-    device: str = "auto"
-    strategy: str = "auto"
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """On how many processes a training runs.
+
+    Attributes:
+        strategy: on several processes; auto follows the launcher, and is one process without a launcher.
+        processes: processes on this machine; 0 takes one, or one per GPU if a strategy is given.
+    """
+
+    strategy: Literal["auto", "ddp", "fsdp2", "zero3"] = "auto"
     processes: int = 0
-    resume: bool = False
-    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class RunOptions(RowsOptions, ModelOptions, LaunchOptions, OutputOptions):
+    """What every training takes beside the settings of its stage."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What vLLM may use.
+
+    Attributes:
+        vllm_memory: share of a device's memory that vLLM may fill; 0 takes 0.9, or on a CPU half of what is free.
+        tensor_parallel: devices that share one copy of the model in vLLM.
+    """
+
+    vllm_memory: float = 0.0
+    tensor_parallel: int = 1
+
+
+@dataclass(frozen=True)
+class AnswerOptions(EngineOptions):
+    """What answers the questions.
+
+    Attributes:
+        engine: transformers runs on any device; vllm needs pip install "loragate[vllm]".
+        replicas: copies of the model that answer in parallel, on a Ray cluster (pip install "loragate[sweep]").
+        batch_size: sequences at a time; with vLLM or replicas, questions whose answers are drawn together.
+    """
+
+    engine: Literal["transformers", "vllm"] = "transformers"
+    replicas: int = 1
+    batch_size: int = 64
+
+
+@dataclass(frozen=True)
+class GradingOptions:
+    """How answers are judged.
+
+    Attributes:
+        grader: of math answers, in place of the tasks' own: default, math_verify or dft.
+        sandbox: where programs run; rlimits isolates nothing.
+        workers: grading processes.
+        timeout: seconds after which grading an answer, or running a program, is stopped.
+    """
+
+    grader: str = ""
+    sandbox: Literal["bubblewrap", "rlimits"] = "bubblewrap"
+    workers: int = 2
+    timeout: float = 10.0

@@ -8,12 +8,12 @@ import platform
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from loragate.cli.arguments import Command
 from loragate.cli.display import Display, Job, console, duration
 from loragate.cli.models import quiet_logging
-from loragate.errors import ConfigError, nearest
+from loragate.errors import ConfigError
 from loragate.gates.range import parse_ranges
 from loragate.version import __version__
 
@@ -24,7 +24,6 @@ NOT_RUN = (
     "LoRA, same rows again",
     "LoRA trained with entropy",
 )
-CONTROLS = ("cheap", "full")
 INTERVENTIONS: dict[str, dict[str, Any]] = {
     "no reversal, max(λ,0)": {"minimum": 0.0},
     "no extrapolation, min(λ,1)": {"maximum": 1.0},
@@ -43,7 +42,7 @@ class QuickstartOptions:
         ranges: ranges to calibrate, separated by semicolons.
         questions: test questions.
         samples: samples per test question.
-        controls: "cheap" runs the controls that need no training; "full" also trains the others.
+        controls: cheap runs those that need no training; full also trains the others.
         threads: CPU threads; models this small are fastest with one.
     """
 
@@ -53,7 +52,7 @@ class QuickstartOptions:
     ranges: str = "-3,1;0,1;-6,3"
     questions: int = 200
     samples: int = 16
-    controls: str = "cheap"
+    controls: Literal["cheap", "full"] = "cheap"
     threads: int = 1
 
 
@@ -62,10 +61,6 @@ def run(options: QuickstartOptions) -> int:
     ranges = parse_ranges(options.ranges)
     if options.questions < 2 or options.samples < 1:
         raise ConfigError("loragate quickstart needs at least two questions and one sample per question")
-    if options.controls not in CONTROLS:
-        raise ConfigError(
-            f"--controls {options.controls}: expected {' or '.join(CONTROLS)}{nearest(options.controls, CONTROLS)}"
-        )
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     quiet_logging()
     import torch

@@ -9,27 +9,20 @@ from typing import Any
 from loragate.cli.arguments import Command
 from loragate.cli.display import Display, console
 from loragate.cli.evaluate import finish
+from loragate.cli.options import GradingOptions
 from loragate.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class RegradeOptions:
+@dataclass(frozen=True, kw_only=True)
+class RegradeOptions(GradingOptions):
     """Settings of `loragate regrade`.
 
     Attributes:
         run: folder of an evaluation.
-        grader: grader of math answers: default, math_verify or dft; without it the tasks' own grader judges again.
-        sandbox: where programs run: bubblewrap, or rlimits, which isolates nothing.
-        workers: grading processes.
-        timeout: seconds after which grading an answer, or running a program, is stopped.
         again: judge again even if this grader's verdicts are stored.
     """
 
     run: str
-    grader: str = ""
-    sandbox: str = "bubblewrap"
-    workers: int = 2
-    timeout: float = 10.0
     again: bool = False
 
 

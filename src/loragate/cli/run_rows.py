@@ -8,13 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from loragate.errors import ConfigError, DataError, nearest
+from loragate.errors import ConfigError, DataError
 from loragate.training.strategy import launch_of, process_state
 
 MANY = 10_000  # rows from which on tokenising is kept on disk and spread over processes without being asked for
 WORKERS = 8
 WAIT_S = 6 * 3600.0
-SELECTIONS = ("first", "shuffled")
 
 
 def read_rows(options: Any, seed: int | None = None) -> Any:
@@ -25,14 +24,12 @@ def read_rows(options: Any, seed: int | None = None) -> Any:
         seed: of the shuffle where --select-seed names none; None leaves that subset to the caller.
 
     Raises:
-        ConfigError: for an unknown --select, or one without effect.
+        ConfigError: for a --select-seed without effect.
         DataError: for data that cannot be read; on a resumed run it says what the run had.
     """
     from loragate.data import load_rows
 
     how = options.select
-    if how not in SELECTIONS:
-        raise ConfigError(f"--select must be one of {', '.join(SELECTIONS)}, found {how!r}{nearest(how, SELECTIONS)}")
     if options.select_seed is not None and (how == "first" or not options.max_rows):
         raise ConfigError("--select-seed has no effect without --select shuffled and --max-rows")
     first = options.max_rows if how == "first" else 0

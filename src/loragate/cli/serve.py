@@ -11,20 +11,20 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from loragate.cli.arguments import Command, flag_of
 from loragate.cli.display import console
 from loragate.cli.hub import on_disk
 from loragate.cli.models import require_place
+from loragate.cli.options import EngineOptions, ModelOptions
 from loragate.cli.places import is_adapter, is_gated
 from loragate.cli.serve_folders import base_revision, plain_part, served_folders, tokenizer_places
-from loragate.errors import ConfigError, LoragateError, nearest
-
-ENGINES = ("auto", "vllm", "transformers")
+from loragate.errors import ConfigError, LoragateError
 
 
-@dataclass(frozen=True)
-class ServeOptions:
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(ModelOptions, EngineOptions):
     """Settings of `loragate serve`.
 
     Attributes:
@@ -33,7 +33,7 @@ class ServeOptions:
         base: where the base model is, instead of the recorded one.
         host: address to listen on; 127.0.0.1 accepts this machine only.
         port: port to listen on.
-        engine: vllm, transformers, or auto: vllm if it is installed.
+        engine: auto takes vllm if it is installed.
         adapters: more adapters to serve, gated or plain: NAME=FOLDER separated by commas, or NAME=owner/name[@revision]
             on the hub; a suffix such as @unit overrides λ.
         overrides: overrides of λ to serve for every gated adapter, separated by commas: unit is served as NAME@unit.
@@ -43,42 +43,24 @@ class ServeOptions:
         verify: compare log-probs of vLLM with transformers, print the differences and stop; the exit status is 1 if
             they are too large.
         max_model_len: positions to plan for, prompt and answer together; 0 takes the model's (vllm).
-        tensor_parallel: devices that share the model (vllm).
-        vllm_memory: share of a device's memory that vLLM may fill; 0 takes 0.9, or on a CPU half of what is free.
         vllm_args: further arguments of vLLM's server, as one text.
-        system: "none" leaves out a default system message that the template injects, "keep" keeps it.
-        chat_template: jinja file to use instead of the tokenizer's template.
-        dtype: auto, float32, bfloat16 or float16 of the base.
-        quantization: none, 8bit or 4bit storage of the base (bitsandbytes; transformers).
-        device: auto, cpu, cuda, cuda:1, mps (transformers).
-        trust_remote_code: run model code from the hub.
     """
 
     model: str
     base: str = ""
     host: str = "127.0.0.1"
     port: int = 8000
-    engine: str = "auto"
+    engine: Literal["auto", "vllm", "transformers"] = "auto"
     adapters: str = ""
     overrides: str = ""
     dynamic: bool = False
     verify: bool = False
     max_model_len: int = 0
-    tensor_parallel: int = 1
-    vllm_memory: float = 0.0
     vllm_args: str = ""
-    system: str = "none"
-    chat_template: str = ""
-    dtype: str = "auto"
-    quantization: str = "none"
-    device: str = "auto"
-    trust_remote_code: bool = False
 
 
 def run(options: ServeOptions) -> int:
     """Serve until Ctrl-C."""
-    if options.engine not in ENGINES:
-        raise ConfigError(f"--engine {options.engine}: expected {', '.join(ENGINES)}{nearest(options.engine, ENGINES)}")
     if not 0 <= options.port <= 65535:
         raise ConfigError(f"--port {options.port}: expected a number from 0 to 65535")
     if not 0 <= options.vllm_memory <= 1:
@@ -308,4 +290,5 @@ COMMAND = Command(
         "loragate serve gated --engine transformers",
         "loragate serve gated --verify",
     ),
+    common="base host port engine adapters overrides dynamic verify max_model_len vllm_args dtype quantization device",
 )

@@ -191,4 +191,8 @@ COMMAND = Command(
         "loragate sft --config sft.yaml --objective dft --out adapter-dft",
         "loragate sft --model path/to/base --adapter adapter --data gate-rows.jsonl --out adapter-longer",
     ),
+    common=(
+        "objective objective_options adapter target_modules rank alpha learning_rate epochs "
+        "batch_size micro_batch_size max_rows max_length precision seed resume"
+    ),
 )

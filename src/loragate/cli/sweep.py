@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from loragate.cli.arguments import Command, comma_list, flag_of, require_given, resolved_yaml
+from loragate.cli.arguments import Command, comma_list, require_given, resolved_yaml
 from loragate.cli.calibrate import GateOptions, gate_config, taken_from
 from loragate.cli.display import console, duration, next_evaluation
 from loragate.cli.options import RunOptions
 from loragate.cli.quantization import check_quantization
+from loragate.effects import require_effect
 from loragate.errors import ConfigError, DivergenceError, LoragateError, nearest
 from loragate.files import held, write_json, write_text
 from loragate.gates.range import parse_ranges
@@ -20,7 +21,6 @@ from loragate.selection.candidate import grid, label_adapters
 from loragate.selection.settings import ProbeSettings
 from loragate.training.settings import CalibrationSettings
 
-RUNNERS = ("auto", "ray", "sequential")
 OBJECTIVES = ("entropy", "ce", "anchored")
 
 
@@ -40,7 +40,7 @@ class SweepOptions(RunOptions, CalibrationSettings, ProbeSettings, GateOptions):
             trained and none is chosen; score them with `loragate eval --sweep`.
         test: further questions of the same kind, which every cell answers for the oracle; never used to choose.
         test_samples: samples per test question; 0 takes probe_samples.
-        runner: ray, sequential, or auto: Ray if it is installed.
+        runner: auto takes Ray if it is installed.
         workers: parallel trials on this machine; 0 takes as many as fit. On a cluster 0 leaves the number to Ray.
         gpus_per_trial: GPUs of one trial on Ray; 0.5 lets two trials share one. By default 1 if there is a GPU.
         cpus_per_trial: CPUs, and threads, of one trial on Ray.
@@ -53,7 +53,7 @@ class SweepOptions(RunOptions, CalibrationSettings, ProbeSettings, GateOptions):
         | {"strategy", "processes", "cache", "data_workers"}  # a trial is one process, which tokenises the rows once
     )
 
-    select: str = "shuffled"
+    select: Literal["first", "shuffled"] = "shuffled"
     adapter: str = ""
     adapters: str = ""
     base: str = ""
@@ -63,7 +63,7 @@ class SweepOptions(RunOptions, CalibrationSettings, ProbeSettings, GateOptions):
     probe: str = ""
     test: str = ""
     test_samples: int = 0
-    runner: str = "auto"
+    runner: Literal["auto", "ray", "sequential"] = "auto"
     workers: int = 0
     gpus_per_trial: float | None = None
     cpus_per_trial: int = 1
@@ -112,18 +112,9 @@ def check(options: SweepOptions) -> None:
     require_given(COMMAND, replace(options, adapter=options.adapter or options.adapters))
     if options.adapter and options.adapters:
         raise ConfigError("give --adapter for one adapter or --adapters for several, not both")
-    if options.runner not in RUNNERS:
-        raise ConfigError(
-            f"--runner must be one of {', '.join(RUNNERS)}, found {options.runner!r}{nearest(options.runner, RUNNERS)}"
-        )
     if options.workers < 0 or options.cpus_per_trial < 1 or (options.gpus_per_trial or 0) < 0:
         raise ConfigError("--workers and --gpus-per-trial must not be negative, and --cpus-per-trial at least 1")
-    if options.test_samples and not options.test:
-        raise ConfigError("--test-samples has no effect without --test FILE")
-    for field in fields(SweepOptions):
-        asks = field.name.startswith("probe_") or field.name == "test"
-        if asks and not options.probe and getattr(options, field.name) != field.default:
-            raise ConfigError(f"{flag_of(field.name)} has no effect without --probe FILE")
+    require_effect("sweep", options, flags=True)
     for name in ("data", "probe", "test"):
         value = getattr(options, name)
         looks_local = value.endswith((".jsonl", ".json", ".parquet", ".gz"))
@@ -421,5 +412,9 @@ COMMAND = Command(
         "--gpus-per-trial 0.5 --out runs/grid",
         "loragate sweep --adapter path/to/adapter --data train.jsonl --ranges grid --seeds 0,1,2 --probe probe.jsonl "
         "--gpus-per-trial 0.5 --out runs/grid --resume",
+    ),
+    common=(
+        "adapters ranges seeds objectives probe probe_task test learning_rate "
+        "epochs batch_size micro_batch_size runner workers resume"
     ),
 )

@@ -19,6 +19,7 @@ from loragate.cli.tiny_study import BATCH_ROWS, GATE_ROWS, GATE_STEPS, STAGE_ONE
 from loragate.data import load_rows
 from loragate.gates import GateConfig, draw_gates, sizes_of
 from loragate.training import StageOneSettings, train_adapter
+from loragate.training.settings import GateObjective
 
 PER_MODULE = "one λ per module, trained"
 RANDOM = "random gates"
@@ -85,7 +86,7 @@ class TrainedControls:
                 said.append(f"{gated} is not told apart from the control “{row['name']}”: {size}.")
         return said
 
-    def _train_gates(self, name: str, config: GateConfig, objective: str, on_step: OnStep) -> str:
+    def _train_gates(self, name: str, config: GateConfig, objective: GateObjective, on_step: OnStep) -> str:
         result, values = self.study.train_gates(config, objective, on_step)
         self.gates[name] = (config, values)
         self.records[name] = result.evidence()["training"]

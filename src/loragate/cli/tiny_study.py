@@ -30,10 +30,10 @@ from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from loragate.selection import Choice, choose
 from loragate.training import CalibrationResult, CalibrationSettings, StageOneSettings, calibrate, train_adapter
 from loragate.training.callbacks import StepReport
+from loragate.training.settings import GateObjective, StageOneObjective
 from loragate.world.base import TinyBaseRecipe, load_base, train_base
 from loragate.world.demonstrations import demonstrations
-from loragate.world.problems import Problem, problems, retention_items
-from loragate.world.verifier import verify
+from loragate.world.problems import Problem, problems, retention_items, verify
 
 OnStep = Callable[[StepReport], None]
 MAX_NEW_TOKENS = 72
@@ -91,7 +91,7 @@ class Study:
         prompts = [render_prompt([{"role": "user", "content": item.prompt}], self.tokenizer) for item in items]
         return Question(items, prompts)
 
-    def train_stage_one(self, objective: str, folder: Path, on_step: OnStep) -> None:
+    def train_stage_one(self, objective: StageOneObjective, folder: Path, on_step: OnStep) -> None:
         """An adapter on the noisy demonstrations (4096 rows, 128 steps of 32)."""
         settings = StageOneSettings(
             objective=objective,
@@ -125,7 +125,7 @@ class Study:
         self.calibrations[name], self.gates[name] = self.train_gates(config, "entropy", on_step)
 
     def train_gates(
-        self, config: GateConfig, objective: str, on_step: OnStep
+        self, config: GateConfig, objective: GateObjective, on_step: OnStep
     ) -> tuple[CalibrationResult, dict[str, torch.Tensor]]:
         """Gates on the frozen SFT adapter, taken off again; returns the record and the values.
 

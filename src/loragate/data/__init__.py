@@ -3,21 +3,21 @@
 Names in the order in which a row meets them:
 
 - loading: files and the hub to `Rows`; rows: rows that know their place
-- formats: row formats brought to one shape; messages: roles and texts checked
-- chat: chat templates as text; tokens: pieces of text to ids; rendering: turns to ids and labels
-- encoding: a whole dataset and its account; packed: its items as arrays and in a cache file; workers: several processes
-- record: what a run was trained on, and whether it is still there; collate: padded batches
-- preview: the mask, to look at; endings: what ends an answer, and will the model stop?
+- formats: roles and texts checked, row formats brought to one shape
+- chat: chat templates as text; rendering: turns to ids and labels, and the mask to look at
+- encoding: a whole dataset and its account, in one process or several
+- packed: its items as arrays, in a cache file and as padded batches
+- record: what a run was trained on, and whether it is still there
+- endings: what ends an answer, and will the model stop?
 """
 
 from loragate.data.chat import Chat, template_hash
-from loragate.data.collate import Collator
 from loragate.data.encoding import EncodedRows, Summary, encode_rows
 from loragate.data.endings import EndingReport, Endings, ending_health, find_endings
 from loragate.data.formats import FORMATS, Turns, detect_format, normalize
 from loragate.data.loading import load_rows
-from loragate.data.preview import mask_as_text, preview
-from loragate.data.rendering import Encoded, Encoder, prompt_ids, render_prompt
+from loragate.data.packed import Collator
+from loragate.data.rendering import Encoded, Encoder, mask_as_text, preview, prompt_ids, render_prompt
 from loragate.data.rows import Rows
 
 __all__ = [

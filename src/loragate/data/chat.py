@@ -11,8 +11,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loragate.data.formats import Turns
-from loragate.data.messages import Message
+from loragate.data.formats import Message, Turns
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.printable import excerpt
 

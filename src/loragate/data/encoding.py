@@ -1,7 +1,9 @@
 """A whole dataset, encoded: format detection, tokenising in batches, and the account of what happened to the rows.
 
 Long preparation is spread over processes and kept on disk under a key of everything that it depends on; both give
-exactly the items of the plain path.
+exactly the items of the plain path. Processes are
+started afresh (spawn), because a copy of one that has run torch's threads may hang; at most a few batches wait for each,
+so that a data set is never in memory twice.
 """
 
 from __future__ import annotations
@@ -28,6 +30,14 @@ from loragate.version import __version__
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+import signal
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 
 BATCH = 256  # rows per call of the tokenizer
 
@@ -178,7 +188,7 @@ class _Work:
         )
         if processes < 2 or len(rows) <= BATCH:
             return (self.batch(*batch) for batch in batches)
-        from loragate.data.workers import spread
+        from loragate.data.encoding import spread
 
         return spread(self, batches, processes)
 
@@ -260,3 +270,41 @@ def _cache_file(
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return folder / f"{digest[:32]}.safetensors"
+
+
+WAITING = 3  # batches per process
+
+_work: Any = None
+
+
+def spread(work: Any, batches: Iterable[tuple[Any, ...]], processes: int) -> Iterator[Any]:
+    """`work.batch(*batch)` of every batch, in order.
+
+    Raises:
+        DataError: what a batch raises, the first one first; or that a process died.
+    """
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, (work,))
+    futures: deque[Future[Any]] = deque()
+    try:
+        for batch in batches:
+            futures.append(pool.submit(_encode, batch))
+            if len(futures) >= WAITING * processes:
+                yield futures.popleft().result()
+        while futures:
+            yield futures.popleft().result()
+    except BrokenProcessPool:
+        raise DataError(
+            "a process that tokenises rows died, probably for want of memory; use fewer of them (--data-workers 1)"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(work: Any) -> None:
+    global _work
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends the others
+    _work = work
+
+
+def _encode(batch: tuple[Any, ...]) -> Any:
+    return _work.batch(*batch)

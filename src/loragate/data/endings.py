@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from loragate.data.chat import Chat
-from loragate.data.rendering import IGNORED
-from loragate.data.tokens import SegmentTokenizer
+from loragate.data.rendering import IGNORED, SegmentTokenizer
 from loragate.errors import ConfigError
 from loragate.printable import escape_controls
 

@@ -1,23 +1,72 @@
-"""From turns to token ids with a response mask.
+"""From turns to token ids with a response mask, and that mask shown to a person.
 
 Prompt and response are tokenised separately, so the prompt's tokens are exactly those that generation feeds, whatever
-the response begins with. Labels follow the convention of transformers: -100 outside of the response, the token itself
-on it; the shift by one happens in the loss. Where rows come from is not this room's matter, only how to name them.
+the response begins with: joining the ids never depends on what follows. Three habits of tokenizers matter for that:
+adding BOS in front of plain text, adding a space in front of every text (SentencePiece), adding special tokens at all.
+Labels follow the convention of transformers: -100 outside of the response, the token itself on it; the shift by one
+happens in the loss. Where rows come from is not this room's matter, only how to name them.
+
+What is shown comes from data, so every control character is escaped: a row cannot move the cursor, recolour the
+terminal or forge the marks of the plain variant.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
 
 from loragate.data.chat import Chat, Segment
 from loragate.data.formats import Turns
-from loragate.data.tokens import SegmentTokenizer
 from loragate.errors import ConfigError, DataError
+from loragate.printable import escape_controls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class SegmentTokenizer:
+    """Tokenises text pieces separately.
+
+    Attributes:
+        leading: ids that the tokenizer puts before plain text (BOS), often empty.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        bare, self._newline, after_newline = self._ids(["a", "\n", "\na"])
+        complete = tokenizer("a", add_special_tokens=True)["input_ids"]
+        starts = range(len(complete) - len(bare) + 1)
+        self.leading: list[int] = next((complete[:k] for k in starts if complete[k : k + len(bare)] == bare), [])
+        split = len(self._newline)
+        self._adds_space = after_newline[:split] == self._newline and after_newline[split:] != bare
+
+    def __call__(self, texts: Sequence[str], continues: Sequence[bool]) -> list[list[int]]:
+        """Ids of each text without special tokens of the tokenizer's own; `continues[i]`: text i follows other text.
+
+        A text that continues gets no space in front: it is tokenised after a newline, which is then taken off.
+        """
+        lead = [self._adds_space and continuing for continuing in continues]
+        ids = self._ids(["\n" + text if led else text for text, led in zip(texts, lead)])
+        split = len(self._newline)
+        for index, led in enumerate(lead):
+            if led:
+                merged = ids[index][:split] != self._newline  # the newline became one token with the text's own
+                ids[index] = self._ids([texts[index]])[0] if merged else ids[index][split:]
+        return ids
+
+    def plain_prompt(self, ids: list[int]) -> list[int]:
+        """`ids` of a plain prompt with the tokenizer's BOS, unless the text begins with it already."""
+        return ids if ids[: len(self.leading)] == self.leading else self.leading + ids
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        return self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
 
 IGNORED = -100
 
@@ -163,3 +212,39 @@ def _spread(
         )
     bits = iter(mask)
     return [0 if label == IGNORED else next(bits) for label in labels]
+
+
+OPEN, CLOSE = "⟦", "⟧"
+STYLES = {(False, False): "dim", (False, True): "dim cyan", (True, False): "bold green", (True, True): "bold cyan"}
+
+
+def preview(encoded_row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text:
+    """Coloured sample of an encoded row: prompt dim, response bold green, special tokens literal in cyan."""
+    text = Text()
+    for is_response, is_special, piece in _pieces(encoded_row, tokenizer):
+        text.append(piece, style=STYLES[is_response, is_special])
+    return text
+
+
+def mask_as_text(encoded_row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The same without colour, for logs: every response stands between ⟦ and ⟧."""
+    parts = []
+    for is_response, pieces in groupby(_pieces(encoded_row, tokenizer), key=lambda piece: piece[0]):
+        marks = str.maketrans({OPEN: f"\\u{ord(OPEN):04x}", CLOSE: f"\\u{ord(CLOSE):04x}"})
+        joined = "".join(piece for _, _, piece in pieces).translate(marks)
+        parts.append(f"{OPEN}{joined}{CLOSE}" if is_response else joined)
+    return "".join(parts)
+
+
+def _pieces(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[bool, bool, str]]:
+    """(is response, is special, printable text) of runs of tokens alike."""
+    special = set(tokenizer.all_special_ids) | {
+        index for index, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
+    ids: Sequence[int] = row["input_ids"]
+    tokens = [(label != IGNORED, token in special, token) for token, label in zip(ids, row["labels"])]
+    for (is_response, is_special), run in groupby(tokens, key=lambda token: token[:2]):
+        text = tokenizer.decode(
+            [token for _, _, token in run], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        yield is_response, is_special, escape_controls(text, keep="\n\t")

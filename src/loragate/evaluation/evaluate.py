@@ -50,11 +50,11 @@ from loragate.evaluation.results import (
     task_result,
 )
 from loragate.evaluation.retention import Measured, all_measured, keep_measured, read_measured, retention_averages
-from loragate.evaluation.sampling import draw_samples
 from loragate.evaluation.variants import Variant
 from loragate.evaluation.weights import weights_of
 from loragate.files import first_difference, write_json, write_text
 from loragate.generation import Engine, Sample
+from loragate.generation.samples import draw_samples
 from loragate.records import package_versions
 
 EngineFor = Callable[[Variant], AbstractContextManager[Engine]]

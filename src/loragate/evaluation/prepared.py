@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from loragate.errors import DataError
-from loragate.evaluation.prompts import render_questions
 from loragate.evaluation.tasks import Question, Questions, Task, prompts_hash
+from loragate.evaluation.tasks.questions import render_questions
 from loragate.files import write_text
 from loragate.generation import SamplingConfig
 

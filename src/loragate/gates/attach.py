@@ -64,7 +64,7 @@ def attach_gates(peft_model: nn.Module, config: GateConfig, adapter_name: str | 
         shared_bias = nn.Parameter(torch.full((1,), -config.init_scale, device=next(iter(devices))))
     for path, layer in layers:
         if path in chosen:
-            _attach_one(layer, path, config, name, shared_bias)
+            gate_layer(layer, path, config, name, shared_bias)
         _freeze_factors(layer, name)
     train_gates_only(peft_model, name)
     warn_on_saving(peft_model, name)
@@ -72,7 +72,10 @@ def attach_gates(peft_model: nn.Module, config: GateConfig, adapter_name: str | 
     return peft_model
 
 
-def _attach_one(layer: Any, path: str, config: GateConfig, adapter_name: str, shared_bias: nn.Parameter | None) -> None:
+def gate_layer(
+    layer: Any, path: str, config: GateConfig, adapter_name: str, shared_bias: nn.Parameter | None = None
+) -> None:
+    """Put a fresh gate into one LoRA layer, on the device of its factors; what trains is left as it is."""
     if not hasattr(layer, "lora_gate"):
         layer.lora_gate = nn.ModuleDict({})
         layer.register_forward_pre_hook(leave_input_uncast)

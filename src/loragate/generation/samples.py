@@ -1,4 +1,4 @@
-"""Samples on disk: one JSON object per line, appended as they are drawn.
+"""Samples on disk: one JSON object per line, appended as they are drawn, taken up again where a run was stopped.
 
 A run that is interrupted leaves at most one torn line, the last. The reader skips it and the writer cuts it off before
 it appends, so that a resumed run loses one sample and damages none. This file knows the form of a sample and nothing of
@@ -11,13 +11,13 @@ import contextlib
 import dataclasses
 import errno
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from loragate.errors import DataError, LoragateError
-from loragate.generation.engine import Sample
+from loragate.generation.engine import Engine, OnProgress, Sample, SamplingConfig
 
 _FIELDS = {field.name for field in dataclasses.fields(Sample)}
 
@@ -111,3 +111,39 @@ def _sample(row: Any, place: str) -> Sample:
         found = sorted(row) if isinstance(row, dict) else type(row).__name__
         raise DataError(f"{place}: found {found}, expected the keys {sorted(_FIELDS)}; this is not a sample file.")
     return Sample(**{**row, "token_ids": tuple(row["token_ids"])})
+
+
+def draw_samples(
+    engine: Engine,
+    prompts: Sequence[str],
+    config: SamplingConfig,
+    path: Path,
+    on_progress: OnProgress | None = None,
+) -> list[Sample]:
+    """Return all samples, ordered by (question, sample); only those that `path` does not hold yet are generated.
+
+    Every batch is appended to `path` as soon as it exists, so a killed run loses at most the batch in hand.
+
+    Raises:
+        DataError: if the file holds samples of another run.
+    """
+    found = read_samples(path) if path.exists() else []
+    wanted = {(question, sample) for question in range(len(prompts)) for sample in range(config.samples)}
+    have = {(sample.question, sample.sample) for sample in found}
+    if have - wanted:
+        question, sample = min(have - wanted)
+        raise DataError(
+            f"{path} holds sample {sample} of question {question}, but this run has {len(prompts)} questions with "
+            f"{config.samples} samples; it belongs to another run, choose another --out"
+        )
+    pending = sorted(wanted - have)
+    if not pending:
+        return found
+
+    def report(done: int, total: int) -> None:
+        if on_progress is not None:
+            on_progress(len(have) + done, len(wanted))
+
+    with SampleWriter(path) as writer:
+        drawn = engine.generate(prompts, config, report, pending=pending, on_samples=writer.write)
+    return sorted([*found, *drawn], key=lambda sample: (sample.question, sample.sample))

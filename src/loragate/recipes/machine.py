@@ -10,10 +10,8 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from loragate.analysis.plan import Plan, Request, make_plan
-from loragate.analysis.plan_decode import decoding
-from loragate.analysis.plan_machines import find_gpu
-from loragate.analysis.plan_memory import FP32
+from loragate.analysis.cost import decoding, find_gpu
+from loragate.analysis.plan import FP32, Plan, Request, make_plan
 from loragate.analysis.plan_model import base_dtype, build_on_meta, count_parameters, read_config
 from loragate.evaluation.harness_rows import load_suite
 from loragate.evaluation.tasks import Task, load_task, suite
@@ -78,11 +76,11 @@ def needs(recipe: Recipe) -> list[Need]:
     trained, found = plans(recipe), []
     for stage in recipe.stages:
         if plan := trained.get(stage.name):
-            option = plan.chosen or min(plan.options, key=lambda option: option.memory.total)
+            option = plan.chosen or min(plan.options, key=lambda option: option.gib)
             trials = _trials(stage)
             note = f"{option.gpus} × {plan.gpu.name}" + (f", {trials} trials" if trials > 1 else "")
             note += "" if plan.chosen else ": does not fit"
-            found.append(Need(stage.name, option.memory.total / 2**30, trials * option.time.total / 3600, note))
+            found.append(Need(stage.name, option.gib, trials * option.seconds / 3600, note))
         elif stage.command == "mask":
             like = dict(next(other.values for other in recipe.stages if other.command == "sft"))
             like |= {
@@ -91,7 +89,7 @@ def needs(recipe: Recipe) -> list[Need]:
                 if key in ("max_rows", "max_length", "micro_batch_size")
             }
             option = _plan(recipe, Stage("sft", "sft", like)).options[0]
-            found.append(Need(stage.name, option.memory.total / 2**30, option.time.total / 3600, "two forward passes"))
+            found.append(Need(stage.name, option.gib, option.seconds / 3600, "two forward passes"))
         elif asked := [item for item in _asked(recipe, stage) if item[2]]:
             memory, hours = _decoding(recipe, asked)
             count, longest = sum(count for _, count, _ in asked), max(tokens for _, _, tokens in asked)

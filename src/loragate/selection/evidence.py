@@ -17,9 +17,9 @@ from loragate.data.loading import RowsGiven
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation import grade_math
 from loragate.evaluation.judging import MATH, JudgeSettings, require_graders
-from loragate.evaluation.prompts import render_questions
 from loragate.evaluation.tasks import Question, Task, load_task
 from loragate.evaluation.tasks.extractors import grade_choice, grade_exact
+from loragate.evaluation.tasks.questions import render_questions
 from loragate.evaluation.tasks.tiny import grade_tiny
 from loragate.generation import Engine, OnProgress, SamplingConfig
 from loragate.generation.requests import tokenize_prompts

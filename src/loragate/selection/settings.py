@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from loragate.errors import ConfigError
 
@@ -39,7 +40,7 @@ class SelectionSettings(ProbeSettings):
     """How the range is chosen.
 
     Attributes:
-        probe_sandbox: where the programs of a code probe run: bubblewrap, or rlimits, which isolates nothing.
+        probe_sandbox: where the programs of a code probe run; rlimits isolates nothing.
         exclude: file of evaluation rows; a probe that shares a question with it is refused.
         retention_task: task (name or file) of the retention probe; without it a file of prompts and answers.
         references: also score the base without adapter and the adapter at temperature 0.3 on a labelled probe, for
@@ -48,7 +49,7 @@ class SelectionSettings(ProbeSettings):
             their length or lose variety.
     """
 
-    probe_sandbox: str = "bubblewrap"
+    probe_sandbox: Literal["bubblewrap", "rlimits"] = "bubblewrap"
     exclude: str = ""
     retention_task: str = ""
     references: bool = True

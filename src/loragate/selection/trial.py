@@ -71,7 +71,7 @@ class Bench:
 
 def settings_of(settings: CalibrationSettings, objective: str, seed: int | None = None) -> CalibrationSettings:
     """The settings for a candidate's objective; what only other objectives read goes back to its default."""
-    given = {name: getattr(settings, name) for name in CalibrationSettings.read_by(objective) if name != "objective"}
+    given = {name: getattr(settings, name) for name in CalibrationSettings.read_by(objective)}
     return CalibrationSettings(**{**given, "objective": objective, **({} if seed is None else {"seed": seed})})
 
 

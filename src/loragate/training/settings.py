@@ -4,45 +4,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
-from loragate.errors import ConfigError, nearest
+from annotated_types import Ge, Gt, Len, Lt
 
-OBJECTIVES = ("sft", "dft", "profit", "eaft", "talr", "mask", "eksft", "forgetting", "entropy", "interleaved")
-SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")
-PRECISIONS = ("fp32", "bf16", "fp16")
-GATE_OBJECTIVES = ("entropy", "ce", "anchored", "reward", "random")
-TRAINED = ("entropy", "ce", "anchored", "reward")
+from loragate.effects import acting, require_effect
+from loragate.errors import ConfigError
+from loragate.validate import Amount, Count, Positive, Size, check
+
+StageOneObjective = Literal[
+    "sft", "dft", "profit", "eaft", "talr", "mask", "eksft", "forgetting", "entropy", "interleaved"
+]
+GateObjective = Literal["entropy", "ce", "anchored", "reward", "random"]
+Schedule = Literal["cosine", "linear", "constant", "constant_with_warmup"]
+Precision = Literal["fp32", "bf16", "fp16"]
+OBJECTIVES: tuple[str, ...] = get_args(StageOneObjective)
+GATE_OBJECTIVES: tuple[str, ...] = get_args(GateObjective)
 ON_POLICY = ("anchored", "reward")
-ANCHORS = ("base", "adapter", "mixture", "product")
-ADVANTAGES = ("mean", "std")
-# settings that only some gate objectives read; given to another they would have no effect, which is an error
-_READ_BY = {
-    "anchor": ("anchored", "reward"),
-    "beta": ("anchored",),
-    "refresh": ON_POLICY,
-    "samples_per_prompt": ON_POLICY,
-    "max_new_tokens": ON_POLICY,
-    "temperature": ("anchored",),
-    "sampling_batch_size": ON_POLICY,
-    "reward_kl": ("reward",),
-    "advantage": ("reward",),
-    "clip_ratio": ("reward",),
-    "random_scale": ("random",),
-}
-
 
 # they change no number, so that a resumed run may have others
 _UNRECORDED = ("keep_checkpoints",)
-
-
-def _joined(modules: Any) -> str:
-    """Module names as the command line writes them; PEFT and GateConfig take lists."""
-    if isinstance(modules, str):
-        return modules
-    if not isinstance(modules, (list, tuple)) or not modules or not all(isinstance(name, str) for name in modules):
-        raise ConfigError(f"target_modules is 'all-linear' or names of modules, found {modules!r}")
-    return ",".join(modules)
 
 
 def recorded(values: dict[str, Any]) -> dict[str, Any]:
@@ -79,48 +60,31 @@ class TrainSettings:
         report_to: transformers logging integrations, comma separated (tensorboard, wandb, trackio); "none" for JSONL only.
     """
 
-    learning_rate: float = 5e-4
-    batch_size: int = 128
-    micro_batch_size: int = 8
-    epochs: float = 1.0
-    max_steps: int = 0
-    max_length: int = 2048
-    schedule: str = "cosine"
-    warmup: float = 0.0
-    weight_decay: float = 0.0
+    learning_rate: Positive = 5e-4
+    batch_size: Count = 128
+    micro_batch_size: Count = 8
+    epochs: Positive = 1.0
+    max_steps: Size = 0
+    max_length: Count = 2048
+    schedule: Schedule = "cosine"
+    warmup: Annotated[float, Ge(0), Lt(1)] = 0.0
+    weight_decay: Amount = 0.0
     beta1: float = 0.9
     beta2: float = 0.95
-    max_grad_norm: float = 1.0
+    max_grad_norm: Positive = 1.0
     seed: int = 42
-    logging_steps: int = 10
-    save_steps: int = 0
-    keep_checkpoints: int = 2
+    logging_steps: Count = 10
+    save_steps: Size = 0
+    keep_checkpoints: Size = 2
     packing: bool = False
     group_by_length: bool = False
     gradient_checkpointing: bool = False
     activation_offload: bool = False
-    precision: str = "fp32"
+    precision: Precision = "fp32"
     report_to: str = "none"
 
     def __post_init__(self) -> None:
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ConfigError(f"seed must be an integer, found {self.seed!r}")
-        for name in ("batch_size", "micro_batch_size", "logging_steps", "max_length"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, found {getattr(self, name)}")
-        for name in ("max_steps", "save_steps", "keep_checkpoints", "weight_decay", "warmup"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative, found {getattr(self, name)}")
-        for name in ("learning_rate", "epochs", "max_grad_norm"):
-            value = getattr(self, name)
-            if not math.isfinite(value) or value <= 0:
-                raise ConfigError(f"{name} must be a positive number, found {value}")
-        if self.warmup >= 1:
-            raise ConfigError(f"warmup is a share of the steps in [0, 1), found {self.warmup}")
-        if self.schedule not in SCHEDULES:
-            raise ConfigError(f"schedule must be one of {', '.join(SCHEDULES)}, found {self.schedule!r}")
-        if self.precision not in PRECISIONS:
-            raise ConfigError(f"precision must be one of {', '.join(PRECISIONS)}, found {self.precision!r}")
+        check(self)
 
     def accumulation(self, processes: int) -> int:
         """Forward passes per optimiser step on each process.
@@ -159,30 +123,24 @@ class StageOneSettings(TrainSettings):
         rslora: scale by α/√r instead of α/r.
     """
 
-    warmup: float | None = None  # type: ignore[assignment]
-    weight_decay: float = 0.01
-    objective: str = "sft"
+    warmup: Annotated[float, Ge(0), Lt(1)] | None = None  # type: ignore[assignment]
+    weight_decay: Amount = 0.01
+    objective: StageOneObjective = "sft"
     objective_options: dict[str, Any] | None = None
     adapter: str = ""
-    rank: int = 16
+    rank: Count = 16
     alpha: float = 16
     dropout: float = 0.0
-    target_modules: str = "all-linear"
+    target_modules: Annotated[str, Len(1)] = "all-linear"
     dora: bool = False
     rslora: bool = False
 
     def __post_init__(self) -> None:
         if self.warmup is None:
             object.__setattr__(self, "warmup", 0.0 if self.adapter else 0.1)
+        if not isinstance(self.target_modules, str):  # PEFT and GateConfig take lists
+            object.__setattr__(self, "target_modules", ",".join(self.target_modules))
         super().__post_init__()
-        object.__setattr__(self, "target_modules", _joined(self.target_modules))
-        if self.objective not in OBJECTIVES:
-            raise ConfigError(
-                f"objective must be one of {', '.join(OBJECTIVES)}, found {self.objective!r}"
-                + nearest(str(self.objective), OBJECTIVES)
-            )
-        if self.rank < 1:
-            raise ConfigError(f"rank must be at least 1, found {self.rank}")
 
 
 @dataclass(frozen=True)
@@ -213,53 +171,27 @@ class CalibrationSettings(TrainSettings):
         random_scale: standard deviation of the gate weights and biases that random draws.
     """
 
-    max_length: int = 4096
-    k: int = 100
-    max_rows: int = 20_000
-    objective: str = "entropy"
-    anchor: str = "product"
-    beta: float = 1.0
-    refresh: int = 0
-    samples_per_prompt: int = 0
-    max_new_tokens: int = 1024
-    temperature: float = 1.0
-    sampling_batch_size: int = 64
-    reward_kl: float = 0.0
-    advantage: str = "mean"
-    clip_ratio: float = 0.2
-    random_scale: float = 0.02
+    max_length: Count = 4096
+    k: Size = 100
+    max_rows: Size = 20_000
+    objective: GateObjective = "entropy"
+    anchor: Literal["base", "adapter", "mixture", "product"] = "product"
+    beta: Amount = 1.0
+    refresh: Size = 0
+    samples_per_prompt: Size = 0
+    max_new_tokens: Count = 1024
+    temperature: Positive = 1.0
+    sampling_batch_size: Count = 64
+    reward_kl: Amount = 0.0
+    advantage: Literal["mean", "std"] = "mean"
+    clip_ratio: Annotated[float, Gt(0), Lt(1)] = 0.2
+    random_scale: Positive = 0.02
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.k < 2 and self.k != 0:
-            raise ConfigError(f"k must be at least 2, or 0 for the whole vocabulary, found {self.k}")
-        for name in ("max_rows", "refresh", "samples_per_prompt", "beta", "reward_kl"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative, found {getattr(self, name)}")
-        for name in ("max_new_tokens", "sampling_batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, found {getattr(self, name)}")
-        for name, known in (("objective", GATE_OBJECTIVES), ("anchor", ANCHORS), ("advantage", ADVANTAGES)):
-            found = getattr(self, name)
-            if found not in known:
-                raise ConfigError(
-                    f"{name} must be one of {', '.join(known)}, found {found!r}{nearest(str(found), known)}"
-                )
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise ConfigError(f"temperature must be a positive number, found {self.temperature}")
-        if not (math.isfinite(self.random_scale) and self.random_scale > 0):
-            raise ConfigError(f"random_scale must be a positive number, found {self.random_scale}")
-        if not 0 < self.clip_ratio < 1:
-            raise ConfigError(f"clip_ratio lies between 0 and 1, found {self.clip_ratio}")
-        defaults = {field.name: field.default for field in fields(CalibrationSettings)}
-        for name, readers in _READ_BY.items():
-            # a probe is answered with sampling_batch_size, whatever the objective
-            unread = self.objective not in readers and name != "sampling_batch_size"
-            if unread and getattr(self, name) != defaults[name]:
-                raise ConfigError(
-                    f"{name} has no effect on the objective {self.objective!r}, only on {' and '.join(readers)}; "
-                    f"leave it out, or set the objective"
-                )
+        if self.k == 1:
+            raise ConfigError("k must be at least 2, or 0 for the whole vocabulary, found 1")
+        require_effect("calibration", self)
         if self.on_policy:
             self._check_on_policy()
 
@@ -285,11 +217,7 @@ class CalibrationSettings(TrainSettings):
     @staticmethod
     def read_by(objective: str) -> tuple[str, ...]:
         """The settings that an objective reads."""
-        # random gates are not trained: they read the rows and the seed, and no setting of an optimiser
-        training = {field.name for field in fields(TrainSettings)} - {"seed", "max_length"}
-        readers = {**dict.fromkeys(training, TRAINED), **_READ_BY}
-        names = [field.name for field in fields(CalibrationSettings)]
-        return tuple(name for name in names if objective in readers.get(name, GATE_OBJECTIVES))
+        return acting("calibration", (field.name for field in fields(CalibrationSettings)), objective=objective)
 
     def _check_on_policy(self) -> None:
         if self.objective == "reward" and self.answers_per_prompt < 2:

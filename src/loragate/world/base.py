@@ -23,8 +23,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config,
 
 from loragate.errors import ConfigError, DataError
 from loragate.world.demonstrations import Document, pretraining_documents
-from loragate.world.tokenizer import CONTEXT_LENGTH, build_tokenizer, render
-from loragate.world.vocabulary import ASSISTANT
+from loragate.world.tokenizer import ASSISTANT, CONTEXT_LENGTH, build_tokenizer, render
 
 Progress = Callable[[int, int, float], None]
 _IGNORED = -100

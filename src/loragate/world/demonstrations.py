@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from loragate.errors import ConfigError
 from loragate.world.problems import RETENTION_KINDS, apply_operator, draw_problem, draw_retention, expression
-from loragate.world.vocabulary import CLOSERS, CONNECTIVES, DIGITS, EQUALITIES, FILLERS, OPENERS
+from loragate.world.tokenizer import CLOSERS, CONNECTIVES, DIGITS, EQUALITIES, FILLERS, OPENERS
 
 FILLER_SHARE = 0.25  # of the steps are preceded by a filler word
 

@@ -1,4 +1,4 @@
-"""Problems with one right answer, in four splits that cannot overlap.
+"""Problems with one right answer, in four splits that cannot overlap, and the strict verifier of answers to them.
 
 An arithmetic problem such as `solve 6 * 0 - 5` is worked from left to right, every step modulo ten, so that each
 intermediate value is one digit. Retention items ask for skills that fine-tuning on arithmetic should leave alone:
@@ -8,6 +8,10 @@ The split of a problem is a property of its text: the BLAKE2b hash of the prompt
 0-6 are "train", 7 "probe", 8 "dev" and 9 "test". Whoever draws problems, with whatever seed, can therefore never meet
 a problem of another split. The 60 facts are the exception: recall can only be asked of what was taught, so every split
 asks the same facts.
+
+A response counts when it is right, in the agreed form, and finished. The verifier reads decoded text only, so it judges a
+model's samples and a demonstration alike. It does not look at the steps: a response that reaches the right digit by two
+errors passes, as it would with any answer checker.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from loragate.errors import ConfigError, DataError, nearest
-from loragate.world.vocabulary import DIGITS, FACT_JOINER, FACT_VALUES, LETTERS, OPERATORS, SUBJECTS
+from loragate.world.tokenizer import DIGITS, EOS, FACT_JOINER, FACT_VALUES, LETTERS, OPERATORS, SUBJECTS
 
 SPLITS = ("train", "probe", "dev", "test")
 RETENTION_KINDS = ("reverse", "sort", "fact")
@@ -177,3 +181,27 @@ def check_split(split: str) -> None:
     """Refuse a name that is no split."""
     if split not in SPLITS:
         raise ConfigError(f"found the split '{split}'; expected {', '.join(SPLITS)}{nearest(split, SPLITS)}")
+
+
+WORKED_KINDS = ("arithmetic", "commands")
+
+
+def verify(problem: Problem, response_text: str, finished: bool) -> bool:
+    """True if the response is right and complete.
+
+    Args:
+        problem: what was asked.
+        response_text: the decoded response; text from the first `<eos>` on is ignored.
+        finished: whether the model itself ended the response with `<eos>` rather than running into a length limit.
+
+    Arithmetic and commands pass when the last two words are `answer` and the right digit or letter; a retention item passes
+    when the whole response is the answer.
+    """
+    if not finished:
+        return False
+    words = response_text.split()
+    if EOS in words:
+        words = words[: words.index(EOS)]
+    if problem.kind in WORKED_KINDS:
+        return words[-2:] == ["answer", problem.answer]
+    return words == problem.answer.split()

@@ -1,4 +1,4 @@
-"""Rows to questions: from the hub at a pinned revision, a local file of the same schema, or a generator.
+"""Rows to questions (from the hub at a pinned revision, a local file of the same schema, or a generator) and to prompts.
 
 Every row is checked before anything is sampled. A set that cannot be reached says which local file would do instead, so
 that machines without a connection are first-class.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loragate.data import Chat, prompt_ids
 from loragate.data.loading import load_rows
 from loragate.data.rows import Rows
 from loragate.errors import ConfigError, DataError
@@ -233,3 +234,36 @@ def _refuse_repeated_ids(questions: list[Question]) -> None:
         first = seen.setdefault(question.id, question)
         if first is not question:
             raise DataError(f"{question.place}: the id {shown(question.id)} was used at {first.place} already")
+
+
+def render_questions(task: Task, questions: Sequence[Question], tokenizer: Any, system: str = "none") -> list[str]:
+    """The prompts of a task, ready to be tokenised without special tokens.
+
+    Args:
+        task: says whether the chat template is used, and with which system message.
+        questions: their `prompt` is the user's turn, or the whole text where the task is raw.
+        tokenizer: with the chat template of the model.
+        system: "none" leaves out a system message that the template would slip in, "keep" leaves the template alone.
+
+    Raises:
+        ConfigError: where the tokenizer has no chat template and the task needs one.
+    """
+    if task.raw:
+        begin = tokenizer.bos_token_id
+        return [
+            tokenizer.bos_token + question.prompt
+            if begin is not None and begin in prompt_ids(question.prompt, tokenizer)[:1]
+            else question.prompt
+            for question in questions
+        ]
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            f"{task.name} asks through a chat template and the tokenizer has none; give one with --chat-template FILE (in "
+            "Python: tokenizer.chat_template = TEXT)"
+        )
+    chat = Chat(tokenizer, system)
+    head = [{"role": "system", "content": task.system}] if task.system else []
+    return [
+        chat.render([*head, {"role": "user", "content": question.prompt}], tools=None, generation_prompt=True)
+        for question in questions
+    ]

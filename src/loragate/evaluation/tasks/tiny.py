@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from loragate.evaluation.grade import Grade
-from loragate.world.problems import Problem, problems, retention_items
-from loragate.world.verifier import verify
-from loragate.world.vocabulary import EOS
+from loragate.world.problems import Problem, problems, retention_items, verify
+from loragate.world.tokenizer import EOS
 
 SPLIT = "test"
 OPERATIONS = (4, 4)

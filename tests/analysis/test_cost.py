@@ -4,10 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Qwen2Config
+from transformers import GPT2Config, Qwen2Config
 
-from loragate.analysis.plan_decode import decoding
-from loragate.analysis.plan_machines import Gpu
+from loragate.analysis.cost import Gpu, decoding
 
 SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
 CONFIG = Qwen2Config(intermediate_size=96, vocab_size=100, **SHAPE)
@@ -37,3 +36,10 @@ def test_contexts_that_do_not_fit_are_drawn_later():
     tokens = int(0.9 * 2**30 / 20 / CONTEXT)
     memory, _ = decoding(counts, CONFIG, Gpu("small", 1, 1, 1, 1, bandwidth=1), torch.bfloat16, 100, tokens)
     assert memory == 20 * CONTEXT * tokens
+
+
+def test_a_model_without_grouped_heads():
+    """GPT-2's configuration has no number of key and value heads: it is that of the queries."""
+    config = GPT2Config(n_embd=64, n_head=4, n_layer=3)
+    memory, _ = decoding(COUNTS, config, Gpu("any", 10, 1, 1, 1, bandwidth=1), torch.bfloat16, answers=1, tokens=10)
+    assert memory == WEIGHTS + 2 * 3 * 4 * 16 * 2 * 10

@@ -1,0 +1,222 @@
+"""How good is the recommended setting, and how often is it worse than the adapter at its best temperature?
+
+    python benchmarks/selection/recommending.py [--worlds 200] [--out benchmarks/results/selection_recommending.json]
+
+Two kinds of evidence. Simulated worlds have a known truth: questions differ in difficulty, models in what they are good at,
+cooler sampling helps or does not, and 40 settings (adapter, base, three λ, five gates, each at T = 1, 0.6, 0.3 and greedy)
+are asked 64, 128 or 256 questions × 4 samples. The study's committed verdicts (49 cells of small worlds) are real: half of
+a cell's questions is the probe, the other half says what the pick is worth, and back; gates were sampled at T = 1 only.
+
+Regret is what the best setting has more than the pick, in points; "harmful" is a pick of another kind than the adapter that
+is more than one point below the adapter at its best temperature. Rules of comparison: today's choice (adapter or gates,
+both at T = 1, highest score), the adapter greedily, the adapter at its best temperature on the probe, and the highest score
+of all settings. Everything depends on --seed alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.special import expit
+
+from loragate.selection.recommend import FINALISTS, FIRST, FOLDS, LEVEL, Setting, halve, recommend
+
+TEMPERATURES = (1.0, 0.6, 0.3, 0.0)
+COOLING = {1.0: 0.0, 0.6: 0.5, 0.3: 0.8, 0.0: 0.9}
+SITUATIONS = {
+    "all alike": {"base": 0.0, "constant": 0.0, "gates": 0.0, "apart": 0.0},
+    "gates help": {"base": -1.0, "constant": -0.2, "gates": 0.8, "apart": 0.4},
+    "open": {"base": -1.0, "constant": -0.2, "gates": 0.0, "apart": 0.4},
+    "gates harm": {"base": -1.0, "constant": -0.2, "gates": -0.5, "apart": 0.4},
+}
+SAMPLES, TRUTH = 4, 4000
+STUDY = Path("benchmarks/results/study_verdicts.jsonl.gz")
+Scores = dict[Setting, np.ndarray]
+ADAPTER = {t: Setting("adapter", "adapter", t) for t in TEMPERATURES}
+
+
+def world(kind: str, generator: np.random.Generator) -> dict[Setting, float]:
+    """{setting: its log-odds beside the adapter's at T = 1}."""
+    at = SITUATIONS[kind]
+    slope = generator.normal(0.8, 0.6)
+    models = [("adapter", "adapter", 0.0, slope)]
+    models += [("base", "base", at["base"] + 2 * at["apart"] * generator.normal(), slope)]
+    models += [
+        ("constant", f"λ={value}", at["constant"] + at["apart"] * generator.normal(), slope)
+        for value in (0.5, 0.75, 1.5)
+    ]
+    shared = at["gates"] + at["apart"] * generator.normal()
+    for index in range(5):  # gates by entropy have had their cooling already
+        lost = abs(generator.normal(0.5, 0.3)) if at["apart"] else 0.0
+        models += [("gates", f"gates {index}", shared + at["apart"] * generator.normal(), slope - lost)]
+    return {
+        Setting(kind, name, t): offset + own * COOLING[t] for kind, name, offset, own in models for t in TEMPERATURES
+    }
+
+
+def draw(offsets: Mapping[Setting, float], questions: int, samples: int, generator: np.random.Generator) -> Scores:
+    """Verdicts [questions, samples] of every setting on new questions, the same ones for all."""
+    difficulty = generator.normal(-0.5, 1.6, questions)
+    of_model = {name: generator.normal(0, 0.6, questions) for name in {setting.name for setting in offsets}}
+    scores = {}
+    for setting, offset in offsets.items():
+        odds = difficulty + of_model[setting.name] + offset + generator.normal(0, 0.7, questions)
+        if setting.temperature == 0:
+            scores[setting] = (odds > 0).astype(float)[:, None]
+        else:
+            scores[setting] = (generator.random((questions, samples)) < expit(odds)[:, None]).astype(float)
+    return scores
+
+
+def today(scores: Scores) -> Setting:
+    """The adapter or gates, whichever scores highest at T = 1; the adapter wins ties."""
+    warm = [setting for setting in scores if setting.temperature == 1 and setting.kind in ("adapter", "gates")]
+    return max(sorted(warm), key=lambda setting: scores[setting].mean())
+
+
+def cooled(scores: Scores) -> Setting:
+    """The adapter at the temperature with the highest score."""
+    return max((s for s in scores if s.kind == "adapter"), key=lambda setting: scores[setting].mean())
+
+
+def halved(scores: Scores) -> tuple[Setting, int]:
+    """The recommendation after sequential halving, and how many questions were asked in all."""
+    asked: dict[Setting, int] = {}
+
+    def ask(setting: Setting, count: int) -> np.ndarray:
+        asked[setting] = max(count, asked.get(setting, 0))
+        return scores[setting][:count]
+
+    left = halve(scores, ask, len(scores[ADAPTER[1.0]]))
+    return recommend(left).setting, sum(asked.values())
+
+
+RULES: dict[str, Callable[[Scores], Setting]] = {
+    "today's choice at T = 1": today,
+    "adapter, greedy": lambda scores: ADAPTER[0.0],
+    "adapter at its best temperature": cooled,
+    "highest score of all": lambda scores: max(scores, key=lambda setting: scores[setting].mean()),
+    "recommended": lambda scores: recommend(scores).setting,
+}
+
+
+def score(pick: Setting, truth: Mapping[Setting, float]) -> tuple[float, float, float]:
+    """(regret, loss against the adapter at its best temperature, whether the pick is harmful)."""
+    adapter = max(value for setting, value in truth.items() if setting.kind == "adapter")
+    loss = adapter - truth[pick]
+    return max(truth.values()) - truth[pick], max(loss, 0.0), float(pick.kind != "adapter" and loss > 0.01)
+
+
+def summary(found: list[tuple[float, float, float]]) -> dict[str, float]:
+    """Means over worlds; regret and loss in points, harm in percent."""
+    regret, loss, harm = np.array(found).T * 100
+    return {
+        "regret_mean": round(float(regret.mean()), 2),
+        "regret_p95": round(float(np.quantile(regret, 0.95)), 1),
+        "below_adapter_mean": round(float(loss.mean()), 2),
+        "below_adapter_worst": round(float(loss.max()), 1),
+        "harmful_percent": round(float(harm.mean()), 1),
+    }
+
+
+def simulated(worlds: int, questions: int, seed: int) -> dict[str, Any]:
+    """{situation: {rule: summary}} with a known truth."""
+    result: dict[str, Any] = {}
+    for number, kind in enumerate(SITUATIONS):
+        found: dict[str, list[tuple[float, float, float]]] = {
+            name: [] for name in [*RULES, "recommended after halving"]
+        }
+        share = []
+        for index in range(worlds):
+            generator = np.random.default_rng((seed, number, index))
+            offsets = world(kind, generator)
+            truth = {setting: float(values.mean()) for setting, values in draw(offsets, TRUTH, 16, generator).items()}
+            scores = draw(offsets, questions, SAMPLES, generator)
+            for name, rule in RULES.items():
+                found[name].append(score(rule(scores), truth))
+            pick, asked = halved(scores)
+            found["recommended after halving"].append(score(pick, truth))
+            share.append(asked / (questions * len(scores)))
+        result[kind] = {name: summary(values) for name, values in found.items()}
+        result[kind]["recommended after halving"]["asked_share"] = round(float(np.mean(share)), 2)
+    return result
+
+
+def study_cells() -> dict[str, Scores]:
+    """{cell: {setting: verdicts [questions, samples]}} of the committed study."""
+    ranges = ("[-3,1]", "[-6,3]", "[0,1]", "[0,6]")
+    settings = {
+        "LoRA": ADAPTER[1.0],
+        "LoRA T=0.6": ADAPTER[0.6],
+        "LoRA T=0.3": ADAPTER[0.3],
+        "LoRA greedy": ADAPTER[0.0],
+    }
+    settings |= {"base": Setting("base", "base", 1.0)}
+    settings |= {f"λ={value}": Setting("constant", f"λ={value}", 1.0) for value in ("-0.5", "0.5", "1.5")}
+    settings |= {f"SCALE {bounds}": Setting("gates", bounds, 1.0) for bounds in ranges}
+    cells: dict[str, Scores] = {}
+    with gzip.open(STUDY, "rt", encoding="utf-8") as file:
+        for row in map(json.loads, file):
+            if setting := settings.get(row["method"]):
+                verdicts = np.array([int(mark) for mark in row["verdicts"]["test"]], dtype=float)
+                cells.setdefault(row["cell"], {})[setting] = verdicts.reshape(-1, row["samples"]["test"])
+    return cells
+
+
+def measured(seed: int) -> dict[str, Any]:
+    """{rule: summary} over the study's cells, half of the questions as probe, the other half as truth, and back."""
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in RULES}
+    warm: dict[str, list[tuple[float, float, float]]] = {
+        name: [] for name in ("today's choice at T = 1", "recommended")
+    }
+    for scores in study_cells().values():
+        count = len(next(iter(scores.values())))
+        order = np.random.default_rng((seed, count)).permutation(count)
+        for probe, test in ((order[: count // 2], order[count // 2 :]), (order[count // 2 :], order[: count // 2])):
+            asked = {setting: values[probe] for setting, values in scores.items()}
+            truth = {setting: float(values[test].mean()) for setting, values in scores.items()}
+            for name, rule in RULES.items():
+                found[name].append(score(rule(asked), truth))
+            # where the temperature of use is fixed at 1
+            fixed = {setting: values for setting, values in asked.items() if setting.temperature == 1}
+            for name in warm:
+                warm[name].append(score(RULES[name](fixed), {setting: truth[setting] for setting in fixed}))
+    return {
+        "cells": len(study_cells()),
+        "any temperature": {name: summary(values) for name, values in found.items()},
+        "T = 1 only": {name: summary(values) for name, values in warm.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/selection_recommending.json"))
+    arguments = parser.parse_args()
+    result = {
+        "settings": {"level": LEVEL, "folds": FOLDS, "first": FIRST, "finalists": FINALISTS, "samples": SAMPLES},
+        "worlds": arguments.worlds,
+        "seed": arguments.seed,
+        "simulated": {count: simulated(arguments.worlds, count, arguments.seed) for count in (64, 128, 256)},
+        "measured": measured(arguments.seed),
+    }
+    arguments.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    for title, table in [*((f"{n} questions, {k}", t) for n, by in result["simulated"].items() for k, t in by.items())]:
+        print(f"\n{title}")
+        for name, row in table.items():
+            print(f"  {name:34s}", *(f"{key} {value}" for key, value in row.items()))
+    for title, table in result["measured"].items():
+        print(f"\nstudy, {title}", table if isinstance(table, int) else "")
+        for name, row in table.items() if isinstance(table, dict) else ():
+            print(f"  {name:34s}", *(f"{key} {value}" for key, value in row.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Settings that act only beside others: one table, and one refusal of a setting that would have no effect.
+
+A row says which settings are read where another setting has certain values. A setting that is not read and is not at its
+default either was set by somebody who expects something of it, so that it is an error. What only a loaded model can tell
+(a gate override on a model without gates) is refused where the model is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from loragate.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Acts:
+    """One row: `settings` act only where the setting `when` has one of `values`.
+
+    Attributes:
+        settings: their names.
+        when: the setting that decides, or a fact that the caller gives to `require_effect`.
+        values: with which they act; empty for anything that was given, (None,) for nothing given.
+        refused: whether others than the defaults are an error elsewhere; else they are only left out of records.
+    """
+
+    settings: tuple[str, ...]
+    when: str
+    values: tuple[Any, ...] = ()
+    refused: bool = True
+
+    def allows(self, found: Any) -> bool:
+        """Whether the settings act where `when` is `found`."""
+        if not self.values:
+            return bool(found)
+        return found in self.values or (None in self.values and not found)
+
+
+_TRAINED = ("entropy", "ce", "anchored", "reward")
+_SAMPLED = ("anchored", "reward")
+_ANSWERS = ("gates", "alignment", "tokens")
+
+TABLE: dict[str, tuple[Acts, ...]] = {
+    "calibration": (
+        # "random" trains nothing; as a control it may be given the settings of the training it is compared with
+        *(
+            Acts(names, "objective", _TRAINED, refused=False)
+            for names in (
+                ("learning_rate", "batch_size", "micro_batch_size", "epochs", "max_steps", "schedule", "warmup"),
+                ("weight_decay", "beta1", "beta2", "max_grad_norm", "precision", "packing", "group_by_length"),
+                ("gradient_checkpointing", "activation_offload"),
+                ("logging_steps", "save_steps", "keep_checkpoints", "report_to"),
+            )
+        ),
+        # a probe is answered with it, whatever the objective
+        Acts(("sampling_batch_size",), "objective", _SAMPLED, refused=False),
+        Acts(("anchor",), "objective", _SAMPLED),
+        Acts(("refresh", "samples_per_prompt", "max_new_tokens"), "objective", _SAMPLED),
+        Acts(("beta", "temperature"), "objective", ("anchored",)),
+        Acts(("reward_kl", "advantage", "clip_ratio"), "objective", ("reward",)),
+        Acts(("random_scale",), "objective", ("random",)),
+    ),
+    "calibrate": (
+        Acts(("probe_task", "references"), "probe"),
+        Acts(("retention_task",), "retention_probe"),
+        Acts(("ranges",), "range", ("auto",)),
+        Acts(("probe_samples", "probe_temperature", "probe_max_new_tokens"), "unverified", (False,)),
+        Acts(("probe_sandbox", "retention_probe"), "unverified", (False,)),
+        Acts(("guard",), "objective", _SAMPLED),
+    ),
+    # a reward is judged by it as well
+    "probe grader": (
+        Acts(("probe_grader",), "probe_task", (None,)),
+        Acts(("probe_grader",), "unverified", (False,)),
+    ),
+    "sweep": (
+        Acts(("probe_task", "probe_grader", "probe_samples", "probe_temperature", "probe_max_new_tokens"), "probe"),
+        Acts(("test",), "probe"),
+        Acts(("test_samples",), "test"),
+    ),
+    "sft": (Acts(("reference",), "objective", ("eksft",)),),
+    "diagnose": (
+        Acts(("rows", "max_rows"), "what", ("entropy", "alignment")),
+        Acts(("max_length",), "what", ("entropy", "alignment", "tokens")),
+        Acts(("suppress", "threshold", "prompt_too"), "what", ("entropy",)),
+        Acts(("run",), "what", _ANSWERS),
+        Acts(("of", "answers"), "what", ("gates", "alignment")),
+        Acts(("position",), "what", ("gates",)),
+        Acts(("interventions", "engine", "replicas"), "what", ("interventions",)),
+        Acts(("vllm_memory", "tensor_parallel"), "what", ("interventions",)),
+        Acts(("value", "k", "checkpoints"), "what", ("alignment",)),
+        Acts(("reference", "positions", "actions", "rollouts"), "what", ("alignment",)),
+        Acts(("reference",), "value", ("reference",)),
+        Acts(("positions", "actions", "rollouts"), "value", ("rollouts",)),
+    ),
+}
+
+
+def require_effect(subject: str, options: Any, *, flags: bool = False, **facts: Any) -> None:
+    """Refuse a setting that is not at its default and would have no effect.
+
+    Args:
+        subject: whose rows of the table are meant.
+        options: a dataclass with the settings.
+        flags: whether the settings were given as flags of a command line; only words depend on it.
+        facts: values of `when` that are no settings, or not as typed.
+
+    Raises:
+        ConfigError: naming the setting, what stands against it and where it acts.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+    for row in TABLE[subject]:
+        found = facts[row.when] if row.when in facts else getattr(options, row.when)
+        if not row.refused or row.allows(found):
+            continue
+        for name in row.settings:
+            if getattr(options, name) != defaults[name]:
+                raise ConfigError(_sentence(row, name, found, flags))
+
+
+def acting(subject: str, names: Iterable[str], **facts: Any) -> tuple[str, ...]:
+    """Those of the settings `names` that act where the settings that decide are as in `facts`."""
+    idle = {name for row in TABLE[subject] if not row.allows(facts[row.when]) for name in row.settings}
+    return tuple(name for name in names if name not in idle)
+
+
+def _sentence(row: Acts, name: str, found: Any, flags: bool) -> str:
+    shown, when = (f"--{one.replace('_', '-')}" if flags else one for one in (name, row.when))
+    if not row.values:
+        return f"{shown} has no effect without {when}; give that too, or leave {shown} out"
+    only = " and ".join(str(value) for value in row.values if value is not None)
+    return f"{shown} has no effect with {when} {found}{only and f', only with {only}'}; leave it out"

@@ -1,0 +1,201 @@
+"""The simplest way of using an adapter that nothing more complicated is shown to beat.
+
+A setting is a model (the adapter, the base, the adapter under one λ, the adapter with gates) and the temperature at which
+it is sampled. All are asked the same questions. Two things make the best of many look better than it is: the temperature
+and the candidate are picked on the very scores that are reported, and the more candidates, the luckier the luckiest. So
+each kind of model stands for comparison with scores out of fold: what is best on one half of the questions answers for
+the kind on the other half, and back. A kind takes the place of the simpler one before it only where the paired difference
+of these scores is shown to be above zero. Knows arrays only: no model, no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import stdtrit
+
+from loragate.errors import ConfigError
+from loragate.evaluation import Estimate, average_at_k
+
+KINDS = ("adapter", "base", "constant", "gates")
+"""From the simplest on: nothing to add, something to leave off, one number, a folder of gates."""
+
+LEVEL = 0.9
+"""Two-sided level of the interval that must lie above zero; chosen by simulation (benchmarks/selection/recommending.py)."""
+
+FOLDS = 10  # random halvings that are averaged, so that the result does not hang on one of them
+FIRST, FINALISTS = 16, 10
+
+
+@dataclass(frozen=True, order=True)
+class Setting:
+    """A model and the temperature at which it is sampled.
+
+    Attributes:
+        kind: one of `KINDS`.
+        name: as printed: "adapter", "base", "λ=0.5", "[0,6]".
+        temperature: 0 is greedy.
+    """
+
+    kind: str
+    name: str
+    temperature: float
+
+    def __str__(self) -> str:
+        return f"{self.name} {f'at T = {self.temperature:g}' if self.temperature else 'greedily'}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kind against the best of the simpler ones, by scores out of fold.
+
+    Attributes:
+        kind, against: the two.
+        mean, low, high: of the paired difference, kind minus against, with its interval at `LEVEL`.
+    """
+
+    kind: str
+    against: str
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def shown(self) -> bool:
+        """Whether the kind is shown to be better."""
+        return self.low > 0
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What to use, and on what evidence.
+
+    Attributes:
+        setting: the recommended one.
+        steps: the comparisons, from the simplest kind on.
+        scores: every setting that was asked all questions; the best of them is flattered by having been picked.
+        honest: {kind: score out of fold}, which is not.
+        tried: settings that were asked anything.
+    """
+
+    setting: Setting
+    steps: tuple[Step, ...]
+    scores: dict[Setting, Estimate]
+    honest: dict[str, Estimate]
+    tried: int
+
+
+def recommend(scores: Mapping[Setting, np.ndarray], *, tried: int | None = None, seed: int = 0) -> Recommendation:
+    """The simplest setting that no more complicated one is shown to beat.
+
+    Args:
+        scores: {setting: scores [questions, samples]} on the same questions; the number of samples may differ, as
+            greedy answers need only one.
+        tried: settings that were asked anything, where some were dropped before (`halve`).
+        seed: of the random halves.
+
+    Raises:
+        ConfigError: if the adapter is missing, or the questions differ in number.
+    """
+    settings = sorted(scores, key=lambda setting: (KINDS.index(setting.kind), setting.name, -setting.temperature))
+    if not any(setting.kind == KINDS[0] for setting in settings):
+        raise ConfigError("the adapter itself must be among the settings; without it nothing can be called better")
+    if len({len(scores[setting]) for setting in settings}) != 1:
+        raise ConfigError(f"all settings must be asked the same questions, found {[len(s) for s in scores.values()]}")
+    means_QS = np.stack([np.mean(scores[setting], axis=1) for setting in settings], axis=1)
+    columns = {kind: found for kind in KINDS if (found := [i for i, one in enumerate(settings) if one.kind == kind])}
+    honest = _out_of_fold(means_QS, columns, seed)
+    best, steps = KINDS[0], []
+    for kind in list(columns)[1:]:
+        step = _step(kind, best, honest[kind] - honest[best])
+        steps.append(step)
+        best = kind if step.shown else best
+    pick = columns[best][int(np.argmax(shrunk_means(means_QS[:, columns[best]])))]
+    return Recommendation(
+        setting=settings[pick],
+        steps=tuple(steps),
+        scores={setting: average_at_k(scores[setting]) for setting in settings},
+        honest={kind: average_at_k(values[:, None]) for kind, values in honest.items()},
+        tried=tried or len(settings),
+    )
+
+
+def halve(
+    settings: Iterable[Setting],
+    ask: Callable[[Setting, int], np.ndarray],
+    questions: int,
+    *,
+    first: int = FIRST,
+    finalists: int = FINALISTS,
+) -> dict[Setting, np.ndarray]:
+    """Sequential halving: all settings on a few questions, the better half on twice as many, `finalists` on all.
+
+    The two best of every kind always stay, so that the comparison of kinds has something to compare.
+
+    Args:
+        ask: (setting, n) -> its scores [n, samples] on the first n questions; called again with a larger n it need only
+            answer the new ones.
+        questions: how many there are.
+
+    Returns:
+        {setting: scores [questions, samples]} of those that were asked all.
+    """
+    alive, asked = list(settings), min(first, questions)
+    while len(alive) > finalists and asked < questions:
+        means = np.stack([np.mean(ask(setting, asked), axis=1) for setting in alive], axis=1)
+        keep = max(finalists, len(alive) // 2)
+        order = sorted(range(len(alive)), key=lambda i: -_shrunk_within(means, alive)[i])
+        within = [i for kind in KINDS for i in [i for i in order if alive[i].kind == kind][:2]]
+        chosen = sorted({*order[:keep], *within})
+        if len(chosen) == len(alive):
+            break
+        alive, asked = [alive[i] for i in chosen], min(2 * asked, questions)
+    return {setting: ask(setting, questions) for setting in alive}
+
+
+def shrunk_means(means_QS: np.ndarray) -> np.ndarray:
+    """Means of settings pulled to their common mean by as much as chance alone spreads them [S] (James and Stein).
+
+    What is uncertain of a setting is its difference from the others on the same questions, so questions that are hard
+    for all do not count as noise. Settings with fewer samples are noisier and are pulled further.
+    """
+    means_S = means_QS.mean(axis=0)
+    if means_QS.shape[1] < 3:
+        return means_S
+    beside = means_QS - means_QS.mean(axis=1, keepdims=True)
+    noise_S = beside.var(axis=0, ddof=1) / len(means_QS)
+    spread = max(float(means_S.var(ddof=1) - noise_S.mean()), 0.0)
+    weight_S = spread / np.maximum(spread + noise_S, 1e-12)
+    return means_S.mean() + weight_S * (means_S - means_S.mean())
+
+
+def _shrunk_within(means_QS: np.ndarray, settings: Sequence[Setting]) -> np.ndarray:
+    shrunk = np.empty(len(settings))
+    for kind in KINDS:
+        if columns := [i for i, setting in enumerate(settings) if setting.kind == kind]:
+            shrunk[columns] = shrunk_means(means_QS[:, columns])
+    return shrunk
+
+
+def _out_of_fold(means_QS: np.ndarray, columns: Mapping[str, list[int]], seed: int) -> dict[str, np.ndarray]:
+    """{kind: score of every question [Q]}, each by the setting that is best of the kind on the other half."""
+    count, generator = len(means_QS), np.random.default_rng(seed)
+    honest = {kind: np.zeros(count) for kind in columns}
+    for _ in range(FOLDS):
+        order = generator.permutation(count)
+        for here, there in ((order[: count // 2], order[count // 2 :]), (order[count // 2 :], order[: count // 2])):
+            for kind, found in columns.items():
+                pick = found[int(np.argmax(shrunk_means(means_QS[here][:, found])))] if len(here) else found[0]
+                honest[kind][there] += means_QS[there, pick] / FOLDS
+    return honest
+
+
+def _step(kind: str, against: str, difference_Q: np.ndarray) -> Step:
+    count = len(difference_Q)
+    mean = float(difference_Q.mean())
+    if count < 2 or np.ptp(difference_Q) < 1e-12:
+        return Step(kind, against, mean, min(mean, 0.0), max(mean, 0.0))  # no spread: nothing is shown
+    half = float(stdtrit(count - 1, (1 + LEVEL) / 2) * difference_Q.std(ddof=1) / np.sqrt(count))
+    return Step(kind, against, mean, mean - half, mean + half)
