@@ -13,6 +13,9 @@ from loragate.errors import ConfigError
 CLASSES = {
     "calibration": ("loragate.training.settings", "CalibrationSettings"),
     "sft": ("loragate.cli.sft", "SftOptions"),
+    "rows": ("loragate.cli.sft", "SftOptions"),
+    "eval": ("loragate.cli.evaluate", "EvalOptions"),
+    "serve": ("loragate.cli.serve", "ServeOptions"),
     "diagnose": ("loragate.cli.diagnose", "DiagnoseOptions"),
 }
 

@@ -80,6 +80,8 @@ TABLE: dict[str, tuple[Acts, ...]] = {
         Acts(("test",), "probe"),
         Acts(("test_samples",), "test"),
     ),
+    # of every command that trains
+    "rows": (Acts(("select_seed",), "max_rows"), Acts(("select_seed",), "select", ("shuffled",))),
     "sft": (Acts(("reference",), "objective", ("eksft",)),),
     "diagnose": (
         Acts(("rows", "max_rows"), "what", ("entropy", "alignment")),
@@ -94,6 +96,16 @@ TABLE: dict[str, tuple[Acts, ...]] = {
         Acts(("reference", "positions", "actions", "rollouts"), "what", ("alignment",)),
         Acts(("reference",), "value", ("reference",)),
         Acts(("positions", "actions", "rollouts"), "value", ("rollouts",)),
+        # stored answers are chosen with --tasks, --answers and --limit
+        Acts(("suite", "data", "revision", "samples", "temperature", "max_new_tokens"), "run", (None,)),
+    ),
+    # the rows of an evaluated sweep are the adapter and the cells
+    "eval": (Acts(("model", "constants"), "sweep", (None,)),),
+    # vLLM loads the base itself; its own --quantization stands in --vllm-args
+    "serve": (
+        Acts(("quantization",), "engine", ("transformers",)),
+        Acts(("overrides", "dynamic", "max_model_len", "tensor_parallel"), "engine", ("vllm",)),
+        Acts(("vllm_memory", "vllm_args"), "engine", ("vllm",)),
     ),
 }
 
@@ -127,8 +139,8 @@ def acting(subject: str, names: Iterable[str], **facts: Any) -> tuple[str, ...]:
 
 
 def _sentence(row: Acts, name: str, found: Any, flags: bool) -> str:
-    shown, when = (f"--{one.replace('_', '-')}" if flags else one for one in (name, row.when))
+    shown, needed = (f"--{one.replace('_', '-')}" if flags else one for one in (name, row.when))
     if not row.values:
-        return f"{shown} has no effect without {when}; give that too, or leave {shown} out"
+        return f"{shown} has no effect without {needed}; give that too, or leave {shown} out"
     only = " and ".join(str(value) for value in row.values if value is not None)
-    return f"{shown} has no effect with {when} {found}{only and f', only with {only}'}; leave it out"
+    return f"{shown} has no effect with {row.when} {found}{only and f', only with {only}'}; leave it out"

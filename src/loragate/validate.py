@@ -25,6 +25,8 @@ Count = Annotated[int, Ge(1)]
 Size = Annotated[int, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 Amount = Annotated[float, Ge(0)]
+STRICT = {"strict": True, "extra": "forbid", "allow_inf_nan": False}
+"""What holds for a dataclass; one that sets `__pydantic_config__` to {**STRICT, "extra": "ignore"} passes over other keys."""
 
 _EXPECTED = {
     "string_type": "text",
@@ -52,7 +54,7 @@ _MISSING = ("missing", "missing_argument")
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 
 
-def validate(kind: type[T], value: Any, where: str, error: type[LoragateError] = ConfigError) -> T:
+def validate(kind: type[T], value: Any, where: str, error: type[LoragateError] = ConfigError, remedy: str = "") -> T:
     """An instance of `kind` out of what YAML or JSON gave.
 
     Args:
@@ -60,20 +62,19 @@ def validate(kind: type[T], value: Any, where: str, error: type[LoragateError] =
         value: mappings with the names of the fields, lists, texts, numbers, booleans and None.
         where: the file, or the file and key; opens every error message.
         error: what is raised.
+        remedy: what to do about it; closes the message.
 
     Raises:
         error: naming the key, what was found and what was expected; for an unknown key also the nearest known one.
     """
-    if not dataclasses.is_dataclass(kind):
-        return typing.cast(T, _checked(kind, value, where, error))
-    if not isinstance(value, Mapping):
-        raise error(f"{where}: expected a block of keys, found {value!r:.80}")
     try:
-        return kind(**_checked(kind, value, where, error))
-    except LoragateError as broken:  # a rule over several fields
-        if isinstance(broken, error) and str(broken).startswith(where):
-            raise
-        raise error(f"{where}: {broken}") from None
+        if not dataclasses.is_dataclass(kind):
+            return typing.cast(T, _checked(kind, value))
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"expected a block of keys, found {value!r:.80}")
+        return kind(**_checked(kind, value))
+    except LoragateError as broken:  # the validator's, or that of a rule over several fields
+        raise error(f"{where}: {broken}{remedy and f'; {remedy}'}") from None
 
 
 def typed_values(kind: type, values: Mapping[Any, Any], where: str) -> dict[str, Any]:
@@ -93,7 +94,10 @@ def typed_values(kind: type, values: Mapping[Any, Any], where: str) -> dict[str,
         arms = _arms(hints.get(name, Any))
         if value is not None or type(None) in arms:
             given[name] = _as_meant(value, arms[0])
-    return typing.cast(dict[str, Any], _checked(kind, given, where, ConfigError, partial=True))
+    try:
+        return typing.cast(dict[str, Any], _checked(kind, given, partial=True))
+    except ConfigError as broken:
+        raise ConfigError(f"{where}: {broken}") from None
 
 
 def check(instance: Any, error: type[LoragateError] = ConfigError) -> None:
@@ -112,19 +116,17 @@ def check(instance: Any, error: type[LoragateError] = ConfigError) -> None:
         raise error(_sentence(found.errors(), kind, values)) from None
 
 
-def _checked(kind: Any, value: Any, where: str, error: type[LoragateError], partial: bool = False) -> Any:
-    """`value` as `kind`; the fields of a dataclass as a dictionary."""
+def _checked(kind: Any, value: Any, partial: bool = False) -> Any:
+    """`value` as `kind`; the fields of a dataclass as a dictionary. Raises ConfigError."""
     from pydantic import ValidationError
 
     try:
         # pydantic's strict reading of JSON takes lists for tuples, which its strict reading of objects does not
         return _adapter(kind, partial).validate_json(json.dumps(value, default=str))
     except TypeError:
-        raise error(f"{where}: every key must be a text or a number") from None
+        raise ConfigError("every key must be a text or a number") from None
     except ValidationError as found:
-        raise error(f"{where}: {_sentence(found.errors(), kind, value)}") from None
-    except LoragateError as broken:
-        raise error(f"{where}: {broken}") from None
+        raise ConfigError(_sentence(found.errors(), kind, value)) from None
 
 
 @cache
@@ -133,9 +135,8 @@ def _adapter(kind: Any, partial: bool = False) -> Any:
     from pydantic import ConfigDict, TypeAdapter
     from typing_extensions import TypedDict  # pydantic takes typing's own from Python 3.12
 
-    config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     if not dataclasses.is_dataclass(kind):
-        return TypeAdapter(kind, config=config)
+        return TypeAdapter(kind, config=typing.cast(ConfigDict, STRICT))
     nothing = dataclasses.MISSING
     required = {
         field.name
@@ -144,7 +145,8 @@ def _adapter(kind: Any, partial: bool = False) -> Any:
     }
     hints = {name: hint if name in required else NotRequired[hint] for name, hint in _hints(kind).items()}
     keys = typing.cast(Any, TypedDict)("keys", hints)
-    keys.__pydantic_config__ = config  # the dataclasses inside inherit it
+    # the dataclasses inside inherit it
+    keys.__pydantic_config__ = getattr(kind, "__pydantic_config__", STRICT)
     return TypeAdapter(keys)
 
 
@@ -186,14 +188,14 @@ def _sentence(errors: Sequence[Any], kind: Any, value: Any) -> str:
     """The first of pydantic's errors in our words; a misspelt key comes before the one that is missing for it."""
     first = min(errors, key=lambda one: one["type"] not in _UNKNOWN)
     path = _path(first, value)
-    place = ".".join(map(str, path))
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
     if first["type"] in _UNKNOWN:
         known = _keys(kind, path[:-1])
         return f"unknown key '{place}'{nearest(str(path[-1]), known) or ';'} known are {', '.join(known)}"
     if first["type"] in _MISSING:
         return f"the key '{place}' is missing"
     # the members of a union fail one by one, at the same place
-    there = [one for one in errors if _path(one, value) == path]
+    there = [one for one in errors if _path(one, value) == path and (one is first or one["input"] == first["input"])]
     expected = " or ".join(dict.fromkeys(_expected(one) for one in there))
     found = repr(first["input"])
     found = found if len(found) <= 80 else f"{found[:79]}…"

@@ -98,7 +98,7 @@ def test_records_are_read_strictly(tmp_path):
     assert "unknown key 'row'; did you mean 'rows'?" in message(row=1)
     assert "found schema 9" in message(schema=9)
     assert "found kind 'alignment'" in message(kind="alignment")
-    assert "entropy.json.tokens: found 'many', expected int" in message(tokens="many")
+    assert "entropy.json: tokens must be a whole number, found 'many'" in message(tokens="many")
     del plain["tokens"]
     assert "the key 'tokens' is missing" in message()
     path.write_text("{")

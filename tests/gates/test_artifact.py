@@ -417,7 +417,7 @@ def test_evidence_is_recorded_as_it_is_given(adapter, tmp_path):
     record = read_gate_config(tmp_path / "gated")
     assert (record["k"], record["parity"], record["selection"], record["training"]) == (0, None, None, {"steps": 3})
     rewrite(tmp_path / "gated", lambda record: record.update(k=-4))
-    with pytest.raises(ArtifactError, match="key 'k' must be a support size, found -4"):
+    with pytest.raises(ArtifactError, match="k must be at least 0, found -4"):
         read_gate_config(tmp_path / "gated")
 
 

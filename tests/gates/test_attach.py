@@ -539,13 +539,13 @@ def test_a_base_without_an_adapter_is_told_apart(base):
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ({"seed": 1.5}, "seed must be an integer"),
-        ({"seed": -1}, "seed must be an integer"),
-        ({"seed": True}, "seed must be an integer"),
-        ({"detach_input": "yes"}, "detach_input must be True or False"),
-        ({"detach_input": 1}, "detach_input must be True or False"),
+        ({"seed": 1.5}, "seed must be a whole number"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"seed": True}, "seed must be a whole number"),
+        ({"detach_input": "yes"}, "detach_input must be true or false"),
+        ({"detach_input": 1}, "detach_input must be true or false"),
         ({"init_scale": "small"}, "init_scale must be a number"),
-        ({"init_scale": float("nan")}, "init_scale must lie in"),
+        ({"init_scale": float("nan")}, "init_scale must be a finite number"),
     ],
 )
 def test_settings_of_another_type_are_refused(setting, words):

@@ -344,7 +344,7 @@ def test_names_and_places_that_are_served(folders: Path, tmp_path: Path, capsys:
     with pytest.raises(ConfigError, match="none of the adapters carries gates"):
         served_folders(ServeOptions(str(gated / "adapter"), base=str(folders / "base"), overrides="unit"))
     argv = ("serve", gated, "--engine", "transformers", "--overrides", "unit")
-    assert "--overrides has no effect without vLLM" in fails(capsys, *argv)
+    assert "--overrides has no effect with engine transformers, only with vllm" in fails(capsys, *argv)
 
 
 def test_the_template_for_vllm() -> None:

@@ -478,7 +478,7 @@ def test_callables_and_settings_without_effect_are_refused(tokenizer, rows):
         ({"objective": "reward", "batch_size": 12}, "not a multiple of samples_per_prompt 8"),
         ({"objective": "anchored", "anchor": "bas"}, "anchor must be one of"),
         ({"objective": "anchored", "report_to": "wandb"}, "writes metrics.jsonl only"),
-        ({"objective": "anchored", "beta": -1.0}, "beta must not be negative"),
+        ({"objective": "anchored", "beta": -1.0}, "beta must be at least 0"),
     ]:
         with pytest.raises(ConfigError, match=words):
             CalibrationSettings(**options)

@@ -304,11 +304,11 @@ def test_tensorboard_gets_the_same_record(tokenizer, rows, tmp_path):
 def test_settings_are_checked():
     for options, words in [
         ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"learning_rate": -1.0}, "learning_rate must be a positive number"),
+        ({"learning_rate": -1.0}, "learning_rate must be above 0"),
         ({"schedule": "cosinus"}, "schedule must be one of"),
         ({"precision": "fp8"}, "precision must be one of"),
         ({"k": 1}, "k must be at least 2"),
-        ({"warmup": 1.0}, "share of the steps"),
+        ({"warmup": 1.0}, "warmup must be below 1"),
     ]:
         with pytest.raises(ConfigError, match=words):
             CalibrationSettings(**options)
@@ -468,7 +468,7 @@ def test_all_checkpoints_are_kept_where_that_is_asked(tokenizer, rows, tmp_path)
             assert torch.equal(parameter, gates(whole)[key]), key
     assert (kept("run"), kept("fewer")) == ([1, 2, 3, 4, 5], [3, 4, 5])
     assert (tmp_path / "run" / "run.json").read_bytes() == (tmp_path / "whole" / "run.json").read_bytes()
-    with pytest.raises(ConfigError, match="keep_checkpoints must not be negative"):
+    with pytest.raises(ConfigError, match="keep_checkpoints must be at least 0"):
         replace(settings, keep_checkpoints=-1)
 
 

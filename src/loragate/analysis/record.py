@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from loragate import records
 from loragate.errors import DataError
 from loragate.files import write_json
+from loragate.validate import validate
 
 SCHEMA = 1
 R = TypeVar("R")
@@ -88,4 +89,4 @@ def from_json(kind: type[R], value: Any, source: str = "record") -> R:
     schema = value.get("schema")
     if type(schema) is not int or schema != SCHEMA:
         raise DataError(f"{source}: found schema {schema!r}, this version reads {SCHEMA}; run the diagnostic again")
-    return records.from_json(kind, value, source, "run the diagnostic again")
+    return validate(kind, value, source, DataError, "run the diagnostic again")

@@ -1,45 +1,21 @@
 """`loragate diagnose`: look at what an adapter and its gates do. Five looks, one set of settings, one record each.
 
-This file holds the settings and says which look uses which; the looks have a file each.
+This file holds the settings; `loragate.effects` says which look uses which, and the looks have a file each.
 """
 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from loragate.cli.arguments import Command, flag_of, require_given
 from loragate.cli.evaluation_inputs import EvaluationInputs
 from loragate.cli.options import AnswerOptions, GradingOptions, OutputOptions
+from loragate.effects import require_effect
 from loragate.errors import ConfigError
 
 Look = Literal["entropy", "gates", "interventions", "alignment", "tokens"]
-# settings that not every look uses, and the looks that do; a setting that would have no effect is refused
-USED_BY = {
-    "rows": ("entropy", "alignment"),
-    "max_rows": ("entropy", "alignment"),
-    "max_length": ("entropy", "alignment", "tokens"),
-    "run": ("gates", "alignment", "tokens"),
-    "of": ("gates", "alignment"),
-    "answers": ("gates", "alignment"),
-    "suppress": ("entropy",),
-    "threshold": ("entropy",),
-    "prompt_too": ("entropy",),
-    "position": ("gates",),
-    "interventions": ("interventions",),
-    "engine": ("interventions",),
-    "replicas": ("interventions",),
-    "vllm_memory": ("interventions",),
-    "tensor_parallel": ("interventions",),
-    "value": ("alignment",),
-    "reference": ("alignment",),
-    "positions": ("alignment",),
-    "actions": ("alignment",),
-    "rollouts": ("alignment",),
-    "k": ("alignment",),
-    "checkpoints": ("alignment",),
-}
 
 
 @dataclass(frozen=True)
@@ -99,28 +75,13 @@ class DiagnoseOptions(EvaluationInputs, AnswerOptions, GradingOptions, OutputOpt
 def run(options: DiagnoseOptions) -> int:
     """Check what was asked for, then hand over to the look."""
     require_given(COMMAND, options)
-    require_used(options)
+    require_effect("diagnose", options, flags=True)
     for name in ("answers", "positions", "actions", "rollouts", "batch_size", "max_length"):
         if getattr(options, name) < 1:
             raise ConfigError(f"{flag_of(name)} {getattr(options, name)}: give at least 1")
     if options.max_rows is not None and options.max_rows < 2:
         raise ConfigError(f"--max-rows {options.max_rows}: give at least 2, intervals are over rows")
     return importlib.import_module(f"loragate.cli.diagnose_{options.what}").run(options)
-
-
-def require_used(options: DiagnoseOptions) -> None:
-    """Refuse a setting that this look does not use.
-
-    Raises:
-        ConfigError: naming the setting and the looks that use it.
-    """
-    for field in fields(options):
-        looks = USED_BY.get(field.name)
-        if looks and options.what not in looks and getattr(options, field.name) != field.default:
-            raise ConfigError(
-                f"{flag_of(field.name)} has no effect on `loragate diagnose {options.what}`; it belongs to "
-                f"{' and '.join(looks)}"
-            )
 
 
 EXAMPLES = (

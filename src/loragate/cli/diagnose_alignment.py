@@ -38,14 +38,6 @@ def run(options: Any) -> int:
         raise ConfigError("--value reference needs rows to read: either --rows FILE, or answers with --run or --suite")
     if options.value != "reference" and options.rows:
         raise ConfigError(f"--value {options.value} needs graded answers, not --rows: give --run FOLDER, or --suite")
-    for name, value in (
-        ("reference", "reference"),
-        ("positions", "rollouts"),
-        ("actions", "rollouts"),
-        ("rollouts", "rollouts"),
-    ):
-        if options.value != value and getattr(options, name) != type(options).__dataclass_fields__[name].default:
-            raise ConfigError(f"--{name} has no effect with --value {options.value}; it belongs to --value {value}")
     from loragate.analysis.alignment import all_terms
     from loragate.analysis.alignment_record import AlignmentRecord, conclude
     from loragate.analysis.coordinates import CoordinateSums

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loragate.cli.arguments import comma_list, flag_of, resolved_yaml
+from loragate.cli.arguments import comma_list, resolved_yaml
 from loragate.cli.display import Display, console, duration
 from loragate.cli.evaluate import describe_canary, progress, require_run_folder
 from loragate.cli.evaluation_inputs import Loaded, chosen_tasks, load_inputs, prepare_tasks
@@ -17,8 +17,6 @@ from loragate.errors import ConfigError, nearest
 from loragate.files import write_text
 
 KINDS = ("gated", "adapter", "base")
-DRAWING = ("suite", "data", "revision", "samples", "temperature", "max_new_tokens")
-"""Settings of answers that are drawn now."""
 
 
 @dataclass
@@ -66,15 +64,9 @@ def begin(options: Any, *, gated: bool) -> Session:
         gated: whether gates are needed.
 
     Raises:
-        ConfigError: for a folder that is not free, settings of sampling beside stored answers, a base alone, or gates
+        ConfigError: for a folder that is not free, a base alone, or gates
             that are absent or off.
     """
-    for name in DRAWING if options.run else ():
-        if getattr(options, name) not in (None, ""):
-            raise ConfigError(
-                f"{flag_of(name)} has no effect with --run, whose answers are stored; choose among them with "
-                "--tasks, --answers and --limit"
-            )
     folder = Path(options.out)
     samples_now = bool(options.suite or options.tasks) and not options.run
     if options.resume and not samples_now:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loragate.cli.arguments import flag_of, resolved_yaml
+from loragate.cli.arguments import resolved_yaml
 from loragate.cli.display import Display, console, duration
 from loragate.cli.evaluate import describe_canary, progress, require_run_folder
 from loragate.cli.evaluation_engines import Engines
 from loragate.cli.evaluation_inputs import chosen_tasks, load_inputs, prepare_tasks
+from loragate.effects import require_effect
 from loragate.errors import ConfigError, DataError
 from loragate.files import write_json, write_text
-
-WITHOUT_EFFECT = ("model", "constants")
 
 
 def run(options: Any) -> int:
@@ -23,11 +22,7 @@ def run(options: Any) -> int:
     from loragate.evaluation.judging import JudgeSettings, require_graders
     from loragate.selection.store import Store
 
-    for field in fields(options):
-        if field.name in WITHOUT_EFFECT and getattr(options, field.name) != field.default:
-            raise ConfigError(
-                f"{flag_of(field.name)} has no effect with --sweep, whose rows are the adapter and the cells"
-            )
+    require_effect("eval", options, flags=True)
     if options.controls == "full":
         raise ConfigError("--controls full has no effect with --sweep, whose rows are the adapter and the cells")
     sweep, folder = Path(options.sweep), Path(options.out)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from loragate.effects import require_effect
 from loragate.errors import ConfigError, DataError
 from loragate.training.strategy import launch_of, process_state
 
@@ -30,8 +31,7 @@ def read_rows(options: Any, seed: int | None = None) -> Any:
     from loragate.data import load_rows
 
     how = options.select
-    if options.select_seed is not None and (how == "first" or not options.max_rows):
-        raise ConfigError("--select-seed has no effect without --select shuffled and --max-rows")
+    require_effect("rows", options, flags=True)
     first = options.max_rows if how == "first" else 0
     where = {"split": options.split or None, "revision": options.revision or None}
     try:

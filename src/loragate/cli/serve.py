@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from loragate.cli.arguments import Command, flag_of
+from loragate.cli.arguments import Command
 from loragate.cli.display import console
 from loragate.cli.hub import on_disk
 from loragate.cli.models import require_place
 from loragate.cli.options import EngineOptions, ModelOptions
 from loragate.cli.places import is_adapter, is_gated
 from loragate.cli.serve_folders import base_revision, plain_part, served_folders, tokenizer_places
+from loragate.effects import require_effect
 from loragate.errors import ConfigError, LoragateError
 
 
@@ -70,22 +71,15 @@ def run(options: ServeOptions) -> int:
     installed = importlib.util.find_spec("vllm") is not None
     fits = installed and is_adapter(Path(options.model))
     with_vllm = options.engine == "vllm" or options.verify or (options.engine == "auto" and fits)
+    require_effect("serve", options, flags=True, engine="vllm" if with_vllm else "transformers")
     if with_vllm:
         if not installed:
             raise ConfigError("vLLM is not installed; run: pip install loragate[vllm], or use --engine transformers")
-        if options.quantization != "none":
-            raise ConfigError(
-                f"--quantization {options.quantization} has no effect with vLLM, which loads the base itself; give vLLM's own "
-                "--quantization in --vllm-args, or use --engine transformers"
-            )
         if options.verify:
             from loragate.cli.serve_verify import verify
 
             return verify(options, *served_folders(options))
         return serve_vllm(options)
-    for name in ("overrides", "dynamic", "max_model_len", "vllm_args"):
-        if getattr(options, name):
-            raise ConfigError(f"{flag_of(name)} has no effect without vLLM; leave it out, or use --engine vllm")
     return serve_transformers(options)
 
 

@@ -24,7 +24,7 @@ from loragate.cli.models import (
 )
 from loragate.cli.options import RunOptions
 from loragate.cli.quantization import check_quantization
-from loragate.errors import ConfigError
+from loragate.effects import require_effect
 from loragate.training.settings import StageOneSettings
 
 
@@ -69,7 +69,7 @@ def run(options: SftOptions) -> int:
     from loragate.training.strategy import process_state
 
     objective = objective_of(settings)
-    require_reference(options, objective)
+    require_reference(options)
     out, display = console(), Display()
     rows = read_rows(options, settings.seed)
     tokenizer = load_tokenizer([options.model], chat_template=options.chat_template, trust=options.trust_remote_code)
@@ -150,12 +150,11 @@ def with_adapter(settings: StageOneSettings) -> tuple[StageOneSettings, str]:
     )
 
 
-def require_reference(options: SftOptions, objective: Any) -> None:
+def require_reference(options: SftOptions) -> None:
     """Refuse a reference that would have no effect, or that is no model."""
+    require_effect("sft", options, flags=True)
     if not options.reference:
         return
-    if "reference_kl" not in objective.requires:
-        raise ConfigError(f"--reference has no effect on the objective {options.objective!r}, only on eksft")
     require_place("reference model", options.reference)
     require_not_an_adapter(options.reference)
 

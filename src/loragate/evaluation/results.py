@@ -26,6 +26,7 @@ from loragate.evaluation.aggregates import SuiteEstimate, dft_rounded_mean, majo
 from loragate.evaluation.statistics import Difference, Estimate, average_at_k, check_scores, compare, holm
 from loragate.files import write_json
 from loragate.generation import SamplingConfig
+from loragate.validate import validate
 
 SCHEMA = 1
 Verdict = Literal["better", "worse", "no difference shown"]
@@ -208,8 +209,7 @@ class EvaluationRecord:
         if schema != SCHEMA:
             way_out = "upgrade loragate to read it" if schema > SCHEMA else "run the evaluation again"
             raise DataError(f"{source}: schema {schema} is not known to this version, which reads {SCHEMA}; {way_out}.")
-        value = {"left_out": {}, **value}  # which the first records of this schema do not have
-        return records.from_json(cls, value, source, "restore the file or run the evaluation again")
+        return validate(cls, value, source, DataError, "restore the file or run the evaluation again")
 
 
 Row = TypeVar("Row", TaskResult, SuiteResult)

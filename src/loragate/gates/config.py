@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
-from loragate.errors import GateError, nearest
+from annotated_types import Ge, Le, Len
+
+from loragate.errors import GateError
 from loragate.gates.range import Range
-from loragate.gates.signed_map import GRANULARITIES, check_tau
+from loragate.validate import STRICT, Positive, Size, check
 
 
 @dataclass(frozen=True)
@@ -33,33 +36,21 @@ class GateConfig:
 
     lower: float
     upper: float
-    tau: float = 1.0
-    init_scale: float = 1e-6
-    seed: int = 0
+    tau: Positive = 1.0
+    init_scale: Annotated[float, Ge(0), Le(1)] = 1e-6
+    seed: Size = 0
     detach_input: bool = True
-    granularity: str = "token"
-    target_modules: str | Sequence[str] | None = None
+    granularity: Literal["token", "module", "global"] = "token"
+    target_modules: Annotated[str, Len(1)] | Annotated[Sequence[str], Len(1)] | None = None
+
+    # an unknown key of an artifact is refused: its meaning cannot be guessed
+    __pydantic_config__: ClassVar = STRICT
 
     def __post_init__(self) -> None:
-        check_tau(self.tau)
-        _ = self.range
-        if self.granularity not in GRANULARITIES:
-            raise GateError(
-                f"granularity must be one of {', '.join(GRANULARITIES)}, found {self.granularity!r}"
-                + nearest(str(self.granularity), GRANULARITIES)
-            )
-        if isinstance(self.init_scale, bool) or not isinstance(self.init_scale, (int, float)):
-            raise GateError(f"init_scale must be a number, found {self.init_scale!r}")
-        if not 0 <= self.init_scale <= 1:
-            raise GateError(f"init_scale must lie in [0, 1], found {self.init_scale!r}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
-            raise GateError(f"seed must be an integer of at least 0, found {self.seed!r}")
-        if not isinstance(self.detach_input, bool):
-            raise GateError(f"detach_input must be True or False, found {self.detach_input!r}")
         if self.target_modules is not None and not isinstance(self.target_modules, str):
             object.__setattr__(self, "target_modules", tuple(self.target_modules))
-        if self.target_modules is not None and len(self.target_modules) == 0:
-            raise GateError("target_modules is empty: give a pattern or a list of names, or None for every LoRA linear")
+        check(self, GateError)
+        _ = self.range
 
     @property
     def range(self) -> Range:

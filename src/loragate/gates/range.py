@@ -6,7 +6,9 @@ Torch-free, so that a command line can be checked at once.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from loragate.errors import ConfigError, GateError
 
@@ -61,6 +63,35 @@ class Range:
             return cls(lower, upper)
         except GateError as error:
             raise ConfigError(f"{text}: {error}") from error
+
+    @classmethod
+    def read(cls, value: Any) -> Range:
+        """A range as files hold it: "-3,1", [-3, 1] or {"lower": -3, "upper": 1}.
+
+        Raises:
+            GateError, ConfigError: for anything else.
+        """
+        if isinstance(value, Range):
+            return value
+        if isinstance(value, str):
+            return cls.parse(value)
+        if isinstance(value, Mapping) and set(value) == {"lower", "upper"}:
+            return cls(value["lower"], value["upper"])
+        if isinstance(value, list | tuple) and len(value) == 2:
+            return cls(*value)
+        raise ConfigError(f"a range is two numbers, [-3, 1]; found {value!r:.80}")
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        def read(value: Any) -> Range:
+            try:
+                return cls.read(value)
+            except (ConfigError, GateError) as error:
+                raise ValueError(str(error)) from None  # pydantic says where
+
+        return core_schema.no_info_plain_validator_function(read)
 
     @property
     def typed(self) -> str:

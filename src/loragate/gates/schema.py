@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn
 
 import torch
+from annotated_types import Len
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from loragate.errors import ArtifactError, GateError
+from loragate.errors import ArtifactError
 from loragate.gates.config import GateConfig
 from loragate.gates.peft_saving import lost_gates
+from loragate.validate import STRICT, Size, validate
 
 FORMAT = "loragate"
 SCHEMA_VERSION = 1
@@ -25,24 +27,47 @@ CONFIG, GATES, ADAPTER, CARD = "gate_config.json", "gates.safetensors", "adapter
 EVIDENCE = ("parity", "selection", "training")
 _MAX_CONFIG_BYTES = 16 << 20
 
-_REQUIRED: dict[str, type | tuple[type, ...]] = {
-    "gate": dict,
-    "k": (int, type(None)),
-    "base": dict,
-    "adapter": dict,
-    "modules": list,
-    "gates_sha256": str,
-}
-_GATE_KEYS: dict[str, type | tuple[type, ...]] = {
-    "lower": (int, float),
-    "upper": (int, float),
-    "tau": (int, float),
-    "init_scale": (int, float),
-    "seed": int,
-    "detach_input": bool,
-    "granularity": str,
-    "target_modules": (str, list, type(None)),
-}
+
+@dataclass(frozen=True)
+class _Open:
+    """Keys that a record holds beside these are passed over: versions of one schema add some."""
+
+    __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
+
+
+@dataclass(frozen=True)
+class _Weights(_Open):
+    """Sampled weights of the unquantised base, by parameter."""
+
+    dtype: str
+    values: dict[str, Annotated[list[float], Len(1)]]
+
+
+@dataclass(frozen=True)
+class _Base(_Open):
+    id: str
+    config_sha256: str
+    weights: _Weights
+    revision: str | None = None
+    quantization: str | None = None
+
+
+@dataclass(frozen=True)
+class _Adapter(_Open):
+    sha256: str
+
+
+@dataclass(frozen=True)
+class _Config(_Open):
+    """gate_config.json, as far as a reader relies on it; artifacts of earlier versions have no stop_token_ids."""
+
+    gate: GateConfig
+    k: Size | None
+    base: _Base
+    adapter: _Adapter
+    modules: Annotated[list[str], Len(1)]
+    gates_sha256: str
+    stop_token_ids: list[Size] | None = None
 
 
 def read_gate_config(folder: Path) -> dict[str, Any]:
@@ -65,32 +90,12 @@ def read_gate_config(folder: Path) -> dict[str, Any]:
             path,
             f"schema version {version!r} is not known to this loragate (it reads version {SCHEMA_VERSION}); {way_out}",
         )
-    _require(path, record, _REQUIRED, "")
-    _require(path, record["gate"], _GATE_KEYS, "gate.")
-    if unknown := sorted(set(record["gate"]) - set(_GATE_KEYS)):
-        _fail(path, f"key 'gate.{unknown[0]}' is unknown; its meaning cannot be guessed, so the gates are refused")
-    try:
-        GateConfig(**record["gate"])
-    except (GateError, TypeError) as error:
-        _fail(path, f"key 'gate': {error}")
-    if record["k"] is not None and record["k"] < 0:
-        _fail(path, f"key 'k' must be a support size, found {record['k']}")
-    _require(path, record["base"], {"id": str, "config_sha256": str, "weights": dict}, "base.")
-    for key in ("revision", "quantization"):
-        if not isinstance(record["base"].get(key), (str, type(None))):
-            _fail(path, f"key 'base.{key}' must be text or null, found {type(record['base'][key]).__name__}")
-    weights = record["base"]["weights"]
-    _require(path, weights, {"dtype": str, "values": dict}, "base.weights.")
-    for name, values in weights["values"].items():
-        if not isinstance(values, list) or not values or not all(_is_number(value) for value in values):
-            _fail(path, f"key 'base.weights.values.{name}' must be a list of numbers")
-    _require(path, record["adapter"], {"sha256": str}, "adapter.")
-    stops = record.get("stop_token_ids")  # artifacts of earlier versions have none
-    if stops is not None and not (isinstance(stops, list) and all(is_token(value) for value in stops)):
-        _fail(path, f"key 'stop_token_ids' must be a list of token ids, found {stops!r:.80}")
-    modules = record["modules"]
-    if not modules or not all(isinstance(name, str) for name in modules) or len(set(modules)) != len(modules):
-        _fail(path, "key 'modules' must be a non-empty list of distinct module names")
+    config = validate(_Config, record, str(path), ArtifactError)
+    for field in fields(GateConfig):  # a default of today is no setting of the training
+        if field.name not in record["gate"]:
+            _fail(path, f"the key 'gate.{field.name}' is missing")
+    if len(set(config.modules)) != len(config.modules):
+        _fail(path, "modules must be distinct names")
     return record
 
 
@@ -177,30 +182,9 @@ def _absent(folder: Path) -> str:
     return f"{folder} does not exist; give the folder that `loragate calibrate --out` wrote"
 
 
-def _require(path: Path, record: dict[str, Any], keys: dict[str, Any], prefix: str) -> None:
-    for key, kind in keys.items():
-        if key not in record:
-            _fail(path, f"key '{prefix}{key}' is missing")
-        value = record[key]
-        wrong_bool = isinstance(value, bool) and kind is not bool
-        if not isinstance(value, kind) or wrong_bool:
-            _fail(path, f"key '{prefix}{key}' has the wrong type: found {type(value).__name__}")
-        if isinstance(value, float) and not math.isfinite(value):
-            _fail(path, f"key '{prefix}{key}' is not finite")
-
-
 def is_support(k: Any) -> bool:
     """Whether k can be the support of the entropy objective: at least 2, or 0 for the whole vocabulary."""
     return isinstance(k, int) and not isinstance(k, bool) and (k == 0 or k > 1)
-
-
-def is_token(value: Any) -> bool:
-    """Whether a value can be a token id."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -13,16 +13,18 @@ Shapes: B rows, b of them still in the batch, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from annotated_types import Gt, Le, Len
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import LogitsProcessor
 
 from loragate.errors import ConfigError, LoragateError
+from loragate.validate import Amount, Count, check
 
 
 @dataclass(frozen=True)
@@ -37,32 +39,18 @@ class SamplingConfig:
     Raises `ConfigError` for a value that cannot be used.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    max_new_tokens: int = 256
-    samples: int = 1
+    temperature: Amount = 1.0
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    max_new_tokens: Count = 256
+    samples: Count = 1
     seed: int = 0
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Len(1)], ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             raise ConfigError(f"stop is the text {self.stop!r}; give a tuple of texts, such as ({self.stop!r},).")
-        object.__setattr__(self, "stop", tuple(self.stop))  # JSON gives a list
-        if not all(isinstance(text, str) and text for text in self.stop):
-            raise ConfigError(f"stop is {self.stop!r}; give texts that are not empty.")
-        for name in ("max_new_tokens", "samples", "seed"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ConfigError(f"{name} is {value!r}; it must be a whole number.")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ConfigError(
-                f"temperature is {self.temperature}; give 0 for greedy decoding or a positive number such as 1.0."
-            )
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p is {self.top_p}; it must lie in (0, 1], and 1 keeps the whole distribution.")
-        for name in ("max_new_tokens", "samples"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; give at least 1.")
+        object.__setattr__(self, "stop", tuple(self.stop))
+        check(self)
         if self.temperature == 0 and self.samples > 1:
             raise ConfigError(
                 f"temperature 0 decodes greedily, so all {self.samples} samples of a prompt would be the same; "
