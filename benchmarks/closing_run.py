@@ -128,9 +128,9 @@ def judged(place: Path) -> dict[str, Any]:
 
     whole, gates = (load_file(str(place / name / "gates.safetensors")) for name in ("whole", "gated"))
     config = json.loads((place / "gated" / "gate_config.json").read_text())
-    from loragate.cli.models import load_tokenizer
+    from loragate.models import open_tokenizer, resolve
 
-    tokenizer = load_tokenizer([str(place / "adapter")])
+    tokenizer = open_tokenizer(resolve(place / "adapter"))
     model = lg.load_gated(place / "gated").eval()
     questions = problems("probe", QUESTIONS)
     ids = torch.tensor([tokenizer("3 + 4", add_special_tokens=False)["input_ids"]])

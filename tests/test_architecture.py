@@ -9,8 +9,8 @@ import loragate
 
 SOURCE = Path(loragate.__file__).parent
 # lowest floor first; a room may import rooms before it. LOW are single modules that every room may know
-LOW = ["errors", "version", "validate", "effects", "files", "records", "strict_yaml", "printable"]
-FLOORS = [*LOW, "gates", "losses", "data", "world", "generation", "training", "evaluation"]
+LOW = ["errors", "version", "validate", "effects", "files", "records", "strict_yaml", "printable", "hub_names"]
+FLOORS = [*LOW, "gates", "losses", "data", "models", "world", "generation", "training", "evaluation"]
 FLOORS += ["selection", "analysis", "report", "conversion", "serving", "recipes", "cli"]
 # heavy or optional libraries, and the rooms that may import them at module level or inside functions
 RESERVED = {
@@ -30,8 +30,8 @@ RESERVED = {
     "math_verify": {"evaluation"},
 }
 SIDEWAYS = {("report", "*"), ("world", "*"), ("gates", "losses"), ("data", "gates"), ("generation", "gates")}
-# serving knows gates (and vLLM) alone
-SIDEWAYS |= {("serving", room) for room in FLOORS[FLOORS.index("gates") + 1 :] if room != "serving"}
+# serving knows gates, the files that hold them (and vLLM) alone
+SIDEWAYS |= {("serving", room) for room in FLOORS[FLOORS.index("gates") + 1 :] if room not in ("models", "serving")}
 
 
 def room_of(path):

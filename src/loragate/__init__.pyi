@@ -10,7 +10,6 @@ from .gates import (
     gate_override as gate_override,
     gate_parameters as gate_parameters,
     gates_disabled as gates_disabled,
-    load_gated as load_gated,
     load_gates as load_gates,
     record_gates as record_gates,
     save_gates as save_gates,
@@ -19,6 +18,9 @@ from .losses import (
     objectives as objectives,
     token_statistics as token_statistics,
     topk_entropy as topk_entropy,
+)
+from .models import (
+    load_gated as load_gated,
 )
 from .selection import (
     choose_gates as choose_gates,

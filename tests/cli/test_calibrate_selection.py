@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from loragate.cli.main import main
 from loragate.evaluation.results import read_record
 from loragate.gates.range import Range
 from loragate.generation import SamplingConfig, TransformersEngine
-from loragate.selection.candidate import Candidate
+from loragate.selection import Candidate, SelectionSettings
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 POOL = [f"w{i} w{i + 1} w{i + 2} w{i + 3} w{i + 4} w{i + 5} w{i + 6}" for i in range(80)]
@@ -155,6 +156,43 @@ def test_a_range_is_picked_on_labels(place, tmp_path, capsys):
     assert "| base (for comparison) | " in (out / "README.md").read_text()
 
 
+@pytest.mark.parametrize("probe", ["gated.jsonl", "adapter.jsonl"])
+def test_the_call_gives_what_the_command_gives(place, tmp_path, probe):
+    """Gates byte for byte, and the same record but for seconds; picked on one probe, the adapter on the other."""
+    from peft import PeftModel
+
+    command, call = tmp_path / "command" / "gated", tmp_path / "call" / "gated"
+    assert calibrate(place, command, "--probe", place / probe, *GREEDY, "--ranges=0,1;-3,1") == 0
+    model = PeftModel.from_pretrained(tiny_base(), place / "adapter").eval()
+    chosen = lg.choose_gates(
+        model,
+        tiny_tokenizer(),
+        str(place / "train.jsonl"),
+        str(place / probe),
+        call,
+        ranges="0,1;-3,1",
+        settings=lg.CalibrationSettings(batch_size=10, micro_batch_size=10, max_length=64, k=20, learning_rate=5e-2),
+        asking=SelectionSettings(probe_grader="exact", probe_temperature=0.0, probe_max_new_tokens=1),
+        adapter_source=place / "adapter",
+        base_id=str(place / "base"),
+    )
+    assert (chosen.candidate is None) is (probe == "adapter.jsonl")
+    assert (command / "gates.safetensors").read_bytes() == (call / "gates.safetensors").read_bytes()
+    left, right = (without_seconds(json.loads((folder / "gate_config.json").read_text())) for folder in (command, call))
+    assert left == right
+    assert set(path.name for path in command.iterdir()) == set(path.name for path in call.iterdir())
+    assert all(
+        torch.equal(value, lg.gate_parameters(model)[name])
+        for name, value in load_file(call / "gates.safetensors").items()
+    )
+
+
+def without_seconds(record):
+    if isinstance(record, dict):
+        return {name: without_seconds(value) for name, value in record.items() if "seconds" not in name}
+    return record
+
+
 def test_a_retention_probe_stands_in_the_evidence(place, tmp_path, capsys):
     out = tmp_path / "gated"
     flags = ("--ranges=-3,1", "--retention-probe", place / "adapter.jsonl", "--no-references")
@@ -211,16 +249,16 @@ def test_the_adapter_stays_where_nothing_beats_it(place, tmp_path, capsys):
 
 
 def test_gates_that_act_are_scored_as_gates_whatever_the_record_says(place, tmp_path):
-    from loragate.cli.evaluation_inputs import gates_are_off
+    from loragate.models import resolve
 
-    assert gates_are_off(str(place / "known")) == ""
-    assert gates_are_off(str(place / "adapter")) == ""
+    known = resolve(place / "known")
+    assert known.gates_off == ""
+    assert resolve(place / "adapter").gates_off == ""
     config = json.loads((place / "known" / "gate_config.json").read_text())
     config["selection"]["accepted"] = False
-    for name in ("gates.safetensors",):
-        (tmp_path / name).write_bytes((place / "known" / name).read_bytes())
-    (tmp_path / "gate_config.json").write_text(json.dumps(config))
-    assert gates_are_off(str(tmp_path)) == ""
+    shutil.copytree(place / "known", tmp_path / "said")
+    (tmp_path / "said" / "gate_config.json").write_text(json.dumps(config))
+    assert resolve(tmp_path / "said").gates_off == ""
 
 
 def test_a_probe_without_labels_is_judged_by_agreement(place, tmp_path, capsys):
@@ -322,7 +360,10 @@ def test_flags_that_would_be_ignored_are_refused(place, tmp_path, capsys):
         (("--exclude", "x.jsonl"), "--exclude has no effect"),
         (("--no-references",), "--references has no effect without --probe"),
         ((*given, "--no-references"), "--references has no effect without --probe"),
-        ((*probe, "--probe-task", "math500", "--probe-grader", "exact"), "--probe-grader has no effect with --probe-task"),
+        (
+            (*probe, "--probe-task", "math500", "--probe-grader", "exact"),
+            "--probe-grader has no effect with --probe-task",
+        ),
         ((*probe, "--no-guard"), "--guard has no effect"),
         ((*probe, "--probe-temperature", "-1"), "must not be negative"),
     ]

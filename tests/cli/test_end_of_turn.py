@@ -9,7 +9,7 @@ import pytest
 import loragate as lg
 from loragate.cli.main import main
 from loragate.cli.serve import ServeOptions, vllm_arguments
-from loragate.cli.serve_folders import served_folders
+from loragate.cli.serve_folders import served_places
 from loragate.data import find_endings
 from loragate.errors import ConfigError
 from loragate.gates.schema import read_gate_config
@@ -204,8 +204,8 @@ def test_a_template_given_on_the_command_line_decides_and_the_artifact_keeps_it(
 
 def test_vllms_server_is_given_what_it_does_not_know(place, tmp_path):
     """`--generation-config` with all stop tokens, where tokenizer and base do not name them; nothing otherwise."""
-    options = ServeOptions(str(place / "gated"))
-    base, adapters = served_folders(options)
+    options = ServeOptions(model=str(place / "gated"))
+    base, adapters = served_places(options)
     arguments = vllm_arguments(options, base, adapters, tmp_path)
     assert arguments[arguments.index("--generation-config") + 1] == str(tmp_path)
     told = json.loads((tmp_path / "generation_config.json").read_text())

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import loragate as lg
 from loragate.cli.evaluate import EvalOptions
 from loragate.cli.evaluation_engines import Engines
-from loragate.cli.evaluation_inputs import Loaded, load_inputs
+from loragate.cli.evaluation_inputs import load_inputs
 from loragate.cli.main import main
 from loragate.conversion.merge import merge_adapter
 from loragate.errors import DataError
@@ -32,6 +32,7 @@ from loragate.evaluation.sandbox import probe as probe_sandbox
 from loragate.evaluation.stored import open_evaluation
 from loragate.evaluation.variants import Variant, acting, variants_for
 from loragate.generation import Sample, SampleWriter, SamplingConfig
+from loragate.models import Loaded, Loading, resolve
 from loragate.recipes.standins import QUESTIONS
 from tiny import tiny_adapter, tiny_base, tiny_tokenizer
 
@@ -447,7 +448,7 @@ def test_vllm_on_a_cpu_is_given_what_is_free_and_heads_that_it_takes(place, monk
     """As `serve` does: it would not start, or end at the first request."""
     monkeypatch.setattr("loragate.generation.vllm_engine.require_vllm", lambda: None)
     monkeypatch.setattr("loragate.serving.vllm_server.usual_share", lambda: 0.37)
-    loaded = Loaded("base", None, {"base": str(place / "base")})
+    loaded = Loaded(resolve(place / "base"), Loading(), None, None)
     for given, share in ((0.0, 0.37), (0.8, 0.8)):
         engines = Engines(EvalOptions(engine="vllm", vllm_memory=given), loaded)
         assert engines._make(Variant("base")).keywords["gpu_memory_utilization"] == share

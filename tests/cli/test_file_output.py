@@ -2,6 +2,7 @@
 
 import io
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -56,7 +57,9 @@ def test_answers_reach_a_file_as_they_are_and_a_terminal_in_peace(monkeypatch, t
         def isatty(self):
             return terminal
 
-    monkeypatch.setattr(generate, "load_any", lambda options: (tiny_base(), tiny_tokenizer(), False))
+    loaded = SimpleNamespace(model=tiny_base(), tokenizer=tiny_tokenizer(), kind="base")
+    monkeypatch.setattr("loragate.models.resolve", lambda *_, **__: None)
+    monkeypatch.setattr("loragate.models.open_model", lambda *_: loaded)
     monkeypatch.setattr(TransformersEngine, "generate", lambda *_: [Sample(0, 0, EVIL, (1,), "stop", None)])
     monkeypatch.setattr(sys, "stdout", Screen())
     assert generate.run(generate.GenerateOptions("x", prompt="w1", raw=True)) == 0

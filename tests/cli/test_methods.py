@@ -1,6 +1,8 @@
 """Every method of the paper by its flags, what the run folder and the artifact say of it, and flags that contradict."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -202,12 +204,13 @@ def test_random_gates_stand_in_for_trained_ones_and_leave_them():
 
 def test_eval_names_the_controls_that_it_cannot_make():
     from loragate.cli.evaluate import trained_controls
-    from loragate.cli.evaluation_inputs import Loaded
+    from loragate.models import Loaded, Loading, ModelRef, Place
 
-    lines = trained_controls(Loaded("gated", None, {"base": "B", "adapter": "A", "gated": "G"}))
+    place = Place(ModelRef("G"), "gated", Path("G"), ModelRef("B"))
+    lines = trained_controls(Loaded(place, Loading(), None, None))
     assert len(lines) == 5
-    assert "--adapter A --data ROWS --objective entropy" in lines[-1]
-    assert trained_controls(Loaded("base", None, {"base": "B"})) == []
+    assert "--adapter G/adapter --data ROWS --objective entropy" in lines[-1]
+    assert trained_controls(Loaded(replace(place, kind="base"), Loading(), None, None)) == []
 
 
 def test_quickstart_controls_are_checked_first(capsys, tmp_path):

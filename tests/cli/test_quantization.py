@@ -7,10 +7,10 @@ import logging
 import pytest
 import torch
 
-from loragate.cli import quantization
 from loragate.cli.main import main
-from loragate.cli.models import dtype_argument, load_base
+from loragate.errors import ConfigError
 from loragate.gates.quantised import quantization_of
+from loragate.models import Loading, ModelRef, bases, open_base
 from tiny import is_packed, tiny_base, tiny_rows, tiny_tokenizer
 
 needs_bitsandbytes = pytest.mark.skipif(
@@ -75,27 +75,27 @@ def test_all_the_way(storage, place, tmp_path, monkeypatch):
 @needs_bitsandbytes
 @pytest.mark.parametrize("storage", ["4bit", "8bit"])
 def test_bases_and_stored_checkpoints(storage, place, tmp_path):
-    dtype = dtype_argument("auto", "cpu", storage)
-    model = load_base(str(place / "base"), dtype=dtype, device="cpu", quantization=storage)
+    how = Loading(device="cpu", quantization=storage)
+    model = open_base(ModelRef(str(place / "base")), how)
     assert quantization_of(model) == storage
-    assert model.model.norm.weight.dtype == dtype
+    assert model.model.norm.weight.dtype == how.torch_dtype
     with torch.no_grad():
         model(input_ids=torch.tensor([[3, 4, 5]]))
     assert not any(is_packed(layer) for layer in model.modules() if isinstance(layer, torch.nn.Linear))
     model.save_pretrained(tmp_path / "stored")
-    again = load_base(str(tmp_path / "stored"), dtype=dtype, device="cpu")
+    again = open_base(ModelRef(str(tmp_path / "stored")), Loading(device="cpu"))
     assert quantization_of(again) == storage
-    with pytest.raises(quantization.ConfigError, match=f"{storage} base already"):
-        load_base(str(tmp_path / "stored"), dtype=dtype, quantization="4bit")
+    with pytest.raises(ConfigError, match=f"{storage} base already"):
+        open_base(ModelRef(str(tmp_path / "stored")), Loading(device="cpu", quantization="4bit"))
 
 
 @needs_bitsandbytes
 def test_dtypes():
-    assert dtype_argument("auto", "cpu") == torch.float32
-    assert dtype_argument("auto", "cpu", "4bit") == torch.float32
-    assert dtype_argument("auto", "cpu", "8bit") == torch.bfloat16
-    assert dtype_argument("float16", "cpu", "8bit") == torch.float16
-    arguments = quantization._bitsandbytes("4bit", torch.bfloat16)
+    assert Loading(device="cpu").torch_dtype == torch.float32
+    assert Loading(device="cpu", quantization="4bit").torch_dtype == torch.float32
+    assert Loading(device="cpu", quantization="8bit").torch_dtype == torch.bfloat16
+    assert Loading("float16", "cpu", "8bit").torch_dtype == torch.float16
+    arguments = bases._bitsandbytes(Loading("bfloat16", "cpu", "4bit"))
     assert arguments.bnb_4bit_quant_type == "nf4"
     assert arguments.bnb_4bit_use_double_quant
     assert arguments.bnb_4bit_compute_dtype == torch.bfloat16
@@ -120,7 +120,7 @@ def test_refused_at_start(command, place, tmp_path, capsys, monkeypatch):
     eight = [*line, "--device", "cpu", "--quantization", "8bit"]
     assert "float32 would be a false promise" in fails(capsys, *eight, "--dtype", "float32")
     with monkeypatch.context() as patch:
-        patch.setattr(quantization.importlib.util, "find_spec", lambda name: None)
+        patch.setattr(bases.importlib.util, "find_spec", lambda name: None)
         assert "pip install bitsandbytes" in fails(capsys, *eight)
     if importlib.util.find_spec("bitsandbytes") is not None:
         monkeypatch.setenv("WORLD_SIZE", "2")

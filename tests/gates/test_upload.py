@@ -11,12 +11,12 @@ import loragate as lg
 from hub_server import TOKEN, Hub, turn_to
 from loragate.cli.main import main
 from loragate.cli.serve import ServeOptions
-from loragate.cli.serve_folders import served_folders
+from loragate.cli.serve_folders import served_places
 from loragate.cli.serve_transformers import add_adapters
 from loragate.errors import ArtifactError, ConfigError
 from loragate.gates.card import render_card
-from loragate.gates.hub import HubName, gated_folder, hub_name, hub_source, is_hub_id
 from loragate.gates.upload import _without_folders, files_to_push, push_gated
+from loragate.models import resolve
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 PLAIN = "fedcba9876543210fedcba9876543210fedcba98"
@@ -55,37 +55,6 @@ def hub(tmp_path, monkeypatch):
     stand_in.close()
 
 
-def test_names():
-    assert hub_name("user/repo") == HubName("user/repo", None)
-    assert hub_name("user/re.po-1@v1/x") == HubName("user/re.po-1", "v1/x")
-    assert str(hub_name("user/repo", "main")) == "user/repo@main"
-    for text in ("repo", "a/b/c", "./a/b", "/a/b", "~/a", "a/b@", "../b"):
-        assert hub_name(text) is None, text
-    with pytest.raises(ArtifactError, match="names a revision already"):
-        hub_name("user/repo@v1", "v2")
-    with pytest.raises(ArtifactError, match="has no effect"):
-        hub_name("/some/folder", "v2")
-    assert [is_hub_id(text) for text in ("gpt2", "a/b", "/a/b", "a/b/c", "", "../b", "a b", "a/b\n")] == [
-        *(True, True),
-        *(False,) * 6,
-    ]
-
-
-def test_a_folder_wins_over_a_hub_id(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "user" / "repo").mkdir(parents=True)
-    assert hub_name("user/repo") is None
-    assert str(gated_folder("user/repo")) == "user/repo"
-
-
-def test_the_source_of_a_cached_folder():
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    cached = f"/home/me/.cache/huggingface/hub/models--user--repo/snapshots/{commit}"
-    assert hub_source(cached) == f"user/repo@{commit}"
-    assert hub_source(cached + "/adapter") == f"user/repo@{commit}/adapter"
-    assert hub_source("runs/gated") == "runs/gated"
-
-
 def test_push_and_load(place, hub, token_ids, monkeypatch, capsys):
     before = {path: path.read_bytes() for path in (place / "gated").rglob("*") if path.is_file()}
     arguments = ["push", str(place / "gated"), "user/repo", "--base-id", "someone/base", "--private"]
@@ -120,7 +89,7 @@ def test_push_and_load(place, hub, token_ids, monkeypatch, capsys):
         for name in (f"user/repo@{commit}", "user/repo"):
             if name == "user/repo":  # the branch is known offline once it was asked for
                 monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-                assert hub_source(gated_folder(name)) == f"user/repo@{commit}"
+                assert resolve(name, place / "base").source == f"user/repo@{commit}"
                 asked = len(hub.requests)
                 monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
             assert torch.equal(lg.load_gated(name, base=place / "base")(token_ids).logits, expected)
@@ -164,10 +133,10 @@ def test_diagnose_export_and_serve_take_a_hub_id(place, hub, tmp_path, monkeypat
     weights = [(tmp_path / folder / "adapter_model.safetensors").read_bytes() for folder in "abc"]
     assert weights[0] == weights[1] == weights[2]
 
-    options = ServeOptions(str(place / "gated"), adapters=f"a={name}@unit,b=user/repo,c=user/plain", base=base[1])
-    more = served_folders(options)[1]
-    assert [hub_source(more[key].removesuffix("@unit")) for key in "abc"] == [name, name, f"user/plain@{PLAIN}"]
-    assert more["a"].endswith("@unit")
+    options = ServeOptions(model=str(place / "gated"), adapters=f"a={name}@unit,b=user/repo,c=user/plain", base=base[1])
+    more = served_places(options)[1]
+    assert [more[key].source for key in "abc"] == [name, name, f"user/plain@{PLAIN}"]
+    assert more["a"].text.endswith("@unit")
     rows = add_adapters(lg.load_gated(place / "gated"), {key: more[key] for key in "abc"})
     assert [(rows[key].kind, rows[key].override is not None) for key in "abc"] == [
         ("gated", True),

@@ -15,8 +15,9 @@ from loragate.gates.range import Range
 from loragate.selection import Candidate, SelectionSettings, choose, trial
 from loragate.selection.outcome import unread
 from loragate.selection.retention import vetoes
-from loragate.selection.transaction import Transaction, accept_gates, is_unaccepted
+from loragate.selection.transaction import Transaction
 from loragate.selection.trial import settings_of
+from loragate.selection.unverified import accept_gates, is_unaccepted
 from loragate.training import CalibrationSettings
 from loragate.training.guards import GuardLimits
 from tiny import tiny_adapter, tiny_rows, tiny_tokenizer

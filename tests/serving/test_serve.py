@@ -27,10 +27,11 @@ import torch
 import loragate as lg
 from loragate.cli.main import main
 from loragate.cli.serve import ServeOptions, listen, print_clients, renders_chats
-from loragate.cli.serve_folders import base_revision, served_folders
+from loragate.cli.serve_folders import served_places
 from loragate.errors import ConfigError
 from loragate.gates.override_names import parse_override
 from loragate.generation import SamplingConfig, TransformersEngine
+from loragate.models import resolve
 from loragate.serving.http_app import CompletionRequest
 from loragate.serving.vllm_server import server_command, unserved_heads, usual_share, without_secrets
 from tiny import chatml_tokenizer, ending_base, tiny_adapter, tiny_base, tiny_tokenizer
@@ -318,10 +319,10 @@ def test_settings_that_cannot_be(folders: Path, capsys: pytest.CaptureFixture[st
 
 def test_names_and_places_that_are_served(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gated, second = folders / "gated", folders / "second"
-    options = ServeOptions(str(gated), adapters=f"math={second}, calm={second}@unit", overrides="off, clip=:1")
-    base, places = served_folders(options)
-    assert base == str(folders / "base")
-    assert places == {
+    options = ServeOptions(model=str(gated), adapters=f"math={second}, calm={second}@unit", overrides="off, clip=:1")
+    place, adapters = served_places(options)
+    assert place.base.name == str(folders / "base")
+    assert {name: adapter.text for name, adapter in adapters.items()} == {
         "gated": str(gated),
         "adapter": str(gated / "adapter"),
         "math": str(second),
@@ -340,9 +341,9 @@ def test_names_and_places_that_are_served(folders: Path, tmp_path: Path, capsys:
         ({"overrides": "unti"}, "did you mean 'unit'"),
     ):
         with pytest.raises(ConfigError, match=message):
-            served_folders(ServeOptions(str(gated), **wrong))
+            served_places(ServeOptions(model=str(gated), **wrong))
     with pytest.raises(ConfigError, match="none of the adapters carries gates"):
-        served_folders(ServeOptions(str(gated / "adapter"), base=str(folders / "base"), overrides="unit"))
+        served_places(ServeOptions(model=str(gated / "adapter"), base=str(folders / "base"), overrides="unit"))
     argv = ("serve", gated, "--engine", "transformers", "--overrides", "unit")
     assert "--overrides has no effect with engine transformers, only with vllm" in fails(capsys, *argv)
 
@@ -386,11 +387,11 @@ def test_what_is_printed_to_paste_fits_the_tokenizer(capsys: pytest.CaptureFixtu
 
 def test_a_tokenizer_that_vllm_alone_reads_ends_no_server(folders: Path, tmp_path: Path) -> None:
     """Asked once vLLM serves: with --system keep nothing else loads the tokenizer here."""
-    options = ServeOptions(str(folders / "gated"), system="keep")
-    assert renders_chats(options, str(folders / "base"))
-    (tmp_path / "tokenizer.json").write_text("{")
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    assert renders_chats(ServeOptions(str(tmp_path), system="keep"), str(tmp_path))
+    options = ServeOptions(model=str(folders / "gated"), system="keep")
+    assert renders_chats(options, resolve(options.model))
+    shutil.copytree(folders / "base", tmp_path / "base")
+    (tmp_path / "base" / "tokenizer.json").write_text("{")
+    assert renders_chats(options, resolve(tmp_path / "base"))
 
 
 def test_a_port_in_use_is_named_before_vllm_starts() -> None:
@@ -489,13 +490,13 @@ def test_a_taken_port_is_named_before_the_model_is_loaded(
 
 
 def test_the_base_is_taken_at_its_recorded_commit(folders: Path, tmp_path: Path) -> None:
-    shutil.copy(folders / "gated" / "gate_config.json", tmp_path)
-    assert base_revision(ServeOptions(str(tmp_path))) == ""
-    record = json.loads((tmp_path / "gate_config.json").read_text())
-    record["base"]["revision"] = "abc"
-    (tmp_path / "gate_config.json").write_text(json.dumps(record))
-    assert base_revision(ServeOptions(str(tmp_path))) == "abc"
-    assert base_revision(ServeOptions(str(tmp_path), base="other")) == ""
+    shutil.copytree(folders / "gated", tmp_path / "gated")
+    path = tmp_path / "gated" / "gate_config.json"
+    record = json.loads(path.read_text())
+    for recorded, given, revision in ((None, "", ""), ("abc", "", "abc"), ("abc", "owner/other", "")):
+        record["base"]["revision"] = recorded
+        path.write_text(json.dumps(record))
+        assert served_places(ServeOptions(model=str(path.parent), base=given))[0].base.revision == revision
 
 
 def test_no_key_is_shown() -> None:

@@ -9,7 +9,7 @@ import pytest
 from loragate.errors import ConfigError, DataError
 from loragate.gates.range import Range
 from loragate.selection.candidate import Candidate, grid, label_adapters, parse_candidates
-from loragate.selection.study import Study, place_fingerprint
+from loragate.selection.study import Study
 
 
 def study(**identity):
@@ -72,17 +72,6 @@ def test_adapters_have_short_labels(tmp_path):
         label_adapters([str(tmp_path / "x/run"), str(tmp_path / "x/../x/run")])
     with pytest.raises(ConfigError, match="no adapter"):
         label_adapters([])
-
-
-def test_a_place_is_known_by_its_content(tmp_path):
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "adapter_config.json").write_text("{}")
-        (tmp_path / name / "adapter_model.safetensors").write_bytes(bytes(9 << 20))
-    assert place_fingerprint(str(tmp_path / "one")) == place_fingerprint(str(tmp_path / "two"))
-    (tmp_path / "two" / "adapter_model.safetensors").write_bytes(bytes((9 << 20) - 1) + b"x")
-    assert place_fingerprint(str(tmp_path / "one")) != place_fingerprint(str(tmp_path / "two"))
-    assert place_fingerprint("owner/name") == "owner/name"
 
 
 def test_the_same_sweep_is_resumed_and_another_is_refused(tmp_path):

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from loragate.cli.arguments import Command, comma_list, require_given
-from loragate.cli.launching import begin, loading_device
-from loragate.cli.models import quiet_logging, require_free_out, require_reporters
+from loragate.cli.launching import begin, loads_into_host
 from loragate.cli.options import RunOptions
-from loragate.cli.quantization import check_quantization
+from loragate.cli.preflight import check_loading, quiet_logging, require_free_out, require_reporters
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.gates.range import Range
@@ -83,13 +82,13 @@ def run(options: CalibrateOptions) -> int:
     candidates = candidates_of(options)
     gate_config(options)
     folder, settings = Path(options.out), taken_from(options, CalibrationSettings)
-    check_quantization(options)
+    check_loading(options)
     if (status := begin(options, settings, sampling=not options.unverified)) is not None:
         return status
     from loragate.cli.calibration_report import report_choice
     from loragate.cli.display import console
-    from loragate.cli.hub import pinned
-    from loragate.selection.transaction import accept_gates, is_unaccepted
+    from loragate.models import resolve
+    from loragate.selection.unverified import accept_gates, is_unaccepted
 
     accepting = options.unverified and options.resume and is_unaccepted(folder)
     if not accepting:
@@ -97,50 +96,35 @@ def run(options: CalibrateOptions) -> int:
         require_reporters(options.report_to)
     quiet_logging()
     out = console()
-    options = replace(options, adapter=pinned(options.adapter))
+    place = resolve(options.adapter, options.base, expect="adapter")
+    options = replace(options, adapter=place.source)
     if accepting:
-        from loragate.gates.hub import adapter_place
-
-        chosen = accept_gates(folder, Range.parse(options.range), adapter_place(options.adapter))
+        chosen = accept_gates(folder, Range.parse(options.range), place.adapter)
     else:
-        chosen = choose(options, settings, candidates, out)
+        chosen = choose(options, place, settings, candidates, out)
     report_choice(out, chosen, accept_line(options, chosen.trained), accepted=accepting)
     return 0
 
 
 def choose(
-    options: CalibrateOptions, settings: CalibrationSettings, candidates: tuple[Candidate, ...], out: Any
+    options: CalibrateOptions, place: Any, settings: CalibrationSettings, candidates: tuple[Candidate, ...], out: Any
 ) -> Any:
     """What `loragate.choose_gates` does, with what is read shown before the model is loaded, and progress after."""
     from loragate.cli.calibration_report import show_data, show_work, warn_about_endings
     from loragate.cli.display import Display
-    from loragate.cli.models import (
-        adapter_record,
-        base_named,
-        dtype_argument,
-        hub_adapter,
-        load_adapter,
-        load_base,
-        load_tokenizer,
-        pick_device,
-        revision_of_base,
-    )
-    from loragate.cli.run_rows import encode_run, keep_configuration, keep_rows_record, lasting_name, read_rows
+    from loragate.cli.run_rows import encode_run, keep_configuration, keep_rows_record, read_rows
     from loragate.data import load_rows
-    from loragate.gates.hub import adapter_place, split_base
+    from loragate.models import Loading, open_tokenizer, open_weights
     from loragate.selection.evidence import require_evidence
     from loragate.selection.transaction import Transaction
+    from loragate.selection.trial import origin_of
 
     display, folder = Display(), Path(options.out)
     asking = taken_from(options, SelectionSettings)
     probe, retention = options.probe or None, options.retention_probe or None
     require_evidence(asking, probe, retention)
     rows = read_rows(options)
-    record = adapter_record(options.adapter)
-    base_name = base_named(options.base, record, options.adapter)
-    revision, trust = revision_of_base(record, base_name), options.trust_remote_code
-    places = [adapter_place(options.adapter), base_name]
-    tokenizer = load_tokenizer(places, revision=revision, chat_template=options.chat_template, trust=trust)
+    tokenizer = open_tokenizer(place, Loading.of(options))
     heldout = None
     if options.heldout or options.heldout_split:
         where = None if options.heldout else options.revision or None
@@ -162,30 +146,14 @@ def choose(
             encode=lambda given, encode: encode_run(options, given, job, encode),
         )
     show_data(out, one.encoded, tokenizer)
-    device = pick_device(options.device)
     with display.job("loading the model"):
-        dtype = dtype_argument(options.dtype, device, options.quantization)
-        base = load_base(
-            base_name,
-            revision=revision,
-            dtype=dtype,
-            device=loading_device(device),
-            trust=trust,
-            quantization=options.quantization,
-        )
-        model = load_adapter(base, options.adapter)
+        model = open_weights(place, Loading.of(options, host_memory=loads_into_host()))
     warn_about_endings(out, tokenizer, one.encoded, model.get_base_model())
     drawn = {candidate.objective for candidate in candidates} == {"random"}
     show_work(out, model, one.config.target_modules, None if drawn else settings.steps(len(one.encoded)), FEW_STEPS)
     keep_rows_record(options, folder, one.rows, one.encoded, settings.max_rows)
     keep_configuration(options, folder)
-    one.take(
-        model,
-        adapter_source=adapter_place(options.adapter),
-        base_id=options.base_id or lasting_name(base_name),
-        base_revision=None if options.base_id else split_base(base_name)[1],
-        adapter_id=hub_adapter(options.adapter),
-    )
+    one.take(model, **origin_of(place, options.base_id))
     found = None
     if not options.unverified:
         with display.job("preparing the probe") as shown:

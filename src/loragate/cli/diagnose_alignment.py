@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from loragate.cli.diagnose_inputs import Session, begin, classes_of, pad_id, read_answers, read_rows
-from loragate.cli.places import is_adapter
 from loragate.errors import ConfigError, DataError
 
 ROWS = 48
@@ -171,9 +170,9 @@ def with_reference(session: Session, rows: list[dict[str, Any]], groups: list[in
 
 def _options_for(options: Any, reference: str) -> Any:
     """The options for loading a reference: --base says where an adapter's base is, and a whole model has none."""
-    from loragate.cli.hub import on_disk
+    from loragate.models import resolve
 
-    return options if is_adapter(Path(on_disk(reference))) else replace(options, base="")
+    return replace(options, base="") if resolve(reference, base_later=True).kind == "base" else options
 
 
 def with_reward(

@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loragate.cli.arguments import comma_list, resolved_yaml
 from loragate.cli.display import Display, console, duration
 from loragate.cli.evaluate import describe_canary, progress, require_run_folder
-from loragate.cli.evaluation_inputs import Loaded, chosen_tasks, load_inputs, prepare_tasks
+from loragate.cli.evaluation_inputs import chosen_tasks, load_inputs, prepare_tasks
 from loragate.errors import ConfigError, nearest
 from loragate.files import write_text
+
+if TYPE_CHECKING:
+    from loragate.models import Loaded
 
 KINDS = ("gated", "adapter", "base")
 

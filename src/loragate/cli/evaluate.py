@@ -20,6 +20,7 @@ from loragate.cli.evaluation_inputs import (
     load_inputs,
     local_file,
     prepare_tasks,
+    why_not,
 )
 from loragate.cli.options import AnswerOptions, GradingOptions, OutputOptions
 from loragate.errors import ConfigError
@@ -124,7 +125,7 @@ def trained_controls(loaded: Any) -> list[str]:
     ]
     return [
         "not run: controls that are trainings of their own. Make them on the gates' rows and score each like this model:",
-        *([] if loaded.is_dora else of_gates),
+        *([] if loaded.place.is_dora else of_gates),
         f"  LoRA, same rows again       {more} --out OUT",
         f"  LoRA trained with entropy   {more} --objective entropy --out OUT",
     ]
@@ -140,7 +141,7 @@ def plan(
 
     constants = [_number(text) for text in options.constants.split(",") if text.strip()]
     wanted = variants_for(loaded.kind, options.controls, constants)
-    left_out = {variant.name: why for variant in wanted if (why := loaded.why_not(variant))}
+    left_out = {variant.name: why for variant in wanted if (why := why_not(loaded, variant))}
     variants = [variant for variant in wanted if variant.name not in left_out]
     figures: dict[str, float] = {}
     if loaded.model is not None:

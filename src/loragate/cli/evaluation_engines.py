@@ -11,11 +11,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loragate.cli.arguments import flag_of
-from loragate.cli.evaluation_inputs import Loaded, load_inputs
+from loragate.cli.evaluation_inputs import load_inputs
 from loragate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from loragate.models import Loaded
 
 MERGED = "merged"
 """Folder, in that of the run, of a DoRA adapter merged into its base."""
@@ -71,7 +74,7 @@ class Engines:
             self.close()  # one model in memory at a time
             names = self.loaded.names
             # made for an adapter also where the first row is the base: the rows share its loaded weights
-            room = adapter or (None if self.loaded.is_dora else names.get("gated") or names.get("adapter"))
+            room = adapter or (None if self.loaded.place.is_dora else names.get("gated") or names.get("adapter"))
             self._kept = base, self._vllm_of(base, room)()
         return self._kept[1].acting_as(adapter, override)
 
@@ -81,7 +84,7 @@ class Engines:
         base = _anywhere(names["base"])
         if variant.acts == "base":
             return base, None, None
-        if self.loaded.is_dora:
+        if self.loaded.place.is_dora:
             return str(self.merged()), None, None
         # one λ for all goes over the gated modules, as it does in memory
         acts = "gated" if variant.constant is not None and "gated" in names else variant.acts

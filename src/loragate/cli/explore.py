@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from loragate.cli.arguments import Command
-from loragate.cli.generate import load_any
-from loragate.cli.hub import on_disk
-from loragate.cli.models import quiet_logging
 from loragate.cli.options import ModelOptions
-from loragate.cli.places import is_gated
+from loragate.cli.preflight import check_loading, quiet_logging
 from loragate.errors import ConfigError
 
 
@@ -47,8 +43,10 @@ def run(options: ExploreOptions) -> int:
 
 def explorer_of(options: ExploreOptions) -> Any:
     """The page for a gated folder, not launched."""
-    options = replace(options, model=on_disk(options.model))
-    if not is_gated(Path(options.model)):
+    from loragate.models import open_model, resolve
+
+    how, place = check_loading(options), resolve(options.model, options.base)
+    if place.kind != "gated":
         raise ConfigError(
             f"{options.model} is no gated folder (it has no gate_config.json); make one with loragate calibrate, or with "
             "loragate quickstart, which writes runs/quickstart/gated"
@@ -59,7 +57,8 @@ def explorer_of(options: ExploreOptions) -> Any:
     from loragate.gates.attach import gate_modules
     from loragate.report.explorer import build_explorer
 
-    model, tokenizer, _ = load_any(options)
+    loaded = open_model(place, how)
+    model, tokenizer = loaded.model, loaded.tokenizer
     config = attached_config(model)
     session = Session(model, tokenizer, options.raw or tokenizer.chat_template is None, options.system)
     return build_explorer(

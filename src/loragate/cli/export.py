@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loragate.cli.arguments import Command
-from loragate.cli.hub import place_on_disk
-from loragate.cli.models import require_free_out
-from loragate.cli.places import is_gated
+from loragate.cli.preflight import require_free_out
 from loragate.errors import ConfigError
 
 
@@ -37,29 +35,27 @@ def run(options: ExportOptions) -> int:
     from loragate.conversion.fold import constant_coefficients, fold_adapter, needs_uniform
     from loragate.files import write_text
     from loragate.gates.gate import Override
-    from loragate.gates.override_names import split_folder
-    from loragate.gates.schema import read_gate_config
-    from loragate.serving import read_place
+    from loragate.models import read_gates, resolve
 
     out = Path(options.out)
     require_free_out(out, resume=None)
-    place = place_on_disk(options.model)
+    place = resolve(options.model, overrides=True, base_later=True)
+    override = place.override
     if options.constant is not None:
-        if split_folder(place)[1] is not None:
+        if override is not None:
             raise ConfigError(
                 f"--constant {options.constant:g}: {options.model} has an override already; give one of the two"
             )
-        place = f"{place}@constant={options.constant!r}"
-    folder = Path(split_folder(place)[0])
-    if not is_gated(folder) and split_folder(place)[1] is None:
-        read_gate_config(folder)  # says what the folder is instead
-    gates = read_place(place)
-    override = replace(gates.override) if gates.override is not None else None
+        override = Override(constant=options.constant)
+    if override is None or place.kind == "base":
+        resolve(options.model, expect="gated", overrides=True, base_later=True)  # says what the folder is instead
+    gates = read_gates(place.folder, override)
     coefficients = constant_coefficients(gates.config, gates.weights, gates.biases, override)
     config = fold_adapter(gates.adapter, coefficients, out, uniform=options.uniform)
     base = gates.base.get("id") or config.get("base_model_name_or_path") or ""
     write_text(
-        out / "README.md", card(_source(place), str(base), coefficients, override or Override(), options.uniform)
+        out / "README.md",
+        card(_source(place, options.constant), str(base), coefficients, override or Override(), options.uniform),
     )
     print(f"{out}: a plain LoRA adapter, {summary(coefficients)}")
     if more := needs_uniform(config):
@@ -68,14 +64,10 @@ def run(options: ExportOptions) -> int:
     return 0
 
 
-def _source(place: str) -> str:
+def _source(place: Any, constant: float | None) -> str:
     """What was folded, in words that mean something elsewhere: a folder's name, or the hub id with its commit."""
-    from loragate.gates.hub import hub_source
-    from loragate.gates.override_names import split_folder
-
-    folder, _ = split_folder(place)
-    source = hub_source(folder)
-    return (source if source != folder else Path(folder).name) + place[len(folder) :]
+    laid = place.ref.override or ("" if constant is None else f"constant={constant!r}")
+    return "@".join(filter(None, (place.hub_id or place.folder.name, laid)))
 
 
 def summary(coefficients: Mapping[str, float]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from loragate.cli.arguments import Command, require_given
 from loragate.cli.display import Display, console
-from loragate.cli.models import load_tokenizer, pick_device, quiet_logging, require_not_an_adapter, require_place
+from loragate.cli.preflight import quiet_logging
 from loragate.errors import ConfigError, LoragateError
 
 WORST = 5
@@ -54,31 +54,28 @@ def run(options: ExtractOptions) -> int:
         raise ConfigError(f"--rank {options.rank}: give at least 1")
     if not 0 < options.energy <= 1:
         raise ConfigError(f"--energy {options.energy:g}: expected a share above 0 and at most 1")
-    device = pick_device(options.device)
+    from loragate.models import Loading, resolve
+
+    device = Loading(device=options.device).torch_device
     if device == "mps":
         if options.device == "mps":
             raise ConfigError("--device mps: it has no double precision, which decompositions need; use --device cpu")
         device = "cpu"
-    for what, name in (("model", options.model), ("base model", options.base)):
-        require_place(what, name)
-        require_not_an_adapter(name)
+    tuned = resolve(options.model, expect="base", what="model", revision=options.revision or None)
+    start = resolve(options.base, expect="base", revision=options.base_revision or None)
     folder = Path(options.out)
     from loragate.conversion.extract import extract_adapter
     from loragate.conversion.extract_writing import require_new, write_adapter_folder
 
     require_new(folder)
     quiet_logging()
-    from loragate.cli.run_rows import lasting_name
-    from loragate.gates.hub import split_base
 
     out, display = console(), Display()
     with display.job("comparing the weights") as job:
         extraction = extract_adapter(
-            options.model,
-            options.base,
+            str(tuned.ref),
+            str(start.ref),
             options.rank,
-            revision=options.revision,
-            base_revision=options.base_revision,
             device=device,
             seed=options.seed,
             ignore_resized_vocabulary=options.ignore_resized_vocabulary,
@@ -89,10 +86,10 @@ def run(options: ExtractOptions) -> int:
     write_adapter_folder(
         extraction,
         folder,
-        model=lasting_name(options.model),
-        base=lasting_name(options.base),
-        base_revision="" if Path(options.base).is_dir() else split_base(options.base, options.base_revision)[1] or "",
-        also=lambda partial: _keep_tokenizer(options, partial, out),
+        model=tuned.ref.lasting,
+        base=start.ref.lasting,
+        base_revision=start.ref.revision,
+        also=lambda partial: _keep_tokenizer(tuned, options.trust_remote_code, partial, out),
     )
     out.print(f"written to {folder}", markup=False)
     out.print(
@@ -137,13 +134,12 @@ def report(out: Any, extraction: Any, options: ExtractOptions) -> None:
         out.print(f"note: {note}", markup=False)
 
 
-def _keep_tokenizer(options: ExtractOptions, folder: Path, out: Any) -> None:
+def _keep_tokenizer(tuned: Any, trust: bool, folder: Path, out: Any) -> None:
     """The fine-tuned model's own tokenizer and chat template, which often differ from the base's."""
-    from loragate.gates.hub import split_base
+    from loragate.models import Loading, open_tokenizer
 
-    named, revision = split_base(options.model, options.revision)
     try:
-        tokenizer = load_tokenizer([named], revision=revision or "", trust=options.trust_remote_code)
+        tokenizer = open_tokenizer(tuned, Loading(trust=trust))
     except LoragateError as error:
         out.print(f"note: no tokenizer was copied, the base's will be used: {error}", markup=False)
         return

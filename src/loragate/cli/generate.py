@@ -10,25 +10,8 @@ from typing import Any
 
 from loragate.cli.arguments import Command
 from loragate.cli.display import printable
-from loragate.cli.hub import on_disk
-from loragate.cli.models import (
-    adapter_record,
-    base_named,
-    dtype_argument,
-    explained,
-    load_adapter,
-    load_base,
-    load_tokenizer,
-    pick_device,
-    quiet_logging,
-    require_not_an_adapter,
-    require_place,
-    revision_for,
-    revision_of_base,
-)
 from loragate.cli.options import ModelOptions
-from loragate.cli.places import is_adapter, is_gated
-from loragate.cli.quantization import base_arguments, check_quantization
+from loragate.cli.preflight import check_loading, quiet_logging
 from loragate.errors import ConfigError
 
 DEFAULT_NEW_TOKENS = 512
@@ -39,7 +22,8 @@ class GenerateOptions(ModelOptions):
     """Settings of `loragate generate`.
 
     Attributes:
-        model: gated folder, PEFT adapter or base model, or owner/name[@revision] of one on the hub.
+        model: gated folder, PEFT adapter or base model, or owner/name[@revision] of one on the hub; @unit or another
+            override of λ may stand behind it.
         prompt: the user's turn; "-" reads it from standard input.
         prompts: file with one prompt per line, instead of prompt.
         raw: pass the prompt to the model unchanged, without the chat template.
@@ -75,7 +59,7 @@ class GenerateOptions(ModelOptions):
 
 def run(options: GenerateOptions) -> int:
     """Generate and print; finish reasons go to stderr."""
-    check_quantization(options)
+    how = check_loading(options)
     prompts = read_prompts(options)
     quiet_logging()
     from contextlib import nullcontext
@@ -83,6 +67,7 @@ def run(options: GenerateOptions) -> int:
     from loragate.data import prompt_ids, render_prompt
     from loragate.gates import gate_override
     from loragate.generation import SamplingConfig, TransformersEngine
+    from loragate.models import open_model, resolve
 
     sampling = SamplingConfig(
         temperature=options.temperature,
@@ -91,11 +76,12 @@ def run(options: GenerateOptions) -> int:
         samples=options.samples,
         seed=options.seed,
     )
-    model, tokenizer, gated = load_any(options)
+    loaded = open_model(resolve(options.model, options.base, overrides=True), how)
+    model, tokenizer = loaded.model, loaded.tokenizer
     override = (options.lambda_constant, options.lambda_min, options.lambda_max)
     overriding: Any = nullcontext()
     if any(value is not None for value in override):
-        if not gated:
+        if loaded.kind != "gated":
             raise ConfigError(f"--lambda-… has no effect: {options.model} carries no gates")
         overriding = gate_override(model, options.lambda_min, options.lambda_max, options.lambda_constant)
     if options.raw:
@@ -149,50 +135,6 @@ def read_prompts(options: GenerateOptions) -> list[str]:
     if not prompts:
         raise ConfigError(f"--prompts {options.prompts}: the file holds no prompt")
     return prompts
-
-
-def load_any(options: Any) -> tuple[Any, Any, bool]:
-    """(model, tokenizer, whether it is gated) of a gated folder, an adapter or a base."""
-    from loragate.gates.schema import read_gate_config
-
-    name = on_disk(options.model)
-    folder = Path(name)
-    require_place("model", name)
-    if not is_adapter(folder):
-        require_not_an_adapter(name)
-    device = pick_device(options.device)
-    trust, quantization = options.trust_remote_code, getattr(options, "quantization", "none")
-    dtype = dtype_argument(options.dtype, device, quantization)
-    how: dict[str, Any] = {"dtype": dtype, "device": device, "trust": trust, "quantization": quantization}
-    words: dict[str, Any] = {"chat_template": options.chat_template, "trust": trust}
-    if is_gated(folder):
-        recorded = read_gate_config(folder)["base"]
-        base = options.base or recorded["id"]
-        with explained("gated adapter", name):
-            model = load_gated_on(folder, options.base, recorded, **how)
-        places = [str(folder / "adapter" / "tokenizer"), str(folder / "adapter"), base]
-        return model, load_tokenizer(places, revision=revision_for(name, options.base), **words), True
-    if (folder / "adapter_config.json").is_file() or options.base:
-        record = adapter_record(name)
-        base = base_named(options.base, record, options.model)
-        revision = revision_of_base(record, base)
-        model = load_adapter(load_base(base, revision=revision, **how), name)
-        return model, load_tokenizer([name, base], revision=revision, **words), False
-    model = load_base(name, **how)
-    return model, load_tokenizer([name], **words), False
-
-
-def load_gated_on(folder: Path, given: str, recorded: dict[str, Any], *, device: str, **how: Any) -> Any:
-    """A gated folder on a device; `given` is the base asked for, `recorded` what the folder says of its base."""
-    from loragate.gates import load_gated
-    from loragate.gates.hub import split_base
-
-    base, revision = split_base(given) if given else (recorded["id"], recorded.get("revision"))
-    lost = not base or (Path(base).is_absolute() and not Path(base).exists())
-    # where the base is lost, load_gated says so best
-    arguments = {} if lost else base_arguments(base, device=device, revision=revision, **how)
-    model = load_gated(folder, base=given or None, **arguments)
-    return model if "device_map" in arguments else model.to(device)
 
 
 COMMAND = Command(

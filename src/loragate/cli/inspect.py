@@ -10,17 +10,7 @@ from typing import Any
 
 from loragate.cli.arguments import Command, comma_list
 from loragate.cli.display import console, next_evaluation
-from loragate.cli.hub import on_disk
-from loragate.cli.models import (
-    adapter_record,
-    base_named,
-    explained,
-    load_tokenizer,
-    quiet_logging,
-    require_place,
-    revision_of_base,
-)
-from loragate.cli.places import is_gated
+from loragate.cli.preflight import quiet_logging
 from loragate.errors import ConfigError
 
 
@@ -47,24 +37,24 @@ def inspect_adapter(options: InspectOptions) -> dict[str, Any]:
     """Findings as plain data: modules with verdicts, parameters, cost, endings, problems."""
     import torch
     from peft import get_peft_model
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from loragate.analysis.plan_model import count_parameters
     from loragate.gates import examine_adapter
-    from loragate.gates.hub import split_base
+    from loragate.models import base_config, explained, require_here, resolve
 
-    shown = options.adapter
-    options, gates = gates_of(options)
-    record = adapter_record(options.adapter)
-    base = base_named(options.base, record, options.adapter)
-    require_place("base model", base)
-    base, revision = split_base(base, revision_of_base(record, base))
-    with explained("base model", base):
-        config = AutoConfig.from_pretrained(base, revision=revision, trust_remote_code=options.trust_remote_code)
+    place = resolve(options.adapter, options.base)
+    if place.kind == "base":
+        resolve(options.adapter, options.base, expect="adapter")  # says what it holds instead
+    require_here("base model", place.base.name)
+    gates, place = gates_of(place), place.plain
+    with explained("base model", place.base.name):
+        config = base_config(place.base, options.trust_remote_code)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
     dtype_bytes = 2 if str(getattr(config, "dtype", "")).endswith("16") else 4
     total = sum(parameter.numel() for parameter in model.parameters())
+    record = place.peft_config()
     # initialisations that read the base's weights cannot run without them
     initialised, record.init_lora_weights = record.init_lora_weights, True
     with explained("adapter", options.adapter), torch.device("meta"):
@@ -74,13 +64,13 @@ def inspect_adapter(options: InspectOptions) -> dict[str, Any]:
     verdicts = examine_adapter(model, "default", targets)
     gated = [verdict for verdict in verdicts if verdict.status == "gate"]
     trainable = _why_not_trainable(verdicts)
-    untrained = _untrained_modules(options.adapter)
+    untrained = _untrained_modules(place.adapter)
     problems = [f"{len(untrained)} modules have B = 0 (never trained): nothing to gate there"] if untrained else []
     problems += [trainable] if trainable else []
     findings: dict[str, Any] = {
-        "adapter": shown,
+        "adapter": options.adapter,
         **({"gates": gates} if gates else {}),
-        "base": base,
+        "base": place.base.name,
         "rank": record.r,
         "alpha": record.lora_alpha,
         "modules": [asdict(verdict) for verdict in verdicts],
@@ -94,7 +84,7 @@ def inspect_adapter(options: InspectOptions) -> dict[str, Any]:
         model.unload()  # a head under LoRA and whole copies of modules are not weights of the base
         modules = [(verdict.d_in, verdict.d_out, verdict.rank) for verdict in gated]
         findings["cost"] = _cost(replace(count_parameters(model, config), base=total, modules=modules), dtype_bytes)
-    findings["endings"] = _endings(options, base, revision)
+    findings["endings"] = _endings(place, options.trust_remote_code)
     problems.extend(findings["endings"].get("problems", []))
     return findings
 
@@ -111,26 +101,23 @@ def _why_not_trainable(verdicts: list[Any]) -> str:
     return ""
 
 
-def gates_of(options: InspectOptions) -> tuple[InspectOptions, dict[str, Any]]:
-    """The options for the plain adapter in a gated folder, with what the folder says of its gates; {} for a plain adapter."""
-    place = Path(on_disk(options.adapter))
-    if not is_gated(place):
-        return replace(options, adapter=str(place)), {}
-    from loragate.gates.hub import hub_source
-    from loragate.gates.schema import read_gate_config, read_tensors
+def gates_of(place: Any) -> dict[str, Any]:
+    """What a gated folder says of its gates; {} for a plain adapter."""
+    if place.kind != "gated":
+        return {}
+    from loragate.gates.schema import read_tensors
 
-    record = read_gate_config(place)
-    read_tensors(place, record)
+    record = place.gates
+    read_tensors(place.folder, record)
     selection = record.get("selection") or {}
-    found = {
-        "source": hub_source(place),
+    return {
+        "source": place.source,
         "lower": record["gate"]["lower"],
         "upper": record["gate"]["upper"],
         "granularity": record["gate"]["granularity"],
         "modules": len(record["modules"]),
         "accepted": selection.get("accepted") if isinstance(selection, dict) else None,
     }
-    return replace(options, adapter=str(place / "adapter"), base=options.base or record["base"]["id"]), found
 
 
 def _cost(parameters: Any, dtype_bytes: int) -> dict[str, Any]:
@@ -146,19 +133,19 @@ def _cost(parameters: Any, dtype_bytes: int) -> dict[str, Any]:
     }
 
 
-def _endings(options: InspectOptions, base: str, revision: str | None) -> dict[str, Any]:
+def _endings(place: Any, trust: bool) -> dict[str, Any]:
     from transformers import GenerationConfig
 
     from loragate.data import ending_health
     from loragate.errors import LoragateError
+    from loragate.models import Loading, open_tokenizer
 
     try:
-        trust = options.trust_remote_code
-        tokenizer = load_tokenizer([options.adapter, base], revision=revision or "", trust=trust)
+        tokenizer = open_tokenizer(place, Loading(trust=trust))
     except LoragateError as error:
         return {"problems": [f"the tokenizer could not be read, so endings were not checked: {error}"]}
     try:
-        generation = GenerationConfig.from_pretrained(base, revision=revision)
+        generation = GenerationConfig.from_pretrained(place.base.name, **place.base.pretrained)
     except OSError:
         generation = None
     report = ending_health(tokenizer, None, generation)
@@ -170,11 +157,11 @@ def _endings(options: InspectOptions, base: str, revision: str | None) -> dict[s
     }
 
 
-def _untrained_modules(adapter: str) -> list[str]:
+def _untrained_modules(adapter: Path) -> list[str]:
     """Modules whose B factor is exactly zero, read from the adapter's file where it is local."""
     from safetensors import SafetensorError, safe_open
 
-    path = Path(adapter) / "adapter_model.safetensors"
+    path = adapter / "adapter_model.safetensors"
     if not path.is_file():
         return []
     try:

@@ -50,15 +50,9 @@ def begin(options: Any, settings: Any, **more: Any) -> int | None:
     return _start(launch)
 
 
-def loading_device(device: str) -> str:
-    """Where the base is loaded: in host memory where its shards go to the devices, else on the device."""
-    return "cpu" if launch_of().sharded else device
-
-
-def own_device() -> str:
-    """This process's CUDA device: each of several processes on a machine has its own."""
-    launch = launch_of()
-    return f"cuda:{launch.local_rank}" if launch.processes > 1 else "cuda"
+def loads_into_host() -> bool:
+    """Whether the base is loaded into host memory, from where its shards go to the devices."""
+    return bool(launch_of().sharded)
 
 
 def _agreed(options: Any, launch: Launch) -> Launch:

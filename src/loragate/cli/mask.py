@@ -8,26 +8,16 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from loragate.cli.arguments import Command, require_given
 from loragate.cli.display import Display, console, duration
-from loragate.cli.hub import on_disk, pinned
-from loragate.cli.models import (
-    adapter_record,
-    dtype_argument,
-    load_adapter,
-    load_base,
-    load_tokenizer,
-    pick_device,
-    quiet_logging,
-    require_not_an_adapter,
-    require_place,
-)
 from loragate.cli.options import DataOptions, ModelOptions, OutputOptions
-from loragate.cli.places import is_adapter
-from loragate.cli.quantization import check_quantization
+from loragate.cli.preflight import check_loading, quiet_logging
 from loragate.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from loragate.models import Loading, Place
 
 
 @dataclass(frozen=True)
@@ -56,13 +46,14 @@ class MaskOptions(DataOptions, ModelOptions, OutputOptions):
 
 def run(options: MaskOptions) -> int:
     """Score every response token under both models, keep the best share, write the rows."""
-    out_file, named, reference_is_adapter = check(options)
-    options = replace(options, reference=named)
+    how = check_loading(options)
+    out_file, base, reference = check(options)
+    options = replace(options, reference=reference.source)
     quiet_logging()
     import time
 
     from loragate.data import encode_rows, load_rows
-    from loragate.gates.hub import adapter_place
+    from loragate.models import open_tokenizer
     from loragate.training.token_influence import (
         ScoreFolder,
         keep_masks,
@@ -76,10 +67,7 @@ def run(options: MaskOptions) -> int:
     )
     if rows[0].get("keep_mask") is not None:
         raise DataError(f"{rows.where(0)}: the rows carry a keep_mask already; take that column out to have one made")
-    load: dict[str, Any] = {"chat_template": options.chat_template, "trust": options.trust_remote_code}
-    tokenizer = load_tokenizer([options.model], **load)
-    place = adapter_place(options.reference) if reference_is_adapter else options.reference
-    other = load_tokenizer([str(place), options.model], **load)
+    tokenizer, other = open_tokenizer(base, how), open_tokenizer(reference, how)
     with display.job("reading the data"):
         whole = encode_rows(rows, tokenizer, max_length=None, system=options.system)
         require_same_tokens(tokenizer, other, [tokenizer.decode(row["input_ids"]) for row in list(whole[:20])])
@@ -91,16 +79,18 @@ def run(options: MaskOptions) -> int:
             f"{rows.source}: max_length={options.max_length} cuts the whole response of every row; raise it"
         )
     partial = out_file.with_name(out_file.name + ".partial")
-    folder = ScoreFolder(partial, identity(options, rows), lengths, resume=options.resume)
-    score_both(options, folder, scored, tokenizer, display, reference_is_adapter)
-    base, reference = folder.read("base"), folder.read("reference")
-    influence = [after - before for before, after in zip(base, reference, strict=True)]
+    folder = ScoreFolder(partial, identity(options, base, reference, rows), lengths, resume=options.resume)
+    score_both(base, reference, how, folder, scored, tokenizer, display, options.micro_batch_size)
+    before, after = folder.read("base"), folder.read("reference")
+    influence = [under - alone for alone, under in zip(before, after, strict=True)]
     masks = keep_masks(influence, options.keep, options.scope)
     write_rows(out_file, rows, whole, masks, full_lengths)
     summary = summarise(options, influence, masks, full_lengths, len(rows) - len(whole))
     from loragate.files import write_json
 
-    write_json(out_file.with_name(out_file.name + ".record.json"), {**identity(options, rows), **summary})
+    write_json(
+        out_file.with_name(out_file.name + ".record.json"), {**identity(options, base, reference, rows), **summary}
+    )
     shutil.rmtree(partial)
     report(out, summary)
     out.print(f"written to {out_file} in {duration(time.monotonic() - began)}", markup=False)
@@ -110,16 +100,13 @@ def run(options: MaskOptions) -> int:
     return 0
 
 
-def check(options: MaskOptions) -> tuple[Path, str, bool]:
-    """(the file to write, the reference, whether that is an adapter); refuses what cannot work before anything is read.
-
-    A reference that is an adapter on the hub is named with its commit.
-    """
+def check(options: MaskOptions) -> tuple[Path, Place, Place]:
+    """(the file to write, base, reference); refuses what cannot work before anything is read."""
+    from loragate.models import resolve
     from loragate.training.token_influence import check_choice
 
     require_given(COMMAND, options)
     check_choice(options.keep, options.scope)
-    check_quantization(options)
     if options.max_length < 2 or options.micro_batch_size < 1:
         raise ConfigError("--max-length must be at least 2 and --micro-batch-size at least 1")
     out_file = Path(options.out)
@@ -127,26 +114,22 @@ def check(options: MaskOptions) -> tuple[Path, str, bool]:
         raise ConfigError(f"--out {options.out}: the masked rows are written as JSONL; give a name that ends in .jsonl")
     if out_file.exists():
         raise ConfigError(f"--out {options.out} exists already; choose another name or remove it first")
-    require_place("base model", options.model)
-    require_not_an_adapter(options.model)
-    reference = pinned(options.reference)
-    folder = Path(on_disk(reference))
-    if is_adapter(folder):
-        adapter_record(reference)
-        return out_file, reference, True
-    require_place("reference model", options.reference)
-    if Path(options.model).is_dir() and folder.is_dir() and Path(options.model).resolve() == folder.resolve():
+    base = resolve(options.model, expect="base")
+    reference = resolve(options.reference, what="reference model", base_later=True)
+    if reference.kind == "gated":
+        raise ConfigError(f"--reference {options.reference} is gated; its plain adapter is {reference.adapter}")
+    if reference.kind == "adapter":
+        return out_file, base, replace(reference, base=base.base)
+    if base.folder.is_dir() and reference.base.lasting == base.base.lasting:
         raise ConfigError("--reference is the base itself, so every influence would be zero; give a finetuned model")
-    return out_file, reference, False
+    return out_file, base, reference
 
 
-def identity(options: MaskOptions, rows: Any) -> dict[str, Any]:
+def identity(options: MaskOptions, base: Place, reference: Place, rows: Any) -> dict[str, Any]:
     """Names and fingerprints of the models and rows that the scores belong to."""
-    from loragate.selection.study import place_fingerprint
-
     return {
-        "model": {"name": options.model, "files": place_fingerprint(options.model)},
-        "reference": {"name": options.reference, "files": place_fingerprint(options.reference)},
+        "model": {"name": options.model, "files": base.fingerprint},
+        "reference": {"name": options.reference, "files": reference.fingerprint},
         "data": rows.fingerprint,
         "max_length": options.max_length,
         "system": options.system,
@@ -157,9 +140,17 @@ def identity(options: MaskOptions, rows: Any) -> dict[str, Any]:
 
 
 def score_both(
-    options: MaskOptions, folder: Any, encoded: list[dict[str, Any]], tokenizer: Any, display: Display, adapter: bool
+    base: Place,
+    reference: Place,
+    how: Loading,
+    folder: Any,
+    encoded: list[dict[str, Any]],
+    tokenizer: Any,
+    display: Display,
+    micro_batch_size: int,
 ) -> None:
     """One pass per model, one model in memory at a time; an adapter is put on the base that is there."""
+    from loragate.models import open_weights, put_on
     from loragate.training.token_influence import response_log_probs
 
     def score(name: str, load: Callable[[], Any]) -> Any:
@@ -169,25 +160,18 @@ def score_both(
         with display.job(f"scoring under the {name}", len(encoded)) as job:
             model = load()
             windows = response_log_probs(
-                model, encoded, tokenizer.pad_token_id, micro_batch_size=options.micro_batch_size, first=first
+                model, encoded, tokenizer.pad_token_id, micro_batch_size=micro_batch_size, first=first
             )
             folder.append(name, windows, lambda done: job.advance_to(done, len(encoded), f"row {done:,}"))
         return model
 
-    device = pick_device(options.device)
-
-    def full(name: str) -> Any:
-        dtype, quantization = dtype_argument(options.dtype, device, options.quantization), options.quantization
-        return load_base(name, dtype=dtype, device=device, trust=options.trust_remote_code, quantization=quantization)
-
-    base = score("base", lambda: full(options.model))
-    if adapter:
-        loaded = base
-        score("reference", lambda: load_adapter(loaded or full(options.model), options.reference))
+    plain = score("base", lambda: open_weights(base, how))
+    if reference.kind == "adapter":
+        score("reference", lambda: put_on(plain or open_weights(base, how), reference))
         return
-    base = None
+    plain = None
     gc.collect()
-    score("reference", lambda: full(options.reference))
+    score("reference", lambda: open_weights(reference, how))
 
 
 def write_rows(out_file: Path, rows: Any, whole: Any, masks: list[Any], lengths: list[int]) -> None:

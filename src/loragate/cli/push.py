@@ -34,8 +34,8 @@ class PushOptions:
 
 def run(options: PushOptions) -> int:
     """Check, upload, and print where it is and how it is loaded."""
-    from loragate.gates.hub import hub_name
     from loragate.gates.upload import files_to_push, push_gated
+    from loragate.hub_names import hub_name
 
     if len(options.places) != 2:
         found = " ".join(options.places) or "nothing"

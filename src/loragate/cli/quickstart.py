@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from loragate.cli.arguments import Command
 from loragate.cli.display import Display, Job, console, duration
-from loragate.cli.models import quiet_logging
+from loragate.cli.preflight import quiet_logging
 from loragate.errors import ConfigError
 from loragate.gates.range import parse_ranges
 from loragate.version import __version__

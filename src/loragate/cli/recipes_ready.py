@@ -152,25 +152,24 @@ def _first_row(data: str, split: str | None, revision: str | None) -> None:
 
 
 def _model(options: Any) -> None:
-    from loragate.cli.models import load_tokenizer
+    from loragate.models import Loading, open_tokenizer
 
-    if _is_base(options.model):
-        load_tokenizer([options.model], chat_template=options.chat_template, trust=options.trust_remote_code)
+    if (place := _base_of(options.model)) is not None:
+        open_tokenizer(place, Loading.of(options))
 
 
-def _is_base(name: str) -> bool:
-    """Whether a model is a base, and not an adapter with or without gates, here or on the hub."""
-    from loragate.cli.hub import on_disk
+def _base_of(name: str) -> Any:
+    """The place of a model that is a base; None for an adapter with or without gates, here or on the hub."""
+    from loragate.models import resolve
 
-    folder = Path(on_disk(name)) if name else None
-    return folder is not None and not any((folder / f"{kind}_config.json").is_file() for kind in ("adapter", "gate"))
+    place = resolve(name, base_later=True) if name else None
+    return place if place is not None and place.kind == "base" else None
 
 
 def _libraries(options: Any) -> None:
-    from loragate.cli.models import require_reporters
-    from loragate.cli.quantization import check_quantization
+    from loragate.cli.preflight import check_loading, require_reporters
 
-    check_quantization(options)
+    check_loading(options)
     require_reporters(getattr(options, "report_to", "none"))
     if getattr(options, "runner", "") == "ray":
         from loragate.generation.sharded import require_ray
@@ -194,9 +193,8 @@ def _probe(options: Any) -> None:
 
 
 def _engine(options: Any) -> None:
-    from loragate.analysis.plan_model import read_config
-    from loragate.gates.hub import split_base
     from loragate.generation.vllm_engine import require_gate_plugin, require_vllm
+    from loragate.models import base_config, explained
     from loragate.serving.versions import vllm_version, why_unsupported
     from loragate.serving.vllm_server import require_served
 
@@ -208,9 +206,10 @@ def _engine(options: Any) -> None:
             require_gate_plugin("this run")
         except (ImportError, AttributeError, OSError, RuntimeError) as error:
             raise ConfigError(f"vLLM cannot be imported: {type(error).__name__}: {error}") from error
-        if _is_base(options.model):
-            place, revision = split_base(options.model)
-            require_served(place, read_config(place, revision=revision or "", trust=options.trust_remote_code))
+        if (place := _base_of(options.model)) is not None:
+            with explained("base model", place.base.name):
+                config = base_config(place.base, options.trust_remote_code)
+            require_served(place.base.name, config)
 
 
 def _graders(options: Any) -> Iterator[Check]:
@@ -301,7 +300,7 @@ def _disk(recipe: Recipe, folder: Path) -> Iterator[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Answer `_ask`: read the file of stages, write what is missing beside it."""
-    from loragate.cli.models import quiet_logging
+    from loragate.cli.preflight import quiet_logging
 
     file = Path(arguments[0])
     asked = json.loads(file.read_text(encoding="utf-8"))

@@ -128,7 +128,7 @@ def show_needs(recipe: Any) -> list[dict[str, Any]]:
     """Print what the shipped recipe needs on the machine that it names; returns the same as data."""
     from rich.table import Table
 
-    from loragate.cli.models import quiet_logging
+    from loragate.cli.preflight import quiet_logging
     from loragate.recipes.machine import needs
 
     quiet_logging()

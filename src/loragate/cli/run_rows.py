@@ -121,12 +121,5 @@ def keep_configuration(options: Any, folder: Path) -> None:
         write_text(path, resolved_yaml(options))
 
 
-def lasting_name(base: str) -> str:
-    """A hub id without its revision; a folder as its absolute path, which still works from another folder."""
-    from loragate.gates.hub import split_base
-
-    return str(Path(base).resolve()) if Path(base).is_dir() else split_base(base)[0]
-
-
 def _cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

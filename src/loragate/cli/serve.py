@@ -11,17 +11,17 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from loragate.cli.arguments import Command
 from loragate.cli.display import console
-from loragate.cli.hub import on_disk
-from loragate.cli.models import require_place
 from loragate.cli.options import EngineOptions, ModelOptions
-from loragate.cli.places import is_adapter, is_gated
-from loragate.cli.serve_folders import base_revision, plain_part, served_folders, tokenizer_places
+from loragate.cli.serve_folders import served_places
 from loragate.effects import require_effect
 from loragate.errors import ConfigError, LoragateError
+
+if TYPE_CHECKING:
+    from loragate.models import Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +66,12 @@ def run(options: ServeOptions) -> int:
         raise ConfigError(f"--port {options.port}: expected a number from 0 to 65535")
     if not 0 <= options.vllm_memory <= 1:
         raise ConfigError(f"--vllm-memory {options.vllm_memory:g}: expected a share above 0 and at most 1, or 0")
-    options = replace(options, model=on_disk(options.model))
-    require_place("model", options.model)
+    from loragate.models import resolve
+
+    asked = resolve(options.model, options.base)
+    options = replace(options, model=asked.source)  # the commit that it is now
     installed = importlib.util.find_spec("vllm") is not None
-    fits = installed and is_adapter(Path(options.model))
+    fits = installed and asked.kind != "base"
     with_vllm = options.engine == "vllm" or options.verify or (options.engine == "auto" and fits)
     require_effect("serve", options, flags=True, engine="vllm" if with_vllm else "transformers")
     if with_vllm:
@@ -78,7 +80,7 @@ def run(options: ServeOptions) -> int:
         if options.verify:
             from loragate.cli.serve_verify import verify
 
-            return verify(options, *served_folders(options))
+            return verify(options, *served_places(options))
         return serve_vllm(options)
     return serve_transformers(options)
 
@@ -102,27 +104,22 @@ def listen(host: str, port: int) -> socket.socket:
     return found
 
 
-def prepare_vllm(options: ServeOptions, base: str, adapters: dict[str, str]) -> int:
+def prepare_vllm(options: ServeOptions, place: Place, adapters: dict[str, Place]) -> int:
     """Check plugin, version, folders and base before vLLM starts; returns the rank to make room for."""
-    from transformers import AutoConfig
-
-    from loragate.cli.models import explained
     from loragate.generation.vllm_engine import lora_rank, require_gate_plugin
-    from loragate.serving import read_place
-    from loragate.serving.folder import has_lambda
+    from loragate.models import base_config, explained, read_gates
     from loragate.serving.vllm_server import on_cpu, require_served
 
     rank = 1
-    for place in adapters.values():
-        if has_lambda(place):
-            require_gate_plugin(place)
-            read_place(place)
-        rank = max(rank, lora_rank(plain_part(place)))
+    for adapter in adapters.values():
+        if adapter.needs_lambda:
+            require_gate_plugin(adapter.text)
+            read_gates(adapter.folder, adapter.override)
+        rank = max(rank, lora_rank(adapter.adapter))
     if on_cpu():
-        with explained("base model", base):
-            trust, revision = options.trust_remote_code, base_revision(options) or None
-            config = AutoConfig.from_pretrained(base, revision=revision, trust_remote_code=trust)
-        require_served(base, config)
+        with explained("base model", place.base.name):
+            config = base_config(place.base, options.trust_remote_code)
+        require_served(place.base.name, config)
     return rank
 
 
@@ -133,27 +130,28 @@ def serve_vllm(options: ServeOptions) -> int:
 
     from loragate.serving.vllm_server import server_command, start, stop, wait_until_healthy, without_secrets
 
-    base, adapters = served_folders(options)
-    rank = prepare_vllm(options, base, adapters)
+    place, adapters = served_places(options)
+    rank = prepare_vllm(options, place, adapters)
+    texts = {name: adapter.text for name, adapter in adapters.items()}
     with listen(options.host, options.port) as free:
         port = int(free.getsockname()[1])
     out = console()
     with tempfile.TemporaryDirectory(prefix="loragate-serve-") as scratch:
         command = server_command(
-            base,
-            adapters,
+            place.base.name,
+            texts,
             host=options.host,
             port=port,
             max_lora_rank=rank,
-            extra=[*vllm_arguments(options, base, adapters, Path(scratch)), *shlex.split(options.vllm_args)],
+            extra=[*vllm_arguments(options, place, adapters, Path(scratch)), *shlex.split(options.vllm_args)],
         )
         out.print("starting vLLM: " + shlex.join(without_secrets(command)), markup=False)
         end_on_terminate()
-        began, process = time.monotonic(), start(command, adapters, dynamic=options.dynamic)
+        began, process = time.monotonic(), start(command, texts, dynamic=options.dynamic)
         try:
             wait_until_healthy(process, address(options.host, port))
             out.print(f"ready after {time.monotonic() - began:.0f} s", markup=False)
-            print_clients(options.host, port, ["base", *adapters], chat=renders_chats(options, base))
+            print_clients(options.host, port, ["base", *adapters], chat=renders_chats(options, place))
             status = process.wait()
         except KeyboardInterrupt:
             stop(process)
@@ -166,39 +164,34 @@ def serve_vllm(options: ServeOptions) -> int:
     return 1 if status else 0
 
 
-def vllm_arguments(options: ServeOptions, base: str, adapters: dict[str, str], scratch: Path) -> list[str]:
+def vllm_arguments(options: ServeOptions, place: Place, adapters: dict[str, Place], scratch: Path) -> list[str]:
     """What vLLM's server is told beside base, adapters and address; files that it names are written into `scratch`."""
-    from loragate.cli.models import load_tokenizer
     from loragate.cli.serve_template import stopping_arguments, template_for_vllm
     from loragate.files import write_text
+    from loragate.models import Loading, open_tokenizer
     from loragate.serving.vllm_server import usual_share
 
     found = ["--dtype", options.dtype, "--tensor-parallel-size", str(options.tensor_parallel)]
     found += ["--gpu-memory-utilization", f"{options.vllm_memory or usual_share():g}"]
     found += ["--max-model-len", str(options.max_model_len)] if options.max_model_len else []
     found += ["--trust-remote-code"] if options.trust_remote_code else []
-    found += ["--revision", base_revision(options)] if base_revision(options) else []
-    places = tokenizer_places(options, base)
-    own = next((place for place in places[:-1] if (Path(place) / "tokenizer_config.json").is_file()), None)
+    found += ["--revision", place.base.revision] if place.base.revision else []
+    own = next((one for one in place.tokenizers[:-1] if (Path(one) / "tokenizer_config.json").is_file()), None)
     found += ["--tokenizer", own] if own else []
-    template, trust = options.chat_template, options.trust_remote_code
-    tokenizer = load_tokenizer(places, revision=base_revision(options), chat_template=template, trust=trust)
+    template, tokenizer = options.chat_template, open_tokenizer(place, Loading.of(options))
     if options.system == "none" and (wrapped := template_for_vllm(tokenizer)) is not None:
         template = str(scratch / "chat_template.jinja")
         write_text(Path(template), wrapped)
     found += ["--chat-template", template] if template else []
-    return [*found, *stopping_arguments(tokenizer, base, base_revision(options), list(adapters.values()), scratch)]
+    return [*found, *stopping_arguments(tokenizer, place, adapters, scratch)]
 
 
-def renders_chats(options: ServeOptions, base: str) -> bool:
+def renders_chats(options: ServeOptions, place: Place) -> bool:
     """Whether there is a template, without which conversations are refused."""
-    from loragate.cli.models import load_tokenizer
+    from loragate.models import Loading, open_tokenizer
 
-    places, trust = tokenizer_places(options, base), options.trust_remote_code
     try:
-        tokenizer = load_tokenizer(
-            places, revision=base_revision(options), chat_template=options.chat_template, trust=trust
-        )
+        tokenizer = open_tokenizer(place, Loading.of(options))
     except LoragateError:
         return True  # vLLM, which is serving by now, reads formats that transformers does not
     return tokenizer.chat_template is not None
@@ -210,13 +203,13 @@ def serve_transformers(options: ServeOptions) -> int:
     from loragate.cli.serve_transformers import Row, add_adapters, transformers_backend
     from loragate.serving.http_app import make_server
 
-    more = served_folders(options)[1] if options.adapters else {}
+    more = served_places(options)[1] if options.adapters else {}
     # before the model is loaded, which may take minutes
     with listen(options.host, options.port) as listening:
         loaded = load_inputs(options, options.model)
         if loaded.note:
             console().print(loaded.note, markup=False)
-        gated = is_gated(Path(options.model))
+        gated = loaded.place.gates is not None
         own = ("gated", "adapter") if gated else ("adapter",)
         rows = add_adapters(loaded.model, {name: more[name] for name in more if name not in own})
         if gated and loaded.kind == "adapter":

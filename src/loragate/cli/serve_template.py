@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loragate.errors import LoragateError
+
+if TYPE_CHECKING:
+    from loragate.models import Place
 
 _PROBES: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "Qprobeuser"}],
@@ -86,27 +89,23 @@ def _render(chat: Any, messages: list[dict[str, str]]) -> str | None:
         return None
 
 
-def stopping_arguments(tokenizer: Any, base: str, revision: str, adapters: Sequence[str], scratch: Path) -> list[str]:
+def stopping_arguments(tokenizer: Any, place: Place, adapters: Mapping[str, Place], scratch: Path) -> list[str]:
     """Arguments that have vLLM's server stop where our engines do; none where it does so by itself.
 
     It knows the tokenizer's EOS and a generation config's. `--override-generation-config` sets the defaults of sampling
     alone, so the base's generation config is copied into `scratch` with all stop tokens.
 
     Args:
-        adapters: served places, whose gated folders record stop tokens.
+        place: whose base is served.
+        adapters: by served name; gated folders record stop tokens.
     """
     from loragate.cli.display import console
-    from loragate.cli.places import is_gated
-    from loragate.cli.serve_folders import plain_part
     from loragate.data import find_endings
     from loragate.files import write_json
-    from loragate.gates.schema import read_gate_config
-    from loragate.generation.vllm_engine import base_generation_config
+    from loragate.models import generation_config
 
-    folders = {plain_part(place).parent for place in adapters}
-    records = [read_gate_config(folder) for folder in folders if is_gated(folder)]
-    recorded = {token for record in records for token in record.get("stop_token_ids") or ()}
-    settings = base_generation_config(base, revision or None)
+    recorded = {token for adapter in adapters.values() for token in adapter.stop_token_ids}
+    settings = generation_config(place.base)
     endings = find_endings(tokenizer, settings, recorded)
     if endings.texts:
         console().print(

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loragate.errors import ConfigError, DataError
 from loragate.serving.http_app import Answer, Backend, ChatRequest, CompletionRequest
+
+if TYPE_CHECKING:
+    from loragate.models import Place
 
 NAMES = {"base": ("base",), "adapter": ("base", "adapter"), "gated": ("base", "adapter", "gated")}
 
@@ -27,33 +30,27 @@ class Row:
     override: Any = None
 
 
-def add_adapters(model: Any, places: Mapping[str, str]) -> dict[str, Row]:
+def add_adapters(model: Any, places: Mapping[str, Place]) -> dict[str, Row]:
     """Load more adapters, gated or plain, beside the one a PeftModel has; their rows by served name.
 
     Args:
         model: a PeftModel.
-        places: {served name: folder, or FOLDER@OVERRIDE}.
+        places: by served name.
     """
-    from loragate.cli.models import explained
-    from loragate.cli.places import is_gated
-    from loragate.cli.serve_folders import plain_part
     from loragate.gates import load_gates
-    from loragate.gates.override_names import split_folder
+    from loragate.models import explained
 
     rows: dict[str, Row] = {}
     loaded: dict[str, str] = {}
     for name, place in places.items():
-        folder, override = split_folder(place)
-        plain = plain_part(place)
-        gated = is_gated(plain.parent) and plain.name == "adapter" and str(plain) != folder
+        folder = str(place.folder)
         if folder not in loaded:
             loaded[folder] = f"served{len(loaded)}"
-            with explained("adapter", str(plain)):
-                model.load_adapter(str(plain), adapter_name=loaded[folder])
-            if gated:
+            with explained("adapter", str(place.adapter)):
+                model.load_adapter(str(place.adapter), adapter_name=loaded[folder])
+            if place.kind == "gated":
                 load_gates(model, folder, loaded[folder])
-        kind = "gated" if gated else "adapter"
-        rows[name] = Row(kind, kind, loaded[folder], override)
+        rows[name] = Row(place.kind, place.kind, loaded[folder], place.override)
     return rows
 
 

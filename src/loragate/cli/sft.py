@@ -8,22 +8,9 @@ from typing import Any
 
 from loragate.cli.arguments import Command, require_given
 from loragate.cli.display import Display, console, duration, next_evaluation
-from loragate.cli.hub import pinned
-from loragate.cli.launching import begin, loading_device
-from loragate.cli.models import (
-    adapter_record,
-    dtype_argument,
-    load_base,
-    load_tokenizer,
-    pick_device,
-    quiet_logging,
-    require_free_out,
-    require_not_an_adapter,
-    require_place,
-    require_reporters,
-)
+from loragate.cli.launching import begin, loads_into_host
 from loragate.cli.options import RunOptions
-from loragate.cli.quantization import check_quantization
+from loragate.cli.preflight import check_loading, quiet_logging, require_free_out, require_reporters
 from loragate.effects import require_effect
 from loragate.training.settings import StageOneSettings
 
@@ -49,30 +36,29 @@ def run(options: SftOptions) -> int:
     folder = Path(options.out)
     settings = StageOneSettings(**{field.name: getattr(options, field.name) for field in fields(StageOneSettings)})
     require_free_out(folder, options.resume)
-    check_quantization(options)
+    how = check_loading(options)
     if (status := begin(options, settings, reference=bool(options.reference))) is not None:
         return status
     require_reporters(options.report_to)
-    require_place("base model", options.model)
-    require_not_an_adapter(options.model)
+    from loragate.models import explained, open_base, open_tokenizer, resolve
+
+    place = resolve(options.model, expect="base")
     settings, note = with_adapter(settings)
     quiet_logging()
     from loragate.cli.calibration_report import show_data, warn_about_endings
-    from loragate.cli.run_rows import encode_run, keep_configuration, keep_rows_record, lasting_name, read_rows
+    from loragate.cli.run_rows import encode_run, keep_configuration, keep_rows_record, read_rows
     from loragate.data import encode_rows
     from loragate.gates.artifact import write_adapter
-    from loragate.gates.fingerprint import commit_of_base
-    from loragate.gates.hub import split_base
     from loragate.training import train_adapter
     from loragate.training.own_objective import require_mask_column
     from loragate.training.stage_one import objective_of
     from loragate.training.strategy import process_state
 
     objective = objective_of(settings)
-    require_reference(options)
+    other = reference_of(options)
     out, display = console(), Display()
     rows = read_rows(options, settings.seed)
-    tokenizer = load_tokenizer([options.model], chat_template=options.chat_template, trust=options.trust_remote_code)
+    tokenizer = open_tokenizer(place, how)
     with display.job("reading the data") as job:
         rows = rows.shuffled(settings.seed)
         encoded = encode_run(
@@ -87,16 +73,9 @@ def run(options: SftOptions) -> int:
         out.print(f"note: the keep_mask column is not read by the objective {settings.objective}", markup=False)
     if note:
         out.print(note, markup=False)
-    device = pick_device(options.device)
-    with display.job("loading the model"):
-        base = load_base(
-            options.model,
-            dtype=dtype_argument(options.dtype, device, options.quantization),
-            device=loading_device(device),
-            trust=options.trust_remote_code,
-            quantization=options.quantization,
-        )
-        reference = load_reference(options, device)
+    with display.job("loading the model"), explained("base model", options.model):
+        base = open_base(place.base, replace(how, host_memory=loads_into_host()))
+        reference = open_base(other.base, how) if other else None
     warn_about_endings(out, tokenizer, encoded, base)
     keep_rows_record(options, folder, rows, encoded, options.max_rows)
     keep_configuration(options, folder)
@@ -116,9 +95,8 @@ def run(options: SftOptions) -> int:
         )
     if process_state().is_main_process:
         config = result.model.peft_config["default"]
-        named, revision = lasting_name(options.model), split_base(options.model)[1]
-        config.base_model_name_or_path = named
-        config.revision = commit_of_base(result.model, named, revision) or revision
+        config.base_model_name_or_path = place.base.lasting
+        config.revision = place.base.commit() or None
         write_adapter(result.model, "default", folder)
         tokenizer.save_pretrained(str(folder))
         first, last = (
@@ -139,10 +117,12 @@ def with_adapter(settings: StageOneSettings) -> tuple[StageOneSettings, str]:
     """
     if not settings.adapter:
         return settings, ""
+    from loragate.models import resolve
     from loragate.training.stage_one import adapter_settings
 
-    settings = replace(settings, adapter=pinned(settings.adapter))
-    settings = adapter_settings(settings, adapter_record(settings.adapter))
+    place = resolve(settings.adapter, expect="adapter", base_later=True)
+    settings = replace(settings, adapter=place.source)
+    settings = adapter_settings(settings, place.peft_config())
     warmup = "no new warm-up" if not settings.warmup else f"a warm-up of {100 * settings.warmup:g} % of the steps"
     kind = "DoRA" if settings.dora else "LoRA"
     return settings, (
@@ -150,26 +130,14 @@ def with_adapter(settings: StageOneSettings) -> tuple[StageOneSettings, str]:
     )
 
 
-def require_reference(options: SftOptions) -> None:
-    """Refuse a reference that would have no effect, or that is no model."""
+def reference_of(options: SftOptions) -> Any:
+    """The place of --reference, refused where it would have no effect; None where the base itself serves."""
     require_effect("sft", options, flags=True)
     if not options.reference:
-        return
-    require_place("reference model", options.reference)
-    require_not_an_adapter(options.reference)
-
-
-def load_reference(options: SftOptions, device: str) -> Any:
-    """The model of --reference; None where the base itself serves."""
-    if not options.reference:
         return None
-    return load_base(
-        options.reference,
-        dtype=dtype_argument(options.dtype, device, options.quantization),
-        device=device,
-        trust=options.trust_remote_code,
-        quantization=options.quantization,
-    )
+    from loragate.models import resolve
+
+    return resolve(options.reference, expect="base", what="reference model")
 
 
 def next_line(folder: Path, data: str, dora: bool) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -12,16 +11,14 @@ from loragate.cli.arguments import Command, comma_list, require_given, resolved_
 from loragate.cli.calibrate import GateOptions, gate_config, taken_from
 from loragate.cli.display import console, duration, next_evaluation
 from loragate.cli.options import RunOptions
-from loragate.cli.quantization import check_quantization
+from loragate.cli.preflight import check_loading
 from loragate.effects import require_effect
-from loragate.errors import ConfigError, DivergenceError, LoragateError, nearest
+from loragate.errors import ConfigError, DivergenceError, LoragateError
 from loragate.files import held, write_json, write_text
 from loragate.gates.range import parse_ranges
 from loragate.selection.candidate import grid, label_adapters
 from loragate.selection.settings import ProbeSettings
 from loragate.training.settings import CalibrationSettings
-
-OBJECTIVES = ("entropy", "ce", "anchored")
 
 
 @dataclass(frozen=True)
@@ -70,16 +67,16 @@ class SweepOptions(RunOptions, CalibrationSettings, ProbeSettings, GateOptions):
     save_steps: int = 25
 
     def __post_init__(self) -> None:
-        """Each objective's settings are checked when they are made (`settings_for`), not their union."""
+        """Each objective's settings are checked when they are made (`settings_of_each`), not their union."""
 
 
 def run(options: SweepOptions) -> int:
     """Plan, run what is not finished, choose, write the best."""
     check(options)
-    check_quantization(options)
+    check_loading(options)
     folder = Path(options.out)
     require_sweep_folder(folder, options.resume)
-    from loragate.cli.models import quiet_logging
+    from loragate.cli.preflight import quiet_logging
     from loragate.cli.sweep_display import live_table
     from loragate.selection.store import Store
 
@@ -140,79 +137,27 @@ def require_sweep_folder(folder: Path, resume: bool) -> None:
         raise ConfigError(f"--out {folder} is not empty (it holds {', '.join(present[:3])}); choose another folder")
 
 
-@dataclass(frozen=True)
-class Named:
-    """`loragate.selection.sweep.Loader` of what the options name.
-
-    Attributes:
-        options: of the command, with absolute paths, so that they hold in a worker whatever its working directory.
-        adapters: {label: folder or owner/name@commit}.
-        base, revision: of all adapters.
-    """
-
-    options: Any
-    adapters: Mapping[str, str]
-    base: str
-    revision: str = ""
-
-    def load_base(self) -> Any:
-        from loragate.cli.models import dtype_argument, load_base, pick_device, quiet_logging
-
-        quiet_logging()
-        options = self.options
-        device, quantization = pick_device(options.device), options.quantization
-        dtype = dtype_argument(options.dtype, device, quantization)
-        trust = options.trust_remote_code
-        return load_base(
-            self.base, revision=self.revision, dtype=dtype, device=device, trust=trust, quantization=quantization
-        )
-
-    def load_adapter(self, base: Any, label: str) -> Any:
-        from loragate.cli.models import load_adapter
-
-        return load_adapter(base, self.adapters[label])
-
-    def load_tokenizer(self, label: str) -> Any:
-        from loragate.cli.models import load_tokenizer
-        from loragate.gates.hub import adapter_place
-
-        places = [adapter_place(self.adapters[label]), self.base]
-        trust, template = self.options.trust_remote_code, self.options.chat_template
-        return load_tokenizer(places, revision=self.revision, chat_template=template, trust=trust)
-
-    def load_rows(self) -> Any:
-        from loragate.cli.run_rows import read_rows
-
-        return read_rows(self.options)
-
-    def origin(self, label: str) -> dict[str, Any]:
-        from loragate.cli.models import hub_adapter
-        from loragate.gates.hub import adapter_place
-
-        place = self.adapters[label]
-        base = f"{self.base}@{self.revision}" if self.revision else self.base
-        return {"adapter_source": adapter_place(place), "base_id": base, "adapter_id": hub_adapter(place)}
-
-
 def prepare(options: SweepOptions) -> tuple[Any, Any]:
     """The sweep and its study, after everything was checked that does not need the base in memory.
 
     Raises:
         ConfigError, DataError: naming what cannot be used.
     """
-    from loragate.cli.hub import pinned
-    from loragate.selection.study import digest, place_fingerprint
-    from loragate.selection.sweep import Sweep
+    from loragate.cli.run_rows import read_rows
+    from loragate.models import Loading, resolve
+    from loragate.selection.sweep import Sweep, common_base, settings_of_each
 
     options = with_absolute_paths(options)
     labels = label_adapters(comma_list(options.adapters or options.adapter))
-    adapters = {label: pinned(place) for label, place in labels.items()}
+    adapters = {label: resolve(place, expect="adapter", base_later=True).source for label, place in labels.items()}
     objectives = comma_list(options.objectives)
     candidates = grid(adapters, parse_ranges(options.ranges), numbers(options.seeds), objectives)
-    base, revision = common_base(adapters, options.base)
     sweep = Sweep(
-        Named(options, adapters, base, revision),
-        {objective: settings_for(options, objective) for objective in objectives},
+        adapters,
+        common_base(list(adapters.values()), options.base),
+        Loading.of(options),
+        partial(read_rows, options),
+        settings_of_each(options, objectives),
         gate_config(options),
         taken_from(options, ProbeSettings),
         options.probe,
@@ -220,63 +165,7 @@ def prepare(options: SweepOptions) -> tuple[Any, Any]:
         options.test_samples or options.probe_samples,
         options.system,
     )
-    template = Path(options.chat_template).read_text("utf-8") if options.chat_template else None
-    models = {
-        "base": {
-            "name": Path(base).name if Path(base).is_dir() else base,
-            "files": place_fingerprint(options.base or base),
-        },
-        "adapters": {label: place_fingerprint(place) for label, place in adapters.items()},
-        "dtype": options.dtype,
-        **({} if options.quantization == "none" else {"quantization": options.quantization}),
-        "chat_template": None if template is None else digest(template),
-    }
-    return sweep, sweep.study(candidates, models)
-
-
-def settings_for(options: SweepOptions, objective: str) -> CalibrationSettings:
-    """The training settings of one objective: those of the options that it reads.
-
-    Raises:
-        ConfigError: for an unknown objective, or a setting that none of the objectives reads.
-    """
-    if objective not in OBJECTIVES:
-        more = "; a reward is a Python callable, see loragate.calibrate" if objective == "reward" else ""
-        raise ConfigError(
-            f"--objectives: {objective!r} is none of {', '.join(OBJECTIVES)}{nearest(objective, OBJECTIVES)}{more}"
-        )
-    given = {field.name: getattr(options, field.name) for field in fields(CalibrationSettings)}
-    read = [CalibrationSettings.read_by(name) for name in comma_list(options.objectives) if name in OBJECTIVES]
-    somewhere = set().union(*read)
-    unread = {name: value for name, value in given.items() if name not in somewhere}
-    CalibrationSettings(**{**unread, "objective": objective})  # says which setting has no effect
-    own = set(CalibrationSettings.read_by(objective))
-    return CalibrationSettings(
-        **{**{name: value for name, value in given.items() if name in own}, "objective": objective}
-    )
-
-
-def common_base(adapters: Mapping[str, str], given: str) -> tuple[str, str]:
-    """(base, revision) of all adapters.
-
-    Raises:
-        ConfigError: if an adapter names none, or they name different ones.
-    """
-    from loragate.cli.models import adapter_record, base_named, revision_of_base
-    from loragate.cli.run_rows import lasting_name
-
-    found: dict[str, tuple[str, str]] = {}
-    for place in adapters.values():
-        record = adapter_record(place)
-        name = base_named(given, record, place)
-        found[place] = (lasting_name(name), revision_of_base(record, name))
-    first = next(iter(found))
-    for place, base in found.items():
-        if base != found[first]:
-            raise ConfigError(
-                f"the adapters have different bases: {first} has {found[first][0]}, {place} has {base[0]}; sweep them apart"
-            )
-    return found[first]
+    return sweep, sweep.study(candidates)
 
 
 def with_absolute_paths(options: SweepOptions) -> SweepOptions:
@@ -366,7 +255,7 @@ def finish(out: Any, store: Any, sweep: Any) -> int:
         selection = chosen[choice["adapter"]]
         out.print(choice_sentence(summary, choice), markup=False)
         if selection.written is None:
-            out.print(next_evaluation(sweep.loader.adapters[choice["adapter"]], "runs/adapter"), markup=False)
+            out.print(next_evaluation(sweep.adapters[choice["adapter"]], "runs/adapter"), markup=False)
             continue
         best = folder / "best" if len(chosen) == 1 else folder / "best" / choice["adapter"]
         write_best(store, selection, best)

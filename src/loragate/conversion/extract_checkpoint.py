@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from loragate.errors import ConfigError
-from loragate.gates.hub import split_base
+from loragate.hub_names import split_revision
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FETCHED = ["*.json", "model*.safetensors", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
@@ -98,11 +98,13 @@ def _fetched(name: str, revision: str, code: bool) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     asked = name
-    name, at = split_base(name, revision)
+    name, at = split_revision(name, revision)
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ConfigError(f"{name} does not exist (a hub id is written owner/name)")
     try:
-        return Path(snapshot_download(name, revision=at, allow_patterns=[*_FETCHED, *(["*.py"] if code else [])]))
+        return Path(
+            snapshot_download(name, revision=at or None, allow_patterns=[*_FETCHED, *(["*.py"] if code else [])])
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(

@@ -6,7 +6,6 @@ gates is left. A gate that reads the token cannot be folded: no single B equals 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from loragate.files import write_atomically, write_json
 from loragate.gates import GateConfig, gate_coefficient
 from loragate.gates.gate import Override
 from loragate.gates.operation import overridden_coefficient
+from loragate.models.adapter_files import PREFIX, read_adapter, strength_of
 
-_PREFIX = "base_model.model."
 _FACTORS = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
 
 
@@ -77,7 +76,7 @@ def fold_adapter(
     """
     from safetensors.torch import save_file
 
-    config, state = _read(Path(adapter))
+    config, state = read_adapter(Path(adapter))
     known = {_module(key) for key in state} - {None}
     if unknown := sorted(set(coefficients) - known):
         raise ArtifactError(f"{adapter}: there is no factor of {unknown[0]} into which its λ could be folded")
@@ -116,7 +115,7 @@ def _uniform(config: dict[str, Any], state: dict[str, torch.Tensor]) -> tuple[di
         elif key.endswith((".lora_A.weight", ".lora_embedding_A")):
             found[key] = _padded(tensor, 0, largest)
         else:
-            found[key] = _padded(tensor.float() * _scaling(config, path), 1, largest)
+            found[key] = _padded(tensor.float() * strength_of(config, path)[2], 1, largest)
     plain = {"r": largest, "lora_alpha": largest, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False}
     return {**config, **plain}, found
 
@@ -130,35 +129,7 @@ def _padded(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_zeros(shape)], dim).contiguous()
 
 
-def _scaling(config: Mapping[str, Any], path: str) -> float:
-    """PEFT's α/r of a module, or α/√r with rsLoRA."""
-    from peft.utils.other import get_pattern_key
-
-    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
-    rank = ranks.get(get_pattern_key(ranks.keys(), path), config["r"])
-    alpha = alphas.get(get_pattern_key(alphas.keys(), path), config["lora_alpha"])
-    return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
-
-
 def _module(key: str) -> str | None:
     """The module path of a factor's key; None for any other tensor."""
     suffix = next((suffix for suffix in _FACTORS if key.endswith(suffix)), None)
-    return None if suffix is None else key.removesuffix(suffix).removeprefix(_PREFIX)
-
-
-def _read(adapter: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    path = adapter / "adapter_config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        config["r"], config["lora_alpha"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(f"{path}: not a readable configuration of a LoRA adapter ({error!r})") from error
-    try:
-        return config, load_file(str(adapter / "adapter_model.safetensors"))
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise ArtifactError(
-            f"{adapter / 'adapter_model.safetensors'}: not a readable safetensors file ({error})"
-        ) from error
+    return None if suffix is None else key.removesuffix(suffix).removeprefix(PREFIX)

@@ -34,21 +34,20 @@ def merge_adapter(
     """
     import torch
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
-    from loragate.evaluation.weights import weights_of
+    from loragate.models import ModelRef, base_weights, folder_sha256
 
     folder = Path(folder)
     made_of = {
         "base": base,
         "revision": revision,
         "dtype": dtype,
-        "weights": weights_of({"base": base, "adapter": str(adapter)}),
+        "weights": {str(place): folder_sha256(place) for place in (base, adapter) if Path(place).is_dir()},
     }
     if _record(folder) == made_of:
         return folder
     shutil.rmtree(folder, ignore_errors=True)
-    model = AutoModelForCausalLM.from_pretrained(base, revision=revision, dtype="auto")
+    model = base_weights(ModelRef(base, revision or ""), dtype="auto")
     served = model.dtype if dtype == "auto" else getattr(torch, dtype)
     count = sum(parameter.numel() for parameter in model.parameters())
     require_room(folder, count * served.itemsize, f"{adapter} merged into {base}")

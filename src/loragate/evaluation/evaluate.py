@@ -51,10 +51,10 @@ from loragate.evaluation.results import (
 )
 from loragate.evaluation.retention import Measured, all_measured, keep_measured, read_measured, retention_averages
 from loragate.evaluation.variants import Variant
-from loragate.evaluation.weights import weights_of
 from loragate.files import first_difference, write_json, write_text
 from loragate.generation import Engine, Sample
 from loragate.generation.samples import draw_samples
+from loragate.models import folder_sha256
 from loragate.records import package_versions
 
 EngineFor = Callable[[Variant], AbstractContextManager[Engine]]
@@ -125,7 +125,8 @@ class Evaluation:
         """
         path = self.folder / "eval.json"
         places = {**self.models, **{v.slug: v.gates for v in self.variants if v.gates is not None}}
-        identity = {**self.identity, "weights": weights_of(places)}
+        weights = {kind: folder_sha256(place) for kind, place in places.items() if Path(place).is_dir()}
+        identity = {**self.identity, "weights": weights}
         if resume:
             before = json.loads(path.read_text(encoding="utf-8"))
             for kept in ("notes", "left_out"):

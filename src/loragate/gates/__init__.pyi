@@ -31,9 +31,6 @@ from .fingerprint import (
     adapter_fingerprint as adapter_fingerprint,
     weights_checksum as weights_checksum,
 )
-from .loading import (
-    load_gated as load_gated,
-)
 from .parity import (
     Parity as Parity,
     measure_parity as measure_parity,

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from peft.utils.save_and_load import get_peft_model_state_dict
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch import nn
 
 from loragate.errors import ArtifactError, ConfigError, GateError, nearest
@@ -49,7 +49,6 @@ from loragate.gates.fingerprint import (
     config_fingerprint,
     half_factors,
 )
-from loragate.gates.hub import split_base
 from loragate.gates.peft_saving import save_configuration
 from loragate.gates.quantised import quantization_of, storage_warning
 from loragate.gates.schema import (
@@ -65,6 +64,7 @@ from loragate.gates.schema import (
     read_gate_config,
     read_tensors,
 )
+from loragate.hub_names import split_revision
 from loragate.version import __version__
 
 logger = logging.getLogger("loragate")
@@ -141,9 +141,9 @@ def save_gates(
             "takes it only onto an adapter that was changed in the same way",
             changed,
         )
-    name_of_base, revision = split_base(base_id or own_base, base_revision)
+    name_of_base, revision = split_revision(base_id or own_base, base_revision)
     if name_of_base == own_base:  # the adapter's pin means nothing on another base
-        revision = revision or getattr(peft_config, "revision", None)
+        revision = revision or getattr(peft_config, "revision", None) or ""
     record = {
         "format": FORMAT,
         "schema_version": SCHEMA_VERSION,
@@ -152,7 +152,7 @@ def save_gates(
         "k": k,
         "base": {
             "id": name_of_base,
-            "revision": commit_of_base(peft_model, name_of_base, revision) or revision,
+            "revision": commit_of_base(peft_model, name_of_base, revision) or revision or None,
             "config_sha256": config_fingerprint(peft_model),
             "quantization": quantization_of(peft_model),
             "weights": base_weight_samples(peft_model),
@@ -169,11 +169,21 @@ def save_gates(
         **(evidence or {}),
     }
     write_adapter(peft_model, name, folder / ADAPTER, adapter_source)
-    write_atomically(folder / GATES, lambda path: save_file(tensors, str(path), metadata=gate_metadata(record["gate"])))
+    write_atomically(folder / GATES, lambda path: _write_gates(path, tensors, record["gate"]))
     record["gates_sha256"] = file_sha256(folder / GATES)
     write_text(folder / CARD, card or render_card(folder.resolve().name, record))
     write_json(folder / CONFIG, record)
     return folder
+
+
+def _write_gates(path: Path, tensors: dict[str, torch.Tensor], gate: dict[str, Any]) -> None:
+    """Equal gates as equal bytes, which safetensors alone does not give: it writes its metadata in a random order."""
+    data = save(tensors, gate_metadata(gate))
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header = {"__metadata__": dict(sorted(header.pop("__metadata__").items())), **header}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)  # padded as before
+    path.write_bytes(data[:8] + text + data[8 + size :])
 
 
 def _support(model: nn.Module, k: int | None, evidence: dict[str, Any] | None) -> int | None:
@@ -220,7 +230,7 @@ def _named_adapter(adapter_id: str | None) -> dict[str, str]:
     """What the record says of an adapter on the hub: its id, and the revision where it is known."""
     if not adapter_id:
         return {}
-    named, revision = split_base(adapter_id)
+    named, revision = split_revision(adapter_id)
     return {"id": named, **({"revision": revision} if revision else {})}
 
 

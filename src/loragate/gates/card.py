@@ -11,8 +11,8 @@ import re
 from functools import cache
 from typing import Any
 
-from loragate.gates.hub import is_hub_id
 from loragate.gates.quantised import NONE
+from loragate.hub_names import is_hub_id
 from loragate.version import __version__
 
 _UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ufeff]+|\s+")

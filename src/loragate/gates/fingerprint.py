@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from peft.utils.other import AuxiliaryTrainingWrapper, get_pattern_key
 from torch import nn
 
 from loragate.gates.eligibility import GATEABLE_CLASSES, base_path, lora_layers
-from loragate.gates.hub import cached_commit
 from loragate.gates.peft_saving import config_tables
+from loragate.hub_names import cached_commit
 
 _CONFIG_KEYS = (
     "model_type",
@@ -34,6 +34,7 @@ _CONFIG_KEYS = (
     "num_experts",
     "num_local_experts",
 )
+FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 _SAMPLED_TENSORS = 24
 _SAMPLED_VALUES = 4
 _BF16_STEP = 2.0**-7
@@ -48,28 +49,45 @@ def commit_of_base(model: Any, name: str, revision: str | None = None) -> str | 
 
 
 def adapter_fingerprint(model: nn.Module, adapter_name: str) -> str:
-    """sha256 over the adapter's tensors (fp32, sorted by module path) with alpha, rank and scaling of each module.
-
-    modules_to_save copies belong to the adapter and are included. Depends on values only, not on file layout or dtype
-    of storage.
-    """
-    digest = hashlib.sha256()
-    for path, layer in sorted(lora_layers(model, adapter_name), key=lambda item: item[0]):
-        described = [path, layer.r[adapter_name], layer.lora_alpha[adapter_name], float(layer.scaling[adapter_name])]
-        digest.update(json.dumps(described).encode())
-        for group in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
-            held = getattr(layer, group, {})
-            if adapter_name in held:
+    """`factors_sha256` of an adapter in memory, its modules_to_save copies included."""
+    factors = []
+    for path, layer in lora_layers(model, adapter_name):
+        groups = {}
+        for group in FACTORS:
+            if adapter_name in (held := getattr(layer, group, {})):
                 member = held[adapter_name]
-                tensors = [member] if isinstance(member, torch.Tensor) else list(member.parameters())
-                for tensor in tensors:
-                    _update(digest, tensor)
+                groups[group] = [member] if isinstance(member, torch.Tensor) else list(member.parameters())
+        strength = (layer.r[adapter_name], layer.lora_alpha[adapter_name], float(layer.scaling[adapter_name]))
+        factors.append((path, strength, groups))
+    copies = []
     for name, module in sorted(model.named_modules(), key=lambda item: item[0]):
         saved = getattr(module, "modules_to_save", None)
         if isinstance(module, AuxiliaryTrainingWrapper) and saved is not None and adapter_name in saved:
-            digest.update(base_path(name).encode())
-            for tensor in saved[adapter_name].parameters():
-                _update(digest, tensor)
+            copies.append((base_path(name), list(saved[adapter_name].parameters())))
+    return factors_sha256(factors, copies)
+
+
+def factors_sha256(
+    factors: Iterable[tuple[str, tuple[Any, Any, float], Mapping[str, Sequence[torch.Tensor]]]],
+    copies: Iterable[tuple[str, Sequence[torch.Tensor]]] = (),
+) -> str:
+    """sha256 over an adapter's tensors (fp32, sorted by module path) with rank, alpha and scaling of each module.
+
+    Depends on values only, not on file layout or dtype of storage; the artifact's identity of an adapter.
+
+    Args:
+        factors: (module path, (rank, alpha, scaling), {name in `FACTORS`: tensors}).
+        copies: (module path, tensors) of modules that the adapter replaces whole.
+    """
+    digest = hashlib.sha256()
+    for path, strength, groups in sorted(factors, key=lambda item: item[0]):
+        digest.update(json.dumps([path, *strength]).encode())
+        for tensor in (tensor for group in FACTORS for tensor in groups.get(group, ())):
+            _update(digest, tensor)
+    for path, tensors in copies:
+        digest.update(path.encode())
+        for tensor in tensors:
+            _update(digest, tensor)
     return digest.hexdigest()
 
 

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 
 from loragate.errors import ArtifactError, ConfigError
 from loragate.gates.card import plain, render_card, with_base
-from loragate.gates.hub import is_hub_id
 from loragate.gates.schema import ADAPTER, CARD, CONFIG, EVIDENCE, GATES, read_gate_config, read_tensors
+from loragate.hub_names import is_hub_id
 from loragate.version import __version__
 
 _ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 from loragate.data import find_endings
 from loragate.errors import ConfigError, LoragateError
@@ -33,6 +33,8 @@ from loragate.generation.requests import (
     tokenize_prompts,
 )
 from loragate.generation.sampling import SamplingConfig, request_seed
+from loragate.models.bases import generation_config
+from loragate.models.place import ModelRef, is_gated
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes for `max_lora_rank`."""
@@ -82,7 +84,7 @@ class VllmEngine:
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size is {batch_size}; give at least 1.")
-        if has_gates(base):
+        if is_gated(base):
             raise ConfigError(f"{base} is a gated adapter, not a base model; give it as the adapter of its base.")
         if override is not None and adapter is None:
             raise ConfigError(f"override {override!r} has no effect on a base model; give the adapter that it is for.")
@@ -93,7 +95,9 @@ class VllmEngine:
         self._lora_request = self._request(adapter, override)
         self.batch_size = batch_size
         self.tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(base, revision=revision)
-        self.endings = find_endings(self.tokenizer, base_generation_config(base, revision), stop_token_ids or ())
+        self.endings = find_endings(
+            self.tokenizer, generation_config(ModelRef(base, revision or "")), stop_token_ids or ()
+        )
         lora: dict[str, Any] = {}
         if adapter is not None:
             # vLLM 0.32 on a CPU gives rows without an adapter the last slot's: one slot has to stay empty.
@@ -207,7 +211,7 @@ class VllmEngine:
     def _request(self, adapter: str | None, override: str | None) -> Any:
         if adapter is None:
             return None
-        if override is not None or has_gates(adapter):
+        if override is not None or is_gated(adapter):
             require_gate_plugin(adapter)
         place = str(adapter) if override is None else f"{adapter}@{override}"
         number = self._numbers.setdefault(place, len(self._numbers) + 1)
@@ -250,14 +254,9 @@ class VllmEngine:
         )
 
 
-def has_gates(folder: str | Path) -> bool:
-    """Whether a folder is a gated adapter."""
-    return (Path(folder) / "gate_config.json").is_file()
-
-
 def plain_adapter(folder: str | Path) -> Path:
     """The PEFT adapter of a plain or gated folder."""
-    return Path(folder) / "adapter" if has_gates(folder) else Path(folder)
+    return Path(folder) / "adapter" if is_gated(folder) else Path(folder)
 
 
 def require_gate_plugin(folder: str | Path) -> None:
@@ -322,14 +321,6 @@ def _import_vllm() -> Any:
             raise
         raise ConfigError(NOT_INSTALLED) from None
     return vllm
-
-
-def base_generation_config(base: str, revision: str | None) -> GenerationConfig:
-    """The base's generation settings or, where it has no such file, what `transformers` derives from its config."""
-    try:
-        return GenerationConfig.from_pretrained(base, revision=revision)
-    except OSError:
-        return GenerationConfig.from_model_config(AutoConfig.from_pretrained(base, revision=revision))
 
 
 def _stopped(reported: str | None, row: tuple[int, int]) -> bool:

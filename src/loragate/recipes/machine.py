@@ -16,8 +16,8 @@ from loragate.analysis.plan_model import base_dtype, build_on_meta, count_parame
 from loragate.evaluation.harness_rows import load_suite
 from loragate.evaluation.tasks import Task, load_task, suite
 from loragate.evaluation.variants import Kind, Variant, variants_for
-from loragate.gates.hub import cached_commit, is_hub_id
 from loragate.gates.range import parse_ranges
+from loragate.hub_names import cached_commit, is_hub_id
 from loragate.recipes.recipe import Recipe, Stage
 from loragate.recipes.show import is_launched, uses_vllm
 from loragate.training.settings import TrainSettings

@@ -15,6 +15,7 @@ references    what needs no gates, asked for comparison only
 choice        the pick: best mean, ties to the adapter
 outcome       from trials to the choice, and the record of it
 transaction   `choose_gates`: train → probe → keep or fall back → write, a few candidates in sequence
+unverified    gates without evidence: taken as they are, or left off and accepted later
 sweep         many candidates over adapters and seeds, in sequence or on Ray (ray_tune)
 evaluated     the cells of a sweep on whole suites
 """

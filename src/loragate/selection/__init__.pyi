@@ -10,7 +10,9 @@ from .settings import (
     SelectionSettings as SelectionSettings,
 )
 from .transaction import (
+    choose_gates as choose_gates,
+)
+from .unverified import (
     Chosen as Chosen,
     accept_gates as accept_gates,
-    choose_gates as choose_gates,
 )

@@ -19,7 +19,6 @@ from loragate.files import first_difference, write_json
 from loragate.selection.candidate import Candidate
 
 RECORD = "sweep.json"
-_SAMPLE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -100,25 +99,6 @@ class Study:
                 f"--resume: {path} was begun with {key} = {before!r:.80}, now it is {now!r:.80}; repeat the command with the "
                 "same settings, or choose another --out"
             )
-
-
-def place_fingerprint(place: str) -> str:
-    """SHA-256 over the files of a folder (large ones by size, beginning and end); a hub id stands for itself."""
-    folder = Path(place)
-    if not folder.is_dir():
-        return place
-    found = hashlib.sha256()
-    for path in sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")):
-        if path.suffix not in (".json", ".safetensors", ".jinja", ".bin", ".model", ".txt"):
-            continue
-        size = path.stat().st_size
-        found.update(f"{path.name}:{size}:".encode())
-        with path.open("rb") as file:
-            found.update(file.read(8 * _SAMPLE))
-            if size > 8 * _SAMPLE:
-                file.seek(-_SAMPLE, 2)
-                found.update(file.read())
-    return found.hexdigest()
 
 
 def digest(value: Any) -> str:

@@ -1,22 +1,23 @@
 """A study of many candidates over several adapters and seeds: what it needs beside them, its benches, and its best.
 
-Where base and adapters come from is the caller's knowledge; it arrives as a `Loader`. A `Sweep` can be sent to another process,
-because it holds names and settings, not weights. The base is loaded once in a process, and adapters change on it.
+A `Sweep` can be sent to another process, because it holds names and settings, not weights. The base is loaded once in a
+process, and adapters change on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from loragate.data import EncodedRows, Rows
-from loragate.errors import ConfigError
+from loragate.errors import ConfigError, nearest
 from loragate.evaluation.judging import JudgeSettings
 from loragate.gates import GateConfig
 from loragate.gates.schema import CONFIG
 from loragate.generation import TransformersEngine
+from loragate.models import Loading, ModelRef, Place, explained, open_base, open_tokenizer, put_on, resolve
 from loragate.selection.candidate import Candidate
 from loragate.selection.disjoint import prompts_of
 from loragate.selection.evidence import Asked, read_asked
@@ -25,29 +26,12 @@ from loragate.selection.probe import MIN_QUESTIONS, Probe
 from loragate.selection.settings import ProbeSettings
 from loragate.selection.store import FAILED, GATED, Store, read_json
 from loragate.selection.study import Study, digest
-from loragate.selection.trial import Bench, config_of, copy_artifact, run_trial
+from loragate.selection.trial import Bench, config_of, copy_artifact, origin_of, run_trial
 from loragate.training import CalibrationSettings, calibration_rows
 
+OBJECTIVES = ("entropy", "ce", "anchored")
 PROBE_SEED = 1
 FIXED = ("seed", "objective", "report_to")  # of the candidate, or without influence on its numbers
-
-
-class Loader(Protocol):
-    """Where base, adapters and rows come from; every method may be slow."""
-
-    def load_base(self) -> Any: ...
-
-    def load_adapter(self, base: Any, label: str) -> Any:
-        """A PeftModel around the base."""
-        ...
-
-    def load_tokenizer(self, label: str) -> Any: ...
-
-    def load_rows(self) -> Rows: ...
-
-    def origin(self, label: str) -> Mapping[str, Any]:
-        """Arguments of `save_gates` that say where base and adapter come from."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -55,7 +39,10 @@ class Sweep:
     """What all candidates share.
 
     Attributes:
-        loader: see `Loader`.
+        adapters: {label: folder or "owner/name@commit"}.
+        base: of all adapters.
+        how: base and adapters are loaded.
+        read_rows: gives the rows to train on; like the rest it may be sent to another process.
         settings: {objective: of the training}; the seed is the candidate's.
         config: of the gates; range and seed are the candidate's.
         asking: how probe and test are asked and judged.
@@ -65,7 +52,10 @@ class Sweep:
         system: whether a template's own system message is kept.
     """
 
-    loader: Loader
+    adapters: Mapping[str, str]
+    base: ModelRef
+    how: Loading
+    read_rows: Callable[[], Rows]
     settings: Mapping[str, CalibrationSettings]
     config: GateConfig
     asking: ProbeSettings
@@ -74,19 +64,27 @@ class Sweep:
     test_samples: int = 4
     system: str = "none"
 
-    def study(self, candidates: Sequence[Candidate], models: Mapping[str, Any]) -> Study:
-        """The study, after everything was checked that does not need the base in memory.
+    def place(self, label: str) -> Place:
+        """An adapter on the common base, as this machine has it."""
+        return resolve(self.adapters[label], str(self.base), expect="adapter")
 
-        Args:
-            models: identity of base and adapters, and of what changes their answers.
+    def study(self, candidates: Sequence[Candidate]) -> Study:
+        """The study, after everything was checked that does not need the base in memory.
 
         Raises:
             ConfigError, DataError: naming what cannot be used.
         """
-        rows = self.loader.load_rows()
+        rows = self.read_rows()
         gates = {name: value for name, value in asdict(self.config).items() if name not in ("lower", "upper", "seed")}
+        places = {label: self.place(label) for label in self.adapters}
+        base = resolve(str(self.base), expect="base")
+        template = Path(self.how.chat_template).read_text("utf-8") if self.how.chat_template else None
         identity: dict[str, Any] = {
-            **models,
+            "base": {"name": base.folder.name if base.folder.is_dir() else base.source, "files": base.fingerprint},
+            "adapters": {label: place.fingerprint for label, place in places.items()},
+            "dtype": self.how.dtype,
+            **({} if self.how.quantization == "none" else {"quantization": self.how.quantization}),
+            "chat_template": None if template is None else digest(template),
             "data": {"rows": len(rows), "fingerprint": rows.fingerprint, "system": self.system},
             "training": {
                 name: {key: value for key, value in settings.as_record().items() if key not in FIXED}
@@ -140,6 +138,52 @@ class Sweep:
         return self.asking.probe_samples if name == "probe" else self.test_samples
 
 
+def settings_of_each(options: Any, objectives: Sequence[str]) -> dict[str, CalibrationSettings]:
+    """{objective: its training settings}: those of the options that it reads.
+
+    Args:
+        options: all fields of `CalibrationSettings`, as they were given.
+
+    Raises:
+        ConfigError: for an unknown objective, or a setting that none of the objectives reads.
+    """
+    for name in objectives:
+        if name not in OBJECTIVES:
+            more = "; a reward is a Python callable, see loragate.calibrate" if name == "reward" else ""
+            raise ConfigError(
+                f"--objectives: {name!r} is none of {', '.join(OBJECTIVES)}{nearest(name, OBJECTIVES)}{more}"
+            )
+    given = {field.name: getattr(options, field.name) for field in fields(CalibrationSettings)}
+    own = {name: set(CalibrationSettings.read_by(name)) for name in objectives}
+    somewhere = set().union(*own.values())
+    unread = {key: value for key, value in given.items() if key not in somewhere}
+    found = {}
+    for name in objectives:
+        CalibrationSettings(**{**unread, "objective": name})  # says which setting has no effect
+        mine = {key: value for key, value in given.items() if key in own[name]}
+        found[name] = CalibrationSettings(**{**mine, "objective": name})
+    return found
+
+
+def common_base(adapters: Sequence[str], given: str) -> ModelRef:
+    """The base of all adapters.
+
+    Raises:
+        ConfigError: if an adapter names none, or they name different ones.
+    """
+    bases = {}
+    for adapter in adapters:
+        base = resolve(adapter, given, expect="adapter").base
+        bases[adapter] = replace(base, name=base.lasting)
+    first = next(iter(bases))
+    for adapter, base in bases.items():
+        if base != bases[first]:
+            raise ConfigError(
+                f"the adapters have different bases: {first} has {bases[first]}, {adapter} has {base}; sweep them apart"
+            )
+    return bases[first]
+
+
 def read_labelled(file: str, settings: ProbeSettings, taken: Sequence[tuple[Sequence[str], str]] = ()) -> Asked:
     """Questions with answers, of a file."""
     asked = read_asked(file, settings.probe_task, settings, taken, JudgeSettings())
@@ -164,27 +208,29 @@ class Workshop:
 
     def bench(self, label: str) -> Bench:
         """Have this adapter on the base."""
-        loader = self.sweep.loader
+        sweep = self.sweep
         if self.base is None:
-            self.base = loader.load_base()
+            with explained("base model", sweep.base.name):
+                self.base = open_base(sweep.base, sweep.how)
             self.loads += 1
         if self.current is not None and self.label == label:
             return self.current
         if self.current is not None:
             self.base, self.current = self.current.model.unload(), None
-        model, tokenizer = loader.load_adapter(self.base, label), loader.load_tokenizer(label)
+        place = sweep.place(label)
+        model, tokenizer = put_on(self.base, place), open_tokenizer(place, sweep.how)
         self.encoded = {}
         self.label = label
         self.current = Bench(
             model,
             tokenizer,
-            TransformersEngine(model, tokenizer, batch_size=self.sweep.batch_size),
+            TransformersEngine(model, tokenizer, batch_size=sweep.batch_size),
             self._encode,
-            self.sweep.config,
-            lambda one: replace(self.sweep.settings[one.objective], seed=one.seed),
-            self.sweep.questions("probe", model, tokenizer),
-            self.sweep.questions("test", model, tokenizer),
-            origin=loader.origin(label),
+            sweep.config,
+            lambda one: replace(sweep.settings[one.objective], seed=one.seed),
+            sweep.questions("probe", model, tokenizer),
+            sweep.questions("test", model, tokenizer),
+            origin=origin_of(place),
             base_loads=self.loads,
         )
         return self.current
@@ -194,7 +240,7 @@ class Workshop:
         key = (settings.seed, settings.max_rows, settings.max_length)
         if key not in self.encoded:
             if self.rows is None:
-                self.rows = self.sweep.loader.load_rows()
+                self.rows = self.sweep.read_rows()
             # rows of another seed will hardly be asked for again
             tokenizer = self.current.tokenizer
             self.encoded = {key: calibration_rows(self.rows, tokenizer, settings, self.sweep.system)}

@@ -7,7 +7,7 @@ adapter, in every program that can load gates. Nothing here prints, and training
 
     folder/                        the gated adapter, written last
     folder/run/candidates/         the study and its trials (`store.py`); majority.json holds answers of the adapter
-    folder/run/                    log and checkpoints of gates that are taken without a probe
+    folder/run/                    log and checkpoints of gates that are taken without one
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from filecmp import cmp
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,7 @@ from loragate.gates.attach import active_adapter
 from loragate.gates.eligibility import trains_biases
 from loragate.gates.fingerprint import base_weight_samples
 from loragate.gates.range import Range
-from loragate.gates.schema import ADAPTER as ADAPTER_FOLDER
-from loragate.gates.schema import CONFIG, EVIDENCE, GATES, read_gate_config
+from loragate.gates.schema import CONFIG, GATES, read_gate_config
 from loragate.generation import Engine, OnProgress, TransformersEngine
 from loragate.selection.candidate import ADAPTER, Candidate, parse_candidates
 from loragate.selection.evidence import Evidence, require_evidence, reward_of
@@ -43,7 +41,7 @@ from loragate.selection.questions import set_aside
 from loragate.selection.references import references_of
 from loragate.selection.settings import SelectionSettings
 from loragate.selection.store import GATED, Store
-from loragate.selection.study import RECORD, Study
+from loragate.selection.study import Study
 from loragate.selection.trial import (
     Bench,
     OnEvent,
@@ -54,6 +52,7 @@ from loragate.selection.trial import (
     save_artifact,
     settings_of,
 )
+from loragate.selection.unverified import CANDIDATES, OFF, UNVERIFIED, Chosen, chosen_in, without_evidence
 from loragate.training import CalibrationSettings, calibrate, calibration_rows
 from loragate.training.guards import GuardLimits
 from loragate.training.rollouts import Reward
@@ -62,28 +61,8 @@ from loragate.training.strategy import launch_of, process_state
 
 RANGES = "0,1;-6,3;0,6"
 CAUTIOUS = Range(0, 1)
-CANDIDATES = Path("run") / "candidates"
-UNVERIFIED = "given by the user without a probe; not compared with the plain adapter"
-OFF = "trained without evidence, so the gates are off (λ = 1); accept them with --unverified"
 
 Encode = Callable[[Rows, Callable[..., tuple[Rows, EncodedRows]]], tuple[Rows, EncodedRows]]
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """What a transaction came to.
-
-    Attributes:
-        folder: the gated adapter.
-        candidate: whose gates act; None where the adapter remains or the gates stay off.
-        trained: what was trained where nothing could be compared; None where there was a probe.
-        evidence: as the artifact keeps it: "selection", and of gates that were trained "training" and "parity".
-    """
-
-    folder: Path
-    candidate: Candidate | None
-    trained: Candidate | None
-    evidence: dict[str, Any]
 
 
 def choose_gates(
@@ -269,11 +248,7 @@ class Transaction:
         )
 
     def run(
-        self,
-        found: tuple[Probe | None, str] | None = None,
-        *,
-        resume: bool = False,
-        on_event: OnEvent | None = None,
+        self, found: tuple[Probe | None, str] | None = None, *, resume: bool = False, on_event: OnEvent | None = None
     ) -> Chosen:
         """Train and probe what is not finished yet, choose, and write the folder.
 
@@ -299,11 +274,11 @@ class Transaction:
         written, record = selection.written, selection.as_record()
         if written is None:
             self._write_zero({"selection": record}, k=self.settings.k)
-            return self._chosen(None)
+            return chosen_in(self.folder)
         trial = self.folder / CANDIDATES / "trials" / written.candidate.slug / GATED
         copy_artifact(trial, self.folder, record)
         self._put_on(written.candidate, trial)
-        return self._chosen(written.candidate)
+        return chosen_in(self.folder, written.candidate)
 
     def _select(self, probe: Probe, resume: bool, on_event: OnEvent | None) -> Selection:
         model = self.bench.model
@@ -369,8 +344,8 @@ class Transaction:
             raise DivergenceError(diverged[one.slug])
         trained = read_gate_config(store.place(one) / GATED)
         evidence = {key: trained[key] for key in ("training", "parity")}
-        self._write_zero({**evidence, "selection": {**_no_evidence(one, OFF, accepted=False), "why": why}}, one)
-        return self._chosen(None, one)
+        self._write_zero({**evidence, "selection": {**without_evidence(one, OFF, accepted=False), "why": why}}, one)
+        return chosen_in(self.folder, None, one)
 
     def _as_given(self, resume: bool, on_event: OnEvent | None) -> Chosen:
         """A range that the user accepted without evidence; on several processes only the main one writes."""
@@ -393,7 +368,7 @@ class Transaction:
             on_step=report,
             **self._options(settings),
         )
-        evidence = {**result.evidence(), "selection": _no_evidence(one, UNVERIFIED, accepted=True)}
+        evidence = {**result.evidence(), "selection": without_evidence(one, UNVERIFIED, accepted=True)}
         if process_state().is_main_process:
             save_artifact(self.bench, self.folder, evidence)
         return Chosen(self.folder, one, one, evidence)
@@ -420,60 +395,3 @@ class Transaction:
     def _write_zero(self, evidence: dict[str, Any], one: Candidate | None = None, k: int | None = None) -> None:
         self._put_on(one or self.candidates[0], None)
         save_artifact(self.bench, self.folder, evidence, k)
-
-    def _chosen(self, candidate: Candidate | None, trained: Candidate | None = None) -> Chosen:
-        record = read_gate_config(self.folder)
-        return Chosen(self.folder, candidate, trained, {key: record[key] for key in EVIDENCE if record.get(key)})
-
-
-def is_unaccepted(folder: Path) -> bool:
-    """Whether the folder holds gates that were trained and are still off (also after an interrupted acceptance)."""
-    if not (folder / CANDIDATES / RECORD).is_file() or not (folder / ADAPTER_FOLDER).is_dir():
-        return False
-    if Study.read(folder / CANDIDATES).identity.get("probe", "") is not None:
-        return False
-    return not (folder / CONFIG).is_file() or (read_gate_config(folder).get("selection") or {}).get("accepted") is False
-
-
-def accept_gates(folder: str | Path, bounds: Range, adapter: str | Path) -> Chosen:
-    """Switch on gates that were trained where no evidence could be had, and left off.
-
-    Args:
-        folder: that `choose_gates` wrote.
-        bounds: range of the gates, which whoever accepts them should know.
-        adapter: folder of the adapter that they are for.
-
-    Raises:
-        ConfigError: if the folder holds none, or those of another range or adapter.
-    """
-    folder = Path(folder)
-    if not is_unaccepted(folder):
-        raise ConfigError(f"{folder} holds no gates that wait to be accepted")
-    store = Store.open(folder / CANDIDATES)
-    (one,) = store.study.candidates
-    gated = store.place(one) / GATED
-    assert one.range is not None, "gates were trained"
-    if one.range != bounds:
-        raise ConfigError(
-            f"{folder} holds gates of {one.cell}, not of {bounds}; accept them with --range={one.range.typed}, or give another "
-            "--out"
-        )
-    given, kept = (place / "adapter_model.safetensors" for place in (Path(adapter), gated / ADAPTER_FOLDER))
-    if given.is_file() and kept.is_file() and not cmp(given, kept, shallow=False):
-        raise ConfigError(f"{folder} holds gates of another adapter; give the --adapter they were trained on")
-    selection = {**_no_evidence(one, UNVERIFIED, accepted=True), "why": store.study.identity["why"]}
-    (folder / CONFIG).unlink(missing_ok=True)  # written again last; until then nothing can be loaded
-    copy_artifact(gated, folder, selection)
-    record = read_gate_config(folder)
-    return Chosen(folder, one, one, {key: record[key] for key in EVIDENCE if record.get(key)})
-
-
-def _no_evidence(one: Candidate, reason: str, *, accepted: bool) -> dict[str, Any]:
-    assert one.range is not None, "gates were trained"
-    return {
-        "method": "given by the user",
-        "accepted": accepted,
-        "range": [one.range.lower, one.range.upper],
-        "reason": reason,
-        "evidence": "none: not compared with the adapter",
-    }

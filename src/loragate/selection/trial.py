@@ -29,6 +29,7 @@ from loragate.gates.card import render_card
 from loragate.gates.schema import ADAPTER as ADAPTER_FOLDER
 from loragate.gates.schema import CARD, CONFIG, GATES, read_gate_config
 from loragate.generation import Engine
+from loragate.models import Place
 from loragate.selection.candidate import BASE, Candidate
 from loragate.selection.probe import Probe
 from loragate.selection.store import ADAPTERS, FAILED, GATED, TRAINED, Scored, Status, Store, TrialResult, read_json
@@ -79,6 +80,16 @@ def config_of(config: GateConfig, candidate: Candidate) -> GateConfig:
     """The gates of a candidate."""
     assert candidate.range is not None, "nothing is trained"
     return replace(config, lower=candidate.range.lower, upper=candidate.range.upper, seed=candidate.seed)
+
+
+def origin_of(place: Place, base_id: str = "") -> dict[str, Any]:
+    """What `save_gates` is told of base and adapter; a revision of the base that was loaded is none of another `base_id`."""
+    return {
+        "adapter_source": place.adapter,
+        "base_id": base_id or place.base.lasting,
+        "base_revision": None if base_id else place.base.revision or None,
+        "adapter_id": place.hub_id,
+    }
 
 
 def run_trial(

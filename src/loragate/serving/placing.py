@@ -17,7 +17,7 @@ from loragate.errors import ArtifactError
 from loragate.gates.fingerprint import compare_base_samples, config_fingerprint
 from loragate.gates.gate import Override
 from loragate.gates.schema import CONFIG
-from loragate.serving.folder import FolderGates
+from loragate.models.folder_gates import FolderGates
 from loragate.serving.layers import GateMixin
 
 

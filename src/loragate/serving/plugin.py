@@ -100,7 +100,8 @@ def _loading(original: Any) -> Any:
         from vllm.lora.utils import get_adapter_absolute_path
 
         from loragate.gates.override_names import split_folder
-        from loragate.serving.folder import is_gated, read_place
+        from loragate.models.folder_gates import read_gates
+        from loragate.models.place import is_gated
         from loragate.serving.placing import place_gates
 
         try:
@@ -109,7 +110,7 @@ def _loading(original: Any) -> Any:
             if override is None and not is_gated(folder):
                 _remember(self, lora_request, "")
                 return original(self, lora_request)
-            gates = read_place(lora_request.lora_path, folder)
+            gates = read_gates(folder, override)
             _remember(self, lora_request, gates.digest)
             placed = place_gates(gates, self._adapter_manager, _holds_all_layers())
         except LoragateError as error:
@@ -126,13 +127,11 @@ def _adding(original: Any) -> Any:
 
     @functools.wraps(original)
     def add(self: Any, lora_request: Any) -> bool:
-        from loragate.serving.folder import has_lambda
-
         held = self._adapter_manager.list_adapters().get(lora_request.lora_int_id)
         if held is not None:
             before = getattr(held, "loragate_folder", None)
             changed = before != lora_request.lora_path
-            if changed and (before is not None or has_lambda(lora_request.lora_path)):
+            if changed and (before is not None or _needs_lambda(lora_request.lora_path)):
                 self._adapter_manager.remove_adapter(lora_request.lora_int_id)
         return original(self, lora_request)
 
@@ -148,7 +147,8 @@ def _validating(original: Any) -> Any:
         if lora_request is None:
             return
         from loragate.gates.override_names import split_folder
-        from loragate.serving.folder import is_gated, read_place, stamp
+        from loragate.models.folder_gates import read_gates, stamp
+        from loragate.models.place import is_gated
 
         try:
             named, override = split_folder(lora_request.lora_path)
@@ -159,7 +159,7 @@ def _validating(original: Any) -> Any:
             now = stamp(folder)
             key = (lora_request.lora_name, lora_request.lora_path)
             if checked.get(key) != now:
-                _remember(self, lora_request, read_place(lora_request.lora_path, folder).digest)
+                _remember(self, lora_request, read_gates(folder, override).digest)
                 checked[key] = now
         except LoragateError as error:
             raise ValueError(str(error)) from error
@@ -196,6 +196,15 @@ def _remember(owner: Any, lora_request: Any, digest: str) -> None:
         )
 
 
+def _needs_lambda(path: str) -> bool:
+    """Whether λ has to be computed: a gated folder, or a folder with an override behind it."""
+    from loragate.gates.override_names import split_folder
+    from loragate.models.place import is_gated
+
+    folder, override = split_folder(path)
+    return override is not None or is_gated(folder)
+
+
 def _at(lora_request: Any, folder: Path) -> Any:
     """The request with another path (LoRARequest is a msgspec struct)."""
     import copy
@@ -221,9 +230,7 @@ def _refuse(reason: str) -> None:
 
     @functools.wraps(original)
     def load(self: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
-        from loragate.serving.folder import has_lambda
-
-        if has_lambda(getattr(lora_request, "lora_path", "")):
+        if _needs_lambda(getattr(lora_request, "lora_path", "")):
             raise ValueError(reason)
         return original(self, lora_request, *args, **kwargs)
 

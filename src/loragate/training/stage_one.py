@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
@@ -17,12 +17,12 @@ from loragate.data import EncodedRows, encode_rows, load_rows
 from loragate.data.loading import RowsGiven
 from loragate.errors import ConfigError, nearest
 from loragate.gates.fingerprint import base_weight_samples, config_fingerprint, weights_checksum
-from loragate.gates.hub import adapter_place
 from loragate.gates.quantised import keep_unpacked
 from loragate.losses import StatisticsRequest, add_statistics_forward
 from loragate.losses.causal_head import ReferenceRequest
 from loragate.losses.divergence import Reference, require_same_vocabulary
 from loragate.losses.objectives import FACTORIES, Objective
+from loragate.models import resolve
 from loragate.training.own_objective import batch_needs, per_token, require_mask_column, require_own
 from loragate.training.run import (
     OnStep,
@@ -97,11 +97,8 @@ def adapter_settings(settings: StageOneSettings, record: Any) -> StageOneSetting
         record: the adapter's PEFT configuration.
 
     Raises:
-        ConfigError: for a setting that says otherwise, or an adapter that is no LoRA.
+        ConfigError: for a setting that says otherwise.
     """
-    kind = getattr(record.peft_type, "value", str(record.peft_type))
-    if kind != "LORA":
-        raise ConfigError(f"{settings.adapter} is a {kind} adapter; Stage I continues LoRA and DoRA adapters")
     usual = StageOneSettings()
     own: dict[str, Any] = {name: getattr(record, key) for name, key in _OF_THE_ADAPTER.items()}
     modules = record.target_modules
@@ -137,8 +134,8 @@ def require_plain_base(base_model: Any) -> None:
 
 def continue_adapter(base_model: Any, settings: StageOneSettings) -> Any:
     """The finished adapter of `settings.adapter` on `base_model`, ready to train; its folder is only read."""
-    folder = adapter_place(settings.adapter)
-    return PeftModel.from_pretrained(base_model, folder, is_trainable=True)
+    place = resolve(settings.adapter, expect="adapter", base_later=True)
+    return PeftModel.from_pretrained(base_model, str(place.adapter), is_trainable=True)
 
 
 def build_adapter(base_model: Any, settings: StageOneSettings) -> Any:
@@ -261,7 +258,9 @@ def train_adapter(
         require_own(objective, settings)
     require_plain_base(base_model)
     if settings.adapter:
-        settings = adapter_settings(settings, PeftConfig.from_pretrained(adapter_place(settings.adapter)))
+        settings = adapter_settings(
+            settings, resolve(settings.adapter, expect="adapter", base_later=True).peft_config()
+        )
     source = load_rows(rows)
     require_encoded(encoded, source)
     if encoded is None:

@@ -9,13 +9,12 @@ import pytest
 from hub_server import Hub, turn_to
 from loragate.cli.evaluation_inputs import load_inputs
 from loragate.cli.generate import GenerateOptions
-from loragate.cli.hub import on_disk, pinned
 from loragate.cli.main import main
-from loragate.cli.models import adapter_record, load_tokenizer, revision_for, revision_of_base
 from loragate.cli.serve import ServeOptions, vllm_arguments
-from loragate.cli.serve_folders import base_revision, served_folders
+from loragate.cli.serve_folders import served_places
 from loragate.errors import ArtifactError
-from loragate.gates.hub import adapter_place, cached_commit, split_base
+from loragate.hub_names import cached_commit, hub_name, hub_source, is_hub_id, split_revision
+from loragate.models import ModelRef, open_tokenizer, resolve
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
@@ -61,46 +60,74 @@ def weights_of(folder):
     return (folder / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
-def test_a_base_and_its_revision_are_taken_apart(tmp_path, monkeypatch):
-    assert split_base("user/base@v1") == ("user/base", "v1")
-    assert split_base("user/base@feature/x") == ("user/base", "feature/x")
-    assert split_base("user/base", "v1") == ("user/base", "v1")
-    assert split_base("user/base", "") == ("user/base", None)
-    assert split_base("user/base@v1", "v1") == ("user/base", "v1")
-    assert split_base("gpt2") == ("gpt2", None)
+def test_names():
+    assert hub_name("user/repo") == ("user/repo", "")
+    assert hub_name("user/re.po-1@v1/x") == ("user/re.po-1", "v1/x")
+    for text in ("repo", "a/b/c", "./a/b", "/a/b", "~/a", "a/b@", "../b"):
+        assert hub_name(text) is None, text
+    with pytest.raises(ArtifactError, match="has no effect"):
+        resolve("/some/folder", revision="v2")
+    ids = ("gpt2", "a/b", "/a/b", "a/b/c", "", "../b", "a b", "a/b\n")
+    assert [is_hub_id(text) for text in ids] == [*(True, True), *(False,) * 6]
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    cached = f"/home/me/.cache/huggingface/hub/models--user--repo/snapshots/{commit}"
+    assert hub_source(cached) == f"user/repo@{commit}"
+    assert hub_source(cached + "/adapter") == f"user/repo@{commit}/adapter"
+    assert hub_source("runs/gated") == "runs/gated"
+
+
+def test_a_name_is_taken_apart(tmp_path, monkeypatch):
+    assert ModelRef.parse("user/base@v1") == ModelRef("user/base", "v1")
+    assert ModelRef.parse("user/base@feature/x") == ModelRef("user/base", "feature/x")
+    assert ModelRef.parse("user/base", "v1") == ModelRef("user/base", "v1")
+    assert ModelRef.parse("user/base@unit") == ModelRef("user/base", "", "unit")
+    assert ModelRef.parse("user/base@v1@unit") == ModelRef("user/base", "v1", "unit")
+    assert str(ModelRef.parse("user/base@v1@unit")) == "user/base@v1@unit"
+    assert split_revision("user/base@v1", "v1") == ("user/base", "v1")
+    assert split_revision("gpt2") == ("gpt2", "")
     with pytest.raises(ArtifactError, match="names a revision already"):
-        split_base("user/base@v1", "v2")
+        ModelRef.parse("user/base@v1", "v2")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "user" / "base@v1").mkdir(parents=True)
-    assert split_base("user/base@v1") == ("user/base@v1", None), "a folder wins"
+    assert ModelRef.parse("user/base@v1") == ModelRef("user/base@v1"), "a folder wins"
+    assert not ModelRef.parse("user/base@v1").on_hub
 
 
 def test_an_adapter_is_pinned_to_its_commit(hub, caplog):
-    assert pinned("user/plain@v1") == f"user/plain@{OLD}"
-    assert pinned("user/plain") == f"user/plain@{NEW}"
-    assert adapter_place(f"user/plain@{OLD}").endswith(OLD)
-    assert pinned("user/base@v1") == on_disk("user/base@v1") == "user/base@v1", "a base has its own loader"
+    place = resolve("user/plain@v1", "user/base")
+    assert (place.kind, place.source, place.hub_id) == ("adapter", f"user/plain@{OLD}", f"user/plain@{OLD}")
+    assert place.adapter.name == OLD
+    assert f"using user/plain@{OLD}" in caplog.text
+    assert resolve("user/plain", "user/base").source == f"user/plain@{NEW}"
+    caplog.clear()
+    assert resolve(f"user/plain@{OLD}", "user/base").fingerprint == f"user/plain@{OLD}"
+    assert not caplog.text, "the name already says the commit"
+    base = resolve("user/base@v1")
+    assert (base.kind, base.source) == ("base", "user/base@v1")
     with pytest.raises(ArtifactError, match=r"holds neither gate_config.json nor adapter_config.json"):
-        adapter_place("user/base@v1")
+        resolve("user/base@v1", expect="adapter")
     with pytest.raises(ArtifactError, match="no revision 'v9'"):
-        adapter_record("user/plain@v9")
-    record = adapter_record("user/plain@v1")
-    assert revision_of_base(record, "user/base") == ""
-    assert revision_of_base(record, "user/base@v1") == "v1"
-    record.revision = BASE_OLD
-    assert revision_of_base(record, "user/base") == BASE_OLD
-    assert revision_of_base(record, "user/base@main") == "main", "what is asked for comes before the record"
-    assert revision_of_base(record, "user/other") == ""
+        resolve("user/plain@v9")
+
+
+def test_the_revision_of_the_base(hub, place, tmp_path):
+    assert resolve("user/plain@v1").base == ModelRef("user/base")
+    assert resolve("user/plain@v1", "user/base@v1").base == ModelRef("user/base", "v1")
+    record = json.loads((place / "adapter" / "adapter_config.json").read_text())
+    shutil.copytree(place / "adapter", tmp_path / "pinned")
+    (tmp_path / "pinned" / "adapter_config.json").write_text(json.dumps({**record, "revision": BASE_OLD}))
+    assert resolve(tmp_path / "pinned").base == ModelRef("user/base", BASE_OLD)
+    assert resolve(tmp_path / "pinned", "user/base").base == ModelRef("user/base", BASE_OLD)
+    assert resolve(tmp_path / "pinned", "user/base@main").base.revision == "main", "what is asked for comes first"
+    assert resolve(tmp_path / "pinned", "user/other").base == ModelRef("user/other")
 
 
 def test_a_tokenizer_comes_from_the_revision(place, hub, tmp_path):
     files = hub.commits["user/base"]
     changed = json.loads(files[BASE_NEW]["tokenizer_config.json"])
     files[BASE_NEW]["tokenizer_config.json"] = json.dumps({**changed, "model_max_length": 77}).encode()
-    assert load_tokenizer(["user/base@v1"]).model_max_length != 77
-    assert load_tokenizer(["user/base"]).model_max_length == 77
-    assert load_tokenizer(["user/base"], revision="v1").model_max_length != 77
-    assert load_tokenizer(["user/base@main"], revision="v1").model_max_length == 77, "what is asked for comes first"
+    assert open_tokenizer(resolve("user/base@v1")).model_max_length != 77
+    assert open_tokenizer(resolve("user/base")).model_max_length == 77
     # a base that only the adapter's record pins is read at that commit, weights and tokenizer alike
     record = json.loads((place / "adapter" / "adapter_config.json").read_text())
     shutil.copytree(place / "adapter", tmp_path / "adapter")
@@ -122,8 +149,8 @@ def test_calibrate_records_both_commits(place, hub, tmp_path, capsys):
     assert f"adapter: user/plain@{OLD}" in (tmp_path / "a" / "run" / "config.yaml").read_text()
     capsys.readouterr()
     # the folder remembers the base's commit, and --base goes before it
-    assert revision_for(str(tmp_path / "a")) == BASE_OLD
-    assert revision_for(str(tmp_path / "a"), "user/base@main") == "main"
+    assert resolve(tmp_path / "a").base.revision == BASE_OLD
+    assert resolve(tmp_path / "a", "user/base@main").base.revision == "main"
     ask = ["--prompt", "w1 w2", "--max-new-tokens", "6", "--temperature", "0"]
     answers = []
     for more in ([], ["--base", "user/base@v1"], ["--base", str(place / "base")]):
@@ -207,10 +234,8 @@ def test_an_evaluation_names_the_commit_of_the_base(place, hub):
 
 
 def test_vllm_is_told_the_revision(place, hub, tmp_path):
-    options = ServeOptions(str(place / "adapter"), base="user/base@v1", system="keep")
-    base, adapters = served_folders(options)
-    assert (base, list(adapters)) == ("user/base", ["adapter"])
-    assert base_revision(options) == "v1"
-    arguments = vllm_arguments(options, base, adapters, tmp_path)
+    options = ServeOptions(model=str(place / "adapter"), base="user/base@v1", system="keep")
+    served, adapters = served_places(options)
+    assert (served.base, list(adapters)) == (ModelRef("user/base", "v1"), ["adapter"])
+    arguments = vllm_arguments(options, served, adapters, tmp_path)
     assert arguments[arguments.index("--revision") + 1] == "v1"
-    assert base_revision(ServeOptions(str(place / "adapter"))) == "", "nothing is pinned in the record"

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 import loragate as lg
 from loragate.errors import ArtifactError, ConfigError
 from loragate.gates.gate import Override
-from loragate.serving import read_folder, read_place
-from loragate.serving.folder import has_lambda, is_gated, stamp
+from loragate.models import is_gated, read_gates, resolve
+from loragate.models.folder_gates import stamp
 from tiny import tiny_adapter
 
 
@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
     ids=["all-linear", "patterns", "rslora", "two", "embedding"],
 )
 def test_the_adapter_is_known_again_from_its_file(tmp_path: Path, lora: dict) -> None:
-    gates = read_folder(write(tmp_path / "gated", lora))
+    gates = read_gates(write(tmp_path / "gated", lora))
     assert gates.config.lower == -3
     assert set(gates.weights) == set(gates.biases)
     assert all(path.endswith("_proj") for path in gates.biases)
@@ -51,14 +51,14 @@ def test_the_adapter_is_known_again_from_its_file(tmp_path: Path, lora: dict) ->
 
 @pytest.mark.parametrize("granularity", ["module", "global"])
 def test_gates_without_weights(tmp_path: Path, granularity: str) -> None:
-    gates = read_folder(write(tmp_path / "gated", granularity=granularity))
+    gates = read_gates(write(tmp_path / "gated", granularity=granularity))
     assert gates.weights == {}
     assert len(gates.biases) == 14
     assert len({float(bias) for bias in gates.biases.values()}) == (14 if granularity == "module" else 1)
 
 
 def test_gates_on_some_modules(tmp_path: Path) -> None:
-    gates = read_folder(write(tmp_path / "gated", target_modules=["o_proj"]))
+    gates = read_gates(write(tmp_path / "gated", target_modules=["o_proj"]))
     assert sorted(gates.biases) == [f"model.layers.{layer}.self_attn.o_proj" for layer in (0, 1)]
 
 
@@ -66,10 +66,10 @@ def test_the_digest_follows_gates_and_adapter(tmp_path: Path) -> None:
     digests = set()
     for name, lora, tau in (("a", {}, 1.0), ("b", {}, 2.0), ("c", {"seed": 1}, 1.0)):
         torch.manual_seed(0)
-        digests.add(read_folder(write(tmp_path / name, lora, tau=tau)).digest)
+        digests.add(read_gates(write(tmp_path / name, lora, tau=tau)).digest)
     assert len(digests) == 3
     shutil.copytree(tmp_path / "a", tmp_path / "copy")
-    assert read_folder(tmp_path / "copy").digest == read_folder(tmp_path / "a").digest
+    assert read_gates(tmp_path / "copy").digest == read_gates(tmp_path / "a").digest
 
 
 def test_a_rewritten_folder_has_another_stamp(folder: Path) -> None:
@@ -82,24 +82,29 @@ def test_a_rewritten_folder_has_another_stamp(folder: Path) -> None:
     assert not is_gated(folder / "adapter")
 
 
+def placed(text: str):
+    place = resolve(text, overrides=True, base_later=True)
+    return read_gates(place.folder, place.override)
+
+
 def test_an_override_stands_behind_the_folder(folder: Path) -> None:
-    gates = read_place(f"{folder}@unit")
+    gates = placed(f"{folder}@unit")
     assert gates.override == Override(0.0, 1.0)
-    assert gates.digest == read_folder(folder).digest
-    assert has_lambda(str(folder))
-    assert read_place(str(folder)).override is None
+    assert gates.digest == read_gates(folder).digest
+    assert resolve(folder, base_later=True).needs_lambda
+    assert placed(str(folder)).override is None
     with pytest.raises(ConfigError, match="did you mean 'unit'"):
-        read_place(f"{folder}@unnit")
+        placed(f"{folder}@unnit")
 
 
 def test_a_plain_adapter_takes_one_constant(folder: Path) -> None:
     plain = folder / "adapter"
-    gates = read_place(f"{plain}@constant=0.5")
+    gates = placed(f"{plain}@constant=0.5")
     assert gates.adapter == plain
-    assert set(gates.biases) == set(read_folder(folder).biases)
-    assert not has_lambda(str(plain))
+    assert set(gates.biases) == set(read_gates(folder).biases)
+    assert not resolve(plain, base_later=True).needs_lambda
     with pytest.raises(ArtifactError, match="takes @constant=C alone"):
-        read_place(f"{plain}@unit")
+        placed(f"{plain}@unit")
 
 
 def other_adapter(folder: Path) -> None:
@@ -154,4 +159,4 @@ def test_a_malformed_folder_is_refused(folder: Path, name: str) -> None:
     spoil, message = MALFORMED[name]
     spoil(folder)
     with pytest.raises(ArtifactError, match=message):
-        read_folder(folder)
+        read_gates(folder)

@@ -1,0 +1,58 @@
+"""Names of models on the hub: what a text such as `owner/name@v1` says, and what the hub's cache on this machine tells of it.
+
+A local folder always wins over a hub id of the same name. Nothing is downloaded here and nothing is asked of the network.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from loragate.errors import ArtifactError
+
+_PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+_NAME = re.compile(rf"({_PART}/{_PART})(?:@(\S+))?")
+_SNAPSHOT = re.compile(rf"models--({_PART})--({_PART})/snapshots/([0-9a-f]{{40}})(/.*)?")
+
+
+def hub_name(text: str | Path) -> tuple[str, str] | None:
+    """(owner/name, revision or "") of a text; None for anything that exists here or has not the form owner/name[@revision]."""
+    found = _NAME.fullmatch(str(text))
+    return None if found is None or Path(text).exists() else (found[1], found[2] or "")
+
+
+def split_revision(text: str | Path, revision: str | None = None) -> tuple[str, str]:
+    """(name, revision or "") of a model: "owner/name@revision" is taken apart, any other text is a name as it is.
+
+    Args:
+        text: folder, "owner/name" or "owner/name@revision".
+        revision: the same from elsewhere.
+
+    Raises:
+        ArtifactError: if two revisions are given that differ.
+    """
+    name, named = hub_name(text) or (str(text), "")
+    if named and revision and revision != named:
+        raise ArtifactError(f"{text} names a revision already; leave revision={revision!r} out")
+    return name, named or revision or ""
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether a text can be the hub id of a base: owner/name, or one of the hub's old names without an owner."""
+    return re.fullmatch(rf"({_PART}/)?{_PART}", text) is not None and not Path(text).exists()
+
+
+def cached_commit(repository: str, revision: str | None = None) -> str | None:
+    """The commit that a revision of a model on the hub meant when it was last loaded; None where the hub cache lacks it."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if not is_hub_id(repository):
+        return None
+    found = try_to_load_from_cache(repository, "config.json", revision=revision or None)
+    return Path(found).parent.name if isinstance(found, str) else None
+
+
+def hub_source(folder: str | Path) -> str:
+    """ "owner/name@commit" for a folder in the hub cache, with what lies inside it; any other path as it is."""
+    found = _SNAPSHOT.search(Path(folder).as_posix())
+    return f"{found[1]}/{found[2]}@{found[3]}{found[4] or ''}" if found else str(folder)

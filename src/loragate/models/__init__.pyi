@@ -1,0 +1,35 @@
+from .adapter_files import (
+    read_adapter as read_adapter,
+    read_adapter_config as read_adapter_config,
+    strength_of as strength_of,
+)
+from .bases import (
+    Loading as Loading,
+    base_config as base_config,
+    base_weights as base_weights,
+    generation_config as generation_config,
+    open_base as open_base,
+)
+from .folder_gates import (
+    FolderGates as FolderGates,
+    read_gates as read_gates,
+)
+from .loading import (
+    Loaded as Loaded,
+    explained as explained,
+    load_gated as load_gated,
+    open_model as open_model,
+    open_tokenizer as open_tokenizer,
+    open_weights as open_weights,
+    open_without_weights as open_without_weights,
+    put_on as put_on,
+)
+from .place import (
+    ModelRef as ModelRef,
+    Place as Place,
+    folder_sha256 as folder_sha256,
+    is_adapter as is_adapter,
+    is_gated as is_gated,
+    require_here as require_here,
+    resolve as resolve,
+)

@@ -1,0 +1,75 @@
+"""A plain LoRA adapter as its two files say it: configuration, tensors, and the strength of each module. No PEFT, no model."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from loragate.errors import ArtifactError
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""What PEFT puts before the base's own module names in its files."""
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """adapter_config.json of an adapter of any kind.
+
+    Raises:
+        ArtifactError: for a file that is no adapter's configuration.
+    """
+    path = folder / ADAPTER_CONFIG
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        record["peft_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(f"{path}: not a readable configuration of an adapter ({error!r})") from error
+    return dict(record)
+
+
+def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """(configuration, tensors by their names in the file) of a LoRA adapter.
+
+    Raises:
+        ArtifactError: for a file that cannot be read, or a configuration without rank or alpha.
+    """
+    config, path = read_adapter_config(folder), folder / ADAPTER_WEIGHTS
+    for key in ("r", "lora_alpha"):
+        if key not in config:
+            raise ArtifactError(
+                f"{folder / ADAPTER_CONFIG}: not a readable configuration of a LoRA adapter (no key {key!r})"
+            )
+    try:
+        return config, load_file(str(path))
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise ArtifactError(f"{path}: not a readable safetensors file ({error})") from error
+
+
+def strength_of(config: Mapping[str, Any], path: str) -> tuple[Any, Any, float]:
+    """(rank, alpha, scaling) of a module by PEFT's rules: α/r, or α/√r with rsLoRA.
+
+    Raises:
+        ArtifactError: for a rank or alpha that is not a number.
+    """
+    rank = _by_pattern(config.get("rank_pattern") or {}, path, config["r"])
+    alpha = _by_pattern(config.get("alpha_pattern") or {}, path, config["lora_alpha"])
+    try:
+        return rank, alpha, float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ArtifactError(f"{ADAPTER_CONFIG}: rank or alpha of {path} is not a number ({error})") from error
+
+
+def _by_pattern(pattern: Mapping[str, Any], path: str, default: Any) -> Any:
+    """PEFT's rule: the first key that matches the end of the path, from a dot on, as a regular expression."""
+    for key, value in pattern.items():
+        if re.match(rf"(.*\.)?({key})$", path):
+            return value
+    return default

@@ -1,0 +1,178 @@
+"""Where the weights of a base come from, and how they are held: dtype, device, 8 and 4 bits.
+
+`base_weights`, `base_config` and `generation_config` are the only readers of a base; another form of base belongs into them.
+Quantised storage is bitsandbytes' (NF4 with double quantisation for 4 bits). Gates and LoRA factors stay fp32 whatever the
+base is.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from loragate.errors import ConfigError, nearest
+from loragate.gates.quantised import (
+    EIGHT_BIT,
+    FOUR_BIT,
+    NONE,
+    describe_storage,
+    keep_unpacked,
+    quantization_of_config,
+)
+from loragate.models.place import ModelRef
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = (NONE, EIGHT_BIT, FOUR_BIT)
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How a model is loaded.
+
+    Attributes:
+        dtype: auto, float32, bfloat16 or float16 of the base; see `torch_dtype`.
+        device: auto, cpu, cuda, cuda:1, mps.
+        quantization: none, 8bit or 4bit storage of the base.
+        trust: run model code from the hub.
+        chat_template: jinja file to use instead of the tokenizer's template; empty for none.
+        host_memory: load the base into host memory instead of the device, from where its shards go to the devices.
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    quantization: str = NONE
+    trust: bool = False
+    chat_template: str = ""
+    host_memory: bool = False
+
+    @classmethod
+    def of(cls, options: Any, **more: Any) -> Loading:
+        """The loading that a command's options ask for; those that it does not have are left at their defaults."""
+        names = {"dtype": "dtype", "device": "device", "quantization": "quantization", "trust": "trust_remote_code"}
+        names["chat_template"] = "chat_template"
+        return cls(**{key: getattr(options, name) for key, name in names.items() if hasattr(options, name)}, **more)
+
+    def check(self) -> None:
+        """Refuse what is unknown, not installed or contradictory, before anything is loaded.
+
+        Raises:
+            ConfigError: naming the setting, and what to change.
+        """
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, found {self.dtype!r}")
+        wanted = self.quantization
+        if wanted not in QUANTIZATIONS:
+            raise ConfigError(
+                f"--quantization {wanted}: expected {', '.join(QUANTIZATIONS)}{nearest(wanted, QUANTIZATIONS)}"
+            )
+        if wanted == EIGHT_BIT and self.dtype == "float32":
+            raise ConfigError(
+                "--quantization 8bit with --dtype float32: 8-bit layers multiply in float16, so float32 would be a false "
+                "promise; leave --dtype out, or use --quantization 4bit"
+            )
+        if wanted != NONE and importlib.util.find_spec("bitsandbytes") is None:
+            raise ConfigError(
+                f"--quantization {wanted} needs bitsandbytes, which is not installed; pip install bitsandbytes"
+            )
+
+    @property
+    def torch_device(self) -> str:
+        """The device; "auto" is CUDA, then MPS, then the CPU. Each of several processes on a machine has its own GPU.
+
+        Raises:
+            ConfigError: for a device that is not usable here.
+        """
+        if self.device != "auto":
+            try:
+                torch.empty(0, device=self.device)
+            except (RuntimeError, AssertionError) as error:
+                raise ConfigError(
+                    f"--device {self.device}: not usable here ({str(error).splitlines()[0]}); try --device cpu"
+                ) from error
+            return self.device
+        if torch.cuda.is_available():
+            several = int(os.environ.get("WORLD_SIZE") or 1) > 1
+            return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if several else "cuda"
+        return "mps" if torch.backends.mps.is_available() else "cpu"
+
+    @property
+    def torch_dtype(self) -> Any:
+        """The dtype of the base, or of what stays unquantised, which is also what 4-bit layers compute in.
+
+        "auto" is the checkpoint's own on a GPU and float32 on the CPU. With quantised weights it is bfloat16, or float16 on
+        GPUs without it; float32 for 4 bits on a CPU.
+        """
+        self.check()
+        if self.dtype != "auto":
+            return getattr(torch, self.dtype)
+        device = self.torch_device
+        if self.quantization == NONE:
+            return torch.float32 if device == "cpu" else "auto"
+        if device == "cpu":
+            return torch.float32 if self.quantization == FOUR_BIT else torch.bfloat16
+        return torch.bfloat16 if not device.startswith("cuda") or torch.cuda.is_bf16_supported() else torch.float16
+
+
+def base_config(base: ModelRef, trust: bool = False) -> Any:
+    """The transformers configuration of a base."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(base.name, trust_remote_code=trust, **base.pretrained)
+
+
+def generation_config(base: ModelRef, trust: bool = False) -> Any:
+    """The base's generation settings or, where it has no such file, what transformers derives from its configuration."""
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(base.name, **base.pretrained)
+    except OSError:
+        return GenerationConfig.from_model_config(base_config(base, trust))
+
+
+def base_weights(base: ModelRef, **arguments: Any) -> Any:
+    """A causal LM with its weights; `arguments` are those of `AutoModelForCausalLM.from_pretrained`."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(base.name, **base.pretrained, **arguments)
+
+
+def open_base(base: ModelRef, how: Loading) -> Any:
+    """A causal LM on its device, in eval mode, its errors those of transformers; in 8 or 4 bits where that is asked for.
+
+    Quantised weights are put on their device while they are loaded and are not moved afterwards.
+
+    Raises:
+        ConfigError: if a quantisation is asked for and the checkpoint is quantised already.
+    """
+    arguments: dict[str, Any] = {"dtype": how.torch_dtype, "trust_remote_code": how.trust}
+    device = "cpu" if how.host_memory else how.torch_device
+    stored = quantization_of_config(base_config(base, how.trust))
+    if stored != NONE and how.quantization != NONE:
+        raise ConfigError(f"{base.name} is {describe_storage(stored)} already; leave --quantization out")
+    if how.quantization != NONE:
+        arguments["quantization_config"] = _bitsandbytes(how)
+    placed = stored != NONE or how.quantization != NONE
+    if placed:
+        # "cuda" means the process's own GPU, as it does elsewhere in torch; a device map would read it as the first
+        arguments["device_map"] = {"": torch.cuda.current_device() if device == "cuda" else device}
+    model = base_weights(base, **arguments)
+    keep_unpacked(model)
+    return model.eval() if placed else model.to(device).eval()
+
+
+def _bitsandbytes(how: Loading) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    if how.quantization == EIGHT_BIT:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=how.torch_dtype,
+    )

@@ -1,0 +1,179 @@
+"""The gates of a folder as a server or an export needs them: read from files alone, checked before anything is activated.
+
+`loragate.gates` ties gates to the adapter and base of a model in memory. A server holds the base in shards and packs
+modules, so the same identity is checked here against the adapter's files: its hash, its modules and its sizes. An override
+of λ makes a virtual adapter with the same tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from loragate.errors import ArtifactError
+from loragate.gates.config import GateConfig
+from loragate.gates.eligibility import changed_base
+from loragate.gates.fingerprint import factors_sha256
+from loragate.gates.gate import Override
+from loragate.gates.schema import ADAPTER, CONFIG, GATES, read_gate_config, read_tensors
+from loragate.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, read_adapter, strength_of
+from loragate.models.place import is_gated
+
+_NOT_LINEAR = ("lm_head", "embed_tokens", "wte", "experts")
+
+
+@dataclass(frozen=True)
+class FolderGates:
+    """The checked gates of one folder.
+
+    Attributes:
+        folder: the artifact.
+        adapter: the plain PEFT adapter inside.
+        config: range, τ and granularity.
+        weights: {module path: [d_in] fp32}; empty for module and global granularity.
+        biases: {module path: [1] fp32}, one for every gated module.
+        base: the record's identity of the base; empty for a plain adapter.
+        digest: changes whenever gates or adapter do.
+        override: what is laid over λ; None for the gates as they are.
+    """
+
+    folder: Path
+    adapter: Path
+    config: GateConfig
+    weights: dict[str, torch.Tensor]
+    biases: dict[str, torch.Tensor]
+    base: dict[str, Any]
+    digest: str
+    override: Override | None = None
+
+
+def read_gates(folder: str | Path, override: Override | None = None) -> FolderGates:
+    """Read and check a gated folder, or a plain adapter under one constant λ.
+
+    Args:
+        folder: where the files are.
+        override: what is laid over λ; a plain adapter needs a constant, for it has no gates.
+
+    Raises:
+        ArtifactError: naming the file and what is wrong with it: schema, hash, module, shape, dtype, a number that is not
+            finite, gates of another adapter, or an override that a plain adapter cannot have.
+    """
+    folder = Path(folder)
+    if not is_gated(folder) and override is not None:
+        return _plain_with_constant(folder, override)
+    record = read_gate_config(folder)
+    config = GateConfig(**record["gate"])
+    tensors = read_tensors(folder, record)
+    adapter = _read_factors(folder / ADAPTER)
+    if adapter.sha256 != record["adapter"]["sha256"]:
+        _fail(
+            folder / CONFIG,
+            f"these gates belong to another adapter (sha256 {record['adapter']['sha256'][:12]}…, {folder / ADAPTER} has "
+            f"{adapter.sha256[:12]}…); fetch the artifact again",
+        )
+    modules = record["modules"]
+    if config.target_modules is None:
+        left = [path for path in adapter.widths if path not in modules and path.rsplit(".", 1)[-1] not in _NOT_LINEAR]
+        if left:
+            _fail(folder / CONFIG, f"no gate for module {left[0]}, which the adapter adapts")
+    expected = _expected_tensors(config, modules)
+    if missing := sorted(set(expected) - set(tensors)):
+        _fail(folder / GATES, f"tensor {missing[0]} is missing")
+    if extra := sorted(set(tensors) - set(expected)):
+        _fail(folder / GATES, f"tensor {extra[0]} belongs to no gate of this adapter")
+    for path in modules:
+        if path not in adapter.widths:
+            _fail(folder / CONFIG, f"a gate for {path}, which the adapter does not adapt")
+    for name, tensor in tensors.items():
+        size = adapter.widths[name.removesuffix(".weight")] if name.endswith(".weight") else 1
+        if tensor.shape != (size,):
+            _fail(folder / GATES, f"{name} has shape {tuple(tensor.shape)}, expected ({size},)")
+    identity = [record["gates_sha256"], adapter.sha256, record["gate"]]
+    return FolderGates(
+        folder=folder,
+        adapter=folder / ADAPTER,
+        config=config,
+        weights={name.removesuffix(".weight"): t for name, t in tensors.items() if name.endswith(".weight")},
+        biases={path: tensors["global.bias" if config.granularity == "global" else f"{path}.bias"] for path in modules},
+        base=record["base"],
+        digest=hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest(),
+        override=override,
+    )
+
+
+def stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """Size and time of change of every file that is served, to notice that a folder was written anew."""
+    adapter = folder / ADAPTER if is_gated(folder) else folder
+    files = [folder / CONFIG, folder / GATES, *sorted(adapter.glob("adapter_*"))]
+    found = []
+    for file in files:
+        try:
+            status = file.stat()
+        except OSError:
+            continue
+        found.append((file.name, status.st_size, status.st_mtime_ns))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """Input width of every adapted linear module, and the adapter's `factors_sha256`."""
+
+    widths: dict[str, int]
+    sha256: str
+
+
+def _read_factors(folder: Path) -> _Factors:
+    config, state = read_adapter(folder)
+    for key in ("modules_to_save", "target_parameters", "trainable_token_indices"):
+        if config.get(key):
+            _fail(folder / ADAPTER_CONFIG, f"{key} is set; such adapters are neither served with gates nor exported")
+    if changed := changed_base(config.get("init_lora_weights")):
+        _fail(folder / ADAPTER_CONFIG, changed)
+    factors: dict[str, dict[str, list[torch.Tensor]]] = {}
+    for key, tensor in state.items():
+        if key.endswith((".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")):
+            continue  # PEFT saves the base's own embedding beside an adapter on it, and vLLM skips it
+        found = re.fullmatch(r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)(\.weight)?", key)
+        if found is None:
+            _fail(folder / ADAPTER_WEIGHTS, f"{key} is not a tensor of a plain LoRA adapter")
+        factors.setdefault(found[1].removeprefix(PREFIX), {})[found[2]] = [tensor]
+    first = {path: groups["lora_A"][0] for path, groups in sorted(factors.items()) if "lora_A" in groups}
+    return _Factors(
+        widths={path: tensor.shape[1] for path, tensor in first.items() if tensor.dim() == 2},
+        sha256=factors_sha256((path, strength_of(config, path), groups) for path, groups in factors.items()),
+    )
+
+
+def _plain_with_constant(folder: Path, override: Override) -> FolderGates:
+    """A plain adapter under one λ: gates that say 1 everywhere, and the constant over them."""
+    if override.constant is None:
+        _fail(folder, "a plain adapter has no gates whose λ could be clipped; it takes @constant=C alone")
+    adapter = _read_factors(folder)
+    return FolderGates(
+        folder=folder,
+        adapter=folder,
+        config=GateConfig(lower=-1.0, upper=2.0, granularity="module"),
+        weights={},
+        biases={path: torch.zeros(1) for path in adapter.widths if path.rsplit(".", 1)[-1] not in _NOT_LINEAR},
+        base={},
+        digest=adapter.sha256,
+        override=override,
+    )
+
+
+def _expected_tensors(config: GateConfig, modules: list[str]) -> list[str]:
+    if config.granularity == "global":
+        return ["global.bias"]
+    names = [f"{path}.bias" for path in modules]
+    return names + [f"{path}.weight" for path in modules] if config.granularity == "token" else names
+
+
+def _fail(path: Path, message: str) -> NoReturn:
+    raise ArtifactError(f"{path}: {message}")

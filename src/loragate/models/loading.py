@@ -1,0 +1,315 @@
+"""From a place to a loaded model: base, adapter or gated, in one way; the tokenizer; and errors a person can act on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loragate.data import find_endings
+from loragate.errors import ArtifactError, ConfigError, LoragateError
+from loragate.gates import GateConfig, attach_gates, detach_gates, load_gates
+from loragate.gates.attach import gate_modules
+from loragate.gates.quantised import quantization_of
+from loragate.gates.schema import CONFIG
+from loragate.hub_names import hub_source, is_hub_id
+from loragate.models.bases import Loading, base_config, base_weights, generation_config, open_base
+from loragate.models.place import Kind, Place, resolve
+
+# PEFT's names of tasks whose models have another class and other outputs
+_OTHER_TASKS = ("SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS")
+
+
+@dataclass
+class Loaded:
+    """A model with its tokenizer.
+
+    Attributes:
+        place: where it came from; its kind is what the model is.
+        how: how it was loaded.
+        tokenizer: with its chat template.
+        config: of the base.
+        model: in memory; None where vLLM loads the weights itself.
+        note: what a person must know about what was loaded; empty mostly.
+        stop_token_ids: tokens that end an answer beside those that tokenizer and base declare.
+    """
+
+    place: Place
+    how: Loading
+    tokenizer: Any
+    config: Any
+    model: Any = None
+    note: str = ""
+    stop_token_ids: tuple[int, ...] = field(default=())
+
+    @property
+    def kind(self) -> Kind:
+        """ "base", "adapter" or "gated"."""
+        return self.place.kind
+
+    @property
+    def positions(self) -> int | None:
+        """Positions of the model; None where it has no limit."""
+        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
+
+    @property
+    def dtype(self) -> str:
+        """Of the base, with its quantised storage if it has one; as asked for where vLLM loads it."""
+        if self.model is None:
+            return self.how.dtype
+        dtype, stored = str(self.model.dtype).removeprefix("torch."), quantization_of(self.model)
+        return dtype if stored == "none" else f"{dtype}, {stored}"
+
+    @property
+    def commit(self) -> str:
+        """Of the base on the hub; empty for a folder, and where the hub cache does not tell."""
+        return self.place.base.commit()
+
+    @property
+    def names(self) -> dict[str, str]:
+        """{"base": …, "adapter": …, "gated": …}, as far as there are such, each by its folder or hub id."""
+        place, found = self.place, {"base": self.place.base.name}
+        if place.kind != "base":
+            found["adapter"] = str(place.adapter)
+        return {**found, "gated": str(place.folder)} if place.kind == "gated" else found
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """`names`, with the commit of what came from the hub."""
+        found = {kind: hub_source(name) for kind, name in self.names.items()}
+        return {**found, "base": f"{found['base']}@{self.commit}"} if self.commit else found
+
+    @property
+    def endings(self) -> Any:
+        """What ends an answer, whichever row gives it."""
+        settings = generation_config(self.place.base) if self.model is None else self.model.generation_config
+        return find_endings(self.tokenizer, settings, self.stop_token_ids)
+
+    @property
+    def told_endings(self) -> dict[str, Any]:
+        """What an evaluation records of them: {} where the chat template adds no end to those that are declared."""
+        added = self.endings.added
+        return {"end_of_turn": added} if added else {}
+
+    def without_idle_gates(self) -> Loaded:
+        """The same as its plain adapter, with a note, where the gates are off; otherwise itself."""
+        if self.place.gates_off:
+            self.note, self.place = self.place.gates_off, self.place.plain
+            self.model = None if self.model is None else detach_gates(self.model)
+        return self
+
+
+def open_model(place: Place, how: Loading | None = None) -> Loaded:
+    """The model of a place with its tokenizer, frozen and in eval mode, an override of λ laid over it for good.
+
+    Raises:
+        LoragateError: in one sentence, for what transformers and PEFT cannot load.
+        ArtifactError: for gates of another base or adapter.
+    """
+    how = how or Loading()
+    model = open_weights(place, how)
+    tokenizer = open_tokenizer(place, how)
+    return Loaded(place, how, tokenizer, model.config, model, stop_token_ids=place.stop_token_ids)
+
+
+def open_without_weights(place: Place, how: Loading | None = None) -> Loaded:
+    """Tokenizer and configuration alone, for an engine that loads the weights itself."""
+    how = how or Loading()
+    with explained("base model", place.base.name):
+        config = base_config(place.base, how.trust)
+    return Loaded(place, how, open_tokenizer(place, how), config, stop_token_ids=place.stop_token_ids)
+
+
+def open_weights(place: Place, how: Loading) -> Any:
+    """The model of `open_model` without its tokenizer."""
+    if place.kind == "gated":
+        with explained("gated adapter", place.ref.name):
+            return put_on(_base_of_gated(place, lambda: open_base(place.base, how)), place)
+    with explained("base model", place.base.name):
+        base = open_base(place.base, how)
+    return base if place.kind == "base" else put_on(base, place)
+
+
+def put_on(base: Any, place: Place) -> Any:
+    """Adapter, gates and override of a place on a base in memory, as a frozen PeftModel in eval mode.
+
+    Raises:
+        LoragateError: for an adapter of another base.
+        ArtifactError: as `loragate.load_gates`.
+    """
+    from peft import PeftModel
+
+    try:
+        with explained("adapter", place.ref.name):
+            model: Any = PeftModel.from_pretrained(base, str(place.adapter))
+    except LoragateError as error:
+        if place.kind != "gated" or "size mismatch" not in str(error.__cause__):
+            raise
+        raise ArtifactError(_other_size(place, error.__cause__)) from error
+    if place.kind == "gated":
+        load_gates(model, str(place.folder))
+    if place.override is not None:
+        if place.kind != "gated":
+            if place.override.constant is None:
+                raise ConfigError(
+                    f"{place.ref}: a plain adapter has no gates whose λ could be clipped; use @constant=C"
+                )
+            attach_gates(model, GateConfig(-1.0, 2.0))  # whose λ the constant replaces
+        for gate in gate_modules(model).values():
+            gate.override = place.override
+    return model.eval()
+
+
+def load_gated(
+    folder: str | Path,
+    *,
+    base: str | Path | None = None,
+    revision: str | None = None,
+    base_revision: str | None = None,
+    **from_pretrained_kwargs: Any,
+) -> Any:
+    """Load base, adapter and gates of an artifact.
+
+    Args:
+        folder: what `loragate calibrate --out` or `loragate.save_gates` wrote, or its hub id ("owner/name", also
+            "owner/name@revision"), which is downloaded; with "@unit" or another override of λ behind it.
+        base: where to find the base instead of the id recorded in the artifact: a folder, "owner/name" or
+            "owner/name@revision".
+        revision: branch, tag or commit of the artifact's repository on the hub.
+        base_revision: the same of the base; the recorded one where `base` is not given.
+        **from_pretrained_kwargs: passed to `AutoModelForCausalLM.from_pretrained` (dtype, device_map,
+            quantization_config, attn_implementation, ...). `trust_remote_code` stays off unless given.
+
+    Returns:
+        A gated PeftModel in eval mode with every parameter frozen; `generate`, KV cache, batches and padding work as
+        with any PeftModel. `loragate.gates.train_gates_only(model)` has the gates train again.
+
+    Raises:
+        ArtifactError: if the artifact is malformed, belongs to another base or adapter, or it or the base is not to be had.
+    """
+    place = resolve(folder, base or "", expect="gated", revision=revision, base_revision=base_revision, overrides=True)
+    weights = _base_of_gated(place, lambda: base_weights(place.base, **from_pretrained_kwargs))
+    return put_on(weights, place)
+
+
+def open_tokenizer(place: Place, how: Loading | None = None) -> Any:
+    """The tokenizer of the first folder of `place.tokenizers` that has one; the last is the base's, which may be on the hub."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    how = how or Loading()
+    chosen = next((name for name in place.tokenizers if _has_tokenizer(name)), place.base.name)
+    with explained("tokenizer", chosen):
+        if _declares_plain_tokenizer(chosen):
+            # AutoTokenizer would put the model family's own class in place of the one the folder names
+            tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(chosen)
+            tokenizer.init_kwargs.pop("auto_map", None)
+        else:
+            at = place.base.pretrained if chosen == place.base.name else {}
+            tokenizer = AutoTokenizer.from_pretrained(chosen, trust_remote_code=how.trust, **at)
+    if how.chat_template:
+        try:
+            tokenizer.chat_template = Path(how.chat_template).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--chat-template {how.chat_template}: cannot be read ({error.strerror})") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+@contextmanager
+def explained(what: str, name: str) -> Iterator[None]:
+    """Turns the loading errors of transformers and PEFT into one sentence about `what`."""
+    try:
+        yield
+    except LoragateError:
+        raise
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+        raise LoragateError(_sentence(what, name, error)) from error
+
+
+def _base_of_gated(place: Place, load: Callable[[], Any]) -> Any:
+    """The base of a gated folder, with errors that say where it was recorded."""
+    if (task := (place.adapter_config or {}).get("task_type")) in _OTHER_TASKS:
+        raise ArtifactError(_other_class(place, f"the adapter's task_type is {task}"))
+    name = place.base.name
+    try:
+        return load()
+    except (OSError, ValueError) as error:
+        holds_no_model = Path(name).is_dir() and not (Path(name) / "config.json").is_file()
+        if isinstance(error, ValueError) and str(error).startswith("Unrecognized configuration class"):
+            found = str(error).split(" for this kind", 1)[0].removeprefix("Unrecognized configuration class ")
+            raise ArtifactError(_other_class(place, f"{name} has the configuration {found}")) from error
+        if isinstance(error, ValueError) and not holds_no_model:
+            raise  # about an argument, such as trust_remote_code or quantization_config
+        raise ArtifactError(_without_base(place, error)) from error
+
+
+def _other_class(place: Place, reason: str) -> str:
+    """What to do where the base is no causal language model of transformers."""
+    return (
+        f"{place.folder}: load_gated loads causal language models (AutoModelForCausalLM), and {reason}. Load the base with its "
+        f'own class, then PeftModel.from_pretrained(base, "{place.adapter}") and loragate.load_gates(model, "{place.folder}")'
+    )
+
+
+def _other_size(place: Place, error: Any) -> str:
+    """What to do where the adapter's tensors have other shapes than the base's, most often for added tokens."""
+    detail = next(line.strip() for line in str(error).splitlines() if "size mismatch" in line)
+    return (
+        f"{place.adapter} does not fit the base {place.base.name} ({detail[:300]}). Either it was made for another base "
+        "(base=…), or tokens were added before it was trained: then load the base, base.resize_token_embeddings(SIZE), "
+        f'PeftModel.from_pretrained(base, "{place.adapter}") and loragate.load_gates(model, "{place.folder}"); or save such a '
+        "base once and name it with base=…"
+    )
+
+
+def _without_base(place: Place, error: Exception) -> str:
+    """What to do about a base that transformers could not load."""
+    base, folder = place.base.name, place.folder
+    recorded = place.gates is not None and base == place.gates["base"]["id"]
+    named = f"{folder}/{CONFIG}: the recorded base {base}" if recorded else f"the base {base}"
+    said = (str(error).splitlines() or [type(error).__name__])[0]
+    if Path(base).exists():
+        return f"{named} cannot be loaded ({said})"
+    if not recorded:
+        return f"{named} is no folder here, and cannot be had from the hub either ({said})"
+    if is_hub_id(base):
+        lost = f"is no folder here (a relative path counts from the working folder), and cannot be had from the hub ({said})"
+    else:
+        lost = "is a relative path that leads to no folder from the working folder"
+    return f"{named} {lost}; say where the base is with base=… (--base)"
+
+
+def _sentence(what: str, name: str, error: Exception) -> str:
+    text = str(error).strip()
+    first = text.splitlines()[0] if text else type(error).__name__
+    if "size mismatch" in text or "Target modules" in text:
+        detail = next((line.strip() for line in text.splitlines() if "size mismatch" in line), first)
+        return (
+            f"{what} {name} does not fit this base model: it was made for another one, or --base is wrong, or tokens were added "
+            f"to the base before it was trained (save that base once and name it with --base) ({detail[:300]})"
+        )
+    if isinstance(error, OSError) and not Path(name).exists():
+        return (
+            f"{what} {name}: no such folder, and it could not be fetched from the hub. Check the spelling, the network "
+            f"(HF_HUB_OFFLINE) and access rights ({first[:200]})"
+        )
+    return f"{what} {name} cannot be loaded: {type(error).__name__}: {first[:400]}"
+
+
+def _declares_plain_tokenizer(name: str) -> bool:
+    """Whether a local folder says that its tokenizer.json is all there is to its tokenizer."""
+    try:
+        record = json.loads((Path(name) / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    plain = record.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    return plain and (Path(name) / "tokenizer.json").is_file()
+
+
+def _has_tokenizer(name: str) -> bool:
+    folder = Path(name)
+    return folder.is_dir() and any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))

@@ -1,0 +1,382 @@
+"""From the text that names a model to the place where it is: what kind of model, in which folder, on which base.
+
+A local folder wins over a hub id of the same name. An adapter on the hub is downloaded, pinned to one commit. The records of
+adapter and gates are read once, here; nothing below looks at a path again.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from loragate.errors import ArtifactError, ConfigError
+from loragate.gates.gate import Override
+from loragate.gates.override_names import parse_override, split_folder
+from loragate.gates.peft_saving import lost_gates
+from loragate.gates.schema import ADAPTER, CONFIG, read_gate_config, read_tensors
+from loragate.hub_names import cached_commit, hub_name, hub_source, is_hub_id, split_revision
+from loragate.models.adapter_files import ADAPTER_CONFIG, read_adapter_config
+
+Kind = Literal["base", "adapter", "gated"]
+_WHAT = {"any": "model", "base": "base model", "adapter": "adapter", "gated": "gated adapter"}
+_HASHED = (".json", ".safetensors", ".jinja", ".bin", ".model", ".txt")
+_PIECE, _PIECES = 1 << 20, 16
+
+logger = logging.getLogger("loragate")
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    """What a user typed: a folder or a hub id, with a revision and an override of λ behind it.
+
+    Attributes:
+        name: folder, or hub id without revision.
+        revision: branch, tag or commit on the hub; empty for a folder, and for the default branch.
+        override: of λ, such as "unit" or "constant=0.5"; empty for none.
+    """
+
+    name: str
+    revision: str = ""
+    override: str = ""
+
+    @classmethod
+    def parse(cls, text: str | Path, revision: str | None = None) -> ModelRef:
+        """`owner/name@v1` is a revision, `owner/name@unit` an override, `owner/name@v1@unit` both; a folder that is there under
+        the whole text is just that. A revision that is called like an override is named by its commit.
+
+        Args:
+            text: as typed.
+            revision: of a hub id, from elsewhere.
+
+        Raises:
+            ConfigError: for an override that is not known.
+            ArtifactError: for two revisions that differ.
+        """
+        head, _ = split_folder(text)
+        return cls(*split_revision(head, revision), str(text)[len(head) + 1 :])
+
+    def __str__(self) -> str:
+        return "@".join(filter(None, (self.name, self.revision, self.override)))
+
+    @property
+    def on_hub(self) -> bool:
+        """Whether the name has the form owner/name, and no folder here is called so."""
+        return hub_name(self.name) is not None
+
+    @property
+    def lasting(self) -> str:
+        """The name for a record: a folder as its absolute path, which still works from another folder; a hub id as it is."""
+        return str(Path(self.name).resolve()) if Path(self.name).exists() else self.name
+
+    @property
+    def pretrained(self) -> dict[str, Any]:
+        """What `from_pretrained` of transformers is told beside the name."""
+        return {"revision": self.revision} if self.revision else {}
+
+    def commit(self) -> str:
+        """The commit that was last loaded from the hub, from its cache; empty for a folder."""
+        return (cached_commit(self.name, self.revision) or self.revision) if is_hub_id(self.name) else ""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model is.
+
+    Attributes:
+        ref: what was asked for.
+        kind: "base", "adapter" or "gated".
+        folder: of the gated or plain adapter, or of the base; of a base on the hub its id, and not there.
+        base: the base, with its revision; its name is empty where neither --base nor a record names one.
+        gates: gate_config.json; None where there are no gates.
+        adapter_config: adapter_config.json of the plain adapter; None for a base.
+    """
+
+    ref: ModelRef
+    kind: Kind
+    folder: Path
+    base: ModelRef
+    gates: Mapping[str, Any] | None = None
+    adapter_config: Mapping[str, Any] | None = None
+
+    @property
+    def adapter(self) -> Path:
+        """The folder of the plain PEFT adapter."""
+        return self.folder / ADAPTER if self.kind == "gated" else self.folder
+
+    @property
+    def source(self) -> str:
+        """For records: "owner/name@commit" of an adapter from the hub, another folder as it was named; a base as it was named."""
+        return str(self.ref) if self.kind == "base" else hub_source(str(self.folder))
+
+    @property
+    def hub_id(self) -> str | None:
+        """`source` of an adapter that was named by its hub id, for the card; None for a folder, whose path means nothing to
+        others."""
+        return self.source if self.ref.on_hub else None
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells this model from another of the same name: `folder_sha256`, or name and commit on the hub."""
+        return self.source if self.ref.on_hub else folder_sha256(self.folder)
+
+    @property
+    def override(self) -> Override | None:
+        """What is laid over λ; None for nothing."""
+        return parse_override(self.ref.override) if self.ref.override else None
+
+    @property
+    def needs_lambda(self) -> bool:
+        """Whether λ has to be computed: gates, or an override on a plain adapter."""
+        return self.kind == "gated" or bool(self.ref.override)
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer, as the gated folder records them."""
+        return tuple((self.gates or {}).get("stop_token_ids") or ())
+
+    @property
+    def is_dora(self) -> bool:
+        """Whether the adapter is DoRA: it takes no gates, and vLLM serves it merged into its base."""
+        return bool((self.adapter_config or {}).get("use_dora"))
+
+    def peft_config(self) -> Any:
+        """The configuration of the plain adapter as PEFT reads it."""
+        from peft import PeftConfig
+
+        return PeftConfig.from_pretrained(str(self.adapter))
+
+    @property
+    def tokenizers(self) -> list[str]:
+        """Where the tokenizer may be: the adapter's own copy first, the base's last."""
+        own = [] if self.kind == "base" else [str(self.adapter / "tokenizer"), str(self.adapter)]
+        return [*own, self.base.name]
+
+    @property
+    def text(self) -> str:
+        """The place for another process or for vLLM: its absolute folder, with the override behind it."""
+        return "@".join(filter(None, (str(self.folder.resolve()), self.ref.override)))
+
+    @property
+    def plain(self) -> Place:
+        """The plain adapter of a gated place, on the same base; any other place as it is."""
+        return self if self.kind != "gated" else replace(self, kind="adapter", folder=self.adapter)
+
+    @cached_property
+    def gates_off(self) -> str:
+        """Why a gated folder holds the plain adapter, as one sentence; empty for anything else.
+
+        Where calibration kept the adapter, or was left without evidence, the folder's gates are zero. Scoring them as a row
+        of their own would compare the adapter with itself.
+        """
+        selection = (self.gates or {}).get("selection")
+        if self.kind != "gated" or not isinstance(selection, dict) or selection.get("accepted") is not False:
+            return ""
+        if any(bool(values.any()) for values in read_tensors(self.folder, dict(self.gates or {})).values()):
+            return ""  # whatever the record says, these gates act
+        why = selection.get("reason") or "nothing beat the adapter on the probe when the range was chosen"
+        return f"the gates of {self.ref.name} are off: {why}. It answers as the plain adapter that it is"
+
+
+def resolve(
+    text: str | Path,
+    base: str | Path = "",
+    *,
+    expect: Literal["any", "base", "adapter", "gated"] = "any",
+    what: str = "",
+    revision: str | None = None,
+    base_revision: str | None = None,
+    overrides: bool = False,
+    base_later: bool = False,
+) -> Place:
+    """The place that a text names; an adapter on the hub is downloaded.
+
+    Args:
+        text: folder, "owner/name" or "owner/name@revision", with "@override" behind it where `overrides` says so.
+        base: of --base: folder, "owner/name" or "owner/name@revision" in place of the recorded one.
+        expect: the kind that is needed; "any" takes all three.
+        what: the kind in words, for errors, such as "reference model".
+        revision, base_revision: what could also stand behind the @ of `text` and `base`.
+        overrides: whether an override of λ has an effect here.
+        base_later: the base is not needed, or checked by the caller.
+
+    Raises:
+        ConfigError: for a name that leads nowhere, another kind than `expect`, or a base that is not named or not here, with
+            the folder that was probably meant.
+        ArtifactError: for records that cannot be read, and for a revision or file that is not on the hub.
+    """
+    text, what = str(text), what or _WHAT[expect]
+    ref = ModelRef.parse(text, revision)
+    if revision and not ref.on_hub:
+        raise ArtifactError(
+            f"{text} is no hub id (owner/name), so the revision {revision!r} has no effect; leave it out"
+        )
+    if ref.override and not overrides:
+        raise ConfigError(f"{what} {text}: an override of λ (@{ref.override}) has no effect here; leave it out")
+    given = ModelRef.parse(base, base_revision) if base else None
+    if given is not None and given.override:
+        raise ConfigError(f"base model {base}: an override of λ (@{given.override}) has no effect on a base")
+    if expect == "base":
+        return _base_place(ref, what)
+    folder = _folder_of(ref, what, expect, base_given=given is not None)
+    if folder is None or not is_adapter(folder):
+        return _base_place(ref, what)
+    if is_gated(folder) and expect != "adapter":
+        return _gated_place(ref, folder, given, base_revision, base_later)
+    return _adapter_place(ref, folder, given, base_later)
+
+
+def is_gated(folder: str | Path) -> bool:
+    """Whether a folder is a gated adapter, right or wrong in what it holds."""
+    return (Path(folder) / CONFIG).is_file()
+
+
+def is_adapter(folder: str | Path) -> bool:
+    """Whether a folder is an adapter, gated or plain."""
+    return is_gated(folder) or (Path(folder) / ADAPTER_CONFIG).is_file()
+
+
+def require_here(what: str, name: str) -> None:
+    """Refuse a name that is neither a folder here nor a hub id, before anything is asked of the network.
+
+    Raises:
+        ConfigError: naming what was looked for, and the folder that was probably meant.
+    """
+    if Path(name).is_file():
+        raise ConfigError(f"{what} {name} is a file, expected the folder that holds it ({Path(name).parent})")
+    if not Path(name).is_dir() and hub_name(name) is None:
+        raise ConfigError(f"{what} {name} does not exist (a hub id is written owner/name){_beside(name)}")
+
+
+def folder_sha256(folder: str | Path) -> str:
+    """SHA-256 (hex) over settings, tokenizer and weights of a model's or adapter's folder, to know it again.
+
+    A folder keeps its name when it is trained into again. Of a large file `_PIECES` samples are read, as training changes a
+    weight file everywhere. Folders inside are left out.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).iterdir()):
+        if path.is_file() and not path.name.startswith(".") and path.suffix in _HASHED:
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            with path.open("rb") as file:
+                for place in range(0, size, max(_PIECE, size // _PIECES)):
+                    file.seek(place)
+                    digest.update(file.read(_PIECE))
+    return digest.hexdigest()
+
+
+def _folder_of(ref: ModelRef, what: str, expect: str, *, base_given: bool) -> Path | None:
+    """The folder that must or may hold an adapter, downloaded where it is on the hub; None for a base on the hub."""
+    from loragate.models.hub import NotThere, download_adapter, download_gated
+
+    if not ref.on_hub:
+        folder = Path(ref.name)
+        if expect != "gated":  # whose reader says best what a folder is instead
+            require_here(what, ref.name)
+            if not is_adapter(folder) and (expect == "adapter" or base_given):
+                raise ConfigError(
+                    f"{ref.name} holds no {ADAPTER_CONFIG}, so it is not a PEFT adapter folder{_inside(folder)}"
+                )
+        elif not is_gated(folder):
+            read_gate_config(folder)  # says what the folder is instead
+        return folder
+    try:
+        folder = (download_gated if expect == "gated" else download_adapter)(ref.name, ref.revision)
+    except NotThere:
+        if expect == "any" and not base_given:
+            return None  # perhaps a base, which has its own loader, and errors
+        raise
+    if hub_source(folder) != f"{ref.name}@{ref.revision}":  # the name already says the commit
+        logger.warning("using %s", hub_source(folder))
+    return folder
+
+
+def _base_place(ref: ModelRef, what: str) -> Place:
+    """A base model; refuses an adapter folder, or an unfinished run, where one is expected."""
+    require_here(what, ref.name)
+    folder = Path(ref.name)
+    if is_adapter(folder):
+        raise ConfigError(f"{ref.name} is an adapter, not a base model; give the base, or use it as --adapter")
+    if (folder / "run" / "run.json").is_file() and not (folder / "config.json").is_file():
+        raise ConfigError(f"{ref.name} holds an unfinished run; finish it by repeating its command with --resume")
+    return Place(ref, "base", folder, ref)
+
+
+def _gated_place(
+    ref: ModelRef, folder: Path, given: ModelRef | None, base_revision: str | None, base_later: bool
+) -> Place:
+    record = read_gate_config(folder)
+    if not (folder / ADAPTER / ADAPTER_CONFIG).is_file():
+        raise ArtifactError(f"{folder / ADAPTER}: the Stage-I adapter is missing; the folder is incomplete")
+    recorded = str(record["base"]["id"])
+    at = base_revision or str(record["base"].get("revision") or "")
+    base = given or ModelRef(*split_revision(recorded, at))
+    if not base_later and not base.name:
+        raise ArtifactError(f"{folder / CONFIG}: key 'base.id' is empty; say which base with base=… (--base)")
+    if not base_later and given is None and Path(recorded).is_absolute() and not Path(recorded).exists():
+        raise ArtifactError(f"{folder / CONFIG}: the base {recorded} is not here; say where it is with base=… (--base)")
+    return Place(ref, "gated", folder, base, record, read_adapter_config(folder / ADAPTER))
+
+
+def _adapter_place(ref: ModelRef, folder: Path, given: ModelRef | None, base_later: bool) -> Place:
+    if is_gated(folder):
+        raise ConfigError(f"{ref.name} is already a gated adapter; its plain adapter is {folder / ADAPTER}")
+    config = read_adapter_config(folder)
+    if config["peft_type"] != "LORA":
+        raise ConfigError(f"{ref.name} is a {config['peft_type']} adapter; gates need a LoRA adapter")
+    if lost_gates(folder):
+        logger.warning(
+            "%s holds gates that were lost when PEFT saved it (loragate.save_gates keeps them); it is read as the plain "
+            "adapter",
+            ref.name,
+        )
+    recorded = str(config.get("base_model_name_or_path") or "")
+    base = given or ModelRef(*split_revision(recorded))
+    if not base.revision and str(given or recorded) == recorded and not Path(recorded).is_dir():
+        base = replace(base, revision=str(config.get("revision") or ""))  # which the record pins
+    if not base_later:
+        _require_base(ref, base, given)
+    return Place(ref, "adapter", folder, base, None, config)
+
+
+def _require_base(ref: ModelRef, base: ModelRef, given: ModelRef | None) -> None:
+    if not base.name:
+        raise ConfigError(f"{ref.name} does not name its base model; say which with --base")
+    try:
+        require_here("base model", base.name)
+    except ConfigError as error:
+        if given is not None:
+            raise
+        raise ConfigError(
+            f"the adapter {ref.name} names as its base model {base.name}, which does not exist here; say where it is with "
+            "--base"
+        ) from error
+
+
+def _beside(name: str) -> str:
+    """The folder next to `name` whose name is most like it, or that their common folder is not there; empty if neither is so."""
+    path = Path(name)
+    try:
+        folders = [item.name for item in path.parent.iterdir() if item.is_dir()]
+    except OSError:
+        return f"; its folder {path.parent} does not exist either"
+    like = difflib.get_close_matches(path.name, folders, n=1, cutoff=0.6)
+    return f"; did you mean '{path.parent / like[0]}'?" if like else ""
+
+
+def _inside(folder: Path) -> str:
+    """What a folder without an adapter holds in its place: adapters one level below (checkpoints), or a whole model."""
+    below = sorted(file.parent for file in folder.glob(f"*/{ADAPTER_CONFIG}"))
+    if below:
+        newest = max(below, key=lambda place: (place / ADAPTER_CONFIG).stat().st_mtime)
+        more = f" (the newest of {len(below)} there)" if len(below) > 1 else ""
+        return f"; give the adapter in it, {newest}{more}"
+    if (folder / "config.json").is_file():
+        return "; it holds a whole model: loragate extract makes an adapter of a fine-tune"
+    return ""

@@ -1,0 +1,92 @@
+"""A base, an adapter and a gated folder are opened in one way, and compute what their parts put together by hand compute."""
+
+import pytest
+import torch
+
+import loragate as lg
+from loragate.errors import ConfigError, LoragateError
+from loragate.gates.schema import read_gate_config
+from loragate.models import Loading, ModelRef, open_base, open_model, open_without_weights, put_on, resolve
+from tiny import tiny_adapter, tiny_base, tiny_tokenizer
+
+CPU = Loading(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """base/, adapter/ on it, gated/ with gates that act, idle/ whose gates are off."""
+    root = tmp_path_factory.mktemp("opened")
+    tiny_base().save_pretrained(root / "base")
+    tiny_tokenizer().save_pretrained(root / "base")
+    model = tiny_adapter()
+    model.peft_config["default"].base_model_name_or_path = str(root / "base")
+    model.save_pretrained(root / "adapter")
+    lg.attach_gates(model, lg.GateConfig(-3, 2))
+    off = {"selection": {"accepted": False, "reason": "nothing beat it"}}
+    for parameter in lg.gate_parameters(model).values():
+        parameter.data.zero_()
+    lg.save_gates(model, root / "idle", base_id=str(root / "base"), stop_token_ids=[7], evidence=off)
+    torch.manual_seed(0)
+    for parameter in lg.gate_parameters(model).values():
+        parameter.data.normal_()
+    lg.save_gates(model, root / "gated", base_id=str(root / "base"))
+    return root
+
+
+def logits(model, token_ids):
+    with torch.no_grad():
+        return model(token_ids).logits
+
+
+def test_each_kind_is_what_its_parts_make(place, token_ids):
+    model = lg.load_gated(place / "gated")
+    with lg.gates_disabled(model):
+        adapter = logits(model, token_ids)
+    with model.disable_adapter():
+        base = logits(model, token_ids)
+    gated = logits(model, token_ids)
+    assert not torch.equal(gated, adapter)
+    for name, kind, expected in (("base", "base", base), ("adapter", "adapter", adapter), ("gated", "gated", gated)):
+        loaded = open_model(resolve(place / name), CPU)
+        assert (loaded.kind, loaded.dtype, loaded.commit) == (kind, "float32", "")
+        assert torch.equal(logits(loaded.model, token_ids), expected), name
+        assert not any(parameter.requires_grad for parameter in loaded.model.parameters()) or kind == "base"
+        assert len(loaded.tokenizer) == len(tiny_tokenizer())
+        assert loaded.names["base"] == str(place / "base")
+        held = open_base(ModelRef(str(place / "base")), CPU)
+        if kind != "base":
+            assert torch.equal(logits(put_on(held, resolve(place / name)), token_ids), expected), name
+
+
+def test_an_override_behind_the_name_is_laid_over_lambda(place, token_ids):
+    adapter = logits(open_model(resolve(place / "adapter"), CPU).model, token_ids)
+    off = open_model(resolve(f"{place / 'gated'}@off", overrides=True), CPU).model
+    torch.testing.assert_close(logits(off, token_ids), adapter)
+    torch.testing.assert_close(logits(lg.load_gated(f"{place / 'gated'}@off"), token_ids), adapter)
+    plain = open_model(resolve(f"{place / 'adapter'}@constant=0", overrides=True), CPU).model
+    base = logits(open_model(resolve(place / "base"), CPU).model, token_ids)
+    torch.testing.assert_close(logits(plain, token_ids), base)
+    with pytest.raises(ConfigError, match="plain adapter has no gates"):
+        open_model(resolve(f"{place / 'adapter'}@unit", overrides=True), CPU)
+    with pytest.raises(ConfigError, match="override of λ"):
+        resolve(place / "adapter", f"{place / 'base'}@unit")
+
+
+def test_idle_gates_are_taken_off_and_their_endings_stay(place):
+    for opening in (open_model, open_without_weights):
+        loaded = opening(resolve(place / "idle"), CPU).without_idle_gates()
+        assert loaded.kind == "adapter"
+        assert "are off: nothing beat it" in loaded.note
+        assert loaded.names["adapter"] == str(place / "idle" / "adapter")
+        assert 7 in loaded.endings.token_ids
+    assert read_gate_config(place / "idle")["stop_token_ids"] == [7]
+
+
+def test_what_does_not_fit_is_said_in_one_sentence(place, tmp_path):
+    tiny_base(hidden_size=64).save_pretrained(tmp_path / "wider")
+    with pytest.raises(LoragateError, match="does not fit this base model"):
+        open_model(resolve(place / "adapter", tmp_path / "wider"), CPU)
+    with pytest.raises(ConfigError, match="--device cuda:99"):
+        open_model(resolve(place / "base"), Loading(device="cuda:99"))
+    with pytest.raises(ConfigError, match="--dtype"):
+        open_model(resolve(place / "base"), Loading(dtype="float8"))

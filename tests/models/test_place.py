@@ -1,0 +1,109 @@
+"""What is said of a name that leads nowhere."""
+
+import json
+import os
+
+import pytest
+
+from loragate.errors import ArtifactError, ConfigError
+from loragate.gates import GateConfig, attach_gates, detach_gates
+from loragate.models import folder_sha256, require_here, resolve
+from loragate.models.place import _beside, _inside
+from tiny import tiny_adapter
+
+
+def adapter(folder, when=0):
+    folder.mkdir(parents=True)
+    file = folder / "adapter_config.json"
+    file.write_text("{}")
+    os.utime(file, (when, when))
+    return folder
+
+
+def test_the_folder_that_was_meant_is_named(tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adaptar.txt").write_text("a file is no candidate")
+    assert _beside(str(tmp_path / "adaptr")) == f"; did you mean '{tmp_path / 'adapter'}'?"
+    assert _beside(str(tmp_path / "quite-another")) == ""
+    assert _beside(str(tmp_path / "gone" / "adapter")) == f"; its folder {tmp_path / 'gone'} does not exist either"
+
+
+def test_an_adapter_below_the_folder_is_named_the_newest_first(tmp_path):
+    assert _inside(tmp_path) == ""
+    early = adapter(tmp_path / "checkpoint-9", 1000)
+    assert _inside(tmp_path) == f"; give the adapter in it, {early}"
+    late = adapter(tmp_path / "checkpoint-10", 2000)
+    assert _inside(tmp_path) == f"; give the adapter in it, {late} (the newest of 2 there)"
+    with pytest.raises(ConfigError, match=f"holds no adapter_config.json.*{late}"):
+        resolve(tmp_path, expect="adapter")
+
+
+def test_a_whole_model_is_called_one(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert "holds a whole model: loragate extract" in _inside(tmp_path)
+
+
+def test_a_file_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
+    adapter(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"adapter mine/adapter_config.json is a file, expected the folder .*\(mine\)"
+    ):
+        require_here("adapter", "mine/adapter_config.json")
+
+
+def test_a_base_that_moved_is_traced_to_the_adapter(tmp_path):
+    mine = adapter(tmp_path / "mine")
+
+    def named(base):
+        (mine / "adapter_config.json").write_text(
+            json.dumps({"peft_type": "LORA", "base_model_name_or_path": base and str(base)})
+        )
+        return mine
+
+    with pytest.raises(ConfigError, match=r"names as its base model .*gone, .* say where it is with --base"):
+        resolve(named(tmp_path / "gone"))
+    assert resolve(mine, "other/base").base.name == "other/base"
+    assert resolve(mine, base_later=True).kind == "adapter"
+    assert resolve(named("owner/name")).base.name == "owner/name"
+    with pytest.raises(ConfigError, match="does not name its base model"):
+        resolve(named(None))
+
+
+def test_another_kind_than_expected_is_refused(tmp_path):
+    mine = adapter(tmp_path / "mine")
+    with pytest.raises(ConfigError, match="is an adapter, not a base model"):
+        resolve(mine, expect="base")
+    (mine / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
+    with pytest.raises(ConfigError, match="is a IA3 adapter"):
+        resolve(mine, "owner/base")
+    with pytest.raises(ArtifactError, match="plain PEFT adapter without gates"):
+        resolve(mine, expect="gated")
+    (tmp_path / "unfinished" / "run").mkdir(parents=True)
+    (tmp_path / "unfinished" / "run" / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match="unfinished run"):
+        resolve(tmp_path / "unfinished")
+    with pytest.raises(ConfigError, match=r"override of λ .* has no effect"):
+        resolve(f"{tmp_path}@unit")
+
+
+def test_a_folder_is_known_by_its_content(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(bytes(9 << 20))
+    assert folder_sha256(tmp_path / "one") == folder_sha256(tmp_path / "two")
+    (tmp_path / "two" / "adapter_model.safetensors").write_bytes(bytes((9 << 20) - 1) + b"x")
+    assert folder_sha256(tmp_path / "one") != folder_sha256(tmp_path / "two")
+
+
+def test_gates_that_peft_lost_are_missed(tmp_path, caplog):
+    model = attach_gates(tiny_adapter(), GateConfig(-1, 2))
+    model.save_pretrained(tmp_path / "saved")
+    caplog.clear()
+    resolve(tmp_path / "saved", base_later=True)
+    assert "gates that were lost when PEFT saved it" in caplog.text
+    detach_gates(model).save_pretrained(tmp_path / "plain")
+    caplog.clear()
+    resolve(tmp_path / "plain", base_later=True)
+    assert not caplog.text
