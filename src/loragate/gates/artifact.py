@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from peft.utils.save_and_load import get_peft_model_state_dict
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from loragate.errors import ArtifactError, ConfigError, GateError, nearest
@@ -59,10 +59,10 @@ from loragate.gates.schema import (
     FORMAT,
     GATES,
     SCHEMA_VERSION,
-    gate_metadata,
     is_support,
     read_gate_config,
     read_tensors,
+    write_tensors,
 )
 from loragate.hub_names import split_revision
 from loragate.version import __version__
@@ -169,21 +169,11 @@ def save_gates(
         **(evidence or {}),
     }
     write_adapter(peft_model, name, folder / ADAPTER, adapter_source)
-    write_atomically(folder / GATES, lambda path: _write_gates(path, tensors, record["gate"]))
+    write_atomically(folder / GATES, lambda path: write_tensors(path, tensors, record["gate"]))
     record["gates_sha256"] = file_sha256(folder / GATES)
     write_text(folder / CARD, card or render_card(folder.resolve().name, record))
     write_json(folder / CONFIG, record)
     return folder
-
-
-def _write_gates(path: Path, tensors: dict[str, torch.Tensor], gate: dict[str, Any]) -> None:
-    """Equal gates as equal bytes, which safetensors alone does not give: it writes its metadata in a random order."""
-    data = save(tensors, gate_metadata(gate))
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    header = {"__metadata__": dict(sorted(header.pop("__metadata__").items())), **header}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)  # padded as before
-    path.write_bytes(data[:8] + text + data[8 + size :])
 
 
 def _support(model: nn.Module, k: int | None, evidence: dict[str, Any] | None) -> int | None:
