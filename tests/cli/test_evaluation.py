@@ -525,7 +525,7 @@ def test_bad_input(place, tmp_path, capsys):
     assert "say what to evaluate" in fails(capsys, "eval", *model, "--out", out)
     assert "did you mean 'math'" in fails(capsys, "eval", *model, "--out", out, "--suite", "maths")
     assert "'math500'" in fails(capsys, "eval", *model, "--out", out, "--tasks", "math50")
-    assert "--controls all" in fails(capsys, "eval", *model, *task, "--out", out, "--controls", "all")
+    assert '"all" for --controls' in fails(capsys, "eval", *model, *task, "--out", out, "--controls", "all")
     assert "has no effect" in fails(capsys, "eval", *model, *task, "--out", out, "--grader", "dft")
     assert "unknown grader" in fails(capsys, "eval", *model, *task, "--out", out, "--grader", "mathverify")
     assert "is not among the tasks" in fails(capsys, "eval", *model, *task, "--out", out, "--data", "wrods=a.jsonl")

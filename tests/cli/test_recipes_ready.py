@@ -149,7 +149,7 @@ def test_a_base_that_vllm_cannot_serve_here_is_missed(monkeypatch, tmp_path):
     trained = Stage("eval", "eval", {"model": "{sft}", "suite": "tiny", "engine": "vllm"})
     mine = Recipe("mine", "", (Stage("sft", "sft", {"model": BASE, "data": str(tmp_path / "rows.jsonl")}), trained))
     assert any("16 features" in line for line in refused(mine, tmp_path / "run")), "the base of what is trained"
-    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     adapter = Stage("eval", "eval", {**stage.values, "model": str(tmp_path)})
     assert lacking([adapter], "runs/x") == [], "an adapter names its own base, and may have no tokenizer"
 
