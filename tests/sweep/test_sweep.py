@@ -166,10 +166,10 @@ def test_the_best_cell_is_written_and_can_be_loaded(place, swept, tmp_path, caps
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--runner", "rey"], "did you mean 'ray'"),
-        (["--seed", "1"], "unknown argument --seed; did you mean '--seeds'"),
-        (["--objective", "anchored"], "did you mean '--objectives'"),
-        (["--processes", "2"], "unknown argument --processes"),
+        (["--runner", "rey"], 'Did you mean "ray"'),
+        (["--seed", "1"], "Unknown option: --seed. Did you mean --seeds"),
+        (["--objective", "anchored"], "Did you mean --objectives"),
+        (["--processes", "2"], "Unknown option: --processes"),
         (["--objectives", "entropie"], "did you mean 'entropy'"),
         (["--objectives", "reward"], "a reward is a Python callable"),
         (["--objectives", "entropy,entropy"], "entropy is given twice"),
