@@ -185,7 +185,7 @@ def test_print_config(capsys):
 
 
 def test_defaults_are_the_papers():
-    options = CalibrateOptions()
+    options = CalibrateOptions().fitted(20_000)
     assert (options.batch_size, options.learning_rate, options.k, options.max_length) == (128, 5e-4, 100, 4096)
     assert (options.max_rows, options.warmup, options.schedule, options.epochs) == (20_000, 0.0, "cosine", 1.0)
 
