@@ -110,32 +110,11 @@ def clients() -> str:
     return table(["server", "requests", "errors", "replies that differ", "p50, p95 latency", memory], rows)
 
 
-def real_clients() -> str:
-    rows = []
-    for engine, name in (("vllm", "vLLM"), ("transformers", "transformers")):
-        found = load(f"load_real_{engine}")
-        speed = found["throughput"]
-        rows.append(
-            [
-                f"{name} ([results](../benchmarks/results/serving_load_real_{engine}.json))",
-                f"{found['requests']} of {found['tokens_per_request']} tokens",
-                str(found["errors"]),
-                str(found["replies_that_differ"]),
-                *(f"{speed['tokens_per_second'][row]:.1f}" for row in ("adapter", "gated")),
-                f"{speed['gated_to_adapter']['median']:.2f} ({speed['rounds']} turns)",
-                ", ".join(str(size) for size in found["memory_mib"]),
-            ]
-        )
-    head = ["server", "requests", "errors", "replies that differ", "plain adapter, tokens/s", "gated, tokens/s"]
-    return table([*head, "gated : plain, median", "memory before and after, MiB"], rows)
-
-
 PARTS: dict[str, Callable[[], str]] = {
     "agreement": agreement,
     "rounding": rounding,
     "throughput": throughput,
     "clients": clients,
-    "real_clients": real_clients,
 }
 
 

@@ -18,14 +18,12 @@ def page():
 
 def test_the_page_shows_the_results_as_they_are(page):
     text = page.PAGE.read_text(encoding="utf-8")
-    assert [mark[1] for mark in page.MARKS.findall(text)] == [
-        *("throughput", "clients", "real_clients", "agreement", "rounding")
-    ]
+    assert [mark[1] for mark in page.MARKS.findall(text)] == ["throughput", "clients", "agreement", "rounding"]
     assert page.filled(text) == text, "run python benchmarks/serving/page.py"
 
 
 def test_nobody_was_given_the_answer_of_another(page):
-    for name in ("load_vllm", "load_transformers", "load_real_vllm", "load_real_transformers"):
+    for name in ("load_vllm", "load_transformers"):
         found = page.load(name)
         assert (found["errors"], found["replies_that_differ"]) == (0, 0), name
         assert found["distinct_answers_per_prompt_median"] > 2, name

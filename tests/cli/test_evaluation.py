@@ -533,13 +533,13 @@ def test_bad_input(place, tmp_path, capsys):
     assert "has no effect" in fails(capsys, "eval", *model, *task, "--out", out, "--grader", "dft")
     assert "unknown grader" in fails(capsys, "eval", *model, *task, "--out", out, "--grader", "mathverify")
     assert "is not among the tasks" in fails(capsys, "eval", *model, *task, "--out", out, "--data", "wrods=a.jsonl")
-    assert "--engine vlm" in fails(capsys, "eval", *model, *task, "--out", out, "--engine", "vlm")
+    assert '"vlm" for --engine' in fails(capsys, "eval", *model, *task, "--out", out, "--engine", "vlm")
     assert "so all 3 samples" in fails(
         capsys, "eval", *model, *task, "--out", out, "--temperature", "0", "--samples", "3"
     )
-    assert "samples is 0" in fails(capsys, "eval", *model, *task, "--out", out, "--samples", "0")
-    assert "--replicas 0" in fails(capsys, "eval", *model, *task, "--out", out, "--replicas", "0")
-    assert "--vllm-memory 2" in fails(capsys, "eval", *model, *task, "--out", out, "--vllm-memory", "2")
+    assert "samples must be at least 1" in fails(capsys, "eval", *model, *task, "--out", out, "--samples", "0")
+    assert "--replicas must be at least 1" in fails(capsys, "eval", *model, *task, "--out", out, "--replicas", "0")
+    assert "--vllm-memory must be at most 1" in fails(capsys, "eval", *model, *task, "--out", out, "--vllm-memory", "2")
     if importlib.util.find_spec("vllm") is None:
         assert "vLLM is not installed" in fails(capsys, "eval", *model, *task, "--out", out, "--engine", "vllm")
     retention = fails(capsys, "eval", *model, "--out", out, "--tasks", "openbookqa", "--samples", "3")

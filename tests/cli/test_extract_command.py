@@ -92,8 +92,10 @@ def test_refusals(place, tmp_path, capsys):
     given = ["extract", "--model", place / "tuned", "--base", place / "base"]
     assert "needs --rank" in fails(capsys, *given, "--out", tmp_path / "x")
     assert "needs --out" in fails(capsys, *given, "--rank", "4")
-    assert "--energy 1.5" in fails(capsys, *given, "--rank", "4", "--energy", "1.5", "--out", tmp_path / "x")
-    assert "--rank -1" in fails(capsys, *given, "--rank", "-1", "--out", tmp_path / "x")
+    assert "--energy must be at most 1, found 1.5" in fails(
+        capsys, *given, "--rank", "4", "--energy", "1.5", "--out", tmp_path / "x"
+    )
+    assert "--rank must be at least 0, found -1" in fails(capsys, *given, "--rank", "-1", "--out", tmp_path / "x")
     assert "is not empty" in fails(capsys, *given, "--rank", "4", "--out", place / "base")
     same = ["extract", "--model", place / "base", "--base", place / "base", "--rank", "4", "--out", tmp_path / "x"]
     assert "hold the same weights" in fails(capsys, *same)

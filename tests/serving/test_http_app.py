@@ -199,7 +199,7 @@ BAD: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
     "format": ({"response_format": {"type": "json_object"}}, 400, "response_format", "found 'json_object'"),
     "temperature": ({"temperature": "hot"}, 400, "temperature", "valid number"),
     "true": ({"temperature": True}, 400, "temperature", "valid number"),
-    "negative": ({"temperature": -1}, 400, None, "temperature is -1"),
+    "negative": ({"temperature": -1}, 400, None, "found -1"),
     "tokens": ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1, found 0"),
     "positions": ({"max_tokens": 500}, 400, None, "the model's 128 positions: set max_tokens to 125 or less"),
     "prompt": ({"prompt": [1, 2]}, 400, "prompt", "prompt.0"),

@@ -345,8 +345,8 @@ def fails(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
 def test_settings_that_cannot_be(folders: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     gated = folders / "gated"
     assert 'Did you mean "vllm"' in fails(capsys, "serve", gated, "--engine", "vlm")
-    assert "--port 70000" in fails(capsys, "serve", gated, "--port", "70000")
-    assert "--vllm-memory 1.5" in fails(capsys, "serve", gated, "--vllm-memory", "1.5")
+    assert "--port must be at most 65535" in fails(capsys, "serve", gated, "--port", "70000")
+    assert "--vllm-memory must be at most 1" in fails(capsys, "serve", gated, "--vllm-memory", "1.5")
     assert "does not exist" in fails(capsys, "serve", tmp_path / "none")
     assert "--dynamic has no effect" in fails(capsys, "serve", gated, "--engine", "transformers", "--dynamic")
     if importlib.util.find_spec("vllm") is None:
