@@ -11,7 +11,7 @@ SOURCE = Path(loragate.__file__).parent
 # lowest floor first; a room may import rooms before it. LOW are single modules that every room may know
 LOW = ["errors", "version", "validate", "effects", "files", "records", "strict_yaml", "printable", "hub_names"]
 FLOORS = [*LOW, "gates", "losses", "data", "models", "world", "generation", "training", "evaluation"]
-FLOORS += ["selection", "sweep", "analysis", "report", "conversion", "serving", "recipes", "cli"]
+FLOORS += ["selection", "analysis", "report", "conversion", "serving", "recipes", "cli"]
 # heavy or optional libraries, and the rooms that may import them at module level or inside functions
 RESERVED = {
     "trl": {"training"},
@@ -24,7 +24,7 @@ RESERVED = {
     "pydantic_core": {"gates"},
     "uvicorn": {"serving"},
     "jinja2": {"report", "evaluation", "gates"},
-    "ray": {"generation", "sweep"},
+    "ray": {"generation", "selection"},
     "vllm": {"generation", "serving"},
     "lm_eval": {"evaluation"},
     "math_verify": {"evaluation"},

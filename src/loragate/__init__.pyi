@@ -22,6 +22,9 @@ from .losses import (
 from .models import (
     load_gated as load_gated,
 )
+from .selection import (
+    choose_gates as choose_gates,
+)
 from .training import (
     CalibrationSettings as CalibrationSettings,
     StageOneSettings as StageOneSettings,

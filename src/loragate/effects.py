@@ -62,6 +62,24 @@ TABLE: dict[str, tuple[Acts, ...]] = {
         Acts(("reward_kl", "advantage", "clip_ratio"), "objective", ("reward",)),
         Acts(("random_scale",), "objective", ("random",)),
     ),
+    "calibrate": (
+        Acts(("probe_task", "references"), "probe"),
+        Acts(("retention_task",), "retention_probe"),
+        Acts(("ranges",), "range", ("auto",)),
+        Acts(("probe_samples", "probe_temperature", "probe_max_new_tokens"), "unverified", (False,)),
+        Acts(("probe_sandbox", "retention_probe"), "unverified", (False,)),
+        Acts(("guard",), "objective", _SAMPLED),
+    ),
+    # a reward is judged by it as well
+    "probe grader": (
+        Acts(("probe_grader",), "probe_task", (None,)),
+        Acts(("probe_grader",), "unverified", (False,)),
+    ),
+    "sweep": (
+        Acts(("probe_task", "probe_grader", "probe_samples", "probe_temperature", "probe_max_new_tokens"), "probe"),
+        Acts(("test",), "probe"),
+        Acts(("test_samples",), "test"),
+    ),
     # of every command that trains
     "rows": (Acts(("select_seed",), "max_rows"), Acts(("select_seed",), "select", ("shuffled",))),
     # a task file; the harness asks and judges in its own way

@@ -1,4 +1,5 @@
-"""Writing files so that a reader never sees half of one: temporary file, fsync, rename; and what a file is known by."""
+"""Writing files so that a reader never sees half of one (temporary file, fsync, rename), holding a folder alone, and what a
+file is known by."""
 
 from __future__ import annotations
 
@@ -7,11 +8,18 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from loragate.errors import LoragateError
+
+try:
+    import fcntl
+except ImportError:  # no such locks on Windows
+    fcntl = None  # type: ignore[assignment]
 
 
 def file_sha256(path: Path) -> str:
@@ -87,6 +95,32 @@ def _sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def held(path: Path, wait_s: float, taken: str) -> Iterator[None]:
+    """Hold a lock file; the system releases it however the process ends.
+
+    Raises:
+        LoragateError: saying `taken` if another process still holds it after `wait_s` seconds.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if fcntl is None:
+        yield
+        return
+    until = time.monotonic() + wait_s
+    with path.open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    raise LoragateError(taken) from None
+                time.sleep(0.2)
+            except OSError:
+                break  # a file system without locks
+        yield
 
 
 def first_difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any] | None:

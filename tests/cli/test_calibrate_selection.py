@@ -17,15 +17,14 @@ from safetensors.torch import load_file
 
 import loragate as lg
 from loragate.cli.arguments import parse
-from loragate.cli.calibrate import COMMAND, CalibrateOptions
+from loragate.cli.calibrate import COMMAND, CalibrateOptions, accept_line
 from loragate.cli.calibration_report import report_selection
 from loragate.cli.display import console
 from loragate.cli.main import main
-from loragate.cli.selecting import accept_command
 from loragate.evaluation.results import read_record
 from loragate.gates.range import Range
 from loragate.generation import SamplingConfig, TransformersEngine
-from loragate.selection.candidate import Candidate
+from loragate.selection import Candidate, SelectionSettings
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 POOL = [f"w{i} w{i + 1} w{i + 2} w{i + 3} w{i + 4} w{i + 5} w{i + 6}" for i in range(80)]
@@ -144,7 +143,7 @@ def test_a_range_is_picked_on_labels(place, tmp_path, capsys):
     assert "scored against the labels" in text
     assert "picked [-3,1]" in text
     assert "| [-3,1] | 100.0 |" in (out / "README.md").read_text()
-    trained = load_file(out / "run" / "candidates" / "entropy_-3_1" / "gates.safetensors")
+    trained = load_file(out / "run" / "candidates" / "trials" / "entropy_-3_1_seed42" / "gated" / "gates.safetensors")
     gates = load_file(out / "gates.safetensors")
     assert all(torch.equal(gates[name], value) for name, value in trained.items())
     assert json.loads((out / "gate_config.json").read_text())["training"]["steps"] == 2
@@ -155,6 +154,43 @@ def test_a_range_is_picked_on_labels(place, tmp_path, capsys):
     assert record["references"]["base"]["mean"] == pytest.approx(right)
     assert f"base {100 * right:.1f} %" in text
     assert "| base (for comparison) | " in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("probe", ["gated.jsonl", "adapter.jsonl"])
+def test_the_call_gives_what_the_command_gives(place, tmp_path, probe):
+    """Gates byte for byte, and the same record but for seconds; picked on one probe, the adapter on the other."""
+    from peft import PeftModel
+
+    command, call = tmp_path / "command" / "gated", tmp_path / "call" / "gated"
+    assert calibrate(place, command, "--probe", place / probe, *GREEDY, "--ranges=0,1;-3,1") == 0
+    model = PeftModel.from_pretrained(tiny_base(), place / "adapter").eval()
+    chosen = lg.choose_gates(
+        model,
+        tiny_tokenizer(),
+        str(place / "train.jsonl"),
+        str(place / probe),
+        call,
+        ranges="0,1;-3,1",
+        settings=lg.CalibrationSettings(batch_size=10, micro_batch_size=10, max_length=64, k=20, learning_rate=5e-2),
+        asking=SelectionSettings(probe_grader="exact", probe_temperature=0.0, probe_max_new_tokens=1),
+        adapter_source=place / "adapter",
+        base_id=str(place / "base"),
+    )
+    assert (chosen.candidate is None) is (probe == "adapter.jsonl")
+    assert (command / "gates.safetensors").read_bytes() == (call / "gates.safetensors").read_bytes()
+    left, right = (without_seconds(json.loads((folder / "gate_config.json").read_text())) for folder in (command, call))
+    assert left == right
+    assert {path.name for path in command.iterdir()} == {path.name for path in call.iterdir()}
+    assert all(
+        torch.equal(value, lg.gate_parameters(model)[name])
+        for name, value in load_file(call / "gates.safetensors").items()
+    )
+
+
+def without_seconds(record):
+    if isinstance(record, dict):
+        return {name: without_seconds(value) for name, value in record.items() if "seconds" not in name}
+    return record
 
 
 def test_a_retention_probe_stands_in_the_evidence(place, tmp_path, capsys):
@@ -184,8 +220,8 @@ def test_the_guard_watches_the_objectives_that_sample(place, tmp_path):
     ]
     for name, more, watched in (("on", [], True), ("off", ["--no-guard"], False)):
         assert calibrate(place, tmp_path / name, *flags, *more) == 0
-        stored = tmp_path / name / "run" / "candidates" / "anchored_0_1" / "result.json"
-        training = json.loads(stored.read_text())["evidence"]["training"]
+        stored = tmp_path / name / "run" / "candidates" / "trials" / "anchored_0_1_seed42" / "result.json"
+        training = json.loads(stored.read_text())["training"]
         assert bool(training.get("guard")) is watched
 
 
@@ -268,7 +304,7 @@ def test_without_evidence_gates_stay_off_until_they_are_accepted(place, tmp_path
     accepted = selection_of(out)
     assert accepted["accepted"] is True
     assert accepted["evidence"].startswith("none")
-    kept = load_file(out / "run" / "unaccepted" / "gates.safetensors")
+    kept = load_file(out / "run" / "candidates" / "trials" / "entropy_0_1_seed42" / "gated" / "gates.safetensors")
     on = load_file(out / "gates.safetensors")
     assert all(torch.equal(on[name], value) for name, value in kept.items())
     assert any(bool(value.any()) for value in on.values())
@@ -314,18 +350,21 @@ def test_flags_that_would_be_ignored_are_refused(place, tmp_path, capsys):
         (("--range=0,1",), "accept the gates as they come with --unverified"),
         (("--unverified",), "--unverified accepts one range"),
         ((*given, *probe), "leave out one of --unverified and --probe"),
-        ((*given, "--probe-samples", "2"), "--probe-samples has no effect with --unverified"),
-        ((*given, "--retention-probe", "x"), "--retention-probe has no effect with --unverified"),
-        ((*probe, "--range=0,1", "--ranges=0,2"), "--ranges has no effect beside"),
+        ((*given, "--probe-samples", "2"), "--probe-samples has no effect"),
+        ((*given, "--retention-probe", "x"), "--retention-probe has no effect"),
+        ((*probe, "--range=0,1", "--ranges=0,2"), "--ranges has no effect"),
         ((*probe, "--ranges=0,1;0,1"), "stands there twice"),
         ((*probe, "--ranges=0,1@anchord"), "did you mean 'anchored'"),
-        (("--probe-task", "math500"), "--probe-task has no effect without --probe"),
-        (("--retention-task", "math500"), "--retention-task has no effect without --retention-probe"),
+        (("--probe-task", "math500"), "--probe-task has no effect"),
+        (("--retention-task", "math500"), "--retention-task has no effect"),
         (("--exclude", "x.jsonl"), "--exclude has no effect"),
-        (("--no-references",), "--no-references has no effect without --probe"),
-        ((*given, "--no-references"), "--no-references has no effect without --probe"),
-        ((*probe, "--probe-task", "math500", "--probe-grader", "exact"), "names its own grader"),
-        ((*probe, "--no-guard"), "--no-guard has no effect"),
+        (("--no-references",), "--references has no effect"),
+        ((*given, "--no-references"), "--references has no effect"),
+        (
+            (*probe, "--probe-task", "math500", "--probe-grader", "exact"),
+            "--probe-grader has no effect",
+        ),
+        ((*probe, "--no-guard"), "--guard has no effect"),
         ((*probe, "--probe-temperature", "-1"), "must not be negative"),
     ]
     for flags, words in cases:
@@ -371,7 +410,7 @@ def test_a_killed_selection_goes_on(place, tmp_path):
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    first = out / "run" / "candidates" / "entropy_0_1" / "result.json"
+    first = out / "run" / "candidates" / "trials" / "entropy_0_1_seed42" / "result.json"
     began = time.monotonic()
     while not first.is_file():
         assert process.poll() is None, "ended before it could be killed"
@@ -380,7 +419,9 @@ def test_a_killed_selection_goes_on(place, tmp_path):
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert not (out / "gate_config.json").exists()
-    finished = {path: path.stat().st_mtime_ns for path in Path(out / "run" / "candidates").glob("*/result.json")}
+    finished = {
+        path: path.stat().st_mtime_ns for path in Path(out / "run" / "candidates" / "trials").glob("*/result.json")
+    }
     assert main(command) != 0, "an unfinished selection is not begun again by accident"
     assert main([*command, "--resume"]) == 0
     assert all(path.stat().st_mtime_ns == written for path, written in finished.items()), "nothing was done again"
@@ -392,14 +433,11 @@ def test_a_killed_selection_goes_on(place, tmp_path):
         assert torch.equal(load_file(out / "gates.safetensors")[name], value)
 
 
-def test_the_command_that_accepts_names_all_that_loading_needs():
-    given = CalibrateOptions(
-        adapter="a", data="d", out="o", base="b", quantization="4bit", dtype="bfloat16", trust_remote_code=True
-    )
-    words = shlex.split(accept_command(given, Candidate(Range(0, 1), "entropy")))
+def test_the_command_that_accepts_is_one_that_can_be_typed():
+    given = CalibrateOptions(adapter="a", data="d e", out="o")
+    words = shlex.split(accept_line(given, Candidate(Range(0, 1))))
     again, _ = parse(COMMAND, words[2:])
-    expected = {"range": "0,1", "unverified": True, "resume": True}
-    assert again == replace(given, **expected)
+    assert again == replace(given, range="0,1", unverified=True, resume=True)
 
 
 def test_a_range_that_dropped_out_is_named_with_its_reason(capsys):

@@ -193,8 +193,8 @@ def test_inspect_generate_and_mask(place, hub, tmp_path, capsys):
 
 
 def test_sweep_pins_its_adapters(place, hub, tmp_path):
-    from loragate.cli.sweep import SweepOptions
-    from loragate.cli.sweep_materials import prepare
+    from loragate.cli.sweep import SweepOptions, prepare
+    from loragate.selection.sweep import Workshop
 
     rows = [{"prompt": f"w{i} w{i + 1}", "answer": str(i)} for i in range(40)]
     (tmp_path / "probe.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -206,16 +206,19 @@ def test_sweep_pins_its_adapters(place, hub, tmp_path):
         ranges="-1,1",
         device="cpu",
     )
-    materials, plan = prepare(options)
-    assert materials.adapters == {"plain-v1": f"user/plain@{OLD}", "plain": f"user/plain@{NEW}"}
-    assert (materials.base, materials.revision, materials.place_of_base) == ("user/base", "v1", "user/base@v1")
-    assert plan.identity["adapters"]["plain"] == f"user/plain@{NEW}"
-    assert materials.adapter_id("plain-v1") == f"user/plain@{OLD}"
-    assert materials.adapter_source("plain-v1").endswith(OLD)
-    base = materials.load_base()
+    sweep, study = prepare(options)
+    assert sweep.adapters == {"plain-v1": f"user/plain@{OLD}", "plain": f"user/plain@{NEW}"}
+    assert study.identity["adapters"]["plain"] == f"user/plain@{NEW}"
+    bench = Workshop(sweep).bench("plain-v1")
     assert cached_commit("user/base", "v1") == BASE_OLD
-    materials.load_adapter(base, "plain-v1")
-    assert len(materials.load_tokenizer("plain")) == len(tiny_tokenizer())
+    origin = bench.origin
+    assert (origin["adapter_id"], origin["base_id"], origin["base_revision"]) == (
+        f"user/plain@{OLD}",
+        "user/base",
+        "v1",
+    )
+    assert origin["adapter_source"].name == OLD
+    assert len(bench.tokenizer) == len(tiny_tokenizer())
 
 
 def test_an_evaluation_names_the_commit_of_the_base(place, hub):

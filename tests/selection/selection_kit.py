@@ -10,6 +10,8 @@ from loragate.generation import Sample, SamplingConfig
 from loragate.selection.probe import labelled_probe
 from loragate.selection.questions import probe_task
 
+RETAINED = 40
+
 
 def questions(count=32, gold="w3"):
     return [
@@ -37,24 +39,26 @@ def acting(model):
 class FakeEngine:
     """Answers "w3" to the first `right[acting gates]` questions; `ended` and `tokens` by gates as well.
 
-    The plain adapter at a temperature below 1 is "cooler".
+    The plain adapter at a temperature below 1 is "cooler". `retained` are the right ones of `RETAINED` questions.
     """
 
-    def __init__(self, model, right, ended=None, tokens=None):
+    def __init__(self, model, right, ended=None, tokens=None, retained=None):
         self.model, self.right, self.ended, self.tokens = model, right, ended or {}, tokens or {}
+        self.retained = retained or right
         self.asked = []
 
     def generate(self, prompts, config, on_progress=None, *, pending=None, on_samples=None):
         key = acting(self.model)
         key = "cooler" if key is None and config.temperature < 1 else key
         self.asked.append(key)
+        right = self.retained if len(prompts) == RETAINED else self.right
         if on_progress is not None:
             on_progress(len(prompts), len(prompts))
         return [
             sample(
                 question,
                 index,
-                "w3" if question < self.right[key] else "w9",
+                "w3" if question < right[key] else "w9",
                 self.tokens.get(key, 3),
                 question >= self.ended.get(key, 0),
             )

@@ -1,12 +1,11 @@
 """The base and the cooler adapter on the same probe: asked as they are, never picked, said where they do better."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
 from selection_kit import acting, probe
-from test_transaction import ONE, TWO, begin
+from test_transaction import ONE, begin, begun_again, model_of, record_of
 
 from loragate.gates.card import render_card
 from loragate.gates.eligibility import trains_biases
@@ -16,13 +15,11 @@ from loragate.selection.references import BASE, COOLER, better, references_of
 
 def test_they_are_asked_last_and_cannot_be_picked(tmp_path):
     one = begin(tmp_path, {None: 10, (-3, 1): 12, (0, 1): 11, "base": 20, "cooler": 5}, references=True)
-    events = []
-    selection = one.run([ONE, TWO], lambda *event: events.append(event))
-    assert one.engine.asked == [None, (-3, 1), (0, 1), "base", "cooler"]
-    assert [event[0] for event in events if event[1] == "probing"][-2:] == [BASE, COOLER]
-    assert selection.candidate == ONE
-    assert acting(one.model) is None, "the adapter is on again"
-    record = json.loads(json.dumps(selection.as_record()))
+    chosen = one.run()
+    assert one.bench.engine.asked == [None, (-3, 1), (0, 1), "base", "cooler"]
+    assert chosen.candidate == ONE
+    assert acting(model_of(one)) == (-3, 1), "the adapter is on again"
+    record = record_of(chosen)
     assert set(record["evidence"]) == {"adapter", "[-3,1]", "[0,1]"}
     assert record["references"][BASE]["mean"] == pytest.approx(20 / 32)
     assert record["references"][BASE]["against_picked"]["mean"] == pytest.approx(8 / 32)
@@ -37,42 +34,44 @@ def test_they_are_asked_last_and_cannot_be_picked(tmp_path):
 
 def test_a_resumed_selection_asks_them_no_second_time(tmp_path):
     right = {None: 10, (-3, 1): 12, "base": 20, "cooler": 5}
-    first = begin(tmp_path, right, references=True).run([ONE])
-    again = begin(tmp_path, right, references=True)
-    second = again.run([ONE], resume=True)
-    assert again.engine.asked == []
-    assert second.as_record() == first.as_record()
+    first = begin(tmp_path, right, [ONE], references=True).run()
+    begun_again(tmp_path)
+    again = begin(tmp_path, right, [ONE], references=True)
+    second = again.run(resume=True)
+    assert again.bench.engine.asked == []
+    assert record_of(second) == record_of(first)
 
 
 def test_they_are_left_out_when_not_wanted(tmp_path):
-    selection = begin(tmp_path, {None: 10, (-3, 1): 12}).run([ONE])
-    assert "references" not in selection.as_record()
-    assert not (tmp_path / "base").exists()
+    chosen = begin(tmp_path, {None: 10, (-3, 1): 12}, [ONE]).run()
+    assert "references" not in record_of(chosen)
+    assert not list(tmp_path.rglob("trials/base"))
 
 
 def test_the_retention_probe_is_not_asked_of_them(tmp_path):
     right = {None: 10, (-3, 1): 12, "base": 20, "cooler": 5}
-    one = begin(tmp_path, right, references=True, retention=probe(count=33, seed=2))
-    selection = one.run([ONE])
-    assert one.engine.asked == [None, None, (-3, 1), (-3, 1), "base", "cooler"]
-    assert set(selection.as_record()["retention"]["evidence"]) == {"adapter", "[-3,1]"}
+    one = begin(tmp_path, right, [ONE], references=True, retention=True)
+    chosen = one.run()
+    assert one.bench.engine.asked == [None, None, (-3, 1), (-3, 1), "base", "cooler"]
+    assert set(record_of(chosen)["retention"]["evidence"]) == {"adapter", "[-3,1]"}
 
 
 def test_what_can_be_compared_depends_on_the_probe():
     labelled = probe()
-    assert [one.name for one in references_of(labelled)] == [BASE, COOLER]
-    assert references_of(labelled)[1].probe.sampling.temperature == 0.3
+    assert [one.cell for one in references_of(labelled)] == [BASE, COOLER]
+    assert labelled.at(references_of(labelled)[1].temperature).sampling.temperature == 0.3
     cold = dataclasses.replace(labelled, sampling=SamplingConfig(temperature=0.0))
-    assert [one.name for one in references_of(cold)] == [BASE]
+    assert [one.cell for one in references_of(cold)] == [BASE]
     assert references_of(dataclasses.replace(labelled, kind="agreement")) == ()
-    assert [one.name for one in references_of(labelled, can_be_off=False)] == [COOLER]
+    assert [one.cell for one in references_of(labelled, can_be_off=False)] == [COOLER]
 
 
 def test_an_adapter_that_trained_biases_cannot_show_its_base(tmp_path):
-    one = begin(tmp_path, {None: 10})
-    assert not trains_biases(one.model, "default")
-    one.model.peft_config["default"].bias = "lora_only"
-    assert trains_biases(one.model, "default")
+    right = {None: 10, (-3, 1): 12, "base": 20, "cooler": 5}
+    one = begin(tmp_path, right, [ONE], references=True)
+    assert not trains_biases(model_of(one), "default")
+    model_of(one).peft_config["default"].bias = "lora_only"
+    assert trains_biases(model_of(one), "default")
 
 
 def test_a_sentence_only_where_one_does_better():
@@ -94,14 +93,14 @@ def test_a_sentence_only_where_one_does_better():
 
 
 def test_the_card_has_them_apart(tmp_path):
-    selection = begin(tmp_path, {None: 10, (-3, 1): 12, "base": 20, "cooler": 5}, references=True).run([ONE])
+    chosen = begin(tmp_path, {None: 10, (-3, 1): 12, "base": 20, "cooler": 5}, [ONE], references=True).run()
     record = {
         "base": {"id": "a/b"},
         "adapter": {"sha256": "0" * 64},
         "gate": {"lower": -3.0, "upper": 1.0, "tau": 1.0, "granularity": "token"},
         "modules": ["m"],
         "k": 10,
-        "selection": selection.as_record(),
+        "selection": record_of(chosen),
     }
     card = render_card("gated", record)
     assert "| base (for comparison) | 62.5 |" in card

@@ -1,4 +1,4 @@
-"""The transaction on a tiny model: what wins, what is attached, what a resumed selection does again, what is refused."""
+"""The transaction on a tiny model: what wins, what is written and attached, what a resumed one does again, what is refused."""
 
 import dataclasses
 import json
@@ -7,56 +7,72 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from selection_kit import FakeEngine, acting, probe
+from selection_kit import RETAINED, FakeEngine, acting, questions
 
 import loragate as lg
-from loragate.data import load_rows
-from loragate.errors import ConfigError, DataError, DivergenceError
+from loragate.errors import ArtifactError, ConfigError, DataError, DivergenceError
 from loragate.gates.range import Range
-from loragate.selection import Candidate, choose, transaction
+from loragate.selection import Candidate, SelectionSettings, choose, trial
 from loragate.selection.outcome import unread
 from loragate.selection.retention import vetoes
-from loragate.selection.transaction import Transaction, settings_of
-from loragate.training import CalibrationSettings, calibration_rows
+from loragate.selection.transaction import Transaction
+from loragate.selection.trial import settings_of
+from loragate.selection.unverified import accept_gates, is_unaccepted
+from loragate.training import CalibrationSettings
 from loragate.training.guards import GuardLimits
 from tiny import tiny_adapter, tiny_rows, tiny_tokenizer
 
 SETTINGS = CalibrationSettings(
     batch_size=4, micro_batch_size=4, max_steps=2, learning_rate=5e-2, k=10, max_length=64, seed=3
 )
-ONE, TWO = Candidate(Range(-3, 1)), Candidate(Range(0, 1))
+ONE, TWO = Candidate(Range(-3, 1), seed=3), Candidate(Range(0, 1), seed=3)
 ROWS = tiny_rows(8)
+
+
+def asked(count=32):
+    return [{"prompt": question.prompt, "answer": question.gold} for question in questions(count)]
 
 
 def begin(
     folder,
     right,
+    candidates=(ONE, TWO),
     *,
     settings=SETTINGS,
-    questions=None,
-    retention=None,
-    options=None,
+    count=32,
+    retention=False,
     tau=1.0,
     rows=ROWS,
     references=False,
+    seed=0,
     **engine,
 ):
-    model, tokenizer = tiny_adapter(), tiny_tokenizer()
-    source, encoded = calibration_rows(load_rows(rows), tokenizer, settings)
-    return Transaction(
-        model,
-        tokenizer,
-        source,
-        encoded,
-        settings,
-        lambda one: lg.GateConfig(one.lower, one.upper, tau=tau),
-        questions or probe(),
-        FakeEngine(model, right, **engine),
+    one = Transaction(
+        tiny_tokenizer(),
+        rows,
+        asked(count),
         folder,
-        retention,
-        options,
-        references,
+        candidates,
+        lg.GateConfig(0, 1, tau=tau),
+        settings,
+        SelectionSettings(probe_grader="exact", probe_samples=2, references=references),
+        retention=asked(RETAINED) if retention else None,
     )
+    model = tiny_adapter(seed)
+    one.take(model, FakeEngine(model, right, **engine))
+    return one
+
+
+def model_of(one):
+    return one.bench.model
+
+
+def record_of(chosen):
+    return json.loads(json.dumps(chosen.evidence["selection"]))
+
+
+def place_of(folder, candidate):
+    return folder / "run" / "candidates" / "trials" / candidate.slug
 
 
 def logits(model):
@@ -67,61 +83,77 @@ def logits(model):
 @pytest.fixture
 def trainings(monkeypatch):
     """The ranges that were trained, in order."""
-    done, real = [], transaction.calibrate
+    done, real = [], trial.calibrate
 
     def counted(model, tokenizer, rows, config, *args, **options):
         done.append((config.lower, config.upper))
         return real(model, tokenizer, rows, config, *args, **options)
 
-    monkeypatch.setattr(transaction, "calibrate", counted)
+    monkeypatch.setattr(trial, "calibrate", counted)
     return done
 
 
 def test_the_adapter_wins_ties_and_answers_bit_for_bit(tmp_path):
     one = begin(tmp_path, {None: 20, (-3, 1): 20, (0, 1): 19})
-    before = logits(one.model)
-    selection = one.run([ONE, TWO])
-    assert (selection.candidate, selection.choice.name, selection.choice.accepted) == (None, "adapter", False)
-    assert acting(one.model) is None, "left ungated"
-    assert torch.equal(logits(one.model), before)
-    one.put_on(selection, ONE)
-    assert acting(one.model) == (-3, 1)
-    assert all(not bool(value.any()) for value in lg.gate_parameters(one.model).values())
-    assert torch.equal(logits(one.model), before)
-    with lg.record_gates(one.model) as recording:
-        logits(one.model)
-    total = recording.total()
-    assert total["zero_to_one"] == 1
+    model = model_of(one)
+    before = logits(model)
+    chosen = one.run()
+    assert chosen.candidate is None
+    assert (record_of(chosen)["picked"], record_of(chosen)["accepted"]) == ("adapter", False)
+    assert acting(model) == (-3, 1)
+    assert all(not bool(value.any()) for value in lg.gate_parameters(model).values())
+    assert torch.equal(logits(model), before)
+    with lg.record_gates(model) as recording:
+        logits(model)
+    assert recording.total()["zero_to_one"] == 1
+    written = json.loads((tmp_path / "gate_config.json").read_text())
+    assert (written["k"], written["selection"]["accepted"]) == (10, False)
+    assert not any(bool(value.any()) for value in load_file(tmp_path / "gates.safetensors").values())
 
 
-def test_the_picked_gates_are_attached_exactly_as_trained(tmp_path):
+def test_the_picked_gates_are_written_and_attached_exactly_as_trained(tmp_path):
     one = begin(tmp_path, {None: 10, (-3, 1): 11, (0, 1): 12})
     events = []
-    selection = one.run([ONE, TWO], lambda *event: events.append(event))
-    assert selection.candidate == TWO
-    one.put_on(selection, ONE)
-    stored = load_file(tmp_path / TWO.slug / "gates.safetensors")
-    attached = lg.gate_parameters(one.model)
+    chosen = one.run(on_event=lambda *event: events.append(event))
+    assert chosen.candidate == TWO
+    stored = load_file(place_of(tmp_path, TWO) / "gated" / "gates.safetensors")
+    attached = lg.gate_parameters(model_of(one))
     assert set(stored) == set(attached)
     assert all(torch.equal(stored[name], value) for name, value in attached.items())
     assert any(bool(value.abs().max() > 1e-3) for value in stored.values()), "they were trained"
     assert not any(value.requires_grad for value in attached.values())
-    assert acting(one.model) == (0, 1)
-    assert [event[:2] for event in events if event[1] == "probing"] == [
-        (name, "probing") for name in ("adapter", "[-3,1]", "[0,1]")
-    ]
-    record = json.loads(json.dumps(selection.as_record()))
+    assert acting(model_of(one)) == (0, 1)
+    probed = [event[0].cell for event in events if event[1] == "probing" and event[2] == event[3] > 0]
+    assert probed == ["adapter", "[-3,1]", "[0,1]"]
+    record = record_of(chosen)
     assert record["picked"] == "[0,1]"
     assert record["evidence"]["adapter"]["mean"] == pytest.approx(10 / 32)
     assert record["cost"]["trainings"] == 2
     assert record["vetoed"] == record["warnings"] == {}
     assert "retention" not in record
+    written = json.loads((tmp_path / "gate_config.json").read_text())
+    assert (written["selection"], written["training"]["steps"], written["gate"]["lower"]) == (record, 2, 0)
+    assert (tmp_path / "gates.safetensors").read_bytes() == (
+        place_of(tmp_path, TWO) / "gated" / "gates.safetensors"
+    ).read_bytes()
+    with pytest.raises(ArtifactError, match="already holds a gated adapter"):
+        begin(tmp_path, {None: 10})
+
+
+def test_the_artifact_cannot_be_told_from_one_of_the_same_training_alone(tmp_path):
+    one = begin(tmp_path / "chosen", {None: 10, (0, 1): 12}, [TWO])
+    one.run()
+    model = tiny_adapter()
+    result = lg.calibrate(model, tiny_tokenizer(), ROWS, lg.GateConfig(0.0, 1.0, seed=3), SETTINGS)
+    lg.save_gates(model, tmp_path / "alone", evidence=result.evidence())
+    left, right = (tmp_path / name / "gates.safetensors" for name in ("chosen", "alone"))
+    assert left.read_bytes() == right.read_bytes()
 
 
 @pytest.fixture
 def diverging(monkeypatch):
     """A set of ranges whose training meets a gradient that is not finite; the real loop, with a hook on a gate."""
-    ranges, real = set(), transaction.calibrate
+    ranges, real = set(), trial.calibrate
 
     def calibrate(model, tokenizer, rows, config, *args, on_step, **options):
         def spoil(report):
@@ -132,135 +164,150 @@ def diverging(monkeypatch):
 
         return real(model, tokenizer, rows, config, *args, on_step=spoil, **options)
 
-    monkeypatch.setattr(transaction, "calibrate", calibrate)
+    monkeypatch.setattr(trial, "calibrate", calibrate)
     return ranges
+
+
+def begun_again(folder):
+    """The folder as a kill before the artifact was written leaves it."""
+    for path in folder.iterdir():
+        if path.is_file():
+            path.unlink()
 
 
 def test_a_range_that_diverges_drops_out(tmp_path, trainings, diverging):
     diverging.add((-3, 1))
     right = {None: 10, (-3, 1): 20, (0, 1): 12}
     one = begin(tmp_path, right)
-    selection = one.run([ONE, TWO])
+    chosen = one.run()
     assert trainings == [(-3, 1), (0, 1)]
-    assert selection.candidate == TWO
-    record = json.loads(json.dumps(selection.as_record()))
+    assert chosen.candidate == TWO
+    record = record_of(chosen)
     assert set(record["evidence"]) == {"adapter", "[0,1]"}
     assert set(record["failed"]) == {"[-3,1]"}
     assert record["failed"]["[-3,1]"].startswith("the gradient is not finite at step 2")
-    one.put_on(selection, ONE)
-    assert acting(one.model) == (0, 1)
-    again = begin(tmp_path, right).run([ONE, TWO], resume=True)
+    assert acting(model_of(one)) == (0, 1)
+    begun_again(tmp_path)
+    again = begin(tmp_path, right).run(resume=True)
     assert trainings == [(-3, 1), (0, 1)], "neither is trained again"
-    assert again.as_record() == selection.as_record()
+    assert record_of(again) == record
+    begun_again(tmp_path)
     other = dataclasses.replace(SETTINGS, learning_rate=1e-3)
-    with pytest.raises(DataError, match="made with another"):
-        begin(tmp_path, right, settings=other).run([ONE, TWO], resume=True)
+    with pytest.raises(ConfigError, match=r"begun with training\.entropy\.learning_rate"):
+        begin(tmp_path, right, settings=other).run(resume=True)
 
 
 def test_where_all_ranges_diverge_the_error_says_why(tmp_path, diverging):
     diverging.update({(-3, 1), (0, 1)})
     one = begin(tmp_path, {None: 10, (-3, 1): 20, (0, 1): 12})
-    before = logits(one.model)
+    before = logits(model_of(one))
     with pytest.raises(DivergenceError, match="the gradient is not finite at step 2"):
-        one.run([ONE, TWO])
-    assert acting(one.model) is None
-    assert torch.equal(logits(one.model), before)
+        one.run()
+    assert acting(model_of(one)) is None
+    assert torch.equal(logits(model_of(one)), before)
 
 
 def test_nothing_finished_is_done_again(tmp_path, trainings):
     right = {None: 10, (-3, 1): 11, (0, 1): 12}
-    first = begin(tmp_path, right).run([ONE, TWO])
+    first = begin(tmp_path, right).run()
     assert trainings == [(-3, 1), (0, 1)]
+    begun_again(tmp_path)
     again = begin(tmp_path, right)
-    second = again.run([ONE, TWO], resume=True)
+    second = again.run(resume=True)
     assert trainings == [(-3, 1), (0, 1)]
-    assert again.engine.asked == []
-    assert second.as_record() == first.as_record()
-    again.put_on(second, ONE)
-    assert acting(again.model) == (0, 1)
+    assert again.bench.engine.asked == []
+    assert second.evidence == first.evidence
+    assert acting(model_of(again)) == (0, 1)
 
 
 def test_a_run_killed_between_candidates_goes_on(tmp_path, trainings):
     right = {None: 10, (-3, 1): 11, (0, 1): 12}
-    whole = begin(tmp_path / "whole", right).run([ONE, TWO])
+    whole = begin(tmp_path / "whole", right).run()
     trainings.clear()
     killed = begin(tmp_path / "killed", right)
 
-    def kill(name, stage, *_):
-        if (name, stage) == (TWO.name, "training"):
+    def kill(candidate, stage, *_):
+        if (candidate, stage) == (TWO, "training"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        killed.run([ONE, TWO], kill)
-    assert acting(killed.model) is None, "gates are taken off"
+        killed.run(on_event=kill)
+    assert acting(model_of(killed)) is None, "gates are taken off"
     resumed = begin(tmp_path / "killed", right)
-    selection = resumed.run([ONE, TWO], resume=True)
-    assert trainings == [(-3, 1), (0, 1), (0, 1)]
-    assert resumed.engine.asked == [(0, 1)]
-    assert selection.choice == whole.choice
-    for name, value in whole.outcomes[TWO.name].gates.items():
-        assert torch.equal(selection.outcomes[TWO.name].gates[name], value)
+    chosen = resumed.run(resume=True)
+    assert trainings == [(-3, 1), (0, 1)]
+    assert resumed.bench.engine.asked == [(0, 1)]
+    left, right = record_of(chosen), record_of(whole)
+    assert {**left, "cost": 0} == {**right, "cost": 0}
+    assert (tmp_path / "whole" / "gates.safetensors").read_bytes() == (
+        tmp_path / "killed" / "gates.safetensors"
+    ).read_bytes()
 
 
 def test_a_candidate_killed_while_it_was_probed_is_not_trained_again(tmp_path, trainings):
     right = {None: 10, (-3, 1): 11}
-    killed = begin(tmp_path, right)
+    killed = begin(tmp_path, right, [ONE])
 
-    def kill(name, stage, *_):
-        if (name, stage) == (ONE.name, "probing"):
+    def kill(candidate, stage, *_):
+        if (candidate, stage) == (ONE, "probing"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        killed.run([ONE], kill)
-    assert acting(killed.model) is None
-    resumed = begin(tmp_path, right)
-    selection = resumed.run([ONE], resume=True)
+        killed.run(on_event=kill)
+    assert acting(model_of(killed)) is None
+    resumed = begin(tmp_path, right, [ONE])
+    chosen = resumed.run(resume=True)
     assert trainings == [(-3, 1)]
-    assert resumed.engine.asked == [(-3, 1)], "the kept gates were probed"
-    assert selection.candidate == ONE
+    assert resumed.bench.engine.asked == [(-3, 1)], "the kept gates were probed"
+    assert chosen.candidate == ONE
+    assert record_of(chosen)["cost"]["trainings"] == 1
 
 
 def test_another_transaction_is_not_resumed(tmp_path):
     right = {None: 10, (-3, 1): 11}
-    begin(tmp_path, right).run([ONE])
+    begin(tmp_path, right, [ONE]).run()
+    begun_again(tmp_path)
     faster = dataclasses.replace(SETTINGS, learning_rate=1e-3)
     others = {
-        "another probe": begin(tmp_path, right, questions=probe(33)),
-        "another settings": begin(tmp_path, right, settings=faster),
-        "another gates": begin(tmp_path, right, tau=2.0),
-        "another data": begin(tmp_path, right, rows=tiny_rows(8, seed=1)),
-        "another retention": begin(tmp_path, right, retention=probe(seed=9)),
+        "probe": begin(tmp_path, right, [ONE], count=33),
+        "training": begin(tmp_path, right, [ONE], settings=faster),
+        "gates.tau": begin(tmp_path, right, [ONE], tau=2.0),
+        "data": begin(tmp_path, right, [ONE], rows=tiny_rows(8, seed=1)),
+        "retention": begin(tmp_path, right, [ONE], retention=True),
+        "adapter": begin(tmp_path, right, [ONE], seed=7),
     }
     for words, other in others.items():
-        with pytest.raises(DataError, match=words):
-            other.run([ONE], resume=True)
-    another = begin(tmp_path, right)
-    another.model = tiny_adapter(seed=7)
-    with pytest.raises(DataError, match="another adapter"):
-        Transaction(
-            *(another.model, another.tokenizer, another.rows, another.encoded, SETTINGS, another.gate_config),
-            *(another.probe, another.engine, tmp_path),
-        ).run([ONE], resume=True)
+        with pytest.raises(ConfigError, match=rf"begun with {words}"):
+            other.run(resume=True)
     with pytest.raises(ConfigError, match=r"go on with --resume"):
-        begin(tmp_path, right).run([ONE])
-    (tmp_path / ONE.slug / "result.json").write_text('{"name": 1}')
-    with pytest.raises(DataError, match="not what this version writes"):
-        begin(tmp_path, right).run([ONE], resume=True)
+        begin(tmp_path, right, [ONE]).run()
+    (tmp_path / "run" / "candidates" / "sweep.json").write_text("{")
+    with pytest.raises(DataError, match="cannot be read"):
+        begin(tmp_path, right, [ONE]).run(resume=True)
+
+
+def test_a_result_that_was_torn_is_measured_again(tmp_path, trainings):
+    right = {None: 10, (-3, 1): 11}
+    first = begin(tmp_path, right, [ONE]).run()
+    begun_again(tmp_path)
+    (place_of(tmp_path, ONE) / "result.json").write_text('{"name": 1}')
+    again = begin(tmp_path, right, [ONE])
+    assert record_of(again.run(resume=True))["evidence"] == record_of(first)["evidence"]
+    assert again.bench.engine.asked == [(-3, 1)]
+    assert trainings == [(-3, 1)]
 
 
 def test_candidates_must_differ(tmp_path):
-    one = begin(tmp_path, {None: 1})
-    for bad in ([], [ONE, Candidate(Range(-3.0, 1.0))]):
+    for bad in ([], [ONE, Candidate(Range(-3.0, 1.0), seed=3)]):
         with pytest.raises(ConfigError, match="each once"):
-            one.run(bad)
+            begin(tmp_path, {None: 1}, bad)
     assert not any(tmp_path.iterdir())
 
 
 def test_several_processes_are_refused(tmp_path, monkeypatch):
-    one = begin(tmp_path, {None: 1})
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="one process"):
-        one.run([ONE])
+        begin(tmp_path, {None: 1})
 
 
 def test_each_objective_gets_the_settings_it_reads(tmp_path):
@@ -268,24 +315,22 @@ def test_each_objective_gets_the_settings_it_reads(tmp_path):
     assert settings_of(anchored, "entropy") == SETTINGS
     reward = settings_of(dataclasses.replace(anchored, batch_size=8), "reward")
     assert (reward.objective, reward.refresh, reward.beta, reward.temperature) == ("reward", 7, 1.0, 1.0)
-    one = begin(tmp_path, {None: 1}, settings=dataclasses.replace(SETTINGS, batch_size=4))
     with pytest.raises(ConfigError, match="samples_per_prompt"):
-        one.run([ONE, Candidate(Range(0, 1), "reward")])
+        begin(tmp_path, {None: 1}, [ONE, Candidate(Range(0, 1), "reward", 3)])
     assert not any(tmp_path.iterdir()), "refused before anything is trained"
 
 
-def test_options_follow_the_objective(tmp_path, monkeypatch):
+def test_the_guard_follows_the_objective(tmp_path, monkeypatch):
     seen = []
 
     def stop(*_, **options):
         seen.append((options.get("guard"), options["resume"]))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(transaction, "calibrate", stop)
-    one = begin(tmp_path, {None: 1}, options=lambda settings: {"guard": GuardLimits()} if settings.on_policy else {})
-    for candidate in (ONE, Candidate(Range(-3, 1), "anchored")):
+    monkeypatch.setattr(trial, "calibrate", stop)
+    for number, candidate in enumerate((ONE, Candidate(Range(-3, 1), "anchored", 3))):
         with pytest.raises(KeyboardInterrupt):
-            one.run([candidate], resume=True)
+            begin(tmp_path / str(number), {None: 1}, [candidate]).run(resume=True)
     assert seen == [(None, False), (GuardLimits(), False)]
 
 
@@ -295,40 +340,59 @@ def test_answers_that_look_worse_are_reported(tmp_path):
         ended={None: 0, (-3, 1): 5},
         tokens={None: 4, (-3, 1): 9},
     )
-    selection = one.run([ONE, TWO])
-    phrases = selection.as_record()["warnings"]
+    chosen = one.run()
+    phrases = record_of(chosen)["warnings"]
     assert set(phrases) == {"[-3,1]"}
     assert "84% of the answers come to an end" in phrases["[-3,1]"][0]
     assert "9.0 tokens on average, 4.0" in phrases["[-3,1]"][1]
-    assert selection.candidate == ONE, "a sign warns, the probe decides"
+    assert chosen.candidate == ONE, "a sign warns, the probe decides"
 
 
 def test_a_clear_loss_on_the_retention_probe_rules_a_candidate_out(tmp_path):
-    retention = probe(40, seed=9)
-    one = begin(tmp_path, {None: 20, (-3, 1): 32, (0, 1): 21}, retention=retention)
-    one.retention = Scored({None: 36, (-3, 1): 20, (0, 1): 36}, one.model, retention)
-    selection = one.run([ONE, TWO])
-    assert selection.candidate == TWO
-    record = json.loads(json.dumps(selection.as_record()))
+    right, retained = {None: 20, (-3, 1): 32, (0, 1): 21}, {None: 36, (-3, 1): 20, (0, 1): 36}
+    chosen = begin(tmp_path, right, retention=True, retained=retained).run()
+    assert chosen.candidate == TWO
+    record = record_of(chosen)
     assert record["vetoed"] == {"[-3,1]": record["vetoed"]["[-3,1]"]}
     assert record["vetoed"]["[-3,1]"].startswith("loses 40.0 points on the retention probe")
     assert record["retention"]["evidence"]["adapter"]["mean"] == pytest.approx(0.9)
     assert record["retention"]["against_adapter"]["[0,1]"]["mean"] == 0
-    assert record["retention"]["probe"]["questions"] == 40
+    assert record["retention"]["probe"]["questions"] == RETAINED
 
 
-class Scored:
-    """A retention probe whose scores the test decides."""
+def test_seeds_of_a_range_are_averaged_and_one_that_beats_the_adapter_is_written(tmp_path):
+    seeds = [dataclasses.replace(ONE, seed=seed) for seed in (3, 4)]
+    chosen = begin(tmp_path, {None: 10, (-3, 1): 11}, seeds).run()
+    record = record_of(chosen)
+    assert (record["seeds"], record["written_seed"], record["n"]) == ([3, 4], 3, 128)
+    assert chosen.candidate == seeds[0]
+    tables = [load_file(place_of(tmp_path, one) / "gated" / "gates.safetensors") for one in seeds]
+    assert any(not torch.equal(tables[0][name], tables[1][name]) for name in tables[0])
 
-    def __init__(self, right, model, real):
-        self.right, self.model, self.real = right, model, real
-        self.fingerprint = real.fingerprint
 
-    def score(self, engine, on_progress=None):
-        return self.real.score(FakeEngine(self.model, self.right))
+def test_without_evidence_gates_stay_off_until_they_are_accepted(tmp_path):
+    def none(seed=0):
+        one = begin(tmp_path, {None: 0}, [ONE], seed=seed)
+        return one.run((None, "nobody knows"))
 
-    def as_dict(self):
-        return self.real.as_dict()
+    chosen = none()
+    assert (chosen.candidate, chosen.trained) == (None, ONE)
+    assert record_of(chosen)["why"] == "nobody knows"
+    assert is_unaccepted(tmp_path)
+    assert not any(bool(value.any()) for value in load_file(tmp_path / "gates.safetensors").values())
+    tiny_adapter(9).save_pretrained(tmp_path / "other")
+    with pytest.raises(ConfigError, match="accept them with --range=-3,1"):
+        accept_gates(tmp_path, Range(0, 1), tmp_path / "adapter")
+    with pytest.raises(ConfigError, match="another adapter"):
+        accept_gates(tmp_path, Range(-3, 1), tmp_path / "other")
+    accepted = accept_gates(tmp_path, Range(-3, 1), tmp_path / "adapter")
+    assert record_of(accepted)["accepted"] is True
+    assert (tmp_path / "gates.safetensors").read_bytes() == (
+        place_of(tmp_path, ONE) / "gated" / "gates.safetensors"
+    ).read_bytes()
+    assert not is_unaccepted(tmp_path)
+    with pytest.raises(ConfigError, match="holds no gates that wait"):
+        accept_gates(tmp_path, Range(-3, 1), tmp_path / "adapter")
 
 
 def scores(*right):

@@ -466,22 +466,24 @@ def test_the_cells_of_a_sweep_are_adapters_of_one_engine(
 ) -> None:
     """Six rows over one loaded base, more of them than vLLM has slots."""
     from loragate.gates.range import Range
-    from loragate.sweep.plan import SweepPlan, make_trials
-    from loragate.sweep.records import TrialResult, trial_folder, write_result
+    from loragate.selection.candidate import grid
+    from loragate.selection.store import Store, TrialResult
+    from loragate.selection.study import Study
 
     ranges = [Range(-6, 3), Range(0, 6), Range(-1, 2)]
-    plan = SweepPlan(make_trials(["plain"], ranges, [0, 1], ["entropy"]), {"probe": None})
+    study = Study(grid(["plain"], ranges, [0, 1], ["entropy"]), {"probe": None})
     sweep = tmp_path / "sweep"
-    plan.begin(sweep, resume=False)
-    for number, trial in enumerate(plan.trials):
-        if trial.kind == "gates":
-            model = lg.attach_gates(lora_model("plain"), lg.GateConfig(trial.lower, trial.upper))
+    store = Store(sweep, study)
+    study.begin(sweep, resume=False)
+    for number, trial in enumerate(study.candidates):
+        if trial.range is not None:
+            model = lg.attach_gates(lora_model("plain"), lg.GateConfig(trial.range.lower, trial.range.upper))
             torch.manual_seed(number)
             for parameter in lg.gate_parameters(model).values():
                 parameter.data.normal_(0, 0.2)
-            place = trial_folder(sweep, trial) / "gated"
+            place = store.place(trial) / "gated"
             lg.save_gates(model, place, base_id=str(folders / "base"))
-        write_result(sweep, plan, TrialResult(trial, None))
+        store.write(TrialResult(trial, None))
     rows = [
         f"gated-{lower}_{upper}-entropy-seed-{seed}" for lower, upper in ((-6, 3), (0, 6), (-1, 2)) for seed in (0, 1)
     ]

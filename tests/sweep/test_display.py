@@ -10,25 +10,24 @@ from test_records import result
 from loragate.cli.sweep_display import headline, live_table, states_table
 from loragate.errors import LoragateError
 from loragate.gates.range import Range
-from loragate.sweep import SweepPlan
-from loragate.sweep.plan import make_trials
-from loragate.sweep.records import Status, note_failure, trial_folder, write_result
-from loragate.sweep.watch import TrialState
+from loragate.selection.candidate import grid
+from loragate.selection.store import Status, Store
+from loragate.selection.study import Study
+from loragate.selection.watch import TrialState
 
-PLAN = SweepPlan(
-    make_trials(["a"], [Range(-3.0, 1.0), Range(0.0, 1.0), Range(-6.0, 3.0)], [0], ["entropy"]), {"data": 1}
-)
+STUDY = Study(grid(["a"], [Range(-3.0, 1.0), Range(0.0, 1.0), Range(-6.0, 3.0)], [0], ["entropy"]), {"data": 1})
 
 
 def shown(folder, terminal):
     out = Console(file=io.StringIO(), force_terminal=terminal, width=100, highlight=False)
-    places = [trial_folder(folder, trial) for trial in PLAN.trials]
+    store = Store(folder, STUDY)
+    places = [store.place(one) for one in STUDY.candidates]
     for place in places:
         place.mkdir(parents=True)
-    with live_table(folder, PLAN, out):
+    with live_table(store, out):
         Status(places[2])("training", 3, 10, 0.25)
-        note_failure(places[3], PLAN, LoragateError("no disk"))
-        write_result(folder, PLAN, result())
+        store.note_failure(STUDY.candidates[3], LoragateError("no disk"))
+        store.write(result())
     return out.file.getvalue()
 
 
@@ -56,7 +55,7 @@ def test_elsewhere_a_line_per_change(tmp_path):
 
 
 def test_many_trials_stay_short_and_the_rest_is_estimated():
-    trials = make_trials(["a"], [Range(-float(n), 1.0) for n in range(100)], [0], ["entropy"])
+    trials = grid(["a"], [Range(-float(n), 1.0) for n in range(100)], [0], ["entropy"])
     states = [TrialState(trial, "finished", score=0.5) for trial in trials[:51]]
     states += [TrialState(trial, "waiting") for trial in trials[51:]]
     assert states_table(states, "").row_count == 6

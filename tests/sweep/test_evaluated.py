@@ -13,8 +13,9 @@ from loragate.cli.main import main
 from loragate.evaluation.results import read_record
 from loragate.gates.range import Range
 from loragate.generation import read_samples
-from loragate.sweep.evaluated import suite_record
-from loragate.sweep.plan import SweepPlan, make_trials
+from loragate.selection.candidate import grid
+from loragate.selection.evaluated import suite_record
+from loragate.selection.study import Study
 
 TASK = """\
 name: NAME
@@ -98,11 +99,11 @@ def test_the_map_is_the_mean_over_tasks_with_seeds_averaged(swept, evaluated):
 
 
 def test_a_cell_of_many_digits_has_the_name_that_the_sweep_chose():
-    trials = make_trials(["one"], [Range(-0.12345678, 1), Range(0, 1)], [0], ["entropy"])
+    trials = grid(["one"], [Range(-0.12345678, 1), Range(0, 1)], [0], ["entropy"])
     scored = {"adapter": [0.0, 0.5], **{f"gated {trial.name}": [0.5, 1.0] for trial in trials[1:]}}
     rows = [SimpleNamespace(task="t", name=name, question_scores=s, avg_at_k=AVERAGE) for name, s in scored.items()]
     chosen = {"accepted": True, "picked": "[-0.12345678,1]"}
-    found = suite_record(SimpleNamespace(results=rows), SweepPlan(trials, {}), "one", "s", ["t"], chosen)
+    found = suite_record(SimpleNamespace(results=rows), Study(trials, {}), "one", "s", ["t"], chosen)
     assert found["choices"][0]["accepted"]
     assert found["choices"][0]["picked"] == found["cells"][0]["name"] == "[-0.12345678,1]"
 

@@ -10,13 +10,13 @@ import pytest
 from loragate.evaluation import average_at_k, compare
 from loragate.evaluation.statistics import holm
 from loragate.gates.range import Range
-from loragate.sweep import SweepPlan, Trial
-from loragate.sweep.outcome import selection_record, summarise
-from loragate.sweep.plan import make_trials
-from loragate.sweep.records import Scored, TrialResult
+from loragate.selection.candidate import grid
+from loragate.selection.outcome import selections, summarise
+from loragate.selection.store import Scored, TrialResult
+from loragate.selection.study import Study
 
 RANGES = [Range(-3, 1), Range(0, 1), Range(-6, 3)]
-PLAN = SweepPlan(make_trials(["a"], RANGES, [0, 1], ["entropy"]), {"x": 1})
+PLAN = Study(grid(["a"], RANGES, [0, 1], ["entropy"]), {"x": 1})
 
 
 def scored(mean, seed):
@@ -26,15 +26,13 @@ def scored(mean, seed):
 def results(means, tests=None, plan=PLAN):
     """{slug: result}; `means` is {(lower, upper): share right}, (1, 1) being the adapter."""
     found = {}
-    for number, trial in enumerate(plan.trials):
-        key = (trial.lower, trial.upper)
+    for number, trial in enumerate(plan.candidates):
+        key = (1.0, 1.0) if trial.range is None else (trial.range.lower, trial.range.upper)
         test = None if tests is None else scored(tests[key], 1000 + number)
         training = (
-            {}
-            if trial.kind == "adapter"
-            else {"entropy_before": 0.4, "entropy_after": 0.2, "gates": {"below_zero": 0.1}}
+            {} if trial.range is None else {"entropy_before": 0.4, "entropy_after": 0.2, "gates": {"below_zero": 0.1}}
         )
-        found[trial.slug] = TrialResult(trial, scored(means[key], number), test, training, {}, {"training": 2.0})
+        found[trial.slug] = TrialResult(trial, scored(means[key], number), test, None, training, {}, {"training": 2.0})
     return found
 
 
@@ -69,9 +67,12 @@ def test_the_best_cell_is_chosen_on_the_probe_and_the_oracle_on_the_test_set():
     assert oracle["name"] == "[0,1]"
     assert oracle["regret"]["mean"] == pytest.approx(oracle["test"]["mean"] - oracle["chosen_test"]["mean"])
     assert oracle["regret"]["mean"] > 0.3
-    record = selection_record(summary, choice)
-    assert record["method"].startswith("sweep")
-    assert (record["cells"], record["n"], record["range"]) == (3, 320, [-3.0, 1.0])
+    record = selections(PLAN, results(MEANS, tests))["a"].as_record()
+    assert record["method"].startswith("best of 3 on a labelled probe")
+    assert (record["candidates"], record["n"], record["range"]) == (3, 320, [-3.0, 1.0])
+    assert set(record["evidence"]) == {"adapter", "[-3,1]", "[0,1]", "[-6,3]"}
+    assert record["difference"]["comparisons"] == 3
+    json.dumps(record, allow_nan=False)
 
 
 def test_the_adapter_remains_where_nothing_beats_it_and_on_a_tie():
@@ -87,13 +88,13 @@ def test_what_is_written_beats_the_adapter_by_itself():
     """The cell wins on the average of its seeds, and its first seed is worse than the adapter."""
     found = results(MEANS)
     slug = "a_entropy_-3_1_seed0"
-    found[slug] = TrialResult(found[slug].trial, scored(0.1, 7), None, found[slug].training)
+    found[slug] = TrialResult(found[slug].candidate, scored(0.1, 7), None, None, found[slug].training)
     summary = summarise(PLAN, found)
     choice = summary["choices"][0]
     assert (choice["picked"], choice["seed"]) == ("[-3,1]", 1)
     worse, better = summary["cells"][0]["by_seed"]
     assert worse < choice["adapter_probe"]["mean"] < better
-    assert selection_record(summary, choice)["written_seed"] == 1
+    assert selections(PLAN, found)["a"].as_record()["written_seed"] == 1
 
 
 def test_a_cell_that_lacks_a_seed_is_shown_but_not_chosen():
@@ -106,10 +107,10 @@ def test_a_cell_that_lacks_a_seed_is_shown_but_not_chosen():
 
 
 def test_each_adapter_has_its_own_baseline():
-    plan = SweepPlan(make_trials(["a", "b"], RANGES[:1], [0], ["entropy", "anchored"]), {})
+    plan = Study(grid(["a", "b"], RANGES[:1], [0], ["entropy", "anchored"]), {})
     found = results(MEANS, plan=plan)
-    slug = Trial.untouched("b").slug
-    found[slug] = TrialResult(found[slug].trial, scored(1.0, 1))
+    slug = "b_untouched"
+    found[slug] = TrialResult(found[slug].candidate, scored(1.0, 1))
     summary = summarise(plan, found)
     assert [choice["accepted"] for choice in summary["choices"]] == [True, False]
     assert summary["comparisons"] == 4

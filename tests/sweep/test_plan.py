@@ -8,23 +8,23 @@ import pytest
 
 from loragate.errors import ConfigError, DataError
 from loragate.gates.range import Range
-from loragate.sweep import SweepPlan, Trial
-from loragate.sweep.plan import label_adapters, make_trials
+from loragate.selection.candidate import Candidate, grid, label_adapters, parse_candidates
+from loragate.selection.study import Study
 
 
-def plan(**identity):
-    return SweepPlan(
-        make_trials(["a"], [Range(-3, 1), Range(0, 1)], [0, 1], ["entropy"]),
+def study(**identity):
+    return Study(
+        grid(["a"], [Range(-3, 1), Range(0, 1)], [0, 1], ["entropy"]),
         identity or {"data": {"rows": 3}},
     )
 
 
 def test_trials_are_the_product_and_each_adapter_comes_first():
-    trials = make_trials(["a", "b"], [Range(-3.0, 1.0), Range(0.0, 1.5)], [0, 7], ["entropy", "anchored"])
+    trials = grid(["a", "b"], [Range(-3.0, 1.0), Range(0.0, 1.5)], [0, 7], ["entropy", "anchored"])
     assert len(trials) == 2 * (1 + 2 * 2 * 2)
-    assert trials[0] == Trial.untouched("a")
-    assert trials[9] == Trial.untouched("b")
-    assert [trial.kind for trial in trials].count("adapter") == 2
+    assert trials[0] == Candidate(None, "adapter", adapter="a")
+    assert trials[9] == Candidate(None, "adapter", adapter="b")
+    assert [trial.range for trial in trials].count(None) == 2
     slugs = [trial.slug for trial in trials]
     assert len(set(slugs)) == len(slugs)
     assert slugs[1] == "a_entropy_-3_1_seed0"
@@ -35,7 +35,32 @@ def test_trials_are_the_product_and_each_adapter_comes_first():
 @pytest.mark.parametrize(("seeds", "objectives", "word"), [([0, 0], ["entropy"], "seed 0"), ([0], [], "no objective")])
 def test_a_trial_runs_once(seeds, objectives, word):
     with pytest.raises(ConfigError, match=word):
-        make_trials(["a"], [Range(0.0, 1.0)], seeds, objectives)
+        grid(["a"], [Range(0.0, 1.0)], seeds, objectives)
+
+
+def test_a_candidate_reads_as_it_was_written():
+    every = [
+        Candidate(None, "base"),
+        Candidate(None, "adapter", temperature=0.3),
+        Candidate(Range(-3, 1.5), "ce", 7, "a"),
+    ]
+    assert [Candidate.from_record(json.loads(json.dumps(one.as_record()))) for one in every] == every
+    assert [one.cell for one in every] == ["base", "adapter T=0.3", "[-3,1.5] ce"]
+    assert [one.slug for one in every] == ["base", "untouched_T0.3", "a_ce_-3_1.5_seed7"]
+    assert [one.is_reference for one in (*every, Candidate(None, "adapter"))] == [True, True, False, False]
+
+
+def test_candidates_are_read_as_typed():
+    found = parse_candidates("0,1;-6,3@anchored", "ce", 4)
+    assert found == (Candidate(Range(0, 1), "ce", 4), Candidate(Range(-6, 3), "anchored", 4))
+    for text, words in (
+        ("0,1@anchord", "anchored"),
+        ("0,1;0,1", "stands there twice"),
+        (" ; ", "is empty"),
+        ("x", "two numbers"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            parse_candidates(text)
 
 
 def test_adapters_have_short_labels(tmp_path):
@@ -50,16 +75,16 @@ def test_adapters_have_short_labels(tmp_path):
 
 
 def test_the_same_sweep_is_resumed_and_another_is_refused(tmp_path):
-    plan().begin(tmp_path, resume=False)
-    plan().begin(tmp_path, resume=True)
-    assert json.loads((tmp_path / "sweep.json").read_text())["fingerprint"] == plan().fingerprint
-    other = plan(data={"rows": 4})
-    assert other.fingerprint != plan().fingerprint
+    study().begin(tmp_path, resume=False)
+    study().begin(tmp_path, resume=True)
+    assert json.loads((tmp_path / "sweep.json").read_text())["fingerprint"] == study().fingerprint
+    other = study(data={"rows": 4})
+    assert other.fingerprint != study().fingerprint
     with pytest.raises(ConfigError, match=r"begun with data\.rows = 3, now it is 4"):
         other.begin(tmp_path, resume=True)
-    fewer = SweepPlan(plan().trials[:2], plan().identity)
+    fewer = Study(study().candidates[:2], study().identity)
     with pytest.raises(ConfigError, match=r"trials\.a_entropy_0_1_seed0"):
         fewer.begin(tmp_path, resume=True)
     (tmp_path / "sweep.json").write_text("{")
     with pytest.raises(DataError, match="cannot be read"):
-        plan().begin(tmp_path, resume=True)
+        study().begin(tmp_path, resume=True)

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -59,42 +58,41 @@ def alive(processes):
 def test_a_worker_keeps_its_base_from_trial_to_trial(place, swept, tmp_path):
     """What Tune calls, without starting Ray."""
     from loragate.cli.arguments import parse
-    from loragate.cli.sweep import COMMAND
-    from loragate.cli.sweep_materials import prepare
-    from loragate.sweep.ray_tune import SweepTrial
+    from loragate.cli.sweep import COMMAND, prepare
+    from loragate.selection.ray_tune import SweepTrial
+    from loragate.selection.store import Store
 
     argv = arguments(place, tmp_path / "out", "--test", str(place / "test.jsonl"))
-    materials, plan = prepare(parse(COMMAND, argv[1:])[0])
+    sweep_of, study = prepare(parse(COMMAND, argv[1:])[0])
     worker = object.__new__(SweepTrial)
-    first, second = (trial for trial in plan.trials if trial.slug.endswith(("untouched", "0_1_seed1")))
-    worker.setup({"trial": asdict(first)}, parts=(materials, plan, str(tmp_path / "out")))
+    first, second = (trial for trial in study.candidates if trial.slug.endswith(("untouched", "0_1_seed1")))
+    worker.setup({"trial": first.as_record()}, parts=(sweep_of, Store(tmp_path / "out", study)))
     assert worker.step() == {"done": True, "failed": False}
-    base = worker.runner.base
-    assert worker.reset_config({"trial": asdict(second)}) is True
+    base = worker.workshop.base
+    assert worker.reset_config({"trial": second.as_record()}) is True
     assert worker.step() == {"done": True, "failed": False}
-    assert worker.runner.base is base
-    assert worker.runner.loads == 1
+    assert worker.workshop.base is base
+    assert worker.workshop.loads == 1
     found, whole = numbers(tmp_path / "out"), numbers(swept)
     assert found == {slug: whole[slug] for slug in found}
     assert len(found) == 2
-    json.dumps({"trial": asdict(first)})  # a trial is plain data on its way to a worker
+    json.dumps({"trial": first.as_record()})  # a trial is plain data on its way to a worker
 
 
 def test_resources_follow_from_flags_and_machine(monkeypatch):
-    from loragate.cli.sweep import SweepOptions
-    from loragate.cli.sweep_backends import resources_for
+    from loragate.selection.ray_tune import Resources
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert resources_for(SweepOptions()).workers == 2
-    shared = resources_for(SweepOptions(gpus_per_trial=0.5, cpus_per_trial=4))
+    assert Resources.found(0, 1, None, "auto").workers == 2
+    shared = Resources.found(0, 4, 0.5, "auto")
     assert (shared.workers, shared.cpus, shared.gpus) == (4, 4.0, 0.5)
-    assert resources_for(SweepOptions(device="cpu", workers=3)).gpus == 0
+    assert Resources.found(3, 1, None, "cpu").gpus == 0
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr("os.cpu_count", lambda: 16)
-    assert (resources_for(SweepOptions()).workers, resources_for(SweepOptions()).gpus) == (4, 0.0)
+    assert Resources.found(0, 1, None, "auto") == Resources(4, 1.0, 0.0)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert (resources_for(SweepOptions()).workers, resources_for(SweepOptions()).gpus) == (0, 1.0)
+    assert Resources.found(0, 1, None, "auto") == Resources(0, 1.0, 1.0)
 
 
 def test_a_cluster_that_does_not_answer_is_named(place, tmp_path, monkeypatch):

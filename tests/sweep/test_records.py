@@ -10,38 +10,31 @@ import numpy as np
 import pytest
 
 from loragate.errors import DivergenceError, LoragateError
-from loragate.sweep import SweepPlan, Trial
-from loragate.sweep.records import (
-    Scored,
-    Status,
-    TrialResult,
-    diverged,
-    held,
-    note_attempt,
-    note_failure,
-    read_result,
-    trial_folder,
-    write_result,
-)
-from loragate.sweep.watch import Watch
+from loragate.files import held
+from loragate.gates.range import Range
+from loragate.selection.candidate import Candidate
+from loragate.selection.store import Scored, Status, Store, TrialResult
+from loragate.selection.study import Study
+from loragate.selection.watch import Watch
 
-TRIAL = Trial("a", -3.0, 1.0, 0, "entropy")
-PLAN = SweepPlan((Trial.untouched("a"), TRIAL), {"data": 1})
+TRIAL = Candidate(Range(-3, 1), adapter="a")
+STUDY = Study((Candidate(None, "adapter", adapter="a"), TRIAL), {"data": 1})
+OTHER = Study(STUDY.candidates, {"data": 2})
 
 
 def result():
     scored = Scored(np.array([[0.0, 1.0], [1.0, 1.0]]), {"finished": 1.0}, "abc", "questions")
     return TrialResult(
-        TRIAL, scored, None, {"steps": 3, "entropy_after": 0.5}, {"m": {"mean": 1.0}}, {"training": 1.23456}
+        TRIAL, scored, None, None, {"steps": 3, "entropy_after": 0.5}, {"m": {"mean": 1.0}}, {"training": 1.23456}
     )
 
 
 def test_a_result_reads_as_it_was_written(tmp_path):
-    assert read_result(tmp_path, PLAN, TRIAL) is None
-    write_result(tmp_path, PLAN, result())
-    found = read_result(tmp_path, PLAN, TRIAL)
+    assert Store(tmp_path, STUDY).read(TRIAL) is None
+    Store(tmp_path, STUDY).write(result())
+    found = Store(tmp_path, STUDY).read(TRIAL)
     assert found.probe.scores.tolist() == [[0, 1], [1, 1]]
-    assert (found.trial, found.test, found.modules, found.seconds) == (
+    assert (found.candidate, found.test, found.modules, found.seconds) == (
         TRIAL,
         None,
         {"m": {"mean": 1.0}},
@@ -50,57 +43,60 @@ def test_a_result_reads_as_it_was_written(tmp_path):
 
 
 def test_only_a_valid_result_of_this_trial_in_this_sweep_counts(tmp_path):
-    write_result(tmp_path, PLAN, result())
-    path = trial_folder(tmp_path, TRIAL) / "result.json"
+    Store(tmp_path, STUDY).write(result())
+    path = Store(tmp_path, STUDY).place(TRIAL) / "result.json"
     good = json.loads(path.read_text())
-    assert read_result(tmp_path, SweepPlan(PLAN.trials, {"data": 2}), TRIAL) is None
+    assert Store(tmp_path, OTHER).read(TRIAL) is None
     for change in ({"sweep": "x"}, {"version": 2}, {"trial": {**good["trial"], "seed": 1}}, {"probe": None}):
         path.write_text(json.dumps({**good, **change}))
-        assert read_result(tmp_path, PLAN, TRIAL) is None, change
+        assert Store(tmp_path, STUDY).read(TRIAL) is None, change
     for scores in ([], [0.0, 1.0], [[0.0], [1.0, 1.0]], [[None]]):
         path.write_text(json.dumps({**good, "probe": {**good["probe"], "scores": scores}}))
-        assert read_result(tmp_path, PLAN, TRIAL) is None, scores
+        assert Store(tmp_path, STUDY).read(TRIAL) is None, scores
     path.write_text(json.dumps(good)[:-9])
-    assert read_result(tmp_path, PLAN, TRIAL) is None
+    assert Store(tmp_path, STUDY).read(TRIAL) is None
 
 
 def test_attempts_are_counted_in_spite_of_a_torn_line(tmp_path):
-    assert note_attempt(tmp_path, base_loads=1)["attempt"] == 1
-    with (tmp_path / "attempts.jsonl").open("a") as file:
+    store = Store(tmp_path, STUDY)
+    store.place(TRIAL).mkdir(parents=True)
+    attempts = store.place(TRIAL) / "attempts.jsonl"
+    assert store.note_attempt(TRIAL, base_loads=1)["attempt"] == 1
+    with attempts.open("a") as file:
         file.write('{"attempt": 2, "st')
-    assert note_attempt(tmp_path)["attempt"] == 3
-    lines = (tmp_path / "attempts.jsonl").read_text().splitlines()
+    assert store.note_attempt(TRIAL)["attempt"] == 3
+    lines = attempts.read_text().splitlines()
     assert [json.loads(lines[i])["attempt"] for i in (0, 2)] == [1, 3]
 
 
 def test_states_are_read_from_files_and_old_ones_count_as_waiting(tmp_path):
-    place = trial_folder(tmp_path, TRIAL)
+    place = Store(tmp_path, STUDY).place(TRIAL)
     place.mkdir(parents=True)
-    watch = Watch(tmp_path, PLAN)
+    watch = Watch(Store(tmp_path, STUDY))
     Status(place)("training", 3, 10, 0.25)
     own, state = watch.states()
     assert (own.state, state.state, state.done, state.total, state.entropy) == ("waiting", "training", 3, 10, 0.25)
-    later = Watch(tmp_path, PLAN)
+    later = Watch(Store(tmp_path, STUDY))
     later.began += 3600
     assert later.states()[1].state == "waiting"
-    note_failure(place, PLAN, LoragateError("no disk"))
+    Store(tmp_path, STUDY).note_failure(TRIAL, LoragateError("no disk"))
     assert (watch.states()[1].state, watch.states()[1].error) == ("failed", "no disk")
-    write_result(tmp_path, PLAN, result())
+    Store(tmp_path, STUDY).write(result())
     state = watch.states()[1]
     assert (state.state, state.score, state.done) == ("finished", 0.75, 3)
 
 
 def test_a_diverged_trial_is_final_for_its_own_sweep(tmp_path):
-    place = trial_folder(tmp_path, TRIAL)
+    place = Store(tmp_path, STUDY).place(TRIAL)
     place.mkdir(parents=True)
-    note_failure(place, PLAN, LoragateError("no disk"))
-    assert diverged(tmp_path, PLAN) == {}
-    note_failure(place, PLAN, DivergenceError("not finite at step 3"))
-    assert diverged(tmp_path, PLAN) == {TRIAL.slug: "not finite at step 3"}
-    later = Watch(tmp_path, PLAN)
+    Store(tmp_path, STUDY).note_failure(TRIAL, LoragateError("no disk"))
+    assert Store(tmp_path, STUDY).diverged() == {}
+    Store(tmp_path, STUDY).note_failure(TRIAL, DivergenceError("not finite at step 3"))
+    assert Store(tmp_path, STUDY).diverged() == {TRIAL.slug: "not finite at step 3"}
+    later = Watch(Store(tmp_path, STUDY))
     later.began += 3600
     assert (later.states()[1].state, later.states()[1].error) == ("failed", "not finite at step 3")
-    assert diverged(tmp_path, SweepPlan(PLAN.trials, {"data": 2})) == {}
+    assert Store(tmp_path, OTHER).diverged() == {}
 
 
 def test_one_process_at_a_time(tmp_path):

@@ -124,12 +124,13 @@ def test_adapters_and_objectives_and_the_base_as_it_was(place, swept, tmp_path):
 
 def test_the_best_cell_is_written_and_can_be_loaded(place, swept, tmp_path, capsys):
     from loragate.generation import SamplingConfig, TransformersEngine
-    from loragate.sweep.plan import SweepPlan
-    from loragate.sweep.trials import write_best
+    from loragate.selection.store import Store
+    from loragate.selection.trial import copy_artifact
     from tiny import tiny_tokenizer
 
-    trial = next(trial for trial in SweepPlan.read(swept).trials if trial.slug == "one_entropy_-3_2_seed0")
-    write_best(swept, trial, tmp_path / "gates", {"method": "sweep"})
+    store = Store.open(swept)
+    one = next(one for one in store.study.candidates if one.slug == "one_entropy_-3_2_seed0")
+    copy_artifact(store.place(one) / "gated", tmp_path / "gates", {"method": "sweep"})
     kept = json.loads((tmp_path / "gates" / "gate_config.json").read_text())
     assert (kept["k"], kept["selection"], kept["gate"]["lower"]) == (20, {"method": "sweep"}, -3)
     assert kept["training"]["steps"] > 0
@@ -151,8 +152,8 @@ def test_the_best_cell_is_written_and_can_be_loaded(place, swept, tmp_path, caps
     assert "chosen: [-3,2]" in text
     assert f"next: loragate eval --model {out / 'best'}" in text
     record = json.loads((out / "best" / "gate_config.json").read_text())
-    assert record["selection"]["method"].startswith("sweep")
-    assert (record["selection"]["cells"], record["selection"]["n"]) == (1, 66)
+    assert record["selection"]["method"].startswith("best of 1 on a labelled probe")
+    assert (record["selection"]["candidates"], record["selection"]["n"]) == (1, 66)
     assert record["gate"]["lower"] == -3
     card = (out / "best" / "README.md").read_text()
     assert "| [-3,2] |" in card
@@ -165,10 +166,10 @@ def test_the_best_cell_is_written_and_can_be_loaded(place, swept, tmp_path, caps
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--runner", "rey"], "did you mean 'ray'"),
-        (["--seed", "1"], "unknown argument --seed; did you mean '--seeds'"),
-        (["--objective", "anchored"], "did you mean '--objectives'"),
-        (["--processes", "2"], "unknown argument --processes"),
+        (["--runner", "rey"], 'Did you mean "ray"'),
+        (["--seed", "1"], "Unknown option: --seed. Did you mean --seeds"),
+        (["--objective", "anchored"], "Did you mean --objectives"),
+        (["--processes", "2"], "Unknown option: --processes"),
         (["--objectives", "entropie"], "did you mean 'entropy'"),
         (["--objectives", "reward"], "a reward is a Python callable"),
         (["--objectives", "entropy,entropy"], "entropy is given twice"),
@@ -212,16 +213,16 @@ def test_bad_questions_and_folders(place, tmp_path):
 
 
 def test_a_failed_trial_is_told_and_the_others_go_on(place, tmp_path, capsys, monkeypatch):
-    from loragate.sweep import trials
+    from loragate.selection import trial
 
-    real = trials.calibrate
+    real = trial.calibrate
 
     def sometimes(model, tokenizer, rows, config, *rest, **more):
         if config.lower == -3:
             raise LoragateError("this one does not work")
         return real(model, tokenizer, rows, config, *rest, **more)
 
-    monkeypatch.setattr(trials, "calibrate", sometimes)
+    monkeypatch.setattr(trial, "calibrate", sometimes)
     out = tmp_path / "out"
     argv = arguments(place, out, "--runner", "sequential", seeds="0")
     with pytest.raises(LoragateError, match=r"1 of 3 trials are not finished, so nothing was chosen.*--resume"):
@@ -235,9 +236,9 @@ def test_a_failed_trial_is_told_and_the_others_go_on(place, tmp_path, capsys, mo
 
 
 def test_a_cell_that_diverged_takes_no_part_and_the_others_are_compared(place, tmp_path, capsys, monkeypatch):
-    from loragate.sweep import trials
+    from loragate.selection import trial
 
-    real, tried = trials.calibrate, []
+    real, tried = trial.calibrate, []
 
     def sometimes(model, tokenizer, rows, config, settings, **more):
         tried.append((config.lower, settings.seed))
@@ -245,7 +246,7 @@ def test_a_cell_that_diverged_takes_no_part_and_the_others_are_compared(place, t
             raise DivergenceError("the loss is not finite at step 1")
         return real(model, tokenizer, rows, config, settings, **more)
 
-    monkeypatch.setattr(trials, "calibrate", sometimes)
+    monkeypatch.setattr(trial, "calibrate", sometimes)
     out = tmp_path / "out"
     argv = arguments(place, out, "--runner", "sequential")
     assert sweep(argv) == 0
@@ -262,14 +263,14 @@ def test_a_cell_that_diverged_takes_no_part_and_the_others_are_compared(place, t
     assert sweep([*argv, "--resume"]) == 0
     assert len(tried) == 4, "what diverged would diverge again"
 
-    monkeypatch.setattr(trials, "calibrate", lambda *_, **__: (_ for _ in ()).throw(DivergenceError("not finite")))
+    monkeypatch.setattr(trial, "calibrate", lambda *_, **__: (_ for _ in ()).throw(DivergenceError("not finite")))
     with pytest.raises(DivergenceError, match="no cell's training stayed finite in all its seeds; lower"):
         sweep(arguments(place, tmp_path / "all", "--runner", "sequential", seeds="0"))
 
 
 def test_auto_runs_sequentially_where_ray_is_absent(place, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "loragate.sweep.ray_tune", raising=False)
+    monkeypatch.delitem(sys.modules, "loragate.selection.ray_tune", raising=False)
     with pytest.raises(ConfigError, match=r'pip install "loragate\[sweep\]"'):
         sweep(arguments(place, tmp_path / "out", "--runner", "ray"))
     assert sweep(arguments(place, tmp_path / "out", ranges="0,1", seeds="0")) == 0
@@ -277,13 +278,13 @@ def test_auto_runs_sequentially_where_ray_is_absent(place, tmp_path, monkeypatch
 
 
 def test_ctrl_c_leaves_a_sweep_that_goes_on(place, tmp_path, monkeypatch):
-    from loragate.sweep import trials
+    from loragate.selection import trial
 
     out = tmp_path / "out"
     argv = arguments(
         place, out, "--runner", "sequential", "--epochs", "4", "--save-steps", "0", ranges="-3,2", seeds="0"
     )
-    real, asked = trials.Status.__call__, []
+    real, asked = trial.Status.__call__, []
 
     def interrupt(self, stage, done=0, total=0, entropy=None):
         if stage == "training" and done == 5 and not asked:
@@ -291,7 +292,7 @@ def test_ctrl_c_leaves_a_sweep_that_goes_on(place, tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
         real(self, stage, done, total, entropy)
 
-    monkeypatch.setattr(trials.Status, "__call__", interrupt)
+    monkeypatch.setattr(trial.Status, "__call__", interrupt)
     with pytest.raises(KeyboardInterrupt):
         sweep(argv)
     run = out / "trials" / "one_entropy_-3_2_seed0" / "run"

@@ -9,9 +9,10 @@ import pytest
 
 from loragate.errors import ConfigError
 from loragate.files import file_sha256
-from loragate.sweep.outcome import selection_record, summarise
-from loragate.sweep.plan import SweepPlan, Trial
-from loragate.sweep.records import finished
+from loragate.selection.candidate import Candidate
+from loragate.selection.outcome import selections, summarise
+from loragate.selection.store import Store
+from loragate.selection.study import Study
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sweep-v1"
 FROZEN = {
@@ -29,8 +30,8 @@ NOT_IDENTITY = ("format", "version", "fingerprint", "trials")
 @pytest.fixture
 def plan():
     stored = json.loads((GOLDEN / "sweep.json").read_text())
-    trials = tuple(Trial(**trial) for trial in stored["trials"].values())
-    return SweepPlan(trials, {name: value for name, value in stored.items() if name not in NOT_IDENTITY})
+    trials = tuple(map(Candidate.from_record, stored["trials"].values()))
+    return Study(trials, {name: value for name, value in stored.items() if name not in NOT_IDENTITY})
 
 
 def test_the_golden_files_were_not_written_again():
@@ -47,12 +48,12 @@ def test_a_sweep_of_version_one_is_resumed(plan, tmp_path):
     other = dataclasses.replace(plan, identity={**plan.identity, "dtype": "bfloat16"})
     with pytest.raises(ConfigError, match="begun with dtype = 'auto', now it is 'bfloat16'"):
         other.begin(tmp_path / "sweep", resume=True)
-    assert finished(GOLDEN, other) == {}, "results of another sweep do not count"
+    assert Store(GOLDEN, other).finished() == {}, "results of another sweep do not count"
 
 
 def test_its_trials_are_finished_and_say_what_they_said(plan):
-    results = finished(GOLDEN, plan)
-    assert list(results) == [trial.slug for trial in plan.trials]
+    results = Store(GOLDEN, plan).finished()
+    assert list(results) == [one.slug for one in plan.candidates]
     chosen = results["golden_entropy_0_1_seed0"]
     assert chosen.probe.scores.shape == (32, 2)
     assert chosen.probe.signs == {"finished": 1.0, "tokens": 4.5, "distinct": 0.75}
@@ -62,7 +63,7 @@ def test_its_trials_are_finished_and_say_what_they_said(plan):
 
 
 def test_the_choice_is_what_it_was(plan):
-    summary = summarise(plan, finished(GOLDEN, plan))
+    summary = summarise(plan, Store(GOLDEN, plan).finished())
     before = json.loads((GOLDEN / "sweep_results.json").read_text())
     assert set(before) <= set(summary), "keys are added, not renamed"
     for key in ("format", "version", "sweep", "seeds", "questions", "samples", "comparisons", "missing", "seconds"):
@@ -74,4 +75,5 @@ def test_the_choice_is_what_it_was(plan):
             assert now[key] == pytest.approx(then[key], abs=1e-9), key
     choice = summary["choices"][0]
     assert (choice["picked"], choice["accepted"], choice["seed"]) == ("[0,1]", True, 0)
-    assert selection_record(summary, choice)["range"] == [0.0, 1.0]
+    (selection,) = selections(plan, Store(GOLDEN, plan).finished()).values()
+    assert selection.as_record()["range"] == [0.0, 1.0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
 
 import pytest
 from places import arguments, numbers, stamps, sweep
@@ -89,14 +88,14 @@ def test_a_worker_of_ray_gives_the_same_numbers(place, both, tmp_path):
     """What Tune calls, without starting Ray."""
     pytest.importorskip("ray.tune", reason="ray[tune] is not installed")
     from loragate.cli.arguments import parse
-    from loragate.cli.sweep import COMMAND
-    from loragate.cli.sweep_materials import prepare
-    from loragate.sweep.ray_tune import SweepTrial
+    from loragate.cli.sweep import COMMAND, prepare
+    from loragate.selection.ray_tune import SweepTrial
+    from loragate.selection.store import Store
 
-    materials, plan = prepare(parse(COMMAND, of_both(place, tmp_path / "out")[1:])[0])
+    sweep_of, study = prepare(parse(COMMAND, of_both(place, tmp_path / "out")[1:])[0])
     worker = object.__new__(SweepTrial)
-    (trial,) = (trial for trial in plan.trials if trial.slug == "one_anchored_-3_2_seed0")
-    worker.setup({"trial": asdict(trial)}, parts=(materials, plan, str(tmp_path / "out")))
+    (trial,) = (trial for trial in study.candidates if trial.slug == "one_anchored_-3_2_seed0")
+    worker.setup({"trial": trial.as_record()}, parts=(sweep_of, Store(tmp_path / "out", study)))
     assert worker.step() == {"done": True, "failed": False}
     assert numbers(tmp_path / "out") == {trial.slug: numbers(both)[trial.slug]}
 

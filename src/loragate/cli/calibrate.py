@@ -1,82 +1,241 @@
-"""`loragate calibrate`: gate a finished adapter from prompts and responses (Stage II)."""
+"""`loragate calibrate`: gate a finished adapter from prompts and responses (Stage II). `loragate.choose_gates` is the call."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import shlex
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from loragate.cli.arguments import Command, require_given
-from loragate.cli.launching import begin
+from loragate.cli.arguments import Command, comma_list, require_given
+from loragate.cli.launching import begin, loads_into_host
 from loragate.cli.options import RunOptions
 from loragate.cli.preflight import check_loading, quiet_logging, require_free_out, require_reporters
-from loragate.cli.selecting import SelectionOptions, build_probe, build_retention, candidates_of, cautious_candidate
-from loragate.training.settings import CalibrationSettings
+from loragate.effects import require_effect
+from loragate.errors import ConfigError
+from loragate.gates.range import Range
+from loragate.selection.candidate import Candidate, parse_candidates
+from loragate.selection.settings import SelectionSettings
+from loragate.training.settings import ON_POLICY, CalibrationSettings
+from loragate.training.strategy import launch_of
+
+SHARES = {"asking": (0.0, 1.0), "loading": (0.0, 0.0), "training": (0.0, 0.8), "probing": (0.8, 0.15)}
+SHARES |= {"retention": (0.95, 0.05), "finished": (1.0, 0.0)}
 
 
 @dataclass(frozen=True)
-class CalibrateOptions(RunOptions, CalibrationSettings, SelectionOptions):
-    """Settings of `loragate calibrate`.
+class GateOptions:
+    """How the gates are made.
 
     Attributes:
-        adapter: finished PEFT LoRA adapter, folder or hub id.
-        base: base model instead of the one the adapter names.
-        base_id: hub id of the base to record in the artifact, if the base was loaded from a local folder.
         tau: gate temperature.
         init_scale: size of the initial perturbation of the gate weights.
         granularity: unit that has its own λ: token (each token in each module), module (each module, whatever the
             token) or global (one λ for all).
         detach_input: the gate reads its input without a gradient (the paper's semi-gradient); --no-detach-input gives the
             complete gradient, a variant.
+        gate_modules: gate only these modules (names separated by commas); by default all LoRA linears.
+    """
+
+    tau: float = 1.0
+    init_scale: float = 1e-6
+    granularity: str = "token"
+    detach_input: bool = True
+    gate_modules: str = ""
+
+
+@dataclass(frozen=True)
+class CalibrateOptions(RunOptions, CalibrationSettings, SelectionSettings, GateOptions):
+    """Settings of `loragate calibrate`.
+
+    Attributes:
+        adapter: finished PEFT LoRA adapter, folder or hub id.
+        base: base model instead of the one the adapter names.
+        base_id: hub id of the base to record in the artifact, if the base was loaded from a local folder.
         heldout: rows that neither stage trains on, a file or hub id: entropy is measured on them too, before and after.
         heldout_split: split of --heldout, or of --data, with the held-out rows.
-        gate_modules: gate only these modules (names separated by commas); by default all LoRA linears.
+        range: "auto" tries the ranges below and keeps the best, or the adapter; or one range as L,U, such as --range=-3,1.
+        ranges: candidates of --range auto, separated by semicolons; one may name its objective, as in -6,3@anchored.
+        probe: questions that choose the range, at least 32: .jsonl, .json or .parquet with prompt and answer, or
+            prompts only.
+        retention_probe: labelled questions of an ability to keep; a range that clearly loses on them is not picked.
+        unverified: accept the gates of --range=L,U without a probe.
     """
 
     select: Literal["first", "shuffled"] = "shuffled"
     adapter: str = ""
     base: str = ""
     base_id: str = ""
-    tau: float = 1.0
-    init_scale: float = 1e-6
-    granularity: str = "token"
-    detach_input: bool = True
-    gate_modules: str = ""
     heldout: str = ""
     heldout_split: str = ""
+    range: str = "auto"
+    ranges: str = "0,1;-6,3;0,6"
+    probe: str = ""
+    retention_probe: str = ""
+    unverified: bool = False
 
 
 def run(options: CalibrateOptions) -> int:
-    """Load, show a sample, train what is to be tried, keep the best or the adapter, write the artifact."""
+    """Read and show the rows, load the model, train what is to be tried, keep the best or the adapter, write the artifact."""
     require_given(COMMAND, options)
     candidates = candidates_of(options)
-    from loragate.cli import calibration
-
-    for candidate in candidates:
-        calibration.gate_config(options, candidate.range)
-    folder = Path(options.out)
-    settings = CalibrationSettings(
-        **{field.name: getattr(options, field.name) for field in fields(CalibrationSettings)}
-    )
+    gate_config(options)
+    folder, settings = Path(options.out), taken_from(options, CalibrationSettings)
     check_loading(options)
     if (status := begin(options, settings, sampling=not options.unverified)) is not None:
         return status
-    accepting = options.unverified and options.resume and calibration.is_unaccepted(folder)
-    if accepting:
-        quiet_logging()
-        return calibration.accept(options, folder, candidates[0])
-    require_free_out(folder, options.resume)
-    require_reporters(options.report_to)
+    from loragate.cli.calibration_report import report_choice
+    from loragate.cli.display import console
+    from loragate.models import resolve
+    from loragate.selection.unverified import accept_gates, is_unaccepted
+
+    accepting = options.unverified and options.resume and is_unaccepted(folder)
+    if not accepting:
+        require_free_out(folder, options.resume)
+        require_reporters(options.report_to)
     quiet_logging()
-    job = calibration.prepare(options, settings, folder, candidates)
-    if options.unverified:
-        return calibration.train_as_given(job, candidates[0])
-    with job.display.job("preparing the probe") as shown:
-        retention = build_retention(job)
-        probe, why = build_probe(job, lambda done, total: shown.advance_to(done, total))
-    if probe is None:
-        return calibration.train_without_evidence(job, cautious_candidate(options, candidates), why)
-    return calibration.choose_and_write(job, probe, retention, candidates)
+    out = console()
+    place = resolve(options.adapter, options.base, expect="adapter")
+    options = replace(options, adapter=place.source)
+    if accepting:
+        chosen = accept_gates(folder, Range.parse(options.range), place.adapter)
+    else:
+        chosen = choose(options, place, settings, candidates, out)
+    report_choice(out, chosen, accept_line(options, chosen.trained), accepted=accepting)
+    return 0
+
+
+def choose(
+    options: CalibrateOptions, place: Any, settings: CalibrationSettings, candidates: tuple[Candidate, ...], out: Any
+) -> Any:
+    """What `loragate.choose_gates` does, with what is read shown before the model is loaded, and progress after."""
+    from loragate.cli.calibration_report import show_data, show_work, warn_about_endings
+    from loragate.cli.display import Display
+    from loragate.cli.run_rows import encode_run, keep_configuration, keep_rows_record, read_rows, say_steps
+    from loragate.data import load_rows
+    from loragate.models import Loading, open_tokenizer, open_weights
+    from loragate.selection.evidence import require_evidence
+    from loragate.selection.transaction import Transaction
+    from loragate.selection.trial import origin_of
+
+    display, folder = Display(), Path(options.out)
+    asking = taken_from(options, SelectionSettings)
+    probe, retention = options.probe or None, options.retention_probe or None
+    require_evidence(asking, probe, retention)
+    rows = read_rows(options)
+    tokenizer = open_tokenizer(place, Loading.of(options))
+    heldout = None
+    if options.heldout or options.heldout_split:
+        where = None if options.heldout else options.revision or None
+        heldout = load_rows(options.heldout or options.data, split=options.heldout_split or None, revision=where)
+    with display.job("reading the data", unit="row") as job:
+        one = Transaction(
+            tokenizer,
+            rows,
+            probe,
+            folder,
+            candidates,
+            gate_config(options),
+            settings,
+            asking,
+            retention=retention,
+            heldout=heldout,
+            system=options.system,
+            unverified=options.unverified,
+            encode=lambda given, encode: encode_run(options, given, job, encode),
+        )
+    show_data(out, one.encoded, tokenizer)
+    with display.job("loading the model"):
+        model = open_weights(place, Loading.of(options, host_memory=loads_into_host()))
+    warn_about_endings(out, tokenizer, one.encoded, model.get_base_model())
+    drawn = {candidate.objective for candidate in candidates} == {"random"}
+    show_work(out, model, one.config.target_modules, drawn)
+    if not drawn:
+        say_steps(out, settings, len(one.encoded), " for each range")
+    keep_rows_record(options, folder, one.rows, one.encoded, settings.max_rows)
+    keep_configuration(options, folder)
+    one.take(model, **origin_of(place, options.base_id))
+    found = None
+    if not options.unverified:
+        with display.job("preparing the probe") as shown:
+            found = one.find_probe(lambda done, total: shown.advance_to(done, total))
+        if found[0] is None:
+            out.print(f"no evidence can be had here: {found[1]}", markup=False)
+    many = len(candidates) if found and found[0] else 1
+    expected = 1 if found is None or found[0] is None else 1 + many + 2 * options.references
+    with display.job(f"trying {many} range{'s' * (many > 1)}", expected) as shown:
+        order: dict[str, int] = {}
+
+        def on_event(candidate: Candidate, stage: str, done: int, total: int, entropy: float | None) -> None:
+            begin, length = SHARES[stage]
+            number = order.setdefault(candidate.slug, len(order))
+            steps = round(1000 * (number + begin + length * done / max(total, 1)))
+            note = f"{stage} {candidate.cell} {done}/{total}" + ("" if entropy is None else f" entropy {entropy:.3f}")
+            shown.advance_to(steps, 1000 * expected, note)
+
+        return one.run(found, resume=options.resume, on_event=on_event)
+
+
+def candidates_of(options: CalibrateOptions) -> tuple[Candidate, ...]:
+    """The candidates: of `--ranges`, or the one range that was given.
+
+    Raises:
+        ConfigError: for what is no range, a range without evidence that was not accepted, a flag without effect, or
+            several processes.
+    """
+    automatic = options.range.strip().lower() == "auto"
+    if options.unverified and options.probe:
+        raise ConfigError("--unverified accepts gates without a probe; leave out one of --unverified and --probe")
+    if automatic and options.unverified:
+        raise ConfigError("--unverified accepts one range, as in --range=0,1 --unverified; --range auto needs evidence")
+    if not automatic and not options.probe and not options.unverified:
+        raise ConfigError(
+            f"nothing would show that --range={options.range} helps: on small worlds the paper's [-6,3] ended below the adapter "
+            "it started from in 5 of 18 situations while its training loss fell as it should. Give --probe FILE (at least 32 "
+            "prompts with answers), leave --range out to have it chosen, or accept the gates as they come with --unverified"
+        )
+    if not options.unverified and (processes := launch_of().processes) > 1:
+        raise ConfigError(
+            f"ranges are chosen in one process, and this is one of {processes}; start loragate without a "
+            "distributed launcher, or train one range on all of them with --range=L,U --unverified"
+        )
+    found = parse_candidates(options.ranges if automatic else options.range, options.objective, options.seed)
+    sampled = next((one.objective for one in found if one.objective in ON_POLICY), options.objective)
+    require_effect("calibrate", options, flags=True, range="auto" if automatic else options.range, objective=sampled)
+    if options.objective != "reward":
+        require_effect("probe grader", options, flags=True)
+    if options.exclude and not (options.probe or options.retention_probe):
+        raise ConfigError("--exclude has no effect without --probe FILE")
+    options.check_probe()
+    return found
+
+
+def taken_from(options: Any, kind: type) -> Any:
+    """The settings of one kind out of a command's options, which have all of its fields."""
+    return kind(**{field.name: getattr(options, field.name) for field in fields(kind)})
+
+
+def gate_config(options: Any) -> Any:
+    """The `GateConfig` of a command's flags; range and seed are a candidate's."""
+    from loragate.gates.config import GateConfig
+
+    return GateConfig(
+        0,
+        1,
+        tau=options.tau,
+        init_scale=options.init_scale,
+        detach_input=options.detach_input,
+        granularity=options.granularity,
+        target_modules=tuple(comma_list(options.gate_modules)) or None,
+    )
+
+
+def accept_line(options: CalibrateOptions, trained: Candidate | None) -> str:
+    """The command that switches on what was trained without evidence; empty where nothing was."""
+    if trained is None or trained.range is None:
+        return ""
+    words = ["loragate", "calibrate", "--adapter", options.adapter, "--data", options.data, "--out", options.out]
+    return shlex.join([*words, f"--range={trained.range.typed}", "--unverified", "--resume"])
 
 
 COMMAND = Command(

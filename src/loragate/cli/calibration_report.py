@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from loragate.cli.display import duration
+from loragate.cli.display import duration, next_evaluation
 from loragate.report.table import percent
 
 
@@ -52,6 +52,43 @@ def warn_about_endings(out: Any, tokenizer: Any, encoded: Any, base: Any) -> Non
 
     for problem in ending_health(tokenizer, list(encoded), base.generation_config).problems:
         out.print(f"warning: {problem}", markup=False)
+
+
+def show_work(out: Any, model: Any, modules: Any, drawn: bool) -> None:
+    """What will be gated, after refusing what cannot be; `drawn`: at random."""
+    from loragate.gates import examine_adapter, require_gateable
+    from loragate.gates.eligibility import require_trainable
+
+    verdicts = examine_adapter(model, "default", modules)
+    gateable = require_gateable(verdicts)
+    require_trainable(verdicts)
+    out.print(f"gating {len(gateable)} modules" + (", drawn at random, no training" if drawn else ""))
+
+
+def report_choice(out: Any, chosen: Any, accept: str, *, accepted: bool) -> None:
+    """What a calibration came to, where it is, and what to run next.
+
+    Args:
+        chosen: `loragate.selection.Chosen`.
+        accept: the command that switches gates on which stay off.
+        accepted: gates that had been trained before were switched on.
+    """
+    evidence, folder = chosen.evidence, chosen.folder
+    if "probe" in evidence["selection"]:
+        report_selection(out, evidence["selection"])
+    if "training" in evidence and not accepted:
+        report_training(out, evidence)
+    if accepted:
+        out.print(f"the gates of {chosen.trained.cell} are on; nothing shows that they help", markup=False)
+    out.print(f"written to {folder}; its adapter/ is the plain adapter to compare with", markup=False)
+    out.print(next_evaluation(folder, f"runs/{folder.name}"), markup=False)
+    if chosen.candidate is None and chosen.trained is not None:
+        out.print(
+            f"the gates of {chosen.trained.cell} are trained but off: nothing shows that they help. Give --probe FILE with at "
+            "least 32 prompts and answers to have a range chosen. To switch these on as they are:",
+            markup=False,
+        )
+        out.print(f"  {accept}", markup=False)
 
 
 def report_training(out: Any, evidence: dict[str, Any]) -> None:

@@ -20,25 +20,24 @@ from loragate.files import write_json, write_text
 def run(options: EvalOptions) -> int:
     """Check, then one evaluation per adapter of the sweep, all on one base."""
     from loragate.evaluation.judging import JudgeSettings, require_graders
-    from loragate.sweep.plan import SweepPlan
-    from loragate.sweep.records import finished
+    from loragate.selection.store import Store
 
     require_effect("eval", options, flags=True)
     if options.controls == "full":
         raise ConfigError("--controls full has no effect with --sweep, whose rows are the adapter and the cells")
     sweep, folder = Path(options.sweep), Path(options.out)
-    plan = SweepPlan.read(sweep)
+    store = Store.open(sweep)
     tasks = chosen_tasks(options)
     asked = [task.name for task in tasks if task.engine != "loragate"]
     if asked:
         raise ConfigError(f"--sweep: {', '.join(asked)} are retention suites, which are scored one model at a time")
     settings = JudgeSettings(workers=options.workers, timeout_s=options.timeout, sandbox=options.sandbox)
     require_graders(tasks, options.grader, settings)
-    done = finished(sweep, plan)
+    done = store.finished()
     cells: dict[str, list[Any]] = {}
-    for trial in plan.trials:
-        if trial.kind == "gates" and trial.slug in done:
-            cells.setdefault(trial.adapter, []).append(trial)
+    for one in store.study.candidates:
+        if one.range is not None and one.slug in done:
+            cells.setdefault(one.adapter, []).append(one)
     if not cells:
         raise DataError(f"{sweep} has no finished cell yet; go on with the sweep first (loragate sweep … --resume)")
     places = {label: folder if len(cells) == 1 else folder / label for label in cells}
@@ -46,14 +45,13 @@ def run(options: EvalOptions) -> int:
     for place in places.values():
         require_run_folder(place, options.resume and (place in begun or not begun))
     for label, place in places.items():
-        _evaluate(options, sweep, plan, label, cells[label], place, tasks, settings)
+        _evaluate(options, store, label, cells[label], place, tasks, settings)
     return 0
 
 
 def _evaluate(
     options: EvalOptions,
-    sweep: Path,
-    plan: Any,
+    store: Any,
     label: str,
     cells: list[Any],
     folder: Path,
@@ -67,10 +65,10 @@ def _evaluate(
     from loragate.evaluation.variants import Variant
     from loragate.gates.schema import read_gate_config
     from loragate.report.scores import score_markdown
-    from loragate.sweep.records import CELL, trial_folder
+    from loragate.selection.store import GATED
 
     out, display = console(), Display()
-    places = {trial: trial_folder(sweep, trial) / CELL for trial in cells}
+    places = {trial: store.place(trial) / GATED for trial in cells}
     cell = read_gate_config(places[cells[0]])
     base = cell["base"]
     named = f"{base['id']}@{base['revision']}" if base.get("revision") else base["id"]
@@ -85,7 +83,7 @@ def _evaluate(
     figures = {}
     if loaded.model is not None:
         figures = canary(loaded.model, loaded.tokenizer, prepared[0].prompts, loaded.kind)
-    expected = [trial for trial in plan.trials if trial.kind == "gates" and trial.adapter == label]
+    expected = [one for one in store.study.candidates if one.range is not None and one.adapter == label]
     left = [trial.name for trial in expected if trial not in places]
     notes = [f"cells that are not finished, and not scored: {', '.join(left)}"] if left else []
     variants = [Variant("gated", trial.name, gates=str(place)) for trial, place in places.items()]
@@ -102,7 +100,7 @@ def _evaluate(
             "dtype": loaded.dtype,
             "kind": "sweep",
             "limit": options.limit,
-            "sweep": plan.fingerprint,
+            "sweep": store.study.fingerprint,
             **loaded.told_endings,
         },
         judging=settings,
@@ -126,20 +124,20 @@ def _evaluate(
     for task in tasks:
         suites.setdefault(task.suite, []).append(task.name)
     for suite, names in suites.items():
-        _maps(out, folder, record, plan, label, suite, names, _chosen(sweep, label))
+        _maps(out, folder, record, store.study, label, suite, names, _chosen(store.folder, label))
     took = duration(record.seconds)
     out.print(f"written to {folder / 'results.json'}, .md, cells_*.json and heatmap_*.png in {took}", markup=False)
     out.print(f"next: loragate report {folder} --figures {folder}/figures", markup=False)
 
 
 def _maps(
-    out: Any, folder: Path, record: Any, plan: Any, label: str, suite: str, tasks: list[str], chosen: dict[str, Any]
+    out: Any, folder: Path, record: Any, study: Any, label: str, suite: str, tasks: list[str], chosen: dict[str, Any]
 ) -> None:
     from loragate.report.cells import suite_table
     from loragate.report.heatmap import heat_maps
-    from loragate.sweep.evaluated import suite_record
+    from loragate.selection.evaluated import suite_record
 
-    found = suite_record(record, plan, label, suite, tasks, chosen)
+    found = suite_record(record, study, label, suite, tasks, chosen)
     write_json(folder / f"cells_{suite}.json", found)
     for name, draw in heat_maps(found).items():
         for suffix in ("png", "svg"):
@@ -149,7 +147,7 @@ def _maps(
 
 def _chosen(sweep: Path, label: str) -> dict[str, Any]:
     """What the sweep chose on its probe for one adapter; empty without a probe."""
-    from loragate.sweep.records import read_json
+    from loragate.selection.store import read_json
 
     choices = read_json(sweep / "sweep_results.json").get("choices", [])
     return next((choice for choice in choices if choice["adapter"] == label), {})

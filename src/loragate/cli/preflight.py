@@ -38,7 +38,7 @@ def require_free_out(folder: Path, resume: bool | None) -> None:
 
 def _work_in(run: Path) -> str:
     """What a run folder holds that another run must not be mixed with, in words; empty where no step was kept yet."""
-    if any((run / "candidates").glob("*/*.json")):
+    if any((run / "candidates").glob("*.json")):
         return "candidates of an earlier run"
     from loragate.training.run_folder import is_finished, last_checkpoint
 

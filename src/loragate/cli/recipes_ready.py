@@ -132,17 +132,18 @@ def _libraries(options: Any) -> None:
 
 
 def _evidence(options: Any) -> None:
-    from loragate.cli.selecting import require_evidence
+    from loragate.selection.evidence import require_evidence
 
     # without a probe a range is chosen on prompts of the training rows, of which there are enough
-    require_evidence(options, range(options.max_rows) if options.range == "auto" else None)
+    spare = range(options.max_rows) if options.range == "auto" else None
+    require_evidence(options, options.probe or None, options.retention_probe or None, spare)
 
 
 def _probe(options: Any) -> None:
-    from loragate.cli.sweep_materials import read_questions
+    from loragate.selection.sweep import read_labelled
 
     for file in filter(None, (options.probe, options.test)):
-        read_questions(file, options)
+        read_labelled(file, options)
 
 
 def _engine(options: Any) -> None:
@@ -218,7 +219,7 @@ def _sft(options: Any) -> None:
 
 
 def _calibrate(options: Any) -> None:
-    from loragate.cli.selecting import candidates_of
+    from loragate.cli.calibrate import candidates_of
 
     candidates_of(options)
 

@@ -85,7 +85,7 @@ def encode_run(options: Any, rows: Any, job: Any, encode: Callable[..., Any]) ->
     arguments: dict[str, Any] = {"cache": cache, "processes": processes, "on_progress": job.advance_to}
     if ranks == 1 or cache is None:
         return encode(**arguments)
-    from loragate.sweep.records import held
+    from loragate.files import held
 
     name = hashlib.sha256(str(Path(options.out).resolve()).encode()).hexdigest()[:16]
     with held(cache / f"{name}.lock", WAIT_S, f"another process has been tokenising for hours; is {cache} writable?"):
@@ -126,6 +126,16 @@ def keep_rows_record(options: Any, folder: Path, rows: Any, encoded: Any, max_ro
             "max_length": options.max_length,
         }
         write_json(folder / "run" / NAME, rows_record(rows, encoded, **given))
+
+
+def keep_configuration(options: Any, folder: Path) -> None:
+    """The resolved settings, as a file that `--config` reads; a run that goes on keeps the file that it began with."""
+    from loragate.cli.arguments import resolved_yaml
+    from loragate.files import write_text
+
+    path = folder / "run" / "config.yaml"
+    if process_state().is_main_process and not (options.resume and path.is_file()):
+        write_text(path, resolved_yaml(options))
 
 
 def _cpus() -> int:

@@ -45,14 +45,14 @@ def run(options: SftOptions) -> int:
     place = resolve(options.model, expect="base")
     settings, note = with_adapter(settings)
     quiet_logging()
-    from loragate.cli.calibration import is_main_process, keep_configuration
     from loragate.cli.calibration_report import show_data, warn_about_endings
-    from loragate.cli.run_rows import encode_run, keep_rows_record, read_rows, say_steps
+    from loragate.cli.run_rows import encode_run, keep_configuration, keep_rows_record, read_rows, say_steps
     from loragate.data import encode_rows
     from loragate.gates.artifact import write_adapter
     from loragate.training import train_adapter
     from loragate.training.own_objective import require_mask_column
     from loragate.training.stage_one import objective_of
+    from loragate.training.strategy import process_state
 
     objective = objective_of(settings)
     other = reference_of(options)
@@ -100,7 +100,7 @@ def run(options: SftOptions) -> int:
                 report.step, report.total, f"nll {report.values['nll']:.3f}" if "nll" in report.values else ""
             ),
         )
-    if is_main_process():
+    if process_state().is_main_process:
         config = result.model.peft_config["default"]
         config.base_model_name_or_path = place.base.lasting
         config.revision = place.base.commit() or None

@@ -1,4 +1,4 @@
-"""The live table of a sweep on a terminal, and plain lines elsewhere; both read the trials' files, see `sweep/watch.py`."""
+"""The live table of a sweep on a terminal, and plain lines elsewhere; both read the trials' files, see `selection/watch.py`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -17,20 +15,21 @@ from rich.table import Table
 from rich.text import Text
 
 from loragate.cli.display import duration
-from loragate.sweep.watch import RUNNING, TrialState, Watch
+from loragate.selection.store import Store
+from loragate.selection.watch import RUNNING, TrialState, Watch
 
 BEST, FAILED_SHOWN = 5, 3
 EVERY_S = 1.0
 
 
 @contextmanager
-def live_table(folder: Path, plan: Any, out: Console | None = None) -> Iterator[None]:
+def live_table(store: Store, out: Console | None = None) -> Iterator[None]:
     """Show where every trial stands while the body runs."""
     out = out or Console(stderr=True, highlight=False)
-    watch, stop = Watch(folder, plan), threading.Event()
-    began, known = time.monotonic(), {state.trial.slug: state.state for state in watch.states()}
+    watch, stop = Watch(store), threading.Event()
+    began, known = time.monotonic(), {state.candidate.slug: state.state for state in watch.states()}
     before = sum(state == "finished" for state in known.values())
-    several = len({trial.adapter for trial in plan.trials}) > 1
+    several = len({one.adapter for one in store.study.candidates}) > 1
 
     def title(states: Sequence[TrialState]) -> str:
         return headline(states, before, time.monotonic() - began)
@@ -50,9 +49,9 @@ def live_table(folder: Path, plan: Any, out: Console | None = None) -> Iterator[
             last = stop.is_set()
             states = watch.states()
             for state in states:
-                if known[state.trial.slug] != state.state and state.state in ("training", "finished", "failed"):
+                if known[state.candidate.slug] != state.state and state.state in ("training", "finished", "failed"):
                     out.print(line(state, title(states), several), markup=False, soft_wrap=True)
-                known[state.trial.slug] = state.state
+                known[state.candidate.slug] = state.state
             if last:
                 return
             stop.wait(EVERY_S)
@@ -88,8 +87,8 @@ def states_table(states: Sequence[TrialState], title: str, several: bool = False
     running = [state for state in states if state.state in RUNNING]
     failed = [state for state in states if state.state == "failed"][:FAILED_SHOWN]
     scored = [state for state in states if state.score is not None]
-    best = sorted((s for s in scored if s.trial.kind == "gates"), key=lambda s: -(s.score or 0.0))[:BEST]
-    own = [state for state in scored if state.trial.kind == "adapter"]
+    best = sorted((s for s in scored if s.candidate.range is not None), key=lambda s: -(s.score or 0.0))[:BEST]
+    own = [state for state in scored if state.candidate.range is None]
     for group, style in ((running, "bold"), (failed, "red"), (own, ""), (best, "")):
         for state in group:
             table.add_row(*(Text(cell) for cell in _cells(state, several)), style=style)
@@ -106,7 +105,7 @@ def line(state: TrialState, title: str, several: bool = False) -> str:
 
 
 def _cells(state: TrialState, several: bool) -> tuple[str, str, str, str, str]:
-    name = f"{state.trial.adapter} {state.trial.name}" if several else state.trial.name
+    name = f"{state.candidate.adapter} {state.candidate.name}" if several else state.candidate.name
     steps = f"{state.done}/{state.total}" if state.total else ""
     entropy = "" if state.entropy is None else f"{state.entropy:.3f}"
     return name, state.state, steps, entropy, "" if state.score is None else f"{100 * state.score:.1f}"

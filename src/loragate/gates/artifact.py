@@ -58,10 +58,10 @@ from loragate.gates.schema import (
     FORMAT,
     GATES,
     SCHEMA_VERSION,
-    gate_metadata,
     is_support,
     read_gate_config,
     read_tensors,
+    write_tensors,
 )
 from loragate.hub_names import cached_file, split_revision
 from loragate.version import __version__
@@ -169,7 +169,7 @@ def save_gates(
         **(evidence or {}),
     }
     write_adapter(peft_model, name, folder / ADAPTER, adapter_source)
-    write_atomically(folder / GATES, lambda path: save_file(tensors, str(path), metadata=gate_metadata(record["gate"])))
+    write_atomically(folder / GATES, lambda path: write_tensors(path, tensors, record["gate"]))
     record["gates_sha256"] = file_sha256(folder / GATES)
     write_text(folder / CARD, card or render_card(folder.resolve().name, record))
     write_json(folder / CONFIG, record)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, NoReturn
 import torch
 from annotated_types import Len
 from safetensors import SafetensorError
-from safetensors.torch import load
+from safetensors.torch import load, save
 
 from loragate.errors import ArtifactError
 from loragate.gates.config import GateConfig
@@ -139,6 +139,16 @@ def read_tensors(folder: Path, record: dict[str, Any]) -> dict[str, torch.Tensor
 def gate_metadata(gate: dict[str, Any]) -> dict[str, str]:
     """The header that ties gates.safetensors to its settings, so that neither file can be changed alone."""
     return {"format": "pt", "gate": json.dumps(gate, sort_keys=True)}
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor], gate: dict[str, Any]) -> None:
+    """Equal gates as equal bytes, which safetensors alone does not give: it writes its metadata in a random order."""
+    data = save(tensors, gate_metadata(gate))
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header = {"__metadata__": dict(sorted(header.pop("__metadata__").items())), **header}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)  # padded as before
+    path.write_bytes(data[:8] + text + data[8 + size :])
 
 
 def _stored_settings(data: bytes) -> str | None:

@@ -25,10 +25,9 @@ from typing import Any
 import yaml
 
 from loragate.errors import ConfigError, LoragateError
-from loragate.files import write_json, write_text
+from loragate.files import held, write_json, write_text
 from loragate.recipes.folder import RunFolder
 from loragate.recipes.recipe import Recipe, Stage
-from loragate.sweep.records import held
 from loragate.version import __version__
 
 EVAL_PYTHON = "LORAGATE_EVAL_PYTHON"

@@ -1,19 +1,25 @@
 """Choosing among candidates on held-out evidence, with the untouched adapter always among them.
 
-    candidate     a range and an objective to try
-    choose        the pick: best mean, ties to the adapter
-    disjoint      whether questions are also among other rows
-    probe         questions with labels, or judged by the adapter's own majority (agreement)
-    questions     probe questions from files and from rows that were set aside
-    retention     a second probe that may veto and never win
-    references    what needs no gates, asked for comparison only
-    outcome       what candidates did, and the record of it
-    transaction   train → probe → keep or fall back, resumable
-
-The modules that need torch are imported by their own names, so that a command line can be checked without it.
+candidate     a range and an objective to try, or what needs no training
+settings      how candidates are asked
+study         the candidates, and what their numbers depend on
+trial         one candidate: train, keep, ask; the only place that runs one
+store         the files of trials; what is finished there is never run again
+watch         where every trial stands, read from those files
+probe         questions with labels, or judged by the adapter's own majority (agreement)
+questions     probe questions from files and from rows that were set aside
+evidence      which questions there are for a choice, or why there are none
+disjoint      whether questions are also among other rows
+retention     a second probe that may veto and never win
+references    what needs no gates, asked for comparison only
+choice        the pick: best mean, ties to the adapter
+outcome       from trials to the choice, and the record of it
+transaction   `choose_gates`: train → probe → keep or fall back → write, a few candidates in sequence
+unverified    gates without evidence: taken as they are, or left off and accepted later
+sweep         many candidates over adapters and seeds, in sequence or on Ray (ray_tune)
+evaluated     the cells of a sweep on whole suites
 """
 
-from loragate.selection.candidate import Candidate
-from loragate.selection.choose import Choice, choose
+import lazy_loader
 
-__all__ = ["Candidate", "Choice", "choose"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,30 +1,163 @@
-"""A range to try; torch-free, so that a command line can be checked at once."""
+"""What is tried: a range and an objective to train gates with, or what needs no training. Torch-free.
+
+A candidate is a whole setting: what acts on the base, and the temperature at which it is sampled. What differs between two
+candidates stands in their fields and nowhere else, so another thing to compare is another field.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from loragate.errors import ConfigError, nearest
 from loragate.gates.range import Range
+from loragate.training.settings import GATE_OBJECTIVES
+
+ADAPTER, BASE = "adapter", "base"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A range and an objective to try.
+    """Gates to train, or the adapter or its base as they are.
 
     Attributes:
-        range: of λ.
-        objective: of the training; "entropy" is the paper's.
+        range: of λ; None where nothing is trained.
+        objective: of the training, "entropy" being the paper's; "adapter" or "base" where nothing is trained.
+        seed: of the gates' start and of the order of the rows.
+        adapter: label of the adapter, where a study has several.
+        temperature: of sampling; None takes the probe's.
     """
 
-    range: Range
+    range: Range | None
     objective: str = "entropy"
+    seed: int = 0
+    adapter: str = ""
+    temperature: float | None = None
+
+    @property
+    def cell(self) -> str:
+        """What it is compared as, its seeds taken together: "[-3,1]", "[-3,1] anchored", "adapter", "adapter T=0.3"."""
+        if self.range is None:
+            name = self.objective
+        else:
+            name = str(self.range) if self.objective == "entropy" else f"{self.range} {self.objective}"
+        return name if self.temperature is None else f"{name} T={self.temperature:g}"
 
     @property
     def name(self) -> str:
-        """As printed: "[-3,1]", "[-3,1] anchored"."""
-        return str(self.range) if self.objective == "entropy" else f"{self.range} {self.objective}"
+        """As printed where seeds are told apart: "[-3,1] entropy, seed 0"."""
+        if self.range is None:
+            return "adapter, λ = 1" if self.cell == ADAPTER else self.cell
+        return f"{self.range} {self.objective}, seed {self.seed}"
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is asked for comparison only: the base, or the adapter at a temperature of its own."""
+        return self.range is None and self.cell != ADAPTER
 
     @property
     def slug(self) -> str:
-        """Name of the candidate's folder."""
-        return f"{self.objective}_{self.range.slug}"
+        """Its folder: stable, unique, and fit for every file system."""
+        if self.range is None:
+            own = "untouched" if self.objective == ADAPTER else self.objective
+        else:
+            own = f"{self.objective}_{self.range.slug}_seed{self.seed}"
+        heat = [] if self.temperature is None else [f"T{self.temperature:g}"]
+        return "_".join([*filter(None, [self.adapter]), own, *heat])
+
+    def as_record(self) -> dict[str, Any]:
+        """As it stands in the study's file and in results; the adapter is λ = 1 and the base λ = 0."""
+        fixed = 0.0 if self.objective == BASE else 1.0
+        lower, upper = (fixed, fixed) if self.range is None else (self.range.lower, self.range.upper)
+        record = {
+            "adapter": self.adapter,
+            "lower": lower,
+            "upper": upper,
+            "seed": self.seed,
+            "objective": self.objective,
+        }
+        return record if self.temperature is None else {**record, "temperature": self.temperature}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Candidate:
+        """The candidate of `as_record`; raises KeyError, TypeError or GateError for what is none."""
+        objective = record["objective"]
+        untrained = objective in (ADAPTER, BASE)
+        bounds = None if untrained else Range(record["lower"], record["upper"])
+        return cls(bounds, objective, record["seed"], record["adapter"], record.get("temperature"))
+
+
+def parse_candidates(text: str, objective: str = "entropy", seed: int = 0) -> tuple[Candidate, ...]:
+    """Candidates as typed: ranges separated by semicolons, each with its objective behind an @ where it has one of its own.
+
+    Args:
+        text: "0,1;-6,3;-3,1@anchored".
+        objective, seed: of those that name none.
+
+    Raises:
+        ConfigError: for what is no range or objective, a candidate that stands there twice, or none.
+    """
+    found: list[Candidate] = []
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        bounds, _, own = part.partition("@")
+        name = own.strip() or objective
+        if name not in GATE_OBJECTIVES:
+            raise ConfigError(f"--ranges {part}: unknown objective {name!r}{nearest(name, GATE_OBJECTIVES)}")
+        one = Candidate(Range.parse(bounds), name, seed)
+        if one in found:
+            raise ConfigError(f"--ranges {text}: the range {part} stands there twice; each is tried once")
+        found.append(one)
+    if not found:
+        raise ConfigError("--ranges is empty; give at least one range")
+    return tuple(found)
+
+
+def grid(
+    adapters: Iterable[str], ranges: Sequence[Range], seeds: Sequence[int], objectives: Sequence[str]
+) -> tuple[Candidate, ...]:
+    """The product, one adapter after the other so that workers seldom change it; each adapter itself comes first.
+
+    Raises:
+        ConfigError: for nothing to do, or a candidate that is there twice.
+    """
+    for name, values in (("range", ranges), ("seed", seeds), ("objective", objectives)):
+        if not values:
+            raise ConfigError(f"the sweep has no {name}; give at least one")
+        if repeated := [value for value in values if list(values).count(value) > 1]:
+            raise ConfigError(f"the {name} {repeated[0]} is given twice; each trial runs once")
+    found: list[Candidate] = []
+    for adapter in adapters:
+        found.append(Candidate(None, ADAPTER, adapter=adapter))
+        found += [
+            Candidate(one, objective, seed, adapter) for objective in objectives for seed in seeds for one in ranges
+        ]
+    return tuple(found)
+
+
+def label_adapters(places: Sequence[str]) -> dict[str, str]:
+    """{short label: place} for folders or hub ids, the label being the end of the place.
+
+    Raises:
+        ConfigError: for none, or the same place twice.
+    """
+    labels: dict[str, str] = {}
+    if not places:
+        raise ConfigError("the sweep has no adapter; give --adapter FOLDER")
+    for place in places:
+        if any(_same_place(place, other) for other in labels.values()):
+            raise ConfigError(f"the adapter {place} is given twice; each trial runs once")
+        stem = re.sub(r"[^A-Za-z0-9.-]+", "-", Path(place).name).strip("-.") or "adapter"
+        label, number = stem, 2
+        while label in labels:
+            label, number = f"{stem}-{number}", number + 1
+        labels[label] = place
+    return labels
+
+
+def _same_place(one: str, other: str) -> bool:
+    return one == other or (
+        Path(one).exists() and Path(other).exists() and Path(one).resolve() == Path(other).resolve()
+    )

@@ -7,7 +7,6 @@ majority (`agreement.py`). Both return one number per question and sample, so th
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from loragate.files import write_json
 from loragate.generation import Engine, OnProgress, Sample, SamplingConfig
 from loragate.selection.agreement import Majority, majority, why_unusable
 from loragate.selection.disjoint import key_of
-from loragate.selection.disjoint import require_disjoint as require_disjoint
+from loragate.selection.study import digest
 from loragate.training.guards import Reading, take_reading
 from loragate.training.rollouts import as_answers
 
@@ -102,11 +101,17 @@ class Probe:
             scores[sample.question, sample.sample] = float(grade.correct)
         return ProbeScores(scores, samples, [grade.extracted for grade in grades])
 
+    def at(self, temperature: float | None) -> Probe:
+        """The same questions, sampled at another temperature; None leaves it."""
+        if temperature is None:
+            return self
+        return dataclasses.replace(self, sampling=dataclasses.replace(self.sampling, temperature=temperature))
+
     @property
     def fingerprint(self) -> str:
         """SHA-256 over prompts, reference answers, rows (tests of programs stand there), task and sampling."""
         asked = [[prompt, q.gold, q.row] for prompt, q in zip(self.prompts, self.questions, strict=True)]
-        return _digest([asked, dataclasses.asdict(self.sampling), self.task.fingerprint])
+        return digest([asked, dataclasses.asdict(self.sampling), self.task.fingerprint])
 
     def as_dict(self) -> dict[str, Any]:
         """What the artifact records of the probe."""
@@ -179,7 +184,7 @@ def agreement_probe(
     if why := _why_not_judged(task, questions):
         return None, why
     cool = dataclasses.replace(sampling, temperature=COOL, samples=COOL_SAMPLES, seed=sampling.seed + 1)
-    made_from = _digest([list(prompts), dataclasses.asdict(cool), task.fingerprint])
+    made_from = digest([list(prompts), dataclasses.asdict(cool), task.fingerprint])
     extracted = _kept_answers(kept, made_from)
     if extracted is None:
         extracted = [[] for _ in questions]
@@ -227,7 +232,3 @@ def _kept_answers(path: Path | None, made_from: str) -> list[list[str | None]] |
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: not what this version writes ({error}); delete it to ask the adapter again") from None
     return None
-
-
-def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

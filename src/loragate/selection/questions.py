@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from loragate.data import Rows, encode_rows, load_rows
+from loragate.data.loading import RowsGiven
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.judging import MATH, TEXT
 from loragate.evaluation.tasks import Question, Task, load_questions, load_task
 from loragate.evaluation.tasks.task import EXTRACTORS_OF, Dataset, Generation, Grader
-from loragate.selection.disjoint import PROMPTS, key_of
-from loragate.selection.disjoint import prompts_of as prompts_of
+from loragate.selection.disjoint import PROMPTS, key_of, prompts_of
 from loragate.training.rollouts import training_prompts
 
 ANSWERS = ("answer", "gold", "target")
@@ -49,13 +49,13 @@ def probe_task(grader: str = "default", file: str = "", *, labelled: bool = True
 
 
 def read_probe(
-    file: str, task_name: str = "", grader: str = "default", limit: int | None = None, *, raw: bool = False
+    given: RowsGiven, task_name: str = "", grader: str = "default", limit: int | None = None, *, raw: bool = False
 ) -> tuple[Task, list[Question], bool]:
-    """The questions of a probe file.
+    """The questions of a probe.
 
     Args:
-        file: .jsonl, .json or .parquet with a prompt and, where there are labels, an answer column.
-        task_name: a task whose prompt, columns and grader are used, by name or file; the file has its schema then.
+        given: .jsonl, .json or .parquet with a prompt and, where there are labels, an answer column; or such rows.
+        task_name: a task whose prompt, columns and grader are used, by name or file; the rows have its schema then.
         grader: how answers are judged where no task is named.
         limit: first questions only.
         raw: the prompts are plain text to complete, where no task is named.
@@ -66,11 +66,12 @@ def read_probe(
     Raises:
         DataError: if some rows have an answer and others have not, or a row cannot be used.
     """
-    require_file(file)
+    if isinstance(given, str | Path):
+        require_file(str(given))
+    rows = load_rows(given)
     if task_name:
         task = load_task(task_name)
-        return task, load_questions(task, file, limit).questions, True
-    rows = load_rows(file)
+        return task, load_questions(task, rows, limit).questions, True
     for index, row in enumerate(rows):
         if row.get("messages") or row.get("conversations"):
             raise DataError(
@@ -89,7 +90,7 @@ def read_probe(
             f"{rows.where(missing)}: no answer, though other rows have one; give all of them an answer, or none"
         )
     task = probe_task(grader, labelled=all(with_answer), raw=raw)
-    return task, load_questions(task, Path(file), limit).questions, all(with_answer)
+    return task, load_questions(task, rows, limit).questions, all(with_answer)
 
 
 def require_file(file: str) -> None:

@@ -7,17 +7,16 @@ temperature should learn from the same questions whether that does more.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from loragate.evaluation import average_at_k, compare
+from loragate.selection.candidate import ADAPTER, BASE, Candidate
 from loragate.selection.probe import COOL, Probe
 
-BASE = "base"
-COOLER = f"adapter T={COOL:g}"  # as an evaluation names the same row
+COOLER = f"{ADAPTER} T={COOL:g}"  # as an evaluation names the same row
 _DOES = {
     BASE: "the base without the adapter",
     COOLER: f"the plain adapter at temperature {COOL:g}",
@@ -28,28 +27,7 @@ _HINT = {
 }
 
 
-@dataclass(frozen=True)
-class Reference:
-    """One comparison on the probe that cannot be picked: the base, or the adapter at a lower temperature.
-
-    Attributes:
-        name: as printed and recorded.
-        folder: name of its folder.
-        probe: the questions, as this one is asked.
-        without_adapter: the adapter is off.
-    """
-
-    name: str
-    folder: str
-    probe: Probe
-    without_adapter: bool = False
-
-    def acting(self, model: Any) -> AbstractContextManager[Any]:
-        """Within this context the PEFT model without gates answers as the reference."""
-        return model.disable_adapter() if self.without_adapter else nullcontext()
-
-
-def references_of(probe: Probe, can_be_off: bool = True) -> tuple[Reference, ...]:
+def references_of(probe: Probe, can_be_off: bool = True) -> tuple[Candidate, ...]:
     """What can be compared on a probe; nothing where the adapter's own majority stands in for labels.
 
     Args:
@@ -57,10 +35,9 @@ def references_of(probe: Probe, can_be_off: bool = True) -> tuple[Reference, ...
     """
     if probe.kind != "labelled":
         return ()
-    found = [Reference(BASE, "base", probe, without_adapter=True)] if can_be_off else []
+    found = [Candidate(None, BASE)] if can_be_off else []
     if probe.sampling.temperature > COOL:
-        cooler = replace(probe, sampling=replace(probe.sampling, temperature=COOL))
-        found.append(Reference(COOLER, "cooler", cooler))
+        found.append(Candidate(None, ADAPTER, temperature=COOL))
     return tuple(found)
 
 

@@ -65,14 +65,18 @@ class Questions:
 
 
 def load_questions(
-    task: Task, file: str | Path | None = None, limit: int | None = None, seed: int = 0, revision: str | None = None
+    task: Task,
+    file: str | Path | Rows | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    revision: str | None = None,
 ) -> Questions:
     """The questions of a task.
 
     Args:
         task: as `load_task` gives it; not one that the harness runs.
         file: a .jsonl, .json or .parquet file with the data set's columns, or a folder that holds `<task>.jsonl` (or
-            .json, .parquet), in place of the hub or generator.
+            .json, .parquet), in place of the hub or generator; or its rows.
         limit: the first questions only, in the data set's order.
         seed: of a generated set; fixed sets do not depend on it.
         revision: of the hub data set, in place of the pinned one.
@@ -85,7 +89,7 @@ def load_questions(
     if task.engine != "loragate":
         raise ConfigError(f"{task.name} is asked by lm-evaluation-harness, which loads its questions itself")
     dataset = task.dataset
-    local = _local_file(task, file)
+    local = file if isinstance(file, Rows) else _local_file(task, file)
     if revision is not None:
         if local is not None or dataset.hub is None:
             raise ConfigError(f"{task.name}: found revision={revision!r}, which has no effect without a hub data set")
@@ -94,7 +98,7 @@ def load_questions(
     commit = None
     if local is not None:
         rows = load_rows(local, limit=limit)
-        source = str(local)
+        source = rows.source
     elif dataset.generator is not None:
         source = f"generated: {dataset.generator}, seed {seed}"
         made = GENERATORS[dataset.generator](dataset.rows or 1, seed)

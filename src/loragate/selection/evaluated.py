@@ -16,37 +16,38 @@ import numpy as np
 from loragate.evaluation.aggregates import compare_suites, suite_average
 from loragate.evaluation.results import EvaluationRecord, TaskResult
 from loragate.evaluation.statistics import holm
-from loragate.gates.range import Range
-from loragate.sweep.outcome import LEVEL
-from loragate.sweep.plan import SweepPlan, Trial
+from loragate.selection.candidate import Candidate
+from loragate.selection.outcome import LEVEL
+from loragate.selection.study import Study
 
 Tables = list[np.ndarray]
 
 
 def suite_record(
-    record: EvaluationRecord, plan: SweepPlan, label: str, suite: str, tasks: Sequence[str], chosen: Mapping[str, Any]
+    record: EvaluationRecord, study: Study, label: str, suite: str, tasks: Sequence[str], chosen: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The cells of one adapter on one suite, in the form that `report.heatmap` draws.
 
     Args:
-        record: of an evaluation with the row "adapter" and one row per finished trial, whose control is `Trial.name`.
+        record: of an evaluation with the row "adapter" and one row per finished trial, whose control is `Candidate.name`.
         label: of the adapter.
         tasks: names of the suite's tasks in the record.
         chosen: the sweep's choice for this adapter; empty where it has none.
     """
     rows = {(row.task, row.name): row for row in record.results}
     own = [_means([rows[task, "adapter"]]) for task in tasks]
-    groups: dict[tuple[str, float, float], list[Trial]] = {}
-    for trial in plan.trials:
-        if trial.kind == "gates" and trial.adapter == label:
-            groups.setdefault((trial.objective, trial.lower, trial.upper), []).append(trial)
+    groups: dict[str, list[Candidate]] = {}
+    for one in study.candidates:
+        if one.range is not None and one.adapter == label:
+            groups.setdefault(one.cell, []).append(one)
     cells: list[dict[str, Any]] = []
     tables: dict[str, Tables] = {}
-    for (objective, lower, upper), trials in groups.items():
+    for name, trials in groups.items():
         found = [trial for trial in trials if (tasks[0], f"gated {trial.name}") in rows]
         if not found:
             continue
-        name = str(Range(lower, upper)) + ("" if objective == "entropy" else f" {objective}")
+        bounds = trials[0].range
+        assert bounds is not None, "a cell is trained"
         scored = [_means([rows[task, f"gated {trial.name}"] for trial in found]) for task in tasks]
         complete = len(found) == len(trials)
         if complete:
@@ -55,9 +56,9 @@ def suite_record(
             {
                 "name": name,
                 "adapter": label,
-                "objective": objective,
-                "lower": lower,
-                "upper": upper,
+                "objective": trials[0].objective,
+                "lower": bounds.lower,
+                "upper": bounds.upper,
                 "seeds": [trial.seed for trial in found],
                 "complete": complete,
                 "score": asdict(suite_average(scored)),
@@ -73,7 +74,7 @@ def suite_record(
     return {
         "format": "loragate sweep evaluation",
         "version": 1,
-        "sweep": plan.fingerprint,
+        "sweep": study.fingerprint,
         "suite": suite,
         "tasks": list(tasks),
         "questions": sum(len(table) for table in own),

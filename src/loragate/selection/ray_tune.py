@@ -14,13 +14,16 @@ import socket
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from loragate.errors import ConfigError, LoragateError
-from loragate.sweep.plan import SweepPlan, Trial
-from loragate.sweep.trials import Materials, TrialRunner
+from loragate.selection.candidate import Candidate
+from loragate.selection.store import Store
+from loragate.selection.sweep import Sweep, Workshop
+from loragate.selection.trial import run_trial
 
 # no telemetry, no files of loggers that nobody reads, and Ctrl-C is ours
 for _name, _value in {
@@ -56,39 +59,60 @@ class Resources:
     cpus: float = 1.0
     gpus: float = 0.0
 
+    @classmethod
+    def found(cls, workers: int, cpus: int, gpus: float | None, device: str) -> Resources:
+        """What one trial takes and how many run at a time, as far as it was not said.
+
+        On this machine, trials share GPUs as asked; without one, every trial needs memory for its own base, so no more than
+        four run at a time unless `workers` says so. On a cluster the GPUs of the workers are not seen from here: one per
+        trial is assumed, and 0 is for a cluster of CPUs.
+        """
+        cluster = bool(os.environ.get("RAY_ADDRESS"))
+        cards = torch.cuda.device_count() if device in ("auto", "cuda") else 0
+        if gpus is None:
+            gpus = 1.0 if (cards or cluster) and device in ("auto", "cuda") else 0.0
+        if not workers and not cluster:
+            cores = (os.cpu_count() or 1) // cpus
+            workers = max(1, int(cards / gpus)) if gpus else max(1, min(4, cores))
+        return cls(workers, float(cpus), gpus)
+
+    def describe(self) -> str:
+        """ "on a local Ray, 2 at a time (1 CPU each)"."""
+        address = os.environ.get("RAY_ADDRESS")
+        gpus = f", {self.gpus:g} GPU" if self.gpus else ""
+        many = f"{self.workers} at a time" if self.workers else "as many at a time as fit"
+        where = f"the Ray cluster {address}" if address else "a local Ray"
+        return f"on {where}, {many} ({self.cpus:g} CPU{gpus} each)"
+
 
 class SweepTrial(tune.Trainable):
     """One worker; Tune gives it one trial after the other."""
 
-    def setup(
-        self, config: dict[str, Any], parts: tuple[Materials, SweepPlan, str] | None = None, threads: int = 1
-    ) -> None:
+    def setup(self, config: dict[str, Any], parts: tuple[Sweep, Store] | None = None, threads: int = 1) -> None:
         """Called once per worker."""
-        import torch
-
         assert parts is not None
-        materials, plan, folder = parts
+        sweep, self.store = parts
         torch.set_num_threads(threads)
-        self.runner = TrialRunner(materials, plan, Path(folder))
-        self.trial = Trial(**config["trial"])
+        self.workshop = Workshop(sweep)
+        self.reset_config(config)
 
     def step(self) -> dict[str, Any]:
         """Run the whole trial as one step of Ray Tune."""
         try:
-            self.runner.run(self.trial)
+            run_trial(self.store, self.candidate, self.workshop.bench)
         except LoragateError:  # noted in the trial's folder; another attempt would fail alike
             return {"done": True, "failed": True}
         return {"done": True, "failed": False}
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Take the next trial in this actor, so that the loaded base is used again."""
-        self.trial = Trial(**new_config["trial"])
+        self.candidate = Candidate.from_record(new_config["trial"])
         return True
 
 
 @contextmanager
-def connected(resources: Resources) -> Iterator[bool]:
-    """A Ray to run on: the cluster of RAY_ADDRESS, or one of our own; yields whether it is a cluster.
+def connected(resources: Resources) -> Iterator[None]:
+    """A Ray to run on: the cluster of RAY_ADDRESS, or one of our own.
 
     Raises:
         ConfigError: if the cluster does not answer.
@@ -116,7 +140,7 @@ def connected(resources: Resources) -> Iterator[bool]:
     for name in ("ray", "ray.tune", "ray.train"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what fails stands in the trial's folder
     try:
-        yield bool(address)
+        yield
     finally:
         ray.shutdown()
 
@@ -139,25 +163,26 @@ def require_answer(address: str) -> None:
         ) from error
 
 
-def run_on_ray(
-    materials: Materials, plan: SweepPlan, folder: Path, pending: Sequence[Trial], resources: Resources
-) -> None:
-    """Run the pending trials on the connected Ray; one whose worker dies is started again up to three times.
+def run_on_ray(sweep: Sweep, store: Store, pending: Sequence[Candidate], resources: Resources) -> None:
+    """Run the pending trials on Ray; one whose worker dies is started again up to three times.
 
     Raises:
-        ConfigError: if no node has what one trial needs.
+        ConfigError: if no Ray can be had, or no node has what one trial needs.
     """
-    if not pending:
-        return
+    if pending:
+        with connected(resources):
+            _run(sweep, Store(store.folder.resolve(), store.study), pending, resources)
+
+
+def _run(sweep: Sweep, store: Store, pending: Sequence[Candidate], resources: Resources) -> None:
     require_room(resources)
-    state = folder.resolve() / STATE
+    state = store.folder / STATE
     shutil.rmtree(state, ignore_errors=True)
     needs = {"cpu": resources.cpus, **({"gpu": resources.gpus} if resources.gpus else {})}
-    parts = (materials, plan, str(folder.resolve()))
-    trainable: Any = tune.with_parameters(SweepTrial, parts=parts, threads=max(1, int(resources.cpus)))
+    trainable: Any = tune.with_parameters(SweepTrial, parts=(sweep, store), threads=max(1, int(resources.cpus)))
     tuner = tune.Tuner(
         tune.with_resources(trainable, needs),
-        param_space={"trial": tune.grid_search([asdict(trial) for trial in pending])},
+        param_space={"trial": tune.grid_search([one.as_record() for one in pending])},
         tune_config=tune.TuneConfig(reuse_actors=True, max_concurrent_trials=resources.workers or None),
         run_config=tune.RunConfig(
             name="sweep",

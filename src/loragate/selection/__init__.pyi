@@ -1,0 +1,18 @@
+from .candidate import (
+    Candidate as Candidate,
+)
+from .choice import (
+    Choice as Choice,
+    choose as choose,
+)
+from .settings import (
+    ProbeSettings as ProbeSettings,
+    SelectionSettings as SelectionSettings,
+)
+from .transaction import (
+    choose_gates as choose_gates,
+)
+from .unverified import (
+    Chosen as Chosen,
+    accept_gates as accept_gates,
+)

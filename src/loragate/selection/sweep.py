@@ -1,0 +1,279 @@
+"""A study of many candidates over several adapters and seeds: what it needs beside them, its benches, and its best.
+
+A `Sweep` can be sent to another process, because it holds names and settings, not weights. The base is loaded once in a
+process, and adapters change on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from loragate.data import EncodedRows, Rows
+from loragate.errors import ConfigError, nearest
+from loragate.evaluation.judging import JudgeSettings
+from loragate.gates import GateConfig
+from loragate.gates.schema import CONFIG
+from loragate.generation import TransformersEngine
+from loragate.models import Loading, ModelRef, Place, explained, open_base, open_tokenizer, put_on, resolve
+from loragate.selection.candidate import Candidate
+from loragate.selection.disjoint import prompts_of
+from loragate.selection.evidence import Asked, read_asked
+from loragate.selection.outcome import Selection
+from loragate.selection.probe import MIN_QUESTIONS, Probe
+from loragate.selection.settings import ProbeSettings
+from loragate.selection.store import FAILED, GATED, Store, read_json
+from loragate.selection.study import Study, digest
+from loragate.selection.trial import Bench, config_of, copy_artifact, origin_of, run_trial
+from loragate.training import CalibrationSettings, calibration_rows
+
+OBJECTIVES = ("entropy", "ce", "anchored")
+PROBE_SEED = 1
+FIXED = ("seed", "objective", "report_to")  # of the candidate, or without influence on its numbers
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What all candidates share.
+
+    Attributes:
+        adapters: {label: folder or "owner/name@commit"}.
+        base: of all adapters.
+        how: base and adapters are loaded.
+        read_rows: gives the rows to train on; like the rest it may be sent to another process.
+        settings: {objective: of the training}; the seed is the candidate's.
+        config: of the gates; range and seed are the candidate's.
+        asking: how probe and test are asked and judged.
+        probe: file of questions that choose; empty for none.
+        test: file of further questions for the oracle; empty for none.
+        test_samples: per question of the test.
+        system: whether a template's own system message is kept.
+    """
+
+    adapters: Mapping[str, str]
+    base: ModelRef
+    how: Loading
+    read_rows: Callable[[], Rows]
+    settings: Mapping[str, CalibrationSettings]
+    config: GateConfig
+    asking: ProbeSettings
+    probe: str = ""
+    test: str = ""
+    test_samples: int = 4
+    system: str = "none"
+
+    def place(self, label: str) -> Place:
+        """An adapter on the common base, as this machine has it."""
+        return resolve(self.adapters[label], str(self.base), expect="adapter")
+
+    def study(self, candidates: Sequence[Candidate]) -> Study:
+        """The study, after everything was checked that does not need the base in memory.
+
+        Raises:
+            ConfigError, DataError: naming what cannot be used.
+        """
+        rows = self.read_rows()
+        gates = {name: value for name, value in asdict(self.config).items() if name not in ("lower", "upper", "seed")}
+        places = {label: self.place(label) for label in self.adapters}
+        base = resolve(str(self.base), expect="base")
+        template = Path(self.how.chat_template).read_text("utf-8") if self.how.chat_template else None
+        identity: dict[str, Any] = {
+            "base": {"name": base.folder.name if base.folder.exists() else base.source, "files": base.fingerprint},
+            "adapters": {label: place.fingerprint for label, place in places.items()},
+            "dtype": self.how.dtype,
+            **({} if self.how.quantization == "none" else {"quantization": self.how.quantization}),
+            "chat_template": None if template is None else digest(template),
+            "data": {"rows": len(rows), "fingerprint": rows.fingerprint, "system": self.system},
+            "training": {
+                name: {key: value for key, value in settings.as_record().items() if key not in FIXED}
+                for name, settings in self.settings.items()
+            },
+            "gates": gates,
+        }
+        self.asking.check_probe()
+        taken = [(prompts_of(rows), "the training rows")]
+        for name in ("probe", "test"):
+            identity[name] = None
+            if not (file := getattr(self, name)):
+                continue
+            asked = read_labelled(file, self.asking, taken)
+            if len(asked.questions) < MIN_QUESTIONS:
+                raise ConfigError(
+                    f"--{name} {file} has {len(asked.questions)} questions; at least {MIN_QUESTIONS} are needed to tell cells "
+                    "apart"
+                )
+            taken.append(([question.prompt for question in asked.questions], "the probe's"))
+            identity[name] = {
+                "questions": digest([[question.prompt, question.gold, question.row] for question in asked.questions]),
+                "task": asked.task.fingerprint if self.asking.probe_task else self.asking.probe_grader,
+                "samples": self._samples(name),
+                "temperature": self.asking.probe_temperature,
+                "max_new_tokens": self.asking.probe_max_new_tokens,
+                "batch_size": self.batch_size,
+            }
+        for one in candidates:
+            if one.range is not None:
+                config_of(self.config, one)
+        return Study(tuple(candidates), identity)
+
+    def questions(self, name: str, model: Any, tokenizer: Any) -> Probe | None:
+        """The probe or the test, if there is one."""
+        if not (file := getattr(self, name)):
+            return None
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        settings = replace(self.asking, probe_samples=self._samples(name))
+        asked = read_labelled(file, self.asking)
+        return asked.labelled_probe(
+            tokenizer, settings, JudgeSettings(), system=self.system, positions=positions, seed=PROBE_SEED
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """Answers that are sampled at a time."""
+        return next(iter(self.settings.values())).sampling_batch_size
+
+    def _samples(self, name: str) -> int:
+        return self.asking.probe_samples if name == "probe" else self.test_samples
+
+
+def settings_of_each(options: Any, objectives: Sequence[str]) -> dict[str, CalibrationSettings]:
+    """{objective: its training settings}: those of the options that it reads.
+
+    Args:
+        options: all fields of `CalibrationSettings`, as they were given.
+
+    Raises:
+        ConfigError: for an unknown objective, or a setting that none of the objectives reads.
+    """
+    for name in objectives:
+        if name not in OBJECTIVES:
+            more = "; a reward is a Python callable, see loragate.calibrate" if name == "reward" else ""
+            raise ConfigError(
+                f"--objectives: {name!r} is none of {', '.join(OBJECTIVES)}{nearest(name, OBJECTIVES)}{more}"
+            )
+    given = {field.name: getattr(options, field.name) for field in fields(CalibrationSettings)}
+    own = {name: set(CalibrationSettings.read_by(name)) for name in objectives}
+    somewhere = set().union(*own.values())
+    unread = {key: value for key, value in given.items() if key not in somewhere}
+    found = {}
+    for name in objectives:
+        CalibrationSettings(**{**unread, "objective": name})  # says which setting has no effect
+        mine = {key: value for key, value in given.items() if key in own[name]}
+        found[name] = CalibrationSettings(**{**mine, "objective": name})
+    return found
+
+
+def common_base(adapters: Sequence[str], given: str) -> ModelRef:
+    """The base of all adapters.
+
+    Raises:
+        ConfigError: if an adapter names none, or they name different ones.
+    """
+    bases = {}
+    for adapter in adapters:
+        base = resolve(adapter, given, expect="adapter").base
+        bases[adapter] = replace(base, name=base.lasting)
+    first = next(iter(bases))
+    for adapter, base in bases.items():
+        if base != bases[first]:
+            raise ConfigError(
+                f"the adapters have different bases: {first} has {bases[first]}, {adapter} has {base}; sweep them apart"
+            )
+    return bases[first]
+
+
+def read_labelled(file: str, settings: ProbeSettings, taken: Sequence[tuple[Sequence[str], str]] = ()) -> Asked:
+    """Questions with answers, of a file."""
+    asked = read_asked(file, settings.probe_task, settings, taken, JudgeSettings())
+    if not asked.labelled:
+        raise ConfigError(
+            f"{file} has no answers; a sweep compares cells on labelled questions (columns prompt and answer)"
+        )
+    return asked
+
+
+class Workshop:
+    """The benches of a sweep in one process; the base is as freshly loaded for each adapter."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self.sweep = sweep
+        self.base: Any = None
+        self.label: str | None = None
+        self.current: Bench | None = None
+        self.rows: Rows | None = None
+        self.encoded: dict[Any, tuple[Rows, EncodedRows]] = {}
+        self.loads = 0
+
+    def bench(self, label: str) -> Bench:
+        """Have this adapter on the base."""
+        sweep = self.sweep
+        if self.base is None:
+            with explained("base model", sweep.base.name):
+                self.base = open_base(sweep.base, sweep.how)
+            self.loads += 1
+        if self.current is not None and self.label == label:
+            return self.current
+        if self.current is not None:
+            self.base, self.current = self.current.model.unload(), None
+        place = sweep.place(label)
+        model, tokenizer = put_on(self.base, place), open_tokenizer(place, sweep.how)
+        self.encoded = {}
+        self.label = label
+        self.current = Bench(
+            model,
+            tokenizer,
+            TransformersEngine(model, tokenizer, batch_size=sweep.batch_size),
+            self._encode,
+            sweep.config,
+            lambda one: replace(sweep.settings[one.objective], seed=one.seed),
+            sweep.questions("probe", model, tokenizer),
+            sweep.questions("test", model, tokenizer),
+            origin=origin_of(place),
+            base_loads=self.loads,
+        )
+        return self.current
+
+    def _encode(self, settings: CalibrationSettings) -> tuple[Rows, EncodedRows]:
+        assert self.current is not None, "a bench is open"
+        key = (settings.seed, settings.max_rows, settings.max_length)
+        if key not in self.encoded:
+            if self.rows is None:
+                self.rows = self.sweep.read_rows()
+            # rows of another seed will hardly be asked for again
+            tokenizer = self.current.tokenizer
+            self.encoded = {key: calibration_rows(self.rows, tokenizer, settings, self.sweep.system)}
+        return self.encoded[key]
+
+
+def run_in_sequence(sweep: Sweep, store: Store, pending: Sequence[Candidate]) -> None:
+    """Run trials one after the other in this process; one that fails is noted in its folder and does not stop the others.
+
+    Raises:
+        KeyboardInterrupt: on Ctrl-C, after a checkpoint.
+    """
+    workshop = Workshop(sweep)
+    for one in pending:
+        try:
+            run_trial(store, one, workshop.bench)
+        except Exception:  # noted by the trial, reported by whoever reads the folder
+            continue
+
+
+def failures(store: Store) -> dict[str, str]:
+    """{slug: why} of the trials that are neither finished nor diverged."""
+    return {
+        one.slug: str(read_json(store.place(one) / FAILED).get("error", "its worker was lost, several times"))
+        for one in store.pending()
+    }
+
+
+def write_best(store: Store, selection: Selection, target: Path) -> None:
+    """Copy the chosen gates to `target`, unless they stand there already."""
+    assert selection.written is not None, "the adapter remains"
+    record = selection.as_record()
+    kept = read_json(target / CONFIG).get("selection") or {}
+    if any(kept.get(key) != record[key] for key in ("picked", "written_seed")):
+        (target / CONFIG).unlink(missing_ok=True)  # of a choice before a diverged trial was tried again
+        copy_artifact(store.place(selection.written.candidate) / GATED, target, record)
