@@ -38,6 +38,7 @@ PAGES = {
     "report": "report.md",
     "explore": "report.md",
     "serve": "serving.md",
+    "convert-base": "quantised-bases.md",
     "export": "serving.md",
     "doctor": "install.md",
     "completion": "install.md",

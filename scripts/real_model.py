@@ -42,7 +42,7 @@ def steps(out: str, precision: str) -> dict[str, tuple[str, str]]:
         ),
         "gated": (
             f"loragate calibrate --adapter {out}/adapter {trains} --probe {ROWS}/probe.jsonl --exclude {ROWS}/test.jsonl "
-            f"--ranges='0,1;-6,3' --out {out}/gated",
+            f"--ranges='0,1;-6,3' --probe-max-new-tokens 64 --out {out}/gated",
             "gate_config.json",
         ),
         "eval": (
@@ -59,7 +59,7 @@ def steps(out: str, precision: str) -> dict[str, tuple[str, str]]:
 # what makes every step short, to see that the chain holds
 SMOKE = {
     "adapter": "--max-steps 3 --max-rows 16",
-    "gated": "--max-steps 3 --max-rows 16 --probe-samples 1 --probe-max-new-tokens 4",
+    "gated": "--max-steps 3 --max-rows 16 --probe-samples 1",
     "eval": "--limit 4 --samples 1 --max-new-tokens 8",
     "report.html": "",
 }

@@ -45,5 +45,5 @@ COMMAND = Command(
     options=ConvertBaseOptions,
     run=run,
     positional="base",
-    examples=("loragate convert-base model.Q4_K_M.gguf --out base", "loragate serve gated --base base"),
+    examples=("loragate convert-base model.Q4_K_M.gguf --out base",),
 )

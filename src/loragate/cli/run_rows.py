@@ -56,9 +56,9 @@ def say_steps(out: Any, asked: Any, rows: int, of: str = "") -> None:
     settings = asked.fitted(rows, launch_of().processes)
     times = "one epoch" if settings.epochs == 1 else f"{settings.epochs:g} epochs"
     steps = settings.steps(rows)
-    text = f"{rows:,} rows in batches of {settings.batch_size}, {times}: {steps:,} steps{of}"
+    text = f"{rows:,} rows in batches of {min(settings.batch_size, rows)}, {times}: {steps:,} steps{of}"
     if settings.max_steps:
-        text = f"{rows:,} rows in batches of {settings.batch_size}: {steps:,} steps{of}, as --max-steps asks"
+        text = f"{rows:,} rows in batches of {min(settings.batch_size, rows)}: {steps:,} steps{of}, as --max-steps asks"
     elif not asked.batch_size:
         set_by = "--batch-size" if asked.epochs else "--batch-size and --epochs"
         text += f" (chosen for about {STEPS} steps or more; {set_by} change it)"

@@ -80,6 +80,12 @@ def run(options: SftOptions) -> int:
     keep_rows_record(options, folder, rows, encoded, options.max_rows)
     keep_configuration(options, folder)
     say_steps(out, settings, len(encoded))
+    if options.learning_rate == StageOneSettings.learning_rate:
+        out.print(
+            f"learning rate {options.learning_rate:g}, the paper's for 1.5B parameters: halve it where the loss jumps or rises, "
+            "double it where it hardly falls",
+            markup=False,
+        )
     with display.job(f"training ({settings.objective})", unit="step") as job:
         result = train_adapter(
             base,
