@@ -212,7 +212,11 @@ def test_sweep_pins_its_adapters(place, hub, tmp_path):
     bench = Workshop(sweep).bench("plain-v1")
     assert cached_commit("user/base", "v1") == BASE_OLD
     origin = bench.origin
-    assert (origin["adapter_id"], origin["base_id"], origin["base_revision"]) == (f"user/plain@{OLD}", "user/base", "v1")
+    assert (origin["adapter_id"], origin["base_id"], origin["base_revision"]) == (
+        f"user/plain@{OLD}",
+        "user/base",
+        "v1",
+    )
     assert origin["adapter_source"].name == OLD
     assert len(bench.tokenizer) == len(tiny_tokenizer())
 

@@ -40,13 +40,13 @@ def run(options: Any) -> int:
     session.options = options
     if not questions:
         raise ConfigError(f"--run {options.run}: it holds no answers to trace")
-    with session.display.job("reading the answers token by token", len(questions)) as job:
+    with session.display.job("reading the answers token by token", len(questions), "question") as job:
         record = trace_answers(
             session.loaded.model,
             session.loaded.tokenizer,
             list(questions.values()),
             max_tokens=min(options.max_length, MAX_TOKENS),
-            on_question=lambda done, total: job.advance_to(done, total),
+            on_question=job.advance_to,
         )
     path = session.folder / "tokens.json"
     write_json(path, record)

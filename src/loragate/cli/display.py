@@ -6,6 +6,7 @@ rich is imported when something is drawn: half the commands import this file, an
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -65,6 +66,14 @@ def duration(seconds: float) -> str:
     return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
 
 
+def time_left(seconds: float) -> str:
+    """An estimate in words, no finer than it is: "about 40 s left", "about 9 min left"."""
+    if seconds < 90:
+        return f"about {duration(math.ceil(seconds / 10) * 10)} left"
+    minutes = math.ceil(seconds / 60)
+    return f"about {minutes} min left" if minutes < 60 else f"about {duration(60 * minutes)} left"
+
+
 class Display:
     """Shows one job after the other.
 
@@ -85,12 +94,12 @@ class Display:
         self.live = self.out.is_terminal
 
     @contextmanager
-    def job(self, name: str, total: int = 0) -> Iterator[Job]:
-        """Show a job; the yielded `Job` takes `advance_to(done, note)`."""
+    def job(self, name: str, total: int = 0, unit: str = "") -> Iterator[Job]:
+        """Show a job; the yielded `Job` takes `advance_to(done, note=...)`, and `unit` is what it counts ("step", "answer")."""
         self.count += 1
         weight = self.weights.get(name, 0.0)
         numbered = f"[{self.count}/{len(self.weights)}] {name}" if name in self.weights else name
-        job = Job(self, numbered, weight, total)
+        job = Job(self, numbered, weight, total, unit)
         if self.live:
             from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -117,14 +126,14 @@ class Display:
         elapsed = time.monotonic() - self.began
         if self.total <= 0 or done < 0.04 * self.total or elapsed < 2:
             return ""
-        return f"about {duration(elapsed / done * (self.total - done))} left"
+        return time_left(elapsed / done * (self.total - done))
 
 
 class Job:
     """One running job of a `Display`."""
 
-    def __init__(self, display: Display, name: str, weight: float, total: int) -> None:
-        self.display, self.name, self.weight, self.total = display, name, weight, total
+    def __init__(self, display: Display, name: str, weight: float, total: int, unit: str) -> None:
+        self.display, self.name, self.weight, self.total, self.unit = display, name, weight, total, unit
         self.progress: Progress | None = None
         self.task: int | None = None
         self.closing = ""
@@ -134,19 +143,57 @@ class Job:
         """`done` of `total` units are finished; `note` is shown beside the bar."""
         self.total = total or self.total
         share = done / self.total if self.total else 0.0
-        left = self.display.left(share, self.weight) or self._own_left(share)
-        text = " · ".join(part for part in (note, left) if part)
+        count = f"{self.unit} {done:,}".lstrip() + (f" of {self.total:,}" if self.total else "")
+        self.show(share, count, note, self.display.left(share, self.weight) or self._own_left(share))
+
+    def show(self, share: float, *parts: str) -> None:
+        """`share` of the job is done; the parts say what it is at, empty ones are left out."""
+        text = " · ".join(part for part in parts if part)
         if self.progress is not None and self.task is not None:
-            self.progress.update(self.task, completed=done, total=self.total or None, note=text)  # type: ignore[arg-type]
+            self.progress.update(self.task, completed=share, total=1.0 if share else None, note=text)  # type: ignore[arg-type]
         elif time.monotonic() - self.printed >= PLAIN_SECONDS:
             self.printed = time.monotonic()
-            of = f"{done}/{self.total}" if self.total else str(done)
-            self.display.out.print(f"{self.name}: {of}{' · ' + text if text else ''}", markup=False, soft_wrap=True)
+            self.display.out.print(f"{self.name}: {text}", markup=False, soft_wrap=True)
 
     def _own_left(self, share: float) -> str:
         elapsed = time.monotonic() - self.began
-        return f"about {duration(elapsed / share * (1 - share))} left" if share > 0.02 and elapsed > 2 else ""
+        return time_left(elapsed / share * (1 - share)) if share > 0.02 and elapsed > 2 else ""
 
     def close_with(self, text: str) -> None:
         """Text for the line that stays when the job ends."""
         self.closing = f" · {text}" if text else ""
+
+
+class Parts:
+    """What is left of a job whose parts are of a few kinds, such as trainings and probes.
+
+    Parts of one kind take about equally long and each kind has its own pace, so a slow kind after a fast one is no surprise.
+    Nothing is said before every kind that is still to come has been seen.
+
+    Args:
+        parts: (name, kind) of every part, in the order in which they run.
+    """
+
+    def __init__(self, parts: Sequence[tuple[str, str]]) -> None:
+        self.parts = list(parts)
+        self.first: dict[Any, tuple[float, float]] = {}  # by part: when it was first heard of, and its share then
+        self.paces: dict[str, dict[Any, tuple[float, float]]] = {}  # by kind and part: seconds and share since then
+
+    def at(self, name: str, kind: str, share: float) -> tuple[float, str]:
+        """The share of the whole job that is done now that `share` of one part is, and how long is left in words."""
+        part, now = (name, kind), time.monotonic()
+        began, before = self.first.setdefault(part, (now, share))
+        self.paces.setdefault(kind, {})[part] = (now - began, share - before)
+        index = self.parts.index(part)
+        ahead = [(kind, 1 - share), *((other, 1.0) for _, other in self.parts[index + 1 :])]
+        paces = {kind: self._seconds(kind) for kind, rest in ahead if rest}
+        done = (index + share) / len(self.parts)
+        if None in paces.values():
+            return done, ""
+        return done, time_left(sum(rest * (paces[kind] or 0.0) for kind, rest in ahead if rest))
+
+    def _seconds(self, kind: str) -> float | None:
+        """What a whole part of a kind takes; None before a twentieth of one was seen."""
+        seen = self.paces.get(kind, {}).values()
+        seconds, share = sum(one for one, _ in seen), sum(one for _, one in seen)
+        return seconds / share if share >= 0.05 else None

@@ -230,12 +230,12 @@ def require_run_folder(folder: Path, resume: bool) -> None:
 def progress(display: Display, total: int) -> Iterator[Any]:
     """An `on_event` that draws one bar over all rows and tasks."""
     finished: dict[tuple[str, str, str], int] = {}
-    with display.job("sampling and grading", total) as job:
+    with display.job("sampling and grading", total, "answer") as job:
 
         def on_event(stage: str, variant: Any, task: str, done: int, of: int) -> None:
             finished[stage, variant.name, task] = done
             sampled = sum(count for (kind, _, _), count in finished.items() if kind == "sampling")
-            job.advance_to(sampled, total, f"{stage} {variant.name} on {task}, {done} of {of}")
+            job.advance_to(sampled, total, f"{stage} {variant.name} on {task}")
 
         yield on_event
 

@@ -157,12 +157,12 @@ def score_both(
         first = folder.finished(name)
         if first == len(encoded):
             return None
-        with display.job(f"scoring under the {name}", len(encoded)) as job:
+        with display.job(f"scoring under the {name}", len(encoded), "row") as job:
             model = load()
             windows = response_log_probs(
                 model, encoded, tokenizer.pad_token_id, micro_batch_size=micro_batch_size, first=first
             )
-            folder.append(name, windows, lambda done: job.advance_to(done, len(encoded), f"row {done:,}"))
+            folder.append(name, windows, lambda done: job.advance_to(done))
         return model
 
     plain = score("base", lambda: open_weights(base, how))

@@ -91,10 +91,10 @@ def run(options: QuickstartOptions) -> int:
         study.take_base(options.base_seed, lambda step, total, loss: job.advance_to(step, total, f"loss {loss:.2f}"))
         write_inputs(study, folder)
     for objective in ("sft", "dft"):
-        with display.job(f"training LoRA ({objective})") as job:
+        with display.job(f"training LoRA ({objective})", unit="step") as job:
             study.train_stage_one(objective, folder / "adapters" / objective, _steps(job, "nll"))
     for name, bounds in names.items():
-        with display.job(f"calibrating {name}") as job:
+        with display.job(f"calibrating {name}", unit="step") as job:
             study.calibrate_range(name, bounds, _steps(job, "topk_entropy"))
             result = study.calibrations[name]
             job.close_with(f"top-100 entropy {result.entropy_before:.3f} → {result.entropy_after:.3f}")

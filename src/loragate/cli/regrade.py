@@ -43,7 +43,7 @@ def run(options: RegradeOptions) -> int:
     before = stored_verdicts(evaluation, known)
     if options.again:
         evaluation.forget_grades()
-    with Display().job("grading", evaluation.sample_count) as job:
+    with Display().job("grading", evaluation.sample_count, "answer") as job:
         done: dict[tuple[str, str], int] = {}
 
         def on_event(stage: str, variant: Any, task: str, count: int, total: int) -> None:

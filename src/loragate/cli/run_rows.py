@@ -62,10 +62,7 @@ def encode_run(options: Any, rows: Any, job: Any, encode: Callable[..., Any]) ->
     cache = cache_folder(options.cache, many)
     processes = options.data_workers or (min(WORKERS, _cpus()) if many and (ranks == 1 or cache) else 1)
 
-    def advance(done: int, total: int) -> None:
-        job.advance_to(done, total, f"{done:,} of {total:,} rows")
-
-    arguments: dict[str, Any] = {"cache": cache, "processes": processes, "on_progress": advance}
+    arguments: dict[str, Any] = {"cache": cache, "processes": processes, "on_progress": job.advance_to}
     if ranks == 1 or cache is None:
         return encode(**arguments)
     from loragate.files import held

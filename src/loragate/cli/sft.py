@@ -59,7 +59,7 @@ def run(options: SftOptions) -> int:
     out, display = console(), Display()
     rows = read_rows(options, settings.seed)
     tokenizer = open_tokenizer(place, how)
-    with display.job("reading the data") as job:
+    with display.job("reading the data", unit="row") as job:
         rows = rows.shuffled(settings.seed)
         encoded = encode_run(
             options,
@@ -79,7 +79,7 @@ def run(options: SftOptions) -> int:
     warn_about_endings(out, tokenizer, encoded, base)
     keep_rows_record(options, folder, rows, encoded, options.max_rows)
     keep_configuration(options, folder)
-    with display.job(f"training ({settings.objective})") as job:
+    with display.job(f"training ({settings.objective})", unit="step") as job:
         result = train_adapter(
             base,
             tokenizer,

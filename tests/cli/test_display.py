@@ -1,0 +1,96 @@
+"""What a person reads while a job runs."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from loragate.cli import display
+from loragate.cli.display import Display, Parts, time_left
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until it is told to go on."""
+
+    class Clock:
+        now = 100.0
+
+        def monotonic(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(display, "time", clock)
+    return clock
+
+
+def test_a_log_counts_in_units(clock):
+    out = io.StringIO()
+    shown = Display(out=Console(file=out, width=200))
+    with shown.job("training (sft)", unit="step") as job:
+        for step in range(1, 121):
+            clock.now += 3
+            job.advance_to(step, 1600, "nll 0.31")
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("training (sft): step 4 of 1,600 · nll 0.31")
+    assert lines[-2] == "training (sft): step 120 of 1,600 · nll 0.31 · about 1 h 14 min left"
+    assert lines[-1] == "training (sft): 6 min 00 s"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(4, "about 10 s left"), (80, "about 1 min 20 s left"), (95, "about 2 min left"), (4000, "about 1 h 07 min left")],
+)
+def test_an_estimate_is_no_finer_than_it_is(seconds, words):
+    assert time_left(seconds) == words
+
+
+def test_kinds_of_parts_have_their_own_pace_and_the_time_left_never_grows(clock, monkeypatch):
+    """Probes of 30 s and trainings of 300 s: one pace for both would first say two minutes and then twenty."""
+    monkeypatch.setattr(display, "time_left", lambda seconds: str(round(seconds)))
+    order = [
+        ("adapter", "probing"),
+        *[(name, kind) for name in ("[0,1]", "[-6,3]") for kind in ("training", "probing")],
+    ]
+    lengths = {"probing": 30, "training": 300}
+    parts, said = Parts(order), []
+    for name, kind in order:
+        for tenth in range(11):
+            clock.now += lengths[kind] / 10 if tenth else 0
+            done, left = parts.at(name, kind, tenth / 10)
+            said.append((name, kind, tenth, done, left))
+    assert [left for name, _, tenth, _, left in said if name == "adapter"] == [""] * 11, "no training was seen yet"
+    assert next(float(left) for *_, left in said if left) == pytest.approx(630, abs=1), "a tenth of the first training"
+    told = [float(left) for *_, left in said if left]
+    assert told == sorted(told, reverse=True)
+    assert told[-1] == 0
+    shares = [done for *_, done, _ in said]
+    assert shares == sorted(shares)
+
+
+def test_what_was_done_before_a_resume_gives_no_pace(clock, monkeypatch):
+    monkeypatch.setattr(display, "time_left", lambda seconds: str(round(seconds)))
+    parts = Parts([("a", "training"), ("b", "training")])
+    assert parts.at("a", "training", 0.8)[1] == "", "the first news of a part says how far it was"
+    clock.now += 10
+    assert parts.at("a", "training", 0.9)[1] == "110", "100 s a training: 10 s of this one and the other whole"
+
+
+def test_a_choice_of_ranges_says_which_step_of_which_range(clock):
+    from loragate.cli.calibrate import news
+    from loragate.selection.candidate import ADAPTER, Candidate, parse_candidates
+
+    out = io.StringIO()
+    tried = parse_candidates("0,1;-6,3", "entropy", 0)
+    with Display(out=Console(file=out, width=200)).job("trying 2 ranges") as job:
+        told = news(job, tried, references=False, retention=False)
+        for one, stage, total in [(Candidate(None, ADAPTER), "probing", 40), (tried[0], "training", 150)]:
+            told(one, "loading", 0, 0, None)
+            for done in range(0, total + 1, 10):
+                clock.now += 11
+                told(one, stage, done, total, 0.05 if stage == "training" else None)
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "trying 2 ranges: adapter: probing, answer 0 of 40"
+    assert "trying 2 ranges: range 1 of 2, [0,1]: training, step 40 of 150 · entropy 0.050 · about 7 min left" in lines
