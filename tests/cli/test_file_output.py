@@ -28,7 +28,7 @@ def test_a_progress_line_stays_one_line():
         job.began = time.monotonic() - 5
         job.advance_to(448, note="sampling adapter negative on a task, 448 of 960")
     first, last = file.getvalue().splitlines()
-    assert first.startswith("sampling and grading: 448/4800 · sampling adapter negative on a task, 448 of 960 · about ")
+    assert first.startswith("sampling and grading: 448 of 4,800 · sampling adapter negative on a task, 448 of 960 · about ")
     assert last.startswith("sampling and grading: ")
 
 
@@ -62,5 +62,5 @@ def test_answers_reach_a_file_as_they_are_and_a_terminal_in_peace(monkeypatch, t
     monkeypatch.setattr("loragate.models.open_model", lambda *_: loaded)
     monkeypatch.setattr(TransformersEngine, "generate", lambda *_: [Sample(0, 0, EVIL, (1,), "stop", None)])
     monkeypatch.setattr(sys, "stdout", Screen())
-    assert generate.run(generate.GenerateOptions("x", prompt="w1", raw=True)) == 0
+    assert generate.run(generate.GenerateOptions(model="x", prompt="w1", raw=True)) == 0
     assert ("\x1b" in sys.stdout.getvalue()) is not terminal

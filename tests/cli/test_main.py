@@ -185,9 +185,11 @@ def test_print_config(capsys):
 
 
 def test_defaults_are_the_papers():
-    options = CalibrateOptions().fitted(20_000)
-    assert (options.batch_size, options.learning_rate, options.k, options.max_length) == (128, 5e-4, 100, 4096)
-    assert (options.max_rows, options.warmup, options.schedule, options.epochs) == (20_000, 0.0, "cosine", 1.0)
+    options = CalibrateOptions()
+    assert (options.learning_rate, options.k, options.max_length) == (5e-4, 100, 4096)
+    assert (options.max_rows, options.warmup, options.schedule) == (20_000, 0.0, "cosine")
+    fitted = options.fitted(options.max_rows)
+    assert (fitted.batch_size, fitted.epochs, fitted.steps(options.max_rows)) == (128, 1.0, 157)
 
 
 def test_unexpected_errors_show_no_traceback_unless_asked(capsys, monkeypatch):

@@ -37,7 +37,7 @@ class GateOptions:
 
     tau: float = 1.0
     init_scale: float = 1e-6
-    granularity: str = "token"
+    granularity: Literal["token", "module", "global"] = "token"
     detach_input: bool = True
     gate_modules: str = ""
 
