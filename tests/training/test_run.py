@@ -70,7 +70,7 @@ def test_fields_of_another_kind():
                 kind(seed=seed)
     assert StageOneSettings(target_modules=["q_proj", "v_proj"]) == StageOneSettings(target_modules="q_proj,v_proj")
     for wrong in ([], [1], None, {"q_proj"}):
-        with pytest.raises(ConfigError, match="target_modules is 'all-linear' or names"):
+        with pytest.raises(ConfigError, match="target_modules"):
             StageOneSettings(target_modules=wrong)
 
 
