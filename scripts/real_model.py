@@ -42,7 +42,7 @@ def steps(out: str, precision: str) -> dict[str, tuple[str, str]]:
         ),
         "gated": (
             f"loragate calibrate --adapter {out}/adapter {trains} --probe {ROWS}/probe.jsonl --exclude {ROWS}/test.jsonl "
-            f"--ranges='0,1;-6,3' --probe-max-new-tokens 64 --out {out}/gated",
+            f"--ranges='0,1;-6,3' --out {out}/gated",
             "gate_config.json",
         ),
         "eval": (

@@ -34,7 +34,7 @@ from loragate.gates.range import Range
 from loragate.gates.schema import CONFIG, GATES, read_gate_config
 from loragate.generation import Engine, OnProgress, TransformersEngine
 from loragate.selection.candidate import ADAPTER, Candidate, parse_candidates
-from loragate.selection.evidence import Evidence, require_evidence, reward_of
+from loragate.selection.evidence import Evidence, answer_tokens, require_evidence, reward_of
 from loragate.selection.outcome import Selection, selections
 from loragate.selection.probe import Probe
 from loragate.selection.questions import set_aside
@@ -187,6 +187,7 @@ class Transaction:
         self.rows, self.encoded = encode(
             self.given, lambda **how: calibration_rows(self.given, tokenizer, settings, system, **how)
         )
+        self.answer_tokens = asking.probe_max_new_tokens or answer_tokens(self.encoded)
         self.heldout = None
         if heldout is not None:
             self.heldout = encode_rows(load_rows(heldout), tokenizer, max_length=settings.max_length, system=system)
@@ -247,6 +248,7 @@ class Transaction:
             system=self.system,
             positions=self.positions,
             max_length=self.settings.max_length,
+            max_new_tokens=self.answer_tokens,
             seed=self.settings.seed + 1,
             kept=self.folder / CANDIDATES / "majority.json",
             on_progress=on_progress,
