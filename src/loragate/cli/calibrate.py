@@ -14,12 +14,7 @@ from loragate.cli.options import RunOptions
 from loragate.cli.preflight import check_loading, quiet_logging, require_free_out, require_reporters
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
-<<<<<<< HEAD
-from loragate.selection.candidate import Candidate, parse_candidates
-=======
-from loragate.gates.range import Range
 from loragate.selection.candidate import ADAPTER, BASE, Candidate, parse_candidates
->>>>>>> main
 from loragate.selection.settings import SelectionSettings
 from loragate.training.settings import ON_POLICY, CalibrationSettings
 from loragate.training.strategy import launch_of
