@@ -181,6 +181,7 @@ def test_the_best_cell_is_written_and_can_be_loaded(place, swept, tmp_path, caps
         (["--probe", "nowhere.jsonl"], "no such file"),
         (["--adapters", "x,y"], "not both"),
         (["--test-samples", "3"], "no effect without --test"),
+        (["--runner", "sequential", "--workers", "4"], "--workers has no effect with runner sequential"),
         (["--granularity", "tokens"], "--granularity"),
         (["--k", "1"], "k must be at least 2"),
         (["--resume"], "there is no sweep in"),

@@ -14,7 +14,6 @@ from loragate.cli.options import RunOptions
 from loragate.cli.preflight import check_loading, quiet_logging, require_free_out, require_reporters
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
-from loragate.gates.range import Range
 from loragate.selection.candidate import ADAPTER, BASE, Candidate, parse_candidates
 from loragate.selection.settings import SelectionSettings
 from loragate.training.settings import ON_POLICY, CalibrationSettings
@@ -93,12 +92,19 @@ def run(options: CalibrateOptions) -> int:
         require_reporters(options.report_to)
     quiet_logging()
     out = console()
-    place = resolve(options.adapter, options.base, expect="adapter")
+    place = resolve(options.adapter, options.base, expect="adapter", base_later=accepting)
     options = replace(options, adapter=place.source)
     if accepting:
-        chosen = accept_gates(folder, Range.parse(options.range), place.adapter)
+        bounds = candidates[0].range
+        assert bounds is not None, "a range was given"
+        chosen = accept_gates(folder, bounds, place.adapter)
     else:
-        chosen = choose(options, place, settings, candidates, out)
+        try:
+            chosen = choose(options, place, settings, candidates, out)
+        except KeyboardInterrupt as stop:
+            if (folder / "run").is_dir():
+                out.print(str(stop) or f"stopped; the same command with --resume goes on in {folder}", markup=False)
+            raise
     report_choice(out, chosen, accept_line(options, chosen.trained), accepted=accepting)
     return 0
 
@@ -235,12 +241,10 @@ def candidates_of(options: CalibrateOptions) -> tuple[Candidate, ...]:
             "distributed launcher, or train one range on all of them with --range=L,U --unverified"
         )
     found = parse_candidates(options.ranges if automatic else options.range, options.objective, options.seed)
-    sampled = next((one.objective for one in found if one.objective in ON_POLICY), options.objective)
+    sampled = next((one.objective for one in found if one.objective in ON_POLICY), found[0].objective)
     require_effect("calibrate", options, flags=True, range="auto" if automatic else options.range, objective=sampled)
-    if options.objective != "reward":
+    if not any(one.objective == "reward" for one in found):
         require_effect("probe grader", options, flags=True)
-    if options.exclude and not (options.probe or options.retention_probe):
-        raise ConfigError("--exclude has no effect without --probe FILE")
     options.check_probe()
     return found
 

@@ -226,6 +226,8 @@ def require_evidence(settings: SelectionSettings, probe: Any, retention: Any, sp
         ConfigError, DataError: naming what is missing.
     """
     settings.check_probe()
+    if settings.exclude and probe is None and retention is None:
+        raise ConfigError("--exclude has no effect without --probe FILE")
     tasks = []
     for given, name in ((probe, settings.probe_task), (retention, settings.retention_task)):
         if given is not None:

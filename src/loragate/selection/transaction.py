@@ -24,10 +24,10 @@ from safetensors.torch import load_file
 
 from loragate.data import EncodedRows, Rows, encode_rows, load_rows
 from loragate.data.loading import RowsGiven
-from loragate.errors import ArtifactError, ConfigError, DivergenceError
+from loragate.errors import ArtifactError, ConfigError, DivergenceError, GateError
 from loragate.files import held
 from loragate.gates import GateConfig, adapter_fingerprint, attach_gates
-from loragate.gates.attach import active_adapter
+from loragate.gates.attach import active_adapter, is_gated
 from loragate.gates.eligibility import trains_biases
 from loragate.gates.fingerprint import base_weight_samples
 from loragate.gates.range import Range
@@ -119,7 +119,7 @@ def choose_gates(
             resuming with other settings, or several processes (except with `unverified`).
         DataError: for rows or questions that cannot be used, or a probe that shares questions with the rows.
         DivergenceError: if no range's training stayed finite. One that did not only drops out.
-        GateError: if the adapter cannot be gated.
+        GateError: if the adapter cannot be gated, or is gated already.
         ArtifactError: if `folder` holds a gated adapter already.
     """
     settings = settings or CalibrationSettings()
@@ -222,6 +222,11 @@ class Transaction:
             engine: answers with the model as it stands; by default with transformers, `sampling_batch_size` at a time.
             origin: see `choose_gates`.
         """
+        if is_gated(peft_model, active_adapter(peft_model)):
+            raise GateError(
+                "the model carries gates already, so the plain adapter could not be scored; take them off with "
+                "loragate.detach_gates(model)"
+            )
         size = self.settings.sampling_batch_size
         self.bench = Bench(
             peft_model,
