@@ -15,9 +15,8 @@ from loragate.cli.preflight import check_loading, quiet_logging, require_free_ou
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.selection.candidate import ADAPTER, BASE, Candidate, parse_candidates
-from loragate.selection.settings import SelectionSettings
+from loragate.selection.settings import SelectionSettings, require_one_process
 from loragate.training.settings import ON_POLICY, CalibrationSettings
-from loragate.training.strategy import launch_of
 
 
 @dataclass(frozen=True)
@@ -235,11 +234,8 @@ def candidates_of(options: CalibrateOptions) -> tuple[Candidate, ...]:
             "it started from in 5 of 18 situations while its training loss fell as it should. Give --probe FILE (at least 32 "
             "prompts with answers), leave --range out to have it chosen, or accept the gates as they come with --unverified"
         )
-    if not options.unverified and (processes := launch_of().processes) > 1:
-        raise ConfigError(
-            f"ranges are chosen in one process, and this is one of {processes}; start loragate without a "
-            "distributed launcher, or train one range on all of them with --range=L,U --unverified"
-        )
+    if not options.unverified:
+        require_one_process()
     found = parse_candidates(options.ranges if automatic else options.range, options.objective, options.seed)
     sampled = next((one.objective for one in found if one.objective in ON_POLICY), found[0].objective)
     require_effect("calibrate", options, flags=True, range="auto" if automatic else options.range, objective=sampled)

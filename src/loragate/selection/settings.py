@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from loragate.errors import ConfigError
+from loragate.training.strategy import launch_of
 
 
 @dataclass(frozen=True)
@@ -54,3 +55,12 @@ class SelectionSettings(ProbeSettings):
     retention_task: str = ""
     references: bool = True
     guard: bool = True
+
+
+def require_one_process() -> None:
+    """Refuse several processes, which could not choose together; raises ConfigError."""
+    if (processes := launch_of().processes) > 1:
+        raise ConfigError(
+            f"ranges are chosen in one process, and this is one of {processes}; start loragate without a distributed "
+            "launcher, or train one range on all of them with --range=L,U --unverified"
+        )

@@ -39,7 +39,7 @@ from loragate.selection.outcome import Selection, selections
 from loragate.selection.probe import Probe
 from loragate.selection.questions import set_aside
 from loragate.selection.references import references_of
-from loragate.selection.settings import SelectionSettings
+from loragate.selection.settings import SelectionSettings, require_one_process
 from loragate.selection.store import GATED, Store
 from loragate.selection.study import Study
 from loragate.selection.trial import (
@@ -57,7 +57,7 @@ from loragate.training import CalibrationSettings, calibrate, calibration_rows
 from loragate.training.guards import GuardLimits
 from loragate.training.rollouts import Reward
 from loragate.training.run import encoded_fingerprint
-from loragate.training.strategy import launch_of, process_state
+from loragate.training.strategy import process_state
 
 RANGES = "0,1;-6,3;0,6"
 CAUTIOUS = Range(0, 1)
@@ -205,11 +205,8 @@ class Transaction:
             raise ConfigError(f"candidate ranges must be given, each once; found {found}")
         if self.unverified and (probe is not None or len(self.candidates) > 1):
             raise ConfigError("gates are accepted without evidence (unverified) for one range and without a probe")
-        if not self.unverified and (processes := launch_of().processes) > 1:
-            raise ConfigError(
-                f"ranges are chosen in one process, and this is one of {processes}; start loragate without a distributed "
-                "launcher, or train one range on all of them with --range=L,U --unverified"
-            )
+        if not self.unverified:
+            require_one_process()
         for one in self.candidates:
             config_of(self.config, one)
             settings_of(self.settings, one.objective, one.seed)  # a setting that does not fit shows before any training
@@ -223,10 +220,7 @@ class Transaction:
             origin: see `choose_gates`.
         """
         if is_gated(peft_model, active_adapter(peft_model)):
-            raise GateError(
-                "the model carries gates already, so the plain adapter could not be scored; take them off with "
-                "loragate.detach_gates(model)"
-            )
+            raise GateError("the model carries gates already; take them off first, with loragate.detach_gates(model)")
         size = self.settings.sampling_batch_size
         self.bench = Bench(
             peft_model,
