@@ -21,6 +21,7 @@ from loragate.cli.calibrate import COMMAND, CalibrateOptions, accept_line, candi
 from loragate.cli.calibration_report import report_selection
 from loragate.cli.display import console
 from loragate.cli.main import main
+from loragate.errors import ConfigError
 from loragate.evaluation.results import read_record
 from loragate.gates.range import Range
 from loragate.generation import SamplingConfig, TransformersEngine
@@ -379,9 +380,13 @@ def test_flags_that_would_be_ignored_are_refused(place, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_reward_of_one_range_reads_the_grader():
+def test_a_reward_and_a_plain_retention_probe_read_the_grader():
     (one,) = candidates_of(CalibrateOptions(range="0,1@reward", unverified=True, probe_grader="exact"))
     assert one.objective == "reward"
+    asked = CalibrateOptions(probe="p", probe_task="math500", retention_probe="r", probe_grader="exact")
+    assert candidates_of(asked)
+    with pytest.raises(ConfigError, match="--probe-grader has no effect"):
+        candidates_of(replace(asked, retention_task="math500"))
 
 
 def test_ctrl_c_says_the_step_and_how_to_go_on(place, tmp_path, capsys, monkeypatch):

@@ -239,7 +239,8 @@ def candidates_of(options: CalibrateOptions) -> tuple[Candidate, ...]:
     found = parse_candidates(options.ranges if automatic else options.range, options.objective, options.seed)
     sampled = next((one.objective for one in found if one.objective in ON_POLICY), found[0].objective)
     require_effect("calibrate", options, flags=True, range="auto" if automatic else options.range, objective=sampled)
-    if not any(one.objective == "reward" for one in found):
+    plain_retention = options.retention_probe and not options.retention_task
+    if not plain_retention and not any(one.objective == "reward" for one in found):
         require_effect("probe grader", options, flags=True)
     options.check_probe()
     return found
