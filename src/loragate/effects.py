@@ -76,6 +76,7 @@ TABLE: dict[str, tuple[Acts, ...]] = {
         Acts(("probe_grader",), "unverified", (False,)),
     ),
     "sweep": (
+        Acts(("workers", "gpus_per_trial", "cpus_per_trial"), "runner", ("auto", "ray")),
         Acts(("probe_task", "probe_grader", "probe_samples", "probe_temperature", "probe_max_new_tokens"), "probe"),
         Acts(("test",), "probe"),
         Acts(("test_samples",), "test"),
@@ -153,5 +154,7 @@ def _sentence(row: Acts, name: str, found: Any, flags: bool) -> str:
     shown, needed = (f"--{one.replace('_', '-')}" if flags else one for one in (name, row.when))
     if not row.values:
         return f"{shown} has no effect without {needed}; give that too, or leave {shown} out"
+    if row.values == (False,):
+        return f"{shown} has no effect with {needed}; leave it out"
     only = " and ".join(str(value) for value in row.values if value is not None)
     return f"{shown} has no effect with {row.when} {found}{only and f', only with {only}'}; leave it out"

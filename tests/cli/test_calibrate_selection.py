@@ -17,14 +17,15 @@ from safetensors.torch import load_file
 
 import loragate as lg
 from loragate.cli.arguments import parse
-from loragate.cli.calibrate import COMMAND, CalibrateOptions, accept_line
+from loragate.cli.calibrate import COMMAND, CalibrateOptions, accept_line, candidates_of
 from loragate.cli.calibration_report import report_selection
 from loragate.cli.display import console
 from loragate.cli.main import main
 from loragate.evaluation.results import read_record
 from loragate.gates.range import Range
 from loragate.generation import SamplingConfig, TransformersEngine
-from loragate.selection import Candidate, SelectionSettings
+from loragate.selection import Candidate, SelectionSettings, trial
+from loragate.selection.probe import Probe
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 POOL = [f"w{i} w{i + 1} w{i + 2} w{i + 3} w{i + 4} w{i + 5} w{i + 6}" for i in range(80)]
@@ -338,7 +339,11 @@ def test_accepting_names_the_same_adapter(place, tmp_path, capsys):
     assert "gates of another adapter" in " ".join(capsys.readouterr().err.split())
     assert (out / "gate_config.json").is_file(), "nothing was changed"
     (out / "gate_config.json").unlink()  # as after a kill in the middle of accepting
-    assert main([*accept, "--adapter", str(place / "adapter")]) == 0
+    config = tmp_path / "elsewhere" / "adapter_config.json"
+    shutil.copytree(place / "adapter", config.parent)
+    config.write_text(config.read_text().replace(str(place / "base"), "/nowhere"))  # --base is no part of the command
+    accept = [word.replace("0,1", "0,1@entropy") for word in accept]  # as it was begun, perhaps
+    assert main([*accept, "--adapter", str(config.parent)]) == 0
     record = json.loads((out / "gate_config.json").read_text())
     assert record["gate"]["granularity"] == "module", "the gates' own settings, not the flags'"
     assert not any(name.endswith(".weight") for name in load_file(out / "gates.safetensors"))
@@ -366,10 +371,57 @@ def test_flags_that_would_be_ignored_are_refused(place, tmp_path, capsys):
         ),
         ((*probe, "--no-guard"), "--guard has no effect"),
         ((*probe, "--probe-temperature", "-1"), "must not be negative"),
+        ((*given, "--probe-samples", "2"), "has no effect with --unverified; leave it out"),
+        (("--range=0,1@ecntropy", "--unverified"), "error: the range 0,1@ecntropy has the unknown objective"),
     ]
     for flags, words in cases:
         assert words in fails(capsys, place, tmp_path / "out", *flags), flags
     assert not (tmp_path / "out").exists()
+
+
+def test_a_reward_of_one_range_reads_the_grader():
+    (one,) = candidates_of(CalibrateOptions(range="0,1@reward", unverified=True, probe_grader="exact"))
+    assert one.objective == "reward"
+
+
+def test_ctrl_c_says_the_step_and_how_to_go_on(place, tmp_path, capsys, monkeypatch):
+    train, sent = trial.calibrate, []
+
+    def interrupted(*args, on_step, **options):
+        def report(step):
+            on_step(step)
+            if not sent:
+                sent.append(step)
+                os.kill(os.getpid(), signal.SIGINT)
+
+        return train(*args, on_step=report, **options)
+
+    monkeypatch.setattr(trial, "calibrate", interrupted)
+    probe = (
+        "--probe",
+        place / "gated.jsonl",
+        *GREEDY,
+        "--ranges=-3,1",
+        "--no-references",
+        "--epochs",
+        "3",
+        "--logging-steps",
+        "1",
+    )
+    assert calibrate(place, tmp_path / "out", *probe) == 130
+    assert "stopped by Ctrl-C at step 2 of 6; run the same command with --resume" in said(capsys)
+    monkeypatch.setattr(trial, "calibrate", train)
+    score = Probe.score
+
+    def cut_off(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Probe, "score", cut_off)
+    assert calibrate(place, tmp_path / "out", *probe, "--resume") == 130
+    assert "the same command with --resume goes on" in said(capsys)
+    monkeypatch.setattr(Probe, "score", score)
+    assert calibrate(place, tmp_path / "out", *probe, "--resume") == 0
+    assert selection_of(tmp_path / "out")["picked"] == "[-3,1]"
 
 
 def test_several_processes_are_refused_before_anything_is_loaded(place, tmp_path, capsys, monkeypatch):

@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 from test_records import result
 
-from loragate.cli.sweep_display import headline, live_table, states_table
+from loragate.cli.sweep_display import headline, line, live_table, states_table
 from loragate.errors import LoragateError
 from loragate.gates.range import Range
 from loragate.selection.candidate import grid
@@ -52,6 +52,11 @@ def test_elsewhere_a_line_per_change(tmp_path):
         "[0,1] entropy, seed 0: training 3/10",
     ]
     assert any("(1 of 4 finished" in line for line in lines)
+
+
+def test_without_a_probe_a_line_has_no_score():
+    state = TrialState(STUDY.candidates[1], "finished", 3, 3, 0.5)
+    assert line(state, "all") == "[-3,1] entropy, seed 0: finished, entropy 0.500 (all)"
 
 
 def test_many_trials_stay_short_and_the_rest_is_estimated():

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from selection_kit import RETAINED, FakeEngine, acting, questions
 
 import loragate as lg
-from loragate.errors import ArtifactError, ConfigError, DataError, DivergenceError
+from loragate.errors import ArtifactError, ConfigError, DataError, DivergenceError, GateError
 from loragate.gates.range import Range
 from loragate.selection import Candidate, SelectionSettings, choose, trial
 from loragate.selection.outcome import unread
@@ -308,6 +308,17 @@ def test_several_processes_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="one process"):
         begin(tmp_path, {None: 1})
+
+
+def test_what_would_be_ignored_or_spoil_the_comparison_is_refused(tmp_path):
+    one = begin(tmp_path, {None: 10, (-3, 1): 20, (0, 1): 5})
+    assert one.run().candidate == ONE
+    again = begin(tmp_path / "again", {None: 10})
+    with pytest.raises(GateError, match="detach_gates"):
+        again.take(model_of(one))
+    ignored = SelectionSettings(exclude="questions.jsonl")
+    with pytest.raises(ConfigError, match="--exclude has no effect"):
+        lg.choose_gates(tiny_adapter(), tiny_tokenizer(), ROWS, None, tmp_path / "other", asking=ignored)
 
 
 def test_each_objective_gets_the_settings_it_reads(tmp_path):

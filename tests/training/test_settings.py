@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from loragate.errors import ConfigError
 from loragate.training.settings import SMALLEST, STEPS, CalibrationSettings, StageOneSettings
 
 
@@ -33,6 +34,8 @@ def test_what_is_given_stays():
     assert (given.batch_size, given.epochs) == (8, 2), "88 steps a pass"
     assert StageOneSettings(max_steps=5).fitted(100) == StageOneSettings(batch_size=128, epochs=1, max_steps=5)
     assert CalibrationSettings(objective="reward").fitted(100).batch_size == 128
+    with pytest.raises(ConfigError, match="128 is not a multiple of samples_per_prompt 5"):
+        CalibrationSettings(objective="anchored", samples_per_prompt=5)
 
 
 @pytest.mark.parametrize(("micro", "processes"), [(1, 1), (3, 1), (8, 4), (16, 16), (12, 2)])

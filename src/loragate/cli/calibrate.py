@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,14 +14,10 @@ from loragate.cli.options import RunOptions
 from loragate.cli.preflight import check_loading, quiet_logging, require_free_out, require_reporters
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
-from loragate.gates.range import Range
-from loragate.selection.candidate import Candidate, parse_candidates
+from loragate.selection.candidate import ADAPTER, BASE, Candidate, parse_candidates
 from loragate.selection.settings import SelectionSettings
 from loragate.training.settings import ON_POLICY, CalibrationSettings
 from loragate.training.strategy import launch_of
-
-SHARES = {"asking": (0.0, 1.0), "loading": (0.0, 0.0), "training": (0.0, 0.8), "probing": (0.8, 0.15)}
-SHARES |= {"retention": (0.95, 0.05), "finished": (1.0, 0.0)}
 
 
 @dataclass(frozen=True)
@@ -95,12 +92,19 @@ def run(options: CalibrateOptions) -> int:
         require_reporters(options.report_to)
     quiet_logging()
     out = console()
-    place = resolve(options.adapter, options.base, expect="adapter")
+    place = resolve(options.adapter, options.base, expect="adapter", base_later=accepting)
     options = replace(options, adapter=place.source)
     if accepting:
-        chosen = accept_gates(folder, Range.parse(options.range), place.adapter)
+        bounds = candidates[0].range
+        assert bounds is not None, "a range was given"
+        chosen = accept_gates(folder, bounds, place.adapter)
     else:
-        chosen = choose(options, place, settings, candidates, out)
+        try:
+            chosen = choose(options, place, settings, candidates, out)
+        except KeyboardInterrupt as stop:
+            if (folder / "run").is_dir():
+                out.print(str(stop) or f"stopped; the same command with --resume goes on in {folder}", markup=False)
+            raise
     report_choice(out, chosen, accept_line(options, chosen.trained), accepted=accepting)
     return 0
 
@@ -157,23 +161,60 @@ def choose(
     one.take(model, **origin_of(place, options.base_id))
     found = None
     if not options.unverified:
-        with display.job("preparing the probe") as shown:
+        with display.job("preparing the probe", unit="answer") as shown:
             found = one.find_probe(lambda done, total: shown.advance_to(done, total))
+        if not options.probe_max_new_tokens:
+            out.print(
+                f"a probe answer may take {one.answer_tokens} tokens, half more than the longest training answers; "
+                "--probe-max-new-tokens sets it",
+                markup=False,
+            )
         if found[0] is None:
             out.print(f"no evidence can be had here: {found[1]}", markup=False)
-    many = len(candidates) if found and found[0] else 1
-    expected = 1 if found is None or found[0] is None else 1 + many + 2 * options.references
-    with display.job(f"trying {many} range{'s' * (many > 1)}", expected) as shown:
-        order: dict[str, int] = {}
+    probing = found is not None and found[0] is not None
+    tried = candidates if probing else candidates[:1]
+    with display.job(f"trying {len(tried)} range{'s' * (len(tried) > 1)}", unit="step") as shown:
+        told = news(shown, tried, references=options.references, retention=bool(retention)) if probing else alone(shown)
+        return one.run(found, resume=options.resume, on_event=told)
 
-        def on_event(candidate: Candidate, stage: str, done: int, total: int, entropy: float | None) -> None:
-            begin, length = SHARES[stage]
-            number = order.setdefault(candidate.slug, len(order))
-            steps = round(1000 * (number + begin + length * done / max(total, 1)))
-            note = f"{stage} {candidate.cell} {done}/{total}" + ("" if entropy is None else f" entropy {entropy:.3f}")
-            shown.advance_to(steps, 1000 * expected, note)
 
-        return one.run(found, resume=options.resume, on_event=on_event)
+def alone(job: Any) -> Any:
+    """An `on_event` for one training without a probe."""
+
+    def on_event(candidate: Candidate, stage: str, done: int, total: int, entropy: float | None) -> None:
+        job.advance_to(done, total, "" if entropy is None else f"entropy {entropy:.3f}")
+
+    return on_event
+
+
+def news(job: Any, tried: Sequence[Candidate], *, references: bool, retention: bool) -> Any:
+    """An `on_event` that says which range a job is at, at which step or answer, and how long is left.
+
+    Args:
+        job: of the display.
+        tried: the candidates, which come after the adapter.
+        references, retention: whether there are rows for comparison, which come last, and a retention probe.
+    """
+    from loragate.cli.display import Parts
+    from loragate.selection.references import COOL
+
+    asked = ["probing", *["retention"] * retention]
+    last = [Candidate(None, BASE), Candidate(None, ADAPTER, temperature=COOL)] if references else []
+    parts = [(ADAPTER, stage) for stage in asked]
+    parts += [(one.cell, stage) for one in tried for stage in ("training", *asked)]
+    parts += [(one.cell, "probing") for one in last]
+    left_of, numbers = Parts(parts), {one.cell: number for number, one in enumerate(tried, 1)}
+
+    def on_event(candidate: Candidate, stage: str, done: int, total: int, entropy: float | None) -> None:
+        if not total or (candidate.cell, stage) not in parts:
+            return  # a model is loaded, or a trial written
+        share, left = left_of.at(candidate.cell, stage, done / total)
+        number = numbers.get(candidate.cell)
+        which = candidate.cell if number is None else f"range {number} of {len(tried)}, {candidate.cell}"
+        unit, note = "step" if stage == "training" else "answer", "" if entropy is None else f"entropy {entropy:.3f}"
+        job.show(share, f"{which}: {stage}, {unit} {done:,} of {total:,}", note, left)
+
+    return on_event
 
 
 def candidates_of(options: CalibrateOptions) -> tuple[Candidate, ...]:
@@ -200,12 +241,10 @@ def candidates_of(options: CalibrateOptions) -> tuple[Candidate, ...]:
             "distributed launcher, or train one range on all of them with --range=L,U --unverified"
         )
     found = parse_candidates(options.ranges if automatic else options.range, options.objective, options.seed)
-    sampled = next((one.objective for one in found if one.objective in ON_POLICY), options.objective)
+    sampled = next((one.objective for one in found if one.objective in ON_POLICY), found[0].objective)
     require_effect("calibrate", options, flags=True, range="auto" if automatic else options.range, objective=sampled)
-    if options.objective != "reward":
+    if not any(one.objective == "reward" for one in found):
         require_effect("probe grader", options, flags=True)
-    if options.exclude and not (options.probe or options.retention_probe):
-        raise ConfigError("--exclude has no effect without --probe FILE")
     options.check_probe()
     return found
 

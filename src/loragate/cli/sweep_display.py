@@ -99,8 +99,8 @@ def line(state: TrialState, title: str, several: bool = False) -> str:
     """One plain line about a change of state."""
     name, _, steps, entropy, probe = _cells(state, several)
     if state.state == "finished":
-        parts = [f"probe {probe} %"] + ([f"entropy {entropy}"] if entropy else [])
-        return f"{name}: finished, {', '.join(parts)} ({title})"
+        parts = ["finished"] + ([f"probe {probe} %"] if probe else []) + ([f"entropy {entropy}"] if entropy else [])
+        return f"{name}: {', '.join(parts)} ({title})"
     return f"{name}: failed, {state.error}" if state.state == "failed" else f"{name}: {state.state} {steps}".rstrip()
 
 

@@ -105,13 +105,13 @@ def parse_candidates(text: str, objective: str = "entropy", seed: int = 0) -> tu
         bounds, _, own = part.partition("@")
         name = own.strip() or objective
         if name not in GATE_OBJECTIVES:
-            raise ConfigError(f"--ranges {part}: unknown objective {name!r}{nearest(name, GATE_OBJECTIVES)}")
+            raise ConfigError(f"the range {part} has the unknown objective {name!r}{nearest(name, GATE_OBJECTIVES)}")
         one = Candidate(Range.parse(bounds), name, seed)
         if one in found:
-            raise ConfigError(f"--ranges {text}: the range {part} stands there twice; each is tried once")
+            raise ConfigError(f"in {text!r} the range {part} stands there twice; each is tried once")
         found.append(one)
     if not found:
-        raise ConfigError("--ranges is empty; give at least one range")
+        raise ConfigError(f"found no range in {text!r}; give at least one, such as -3,1")
     return tuple(found)
 
 

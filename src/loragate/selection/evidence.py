@@ -7,13 +7,17 @@ none        no evidence can be had: gates are trained, and stay off until they a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from loragate.data import Rows, load_rows
+import numpy as np
+
+from loragate.data import EncodedRows, Rows, load_rows
 from loragate.data.loading import RowsGiven
+from loragate.data.rendering import IGNORED
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation import grade_math
 from loragate.evaluation.judging import MATH, JudgeSettings, require_graders
@@ -29,7 +33,8 @@ from loragate.selection.questions import ANSWERS, held_out_prompts, probe_task, 
 from loragate.selection.settings import ProbeSettings, SelectionSettings
 from loragate.training.rollouts import Reward
 
-PROBE_TOKENS = 512
+PROBE_TOKENS = 512  # where no training rows say how long an answer is
+SAMPLED = 2_000  # rows whose answers are measured
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,7 @@ class Evidence:
         system: str,
         positions: int | None,
         max_length: int,
+        max_new_tokens: int,
         seed: int,
         kept: Path | None = None,
         on_progress: OnProgress | None = None,
@@ -151,13 +157,19 @@ class Evidence:
             adapter: answers as the untouched adapter; asked where there are no labels.
             positions: of the model; None where it has no limit.
             max_length: tokens from which a training row is cut.
+            max_new_tokens: of an answer, where the settings leave it open.
             seed: of the probe's samples.
             kept: file for the adapter's answers on the agreement path.
         """
         settings = self.settings
+        if not settings.probe_max_new_tokens:
+            settings = replace(settings, probe_max_new_tokens=max_new_tokens)
         if self.asked is not None:
             if self.asked.labelled:
-                return self._labelled(self.asked, tokenizer, system, positions, seed), ""
+                probe = self.asked.labelled_probe(
+                    tokenizer, settings, self.judging, system=system, positions=positions, seed=seed
+                )
+                return probe, ""
             task, questions, source = self.asked.task, self.asked.questions, self.asked.source
             prompts = render_questions(task, questions, tokenizer, system)
         else:
@@ -168,7 +180,7 @@ class Evidence:
                     f"a tenth of {self.spare.source} leaves {len(self.spare)} prompts to set aside, and {MIN_QUESTIONS} "
                     "are needed"
                 )
-            limit = settings.probe_max_new_tokens or PROBE_TOKENS
+            limit = settings.probe_max_new_tokens
             limit = limit if positions is None else max(1, min(limit, positions // 2))
             task = probe_task(settings.probe_grader, labelled=False)
             require_graders([task], "", self.judging)
@@ -188,12 +200,19 @@ class Evidence:
 
     def retention(self, tokenizer: Any, *, system: str, positions: int | None, seed: int) -> Probe | None:
         """The retention probe, or None where none was given."""
-        return None if self.retained is None else self._labelled(self.retained, tokenizer, system, positions, seed)
-
-    def _labelled(self, asked: Asked, tokenizer: Any, system: str, positions: int | None, seed: int) -> Probe:
-        return asked.labelled_probe(
+        if self.retained is None:
+            return None
+        return self.retained.labelled_probe(
             tokenizer, self.settings, self.judging, system=system, positions=positions, seed=seed
         )
+
+
+def answer_tokens(encoded: EncodedRows) -> int:
+    """Tokens that a probe's answer may take: half more than all but a hundredth of the training answers, in steps of 16."""
+    lengths = [
+        sum(label != IGNORED for label in encoded[index]["labels"]) for index in range(min(len(encoded), SAMPLED))
+    ]
+    return 16 * math.ceil((1.5 * float(np.quantile(lengths, 0.99)) + 16) / 16)
 
 
 def require_evidence(settings: SelectionSettings, probe: Any, retention: Any, spare: Any = None) -> None:
@@ -207,6 +226,8 @@ def require_evidence(settings: SelectionSettings, probe: Any, retention: Any, sp
         ConfigError, DataError: naming what is missing.
     """
     settings.check_probe()
+    if settings.exclude and probe is None and retention is None:
+        raise ConfigError("--exclude has no effect without --probe FILE")
     tasks = []
     for given, name in ((probe, settings.probe_task), (retention, settings.retention_task)):
         if given is not None:

@@ -18,7 +18,7 @@ class ProbeSettings:
         probe_grader: how answers are judged without a task: default (math), math_verify, dft, exact, choice or tiny.
         probe_samples: samples per probe question.
         probe_temperature: sampling temperature of the probe; set the one that you will use.
-        probe_max_new_tokens: token limit of a probe answer; 0 takes 512. An answer ends at the model's last position, too.
+        probe_max_new_tokens: token limit of a probe answer; 0 takes what the training rows' answers need.
     """
 
     probe_task: str = ""

@@ -24,17 +24,17 @@ from safetensors.torch import load_file
 
 from loragate.data import EncodedRows, Rows, encode_rows, load_rows
 from loragate.data.loading import RowsGiven
-from loragate.errors import ArtifactError, ConfigError, DivergenceError
+from loragate.errors import ArtifactError, ConfigError, DivergenceError, GateError
 from loragate.files import held
 from loragate.gates import GateConfig, adapter_fingerprint, attach_gates
-from loragate.gates.attach import active_adapter
+from loragate.gates.attach import active_adapter, is_gated
 from loragate.gates.eligibility import trains_biases
 from loragate.gates.fingerprint import base_weight_samples
 from loragate.gates.range import Range
 from loragate.gates.schema import CONFIG, GATES, read_gate_config
 from loragate.generation import Engine, OnProgress, TransformersEngine
 from loragate.selection.candidate import ADAPTER, Candidate, parse_candidates
-from loragate.selection.evidence import Evidence, require_evidence, reward_of
+from loragate.selection.evidence import Evidence, answer_tokens, require_evidence, reward_of
 from loragate.selection.outcome import Selection, selections
 from loragate.selection.probe import Probe
 from loragate.selection.questions import set_aside
@@ -119,7 +119,7 @@ def choose_gates(
             resuming with other settings, or several processes (except with `unverified`).
         DataError: for rows or questions that cannot be used, or a probe that shares questions with the rows.
         DivergenceError: if no range's training stayed finite. One that did not only drops out.
-        GateError: if the adapter cannot be gated.
+        GateError: if the adapter cannot be gated, or is gated already.
         ArtifactError: if `folder` holds a gated adapter already.
     """
     settings = settings or CalibrationSettings()
@@ -187,6 +187,7 @@ class Transaction:
         self.rows, self.encoded = encode(
             self.given, lambda **how: calibration_rows(self.given, tokenizer, settings, system, **how)
         )
+        self.answer_tokens = asking.probe_max_new_tokens or answer_tokens(self.encoded)
         self.heldout = None
         if heldout is not None:
             self.heldout = encode_rows(load_rows(heldout), tokenizer, max_length=settings.max_length, system=system)
@@ -221,6 +222,11 @@ class Transaction:
             engine: answers with the model as it stands; by default with transformers, `sampling_batch_size` at a time.
             origin: see `choose_gates`.
         """
+        if is_gated(peft_model, active_adapter(peft_model)):
+            raise GateError(
+                "the model carries gates already, so the plain adapter could not be scored; take them off with "
+                "loragate.detach_gates(model)"
+            )
         size = self.settings.sampling_batch_size
         self.bench = Bench(
             peft_model,
@@ -242,6 +248,7 @@ class Transaction:
             system=self.system,
             positions=self.positions,
             max_length=self.settings.max_length,
+            max_new_tokens=self.answer_tokens,
             seed=self.settings.seed + 1,
             kept=self.folder / CANDIDATES / "majority.json",
             on_progress=on_progress,

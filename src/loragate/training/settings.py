@@ -259,6 +259,8 @@ class CalibrationSettings(TrainSettings):
                 f"samples_per_prompt is {self.answers_per_prompt}; the objective 'reward' compares the answers of one "
                 "prompt with each other and needs at least 2"
             )
+        if not self.batch_size:
+            self.fitted(1)  # the batch that will be taken, which does not depend on the rows here, is checked at once
         if self.batch_size % self.answers_per_prompt:
             raise ConfigError(
                 f"batch_size {self.batch_size} is not a multiple of samples_per_prompt {self.answers_per_prompt}; "
