@@ -14,7 +14,7 @@ from loragate.analysis.plan_model import (
     read_config,
     with_layers,
 )
-from loragate.errors import ConfigError
+from loragate.errors import ConfigError, LoragateError
 from tiny import tiny_adapter, tiny_base
 
 LLAMA_70B = {
@@ -112,6 +112,8 @@ def test_what_is_no_model_is_refused(tmp_path):
         read_config(str(tmp_path))
     with pytest.raises(ConfigError, match="does not exist"):
         read_config(str(tmp_path / "nothing.json"))
+    with pytest.raises(LoragateError, match="owner/name@v1 cannot be read: We could"):
+        read_config("owner/name@v1")
     with pytest.raises(ConfigError, match="cannot be planned"):
         build_on_meta(tiny_base().config, stage="sft", targets="nothing_of_the_kind")
 

@@ -28,7 +28,9 @@ def test_a_progress_line_stays_one_line():
         job.began = time.monotonic() - 5
         job.advance_to(448, note="sampling adapter negative on a task, 448 of 960")
     first, last = file.getvalue().splitlines()
-    assert first.startswith("sampling and grading: 448 of 4,800 · sampling adapter negative on a task, 448 of 960 · about ")
+    assert first.startswith(
+        "sampling and grading: 448 of 4,800 · sampling adapter negative on a task, 448 of 960 · about "
+    )
     assert last.startswith("sampling and grading: ")
 
 

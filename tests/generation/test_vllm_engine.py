@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from loragate.errors import ConfigError, DataError, LoragateError
+from loragate.errors import ArtifactError, ConfigError, DataError, LoragateError
 from loragate.generation import Sample, SampleWriter, SamplingConfig, TransformersEngine, read_samples
 from loragate.generation.sampling import request_seed
 from loragate.generation.vllm_engine import VllmEngine, lora_rank
@@ -278,8 +278,8 @@ def test_a_gated_folder_needs_the_plugin(fake_vllm: Any, folders: tuple[str, str
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (None, "cannot be read"),
-        ("{", "not the configuration of a LoRA adapter"),
+        (None, "not a readable configuration"),
+        ("{", "not a readable configuration"),
         ('{"peft_type": "LORA"}', "not the configuration of a LoRA adapter"),
         ('{"peft_type": "LORA", "r": 8, "rank_pattern": {"q": "x"}}', "not the configuration of a LoRA adapter"),
         ('{"peft_type": "IA3", "r": 8}', "type 'IA3'"),
@@ -290,7 +290,7 @@ def test_a_gated_folder_needs_the_plugin(fake_vllm: Any, folders: tuple[str, str
 def test_an_adapter_that_vllm_cannot_serve(tmp_path: Path, record: str | None, message: str) -> None:
     if record is not None:
         (tmp_path / "adapter_config.json").write_text(record)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError if record and len(record) > 1 else ArtifactError, match=message):
         lora_rank(tmp_path)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import loragate as lg
+from loragate.analysis.plan_model import read_config
 from loragate.cli.main import main
 from loragate.errors import ArtifactError, ConfigError, LoragateError
 from loragate.models import (
@@ -24,6 +25,7 @@ from loragate.models import (
     open_without_weights,
     resolve,
 )
+from tiny import tiny_base, tiny_tokenizer
 
 gguf_writer = pytest.importorskip("gguf", reason="gguf is not installed (pip install loragate[gguf])")
 TEMPLATE = (
@@ -162,6 +164,33 @@ def test_a_folder_with_one_file_is_that_file(file, tmp_path):
     write_gguf(tmp_path / "two.gguf")
     with pytest.raises(ConfigError, match=r"several GGUF files \(one.gguf, two.gguf\)"):
         resolve(str(tmp_path), expect="base")
+
+
+def test_a_folder_with_one_file_is_the_base_of_adapters_too(gated, file, tmp_path):
+    (tmp_path / file.name).symlink_to(file)
+    for place in (gated, gated / "adapter"):
+        assert resolve(place, tmp_path).base.name == str(tmp_path / file.name)
+    assert torch.equal(logits(lg.load_gated(gated, base=tmp_path)), logits(lg.load_gated(gated)))
+
+
+def test_nothing_is_taken_from_another_model_beside_the_file(file, tmp_path):
+    tiny_base().save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / file.name).symlink_to(file)
+    loaded, alone = open_model(resolve(str(tmp_path / file.name))), open_model(resolve(str(file)))
+    assert torch.equal(logits(loaded.model), logits(alone.model))
+    assert loaded.tokenizer.get_vocab() == alone.tokenizer.get_vocab()
+    assert loaded.tokenizer.chat_template == TEMPLATE
+    assert loaded.endings.token_ids == {2}
+
+
+def test_a_plan_reads_a_file_by_any_of_its_names(file, tmp_path):
+    (tmp_path / file.name).symlink_to(file)
+    for name in (file, tmp_path):
+        assert read_config(str(name)).vocab_size == 260
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_config(str(tmp_path / "gone.gguf"))
 
 
 def test_a_file_on_the_hub_is_named_by_its_path_there():

@@ -1,9 +1,13 @@
 """A base, an adapter and a gated folder are opened in one way, and compute what their parts put together by hand compute."""
 
+import json
+
 import pytest
 import torch
 
 import loragate as lg
+from loragate.cli.main import main
+from loragate.cli.serve_template import stopping_arguments
 from loragate.errors import ConfigError, LoragateError
 from loragate.gates.schema import read_gate_config
 from loragate.models import Loading, ModelRef, open_base, open_model, open_without_weights, put_on, resolve
@@ -70,6 +74,31 @@ def test_an_override_behind_the_name_is_laid_over_lambda(place, token_ids):
         open_model(resolve(f"{place / 'adapter'}@unit", overrides=True), CPU)
     with pytest.raises(ConfigError, match="override of λ"):
         resolve(place / "adapter", f"{place / 'base'}@unit")
+    for base in (place / "base", "owner/name"):
+        with pytest.raises(ConfigError, match="no effect on a base"):
+            resolve(f"{base}@unit", overrides=True)
+
+
+def test_flags_do_not_replace_the_override_of_the_name(place, capsys):
+    asked = ["generate", "--model", f"{place / 'gated'}@unit", "--raw", "--prompt", "a", "--lambda-max", "0.5"]
+    assert main(asked) == 2
+    assert "has an override of λ already" in capsys.readouterr().err
+
+
+def test_custom_code_is_trusted_for_the_endings_too(place, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from transformers import LlamaConfig\n\n\nclass Mine(LlamaConfig):\n    model_type = 'mine'\n"
+    )
+    tiny_tokenizer().save_pretrained(tmp_path)
+    record = json.loads((place / "base" / "config.json").read_text())
+    record |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}, "eos_token_id": 5}
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    with pytest.raises(LoragateError, match="custom code"):
+        open_without_weights(resolve(tmp_path), CPU)
+    loaded = open_without_weights(resolve(tmp_path), Loading(device="cpu", trust=True))
+    assert 5 in loaded.endings.token_ids
+    asked = stopping_arguments(loaded.tokenizer, loaded.place, {}, tmp_path, trust=True)
+    assert asked == stopping_arguments(tiny_tokenizer(), resolve(place / "base"), {}, tmp_path)
 
 
 def test_idle_gates_are_taken_off_and_their_endings_stay(place):

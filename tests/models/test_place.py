@@ -87,6 +87,13 @@ def test_another_kind_than_expected_is_refused(tmp_path):
         resolve(f"{tmp_path}@unit")
 
 
+def test_an_adapter_inside_a_snapshot_of_the_hub_is_named_by_its_folder(tmp_path):
+    inside = adapter(tmp_path / "models--owner--name" / "snapshots" / ("a" * 40) / "adapter")
+    (inside / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    found = resolve(inside, expect="adapter", base_later=True)
+    assert resolve(found.source, expect="adapter", base_later=True).folder == inside
+
+
 def test_a_folder_is_known_by_its_content(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

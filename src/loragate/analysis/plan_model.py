@@ -22,7 +22,7 @@ from loragate.errors import ConfigError, LoragateError
 from loragate.gates.attach import gate_layer
 from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import examine_adapter, lora_layers
-from loragate.models import ModelRef, base_config
+from loragate.models import base_config, resolve
 from loragate.training.sharding import decoder_layers
 
 LINEAR = (nn.Linear, Conv1D)  # GPT-2 keeps the weights of its linear layers transposed
@@ -86,19 +86,16 @@ def read_config(name: str, *, revision: str = "", trust: bool = False) -> Any:
     """
     from transformers import AutoConfig
 
-    if (base := ModelRef.parse(name, revision or None)).gguf:
-        return base_config(base, trust)
     path = Path(name)
-    if not path.exists() and (path.suffix == ".json" or name.count("/") != 1):
-        raise ConfigError(f"model {name} does not exist (a hub id is written owner/name)")
-    if path.is_dir():
-        path = path / "config.json"
-        if not path.is_file():
-            raise ConfigError(f"{name} holds no config.json; give a model folder, a config.json or a hub id")
     try:
-        return AutoConfig.from_pretrained(name, revision=revision or None, trust_remote_code=trust)
+        if path.suffix == ".json" and path.is_file():
+            return AutoConfig.from_pretrained(name, trust_remote_code=trust)
+        place = resolve(name, expect="base", what="model", revision=revision or None)
+        if path.is_dir() and not place.base.gguf and not (path / "config.json").is_file():
+            raise ConfigError(f"{name} holds no config.json; give a model folder, a config.json or a hub id")
+        return base_config(place.base, trust)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        refusal = ConfigError if path.is_file() else LoragateError
+        refusal = ConfigError if path.exists() else LoragateError
         raise refusal(f"the configuration of {name} cannot be read: {str(error).splitlines()[0]}") from error
 
 

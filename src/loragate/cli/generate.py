@@ -83,6 +83,8 @@ def run(options: GenerateOptions) -> int:
     if any(value is not None for value in override):
         if loaded.kind != "gated":
             raise ConfigError(f"--lambda-… has no effect: {options.model} carries no gates")
+        if loaded.place.override is not None:
+            raise ConfigError(f"--lambda-…: {options.model} has an override of λ already; give one of the two")
         overriding = gate_override(model, options.lambda_min, options.lambda_max, options.lambda_constant)
     if options.raw:
         begin = tokenizer.bos_token_id

@@ -183,7 +183,7 @@ def vllm_arguments(options: ServeOptions, place: Place, adapters: dict[str, Plac
         template = str(scratch / "chat_template.jinja")
         write_text(Path(template), wrapped)
     found += ["--chat-template", template] if template else []
-    return [*found, *stopping_arguments(tokenizer, place, adapters, scratch)]
+    return [*found, *stopping_arguments(tokenizer, place, adapters, scratch, options.trust_remote_code)]
 
 
 def renders_chats(options: ServeOptions, place: Place) -> bool:

@@ -89,7 +89,9 @@ def _render(chat: Any, messages: list[dict[str, str]]) -> str | None:
         return None
 
 
-def stopping_arguments(tokenizer: Any, place: Place, adapters: Mapping[str, Place], scratch: Path) -> list[str]:
+def stopping_arguments(
+    tokenizer: Any, place: Place, adapters: Mapping[str, Place], scratch: Path, trust: bool = False
+) -> list[str]:
     """Arguments that have vLLM's server stop where our engines do; none where it does so by itself.
 
     It knows the tokenizer's EOS and a generation config's. `--override-generation-config` sets the defaults of sampling
@@ -98,6 +100,8 @@ def stopping_arguments(tokenizer: Any, place: Place, adapters: Mapping[str, Plac
     Args:
         place: whose base is served.
         adapters: by served name; gated folders record stop tokens.
+        scratch: a folder for the copy.
+        trust: run model code from the hub.
     """
     from loragate.cli.display import console
     from loragate.data import find_endings
@@ -105,7 +109,7 @@ def stopping_arguments(tokenizer: Any, place: Place, adapters: Mapping[str, Plac
     from loragate.models import generation_config
 
     recorded = {token for adapter in adapters.values() for token in adapter.stop_token_ids}
-    settings = generation_config(place.base)
+    settings = generation_config(place.base, trust)
     endings = find_endings(tokenizer, settings, recorded)
     if endings.texts:
         console().print(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import json
 import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ from loragate.generation.requests import (
     tokenize_prompts,
 )
 from loragate.generation.sampling import SamplingConfig, request_seed
+from loragate.models.adapter_files import ADAPTER_CONFIG, read_adapter_config
 from loragate.models.bases import generation_config
 from loragate.models.place import ModelRef, is_gated
 
@@ -284,15 +284,13 @@ def require_gate_plugin(folder: str | Path) -> None:
 def lora_rank(adapter: str | Path, at_least: int | None = None) -> int:
     """Return the smallest `max_lora_rank` of vLLM that holds every rank of the adapter and `at_least`.
 
-    Raises `ConfigError` when the folder has no readable `adapter_config.json`, it is not LoRA or its rank is too high.
+    Raises `ArtifactError` when the folder has no readable `adapter_config.json`, `ConfigError` when it is not LoRA or its rank
+    is too high.
     """
-    path = Path(adapter) / "adapter_config.json"
+    path, record = Path(adapter) / ADAPTER_CONFIG, read_adapter_config(Path(adapter))
+    kind = record["peft_type"]
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        kind = record["peft_type"]
         needed = max(int(record["r"]), *(record.get("rank_pattern") or {}).values(), at_least or 1)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}); give the folder of a PEFT adapter.") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path} is not the configuration of a LoRA adapter ({error!r}).") from None
     if record.get("use_dora"):

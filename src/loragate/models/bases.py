@@ -128,7 +128,7 @@ def pretrained(base: ModelRef) -> tuple[str, dict[str, Any]]:
         return base.name, {"revision": base.revision} if base.revision else {}
     path = gguf.local_file(base)
     gguf.require_readable(path)
-    return str(path.parent), {"gguf_file": path.name}
+    return str(gguf.folder_of(path)), {"gguf_file": path.name}
 
 
 def base_config(base: ModelRef, trust: bool = False) -> Any:

@@ -7,6 +7,7 @@ fingerprinted as any others. What it cannot read is refused here, from the file'
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -93,6 +94,24 @@ def _unpacks(kind: Any) -> bool:
     except NotImplementedError:
         return False
     return True
+
+
+def folder_of(path: Path) -> Path:
+    """The folder to name the file in to transformers: its own, or one with a link to it alone.
+
+    From a folder that holds another form of a model too, transformers takes that one's tokenizer, whatever file is named.
+    """
+    if not any(other.suffix in (".json", ".jinja", ".model", ".txt") for other in path.parent.iterdir()):
+        return path.parent
+    return Path(_alone(path.absolute()).name)
+
+
+@cache
+def _alone(path: Path) -> tempfile.TemporaryDirectory[str]:
+    """Kept until the process ends."""
+    folder = tempfile.TemporaryDirectory(prefix="loragate-gguf-")
+    (Path(folder.name) / path.name).symlink_to(path)
+    return folder
 
 
 def only_file(folder: Path) -> str:

@@ -86,7 +86,9 @@ class Loaded:
     @property
     def endings(self) -> Any:
         """What ends an answer, whichever row gives it."""
-        settings = generation_config(self.place.base) if self.model is None else self.model.generation_config
+        settings = (
+            generation_config(self.place.base, self.how.trust) if self.model is None else self.model.generation_config
+        )
         return find_endings(self.tokenizer, settings, self.stop_token_ids)
 
     @property

@@ -114,7 +114,9 @@ class Place:
     @property
     def source(self) -> str:
         """For records: "owner/name@commit" of an adapter from the hub, another folder as it was named; a base as it was named."""
-        return str(self.ref) if self.kind == "base" else hub_source(str(self.folder))
+        if self.kind == "base":
+            return str(self.ref)
+        return hub_source(self.folder) if self.ref.on_hub else str(self.folder)
 
     @property
     def hub_id(self) -> str | None:
@@ -307,9 +309,18 @@ def _base_place(ref: ModelRef, what: str) -> Place:
         raise ConfigError(f"{ref.name} is an adapter, not a base model; give the base, or use it as --adapter")
     if (folder / "run" / "run.json").is_file() and not (folder / "config.json").is_file():
         raise ConfigError(f"{ref.name} holds an unfinished run; finish it by repeating its command with --resume")
-    if folder.is_dir() and (file := only_file(folder)):
-        ref, folder = replace(ref, name=file), Path(file)
-    return Place(ref, "base", folder, ref)
+    if ref.override:
+        raise ConfigError(
+            f"{what} {ref.name}: an override of λ (@{ref.override}) has no effect on a base; leave it out"
+        )
+    ref = _in_its_folder(ref)
+    return Place(ref, "base", Path(ref.name), ref)
+
+
+def _in_its_folder(base: ModelRef) -> ModelRef:
+    """The GGUF file where the base is a folder with nothing else in it; any other base as it is."""
+    file = only_file(Path(base.name)) if Path(base.name).is_dir() else ""
+    return replace(base, name=file) if file else base
 
 
 def _gated_place(
@@ -325,6 +336,8 @@ def _gated_place(
         raise ArtifactError(f"{folder / CONFIG}: key 'base.id' is empty; say which base with base=… (--base)")
     if not base_later and given is None and Path(recorded).is_absolute() and not Path(recorded).exists():
         raise ArtifactError(f"{folder / CONFIG}: the base {recorded} is not here; say where it is with base=… (--base)")
+    if not base_later:
+        base = _in_its_folder(base)
     return Place(ref, "gated", folder, base, record, read_adapter_config(folder / ADAPTER))
 
 
@@ -346,6 +359,7 @@ def _adapter_place(ref: ModelRef, folder: Path, given: ModelRef | None, base_lat
         base = replace(base, revision=str(config.get("revision") or ""))  # which the record pins
     if not base_later:
         _require_base(ref, base, given)
+        base = _in_its_folder(base)
     return Place(ref, "adapter", folder, base, None, config)
 
 
