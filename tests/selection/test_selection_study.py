@@ -56,7 +56,7 @@ def test_candidates_are_read_as_typed():
     for text, words in (
         ("0,1@anchord", "anchored"),
         ("0,1;0,1", "stands there twice"),
-        (" ; ", "is empty"),
+        (" ; ", "found no range"),
         ("x", "two numbers"),
     ):
         with pytest.raises(ConfigError, match=words):
