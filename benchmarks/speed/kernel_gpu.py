@@ -38,7 +38,7 @@ CASES = [  # input width, output width, tokens
     (18944, 3584, 16384),
 ]
 RANK, DECODED = 16, 16
-SETTINGS = {"signed_map": SignedMap(Range(-6, 3)), "scaling": 1.0}
+GATE = {"signed_map": SignedMap(Range(-6, 3)), "scaling": 1.0}
 SETTINGS = ("torch", "auto", "triton")
 DEVICE, DTYPE = "cuda", torch.bfloat16  # "cpu" rehearses in Triton's interpreter, which knows no bf16 products
 
@@ -63,7 +63,7 @@ def gradients(run: Callable[..., torch.Tensor], values: list[torch.Tensor]) -> l
     x, a, b, weight, bias = (value.detach().clone() for value in values)
     for tensor in (x, weight, bias):
         tensor.requires_grad_()
-    out = run(x, a, b, weight, bias, **SETTINGS)
+    out = run(x, a, b, weight, bias, **GATE)
     direction = torch.randn(out.shape, generator=torch.Generator(device=DEVICE).manual_seed(1), device=DEVICE)
     out.backward(direction.to(DTYPE).to(out.dtype))
     return [out.detach(), x.grad, weight.grad, bias.grad]
@@ -108,14 +108,14 @@ def times(width: int, output: int, tokens: int, repeats: int) -> dict[str, dict[
     factors = [a.clone().requires_grad_(), b.clone().requires_grad_()]
 
     def gated_step() -> None:
-        gated_delta(leaves[0], a, b, leaves[1], leaves[2], **SETTINGS).backward(direction)
+        gated_delta(leaves[0], a, b, leaves[1], leaves[2], **GATE).backward(direction)
 
     def plain_step() -> None:
         F.linear(F.linear(leaves[0], factors[0]), factors[1]).backward(direction)
 
     @torch.no_grad()
     def gated_decode() -> None:
-        gated_delta(few, a, b, weight, bias, **SETTINGS)
+        gated_delta(few, a, b, weight, bias, **GATE)
 
     @torch.no_grad()
     def plain_decode() -> None:
