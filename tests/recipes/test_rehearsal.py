@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from loragate.data import encode_rows, ending_health, load_rows
@@ -44,6 +46,19 @@ def test_held_out_rows_are_there_and_none_of_the_trained(place, domain):
         apart = list(load_rows(values["heldout"]))
         assert len(apart) == 16
         assert not [row for row in apart if row in trained]
+
+
+def test_a_chat_template_that_a_recipe_brings_meets_a_base_that_ends_as_it_does(place):
+    small, _ = rehearsal(read_recipe("math/llama-3.1-8b/scale", LIBRARY), place)
+    values = small.stage("sft").values
+    tokenizer = AutoTokenizer.from_pretrained(values["model"])
+    assert tokenizer.chat_template is None
+    tokenizer.chat_template = Path(values["chat_template"]).read_text()
+    health = ending_health(tokenizer)
+    assert health.end_tokens == ("<|endoftext|>",)
+    model = AutoModelForCausalLM.from_pretrained(values["model"])
+    likeliest = model(torch.tensor([tokenizer("What is 2 + 3?").input_ids])).logits[0].mean(0).argmax()
+    assert int(likeliest) in health.end_ids
 
 
 def test_the_tokenizer_ends_a_turn_otherwise_than_a_text(place):

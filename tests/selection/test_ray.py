@@ -101,6 +101,30 @@ def test_a_cluster_that_does_not_answer_is_named(place, tmp_path, monkeypatch):
         sweep(arguments(place, tmp_path / "out", "--runner", "ray", "--gpus-per-trial", "0"))
 
 
+def test_a_node_that_is_not_up_in_time_is_started_once_more(monkeypatch):
+    from loragate.selection.ray_tune import Resources, connected
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    calls = []
+
+    def init(address, **kept):
+        calls.append(address)
+        if len(calls) < up:
+            raise Exception("The current node timed out during startup.\nMore.")
+
+    monkeypatch.setattr("ray.init", init)
+    up = 2
+    with connected(Resources(workers=2)):
+        assert calls == ["local", "local"]
+    calls.clear()
+    up = 3
+    with pytest.raises(
+        ConfigError, match=r"not be started \(The current node timed out during startup\.\); --runner seq"
+    ):
+        connected(Resources(workers=2)).__enter__()
+    assert len(calls) == 2
+
+
 @pytest.mark.slow("kills")
 def test_a_killed_worker_is_replaced_and_the_numbers_are_the_same(place, undisturbed, tmp_path):
     out = tmp_path / "out"

@@ -22,7 +22,7 @@ from loragate.recipes.folder import RECORD, read_record
 from loragate.recipes.machine import Need
 from loragate.recipes.recipe import Recipe, Stage
 from loragate.recipes.run import EVAL_PYTHON, Program, Run, run_recipe, start
-from loragate.recipes.standins import rows_file, write_standins
+from loragate.recipes.standins import base_folder, rows_file, write_standins
 
 REHEARSAL = "rehearsal.json"
 ROWS = 320  # two steps of 128, and 32 questions of the rows set aside where a range is chosen
@@ -165,7 +165,7 @@ def require_endings(found: dict[str, float]) -> None:
         worst = min(found, key=lambda name: found[name])
         raise LoragateError(
             f"{worst}: only {100 * found[worst]:.0f} % of the answers ended before their limit. The stand-in ends nearly all of "
-            "them with <|im_end|>, so this engine does not stop at the end of a turn"
+            "them in time, so this engine does not stop at the end of a turn"
         )
 
 
@@ -175,7 +175,7 @@ def _rehearsed(stage: Stage, folder: Path, engine: str) -> dict[str, Any]:
     for option, most in COUNTS.get(stage.command, {}).items():
         values[option] = min(values.get(option) or most, most)
     if stage.own_base:
-        values["model"] = str(folder / "base")
+        values["model"] = str(folder / base_folder(template=not values.get("chat_template")))
     if stage.command in COUNTS:
         values |= {"strategy": None, "processes": None}
         if "{" not in str(values.get("data", "{")):

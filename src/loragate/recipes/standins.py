@@ -3,6 +3,7 @@
 The tokenizer is Qwen2's own class over 54,000 merges that are written down, not trained: it ends a turn with `<|im_end|>`
 while its end of sequence is `<|endoftext|>`, writes a system message where none is given, and has fewer tokens than the
 model has rows. The base has random weights in the shape of Qwen2, in bf16, and 4096 positions. Its answers end: see `END`.
+For a recipe that brings a chat template there is a second base: without one, and with answers that end in `<|endoftext|>`.
 Training rows are made up here; the questions, also made up, lie in `questions/`.
 """
 
@@ -27,7 +28,7 @@ POSITIONS = 4096
 HIDDEN = 64
 SPREAD = 2.2  # of the logits at temperature 1: about as undecided as a base of 50,000 tokens can be and still loop when greedy
 END = 8.7
-"""Logit of `<|im_end|>` over the mean of all: a sampled answer ends after some tens of tokens, or hundreds in long contexts.
+"""Logit of the token that ends an answer over the mean of all: after some tens of tokens, or hundreds in long contexts.
 
 An end of turn at which an engine does not stop is so missed at once: its answers run to the limit.
 """
@@ -44,12 +45,15 @@ CHATML = (
 
 
 def write_standins(folder: Path) -> None:
-    """base/, two parquet files of rows per data set, probe.jsonl with labelled questions, and questions/ of every suite."""
+    """The bases, two parquet files of rows per data set, probe.jsonl with labelled questions, and questions/ of every suite."""
     import pyarrow
     import pyarrow.parquet
 
     folder.mkdir(parents=True, exist_ok=True)
-    write_base(folder / "base")
+    write_base(folder / base_folder(template=True), build_tokenizer(), END_OF_TURN)
+    plain = build_tokenizer()
+    plain.chat_template = None
+    write_base(folder / base_folder(template=False), plain, ENDOFTEXT)
     for name, make in ROWS_OF.items():
         rows = make(ROWS + HELD_OUT)
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[:ROWS]), folder / rows_file(name))
@@ -76,8 +80,13 @@ def build_tokenizer() -> Any:
     )
 
 
-def write_base(folder: Path) -> None:
-    """A random Qwen2 with tied embeddings, two layers, bf16, and the tokenizer above.
+def base_folder(template: bool) -> str:
+    """Name of the base with a chat template, or of the one without."""
+    return "base" if template else "base-without-template"
+
+
+def write_base(folder: Path, tokenizer: Any, ends: str) -> None:
+    """A random Qwen2 with tied embeddings, two layers, bf16, and such a tokenizer; its answers end in the token `ends`.
 
     Hidden dimension 0 carries a constant that layers hardly write to. Through it each token has a logit of its own beside what
     the weights make of the context: higher for the end of turn, far lower for ids that are no token.
@@ -85,7 +94,6 @@ def write_base(folder: Path) -> None:
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-    tokenizer = build_tokenizer()
     end = tokenizer.eos_token_id
     config = Qwen2Config(
         vocab_size=VOCABULARY,
@@ -115,7 +123,7 @@ def write_base(folder: Path) -> None:
                 linear.weight[0] *= 1e-3  # next to nothing; a row of zeros has no direction, which DoRA divides by
         final = model.model.norm.weight.fill_(10 * SPREAD / HIDDEN**0.5)
         final[0] = 1.0
-        embedding[tokenizer.convert_tokens_to_ids(END_OF_TURN), 0] += END
+        embedding[tokenizer.convert_tokens_to_ids(ends), 0] += END
         embedding[len(tokenizer) :, 0] = -400.0
     model.generation_config = GenerationConfig(bos_token_id=end, eos_token_id=end, max_new_tokens=2048)
     model.to(torch.bfloat16).save_pretrained(folder)

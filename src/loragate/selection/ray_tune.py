@@ -119,30 +119,32 @@ def connected(resources: Resources) -> Iterator[None]:
     """
     address = os.environ.get("RAY_ADDRESS", "")
     require_answer(address)
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    cores = max(os.cpu_count() or 1, round(max(resources.workers, 1) * resources.cpus))
+    own = {"num_cpus": cores, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+    # a node of our own that was not up within Ray's 30 s is started once more: a busy machine is slow the first time
+    for left in (0,) if address else (1, 0):
         try:
-            if address:
-                ray.init(address=address, **quiet)
-            else:
-                cores = max(os.cpu_count() or 1, round(max(resources.workers, 1) * resources.cpus))
-                ray.init(
-                    address="local",
-                    num_cpus=cores,
-                    include_dashboard=False,
-                    object_store_memory=OBJECT_STORE_BYTES,
-                    **quiet,
-                )
-        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            _join(address, {} if address else own)
+            break
+        except Exception as error:  # Ray raises a bare Exception where a node was not up in time
+            ray.shutdown()
+            if left:
+                continue
             what = f"RAY_ADDRESS={address}: no Ray cluster answers there" if address else "Ray could not be started"
-            raise ConfigError(f"{what} ({str(error).splitlines()[0]}); --runner sequential does without Ray") from error
+            said = (str(error) or type(error).__name__).splitlines()[0]
+            raise ConfigError(f"{what} ({said}); --runner sequential does without Ray") from error
     for name in ("ray", "ray.tune", "ray.train"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what fails stands in the trial's folder
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _join(address: str, own: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
 
 
 def require_answer(address: str) -> None:
