@@ -1,4 +1,5 @@
-"""The paper's figures, drawn from our own runs: entropy before and after, where λ lies, training time.
+"""The paper's figures, drawn from our own runs: entropy before and after, where λ lies, training time; and which record gives
+which figure.
 
 Beside `figures.py` and `heatmap.py`, which draw scores, curves and ranges. The same rules: plain data in, one file out, no
 number that was not measured.
@@ -6,12 +7,24 @@ number that was not measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from loragate.errors import DataError
-from loragate.report.figures import SHARES, STYLE, _figure, _grid, _save
+from loragate.errors import ConfigError, DataError
+from loragate.report.figures import (
+    SHARES,
+    STYLE,
+    _figure,
+    _grid,
+    _save,
+    accuracy_bars,
+    entropy_curve,
+    lambda_map,
+)
+from loragate.report.heatmap import heat_maps
+from loragate.report.sources import Source
 
 BEFORE, AFTER, TIME = "#999999", "#D55E00", "#56B4E9"
 
@@ -112,3 +125,70 @@ def time_bars(times: Sequence[tuple[str, str, float]], path: str | Path) -> None
             frameon=False,
         )
         _save(figure, path)
+
+
+def draw_figures(sources: Sequence[Source], folder: Path, *, overwrite: bool = False) -> list[Path]:
+    """Write every figure that the records allow, as SVG and PDF; returns the files.
+
+    Raises:
+        ConfigError: if one of them is there already and is not to be overwritten.
+        DataError: if no record allows a figure.
+    """
+    drawings = planned(sources)
+    if not drawings:
+        raise DataError("none of these runs holds what a figure shows: scores, calibrations, gates, a sweep")
+    written = {folder / f"{name}{suffix}": draw for name, draw in drawings.items() for suffix in (".svg", ".pdf")}
+    present = [path for path in written if path.exists()]
+    if present and not overwrite:
+        raise ConfigError(f"--figures {folder}: {present[0].name} exists; choose another folder, or give --overwrite")
+    for path, draw in written.items():
+        draw(path)
+    return list(written)
+
+
+def planned(sources: Sequence[Source]) -> dict[str, Callable[[Path], None]]:
+    """{file name without suffix: draws it}."""
+    drawings: dict[str, Callable[[Path], None]] = {}
+    entropy: dict[str, tuple[float, float]] = {}
+    shares: dict[str, Mapping[str, float]] = {}
+    times: list[tuple[str, str, float]] = []
+    # the artifact of a quickstart is one of its calibrations
+    studied = {source.path.parent for source in sources if source.kind == "quickstart"}
+
+    def add_calibration(name: str, training: Mapping[str, Any]) -> None:
+        if heldout := training.get("heldout"):
+            entropy[name] = (heldout["entropy_before"], heldout["entropy_after"])
+        if "below_zero" in training.get("gates", {}):
+            shares[name] = training["gates"]
+        if training.get("training_seconds"):  # the loop alone, as the log of a training has it
+            times.append((name, "stage two", training["training_seconds"]))
+
+    def add(source: Source, record: Any) -> None:
+        tag = source.name.replace("/", "_")
+        if source.kind == "quickstart":
+            histories = {name: value["history"] for name, value in record["calibrations"].items()}
+            drawings[f"scores_{tag}"] = partial(accuracy_bars, record["table"])
+            drawings[f"gates_{tag}"] = partial(lambda_map, record["realised_gates"])
+            drawings[f"training_{tag}"] = partial(entropy_curve, histories)
+            for name, value in record["calibrations"].items():
+                add_calibration(f"{source.name} {name}", value["training"])
+        elif source.kind == "artifact" and record.get("training") and source.path.parent.parent not in studied:
+            add_calibration(source.name, record["training"])
+        elif source.kind == "sweep":
+            drawings.update({f"{name}_{tag}": draw for name, draw in heat_maps(record).items()})
+        elif source.kind == "training":
+            runtime = next((r["train_runtime"] for r in reversed(record["history"]) if "train_runtime" in r), None)
+            stage = "stage two" if record["run"].get("stage") == "calibrate" else "stage one"
+            # an artifact tells the time of the training beside it
+            if runtime is not None and (source.name, stage) not in {time[:2] for time in times}:
+                times.append((source.name, stage, runtime))
+
+    for source in sources:
+        source.read(partial(add, source))
+    if entropy:
+        drawings["entropy"] = partial(entropy_bars, entropy)
+    if shares:
+        drawings["gate_shares"] = partial(gate_shares, shares)
+    if times:
+        drawings["training_time"] = partial(time_bars, times)
+    return drawings
