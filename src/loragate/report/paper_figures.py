@@ -13,16 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.errors import ConfigError, DataError
-from loragate.report.figures import (
-    SHARES,
-    STYLE,
-    _figure,
-    _grid,
-    _save,
-    accuracy_bars,
-    entropy_curve,
-    lambda_map,
-)
+from loragate.report.figures import SHARES, accuracy_bars, drawn, entropy_curve, grid, lambda_map, legend
 from loragate.report.heatmap import heat_maps
 from loragate.report.sources import Source
 
@@ -35,17 +26,8 @@ def entropy_bars(pairs: Mapping[str, tuple[float, float]], path: str | Path) -> 
     Args:
         pairs: {label: (before, after)}, each divided by log k, teacher-forced, on rows that were not trained on.
         path: .png, .svg or .pdf.
-
-    Raises:
-        DataError: without pairs.
-        ConfigError: for another kind of file.
     """
-    if not pairs:
-        raise DataError("entropy_bars was given no calibration with held-out rows; calibrate with --heldout first.")
-    from matplotlib import rc_context
-
-    with rc_context(STYLE):
-        figure = _figure(max(4.0, 1.4 + 1.1 * len(pairs)), 3.6)
+    with drawn(path, max(4.0, 1.4 + 1.1 * len(pairs)), 3.6) as figure:
         axes = figure.subplots()
         places = range(len(pairs))
         for offset, number, colour, label in ((-0.2, 0, BEFORE, "adapter"), (0.2, 1, AFTER, "gated")):
@@ -56,9 +38,8 @@ def entropy_bars(pairs: Mapping[str, tuple[float, float]], path: str | Path) -> 
         axes.set_ylabel("top-k entropy / log k")
         axes.set_title("Entropy of held-out rows before and after gating (its fall shows no better answers)")
         axes.margins(y=0.15)
-        _grid(axes, "y")
+        grid(axes, "y")
         figure.legend(loc="outside upper right", ncols=2, frameon=False)
-        _save(figure, path)
 
 
 def gate_shares(shares: Mapping[str, Mapping[str, float]], path: str | Path) -> None:
@@ -68,12 +49,7 @@ def gate_shares(shares: Mapping[str, Mapping[str, float]], path: str | Path) -> 
         shares: {label: {"below_zero", "zero_to_one", "above_one"}}, shares of 1.
         path: .png, .svg or .pdf.
     """
-    if not shares:
-        raise DataError("gate_shares was given no gates; record them on a gated model first.")
-    from matplotlib import rc_context
-
-    with rc_context(STYLE):
-        figure = _figure(7.0, 1.5 + 0.45 * len(shares))
+    with drawn(path, 7.0, 1.5 + 0.45 * len(shares)) as figure:
         axes = figure.subplots()
         reached = [0.0] * len(shares)
         for key, (label, colour) in SHARES.items():
@@ -90,7 +66,6 @@ def gate_shares(shares: Mapping[str, Mapping[str, float]], path: str | Path) -> 
         axes.set_xlabel("% of (token, module) pairs")
         axes.tick_params(axis="y", length=0)
         figure.legend(loc="outside upper center", ncols=3, frameon=False)
-        _save(figure, path)
 
 
 def time_bars(times: Sequence[tuple[str, str, float]], path: str | Path) -> None:
@@ -100,14 +75,8 @@ def time_bars(times: Sequence[tuple[str, str, float]], path: str | Path) -> None
         times: (label, "stage one" or "stage two", seconds), in the order to be drawn.
         path: .png, .svg or .pdf.
     """
-    if not times:
-        raise DataError("time_bars was given no training; train an adapter or gates first.")
-    from matplotlib import rc_context
-    from matplotlib.patches import Patch
-
     colours: dict[str, Any] = {"stage one": TIME, "stage two": AFTER}
-    with rc_context(STYLE):
-        figure = _figure(7.0, 1.5 + 0.4 * len(times))
+    with drawn(path, 7.0, 1.5 + 0.4 * len(times)) as figure:
         axes = figure.subplots()
         minutes = [seconds / 60 for _, _, seconds in times]
         bars = axes.barh(range(len(times)), minutes, height=0.7, color=[colours[stage] for _, stage, _ in times])
@@ -116,15 +85,8 @@ def time_bars(times: Sequence[tuple[str, str, float]], path: str | Path) -> None
         axes.invert_yaxis()
         axes.margins(x=0.12)
         axes.set_xlabel("minutes in the training loop (one run each; loading, checks and evaluation left out)")
-        _grid(axes, "x")
-        present = [stage for stage in colours if any(stage == at for _, at, _ in times)]
-        figure.legend(
-            handles=[Patch(color=colours[stage], label=stage) for stage in present],
-            loc="outside upper center",
-            ncols=2,
-            frameon=False,
-        )
-        _save(figure, path)
+        grid(axes, "x")
+        legend(figure, {stage: colour for stage, colour in colours.items() if stage in {at for _, at, _ in times}}, 2)
 
 
 def draw_figures(sources: Sequence[Source], folder: Path, *, overwrite: bool = False) -> list[Path]:
