@@ -80,7 +80,11 @@ def test_inspect_and_export(place, tmp_path, capsys):
         out = tmp_path / f"{name}{len(more)}"
         assert main(["export", str(place / name), "--out", str(out), *more]) == 0
         printed, card = capsys.readouterr().out, (out / "README.md").read_text()
-        assert [(out / "generation_config.json").exists(), "0.3" in printed, "temperature 0.3" in card] == [wanted] * 3
+        assert [
+            (out / "generation_config.json").exists(),
+            "generation_config.json" in printed,
+            "temperature 0.3" in card,
+        ] == [wanted] * 3
 
 
 def drawn(backend, name, temperature=None):
