@@ -188,8 +188,9 @@ def _warning(original: Any) -> Any:
             records = self.__dict__.setdefault("_loragate_records", {})
             if lora_request.lora_path not in records:
                 records[lora_request.lora_path] = _gate_config(lora_request.lora_path)
-            # vLLM's own loggers are silent in servers that `loragate serve` starts
             told = logging.getLogger("loragate")
+            # in servers that `loragate serve` starts, vLLM's loggers and the root tell of errors alone
+            told.setLevel(logging.WARNING)
             warn_elsewhere(lora_request.lora_name, records[lora_request.lora_path], sampling_params.temperature, told)
         return original(self, prompt, sampling_params, *args, lora_request=lora_request, **kwargs)
 
