@@ -52,9 +52,10 @@ def sampling_note(name: str, record: Mapping[str, Any] | None, asked: float | No
         return ""
     if asked is None or asked == recommended:
         return f"sampling {at(recommended)}, as {name} recommends"
-    scores = scores_by_temperature(record)
-    figures = "; ".join(f"{_score(scores.get(heat))} {at(heat)}" for heat in (recommended, asked))
-    return f"sampling {at(asked)}, but {name} is recommended {at(recommended)} (score: {figures})"
+    note = f"sampling {at(asked)}, but {name} is recommended {at(recommended)}"
+    if not (scores := scores_by_temperature(record)):
+        return note
+    return f"{note} (score: {'; '.join(f'{_score(scores.get(heat))} {at(heat)}' for heat in (recommended, asked))})"
 
 
 def warn_elsewhere(name: str, record: Mapping[str, Any] | None, asked: float, logger: logging.Logger) -> None:
