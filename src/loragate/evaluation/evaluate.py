@@ -28,7 +28,7 @@ import numpy as np
 
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.aggregates import compare_suites, suite_average
-from loragate.evaluation.grade import Grade
+from loragate.evaluation.answers import Grade
 from loragate.evaluation.harness import HarnessScores
 from loragate.evaluation.judging import (
     CODE,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.errors import ConfigError, DataError, nearest
-from loragate.evaluation.grade import Grade
+from loragate.evaluation.answers import Grade
 from loragate.evaluation.tasks import Question, Task
 from loragate.files import write_text
 from loragate.generation import Sample
@@ -174,7 +174,7 @@ def _judge_code(
 
 
 def _judge_text(task: Task, grader: str, question: Question, sample: Sample) -> Grade:
-    from loragate.evaluation.tasks.extractors import grade_choice, grade_exact
+    from loragate.evaluation.answers import grade_choice, grade_exact
     from loragate.evaluation.tasks.tiny import grade_tiny
 
     if grader == "tiny":

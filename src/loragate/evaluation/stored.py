@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from loragate.errors import ConfigError, DataError
+from loragate.evaluation.answers import Grade
 from loragate.evaluation.evaluate import Evaluation, OnEvent, unheard
-from loragate.evaluation.grade import Grade
 from loragate.evaluation.judging import JudgeSettings, grader_for, read_grades, require_graders
 from loragate.evaluation.prepared import Prepared, read_questions
 from loragate.evaluation.results import EvaluationRecord, read_record

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from loragate.errors import ConfigError, nearest
-from loragate.evaluation.grade import Grade
+from loragate.evaluation.answers import Grade, last_boxed
 from loragate.evaluation.grading import dft
 from loragate.evaluation.grading.default import UnjudgedError, decide
-from loragate.evaluation.grading.extraction import last_boxed
 
 if TYPE_CHECKING:
     from loragate.evaluation.grading.pool import GradingPool

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loragate.errors import ConfigError, DataError, nearest
-from loragate.evaluation.grade import Grade
+from loragate.evaluation.answers import Grade
 from loragate.evaluation.sandbox.extract import extract_code, top_level_names
 from loragate.evaluation.sandbox.limits import Limits
 from loragate.evaluation.sandbox.programs import Checks, root_style_of, run_many, run_tests

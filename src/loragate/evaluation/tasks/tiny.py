@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from loragate.evaluation.grade import Grade
+from loragate.evaluation.answers import Grade
 from loragate.world.problems import Problem, problems, retention_items, verify
 from loragate.world.tokenizer import EOS
 
