@@ -18,8 +18,7 @@ from importlib.resources import files
 from typing import Any
 
 from loragate.evaluation.sandbox.harness.wire import MAX_FRAME
-from loragate.evaluation.sandbox.limits import Limits
-from loragate.evaluation.sandbox.tiers import ENVIRONMENT, Launch, interpreter, package_folders
+from loragate.evaluation.sandbox.tiers import ENVIRONMENT, Launch, Limits, interpreter, package_folders
 
 PACKAGE = "loragate.evaluation.sandbox.harness"
 TAIL = 2000

@@ -15,9 +15,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from loragate.evaluation.sandbox.child import Child
-from loragate.evaluation.sandbox.limits import Limits, ProgramResult
 from loragate.evaluation.sandbox.supervise import Watch
-from loragate.evaluation.sandbox.tiers import TIERS, known_tier, launch, missing, namespaces_forbidden, refusal
+from loragate.evaluation.sandbox.tiers import (
+    TIERS,
+    Limits,
+    ProgramResult,
+    known_tier,
+    launch,
+    missing,
+    namespaces_forbidden,
+    refusal,
+)
 
 # The tests of one HumanEval+ problem hold thousands of expected values, and numpy to compare them with.
 CHECKER_MEMORY_MB = 4096
