@@ -21,7 +21,7 @@ from loragate.evaluation.sandbox import Limits
 from loragate.evaluation.sandbox.code import grade_codes
 from loragate.evaluation.sandbox.programs import root_style_of
 from loragate.evaluation.tasks import Question, Task
-from loragate.evaluation.tasks.tiny import grade_tiny
+from loragate.evaluation.tasks.generated import grade_tiny
 from loragate.files import write_text
 from loragate.generation import Sample
 from loragate.records import package_versions, read_lines

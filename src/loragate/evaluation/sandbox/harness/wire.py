@@ -19,9 +19,9 @@ SMALL = 2**62
 # Built-ins that cross by name: types and functions that do nothing but compute.
 _PLAIN = (int, float, str, bool, complex, bytes, list, tuple, dict, set, frozenset, object)
 NAMED = {value: value.__name__ for value in (*_PLAIN, len, sum, min, max, abs, sorted)}
-SEQUENCES = {tuple: "t", set: "s", frozenset: "z"}
+SEQUENCES: dict = {tuple: "t", set: "s", frozenset: "z"}
 # {type: (tag, to JSON, from JSON)}
-SCALARS = {
+SCALARS: dict = {
     int: ("i", hex, lambda text: int(text, 16)),
     complex: ("c", lambda value: [value.real, value.imag], lambda parts: complex(float(parts[0]), float(parts[1]))),
     bytes: ("b", bytes.hex, bytes.fromhex),
