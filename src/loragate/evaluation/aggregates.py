@@ -59,9 +59,9 @@ def suite_average(
     mean would add no width; the bounds that `average_at_k` gives it are added in quadrature. Tasks with scores in [0, 1] give
     an interval within.
 
-    Raises `DataError` for no tasks, a table that is empty, not two-dimensional or not finite.
+    Raises `DataError` for a table that is empty, not two-dimensional or not finite.
     """
-    tables = [check_scores(table, f"task {index}") for index, table in enumerate(_some(tasks, "tasks"))]
+    tables = [check_scores(table, f"task {index}") for index, table in enumerate(tasks)]
     estimates = [average_at_k(table) for table in tables]
     means = [table.mean(axis=1) for table in tables]
     bounds = [(estimate.low, estimate.high) for estimate in estimates]
@@ -85,23 +85,14 @@ def compare_suites(
     of a sign-flip permutation test on the difference of the averages, every question of every task flipped on its own
     and weighted as it is in the average: exact up to 12 questions in all, else from 10,000 draws of `seed`.
 
-    Raises `DataError` as `suite_average` and `compare` do, and when the numbers of tasks differ.
+    Raises `DataError` as `compare` does.
     """
-    sides = _some(tasks_a, "tasks_a"), _some(tasks_b, "tasks_b")
-    if len(sides[0]) != len(sides[1]):
-        raise DataError(
-            f"tasks_a has {len(sides[0])} tasks and tasks_b has {len(sides[1])}; a paired comparison needs the same tasks "
-            "in the same order on both sides."
-        )
     differences, bounds, limit = [], [], 0.0
-    for index, (table_a, table_b) in enumerate(zip(*sides)):
-        try:
-            values, own_limit = paired_differences(table_a, table_b)
-            differences.append(values)
-            limit = max(limit, own_limit)
-            task = compare(table_a, table_b) if without_spread(values) else Difference(0.0, 0.0, 0.0, 1.0)
-        except DataError as error:
-            raise DataError(f"task {index}: {error}") from None
+    for table_a, table_b in zip(tasks_a, tasks_b, strict=True):
+        values, own_limit = paired_differences(table_a, table_b)
+        differences.append(values)
+        limit = max(limit, own_limit)
+        task = compare(table_a, table_b) if without_spread(values) else Difference(0.0, 0.0, 0.0, 1.0)
         bounds.append((task.low, task.high))
     mean, _, low, high = _stratified(differences, bounds, weights, seed, draws)
     shares = weights or [1.0] * len(differences)
@@ -222,9 +213,3 @@ def _verdicts(scores: ArrayLike) -> Array:
             "answer and 0 for a wrong one."
         )
     return array
-
-
-def _some(tasks: Sequence[ArrayLike], name: str) -> Sequence[ArrayLike]:
-    if not len(tasks):
-        raise DataError(f"{name} is empty; give one table of scores per task.")
-    return tasks

@@ -202,7 +202,7 @@ class Evaluation:
         """Drop the verdicts of this evaluation's graders, so that `run` judges every answer again."""
         for prepared in self.tasks:
             for variant in self.variants:
-                self._grades_path(variant, prepared).unlink(missing_ok=True)
+                self.grades_path(variant, prepared.task.name, self._grader(prepared)).unlink(missing_ok=True)
 
     @property
     def warnings(self) -> list[str]:
@@ -224,19 +224,21 @@ class Evaluation:
             found[variant.name] = read_measured(self.folder, variant, name, self.seed, found.get("adapter"))
         return found
 
-    def _samples_path(self, variant: Variant, prepared: Prepared) -> Path:
-        return self.folder / "samples" / variant.slug / f"{prepared.task.name}.jsonl"
+    def samples_path(self, variant: Variant, task: str) -> Path:
+        """Where the answers of a row to a task are kept."""
+        return self.folder / "samples" / variant.slug / f"{task}.jsonl"
 
-    def _grades_path(self, variant: Variant, prepared: Prepared) -> Path:
-        return self.folder / "grades" / self._grader(prepared) / variant.slug / f"{prepared.task.name}.jsonl"
+    def grades_path(self, variant: Variant, task: str, grader: str) -> Path:
+        """Where a grader's verdicts on them are kept."""
+        return self.folder / "grades" / grader / variant.slug / f"{task}.jsonl"
 
     def _complete(self, variant: Variant, prepared: Prepared) -> bool:
-        path = self._samples_path(variant, prepared)
+        path = self.samples_path(variant, prepared.task.name)
         return path.exists() and path.read_bytes().count(b"\n") >= self._count(variant, prepared)
 
     def _sample(self, engine: Engine, variant: Variant, prepared: Prepared, on_event: OnEvent) -> None:
         began, name = time.monotonic(), prepared.task.name
-        path, sampling = self._samples_path(variant, prepared), variant.sampling(prepared.sampling)
+        path, sampling = self.samples_path(variant, prepared.task.name), variant.sampling(prepared.sampling)
         draw_samples(engine, prepared.prompts, sampling, path, partial(on_event, "sampling", variant, name))
         self.seconds[variant.name, name] = time.monotonic() - began
 
@@ -252,10 +254,10 @@ class Evaluation:
     ) -> TaskResult:
         began = time.monotonic()
         name, grader = prepared.task.name, self._grader(prepared)
-        samples = read_samples(self._samples_path(variant, prepared))
+        samples = read_samples(self.samples_path(variant, prepared.task.name))
         if len(samples) != self._count(variant, prepared):
             raise DataError(f"samples of {variant.name} on {name} are missing; run again with --resume")
-        path = self._grades_path(variant, prepared)
+        path = self.grades_path(variant, prepared.task.name, self._grader(prepared))
         judge_now = judged_by(grader, self.judging) | {"answers": answers_hash(samples)}
         grades = read_grades(path, samples, judge_now)
         if grades is None:

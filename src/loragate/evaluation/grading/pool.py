@@ -7,6 +7,7 @@ worker takes its place. A thread waits for each worker while answers are graded,
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
@@ -241,3 +242,40 @@ class _Worker:
 def _usable_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(8, cores))
+
+
+_pools: dict[str, GradingPool] = {}
+_pools_lock = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pools.clear)  # a forked child must not end its parent's workers
+
+
+def grade_math(response: str, gold: str, grader: str = "default", *, tolerance: float | None = None) -> Grade:
+    """Judge the answer in `response` against the reference `gold`; algebra runs in a killable process shared by all calls.
+
+    Args:
+        response: the whole response of a model; see `answers.py` for where its answer is looked for.
+        gold: the reference answer as the data set has it, LaTeX or plain, not boxed.
+        grader: a name in `MATH_GRADERS`.
+        tolerance: absolute error that the question allows (the `error` column of OlympiadBench); default grader only.
+
+    Raises:
+        ConfigError: for an unknown grader.
+    """
+    begun = math_grader(grader).begin(response, gold, tolerance)
+    if isinstance(begun, Grade):
+        return begun
+    with _pools_lock:
+        if grader not in _pools:
+            _pools[grader] = GradingPool(grader, workers=1)
+        pool = _pools[grader]
+    return pool.run([begun])[0]
+
+
+@atexit.register
+def close_shared_pools() -> None:
+    """End the processes that `grade_math` started; the next call starts them again."""
+    with _pools_lock:
+        for pool in _pools.values():
+            pool.close()
+        _pools.clear()

@@ -111,23 +111,13 @@ class Launch:
     Attributes:
         command: the words before the interpreter's.
         uid: user id that the harness changes to, or None to keep its own.
-        count_processes: whether the kernel's limit on processes counts this program's alone.
-        filter: a filter over system calls, for `--seccomp`, or None.
-        own_files: whether it has a file tree and a /tmp of its own.
+        filter: a filter over system calls, for `--seccomp`; None where nothing isolates the program: then it shares the host's
+            files and /tmp, and the kernel's limit on processes would count those of others.
     """
 
-    command: tuple[str, ...]
-    uid: int | None
-    count_processes: bool
-    filter: bytes | None
-    own_files: bool = False
-
-
-def known_tier(tier: str) -> str:
-    """Return `tier`; raises `ConfigError` for a name that is not one of `TIERS`."""
-    if tier not in TIERS:
-        raise ConfigError(f"There is no sandbox tier {tier!r}{nearest(tier, TIERS)}; known: {', '.join(TIERS)}")
-    return tier
+    command: tuple[str, ...] = ()
+    uid: int | None = None
+    filter: bytes | None = None
 
 
 def interpreter() -> list[str]:
@@ -149,14 +139,15 @@ def launch(tier: str, limits: Limits, *, root_style: str = "drop") -> Launch:
     nobody else has, fresh per program; "namespace" is for containers whose root may not, and is how other users run.
     """
     if tier == "rlimits":
-        # The kernel would count all processes of the user, most of which are not the program's.
-        return Launch((), None, False, None)
+        return Launch()
     drop = os.geteuid() == 0 and root_style == "drop"
-    return Launch(_bubblewrap(limits, drop), _unused_uid() if drop else None, True, filter_program(), True)
+    return Launch(_bubblewrap(limits, drop), _unused_uid() if drop else None, filter_program())
 
 
 def missing(tier: str) -> str | None:
-    """Return why `tier` cannot even be tried here, or None."""
+    """Return why `tier` cannot even be tried here, or None; raises `ConfigError` for a name that is not one of `TIERS`."""
+    if tier not in TIERS:
+        raise ConfigError(f"There is no sandbox tier {tier!r}{nearest(tier, TIERS)}; known: {', '.join(TIERS)}")
     if sys.platform != "linux" and tier != "rlimits":
         return f"the {tier} tier needs Linux and this is {sys.platform}"
     if os.name != "posix":
@@ -178,12 +169,6 @@ def namespaces_forbidden(settings: Path = Path("/proc/sys")) -> str | None:
     if any(os.path.exists(mark) for mark in CONTAINER_MARKS):
         return "this is a container, and most containers forbid namespaces"
     return None
-
-
-def refusal(tier: str, reason: str) -> SandboxError:
-    """The error for a tier that does not work, with the ways out."""
-    advice = f" Mend that, or run programs with {TIERS['rlimits']}: --sandbox rlimits." if tier != "rlimits" else ""
-    return SandboxError(f"Model-written programs cannot run in the sandbox tier '{tier}': {reason}.{advice}")
 
 
 def _bubblewrap(limits: Limits, drop: bool) -> tuple[str, ...]:
