@@ -99,7 +99,7 @@ class Encoder:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, *, max_length: int | None = None, system: str = "none"
     ) -> None:
-        if max_length is not None and (isinstance(max_length, bool) or max_length < 2):
+        if max_length is not None and max_length < 2:
             raise ConfigError(f"found max_length={max_length!r}, expected at least 2 tokens, or None for no limit")
         self.tokenizer = tokenizer
         self.max_length = max_length
