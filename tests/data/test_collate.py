@@ -6,10 +6,7 @@ import torch
 from loragate.data.packed import Collator
 from loragate.errors import ConfigError, DataError
 
-ROWS = [
-    {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "row": 4},
-    {"input_ids": [8], "labels": [-100], "row": 2},
-]
+ROWS = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "row": 4}, {"input_ids": [8], "labels": [-100], "row": 2}]
 
 
 def test_padding_on_the_right():

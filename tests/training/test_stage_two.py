@@ -141,11 +141,6 @@ def test_parity_failure_stops_before_training(tokenizer, rows):
     assert steps == []
 
 
-def test_an_untrained_adapter_is_refused(tokenizer, rows):
-    with pytest.raises(GateError, match="nothing to gate"):
-        lg.calibrate(tiny_adapter(init_lora_weights=True), tokenizer, rows, CONFIG, SETTINGS)
-
-
 def test_a_dead_first_gradient_is_refused(tokenizer, rows, monkeypatch):
     from loragate.training import stage_two
 
@@ -472,17 +467,6 @@ def test_all_checkpoints_are_kept_where_that_is_asked(tokenizer, rows, tmp_path)
         replace(settings, keep_checkpoints=-1)
 
 
-def test_a_torn_checkpoint_is_passed_over(tokenizer, rows, tmp_path):
-    settings = CalibrationSettings(batch_size=8, micro_batch_size=8, k=20, max_length=64, save_steps=1)
-    whole = tiny_adapter()
-    lg.calibrate(whole, tokenizer, rows, CONFIG, settings, run_folder=tmp_path)
-    (tmp_path / "checkpoint-3" / "trainer_state.json").unlink()
-    model = tiny_adapter()
-    assert lg.calibrate(model, tokenizer, rows, CONFIG, settings, run_folder=tmp_path, resume=True).steps == 3
-    for name, parameter in gates(model).items():
-        assert torch.equal(parameter, gates(whole)[name])
-
-
 def test_parity_that_is_not_a_number_is_refused():
     from loragate.gates import Parity
     from loragate.training.stage_two import check_parity
@@ -500,3 +484,8 @@ def test_several_visible_gpus_do_not_become_data_parallel(tmp_path, monkeypatch)
 
     monkeypatch.setattr(SFTConfig, "n_gpu", property(lambda self: 4))
     assert trainer_arguments(SETTINGS, tmp_path, 8, "cpu")._n_gpu == 1
+
+
+def test_an_untrained_adapter_is_refused(tokenizer, rows):
+    with pytest.raises(GateError, match="nothing to gate"):
+        lg.calibrate(tiny_adapter(init_lora_weights=True), tokenizer, rows, CONFIG, SETTINGS)
