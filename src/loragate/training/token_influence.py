@@ -209,6 +209,7 @@ def response_log_probs(
         for start in range(first, len(encoded), step):
             rows = list(encoded[start : start + step])
             found: Scores = [np.empty(0, dtype=np.float32)] * len(rows)
+            # like lengths share a pass, which saves padding; scores go back in the order of the rows
             order = sorted(range(len(rows)), key=lambda index: (-len(rows[index]["input_ids"]), index))
             for at in range(0, len(order), micro_batch_size):
                 members = order[at : at + micro_batch_size]
@@ -216,7 +217,7 @@ def response_log_probs(
                 chosen = {name: batch[name].to(device) for name in ("input_ids", "attention_mask", "labels")}
                 stats = model(**chosen, statistics=request)
                 for index, values, mask in zip(members, stats.log_prob.float().cpu(), stats.mask.cpu(), strict=True):
-                    found[index] = values[mask].numpy().astype(np.float32)
+                    found[index] = values[mask].numpy().astype(np.float32)  # [response tokens], 4 bytes each on disk
             if not all(np.isfinite(values).all() for values in found):
                 bad = next(i for i, values in enumerate(found) if not np.isfinite(values).all())
                 raise DataError(f"row {rows[bad]['row']}: the model gives a response token no finite probability")
