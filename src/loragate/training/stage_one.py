@@ -16,13 +16,14 @@ from torch import nn
 from loragate.data import EncodedRows, encode_rows, load_rows
 from loragate.data.loading import RowsGiven
 from loragate.errors import ConfigError, nearest
+from loragate.gates.artifact import write_adapter
 from loragate.gates.fingerprint import base_weight_samples, config_fingerprint, weights_checksum
 from loragate.gates.quantised import keep_unpacked
 from loragate.losses import add_statistics_forward
 from loragate.losses.causal_head import ReferenceRequest
 from loragate.losses.divergence import Reference, require_same_vocabulary
 from loragate.losses.objectives import FACTORIES, Objective
-from loragate.models import resolve
+from loragate.models import ModelRef, resolve
 from loragate.training.run import (
     OnStep,
     TrainingJob,
@@ -67,6 +68,19 @@ class StageOneResult:
     data: dict[str, Any]
     objective: str
     constants: dict[str, Any]
+
+    def save(self, folder: str | Path, tokenizer: Any, base: ModelRef) -> None:
+        """Write an ordinary PEFT adapter folder with its tokenizer.
+
+        Args:
+            folder: adapter_config.json names the base so that it is found from any other folder, with its commit on the hub.
+            tokenizer: of the training.
+            base: where the base was loaded from.
+        """
+        config = self.model.peft_config["default"]
+        config.base_model_name_or_path, config.revision = base.lasting, base.commit() or None
+        write_adapter(self.model, "default", Path(folder))
+        tokenizer.save_pretrained(str(folder))
 
 
 def objective_of(settings: StageOneSettings) -> Objective:
