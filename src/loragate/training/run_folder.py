@@ -98,7 +98,18 @@ def prepare_folder(identity: dict[str, Any], folder: Path, resume: bool) -> str 
             "could compute the steps differently, so the run is not mixed of the two: go on with that version "
             f"(pip install 'loragate=={before or 'VERSION'}'), or begin again in another --out (run_folder)"
         )
-    _require_same(record, stored, json.loads(json.dumps(identity)))
+    wanted = json.loads(json.dumps(identity))
+    if stored.get("stage") != wanted.get("stage"):
+        raise TrainingError(
+            f"{record}: this is a run of {stored.get('stage')!r}, and {wanted.get('stage')!r} is to go on; choose another --out "
+            "(run_folder)"
+        )
+    if (difference := first_difference(stored, wanted)) is not None:
+        key, before, now = (f"{part:.160}" for part in (difference[0], *map(json.dumps, difference[1:])))
+        raise TrainingError(
+            f"{record}: this is another run: '{key}' was {before}, now {now}. "
+            "Repeat the original settings to resume, or choose another --out (run_folder)"
+        )
     if process_state().is_main_process:
         # half a checkpoint beyond the last whole one would count as the newest, and be kept in place of one written now
         step = 0 if last is None else _step_of(Path(last))
@@ -178,22 +189,6 @@ def is_complete(checkpoint: Path) -> bool:
 def _step_of(checkpoint: Path) -> int:
     number = checkpoint.name.removeprefix("checkpoint-")
     return int(number) if number.isdigit() else 0
-
-
-def _require_same(record: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
-    if stored.get("stage") != wanted.get("stage"):
-        raise TrainingError(
-            f"{record}: this is a run of {stored.get('stage')!r}, and {wanted.get('stage')!r} is to go on; choose another --out "
-            "(run_folder)"
-        )
-    difference = first_difference(stored, wanted)
-    if difference is None:
-        return
-    key, before, now = (f"{part:.160}" for part in (difference[0], *map(json.dumps, difference[1:])))
-    raise TrainingError(
-        f"{record}: this is another run: '{key}' was {before}, now {now}. "
-        "Repeat the original settings to resume, or choose another --out (run_folder)"
-    )
 
 
 @contextmanager
