@@ -11,16 +11,23 @@ import base64
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from loragate.analysis.rows import unheard
+from loragate.analysis.subject import Subject
+from loragate.errors import ConfigError
+from loragate.evaluation.variants import Kind
 from loragate.gates import active_adapter, attached_config, gates_disabled, trace_gates
 from loragate.gates.range import Range
-from loragate.generation import Sample
+from loragate.generation import OnProgress, Sample
 
 SCHEMA = 1
 CANDIDATES = 5
+MAX_TOKENS, QUESTIONS = 512, 8
+STREAMS: tuple[Kind, ...] = ("base", "adapter", "gated")
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,45 @@ class Question:
     id: str
     prompt: str
     gold: str
-    answers: Sequence[Answer]
+    answers: list[Answer]
+
+
+def diagnose_tokens(
+    subject: Subject, *, run: Path, limit: int = QUESTIONS, max_tokens: int = MAX_TOKENS
+) -> dict[str, Any]:
+    """Traces of the first answers of base, adapter and gated model to the first questions of each task; writes tokens.json.
+
+    Args:
+        run: folder of an evaluation whose answers are read.
+        limit: questions of each task.
+        max_tokens: of an answer, 512 at most.
+
+    Raises:
+        ConfigError: for a run without answers, and as `Subject.begin`.
+    """
+    loaded = subject.begin(drawing=False)
+    asked: dict[tuple[str, int], Question] = {}
+    for of in STREAMS:
+        for one in subject.answers(of, run, 1)[0]:
+            name, questions = one.prepared.task.name, one.prepared.questions.questions
+            for sample, grade in zip(one.samples, one.grades or [None] * len(one.samples), strict=True):
+                at = sample.question
+                if at < limit:
+                    item = questions[at]
+                    whole = Question(f"{name}/{item.id}", one.prepared.prompts[at], str(item.gold), [])
+                    verdict = (None, "") if grade is None else (grade.correct, grade.reason)
+                    asked.setdefault((name, at), whole).answers.append(Answer(of, sample, *verdict))
+    if not asked:
+        raise ConfigError(f"--run {run}: it holds no answers to trace")
+    with subject.job("reading the answers token by token", len(asked), "question") as on_progress:
+        record = trace_answers(
+            loaded.model,
+            loaded.tokenizer,
+            list(asked.values()),
+            max_tokens=min(max_tokens, MAX_TOKENS),
+            on_progress=on_progress,
+        )
+    return subject.keep(record, "tokens")
 
 
 def trace_answers(
@@ -48,8 +93,8 @@ def trace_answers(
     tokenizer: Any,
     questions: Sequence[Question],
     *,
-    max_tokens: int = 512,
-    on_question: Callable[[int, int], None] | None = None,
+    max_tokens: int = MAX_TOKENS,
+    on_progress: OnProgress = unheard,
 ) -> dict[str, Any]:
     """The trace record of some answers.
 
@@ -58,7 +103,7 @@ def trace_answers(
         tokenizer: the base's; prompts are tokenised without added special tokens, as for generation.
         questions: prompts with answers of "base", "adapter" or "gated".
         max_tokens: of an answer that is traced; what lies beyond is left out and counted in "cut".
-        on_question: called with (done, all).
+        on_progress: called with (questions done, of).
 
     Returns:
         {"schema", "kind", "lower", "upper", "modules", "questions"}; per answer "tokens", "log_prob", "entropy",
@@ -94,8 +139,7 @@ def trace_answers(
                 records.append(
                     {"id": question.id, "prompt": question.prompt, "gold": question.gold, "answers": answers}
                 )
-                if on_question is not None:
-                    on_question(done, len(questions))
+                on_progress(done, len(questions))
     finally:
         peft_model.train(was_training)
     return {

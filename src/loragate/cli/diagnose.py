@@ -1,18 +1,17 @@
 """`loragate diagnose`: look at what an adapter and its gates do. Five looks, one set of settings, one record each.
 
-This file holds the settings; `loragate.effects` says which look uses which, and the looks have a file each.
+`loragate.effects` says which look uses which setting; the looks are calls of `loragate.analysis`.
 """
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from annotated_types import Ge
 
 from loragate.cli.arguments import Command, require_given
-from loragate.cli.evaluation_inputs import EvaluationInputs
+from loragate.cli.evaluate import EvaluationInputs
 from loragate.effects import require_effect
 from loragate.validate import Count
 
@@ -77,7 +76,9 @@ def run(options: DiagnoseOptions) -> int:
     """Check what was asked for, then hand over to the look."""
     require_given(COMMAND, options)
     require_effect("diagnose", options, flags=True)
-    return importlib.import_module(f"loragate.cli.diagnose_{options.what}").run(options)
+    from loragate.cli.diagnosing import diagnose
+
+    return diagnose(options)
 
 
 EXAMPLES = (

@@ -1,0 +1,236 @@
+"""Diagnoses on a terminal: what `diagnose` asks of `loragate.analysis`, shown while it runs, and the tables of its records.
+
+Apart from the command, which the help reads, as this loads what a diagnosis needs.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from loragate.analysis.alignment import AlignmentRecord, diagnose_alignment
+from loragate.analysis.delta_entropy import ROWS, EntropyRecord, diagnose_entropy
+from loragate.analysis.interventions import InterventionsRecord, diagnose_interventions
+from loragate.analysis.realised_gates import GatesRecord, diagnose_gates
+from loragate.analysis.subject import Subject
+from loragate.analysis.task_values import ValueSource
+from loragate.analysis.token_traces import QUESTIONS, diagnose_tokens
+from loragate.cli.arguments import comma_list, resolved_yaml
+from loragate.cli.diagnose import DiagnoseOptions
+from loragate.cli.display import Display, console, duration
+from loragate.cli.evaluating import load_inputs, progress, request_of
+from loragate.errors import ConfigError
+from loragate.evaluation.canary import describe
+from loragate.evaluation.evaluate import EngineFor, Evaluation
+from loragate.evaluation.results import EvaluationRecord
+from loragate.evaluation.session import Session
+from loragate.files import write_text
+from loragate.generation import OnProgress
+from loragate.models import Loaded
+from loragate.report.scores import caption, score_markdown, score_tables
+
+MODULES_SHOWN = 12
+
+
+def diagnose(options: DiagnoseOptions) -> int:
+    """Take the look, print its tables and its conclusion, and say what to run next."""
+    display, out, folder, began = Display(), console(), Path(options.out), time.monotonic()
+
+    def say(line: str) -> None:
+        out.print(line, markup=False)
+
+    @contextmanager
+    def job(name: str, total: int = 0, unit: str = "") -> Iterator[OnProgress]:
+        with display.job(name, total, unit) as one:
+            yield one.advance_to
+
+    def opens(model: str, base: str, engine: str) -> Loaded:
+        return load_inputs(replace(options, base=base), model, engine)
+
+    def score(session: Session, evaluation: Evaluation, engine_for: EngineFor | None) -> EvaluationRecord:
+        for warning in evaluation.warnings:
+            say(f"warning: {warning}")
+        say(describe(evaluation.canary))
+        evaluation.begin(options.resume)
+        write_text(folder / "config.yaml", resolved_yaml(options))
+        with progress(display, evaluation.sample_count) as on_event:
+            record = session.run(evaluation, on_event, engine_for)
+        plain = record.to_json()
+        write_text(folder / "results.md", score_markdown(plain))
+        for table in score_tables(plain):
+            out.print(table)
+        say(caption(plain))
+        return record
+
+    subject = Subject(request_of(options, options.model), opens, job=job, say=say, score=score)
+    assert options.what is not None
+    record, tables = LOOKS[options.what](options, subject)
+    for table in tables:
+        out.print(table)
+    if options.what == "tokens":
+        say(f"{len(record['questions'])} questions written to {folder / 'tokens.json'}")
+    else:
+        write_text(folder / "config.yaml", resolved_yaml(options))
+        for line in record.conclusion:
+            say(f"• {line}")
+        say(f"written to {folder / options.what}.json in {duration(time.monotonic() - began)}")
+    say(f"next: loragate {next_command(options, subject.loaded.kind)}")
+    return 0
+
+
+def next_command(options: DiagnoseOptions, kind: str) -> str:
+    """What to run next: the look that goes on from this one."""
+    model, out = options.model, options.out
+    if options.what == "tokens":
+        return f"report {options.run} {out}"
+    if options.what == "interventions":
+        return f"diagnose gates --model {model} --run {out} --out {out}-gates"
+    if options.what == "entropy":
+        return f"diagnose gates --model {model} --tasks … --out {out}-gates" if kind == "gated" else (
+            f"diagnose entropy --model {model} --suite … --out …"
+        )
+    tasks = "--suite …"
+    if options.what == "gates" and not options.run:
+        tasks = f"--suite {options.suite}" if options.suite else f"--tasks {options.tasks}"
+    return f"diagnose interventions --model {model} {tasks} --out {out}-interventions"
+
+
+def _entropy(options: DiagnoseOptions, subject: Subject) -> tuple[EntropyRecord, list[Table]]:
+    signs: list[Any] = comma_list(options.suppress)
+    record = diagnose_entropy(
+        subject,
+        rows=options.rows,
+        max_rows=options.max_rows or ROWS,
+        max_length=options.max_length,
+        suppress=signs,
+        threshold=options.threshold,
+        prompt_too=options.prompt_too,
+    )
+    table = columns(
+        "ΔH = H(adapter) − H(base), nats per token; 95 % intervals over rows",
+        ("tokens of class",),
+        ("number", "ΔH", "ΔH < 0, %", "ΔH > 0, %", "H base", "H adapter", "H gated"),
+    )
+    for row in record.classes:
+        shares = f"{100 * row.negative.mean:.1f}", f"{100 * row.positive.mean:.1f}"
+        means = ["–" if one is None else f"{one.mean:.3f}" for one in (row.base, row.adapter, row.gated)]
+        table.add_row(row.name, f"{row.tokens:,}", f"{row.delta.mean:+.3f}{row.delta.ends('+.3f')}", *shares, *means)
+    return record, [table] if record.classes else []
+
+
+def _gates(options: DiagnoseOptions, subject: Subject) -> tuple[GatesRecord, list[Table]]:
+    run = Path(options.run) if options.run else None
+    record = diagnose_gates(
+        subject, run=run, of=options.of or "gated", answers=options.answers, position=options.position
+    )
+    tables = []
+    for title, groups in (
+        ("token class", {"all": record.all, **record.by_class}),
+        ("module type", record.by_type),
+        ("layer", record.by_layer),
+    ):
+        table = columns(
+            f"realised λ by {title}, % of coefficients (range [{record.lower:g}, {record.upper:g}])",
+            (title,),
+            ("λ < 0", "0 ≤ λ ≤ 1", "λ > 1", "at L", "at U", "mean λ", "number"),
+        )
+        for name, shares in groups.items():
+            parts = (shares.below_zero, shares.zero_to_one, shares.above_one, shares.at_lower, shares.at_upper)
+            percent = [f"{100 * part:.1f}" for part in parts]
+            table.add_row(name, *percent, f"{shares.mean:+.2f}", f"{shares.count:,}")
+        tables.append(table)
+    return record, tables
+
+
+def _interventions(options: DiagnoseOptions, subject: Subject) -> tuple[InterventionsRecord, list[Table]]:
+    record = diagnose_interventions(subject, options.interventions)
+    table = columns(
+        f"interventions on gates in [{record.lower:g}, {record.upper:g}]; differences to the gates as they are",
+        ("task", "row"),
+        ("score %", "difference, points", "p (Holm)"),
+        ("shows",),
+    )
+    for row in record.rows:
+        score = f"{100 * row.score:.1f} ({100 * row.low:.1f}–{100 * row.high:.1f})"
+        points, ends = row.points
+        difference, p = ("–", "–") if row.p is None else (f"{points} ({ends})", f"{row.p:.3f}")
+        table.add_row(row.task, f"{row.name}: {row.meaning}", score, difference, p, row.verdict or "")
+    return record, [table]
+
+
+def _alignment(options: DiagnoseOptions, subject: Subject) -> tuple[AlignmentRecord, list[Table]]:
+    record = diagnose_alignment(
+        subject,
+        ValueSource(options.value, options.reference, options.positions, options.actions, options.rollouts),
+        rows=options.rows,
+        run=Path(options.run) if options.run else None,
+        of=options.of or "adapter",
+        answers=options.answers,
+        max_rows=options.max_rows,
+        max_length=options.max_length,
+        k=options.k,
+        checkpoints=Path(options.checkpoints) if options.checkpoints else None,
+    )
+    shown = sorted(record.modules, key=lambda row: -abs(row.gain.mean))[:MODULES_SHOWN]
+    modules = [row for row in record.modules if row in shown]
+    title = "direction of training against the task value's; 95 % intervals over rows"
+    if len(modules) < len(record.modules):
+        title += f"\n({len(modules)} of {len(record.modules)} modules: the largest gains; alignment.json has all)"
+    numbers = ("angle", "cosine", "smallest ρ", "b_sg, %", "tail, %")
+    terms = columns(title, ("where",), numbers, ("condition",))
+    for row in (record.all, *record.checkpoints, *modules):
+        total, place = row.total, short_name(row.name)
+        errors = ["–" if value is None else f"{100 * value:.1f}" for value in (row.stopped_error, row.tail_error)]
+        if total.cosine is None or total.rho is None:
+            terms.add_row(place, "–", "–", "–", *errors, "direction is zero")
+        else:
+            cosine = f"{total.cosine.mean:+.2f}{total.cosine.ends('+.2f')}"
+            terms.add_row(place, f"{total.angle:.0f}°", cosine, f"{total.rho.mean:.3f}", *errors, total.verdict)
+    signs = columns(
+        "single λ: does entropy push the way the task value would?",
+        ("next token",),
+        ("λ", "right way, %", "weighted, %", "entropy wants more, %", "value wants more, %"),
+    )
+    names = {row.name for row in record.modules}
+    for one in record.coordinates:
+        if one.name not in names:
+            shares = (one.share.mean, one.weighted.mean, one.raised, one.value_raised)
+            signs.add_row(one.name, f"{one.coordinates:,}", *[f"{100 * share:.1f}" for share in shares])
+    return record, [terms, signs]
+
+
+def _tokens(options: DiagnoseOptions, subject: Subject) -> tuple[dict[str, Any], list[Table]]:
+    if not options.run:
+        raise ConfigError("loragate diagnose tokens needs --run FOLDER, an evaluation whose stored answers are read")
+    limit, longest = options.limit or QUESTIONS, options.max_length
+    return diagnose_tokens(subject, run=Path(options.run), limit=limit, max_tokens=longest), []
+
+
+LOOKS: dict[str, Callable[[DiagnoseOptions, Subject], tuple[Any, list[Table]]]] = {
+    "entropy": _entropy,
+    "gates": _gates,
+    "interventions": _interventions,
+    "alignment": _alignment,
+    "tokens": _tokens,
+}
+
+
+def columns(title: str, texts: Sequence[str], numbers: Sequence[str], closing: Sequence[str] = ()) -> Table:
+    """An empty table: texts to the left, numbers to the right, closing texts."""
+    table = Table(title=title)
+    for name in (*texts, *numbers, *closing):
+        table.add_column(name, justify="right" if name in numbers else "left")
+    return table
+
+
+def short_name(path: str) -> str:
+    """A module path as a narrow table has room for: "layer 3 down_proj"."""
+    number = re.search(r"\.(\d+)\.", path)
+    return path if number is None else f"layer {number.group(1)} {path.rsplit('.', 1)[-1]}"
