@@ -177,9 +177,7 @@ def diagnose_alignment(
     return subject.keep(replace(record, conclusion=conclude(record)), "alignment")
 
 
-def directions(
-    reader: Reader, material: Material, k: int, on_progress: OnProgress = unheard
-) -> list[RowDirections]:
+def directions(reader: Reader, material: Material, k: int, on_progress: OnProgress = unheard) -> list[RowDirections]:
     """Directions of every row."""
     found = []
     for row, values in zip(material.rows, material.values, strict=True):

@@ -34,7 +34,12 @@ MEANINGS = {
     "unit": "unit interval, clip(λ,0,1)",
 }
 # what an intervention takes away, in words
-TAKEN = {"noreverse": "reversal", "noextrapolate": "extrapolation", "unit": "leaving [0, 1]", "adapter": "gating at all"}
+TAKEN = {
+    "noreverse": "reversal",
+    "noextrapolate": "extrapolation",
+    "unit": "leaving [0, 1]",
+    "adapter": "gating at all",
+}
 
 
 @dataclass(frozen=True)
@@ -134,9 +139,7 @@ def diagnose_interventions(subject: Subject, interventions: str = "") -> Interve
     # λ = 1 is the adapter, which has a row of its own
     names = [name for name in chosen if name != "off"]
     rows = [Variant("gated", name, override=name) for name in names]
-    record = subject.evaluate(
-        [Variant("adapter"), Variant("base"), Variant("gated"), *rows], {"interventions": chosen}
-    )
+    record = subject.evaluate([Variant("adapter"), Variant("base"), Variant("gated"), *rows], {"interventions": chosen})
     compared = rows_of(record, names)
     limit, samples = subject.request.tasks.limit, subject.request.tasks.samples
     tasks = ", ".join(info.name for info in record.tasks)

@@ -120,9 +120,7 @@ def diagnose_gates(
         rows += one.rows(subject.loaded.tokenizer)
         groups += [first + sample.question for sample in one.samples]
     with subject.job("reading the answers with the gates", len(rows)) as on_progress:
-        counts = count_gates(
-            subject.reader, rows, groups, subject.classes, position, subject.batch_size, on_progress
-        )
+        counts = count_gates(subject.reader, rows, groups, subject.classes, position, subject.batch_size, on_progress)
     about = subject.about(source, position=position, answers=answers, limit=subject.request.tasks.limit)
     return subject.keep(summarise(counts, about, position, len(rows), subject.seed), "gates")
 

@@ -158,7 +158,7 @@ class Interval:
     high: float | None
 
     def ends(self, form: str = ".2f", scale: float = 1) -> str:
-        """" (low to high)" in this format; empty where there is no interval."""
+        """ " (low to high)" in this format; empty where there is no interval."""
         if self.low is None or self.high is None:
             return ""
         return f" ({scale * self.low:{form}} to {scale * self.high:{form}})"

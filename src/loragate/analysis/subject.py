@@ -156,9 +156,7 @@ class Subject:
         if loaded.kind == "base":
             raise ConfigError(f"--model {self.request.model} is a base; give an adapter or a gated folder")
         if gated and loaded.kind != "gated":
-            raise ConfigError(
-                loaded.note or f"--model {self.request.model} is a plain adapter; this look needs gates"
-            )
+            raise ConfigError(loaded.note or f"--model {self.request.model} is a plain adapter; this look needs gates")
         if loaded.note:
             self.say(loaded.note)
         return loaded

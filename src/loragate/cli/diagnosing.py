@@ -93,8 +93,10 @@ def next_command(options: DiagnoseOptions, kind: str) -> str:
     if options.what == "interventions":
         return f"diagnose gates --model {model} --run {out} --out {out}-gates"
     if options.what == "entropy":
-        return f"diagnose gates --model {model} --tasks … --out {out}-gates" if kind == "gated" else (
-            f"diagnose entropy --model {model} --suite … --out …"
+        return (
+            f"diagnose gates --model {model} --tasks … --out {out}-gates"
+            if kind == "gated"
+            else (f"diagnose entropy --model {model} --suite … --out …")
         )
     tasks = "--suite …"
     if options.what == "gates" and not options.run:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from loragate.evaluation.grade import Grade
 from loragate.evaluation.tasks import Question, Task
 from loragate.files import write_text
 from loragate.generation import Sample
-from loragate.records import package_versions
+from loragate.records import package_versions, read_lines
+from loragate.validate import validate
 
 OnProgress = Callable[[int, int], None]
 MATH = ("default", "math_verify", "dft")
@@ -183,25 +184,20 @@ def _judge_text(task: Task, grader: str, question: Question, sample: Sample) -> 
     return grade_exact(sample.text, question.gold, task.extractor)
 
 
-def write_grades(path: Path, samples: Sequence[Sample], grades: Sequence[Grade], judge: Mapping[str, Any]) -> None:
-    """A line that says who judged (`judged_by`), then one per sample: question, sample, correct, extracted, reason.
+@dataclass(frozen=True)
+class StoredGrade(Grade):
+    """A verdict with the sample that it is on, as a line of a file."""
 
-    The file appears whole or not at all.
-    """
-    lines = (
-        json.dumps(
-            {
-                "question": sample.question,
-                "sample": sample.sample,
-                "correct": grade.correct,
-                "extracted": grade.extracted,
-                "reason": grade.reason,
-            },
-            ensure_ascii=False,
-        )
-        for sample, grade in zip(samples, grades, strict=True)
-    )
-    write_text(path, "".join(line + "\n" for line in (json.dumps({"judged_by": judge}), *lines)))
+    question: int
+    sample: int
+
+
+def write_grades(path: Path, samples: Sequence[Sample], grades: Sequence[Grade], judge: Mapping[str, Any]) -> None:
+    """A line that says who judged (`judged_by`), then one per sample; the file appears whole or not at all."""
+    lines: list[dict[str, Any]] = [{"judged_by": dict(judge)}]
+    for sample, grade in zip(samples, grades, strict=True):
+        lines.append({"question": sample.question, "sample": sample.sample, **asdict(grade)})
+    write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
 def read_grades(path: Path, samples: Sequence[Sample], judge: Mapping[str, Any] | None = None) -> list[Grade] | None:
@@ -215,17 +211,13 @@ def read_grades(path: Path, samples: Sequence[Sample], judge: Mapping[str, Any] 
     """
     if not path.exists():
         return None
-    found: dict[tuple[int, int], Grade] = {}
-    # not splitlines: an extracted answer may hold unusual line separators, which JSON leaves as they are
-    for number, line in enumerate(path.read_text(encoding="utf-8").rstrip("\n").split("\n"), start=1):
-        try:
-            row: Mapping[str, Any] = json.loads(line)
-            if number == 1 and "judged_by" in row:
-                if judge is not None and row["judged_by"] != dict(judge):
-                    return None
-                continue
-            found[row["question"], row["sample"]] = Grade(bool(row["correct"]), row["extracted"], str(row["reason"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}, line {number}: not a grade ({error}); delete the file and grade again") from None
+    remedy = "delete the file and grade again"
+    (where, first), *lines = read_lines(path, remedy)
+    if not isinstance(first, dict) or "judged_by" not in first:
+        raise DataError(f"{where}: expected judged_by; {remedy}")
+    if judge is not None and first["judged_by"] != dict(judge):
+        return None
+    stored = [validate(StoredGrade, line, where, DataError, remedy) for where, line in lines]
+    found = {(one.question, one.sample): Grade(one.correct, one.extracted, one.reason) for one in stored}
     keys = [(sample.question, sample.sample) for sample in samples]
     return [found[key] for key in keys] if set(keys) == set(found) else None
