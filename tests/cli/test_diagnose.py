@@ -7,14 +7,17 @@ import pytest
 import torch
 
 import loragate as lg
-from loragate.analysis.alignment_record import AlignmentRecord
-from loragate.analysis.delta_entropy import EntropyRecord
-from loragate.analysis.interventions import InterventionsRecord
-from loragate.analysis.realised_gates import GatesRecord
-from loragate.analysis.record import read
-from loragate.cli.diagnose_alignment import MODULES_SHOWN, short_name
+from loragate.analysis.alignment import AlignmentRecord, diagnose_alignment
+from loragate.analysis.delta_entropy import EntropyRecord, diagnose_entropy
+from loragate.analysis.interventions import InterventionsRecord, diagnose_interventions
+from loragate.analysis.realised_gates import GatesRecord, diagnose_gates
+from loragate.analysis.subject import Subject, read
+from loragate.analysis.task_values import ValueSource
+from loragate.cli.diagnosing import MODULES_SHOWN, short_name
 from loragate.cli.main import main
 from loragate.evaluation.results import read_record
+from loragate.evaluation.session import Request
+from loragate.evaluation.settings import TaskSettings
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 TASK = """\
@@ -119,6 +122,25 @@ def test_interventions_then_gates_and_alignment_on_their_answers(place, tmp_path
     assert found.tokens <= 2 * found.rows
     assert diagnose(place, "alignment", tmp_path / "reward", "--value", "reward", "--run", out) == 0
     assert read(AlignmentRecord, tmp_path / "reward" / "alignment.json").value == "reward"
+
+
+def test_python_callers_call_what_the_command_does(place, tmp_path):
+    """The calls return the records that they write, and the tasks' answers are drawn and kept as the command does."""
+
+    def subject(name, tasks=""):
+        return Subject(Request(str(place / "gated"), tmp_path / name, TaskSettings(tasks=tasks)))
+
+    words = str(place / "words.yaml")
+    found = diagnose_interventions(subject("interventions", words), "unit,off")
+    assert read(InterventionsRecord, tmp_path / "interventions" / "interventions.json") == found
+    assert read_record(tmp_path / "interventions" / "results.json").tasks[0].name == "words"
+    gates = diagnose_gates(subject("gates"), run=tmp_path / "interventions")
+    assert read(GatesRecord, tmp_path / "gates" / "gates.json") == gates
+    entropy = diagnose_entropy(subject("entropy"), rows=str(place / "rows.jsonl"), max_rows=3)
+    assert read(EntropyRecord, tmp_path / "entropy" / "entropy.json") == entropy
+    reward = diagnose_alignment(subject("reward"), ValueSource("reward"), run=tmp_path / "interventions", max_rows=4)
+    assert read(AlignmentRecord, tmp_path / "reward" / "alignment.json") == reward
+    assert (entropy.rows, reward.rows) == (3, 4)
 
 
 @pytest.mark.parametrize(("recorded", "asked", "used"), [(0, (), 160), (20, (), 20), (20, ("--k", 0), 160)])

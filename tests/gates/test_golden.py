@@ -111,15 +111,15 @@ def test_other_schema_versions_are_refused_with_the_way_out(tmp_path, version, w
 
 def test_the_schema_numbers_of_all_records_are_known():
     """A changed number means a reader of old files, a golden file beside, and a line in the changelog."""
-    from loragate.analysis import record, token_traces
+    from loragate.analysis import subject, token_traces
     from loragate.evaluation import results
 
-    assert (SCHEMA_VERSION, results.SCHEMA, record.SCHEMA, token_traces.SCHEMA) == (1, 1, 1, 1)
+    assert (SCHEMA_VERSION, results.SCHEMA, subject.SCHEMA, token_traces.SCHEMA) == (1, 1, 1, 1)
 
 
 def test_newer_records_are_refused():
     from loragate.analysis.delta_entropy import EntropyRecord
-    from loragate.analysis.record import from_json
+    from loragate.analysis.subject import from_json
     from loragate.errors import DataError
     from loragate.evaluation.results import EvaluationRecord
 

@@ -7,7 +7,7 @@ the two, so that the record also holds the paper's first figure: entropy before 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,6 +143,7 @@ def diagnose_entropy(
     suppress: Sequence[Sign] = SIGNS,
     threshold: float = 0.0,
     prompt_too: bool = False,
+    on_classes: Callable[[tuple[ClassEntropy, ...]], None] = lambda classes: None,
 ) -> EntropyRecord:
     """ΔH on rows, and what switching the delta off by its sign does to the tasks' scores; writes entropy.json and tokens.jsonl.
 
@@ -153,6 +154,7 @@ def diagnose_entropy(
         suppress: signs of ΔH at which the delta is switched off, where tasks are asked.
         threshold: nats that ΔH must exceed.
         prompt_too: decide inside the prompt too, not only where tokens of the answer are predicted.
+        on_classes: called with the table of classes before tasks are asked.
 
     Raises:
         ConfigError: where neither rows nor tasks are given, for an unknown sign, and as `Subject.begin`.
@@ -166,8 +168,10 @@ def diagnose_entropy(
         raise ConfigError(f"--suppress is empty; give one of {', '.join(SIGNS)}, or both")
     loaded = subject.begin(gated=False)
     table: tuple[ClassEntropy, ...] = ()
-    histogram, quantiles, sources = None, {}, []
-    encoded, found = [], None
+    histogram, found = None, None
+    quantiles: dict[str, float] = {}
+    sources: list[str] = []
+    encoded: list[Row] = []
     if rows:
         encoded, source = subject.rows(rows, max_rows, max_length)
         sources.append(source)
@@ -176,6 +180,7 @@ def diagnose_entropy(
         table = by_class(found, subject.classes, threshold, subject.seed)
         histogram, quantiles = distribution(found.delta)
         write_tokens(subject.folder / "tokens.jsonl", loaded.tokenizer, encoded, found, subject.classes)
+        on_classes(table)
     suppressed = _intervene(subject, rules) if subject.has_tasks else ()
     if suppressed:
         sources.append(f"tasks {', '.join(dict.fromkeys(row.task for row in suppressed))}")

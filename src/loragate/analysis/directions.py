@@ -1,7 +1,7 @@
 """Where entropy descent goes and where the task value goes: in the gate parameters, and λ by λ.
 
-In the gate parameters there are four vectors per row, as sums over its counted positions; all are gradients at the gates as they are, on the top-k support
-of the moment:
+In the gate parameters there are four vectors per row, as sums over its counted positions; all are gradients at the gates as
+they are, on the top-k support of the moment:
 
 - entropy_semi: the row's part of Ĝ_k = −log k · D_ψ F_k, the direction of training (gate inputs detached);
 - entropy: of G_k = −log k · ∇_ψ F_k, the complete gradient (eq:rw-stopped-directions);

@@ -17,7 +17,7 @@ Shapes: T counted positions of one row, V vocabulary, A actions tried, C chunk.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -161,9 +161,11 @@ def gather(
 
 def _reference(subject: Subject, name: str, rows: Sequence[Row]) -> tuple[list[ActionValues], str]:
     """Values from another policy on the same prefixes."""
-    reader, what, context = subject.reader, f"log-probability under {name}", nullcontext()
-    if name == "base" or name == "adapter":
-        context, what = subject.acting(name), f"log-probability under the {name} itself"
+    reader, what = subject.reader, f"log-probability under {name}"
+    context: AbstractContextManager[None] = nullcontext()
+    if name in ("base", "adapter"):
+        kind: Kind = "base" if name == "base" else "adapter"
+        context, what = subject.acting(kind), f"log-probability under the {name} itself"
     else:
         other = subject.beside(name)
         own = subject.loaded.tokenizer
@@ -188,7 +190,9 @@ def _reward(subject: Subject, answers: Answers, rows: Sequence[Row], of: Kind) -
     rewards = [float(grade.correct) for grade in answers.grades or ()]
     baselines = leave_one_out([sample.question for sample in answers.samples], rewards)
     with subject.acting(of):
-        values = [reward_values(subject.reader, *each) for each in zip(rows, rewards, baselines, strict=True)]
+        values: list[ActionValues] = [
+            reward_values(subject.reader, *each) for each in zip(rows, rewards, baselines, strict=True)
+        ]
     grader = answers.prepared.task.grader
     return values, f"verdicts of {grader} on the {of} model's answers, with the question's mean as baseline"
 

@@ -68,8 +68,8 @@ def diagnose_tokens(
     for of in STREAMS:
         for one in subject.answers(of, run, 1)[0]:
             name, questions = one.prepared.task.name, one.prepared.questions.questions
-            for sample, grade in zip(one.samples, one.grades or [None] * len(one.samples), strict=True):
-                at = sample.question
+            for place, sample in enumerate(one.samples):
+                at, grade = sample.question, one.grades[place] if one.grades else None
                 if at < limit:
                     item = questions[at]
                     whole = Question(f"{name}/{item.id}", one.prepared.prompts[at], str(item.gold), [])

@@ -16,7 +16,7 @@ from typing import Any
 from rich.table import Table
 
 from loragate.analysis.alignment import AlignmentRecord, diagnose_alignment
-from loragate.analysis.delta_entropy import ROWS, EntropyRecord, diagnose_entropy
+from loragate.analysis.delta_entropy import ROWS, ClassEntropy, EntropyRecord, diagnose_entropy
 from loragate.analysis.interventions import InterventionsRecord, diagnose_interventions
 from loragate.analysis.realised_gates import GatesRecord, diagnose_gates
 from loragate.analysis.subject import Subject
@@ -114,17 +114,23 @@ def _entropy(options: DiagnoseOptions, subject: Subject) -> tuple[EntropyRecord,
         suppress=signs,
         threshold=options.threshold,
         prompt_too=options.prompt_too,
+        on_classes=lambda classes: console().print(class_table(classes)),  # tasks take long after it
     )
+    return record, []
+
+
+def class_table(classes: Sequence[ClassEntropy]) -> Table:
+    """ΔH by token class."""
     table = columns(
         "ΔH = H(adapter) − H(base), nats per token; 95 % intervals over rows",
         ("tokens of class",),
         ("number", "ΔH", "ΔH < 0, %", "ΔH > 0, %", "H base", "H adapter", "H gated"),
     )
-    for row in record.classes:
+    for row in classes:
         shares = f"{100 * row.negative.mean:.1f}", f"{100 * row.positive.mean:.1f}"
         means = ["–" if one is None else f"{one.mean:.3f}" for one in (row.base, row.adapter, row.gated)]
         table.add_row(row.name, f"{row.tokens:,}", f"{row.delta.mean:+.3f}{row.delta.ends('+.3f')}", *shares, *means)
-    return record, [table] if record.classes else []
+    return table
 
 
 def _gates(options: DiagnoseOptions, subject: Subject) -> tuple[GatesRecord, list[Table]]:
