@@ -11,8 +11,8 @@ from loragate.analysis.alignment import AlignmentRecord, diagnose_alignment
 from loragate.analysis.delta_entropy import EntropyRecord, diagnose_entropy
 from loragate.analysis.interventions import InterventionsRecord, diagnose_interventions
 from loragate.analysis.realised_gates import GatesRecord, diagnose_gates
+from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.subject import Subject, read
-from loragate.analysis.task_values import ValueSource
 from loragate.cli.diagnosing import MODULES_SHOWN, short_name
 from loragate.cli.main import main
 from loragate.evaluation.results import read_record
@@ -131,14 +131,15 @@ def test_python_callers_call_what_the_command_does(place, tmp_path):
         return Subject(Request(str(place / "gated"), tmp_path / name, TaskSettings(tasks=tasks)))
 
     words = str(place / "words.yaml")
-    found = diagnose_interventions(subject("interventions", words), "unit,off")
+    found = diagnose_interventions(subject("interventions", words), DiagnoseSettings(interventions="unit,off"))
     assert read(InterventionsRecord, tmp_path / "interventions" / "interventions.json") == found
     assert read_record(tmp_path / "interventions" / "results.json").tasks[0].name == "words"
-    gates = diagnose_gates(subject("gates"), run=tmp_path / "interventions")
+    run = str(tmp_path / "interventions")
+    gates = diagnose_gates(subject("gates"), DiagnoseSettings(run=run))
     assert read(GatesRecord, tmp_path / "gates" / "gates.json") == gates
-    entropy = diagnose_entropy(subject("entropy"), rows=str(place / "rows.jsonl"), max_rows=3)
+    entropy = diagnose_entropy(subject("entropy"), DiagnoseSettings(rows=str(place / "rows.jsonl"), max_rows=3))
     assert read(EntropyRecord, tmp_path / "entropy" / "entropy.json") == entropy
-    reward = diagnose_alignment(subject("reward"), ValueSource("reward"), run=tmp_path / "interventions", max_rows=4)
+    reward = diagnose_alignment(subject("reward"), DiagnoseSettings(value="reward", run=run, max_rows=4))
     assert read(AlignmentRecord, tmp_path / "reward" / "alignment.json") == reward
     assert (entropy.rows, reward.rows) == (3, 4)
 

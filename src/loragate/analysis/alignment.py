@@ -24,11 +24,11 @@ from loragate.analysis.directions import (
     row_directions,
 )
 from loragate.analysis.rows import Reader, unheard
+from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.subject import SCHEMA, About, Subject
-from loragate.analysis.task_values import ROWS, Material, ValueSource, gather
+from loragate.analysis.task_values import Material, gather
 from loragate.analysis.theorem import InnerProducts, Terms, all_terms, terms
 from loragate.errors import ConfigError
-from loragate.evaluation.variants import Kind
 from loragate.gates import gate_parameters
 from loragate.gates.attach import GLOBAL_BIAS, gate_modules
 from loragate.gates.gate import initial_weight
@@ -96,52 +96,28 @@ class AlignmentRecord:
     schema: int = SCHEMA
 
 
-def diagnose_alignment(
-    subject: Subject,
-    value: ValueSource | None = None,
-    *,
-    rows: str = "",
-    run: Path | None = None,
-    of: Kind = "adapter",
-    answers: int = 4,
-    max_rows: int | None = None,
-    max_length: int = 4096,
-    k: int | None = None,
-    checkpoints: Path | None = None,
-) -> AlignmentRecord:
+def diagnose_alignment(subject: Subject, settings: DiagnoseSettings) -> AlignmentRecord:
     """The terms on rows, or on answers stored or drawn now; writes alignment.json.
-
-    Args:
-        value: where the task value comes from; by default the log-probability under the base.
-        rows: prompts and responses to read, for a value by reference: a file or hub id.
-        run: folder of an evaluation whose answers are read.
-        of: whose answers.
-        answers: of each question.
-        max_rows: first rows, or answers, to read; 48 by default.
-        max_length: longest row in tokens.
-        k: support of the entropy objective, 0 for the whole vocabulary; by default the one that the gates were trained with.
-        checkpoints: run folder of a calibration, whose checkpoints are measured too.
 
     Raises:
         ConfigError: for rows and answers that do not fit the value, a folder without checkpoints, and as `Subject.begin`.
     """
-    value = value or ValueSource()
-    if value.value == "reference" and bool(rows) == bool(run or subject.has_tasks):
+    rows, run = bool(settings.rows), bool(settings.run)
+    if settings.value == "reference" and rows == (run or subject.has_tasks):
         raise ConfigError("--value reference needs rows to read: either --rows FILE, or answers with --run or --suite")
-    if value.value != "reference" and rows:
-        raise ConfigError(f"--value {value.value} needs graded answers, not --rows: give --run FOLDER, or --suite")
+    if settings.value != "reference" and rows:
+        raise ConfigError(f"--value {settings.value} needs graded answers, not --rows: give --run FOLDER, or --suite")
     if not rows:
-        subject.require_answers(run)
-    loaded = subject.begin(drawing=run is None)
+        subject.require_answers(settings)
+    loaded = subject.begin(drawing=not run)
     model, reader, seed = loaded.model, subject.reader, subject.seed
+    k = settings.k
     if k is None:  # the paper's where the folder does not say
         trained = read_gate_config(Path(loaded.names["gated"]))["k"]
         k = 100 if trained is None else int(trained)
     k = support_size(k, model.get_output_embeddings().weight.shape[0])
-    stored = read_checkpoints(checkpoints, model) if checkpoints is not None else {}
-    material = gather(
-        subject, value, rows=rows, run=run, of=of, answers=answers, max_rows=max_rows or ROWS, max_length=max_length
-    )
+    stored = read_checkpoints(Path(settings.checkpoints), model) if settings.checkpoints else {}
+    material = gather(subject, settings)
     count, sums = len(material.rows), CoordinateSums(model)
     with differentiable_gates(model):
         with subject.job("directions at the gates", count) as on_progress:
@@ -156,12 +132,9 @@ def diagnose_alignment(
     tokens = sum(row.tokens for row in raw)
     record = AlignmentRecord(
         about=subject.about(
-            material.source,
-            **vars(value),
-            checkpoints="" if checkpoints is None else checkpoints,
-            max_rows=max_rows,
+            material.source, settings, "value reference positions actions rollouts checkpoints max_rows"
         ),
-        value=value.value,
+        value=settings.value,
         value_of=material.value_of,
         rows=count,
         tokens=tokens,

@@ -27,8 +27,9 @@ from loragate.analysis.rows import (
     ratio,
     unheard,
 )
+from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.subject import SCHEMA, About, Subject
-from loragate.analysis.supplied import SIGNS, Sign, Suppression, suppressing
+from loragate.analysis.supplied import SIGNS, Suppression, suppressing
 from loragate.errors import ConfigError
 from loragate.evaluation.prepared import read_questions
 from loragate.evaluation.variants import Kind, Variant, acting
@@ -136,34 +137,24 @@ class EntropyRecord:
 
 def diagnose_entropy(
     subject: Subject,
-    *,
-    rows: str = "",
-    max_rows: int = ROWS,
-    max_length: int = 4096,
-    suppress: Sequence[Sign] = SIGNS,
-    threshold: float = 0.0,
-    prompt_too: bool = False,
+    settings: DiagnoseSettings,
     on_classes: Callable[[tuple[ClassEntropy, ...]], None] = lambda classes: None,
 ) -> EntropyRecord:
     """ΔH on rows, and what switching the delta off by its sign does to the tasks' scores; writes entropy.json and tokens.jsonl.
 
     Args:
-        rows: prompts and responses to read: a file or hub id.
-        max_rows: first rows to read.
-        max_length: longest row in tokens.
-        suppress: signs of ΔH at which the delta is switched off, where tasks are asked.
-        threshold: nats that ΔH must exceed.
-        prompt_too: decide inside the prompt too, not only where tokens of the answer are predicted.
         on_classes: called with the table of classes before tasks are asked.
 
     Raises:
         ConfigError: where neither rows nor tasks are given, for an unknown sign, and as `Subject.begin`.
     """
-    if not (rows or subject.has_tasks):
+    if not (settings.rows or subject.has_tasks):
         raise ConfigError(
             "loragate diagnose entropy needs --rows (ΔH on them), --suite or --tasks (interventions), or both"
         )
-    rules = [Suppression(sign, threshold, prompt_too) for sign in suppress]
+    signs: list[Any] = [sign.strip() for sign in settings.suppress.split(",") if sign.strip()]
+    threshold = settings.threshold
+    rules = [Suppression(sign, threshold, settings.prompt_too) for sign in signs]
     if not rules:
         raise ConfigError(f"--suppress is empty; give one of {', '.join(SIGNS)}, or both")
     loaded = subject.begin(gated=False)
@@ -172,8 +163,8 @@ def diagnose_entropy(
     quantiles: dict[str, float] = {}
     sources: list[str] = []
     encoded: list[Row] = []
-    if rows:
-        encoded, source = subject.rows(rows, max_rows, max_length)
+    if settings.rows:
+        encoded, source = subject.rows(settings, ROWS)
         sources.append(source)
         with subject.job("reading with base and adapter") as on_progress:
             found = measure(subject.reader, loaded.kind, encoded, subject.batch_size, on_progress)
@@ -184,10 +175,8 @@ def diagnose_entropy(
     suppressed = _intervene(subject, rules) if subject.has_tasks else ()
     if suppressed:
         sources.append(f"tasks {', '.join(dict.fromkeys(row.task for row in suppressed))}")
-    settings = {"suppress": ",".join(suppress), "threshold": threshold, "prompt_too": prompt_too}
-    about = subject.about("; ".join(sources), **settings, max_length=max_length, limit=subject.request.tasks.limit)
     record = EntropyRecord(
-        about=about,
+        about=subject.about("; ".join(sources), settings, "suppress threshold prompt_too max_length limit"),
         rows=len(encoded),
         tokens=0 if found is None else len(found.token_ids),
         threshold=threshold,

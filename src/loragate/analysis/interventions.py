@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.subject import SCHEMA, About, Subject
 from loragate.errors import ConfigError
 from loragate.evaluation.results import EvaluationRecord, TaskResult, verdict
@@ -121,12 +122,8 @@ class InterventionsRecord:
     schema: int = SCHEMA
 
 
-def diagnose_interventions(subject: Subject, interventions: str = "") -> InterventionsRecord:
+def diagnose_interventions(subject: Subject, settings: DiagnoseSettings) -> InterventionsRecord:
     """The gates under every intervention, scored on the tasks; writes interventions.json beside the evaluation.
-
-    Args:
-        interventions: overrides of λ by name, separated by commas: noreverse, noextrapolate, unit, off, constant=0.5, clip=-1:2;
-            the first four where it is empty.
 
     Raises:
         ConfigError: where no task is named, for what `choose` refuses, and as `Subject.begin`.
@@ -135,16 +132,15 @@ def diagnose_interventions(subject: Subject, interventions: str = "") -> Interve
         raise ConfigError("loragate diagnose interventions needs --suite or --tasks")
     loaded = subject.begin()
     config = GateConfig(**read_gate_config(Path(loaded.names["gated"]))["gate"])
-    chosen, left_out = choose(interventions, config)
+    chosen, left_out = choose(settings.interventions, config)
     # λ = 1 is the adapter, which has a row of its own
     names = [name for name in chosen if name != "off"]
     rows = [Variant("gated", name, override=name) for name in names]
     record = subject.evaluate([Variant("adapter"), Variant("base"), Variant("gated"), *rows], {"interventions": chosen})
     compared = rows_of(record, names)
-    limit, samples = subject.request.tasks.limit, subject.request.tasks.samples
     tasks = ", ".join(info.name for info in record.tasks)
     found = InterventionsRecord(
-        about=subject.about(f"tasks {tasks}", interventions=interventions, limit=limit, samples=samples),
+        about=subject.about(f"tasks {tasks}", settings, "interventions limit samples"),
         lower=config.lower,
         upper=config.upper,
         rows=compared,

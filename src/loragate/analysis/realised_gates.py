@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -19,8 +18,8 @@ import torch
 
 from loragate.analysis.delta_entropy import Histogram
 from loragate.analysis.rows import CLASSES, Interval, Reader, Row, TokenClasses, ratio, unheard
+from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.subject import SCHEMA, About, Subject
-from loragate.evaluation.variants import Kind
 from loragate.gates import attached_config, trace_gates
 from loragate.gates.range import Range
 from loragate.gates.recording import STATISTICS, Shares, regions
@@ -91,28 +90,16 @@ def histogram_edges(bounds: Range) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def diagnose_gates(
-    subject: Subject,
-    *,
-    run: Path | None = None,
-    of: Kind = "gated",
-    answers: int = 4,
-    position: Position = "written",
-) -> GatesRecord:
+def diagnose_gates(subject: Subject, settings: DiagnoseSettings) -> GatesRecord:
     """Realised λ on answers, stored or drawn now; writes gates.json.
-
-    Args:
-        run: folder of an evaluation whose answers are read; by default the subject's tasks are asked.
-        of: whose answers.
-        answers: of each question.
-        position: "written" counts λ where a token is predicted, "read" where it is read.
 
     Raises:
         ConfigError: where there is neither a run nor a task, and as `Subject.begin`.
     """
-    subject.require_answers(run)
-    subject.begin(drawing=run is None)
-    found, source = subject.answers(of, run, answers)
+    subject.require_answers(settings)
+    subject.begin(drawing=not settings.run)
+    found, source = subject.answers(settings.of or "gated", settings)
+    position = settings.position
     rows: list[Row] = []
     groups: list[int] = []
     for one in found:
@@ -121,7 +108,7 @@ def diagnose_gates(
         groups += [first + sample.question for sample in one.samples]
     with subject.job("reading the answers with the gates", len(rows)) as on_progress:
         counts = count_gates(subject.reader, rows, groups, subject.classes, position, subject.batch_size, on_progress)
-    about = subject.about(source, position=position, answers=answers, limit=subject.request.tasks.limit)
+    about = subject.about(source, settings, "position answers limit")
     return subject.keep(summarise(counts, about, position, len(rows), subject.seed), "gates")
 
 

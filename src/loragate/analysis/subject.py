@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from loragate import records
 from loragate.analysis.rows import OnProgress, Reader, Row, TokenClasses, answer_rows, unheard
+from loragate.analysis.settings import DiagnoseSettings
 from loragate.data import encode_rows, load_rows
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.engines import load
@@ -123,9 +124,9 @@ class Subject:
         self.tasks: list[Task] = []
         self.began = time.monotonic()
 
-    def require_answers(self, run: Path | None) -> None:
+    def require_answers(self, settings: DiagnoseSettings) -> None:
         """Refuse a diagnosis of answers that has none to read."""
-        if run is None and not self.has_tasks:
+        if not (settings.run or self.has_tasks):
             raise ConfigError("give --run FOLDER (stored answers of `loragate eval`), or tasks with --suite or --tasks")
 
     def begin(self, *, gated: bool = True, drawing: bool = True) -> Loaded:
@@ -187,13 +188,13 @@ class Subject:
         """The context in which the model is its base, its adapter or its gates."""
         return acting(self.loaded.model, Variant(kind), self.loaded.kind)
 
-    def rows(self, source: str, limit: int, max_length: int) -> tuple[list[Row], str]:
-        """The first rows of a file or data set, encoded, and where they come from."""
+    def rows(self, settings: DiagnoseSettings, most: int) -> tuple[list[Row], str]:
+        """The first rows of a file or data set, `most` where the settings do not say, encoded, and where they come from."""
         with self.job("reading the rows"):
-            rows = load_rows(source, limit=limit)
-            length = min(max_length, self.loaded.positions or max_length)
+            rows = load_rows(settings.rows, limit=settings.max_rows or most)
+            length = min(settings.max_length, self.loaded.positions or settings.max_length)
             encoded = encode_rows(rows, self.loaded.tokenizer, max_length=length, system=self.request.system)
-        return list(encoded), f"the first {len(rows)} rows of {source}"
+        return list(encoded), f"the first {len(rows)} rows of {settings.rows}"
 
     def evaluate(
         self,
@@ -219,17 +220,13 @@ class Subject:
 
         return self.score(session, evaluation, None if acting_as is None else under)
 
-    def answers(self, of: Kind, run: Path | None, count: int) -> tuple[list[Answers], str]:
-        """(answers by task, where they come from): stored ones of the evaluation `run`, or drawn now.
-
-        Args:
-            of: who answered.
-            count: answers read per question.
+    def answers(self, of: Kind, settings: DiagnoseSettings) -> tuple[list[Answers], str]:
+        """(answers of base, adapter or gates by task, where they come from): stored ones of a run, or drawn now.
 
         Raises:
             ConfigError: for tasks that the run does not hold.
         """
-        variant = Variant(of)
+        variant, count, run = Variant(of), settings.answers, Path(settings.run) if settings.run else None
         if run is None:
             self.evaluate([variant], {"of": of})
         folder, asked, grader = run or self.folder, self.request.tasks, self.request.grader
@@ -260,14 +257,17 @@ class Subject:
         tasks = ", ".join(answers.prepared.task.name for answers in found)
         return found, f"answers of the {of} model to {tasks}{where}, {count} per question at most"
 
-    def about(self, source: str, **settings: Any) -> About:
-        """`About` of a diagnosis that is ending; settings are kept as text."""
+    def about(self, source: str, settings: DiagnoseSettings, names: str) -> About:
+        """`About` of a diagnosis that is ending, with the settings of these names (some are the tasks') as text."""
         return About(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             models=dict(self.loaded.sources),
             source=source,
             seed=self.seed,
-            settings={name: str(value) for name, value in settings.items()},
+            settings={
+                name: str(getattr(self.request.tasks if hasattr(self.request.tasks, name) else settings, name))
+                for name in names.split()
+            },
             versions=records.package_versions(),
             seconds=round(time.monotonic() - self.began, 3),
         )

@@ -20,14 +20,14 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from loragate.analysis.rows import OnProgress, Reader, Row, unheard
+from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.subject import Answers, Subject
 from loragate.data.rendering import IGNORED
 from loragate.errors import ConfigError, DataError
@@ -36,25 +36,6 @@ from loragate.evaluation.variants import Kind
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
 
 ROWS = 48
-
-
-@dataclass(frozen=True)
-class ValueSource:
-    """Where task values come from.
-
-    Attributes:
-        value: source of the task value.
-        reference: for "reference": base, adapter, or a model with the same vocabulary.
-        positions: for "rollouts": positions per answer.
-        actions: for "rollouts": likeliest tokens tried at each position.
-        rollouts: for "rollouts": completions of each token tried, by the plain adapter.
-    """
-
-    value: Literal["reference", "reward", "rollouts"] = "reference"
-    reference: str = "base"
-    positions: int = 4
-    actions: int = 8
-    rollouts: int = 4
 
 
 class ActionValues(Protocol):
@@ -114,48 +95,38 @@ class Material:
     value_of: str
 
 
-def gather(
-    subject: Subject,
-    given: ValueSource,
-    *,
-    rows: str = "",
-    run: Path | None = None,
-    of: Kind = "adapter",
-    answers: int = 4,
-    max_rows: int = ROWS,
-    max_length: int = 4096,
-) -> Material:
+def gather(subject: Subject, settings: DiagnoseSettings) -> Material:
     """Rows of a file, or answers stored or drawn now, with their action values.
 
     Raises:
         ConfigError: for a reference with another vocabulary, and answers that the value cannot be had from.
         DataError: for answers without verdicts where the value needs them.
     """
-    found: list[Answers] = []
-    if rows:
-        read, source = subject.rows(rows, max_rows, max_length)
+    of, most = settings.of or "adapter", settings.max_rows or ROWS
+    if settings.rows:
+        read, source = subject.rows(settings, ROWS)
         groups = list(range(len(read)))
     else:
-        found, source = subject.answers(of, run, answers)
+        found, source = subject.answers(of, settings)
         one = found[0]
         if len(found) > 1:
             source += f"; the first task, {one.prepared.task.name}, is used"
         # one answer of every question before the second of any, so that a limit cuts answers and not questions
         order = sorted(range(len(one.samples)), key=lambda at: (one.samples[at].sample, one.samples[at].question))
-        verdicts = None if one.grades is None else [one.grades[at] for at in order[:max_rows]]
-        one = Answers(one.prepared, [one.samples[at] for at in order[:max_rows]], verdicts)
+        verdicts = None if one.grades is None else [one.grades[at] for at in order[:most]]
+        one = Answers(one.prepared, [one.samples[at] for at in order[:most]], verdicts)
         read, groups = one.rows(subject.loaded.tokenizer), [sample.question for sample in one.samples]
     lengths = [next(at for at, label in enumerate(row["labels"]) if label != IGNORED) for row in read]
-    if given.value == "reference":
-        values, what = _reference(subject, given.reference, read)
+    if settings.value == "reference":
+        values, what = _reference(subject, settings.reference, read)
     elif one.grades is None:
         raise DataError(f"the answers of the {of} model are not graded; finish the evaluation first")
-    elif given.value == "reward":
+    elif settings.value == "reward":
         values, what = _reward(subject, one, read, of)
     else:
         generator = np.random.default_rng(subject.seed)
-        read = [some_positions(row, given.positions, generator) for row in read]
-        values, what = _rollouts(subject, one, read, lengths, given)
+        read = [some_positions(row, settings.positions, generator) for row in read]
+        values, what = _rollouts(subject, one, read, lengths, settings)
     return Material(read, values, groups, lengths, source, what)
 
 
@@ -198,7 +169,7 @@ def _reward(subject: Subject, answers: Answers, rows: Sequence[Row], of: Kind) -
 
 
 def _rollouts(
-    subject: Subject, answers: Answers, rows: Sequence[Row], prompt_lengths: Sequence[int], given: ValueSource
+    subject: Subject, answers: Answers, rows: Sequence[Row], prompt_lengths: Sequence[int], settings: DiagnoseSettings
 ) -> tuple[list[ActionValues], str]:
     """Values of the likeliest actions at a few positions, by completing and grading."""
     prepared, request, loaded = answers.prepared, subject.request, subject.loaded
@@ -206,7 +177,7 @@ def _rollouts(
         raise ConfigError(
             f"--value rollouts: {prepared.task.name} ends answers at texts, which rollouts do not know; use reward"
         )
-    tried = branches(subject.reader, rows, prompt_lengths, given.actions)
+    tried = branches(subject.reader, rows, prompt_lengths, settings.actions)
     grader = grader_for(prepared.task, request.grader)
 
     def grade(whole: Sequence[tuple[int, Sample]]) -> list[bool]:
@@ -217,15 +188,15 @@ def _rollouts(
         verdicts = judge(prepared.task, prepared.questions.questions, asked, grader, request.judging)
         return [verdict.correct for verdict in verdicts]
 
-    completions = 1 if prepared.sampling.temperature == 0 else given.rollouts
+    completions = 1 if prepared.sampling.temperature == 0 else settings.rollouts
     sampling = replace(prepared.sampling, samples=completions, seed=subject.seed)
     engine = TransformersEngine(loaded.model, loaded.tokenizer, subject.batch_size)
     ends = loaded.endings.token_ids
     with subject.job(f"completing {len(tried) * completions:,} answers") as on_progress, subject.acting("adapter"):
         tables = rollout_values(engine, tried, grade, sampling, ends, loaded.positions, on_progress)
     what = (
-        f"mean verdict of {grader} over {completions} completions by the adapter, of the {given.actions} likeliest tokens "
-        f"at {given.positions} positions per answer"
+        f"mean verdict of {grader} over {completions} completions by the adapter, of the {settings.actions} likeliest tokens "
+        f"at {settings.positions} positions per answer"
     )
     return [tables[index] for index in range(len(rows))], what
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from loragate.analysis.rows import unheard
+from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.subject import Subject
 from loragate.errors import ConfigError
 from loragate.evaluation.variants import Kind
@@ -50,23 +50,18 @@ class Question:
     answers: list[Answer]
 
 
-def diagnose_tokens(
-    subject: Subject, *, run: Path, limit: int = QUESTIONS, max_tokens: int = MAX_TOKENS
-) -> dict[str, Any]:
+def diagnose_tokens(subject: Subject, settings: DiagnoseSettings) -> dict[str, Any]:
     """Traces of the first answers of base, adapter and gated model to the first questions of each task; writes tokens.json.
 
-    Args:
-        run: folder of an evaluation whose answers are read.
-        limit: questions of each task.
-        max_tokens: of an answer, 512 at most.
-
     Raises:
-        ConfigError: for a run without answers, and as `Subject.begin`.
+        ConfigError: where there is no run, or one without answers, and as `Subject.begin`.
     """
-    loaded = subject.begin(drawing=False)
+    if not settings.run:
+        raise ConfigError("loragate diagnose tokens needs --run FOLDER, an evaluation whose stored answers are read")
+    loaded, limit = subject.begin(drawing=False), subject.request.tasks.limit or QUESTIONS
     asked: dict[tuple[str, int], Question] = {}
     for of in STREAMS:
-        for one in subject.answers(of, run, 1)[0]:
+        for one in subject.answers(of, replace(settings, answers=1))[0]:
             name, questions = one.prepared.task.name, one.prepared.questions.questions
             for place, sample in enumerate(one.samples):
                 at, grade = sample.question, one.grades[place] if one.grades else None
@@ -76,13 +71,13 @@ def diagnose_tokens(
                     verdict = (None, "") if grade is None else (grade.correct, grade.reason)
                     asked.setdefault((name, at), whole).answers.append(Answer(of, sample, *verdict))
     if not asked:
-        raise ConfigError(f"--run {run}: it holds no answers to trace")
+        raise ConfigError(f"--run {settings.run}: it holds no answers to trace")
     with subject.job("reading the answers token by token", len(asked), "question") as on_progress:
         record = trace_answers(
             loaded.model,
             loaded.tokenizer,
             list(asked.values()),
-            max_tokens=min(max_tokens, MAX_TOKENS),
+            max_tokens=min(settings.max_length, MAX_TOKENS),
             on_progress=on_progress,
         )
     return subject.keep(record, "tokens")

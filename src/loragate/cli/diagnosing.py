@@ -7,26 +7,23 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
 from loragate.analysis.alignment import AlignmentRecord, diagnose_alignment
-from loragate.analysis.delta_entropy import ROWS, ClassEntropy, EntropyRecord, diagnose_entropy
+from loragate.analysis.delta_entropy import ClassEntropy, EntropyRecord, diagnose_entropy
 from loragate.analysis.interventions import InterventionsRecord, diagnose_interventions
 from loragate.analysis.realised_gates import GatesRecord, diagnose_gates
 from loragate.analysis.subject import Subject
-from loragate.analysis.task_values import ValueSource
-from loragate.analysis.token_traces import QUESTIONS, diagnose_tokens
-from loragate.cli.arguments import comma_list, resolved_yaml
+from loragate.analysis.token_traces import diagnose_tokens
+from loragate.cli.arguments import resolved_yaml
 from loragate.cli.diagnose import DiagnoseOptions
 from loragate.cli.display import Display, console, duration
 from loragate.cli.evaluating import load_inputs, progress, request_of
-from loragate.errors import ConfigError
 from loragate.evaluation.canary import describe
 from loragate.evaluation.evaluate import EngineFor, Evaluation
 from loragate.evaluation.results import EvaluationRecord
@@ -70,17 +67,27 @@ def diagnose(options: DiagnoseOptions) -> int:
         return record
 
     subject = Subject(request_of(options, options.model), opens, job=job, say=say, score=score)
-    assert options.what is not None
-    record, tables = LOOKS[options.what](options, subject)
-    for table in tables:
-        out.print(table)
     if options.what == "tokens":
-        say(f"{len(record['questions'])} questions written to {folder / 'tokens.json'}")
+        traces = diagnose_tokens(subject, options)
+        say(f"{len(traces['questions'])} questions written to {folder / 'tokens.json'}")
     else:
+        record: EntropyRecord | GatesRecord | InterventionsRecord | AlignmentRecord
+        if options.what == "entropy":
+            # tasks take long after it
+            record = diagnose_entropy(subject, options, lambda classes: out.print(class_table(classes)))
+        elif options.what == "gates":
+            record = diagnose_gates(subject, options)
+            out.print(*gate_tables(record), sep="")
+        elif options.what == "interventions":
+            record = diagnose_interventions(subject, options)
+            out.print(intervention_table(record))
+        else:
+            record = diagnose_alignment(subject, options)
+            out.print(*alignment_tables(record), sep="")
         write_text(folder / "config.yaml", resolved_yaml(options))
         for line in record.conclusion:
             say(f"• {line}")
-        say(f"written to {folder / options.what}.json in {duration(time.monotonic() - began)}")
+        say(f"written to {folder / str(options.what)}.json in {duration(time.monotonic() - began)}")
     say(f"next: loragate {next_command(options, subject.loaded.kind)}")
     return 0
 
@@ -104,21 +111,6 @@ def next_command(options: DiagnoseOptions, kind: str) -> str:
     return f"diagnose interventions --model {model} {tasks} --out {out}-interventions"
 
 
-def _entropy(options: DiagnoseOptions, subject: Subject) -> tuple[EntropyRecord, list[Table]]:
-    signs: list[Any] = comma_list(options.suppress)
-    record = diagnose_entropy(
-        subject,
-        rows=options.rows,
-        max_rows=options.max_rows or ROWS,
-        max_length=options.max_length,
-        suppress=signs,
-        threshold=options.threshold,
-        prompt_too=options.prompt_too,
-        on_classes=lambda classes: console().print(class_table(classes)),  # tasks take long after it
-    )
-    return record, []
-
-
 def class_table(classes: Sequence[ClassEntropy]) -> Table:
     """ΔH by token class."""
     table = columns(
@@ -133,11 +125,8 @@ def class_table(classes: Sequence[ClassEntropy]) -> Table:
     return table
 
 
-def _gates(options: DiagnoseOptions, subject: Subject) -> tuple[GatesRecord, list[Table]]:
-    run = Path(options.run) if options.run else None
-    record = diagnose_gates(
-        subject, run=run, of=options.of or "gated", answers=options.answers, position=options.position
-    )
+def gate_tables(record: GatesRecord) -> list[Table]:
+    """Shares by token class, module type and layer."""
     tables = []
     for title, groups in (
         ("token class", {"all": record.all, **record.by_class}),
@@ -154,11 +143,11 @@ def _gates(options: DiagnoseOptions, subject: Subject) -> tuple[GatesRecord, lis
             percent = [f"{100 * part:.1f}" for part in parts]
             table.add_row(name, *percent, f"{shares.mean:+.2f}", f"{shares.count:,}")
         tables.append(table)
-    return record, tables
+    return tables
 
 
-def _interventions(options: DiagnoseOptions, subject: Subject) -> tuple[InterventionsRecord, list[Table]]:
-    record = diagnose_interventions(subject, options.interventions)
+def intervention_table(record: InterventionsRecord) -> Table:
+    """Scores and paired differences to the unmodified gates."""
     table = columns(
         f"interventions on gates in [{record.lower:g}, {record.upper:g}]; differences to the gates as they are",
         ("task", "row"),
@@ -170,22 +159,11 @@ def _interventions(options: DiagnoseOptions, subject: Subject) -> tuple[Interven
         points, ends = row.points
         difference, p = ("–", "–") if row.p is None else (f"{points} ({ends})", f"{row.p:.3f}")
         table.add_row(row.task, f"{row.name}: {row.meaning}", score, difference, p, row.verdict or "")
-    return record, [table]
+    return table
 
 
-def _alignment(options: DiagnoseOptions, subject: Subject) -> tuple[AlignmentRecord, list[Table]]:
-    record = diagnose_alignment(
-        subject,
-        ValueSource(options.value, options.reference, options.positions, options.actions, options.rollouts),
-        rows=options.rows,
-        run=Path(options.run) if options.run else None,
-        of=options.of or "adapter",
-        answers=options.answers,
-        max_rows=options.max_rows,
-        max_length=options.max_length,
-        k=options.k,
-        checkpoints=Path(options.checkpoints) if options.checkpoints else None,
-    )
+def alignment_tables(record: AlignmentRecord) -> list[Table]:
+    """Terms overall, over training and per module; agreement of signs."""
     shown = sorted(record.modules, key=lambda row: -abs(row.gain.mean))[:MODULES_SHOWN]
     modules = [row for row in record.modules if row in shown]
     title = "direction of training against the task value's; 95 % intervals over rows"
@@ -211,23 +189,7 @@ def _alignment(options: DiagnoseOptions, subject: Subject) -> tuple[AlignmentRec
         if one.name not in names:
             shares = (one.share.mean, one.weighted.mean, one.raised, one.value_raised)
             signs.add_row(one.name, f"{one.coordinates:,}", *[f"{100 * share:.1f}" for share in shares])
-    return record, [terms, signs]
-
-
-def _tokens(options: DiagnoseOptions, subject: Subject) -> tuple[dict[str, Any], list[Table]]:
-    if not options.run:
-        raise ConfigError("loragate diagnose tokens needs --run FOLDER, an evaluation whose stored answers are read")
-    limit, longest = options.limit or QUESTIONS, options.max_length
-    return diagnose_tokens(subject, run=Path(options.run), limit=limit, max_tokens=longest), []
-
-
-LOOKS: dict[str, Callable[[DiagnoseOptions, Subject], tuple[Any, list[Table]]]] = {
-    "entropy": _entropy,
-    "gates": _gates,
-    "interventions": _interventions,
-    "alignment": _alignment,
-    "tokens": _tokens,
-}
+    return [terms, signs]
 
 
 def columns(title: str, texts: Sequence[str], numbers: Sequence[str], closing: Sequence[str] = ()) -> Table:
