@@ -42,18 +42,19 @@ def to_json(record: Any) -> Any:
     return value
 
 
-def read(kind: type[T], path: Path, remedy: str) -> T:
-    """The dataclass of a JSON file that `to_json` gave.
-
-    Raises `DataError`, naming the file, the key and the remedy, for anything else.
-    """
+def read_value(path: Path, remedy: str) -> Any:
+    """The content of a JSON file; raises `DataError`, naming the file and the remedy, for anything else."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}; {remedy}") from None
     except ValueError as error:
         raise DataError(f"{path} is not JSON ({error}); {remedy}") from None
-    return validate(kind, value, str(path), DataError, remedy)
+
+
+def read(kind: type[T], path: Path, remedy: str) -> T:
+    """The dataclass of a JSON file that `to_json` gave; raises `DataError`, naming file, key and remedy, for anything else."""
+    return validate(kind, read_value(path, remedy), str(path), DataError, remedy)
 
 
 def read_lines(path: Path, remedy: str) -> Iterator[tuple[str, Any]]:

@@ -22,9 +22,9 @@ from loragate.cli.evaluate import EvalOptions
 from loragate.cli.evaluating import load_inputs, request_of
 from loragate.cli.main import main
 from loragate.errors import DataError
+from loragate.evaluation.answers import Grade
 from loragate.evaluation.canary import canary
 from loragate.evaluation.engines import Engines
-from loragate.evaluation.grade import Grade
 from loragate.evaluation.judging import JudgeSettings, judged_by, read_grades, write_grades
 from loragate.evaluation.results import read_record
 from loragate.evaluation.sandbox import probe as probe_sandbox

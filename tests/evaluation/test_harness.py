@@ -94,7 +94,7 @@ def test_a_folder_with_one_file_per_subtask_gives_the_same_questions(tmp_path):
         ("bbh", {"subtask": "boolean_expression"}, "found subtask .*did you mean 'boolean_expressions'"),
         ("bbh", {"subtask": ...}, "found subtask None"),
         ("bbh", {"subtask": "word_sorting"}, "input has no 'List:'"),
-        ("bbh", {"target": 3}, "column 'target' holds 3"),
+        ("bbh", {"target": 3}, "column 'target' holds '3' .whole number"),
         ("openbookqa", {"answerKey": "E"}, "found answerKey 'E', expected one of A, B, C, D"),
         ("openbookqa", {"choices": ["a", "b"]}, "column 'choices' holds"),
         ("openbookqa", {"choices": {"text": ["a", "b"], "label": ["A", "B", "C"]}}, "found choices"),

@@ -24,9 +24,9 @@ from loragate.analysis.rows import OnProgress, Reader, Row, TokenClasses, answer
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.data import encode_rows, load_rows
 from loragate.errors import ConfigError, DataError, nearest
+from loragate.evaluation.answers import Grade
 from loragate.evaluation.engines import load
 from loragate.evaluation.evaluate import EngineFor, Evaluation
-from loragate.evaluation.grade import Grade
 from loragate.evaluation.judging import grader_for, read_grades
 from loragate.evaluation.prepared import Prepared
 from loragate.evaluation.results import EvaluationRecord

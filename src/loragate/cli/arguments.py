@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from loragate.errors import ConfigError
 from loragate.validate import check, typed_values
+from loragate.validate import comma_list as comma_list
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -269,11 +270,6 @@ def help_texts(options: type) -> dict[str, str]:
 def flag_of(name: str) -> str:
     """The flag of a field."""
     return "--" + name.replace("_", "-")
-
-
-def comma_list(text: str) -> list[str]:
-    """The parts of a value that is a list separated by commas."""
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 _NAMES = {int: "a whole number", float: "a number"}

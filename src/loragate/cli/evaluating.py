@@ -15,11 +15,11 @@ from typing import Any
 from rich.console import Console
 
 from loragate.cli.arguments import comma_list, resolved_yaml
-from loragate.cli.display import Display, console, duration
 from loragate.cli.evaluate import EvalOptions, EvaluationInputs
 from loragate.cli.options import GradingOptions, ModelOptions
 from loragate.cli.preflight import check_loading, quiet_logging
 from loragate.cli.regrade import RegradeOptions
+from loragate.display import Display, console, duration
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.evaluation.canary import describe

@@ -14,11 +14,9 @@ Engines arrive as a callable, so this file neither loads models nor knows which 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -28,7 +26,7 @@ import numpy as np
 
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.aggregates import compare_suites, suite_average
-from loragate.evaluation.grade import Grade
+from loragate.evaluation.answers import Grade
 from loragate.evaluation.harness import HarnessScores
 from loragate.evaluation.judging import (
     CODE,
@@ -56,7 +54,7 @@ from loragate.files import first_difference, write_json, write_text
 from loragate.generation import Engine, Sample, ScoringEngine
 from loragate.generation.samples import draw_samples, read_samples
 from loragate.models import folder_sha256
-from loragate.records import package_versions
+from loragate.records import package_versions, read_value, to_json
 
 EngineFor = Callable[[Variant], AbstractContextManager[ScoringEngine]]
 Harness = Callable[[ScoringEngine, str, Callable[[int, int], None]], HarnessScores]
@@ -108,17 +106,15 @@ class Evaluation:
         self.judging, self.grader = judging or JudgeSettings(), grader
         self.suites, self.harness, self.notes = list(suites), harness, list(notes)
         self.left_out = dict(left_out or {})
-        self.identity = json.loads(
-            json.dumps(
-                {
-                    "models": models,
-                    "seed": seed,
-                    **(identity or {}),
-                    "variants": [asdict(variant) for variant in variants],
-                    "tasks": [prepared.as_dict() for prepared in tasks],
-                    "suites": list(suites),
-                }
-            )
+        self.identity = to_json(
+            {
+                "models": models,
+                "seed": seed,
+                **(identity or {}),
+                "variants": variants,
+                "tasks": [prepared.as_dict() for prepared in tasks],
+                "suites": suites,
+            }
         )
         self.seconds: dict[tuple[str, str], float] = {}
 
@@ -132,12 +128,13 @@ class Evaluation:
         places = {**self.models, **{v.slug: v.gates for v in self.variants if v.gates is not None}}
         weights = {kind: folder_sha256(place) for kind, place in places.items() if Path(place).exists()}
         identity = {**self.identity, "weights": weights}
-        if resume:
-            before = json.loads(path.read_text(encoding="utf-8"))
-            for kept in ("notes", "left_out"):
-                before.pop(kept, None)
-            found = first_difference(before, identity)
-            if found is not None:
+        if not resume:
+            # first of all: with it the folder can be resumed
+            write_json(path, {**identity, "notes": self.notes, "left_out": self.left_out})
+        else:
+            before = read_value(path, "choose another --out")
+            kept = {key: value for key, value in before.items() if key not in ("notes", "left_out")}
+            if (found := first_difference(kept, identity)) is not None:
                 key, old, new = found
                 if key.startswith("weights"):
                     raise ConfigError(
@@ -148,10 +145,6 @@ class Evaluation:
                     f"--resume: {path} was begun with {key} = {old!r:.80}, now it is {new!r:.80}; repeat the command with the "
                     "same settings, or choose another --out"
                 )
-        else:
-            write_json(
-                path, {**identity, "notes": self.notes, "left_out": self.left_out}
-            )  # first of all: with it the folder can be resumed
         for prepared in self.tasks:
             write_questions(self.folder, prepared)
             write_text(
@@ -209,7 +202,7 @@ class Evaluation:
         """Drop the verdicts of this evaluation's graders, so that `run` judges every answer again."""
         for prepared in self.tasks:
             for variant in self.variants:
-                self._grades_path(variant, prepared).unlink(missing_ok=True)
+                self.grades_path(variant, prepared.task.name, self._grader(prepared)).unlink(missing_ok=True)
 
     @property
     def warnings(self) -> list[str]:
@@ -231,19 +224,21 @@ class Evaluation:
             found[variant.name] = read_measured(self.folder, variant, name, self.seed, found.get("adapter"))
         return found
 
-    def _samples_path(self, variant: Variant, prepared: Prepared) -> Path:
-        return self.folder / "samples" / variant.slug / f"{prepared.task.name}.jsonl"
+    def samples_path(self, variant: Variant, task: str) -> Path:
+        """Where the answers of a row to a task are kept."""
+        return self.folder / "samples" / variant.slug / f"{task}.jsonl"
 
-    def _grades_path(self, variant: Variant, prepared: Prepared) -> Path:
-        return self.folder / "grades" / self._grader(prepared) / variant.slug / f"{prepared.task.name}.jsonl"
+    def grades_path(self, variant: Variant, task: str, grader: str) -> Path:
+        """Where a grader's verdicts on them are kept."""
+        return self.folder / "grades" / grader / variant.slug / f"{task}.jsonl"
 
     def _complete(self, variant: Variant, prepared: Prepared) -> bool:
-        path = self._samples_path(variant, prepared)
+        path = self.samples_path(variant, prepared.task.name)
         return path.exists() and path.read_bytes().count(b"\n") >= self._count(variant, prepared)
 
     def _sample(self, engine: Engine, variant: Variant, prepared: Prepared, on_event: OnEvent) -> None:
         began, name = time.monotonic(), prepared.task.name
-        path, sampling = self._samples_path(variant, prepared), variant.sampling(prepared.sampling)
+        path, sampling = self.samples_path(variant, prepared.task.name), variant.sampling(prepared.sampling)
         draw_samples(engine, prepared.prompts, sampling, path, partial(on_event, "sampling", variant, name))
         self.seconds[variant.name, name] = time.monotonic() - began
 
@@ -259,10 +254,10 @@ class Evaluation:
     ) -> TaskResult:
         began = time.monotonic()
         name, grader = prepared.task.name, self._grader(prepared)
-        samples = read_samples(self._samples_path(variant, prepared))
+        samples = read_samples(self.samples_path(variant, prepared.task.name))
         if len(samples) != self._count(variant, prepared):
             raise DataError(f"samples of {variant.name} on {name} are missing; run again with --resume")
-        path = self._grades_path(variant, prepared)
+        path = self.grades_path(variant, prepared.task.name, self._grader(prepared))
         judge_now = judged_by(grader, self.judging) | {"answers": answers_hash(samples)}
         grades = read_grades(path, samples, judge_now)
         if grades is None:
@@ -288,14 +283,14 @@ class Evaluation:
         )
 
     def _info(self, prepared: Prepared) -> TaskInfo:
-        grader = self._grader(prepared)
+        grader, questions = self._grader(prepared), prepared.questions
         return TaskInfo(
             name=prepared.task.name,
             version=str(prepared.task.version),
-            fingerprint=prepared.questions.fingerprint,
+            fingerprint=questions.fingerprint,
             prompt_sha256=prepared.prompts_sha256,
-            dataset=prepared.questions.source,
-            dataset_revision=prepared.questions.revision,
+            dataset=questions.source,
+            dataset_revision=questions.revision,
             grader=grader,
             grader_version=grader_version(grader),
             sampling=prepared.sampling,

@@ -116,7 +116,6 @@ def run_harness(
     lm_eval = _import_harness()
     limit = answer_limit(harness, max_new_tokens)
     rows = [question.row for question in questions.questions]
-    meter = _Meter(on_progress, sum(len(row["choices"]["text"]) if "choices" in row else 1 for row in rows))
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loragate-harness-")))
         stack.enter_context(_quiet())
@@ -126,7 +125,7 @@ def run_harness(
             loaded = manager.load(names)
         for one in loaded["tasks"].values():
             _guard_filters(one)
-        bridge = _bridge(engine, tokenizer, positions, chat_template, system, meter)
+        bridge = _bridge(engine, tokenizer, positions, chat_template, system, on_progress)
         results = lm_eval.evaluator.evaluate(
             lm=bridge, task_dict=loaded, bootstrap_iters=0, log_samples=True, apply_chat_template=chat_template
         )
@@ -294,26 +293,13 @@ def _guard_filters(task: Any) -> None:
             ensemble.filters = [functools.partial(Guarded, build) for build in ensemble.filters]
 
 
-class _Meter:
-    """Counts requests and reports them."""
-
-    def __init__(self, on_progress: OnProgress | None, total: int) -> None:
-        self.on_progress, self.total, self.done = on_progress, total, 0
-
-    def part(self) -> OnProgress:
-        """The progress of the requests that come next."""
-        before = self.done
-
-        def reach(done: int, _: int) -> None:
-            self.done = min(before + done, self.total)
-            if self.on_progress is not None:
-                self.on_progress(self.done, self.total)
-
-        return reach
-
-
 def _bridge(
-    engine: ScoringEngine, tokenizer: Any, positions: int | None, chat_template: bool, system: str, meter: _Meter
+    engine: ScoringEngine,
+    tokenizer: Any,
+    positions: int | None,
+    chat_template: bool,
+    system: str,
+    on_progress: OnProgress | None,
 ) -> Any:
     """The harness's model over an engine: its answers, its log-likelihoods and our chat rendering."""
     from lm_eval.api.model import TemplateLM
@@ -351,21 +337,17 @@ def _bridge(
             return ids
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-            groups: dict[str, list[Any]] = {}
-            for request in requests:
-                groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(request)
-            for key, members in groups.items():
-                wanted = json.loads(key)
-                answers = greedy_answers(
-                    engine,
-                    [self.tok_encode(request.args[0]) for request in members],
-                    stops=wanted["until"],
-                    max_new_tokens=wanted["max_gen_toks"],
-                    positions=positions,
-                    on_progress=meter.part(),
-                )
-                self.answers |= {r.doc[INDEX]: a for r, a in zip(members, answers)}
-            return [self.answers[request.doc[INDEX]].text for request in requests]
+            wanted = requests[0].args[1]  # the same for all subsets of a suite
+            answers = greedy_answers(
+                engine,
+                [self.tok_encode(request.args[0]) for request in requests],
+                stops=wanted["until"],
+                max_new_tokens=wanted["max_gen_toks"],
+                positions=positions,
+                on_progress=on_progress,
+            )
+            self.answers = {request.doc[INDEX]: answer for request, answer in zip(requests, answers)}
+            return [answer.text for answer in answers]
 
         def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
             return super().loglikelihood(requests, disable_tqdm=True)
@@ -381,7 +363,7 @@ def _bridge(
                 over = max(0, len(before) + len(after) - (positions or math.inf))
                 self.cut_choices += over > 0
                 pairs.append((before[int(over) :], after))
-            return engine.log_likelihoods(pairs, meter.part())
+            return engine.log_likelihoods(pairs, on_progress)
 
         def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
             raise NotImplementedError("no retention suite asks for it")

@@ -15,8 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from loragate.errors import ConfigError, DataError, nearest
-from loragate.evaluation.grade import Grade
+from loragate.evaluation.answers import Grade, grade_choice, grade_exact
+from loragate.evaluation.grading import GradingPool
+from loragate.evaluation.sandbox import Limits
+from loragate.evaluation.sandbox.code import grade_codes
+from loragate.evaluation.sandbox.programs import root_style_of
 from loragate.evaluation.tasks import Question, Task
+from loragate.evaluation.tasks.generated import grade_tiny
 from loragate.files import write_text
 from loragate.generation import Sample
 from loragate.records import package_versions, read_lines
@@ -75,11 +80,21 @@ def judge(
         ConfigError: if the sandbox tier is not available here.
     """
     settings = settings or JudgeSettings()
+    asked = [questions[sample.question] for sample in samples]
+    texts = [sample.text for sample in samples]
     if grader in MATH:
-        return _judge_math(questions, samples, grader, settings, on_progress)
+        pairs = [(text, question.gold) for text, question in zip(texts, asked)]
+        with GradingPool(grader, settings.workers, settings.timeout_s, settings.memory_mb) as pool:
+            return pool.grade(pairs, on_progress, tolerances=[_tolerance(question) for question in asked])
     if grader in CODE:
-        return _judge_code(questions, samples, grader, settings, on_progress)
-    return [_judge_text(task, grader, questions[sample.question], sample) for sample in samples]
+        rows, limits = [question.row for question in asked], Limits(settings.timeout_s, settings.memory_mb)
+        return grade_codes(grader, rows, texts, settings.workers, settings.sandbox, limits, on_progress)
+    if grader == "tiny":
+        ended = [sample.finish_reason == "stop" for sample in samples]
+        return [grade_tiny(question.row, text, end) for question, text, end in zip(asked, texts, ended)]
+    if grader == "choice":
+        return [grade_choice(text, question.gold) for question, text in zip(asked, texts)]
+    return [grade_exact(text, question.gold, task.extractor) for question, text in zip(asked, texts)]
 
 
 def require_graders(tasks: Sequence[Task], name: str, settings: JudgeSettings) -> None:
@@ -97,8 +112,6 @@ def require_graders(tasks: Sequence[Task], name: str, settings: JudgeSettings) -
         except ImportError as error:
             raise ConfigError(f'math answers need math-verify ({error}); pip install "loragate[math]"') from error
     if graders & set(CODE):
-        from loragate.evaluation.sandbox.programs import root_style_of
-
         root_style_of(settings.sandbox)
 
 
@@ -131,21 +144,6 @@ def with_answer(question: Question, answer: str) -> Question:
     return replace(question, gold=answer, row={**question.row, "answer": answer})
 
 
-def _judge_math(
-    questions: Sequence[Question],
-    samples: Sequence[Sample],
-    grader: str,
-    settings: JudgeSettings,
-    on_progress: OnProgress | None,
-) -> list[Grade]:
-    from loragate.evaluation.grading import GradingPool
-
-    pairs = [(sample.text, questions[sample.question].gold) for sample in samples]
-    with GradingPool(grader, settings.workers, settings.timeout_s, settings.memory_mb) as pool:
-        tolerances = [_tolerance(questions[sample.question]) for sample in samples]
-        return pool.grade(pairs, on_progress, tolerances=tolerances)
-
-
 def _tolerance(question: Question) -> float | None:
     """The absolute error that a data set allows, as OlympiadBench does in its column `error`."""
     stated = question.row.get("error")
@@ -155,33 +153,6 @@ def _tolerance(question: Question) -> float | None:
         raise DataError(
             f"{question.place}: the column 'error' holds {stated!r}; expected a number, such as 1e-1"
         ) from None
-
-
-def _judge_code(
-    questions: Sequence[Question],
-    samples: Sequence[Sample],
-    grader: str,
-    settings: JudgeSettings,
-    on_progress: OnProgress | None,
-) -> list[Grade]:
-    from loragate.evaluation.sandbox import Limits
-    from loragate.evaluation.sandbox.code import grade_codes
-
-    rows = [questions[sample.question].row for sample in samples]
-    limits = Limits(seconds=settings.timeout_s, memory_mb=settings.memory_mb)
-    texts = [sample.text for sample in samples]
-    return grade_codes(grader, rows, texts, settings.workers, settings.sandbox, limits, on_progress)
-
-
-def _judge_text(task: Task, grader: str, question: Question, sample: Sample) -> Grade:
-    from loragate.evaluation.tasks.extractors import grade_choice, grade_exact
-    from loragate.evaluation.tasks.tiny import grade_tiny
-
-    if grader == "tiny":
-        return grade_tiny(question.row, sample.text, sample.finish_reason == "stop")
-    if grader == "choice":
-        return grade_choice(sample.text, question.gold)
-    return grade_exact(sample.text, question.gold, task.extractor)
 
 
 @dataclass(frozen=True)

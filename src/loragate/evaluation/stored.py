@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from loragate.errors import ConfigError, DataError
+from loragate.evaluation.answers import Grade
 from loragate.evaluation.evaluate import Evaluation, OnEvent, unheard
-from loragate.evaluation.grade import Grade
 from loragate.evaluation.judging import JudgeSettings, grader_for, read_grades, require_graders
 from loragate.evaluation.prepared import Prepared, read_questions
 from loragate.evaluation.results import EvaluationRecord, read_record
 from loragate.evaluation.retention import all_measured
 from loragate.evaluation.tasks import Questions, load_task
 from loragate.evaluation.variants import Variant
-from loragate.generation import Sample, SamplingConfig, ScoringEngine, read_samples
+from loragate.generation import SamplingConfig, ScoringEngine, read_samples
 
 
 def open_evaluation(folder: Path, grader: str = "", judging: JudgeSettings | None = None) -> Evaluation:
@@ -117,11 +117,11 @@ def stored_verdicts(evaluation: Evaluation, graders: Mapping[str, str]) -> Verdi
     for prepared in evaluation.tasks:
         name = prepared.task.name
         for variant in evaluation.variants:
-            path = evaluation.folder / "grades" / graders.get(name, "") / variant.slug / f"{name}.jsonl"
-            if name in graders and path.is_file():
-                grades = read_grades(path, _samples(evaluation, variant, name))
-                if grades is not None:
-                    found[name, variant.name] = graders[name], grades
+            if name not in graders or not (path := evaluation.grades_path(variant, name, graders[name])).is_file():
+                continue
+            grades = read_grades(path, read_samples(evaluation.samples_path(variant, name)))
+            if grades is not None:
+                found[name, variant.name] = graders[name], grades
     return found
 
 
@@ -134,8 +134,9 @@ def changed_verdicts(evaluation: Evaluation, before: Verdicts) -> list[dict[str,
         for variant in evaluation.variants:
             if not {(name, variant.name)} <= before.keys() & now.keys():
                 continue
+            samples = read_samples(evaluation.samples_path(variant, name))
             (old_grader, earlier), (new_grader, later) = before[name, variant.name], now[name, variant.name]
-            for sample, old, new in zip(_samples(evaluation, variant, name), earlier, later, strict=True):
+            for sample, old, new in zip(samples, earlier, later, strict=True):
                 if old.correct != new.correct:
                     question = questions[sample.question]
                     changes.append(
@@ -150,7 +151,3 @@ def changed_verdicts(evaluation: Evaluation, before: Verdicts) -> list[dict[str,
                         }
                     )
     return changes
-
-
-def _samples(evaluation: Evaluation, variant: Variant, task: str) -> list[Sample]:
-    return read_samples(evaluation.folder / "samples" / variant.slug / f"{task}.jsonl")

@@ -7,8 +7,7 @@
     questions    rows from a file, the hub or a generator to questions
     retention    rows of the suites that lm-evaluation-harness asks
     arithmetic   a generated suite that no model can have seen
-    tiny         the questions and the verifier of the tiny world
-    extractors   a letter or a text out of a response
+    generated    sets made on the spot, and the verifier of the tiny world
 
 A task is one file in `definitions/`, or one of the user's own. This room asks and reads; it neither samples nor grades
 mathematics or programs, and it needs no torch.
