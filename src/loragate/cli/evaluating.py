@@ -88,6 +88,8 @@ def evaluate(options: EvalOptions) -> int:
     with display.job("reading the questions"):
         session = Session(request, tasks, loaded)
     evaluation = session.side_by_side(options.controls, constants)
+    if note := session.sampling_note:
+        out.print(note, markup=False)
     rows = ", ".join(variant.name for variant in evaluation.variants)
     begin(options, session, evaluation, out, f"rows: {rows}; {evaluation.sample_count:,} answers to sample")
     if options.controls == "full":

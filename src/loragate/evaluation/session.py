@@ -29,6 +29,7 @@ from loragate.evaluation.tasks import Task
 from loragate.evaluation.variants import Variant, variants_for
 from loragate.gates.attach import active_adapter
 from loragate.gates.eligibility import trains_biases
+from loragate.gates.recommended import at, sampling_note
 from loragate.generation import OnProgress, ScoringEngine
 from loragate.models import Loaded
 
@@ -100,6 +101,24 @@ class Session:
             task.name: (task, questions_of(request.tasks, task, tasks)) for task in tasks if task.harness is not None
         }
 
+    @property
+    def recommended(self) -> float | None:
+        """The recommended temperature, where rows are added for it: the tasks sample at another, and none was asked for."""
+        heat = self.loaded.recommended_temperature
+        elsewhere = any(one.sampling.temperature != heat for one in self.prepared)
+        return heat if elsewhere and self.request.tasks.temperature is None else None
+
+    @property
+    def sampling_note(self) -> str:
+        """One sentence on the sampling that the folder recommends and the rows that have it; empty where it recommends none."""
+        model, asked = self.request.model, self.request.tasks.temperature
+        if (heat := self.recommended) is None:
+            return sampling_note(model, self.loaded.place.gates, asked) if self.prepared else ""
+        return (
+            f"{model} recommends sampling {at(heat)}: rows of that temperature are among the controls; the first rows are sampled "
+            "as their tasks say"
+        )
+
     def side_by_side(self, controls: str = "cheap", constants: Sequence[float] = (0.5,)) -> Evaluation:
         """The evaluation of base, adapter and gates with their controls; see `variants_for`.
 
@@ -107,7 +126,7 @@ class Session:
             GateError: where adapter or gates do not act.
         """
         loaded = self.loaded
-        wanted = variants_for(loaded.kind, controls, constants)
+        wanted = variants_for(loaded.kind, controls, constants, self.recommended)
         left_out = {variant.name: why for variant in wanted if (why := why_not(loaded, variant))}
         biased = loaded.model is not None and loaded.kind != "base"
         biased = biased and trains_biases(loaded.model, active_adapter(loaded.model))
