@@ -8,7 +8,6 @@ Records are frozen dataclasses with the fields `about`, `conclusion`, `kind` and
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -284,22 +283,11 @@ def read(kind: type[R], path: str | Path) -> R:
     Raises:
         DataError: naming file and key, for anything that a diagnosis did not write.
     """
-    try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}; `loragate diagnose` writes such records") from None
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON ({error}); run the diagnostic again") from None
-    return from_json(kind, value, str(path))
-
-
-def from_json(kind: type[R], value: Any, source: str = "record") -> R:
-    """The record of one kind out of its JSON value; `source` names it in errors."""
+    value = records.read_value(Path(path), "run the diagnostic again")
     wanted = {field.name: field.default for field in dataclasses.fields(typing.cast(Any, kind))}["kind"]
-    found = value.get("kind") if isinstance(value, dict) else None
+    found, schema = (value.get("kind"), value.get("schema")) if isinstance(value, dict) else (None, None)
     if found != wanted:
-        raise DataError(f"{source}: found kind {found!r}, expected {wanted!r}; this is another record")
-    schema = value.get("schema")
+        raise DataError(f"{path}: found kind {found!r}, expected {wanted!r}; this is another record")
     if type(schema) is not int or schema != SCHEMA:
-        raise DataError(f"{source}: found schema {schema!r}, this version reads {SCHEMA}; run the diagnostic again")
-    return validate(kind, value, source, DataError, "run the diagnostic again")
+        raise DataError(f"{path}: found schema {schema!r}, this version reads {SCHEMA}; run the diagnostic again")
+    return validate(kind, value, str(path), DataError, "run the diagnostic again")
