@@ -19,7 +19,7 @@ from loragate.validate import Amount, Count, Positive, Size, check
 
 @dataclass(frozen=True)
 class DiagnoseSettings:
-    """What a diagnosis reads and tries; each reads those that are named after it.
+    """What a diagnosis reads and tries; in brackets those that read a setting.
 
     Attributes:
         rows: (entropy, alignment) prompts and responses to read, in the formats of calibrate's --data.
