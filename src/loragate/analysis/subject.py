@@ -40,10 +40,6 @@ from loragate.validate import validate
 
 SCHEMA = 1
 R = TypeVar("R")
-Job = Callable[..., AbstractContextManager[OnProgress]]
-"""(name, total, unit): the context in which a part of the work is shown; yields what is called with (done, of)."""
-Score = Callable[[Session, Evaluation, EngineFor | None], EvaluationRecord]
-"""Runs an evaluation that has not begun; the rows are the engines' own, or those of `EngineFor`."""
 
 
 @dataclass(frozen=True)
@@ -82,46 +78,36 @@ class Answers:
         return answer_rows(tokenizer, self.prepared.prompts, self.samples)
 
 
-@contextmanager
-def unseen(name: str, total: int = 0, unit: str = "") -> Iterator[OnProgress]:
-    """A `Job` that nobody watches."""
-    yield unheard
-
-
-def opened(model: str, base: str, engine: str) -> Loaded:
-    """The model and tokenizer behind a name, as they are."""
-    return load(model, base, engine=engine)
-
-
-def unshown(session: Session, evaluation: Evaluation, engine_for: EngineFor | None = None) -> EvaluationRecord:
-    """A `Score` that nobody watches."""
-    evaluation.begin(session.request.resume)
-    return session.run(evaluation, engine_for=engine_for)
-
-
 class Subject:
-    """A model that is looked at.
+    """A model that is looked at, silently; a subclass says and shows what goes on.
 
     Args:
         request: the model, the folder of the record, the tasks whose answers are drawn (none need be named), and how.
-        opens: (model, base, engine) -> the model, or another that is read beside it.
-        job, say, score: for who watches.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        opens: Callable[[str, str, str], Loaded] = opened,
-        *,
-        job: Job = unseen,
-        say: Callable[[str], None] = lambda line: None,
-        score: Score = unshown,
-    ) -> None:
-        self.request, self.opens, self.job, self.say, self.score = request, opens, job, say, score
-        self.folder, self.seed, self.batch_size = request.out, request.tasks.seed, request.engine.batch_size
+    def __init__(self, request: Request) -> None:
+        self.request, self.folder = request, request.out
+        self.seed, self.batch_size = request.tasks.seed, request.engine.batch_size
         self.has_tasks = bool(request.tasks.suite or request.tasks.tasks)
         self.tasks: list[Task] = []
         self.began = time.monotonic()
+
+    def say(self, line: str) -> None:
+        """Something that a reader should know."""
+
+    @contextmanager
+    def job(self, name: str, total: int = 0, unit: str = "") -> Iterator[OnProgress]:
+        """A part of the work; yields what is called with (done, of)."""
+        yield unheard
+
+    def open(self, model: str, base: str, engine: str) -> Loaded:
+        """The model of the request, or another that is read beside it."""
+        return load(model, base, engine=engine)
+
+    def score(self, session: Session, evaluation: Evaluation, engine_for: EngineFor | None = None) -> EvaluationRecord:
+        """Run an evaluation whose rows are the engines' own, or those of `engine_for`."""
+        evaluation.begin(self.request.resume)
+        return session.run(evaluation, engine_for=engine_for)
 
     def require_answers(self, settings: DiagnoseSettings) -> None:
         """Refuse a diagnosis of answers that has none to read."""
@@ -165,13 +151,13 @@ class Subject:
     def loaded(self) -> Loaded:
         """The model, loaded when it is first asked for."""
         with self.job("loading the model"):
-            return self.opens(self.request.model, self.request.base, self.request.engine.engine)
+            return self.open(self.request.model, self.request.base, self.request.engine.engine)
 
     def beside(self, name: str) -> Loaded:
         """Another model; the request's base says where that of an adapter is, and a whole model has none."""
         with self.job("loading the reference"):
             whole = resolve(name, base_later=True).kind == "base"
-            return self.opens(name, "" if whole else self.request.base, "transformers")
+            return self.open(name, "" if whole else self.request.base, "transformers")
 
     @cached_property
     def reader(self) -> Reader:

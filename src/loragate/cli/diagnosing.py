@@ -36,37 +36,44 @@ from loragate.report.scores import caption, score_markdown, score_tables
 MODULES_SHOWN = 12
 
 
-def diagnose(options: DiagnoseOptions) -> int:
-    """Take the look, print its tables and its conclusion, and say what to run next."""
-    display, out, folder, began = Display(), console(), Path(options.out), time.monotonic()
+class Shown(Subject):
+    """A subject whose diagnosis is shown on the terminal while it runs."""
 
-    def say(line: str) -> None:
-        out.print(line, markup=False)
+    def __init__(self, options: DiagnoseOptions) -> None:
+        super().__init__(request_of(options, options.model))
+        self.options, self.display, self.out = options, Display(), console()
+
+    def say(self, line: str) -> None:
+        self.out.print(line, markup=False)
 
     @contextmanager
-    def job(name: str, total: int = 0, unit: str = "") -> Iterator[OnProgress]:
-        with display.job(name, total, unit) as one:
+    def job(self, name: str, total: int = 0, unit: str = "") -> Iterator[OnProgress]:
+        with self.display.job(name, total, unit) as one:
             yield one.advance_to
 
-    def opens(model: str, base: str, engine: str) -> Loaded:
-        return load_inputs(replace(options, base=base), model, engine)
+    def open(self, model: str, base: str, engine: str) -> Loaded:
+        return load_inputs(replace(self.options, base=base), model, engine)
 
-    def score(session: Session, evaluation: Evaluation, engine_for: EngineFor | None) -> EvaluationRecord:
+    def score(self, session: Session, evaluation: Evaluation, engine_for: EngineFor | None = None) -> EvaluationRecord:
         for warning in evaluation.warnings:
-            say(f"warning: {warning}")
-        say(describe(evaluation.canary))
-        evaluation.begin(options.resume)
-        write_text(folder / "config.yaml", resolved_yaml(options))
-        with progress(display, evaluation.sample_count) as on_event:
+            self.say(f"warning: {warning}")
+        self.say(describe(evaluation.canary))
+        evaluation.begin(self.request.resume)
+        write_text(self.folder / "config.yaml", resolved_yaml(self.options))
+        with progress(self.display, evaluation.sample_count) as on_event:
             record = session.run(evaluation, on_event, engine_for)
         plain = record.to_json()
-        write_text(folder / "results.md", score_markdown(plain))
+        write_text(self.folder / "results.md", score_markdown(plain))
         for table in score_tables(plain):
-            out.print(table)
-        say(caption(plain))
+            self.out.print(table)
+        self.say(caption(plain))
         return record
 
-    subject = Subject(request_of(options, options.model), opens, job=job, say=say, score=score)
+
+def diagnose(options: DiagnoseOptions) -> int:
+    """Take the look, print its tables and its conclusion, and say what to run next."""
+    subject, folder = Shown(options), Path(options.out)
+    say, out = subject.say, subject.out
     if options.what == "tokens":
         traces = diagnose_tokens(subject, options)
         say(f"{len(traces['questions'])} questions written to {folder / 'tokens.json'}")
@@ -87,7 +94,7 @@ def diagnose(options: DiagnoseOptions) -> int:
         write_text(folder / "config.yaml", resolved_yaml(options))
         for line in record.conclusion:
             say(f"• {line}")
-        say(f"written to {folder / str(options.what)}.json in {duration(time.monotonic() - began)}")
+        say(f"written to {folder / str(options.what)}.json in {duration(time.monotonic() - subject.began)}")
     say(f"next: loragate {next_command(options, subject.loaded.kind)}")
     return 0
 
