@@ -23,7 +23,7 @@ from torch import Tensor
 from loragate.data import Collator
 from loragate.generation import OnProgress, Sample
 from loragate.losses import TokenStatistics
-from loragate.losses.head import IGNORED, STATISTICS
+from loragate.losses.head import IGNORED
 from loragate.training.scoring import Batch, ResponseScorer, counted
 
 Row = dict[str, Any]
@@ -82,9 +82,9 @@ class Reader(ResponseScorer):
         return self.head().logits(states, working) if self.fused else states.to(working)
 
     @torch.no_grad()
-    def read(self, batch: Batch, k: int = 100) -> TokenStatistics:
-        """log p, entropy and normalised top-k entropy at the counted positions, each [T]; without gradients."""
-        return self.statistics(self.states(batch), batch, k, STATISTICS, ())
+    def read(self, batch: Batch) -> TokenStatistics:
+        """log p and entropy at the counted positions, each [T]; without gradients."""
+        return self.statistics(self.states(batch), batch, 100, ("log_prob", "entropy"), ())
 
 
 CLASSES = ("digits", "operators", "words", "punctuation", "space", "mixed", "special", "end")
@@ -157,11 +157,9 @@ class Interval:
     low: float | None
     high: float | None
 
-    def ends(self, form: str = ".2f", scale: float = 1) -> str:
+    def ends(self, form: str = ".2f") -> str:
         """ " (low to high)" in this format; empty where there is no interval."""
-        if self.low is None or self.high is None:
-            return ""
-        return f" ({scale * self.low:{form}} to {scale * self.high:{form}})"
+        return "" if self.low is None or self.high is None else f" ({self.low:{form}} to {self.high:{form}})"
 
 
 def row_weights(rows: int, draws: int = DRAWS, seed: int = 0) -> Array:
