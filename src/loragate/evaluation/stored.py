@@ -5,12 +5,11 @@ Neither the model nor the data set is needed: questions, prompts, task files and
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.answers import Grade
@@ -22,6 +21,34 @@ from loragate.evaluation.retention import all_measured
 from loragate.evaluation.tasks import Questions, load_task
 from loragate.evaluation.variants import Variant
 from loragate.generation import SamplingConfig, ScoringEngine, read_samples
+from loragate.records import read
+from loragate.validate import STRICT
+
+
+@dataclass(frozen=True)
+class StoredTask:
+    """What eval.json says of a task; its file and its questions lie beside it."""
+
+    task: str
+    questions: str
+    source: str
+    revision: str | None
+    sampling: SamplingConfig
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StoredEvaluation:
+    """eval.json, as far as answers are judged again from it."""
+
+    __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
+    models: dict[str, str]
+    seed: int
+    variants: tuple[Variant, ...]
+    tasks: tuple[StoredTask, ...]
+    suites: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    left_out: dict[str, str] = field(default_factory=dict)
 
 
 def open_evaluation(folder: Path, grader: str = "", judging: JudgeSettings | None = None) -> Evaluation:
@@ -33,41 +60,36 @@ def open_evaluation(folder: Path, grader: str = "", judging: JudgeSettings | Non
     path = folder / "eval.json"
     if not path.is_file():
         raise DataError(f"{folder} is not the folder of an evaluation: it has no eval.json")
-    try:
-        identity: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        variants = [Variant(**row) for row in identity["variants"]]
-        # verdicts are written into a folder of that name
-        if any(set(variant.slug) & set("/\\\0") or not variant.slug.strip(".") for variant in variants):
-            raise ValueError("the name of a row is a path")
-        prepared = [_prepared(folder, row) for row in identity["tasks"]]
-        # a record holds the canary; a run that was stopped before its end has none yet
-        kept = folder / "results.json"
-        return Evaluation(
-            folder,
-            prepared,
-            variants,
-            models=identity["models"],
-            canary=read_record(kept).canary if kept.is_file() else {},
-            seed=identity["seed"],
-            judging=judging,
-            grader=grader,
-            suites=[name for name in identity["suites"] if all_measured(folder, name, variants)],
-            notes=[str(note) for note in identity.get("notes", [])],
-            left_out=dict(identity.get("left_out", {})),
+    begun = read(StoredEvaluation, path, "run the evaluation again")
+    # verdicts are written into a folder of that name
+    if any(set(one.slug) & set("/\\\0") or not one.slug.strip(".") for one in begun.variants):
+        raise DataError(f"{path}: the name of a row is a path")
+    prepared = []
+    for row in begun.tasks:
+        questions = read_questions(folder, row.task)
+        prepared.append(
+            Prepared(
+                load_task(folder / "tasks" / f"{row.task}.yaml"),
+                Questions(questions, row.source, row.revision, row.questions),
+                tuple(question.prompt for question in questions),
+                row.sampling,
+                row.warnings,
+            )
         )
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: not what this version writes ({error}); run the evaluation again") from None
-
-
-def _prepared(folder: Path, row: dict[str, Any]) -> Prepared:
-    task = load_task(folder / "tasks" / f"{row['task']}.yaml")
-    questions = read_questions(folder, row["task"])
-    return Prepared(
-        task,
-        Questions(questions, row["source"], row["revision"], row["questions"]),
-        tuple(question.prompt for question in questions),
-        SamplingConfig(**row["sampling"]),
-        tuple(row["warnings"]),
+    kept = folder / "results.json"
+    return Evaluation(
+        folder,
+        prepared,
+        begun.variants,
+        models=begun.models,
+        # a record holds the canary; a run that was stopped before its end has none yet
+        canary=read_record(kept).canary if kept.is_file() else {},
+        seed=begun.seed,
+        judging=judging,
+        grader=grader,
+        suites=[name for name in begun.suites if all_measured(folder, name, begun.variants)],
+        notes=begun.notes,
+        left_out=begun.left_out,
     )
 
 

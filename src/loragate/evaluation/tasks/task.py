@@ -45,7 +45,7 @@ class Dataset:
         split: split of the hub data set.
         revision: commit of the hub data set; None follows its main branch.
         file: .jsonl, .json or .parquet file; relative to the task's file.
-        generator: "arithmetic", "tiny" or "tiny_retention".
+        generator: what makes them (`generated.GENERATORS`).
         rows: number of rows of the full set; None when it is open.
         license: as stated by the card; None when none is stated.
         schema: column -> type (see `schema`); other columns are allowed.
@@ -56,7 +56,7 @@ class Dataset:
     split: str | None = None
     revision: str | None = None
     file: str | None = None
-    generator: str | None = None
+    generator: Literal["arithmetic", "tiny", "tiny_retention"] | None = None
     rows: Count | None = None
     license: str | None = None
     schema: dict[str, str] = field(default_factory=dict)
