@@ -195,10 +195,8 @@ def _asked(recipe: Recipe, stage: Stage) -> list[tuple[Task, int, int]]:
             samples, limit = values.get("samples") or task.generation.samples, task.generation.max_new_tokens
             each = sum(1 if row.temperature == 0 else samples for row in rows)
         else:  # no control is asked these
-            each, limit = (
-                sum(row.control is None for row in rows),
-                (task.harness.max_new_tokens if task.harness else 0) or 0,
-            )
+            each = sum(row.control is None for row in rows)
+            limit = (task.harness.max_new_tokens if task.harness else None) or 0
         most = values.get("limit")
         questions = min(task.dataset.rows or most or 0, most or task.dataset.rows or 0)
         found.append((task, each * questions, min(limit, values.get("max_new_tokens") or limit)))

@@ -167,7 +167,10 @@ MISTAKES = [
     (changed("  file: sums.jsonl\n", ""), "exactly one of hub, file and generator; found none"),
     (changed("  rows: 2", "  hub: a/b"), "exactly one of hub, file and generator; found hub and file"),
     (changed("  rows: 2", "  split: test"), "split has no effect without hub"),
-    (changed("  file: sums.jsonl", "  generator: tinny"), r"dataset.generator must be .*found 'tinny'; did you mean 'tiny'\?"),
+    (
+        changed("  file: sums.jsonl", "  generator: tinny"),
+        r"dataset.generator must be .*found 'tinny'; did you mean 'tiny'\?",
+    ),
     (changed("  rows: 2", "  rows: 0"), "dataset.rows must be at least 1, found 0"),
     (changed("samples: 4", "samples: 0"), "generation.samples must be at least 1"),
     (changed("temperature: 1", "temperature: 0"), "samples is 4, but greedy samples are all the same"),
