@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from loragate.analysis.plan import FP32, Plan, decoding, make_plan
 from loragate.analysis.plan_model import base_dtype, build_on_meta, count_parameters, read_config
-from loragate.analysis.plan_request import Request, find_gpu
+from loragate.analysis.settings import Request, find_gpu
 from loragate.evaluation.tasks import Task, load_task, suite
 from loragate.evaluation.variants import Kind, Variant, variants_for
 from loragate.gates.range import parse_ranges
