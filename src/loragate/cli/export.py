@@ -10,6 +10,7 @@ from typing import Any
 from loragate.cli.arguments import Command
 from loragate.cli.preflight import require_free_out
 from loragate.errors import ConfigError
+from loragate.gates.recommended import at
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ def run(options: ExportOptions) -> int:
     """Fold, write the adapter and its card, and say what was written."""
     from loragate.conversion.fold import constant_coefficients, fold_adapter, needs_uniform
     from loragate.files import write_text
+    from loragate.gates.artifact import write_sampling
     from loragate.gates.gate import Override
     from loragate.models import read_gates, resolve
 
@@ -47,6 +49,9 @@ def run(options: ExportOptions) -> int:
                 f"--constant {options.constant:g}: {options.model} has an override already; give one of the two"
             )
         override = Override(constant=options.constant)
+    temperature = (
+        place.recommended_temperature if override is None else None
+    )  # which was shown of the gates as they are
     if override is None or place.kind == "base":
         resolve(options.model, expect="gated", overrides=True, base_later=True)  # says what the folder is instead
     gates = read_gates(place.folder, override)
@@ -55,9 +60,19 @@ def run(options: ExportOptions) -> int:
     base = gates.base.get("id") or config.get("base_model_name_or_path") or ""
     write_text(
         out / "README.md",
-        card(_source(place, options.constant), str(base), coefficients, override or Override(), options.uniform),
+        card(
+            _source(place, options.constant),
+            str(base),
+            coefficients,
+            override or Override(),
+            options.uniform,
+            temperature,
+        ),
     )
+    write_sampling(out, temperature)
     print(f"{out}: a plain LoRA adapter, {summary(coefficients)}")
+    if temperature is not None:
+        print(f"recommended sampling: {at(temperature)} (generation_config.json)")
     if more := needs_uniform(config):
         print(f"its adapter_config.json has {', '.join(more)}, which llama.cpp does not read: add --uniform for it")
     print(f"next: loragate generate --model {out} --prompt TEXT")
@@ -79,7 +94,14 @@ def summary(coefficients: Mapping[str, float]) -> str:
     return f"λ from {values[0]:.4g} to {values[-1]:.4g} folded into {len(values)} modules ({below} of them reversed)"
 
 
-def card(source: str, base: str, coefficients: Mapping[str, float], override: Any, uniform: bool) -> str:
+def card(
+    source: str,
+    base: str,
+    coefficients: Mapping[str, float],
+    override: Any,
+    uniform: bool,
+    temperature: float | None = None,
+) -> str:
     """README.md of the export."""
     lines = [
         "# LoRA adapter with folded gates",
@@ -96,6 +118,8 @@ def card(source: str, base: str, coefficients: Mapping[str, float], override: An
         ]
     else:
         lines += ["It computes what the gated adapter computes, up to rounding in fp32: λ·B replaces B.", ""]
+    if temperature is not None:
+        lines += [f"Recommended sampling: {at(temperature)} (`generation_config.json`).", ""]
     if uniform:
         lines += ["All modules share one rank (padded with zeros) and lora_alpha / r = 1.", ""]
     lines += [

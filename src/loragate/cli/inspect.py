@@ -12,6 +12,7 @@ from loragate.cli.arguments import Command, comma_list
 from loragate.cli.display import console, next_evaluation
 from loragate.cli.preflight import quiet_logging
 from loragate.errors import ConfigError
+from loragate.gates.recommended import at
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ def gates_of(place: Any) -> dict[str, Any]:
         "granularity": record["gate"]["granularity"],
         "modules": len(record["modules"]),
         "accepted": selection.get("accepted") if isinstance(selection, dict) else None,
+        "temperature": place.recommended_temperature,
     }
 
 
@@ -183,6 +185,8 @@ def run(options: InspectOptions) -> int:
             f"{gates['granularity']}{off}",
             markup=False,
         )
+        if gates["temperature"] is not None:
+            out.print(f"recommended sampling: {at(gates['temperature'])}", markup=False)
     for status, words in (("gate", "can be gated"), ("leave", "left at full strength"), ("refuse", "cannot be gated")):
         chosen = [module for module in found["modules"] if module["status"] == status]
         if not chosen:
