@@ -8,7 +8,7 @@ are asked 64, 128 or 256 questions × 4 samples. The study's committed verdicts 
 a cell's questions is the probe, the other half says what the pick is worth, and back; gates were sampled at T = 1 only.
 
 Regret is what the best setting has more than the pick, in points; "harmful" is a pick of another kind than the adapter that
-is more than one point below the adapter at its best temperature. Rules of comparison: today's choice (adapter or gates,
+is more than one point below the adapter at its best temperature. Rules of comparison: the former choice (adapter or gates,
 both at T = 1, highest score), the adapter greedily, the adapter at its best temperature on the probe, and the highest score
 of all settings. Everything depends on --seed alone.
 """
@@ -38,7 +38,7 @@ SITUATIONS = {
     "open": {"base": -1.0, "constant": -0.2, "gates": 0.0, "apart": 0.4},
     "gates harm": {"base": -1.0, "constant": -0.2, "gates": -0.5, "apart": 0.4},
 }
-SAMPLES, TRUTH = 4, 4000
+SAMPLES, TRUTH = 4, 20_000
 STUDY = Path("benchmarks/results/study_verdicts.jsonl.gz")
 Scores = dict[Candidate, np.ndarray]
 ALONE = {t: Candidate(None, ADAPTER, temperature=t) for t in TEMPERATURES}
@@ -63,22 +63,29 @@ def world(kind: str, generator: np.random.Generator) -> dict[Candidate, float]:
     }
 
 
-def draw(offsets: Mapping[Candidate, float], questions: int, samples: int, generator: np.random.Generator) -> Scores:
-    """Verdicts [questions, samples] of every setting on new questions, the same ones for all."""
+def chances(
+    offsets: Mapping[Candidate, float], questions: int, generator: np.random.Generator
+) -> dict[Candidate, np.ndarray]:
+    """Each setting's chance of being right [questions], on the same new questions for all."""
     difficulty = generator.normal(-0.5, 1.6, questions)
     # not a set, whose order would differ from process to process
     of_model = {model: generator.normal(0, 0.6, questions) for model in dict.fromkeys(one.model for one in offsets)}
-    scores = {}
+    found = {}
     for setting, offset in offsets.items():
         odds = difficulty + of_model[setting.model] + offset + generator.normal(0, 0.7, questions)
-        if setting.temperature == 0:
-            scores[setting] = (odds > 0).astype(float)[:, None]
-        else:
-            scores[setting] = (generator.random((questions, samples)) < expit(odds)[:, None]).astype(float)
-    return scores
+        found[setting] = expit(odds) if setting.temperature else (odds > 0).astype(float)
+    return found
 
 
-def today(scores: Scores) -> Candidate:
+def draw(offsets: Mapping[Candidate, float], questions: int, generator: np.random.Generator) -> Scores:
+    """Verdicts [questions, samples] of every setting on new questions, the same ones for all."""
+    return {
+        setting: (generator.random((questions, SAMPLES if setting.temperature else 1)) < chance[:, None]).astype(float)
+        for setting, chance in chances(offsets, questions, generator).items()
+    }
+
+
+def former(scores: Scores) -> Candidate:
     """The adapter or gates, whichever scores highest at T = 1; the adapter wins ties."""
     warm = [setting for setting in scores if setting.temperature == 1 and setting.kind in (ADAPTER, GATES)]
     return max(warm, key=lambda setting: scores[setting].mean())
@@ -102,7 +109,7 @@ def halved(scores: Scores) -> tuple[Candidate, int]:
 
 
 RULES: dict[str, Callable[[Scores], Candidate]] = {
-    "today's choice at T = 1": today,
+    "former choice at T = 1": former,
     "adapter, greedy": lambda scores: ALONE[0.0],
     "adapter at its best temperature": cooled,
     "highest score of all": lambda scores: max(scores, key=lambda setting: scores[setting].mean()),
@@ -140,8 +147,8 @@ def simulated(worlds: int, questions: int, seed: int) -> dict[str, Any]:
         for index in range(worlds):
             generator = np.random.default_rng((seed, number, index))
             offsets = world(kind, generator)
-            truth = {setting: float(values.mean()) for setting, values in draw(offsets, TRUTH, 16, generator).items()}
-            scores = draw(offsets, questions, SAMPLES, generator)
+            truth = {setting: float(chance.mean()) for setting, chance in chances(offsets, TRUTH, generator).items()}
+            scores = draw(offsets, questions, generator)
             for name, rule in RULES.items():
                 found[name].append(score(rule(scores), truth))
             pick, asked = halved(scores)
@@ -177,7 +184,7 @@ def measured(seed: int) -> dict[str, Any]:
     """{rule: summary} over the study's cells, half of the questions as probe, the other half as truth, and back."""
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in RULES}
     warm: dict[str, list[tuple[float, float, float]]] = {
-        name: [] for name in ("today's choice at T = 1", "recommended")
+        name: [] for name in ("former choice at T = 1", "recommended")
     }
     for scores in study_cells().values():
         count = len(next(iter(scores.values())))

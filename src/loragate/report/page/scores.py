@@ -116,9 +116,11 @@ def selection_section(selection: Record, anchor: str, title: str) -> Section:
         evidence = {}
     references = selection.get("references")
     references = references if isinstance(references, Mapping) else {}
+    # of a sweep and of earlier records the name, else the setting with its temperature
+    chosen = (selection.get("recommendation") or {}).get("setting", selection.get("picked"))
     rows = [
         {
-            "name": name + (" (chosen)" if name == selection.get("picked") else ""),
+            "name": name + (" (chosen)" if name == chosen else ""),
             "group": "control" if name in references else "baseline" if name == "adapter" else "scale",
             "estimate": value,
             "not_run": False,
