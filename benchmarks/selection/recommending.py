@@ -183,9 +183,7 @@ def study_cells() -> dict[str, Scores]:
 def measured(seed: int) -> dict[str, Any]:
     """{rule: summary} over the study's cells, half of the questions as probe, the other half as truth, and back."""
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in RULES}
-    warm: dict[str, list[tuple[float, float, float]]] = {
-        name: [] for name in ("former choice at T = 1", "recommended")
-    }
+    warm: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ("former choice at T = 1", "recommended")}
     for scores in study_cells().values():
         count = len(next(iter(scores.values())))
         order = np.random.default_rng((seed, count)).permutation(count)

@@ -11,7 +11,8 @@ import loragate as lg
 from loragate.errors import ArtifactError, ConfigError
 from loragate.gates import recommended
 from loragate.gates.card import render_card
-from loragate.gates.schema import SAMPLING, read_gate_config
+from loragate.gates.recommended import SAMPLING
+from loragate.gates.schema import read_gate_config
 from loragate.gates.upload import stage
 from loragate.models import resolve
 from tiny import tiny_adapter, tiny_base

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from loragate.cli.calibrate import CalibrateOptions, gate_config, taken_from
-from loragate.cli.display import Display, Parts, console, duration, next_evaluation
 from loragate.cli.launching import loads_into_host
-from loragate.cli.preflight import quiet_logging, require_free_out, require_reporters
+from loragate.cli.preflight import require_free_out, require_reporters
 from loragate.cli.run_rows import encode_run, keep_configuration, keep_rows_record, read_rows, say_steps
 from loragate.data import ending_health, load_rows, mask_as_text, preview
+from loragate.display import Display, Parts, console, duration, next_evaluation, quiet_logging
 from loragate.gates import examine_adapter, require_gateable
 from loragate.gates.eligibility import require_trainable
 from loragate.models import Loading, Place, open_tokenizer, open_weights, resolve

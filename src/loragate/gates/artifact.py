@@ -52,7 +52,7 @@ from loragate.gates.fingerprint import (
 )
 from loragate.gates.peft_saving import save_configuration
 from loragate.gates.quantised import quantization_of, storage_warning
-from loragate.gates.recommended import generation_settings, recommended_temperature
+from loragate.gates.recommended import SAMPLING, generation_settings, recommended_temperature
 from loragate.gates.schema import (
     ADAPTER,
     CARD,
@@ -60,7 +60,6 @@ from loragate.gates.schema import (
     EVIDENCE,
     FORMAT,
     GATES,
-    SAMPLING,
     SCHEMA_VERSION,
     is_support,
     read_gate_config,

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+SAMPLING = "generation_config.json"
 USUAL = 1.0
 """The temperature where nobody asks for one and no folder recommends one."""
 

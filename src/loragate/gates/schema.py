@@ -19,13 +19,12 @@ from safetensors.torch import load, save
 from loragate.errors import ArtifactError
 from loragate.gates.config import GateConfig
 from loragate.gates.peft_saving import lost_gates
-from loragate.gates.recommended import generation_settings, recommended_temperature
+from loragate.gates.recommended import SAMPLING, generation_settings, recommended_temperature
 from loragate.validate import STRICT, Amount, Size, validate
 
 FORMAT = "loragate"
 SCHEMA_VERSION = 1
 CONFIG, GATES, ADAPTER, CARD = "gate_config.json", "gates.safetensors", "adapter", "README.md"
-SAMPLING = "generation_config.json"
 EVIDENCE = ("parity", "selection", "training")
 _MAX_CONFIG_BYTES = 16 << 20
 

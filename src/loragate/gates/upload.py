@@ -24,7 +24,8 @@ from safetensors import SafetensorError, safe_open
 from loragate.errors import ArtifactError, ConfigError
 from loragate.files import write_json, write_text
 from loragate.gates.card import plain, render_card
-from loragate.gates.schema import ADAPTER, CARD, CONFIG, EVIDENCE, GATES, SAMPLING, read_gate_config, read_tensors
+from loragate.gates.recommended import SAMPLING
+from loragate.gates.schema import ADAPTER, CARD, CONFIG, EVIDENCE, GATES, read_gate_config, read_tensors
 from loragate.hub_names import is_hub_id
 from loragate.version import __version__
 

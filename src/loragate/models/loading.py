@@ -219,6 +219,9 @@ def open_tokenizer(place: Place, how: Loading | None = None) -> Any:
         else:
             name, beside = pretrained(place.base) if chosen == place.base.name else (chosen, {})
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=how.trust, **beside)
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+        # transformers makes an empty one of a folder that has no file of it
+        raise ConfigError(f"tokenizer {chosen}: there is no tokenizer in this folder")
     if how.chat_template:
         try:
             tokenizer.chat_template = Path(how.chat_template).read_text(encoding="utf-8")

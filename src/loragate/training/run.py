@@ -91,12 +91,13 @@ class TrainingJob:
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """What a run leaves behind: its log records, steps and wall time."""
+    """What a run leaves behind: its log records, steps and wall time, and counts of what it sampled."""
 
     history: list[dict[str, Any]]
     steps: int
     seconds: float
     fused_head: bool
+    sampled: dict[str, float] = field(default_factory=dict)
 
 
 def run_training(

@@ -310,7 +310,6 @@ def _calibrate(
         **({} if guard is None else {"guard": asdict(guard.limits)}),
         **({} if objective is None else {"constants": objective.settings}),
     }
-    sampled: dict[str, float] = {}
     with without_dropout(model):
         if settings.objective == "random":
             if folder is not None:
@@ -332,7 +331,6 @@ def _calibrate(
                 guard=guard,
             )
             outcome = run_on_policy(own, folder, resume=resume, on_step=on_step)
-            sampled = own.sampled
         else:
             token_loss, request = _loss_and_request(settings.objective, objective, k)
             job = TrainingJob(
@@ -375,7 +373,7 @@ def _calibrate(
         fused_head=outcome.fused_head,
         stopped=None if guard is None else guard.verdict,
         guard=[] if guard is None else guard.as_records(),
-        sampled=sampled,
+        sampled=outcome.sampled,
         training_seconds=outcome.seconds,
         heldout=apart,
         objective=trained_by,
