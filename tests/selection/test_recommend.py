@@ -118,10 +118,11 @@ def test_what_is_shown_to_be_worse_than_the_adapter_sampled_alike_is_not_recomme
 
 def test_a_small_probe_asks_for_a_wider_interval():
     assert (level_for(ENOUGH), level_for(ENOUGH - 1)) == (LEVEL, STRICT)
-    few = draw({COOL: 0.4, GATES[0]: 0.62}, 40, seed=5)
-    many = {setting: np.repeat(values, 4, axis=0) for setting, values in few.items()}
-    assert recommend(few).setting == COOL
-    assert recommend(many).setting == GATES[0]
+    alone, gated = np.zeros((ENOUGH, 1)), np.zeros((ENOUGH, 1))
+    gated[:18], alone[18:26] = 1, 1  # 18 questions gained and 8 lost: nearly two standard errors
+    scores = {COOL: alone, GATES[0]: gated}
+    assert recommend(scores).setting == GATES[0]
+    assert recommend({one: values[:-1] for one, values in scores.items()}).setting == COOL
 
 
 def test_the_record_holds_steps_scores_and_how_many_were_tried():
