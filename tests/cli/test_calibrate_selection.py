@@ -221,7 +221,7 @@ def test_the_guard_watches_the_objectives_that_sample(place, tmp_path):
     ]
     for name, more, watched in (("on", [], True), ("off", ["--no-guard"], False)):
         assert calibrate(place, tmp_path / name, *flags, *more) == 0
-        stored = tmp_path / name / "run" / "candidates" / "trials" / "anchored_0_1_seed42" / "result.json"
+        stored = tmp_path / name / "run" / "candidates" / "trials" / "anchored_0_1_seed42" / "trained.json"
         training = json.loads(stored.read_text())["training"]
         assert bool(training.get("guard")) is watched
 
@@ -247,7 +247,7 @@ def test_the_adapter_stays_where_nothing_beats_it(place, tmp_path, capsys):
     assert "the gates of" in text
     assert "are off: nothing beat the adapter" in text
     results = read_record(tmp_path / "run" / "results.json")
-    assert [row.name for row in results.results] == ["adapter", "base"]
+    assert [row.name for row in results.results] == ["adapter", "base", "adapter greedy"], "as the folder recommends"
     assert results.models["adapter"] == str(out / "adapter")
 
 
@@ -431,7 +431,8 @@ def test_ctrl_c_says_the_step_and_how_to_go_on(place, tmp_path, capsys, monkeypa
     assert "the same command with --resume goes on" in said(capsys)
     monkeypatch.setattr(Probe, "score", score)
     assert calibrate(place, tmp_path / "out", *probe, "--resume") == 0
-    assert selection_of(tmp_path / "out")["picked"] == "[-3,1]"
+    record = selection_of(tmp_path / "out")
+    assert (record["cost"]["trainings"], record["settings"][-1]["questions"]) == (1, 40)
 
 
 def test_several_processes_are_refused_before_anything_is_loaded(place, tmp_path, capsys, monkeypatch):
