@@ -116,6 +116,17 @@ def test_what_is_shown_to_be_worse_than_the_adapter_sampled_alike_is_not_recomme
     assert recommend(scores).setting == WARM
 
 
+def test_uncertainty_about_the_temperature_is_no_reason_to_use_another_kind():
+    """The adapter is as good as the base, but only greedily, and out of fold it is not sure of that."""
+    nearly = np.ones((128, 4))
+    nearly[::40, 0] = 0
+    scores = {COOL: nearly, GREEDY: np.ones((128, 1)), BASE: np.ones((128, 4))}
+    found = recommend(scores)
+    (step,) = found.steps
+    assert (step.lead, step.shown) == (0, False)
+    assert found.setting == GREEDY
+
+
 def test_a_small_probe_asks_for_a_wider_interval():
     assert (level_for(ENOUGH), level_for(ENOUGH - 1)) == (LEVEL, STRICT)
     alone, gated = np.zeros((ENOUGH, 1)), np.zeros((ENOUGH, 1))

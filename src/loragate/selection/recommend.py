@@ -32,11 +32,14 @@ FIRST, FINALISTS, OF_KIND = 16, 10, 2
 
 @dataclass(frozen=True)
 class Step:
-    """One kind against the best of the simpler ones, by scores out of fold.
+    """One kind against the best of the simpler ones.
 
     Attributes:
         kind, against: the two.
-        mean, low, high: of the paired difference, kind minus against, with its interval at `level_for` so many questions.
+        mean, low, high: of the paired difference out of fold, kind minus against, with its interval at `level_for` so many
+            questions.
+        lead: difference between the settings that would be recommended of the two, on all questions. Out of fold a kind pays
+            for not being sure of its best temperature, and that alone is no reason to use another.
     """
 
     kind: str
@@ -44,11 +47,12 @@ class Step:
     mean: float
     low: float
     high: float
+    lead: float
 
     @property
     def shown(self) -> bool:
         """Whether the kind is shown to be better."""
-        return self.low > 0
+        return self.low > 0 and self.lead > 0
 
 
 @dataclass(frozen=True)
@@ -105,17 +109,19 @@ def recommend(scores: Mapping[Candidate, np.ndarray], *, tried: int | None = Non
     means_QS = np.stack([np.mean(scores[setting], axis=1) for setting in settings], axis=1)
     columns = {kind: found for kind in KINDS if (found := [i for i, one in enumerate(settings) if one.kind == kind])}
     honest = _out_of_fold(means_QS, columns, seed)
+    alone = {settings[i].temperature: means_QS[:, i] for i in columns[ADAPTER]}
+    picks = {}
+    for kind, found in columns.items():
+        # where all are worse than the adapter sampled alike, none of them leads
+        allowed = [i for i in found if not _is_worse(means_QS[:, i], alone.get(settings[i].temperature))] or found
+        picks[kind] = allowed[int(np.argmax(shrunk_means(means_QS[:, allowed])))]
     best, steps = ADAPTER, []
     for kind in list(columns)[1:]:
-        step = Step(kind, best, *_interval(honest[kind] - honest[best]))
-        steps.append(step)
-        best = kind if step.shown else best
-    alone = {settings[i].temperature: means_QS[:, i] for i in columns[ADAPTER]}
-    allowed = [i for i in columns[best] if not _is_worse(means_QS[:, i], alone.get(settings[i].temperature))]
-    allowed = allowed or columns[ADAPTER]
-    pick = allowed[int(np.argmax(shrunk_means(means_QS[:, allowed])))]
+        lead = float(means_QS[:, picks[kind]].mean() - means_QS[:, picks[best]].mean())
+        steps.append(Step(kind, best, *_interval(honest[kind] - honest[best]), lead))
+        best = kind if steps[-1].shown else best
     return Recommendation(
-        setting=settings[pick],
+        setting=settings[picks[best]],
         steps=tuple(steps),
         scores={setting: average_at_k(scores[setting]) for setting in settings},
         honest={kind: average_at_k(values[:, None]) for kind, values in honest.items()},
