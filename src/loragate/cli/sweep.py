@@ -77,8 +77,8 @@ def run(options: SweepOptions) -> int:
     folder = Path(options.out)
     require_sweep_folder(folder, options.resume)
     from loragate.cli.preflight import quiet_logging
-    from loragate.cli.sweep_display import live_table
     from loragate.selection.store import Store
+    from loragate.selection.watch import live_table
 
     quiet_logging()
     out = console()
