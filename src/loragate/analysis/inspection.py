@@ -112,6 +112,7 @@ def _gates(place: Place) -> dict[str, Any]:
         "granularity": record["gate"]["granularity"],
         "modules": len(record["modules"]),
         "accepted": selection.get("accepted") if isinstance(selection, dict) else None,
+        "temperature": place.recommended_temperature,
     }
 
 

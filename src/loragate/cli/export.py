@@ -7,6 +7,7 @@ from pathlib import Path
 
 from loragate.cli.arguments import Command
 from loragate.cli.preflight import require_free_out
+from loragate.gates.recommended import SAMPLING
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ def run(options: ExportOptions) -> int:
         options.model, options.out, constant=options.constant, uniform=options.uniform
     )
     print(f"{options.out}: a plain LoRA adapter, {folded_in_words(coefficients)}")
+    if (Path(options.out) / SAMPLING).is_file():
+        print(f"{SAMPLING} holds the sampling at which the gates were shown to help")
     if more := needs_uniform(config):
         print(f"its adapter_config.json has {', '.join(more)}, which llama.cpp does not read: add --uniform for it")
     print(f"next: loragate generate --model {options.out} --prompt TEXT")

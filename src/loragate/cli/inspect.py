@@ -10,6 +10,7 @@ from typing import Any
 from loragate.cli.arguments import Command, comma_list
 from loragate.cli.display import console, next_evaluation
 from loragate.cli.preflight import quiet_logging
+from loragate.gates.recommended import at
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ def _print(found: dict[str, Any], hopeless: bool) -> None:
             f"{gates['granularity']}{off}",
             markup=False,
         )
+        if gates["temperature"] is not None:
+            out.print(f"recommended sampling: {at(gates['temperature'])}", markup=False)
     for status, words in (("gate", "can be gated"), ("leave", "left at full strength"), ("refuse", "cannot be gated")):
         chosen = [module for module in found["modules"] if module["status"] == status]
         if not chosen:

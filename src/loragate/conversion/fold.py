@@ -16,8 +16,10 @@ from safetensors.torch import save_file
 from loragate.errors import ArtifactError, ConfigError, GateError
 from loragate.files import write_atomically, write_json, write_text
 from loragate.gates import GateConfig
+from loragate.gates.artifact import write_sampling
 from loragate.gates.gate import Override
 from loragate.gates.operation import overridden_coefficient
+from loragate.gates.recommended import SAMPLING, at
 from loragate.models import read_gates, resolve
 from loragate.models.adapter_files import PREFIX, read_adapter, strength_of
 
@@ -49,6 +51,7 @@ def export_adapter(
         if override is not None:
             raise ConfigError(f"--constant {constant:g}: {model} has an override already; give one of the two")
         override = Override(constant=constant)
+    temperature = place.recommended_temperature if override is None else None  # shown of the gates as they are
     if override is None or place.kind == "base":
         resolve(model, expect="gated", overrides=True, base_later=True)  # says what the folder is instead
     gates = read_gates(place.folder, override)
@@ -58,7 +61,9 @@ def export_adapter(
     laid = place.ref.override or ("" if constant is None else f"constant={constant!r}")
     source = "@".join(filter(None, (place.hub_id or place.folder.name, laid)))
     base = str(gates.base.get("id") or config.get("base_model_name_or_path") or "")
-    write_text(Path(out) / "README.md", _card(source, base, coefficients, override or Override(), uniform))
+    card = _card(source, base, coefficients, override or Override(), uniform, temperature)
+    write_text(Path(out) / "README.md", card)
+    write_sampling(Path(out), temperature)
     return config, coefficients
 
 
@@ -182,7 +187,14 @@ def _module(key: str) -> str | None:
     return None if suffix is None else key.removesuffix(suffix).removeprefix(PREFIX)
 
 
-def _card(source: str, base: str, coefficients: Mapping[str, float], override: Override, uniform: bool) -> str:
+def _card(
+    source: str,
+    base: str,
+    coefficients: Mapping[str, float],
+    override: Override,
+    uniform: bool,
+    temperature: float | None,
+) -> str:
     lines = [
         "# LoRA adapter with folded gates",
         "",
@@ -198,5 +210,7 @@ def _card(source: str, base: str, coefficients: Mapping[str, float], override: O
     ]
     if uniform:
         lines += ["All modules share one rank (padded with zeros) and lora_alpha / r = 1.", ""]
+    if temperature is not None:
+        lines += [f"Recommended sampling: {at(temperature)} (`{SAMPLING}`).", ""]
     rows = [f"| {path} | {value:.6g} |" for path, value in coefficients.items()]
     return "\n".join([*lines, "| module | λ |", "|---|---:|", *rows, ""])

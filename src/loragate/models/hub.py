@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from loragate.errors import ArtifactError
+from loragate.gates.recommended import SAMPLING
 from loragate.gates.schema import ADAPTER, CARD, CONFIG, GATES
 from loragate.models.adapter_files import ADAPTER_CONFIG
 
-GATED = (CONFIG, GATES, CARD, f"{ADAPTER}/*")
+GATED = (CONFIG, GATES, SAMPLING, CARD, f"{ADAPTER}/*")
 BASE = ("*.json", "model*.safetensors", "*.model", "*.jinja", "merges.txt", "vocab.txt")
 PLAIN = ("adapter_*", "*token*.json", "tokenizer*", "vocab.*", "merges.txt", "*.jinja")
 

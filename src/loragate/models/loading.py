@@ -92,6 +92,11 @@ class Loaded:
         return find_endings(self.tokenizer, settings, self.stop_token_ids)
 
     @property
+    def recommended_temperature(self) -> float | None:
+        """Of sampling, see `Place.recommended_temperature`."""
+        return self.place.recommended_temperature
+
+    @property
     def told_endings(self) -> dict[str, Any]:
         """What an evaluation records of them: {} where the chat template adds no end to those that are declared."""
         added = self.endings.added
@@ -189,7 +194,8 @@ def load_gated(
 
     Returns:
         A gated PeftModel in eval mode with every parameter frozen; `generate`, KV cache, batches and padding work as
-        with any PeftModel. `loragate.gates.train_gates_only(model)` has the gates train again.
+        with any PeftModel. `generate` ends and samples as the artifact records, where it does (`model.generation_config`).
+        `loragate.gates.train_gates_only(model)` has the gates train again.
 
     Raises:
         ArtifactError: if the artifact is malformed, belongs to another base or adapter, or it or the base is not to be had.

@@ -13,12 +13,14 @@ adapter, with a name, an id and a place in the prefix cache of its own, so nothi
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 from pathlib import Path
 from typing import Any
 
 from loragate.errors import LoragateError
+from loragate.gates.recommended import warn_elsewhere
 from loragate.serving.versions import missing_hook, vllm_version, why_unsupported
 from loragate.version import __version__
 
@@ -89,6 +91,7 @@ def _install() -> None:
     WorkerLoRAManager._load_adapter = _loading(WorkerLoRAManager._load_adapter)
     LRUCacheWorkerLoRAManager.add_adapter = _adding(LRUCacheWorkerLoRAManager.add_adapter)
     InputProcessor._validate_lora = _validating(InputProcessor._validate_lora)
+    InputProcessor.process_inputs = _warning(InputProcessor.process_inputs)
     VllmConfig.compute_hash = _hashing(VllmConfig.compute_hash)
     if os.environ.get(ADAPTERS):
         from loragate.serving.resolver import register_resolver
@@ -172,6 +175,32 @@ def _validating(original: Any) -> Any:
             raise ValueError(str(error)) from error
 
     return validate
+
+
+def _warning(original: Any) -> Any:
+    """The front end's reading of a request that warns where gates are sampled at another temperature than recommended."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from loragate.gates.override_names import split_folder
+        from loragate.gates.schema import read_gate_config
+        from loragate.models.place import is_gated
+
+        found = original(self, *args, **kwargs)  # refuses a folder that is wrong
+        asked = signature.bind(self, *args, **kwargs).arguments
+        lora, temperature = asked.get("lora_request"), getattr(asked["params"], "temperature", None)
+        if lora is not None and temperature is not None:
+            records = self.__dict__.setdefault("_loragate_records", {})
+            if lora.lora_path not in records:
+                named, override = split_folder(lora.lora_path)
+                folder = Path(os.path.expanduser(named))
+                gated = override is None and is_gated(folder)
+                records[lora.lora_path] = read_gate_config(folder) if gated else {}
+            warn_elsewhere(lora.lora_name, records[lora.lora_path], temperature, logger)
+        return found
+
+    return process_inputs
 
 
 def _hashing(original: Any) -> Any:

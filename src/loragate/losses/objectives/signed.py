@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Lt
@@ -189,7 +189,7 @@ class EntropyMinimisation(Constants):
 
     name = "entropy"
     requires = frozenset[str]()
-    outputs = ("log_prob", "topk_entropy")
+    outputs: ClassVar[tuple[str, ...]] = ("log_prob", "topk_entropy")
     gradients = ("topk_entropy",)
 
     def __post_init__(self) -> None:
