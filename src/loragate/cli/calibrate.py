@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from loragate.cli.arguments import Command, comma_list, require_given
-from loragate.cli.launching import begin, loads_into_host
+from loragate.training.launching import begin, loads_into_host
 from loragate.cli.options import RunOptions
 from loragate.cli.preflight import check_loading, quiet_logging, require_free_out, require_reporters
 from loragate.effects import require_effect

@@ -127,7 +127,7 @@ time.sleep(30)
 """
 PARENT = """
 import subprocess, sys
-from loragate.cli.launching import wait_for
+from loragate.training.launching import wait_for
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]])
 try:
     sys.exit(wait_for(child))
