@@ -11,10 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from loragate.cli import launching
 from loragate.cli.main import main
 from loragate.errors import ConfigError
-from loragate.training import CalibrationSettings
+from loragate.training import CalibrationSettings, launching
 
 
 @pytest.fixture(autouse=True)

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from loragate.cli.arguments import Command, comma_list, require_given
-from loragate.training.launching import begin, loads_into_host
 from loragate.cli.options import RunOptions
-from loragate.cli.preflight import check_loading, quiet_logging, require_free_out, require_reporters
+from loragate.display import quiet_logging
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.selection.candidate import ADAPTER, BASE, Candidate, parse_candidates
 from loragate.selection.settings import SelectionSettings, require_one_process
+from loragate.training.launching import begin, loads_into_host
+from loragate.training.preflight import check_loading, require_free_out, require_reporters
 from loragate.training.settings import ON_POLICY, CalibrationSettings
 
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from loragate.cli.arguments import comma_list
 from loragate.cli.options import AnswerOptions, GradingOptions, ModelOptions, OutputOptions
-from loragate.cli.preflight import check_loading, quiet_logging
+from loragate.display import quiet_logging
 from loragate.errors import ConfigError, nearest
+from loragate.training.preflight import check_loading
 
 if TYPE_CHECKING:
     from loragate.models import Loaded

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions
-from loragate.cli.preflight import check_loading
 from loragate.display import quiet_logging
+from loragate.training.preflight import check_loading
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from loragate.cli.arguments import Command, comma_list
 from loragate.cli.display import console, next_evaluation
-from loragate.cli.preflight import quiet_logging
+from loragate.display import quiet_logging
 from loragate.gates.recommended import at
 
 

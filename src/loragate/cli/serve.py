@@ -8,10 +8,10 @@ from typing import Literal
 
 from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions
-from loragate.cli.preflight import check_loading
 from loragate.display import quiet_logging
 from loragate.effects import require_effect
 from loragate.serving.settings import ServerSettings
+from loragate.training.preflight import check_loading
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,13 +11,13 @@ from loragate.cli.arguments import Command, comma_list, require_given, resolved_
 from loragate.cli.calibrate import GateOptions, gate_config, taken_from
 from loragate.cli.display import console, duration, next_evaluation
 from loragate.cli.options import RunOptions
-from loragate.cli.preflight import check_loading
 from loragate.effects import require_effect
 from loragate.errors import ConfigError, DivergenceError, LoragateError
 from loragate.files import held, write_json, write_text
 from loragate.gates.range import parse_ranges
 from loragate.selection.candidate import grid, label_adapters
 from loragate.selection.settings import ProbeSettings
+from loragate.training.preflight import check_loading
 from loragate.training.settings import CalibrationSettings
 
 
@@ -76,7 +76,7 @@ def run(options: SweepOptions) -> int:
     check_loading(options)
     folder = Path(options.out)
     require_sweep_folder(folder, options.resume)
-    from loragate.cli.preflight import quiet_logging
+    from loragate.display import quiet_logging
     from loragate.selection.store import Store
     from loragate.selection.watch import live_table
 

@@ -21,9 +21,9 @@ from loragate.files import write_json
 from loragate.recipes.recipe import Stage
 from loragate.version import __version__
 
-OptionsOf = Callable[[Stage, str], Any]
-"""(stage, name of the recipe) to the stage's options as its command has them; a ConfigError names recipe, stage and key. The
-commands lie above this room: `loragate.cli.recipes.checked` is the one there is."""
+OptionsOf = Callable[..., Any]
+"""(stage, name of the recipe, deep=True) to the stage's options as its command has them; a ConfigError names recipe, stage and
+key. The commands lie above this room: `loragate.cli.recipes.checked` is the one there is."""
 ANSWER = "lacking"
 """The verb of `loragate recipes` that answers another interpreter; not for people."""
 Check = Callable[[], Any]
@@ -39,7 +39,7 @@ def lacking(stages: Sequence[Stage], folder: str, options_of: OptionsOf) -> list
     found: dict[str, list[str]] = {}
     for stage in stages:
         here = {key: value for key, value in stage.values.items() if not str(value).startswith(f"{folder}/")}
-        options = options_of(dataclasses.replace(stage, values=here), stage.name)
+        options = options_of(dataclasses.replace(stage, values=here), stage.name, deep=False)
         options = dataclasses.replace(
             options, **({"out": f"{folder}/{stage.output}"} if hasattr(options, "out") else {})
         )
@@ -117,7 +117,7 @@ def _base_of(name: str) -> Any:
 
 
 def _libraries(options: Any) -> None:
-    from loragate.cli.preflight import check_loading, require_reporters
+    from loragate.training.preflight import check_loading, require_reporters
 
     check_loading(options)
     require_reporters(getattr(options, "report_to", "none"))

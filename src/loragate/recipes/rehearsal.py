@@ -20,8 +20,8 @@ from loragate.errors import ConfigError, LoragateError
 from loragate.files import write_json
 from loragate.recipes.folder import RECORD, read_record
 from loragate.recipes.machine import Need
-from loragate.recipes.recipe import Recipe, Stage
 from loragate.recipes.ready import OptionsOf
+from loragate.recipes.recipe import Recipe, Stage
 from loragate.recipes.run import EVAL_PYTHON, Run, run_recipe, start
 from loragate.recipes.standins import base_folder, rows_file, write_standins
 

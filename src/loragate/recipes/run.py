@@ -22,7 +22,7 @@ from pathlib import Path
 import yaml
 
 from loragate.errors import ConfigError, LoragateError
-from loragate.files import held, write_json, write_text
+from loragate.files import held, write_text
 from loragate.recipes.folder import RunFolder
 from loragate.recipes.ready import OptionsOf, ask, lacking
 from loragate.recipes.recipe import Recipe, Stage
