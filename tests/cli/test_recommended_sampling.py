@@ -130,24 +130,21 @@ def test_the_server_says_it_and_tells_vllm(place, tmp_path, capsys):
     assert "more" not in out
 
 
-def test_vllm_warns_once(place, caplog):
-    class Front:
-        def process_inputs(self, request_id, prompt, params, supported_tasks=(), lora_request=None):
+def test_vllm_warns_once(place, tmp_path, caplog):
+    class Server:
+        def generate(self, prompt, sampling_params, request_id, *, lora_request=None):
             return request_id
 
-    process = _warning(Front.process_inputs)
-    front = Front()
+    generate, server = _warning(Server.generate), Server()
+    (tmp_path / "gate_config.json").write_text("{")
 
-    def ask(path, temperature, name="g"):
-        lora = None if path is None else SimpleNamespace(lora_name=name, lora_path=str(path))
-        return process(front, "id", "w1", SimpleNamespace(temperature=temperature), lora_request=lora)
+    def ask(path, temperature):
+        lora = None if path is None else SimpleNamespace(lora_name="g", lora_path=str(path))
+        assert generate(server, "w1", SimpleNamespace(temperature=temperature), "id", lora_request=lora) == "id"
 
-    assert ask(place / "cool", 0.3) == "id"
-    ask(None, 1.0)
-    ask(place / "plain", 1.0)
-    ask(place / "cool" / "adapter", 1.0)
-    ask(f"{place / 'cool'}@unit", 1.0)
-    process(front, "id", "w1", SimpleNamespace(), (), SimpleNamespace(lora_name="g", lora_path=str(place / "cool")))
+    ask(place / "cool", 0.3)
+    for path in (None, place / "plain", place / "cool" / "adapter", f"{place / 'cool'}@unit", tmp_path, "owner/name"):
+        ask(path, 1.0)
     assert not caplog.messages
     ask(place / "cool", 1.0)
     ask(place / "cool", 0.0)

@@ -13,7 +13,6 @@ adapter, with a name, an id and a place in the prefix cache of its own, so nothi
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import os
 from pathlib import Path
@@ -60,6 +59,7 @@ def _install() -> None:
     from vllm.lora.model_manager import LRUCacheLoRAModelManager
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
     from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -91,7 +91,7 @@ def _install() -> None:
     WorkerLoRAManager._load_adapter = _loading(WorkerLoRAManager._load_adapter)
     LRUCacheWorkerLoRAManager.add_adapter = _adding(LRUCacheWorkerLoRAManager.add_adapter)
     InputProcessor._validate_lora = _validating(InputProcessor._validate_lora)
-    InputProcessor.process_inputs = _warning(InputProcessor.process_inputs)
+    AsyncLLM.generate = _warning(AsyncLLM.generate)
     VllmConfig.compute_hash = _hashing(VllmConfig.compute_hash)
     if os.environ.get(ADAPTERS):
         from loragate.serving.resolver import register_resolver
@@ -178,29 +178,36 @@ def _validating(original: Any) -> Any:
 
 
 def _warning(original: Any) -> Any:
-    """The front end's reading of a request that warns where gates are sampled at another temperature than recommended."""
-    signature = inspect.signature(original)
+    """A server's `generate` that warns where gates are sampled at another temperature than their folder recommends."""
 
     @functools.wraps(original)
-    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from loragate.gates.override_names import split_folder
-        from loragate.gates.schema import read_gate_config
-        from loragate.models.place import is_gated
-
-        found = original(self, *args, **kwargs)  # refuses a folder that is wrong
-        asked = signature.bind(self, *args, **kwargs).arguments
-        lora, temperature = asked.get("lora_request"), getattr(asked["params"], "temperature", None)
-        if lora is not None and temperature is not None:
+    def generate(
+        self: Any, prompt: Any, sampling_params: Any, *args: Any, lora_request: Any = None, **kwargs: Any
+    ) -> Any:
+        if lora_request is not None:
             records = self.__dict__.setdefault("_loragate_records", {})
-            if lora.lora_path not in records:
-                named, override = split_folder(lora.lora_path)
-                folder = Path(os.path.expanduser(named))
-                gated = override is None and is_gated(folder)
-                records[lora.lora_path] = read_gate_config(folder) if gated else {}
-            warn_elsewhere(lora.lora_name, records[lora.lora_path], temperature, logger)
-        return found
+            if lora_request.lora_path not in records:
+                records[lora_request.lora_path] = _gate_config(lora_request.lora_path)
+            # vLLM's own loggers are silent in servers that `loragate serve` starts
+            told = logging.getLogger("loragate")
+            warn_elsewhere(lora_request.lora_name, records[lora_request.lora_path], sampling_params.temperature, told)
+        return original(self, prompt, sampling_params, *args, lora_request=lora_request, **kwargs)
 
-    return process_inputs
+    return generate
+
+
+def _gate_config(path: str) -> dict[str, Any]:
+    """gate_config.json of a gated folder as it is; {} for any other adapter, and for a folder that will be refused."""
+    from loragate.gates.override_names import split_folder
+    from loragate.gates.schema import read_gate_config
+    from loragate.models.place import is_gated
+
+    try:
+        named, override = split_folder(path)
+        folder = Path(os.path.expanduser(named))
+        return read_gate_config(folder) if override is None and is_gated(folder) else {}
+    except LoragateError:
+        return {}
 
 
 def _hashing(original: Any) -> Any:
