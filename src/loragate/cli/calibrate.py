@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from loragate.cli.arguments import Command, comma_list, require_given
+from loragate.cli.arguments import Command, require_given
 from loragate.cli.options import RunOptions
 from loragate.display import quiet_logging
 from loragate.effects import require_effect
@@ -18,6 +18,7 @@ from loragate.selection.settings import SelectionSettings, require_one_process
 from loragate.training.launching import begin, loads_into_host
 from loragate.training.preflight import check_loading, require_free_out, require_reporters
 from loragate.training.settings import ON_POLICY, CalibrationSettings
+from loragate.validate import comma_list
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def run(options: CalibrateOptions) -> int:
     if (status := begin(options, settings, sampling=not options.unverified)) is not None:
         return status
     from loragate.cli.calibration_report import report_choice
-    from loragate.cli.display import console
+    from loragate.display import console
     from loragate.models import resolve
     from loragate.selection.unverified import accept_gates, is_unaccepted
 
@@ -114,9 +115,9 @@ def choose(
 ) -> Any:
     """What `loragate.choose_gates` does, with what is read shown before the model is loaded, and progress after."""
     from loragate.cli.calibration_report import show_data, show_work, warn_about_endings
-    from loragate.cli.display import Display
     from loragate.cli.run_rows import encode_run, keep_configuration, keep_rows_record, read_rows, say_steps
     from loragate.data import load_rows
+    from loragate.display import Display
     from loragate.models import Loading, open_tokenizer, open_weights
     from loragate.selection.evidence import require_evidence
     from loragate.selection.transaction import Transaction
@@ -195,7 +196,7 @@ def news(job: Any, tried: Sequence[Candidate], *, references: bool, retention: b
         tried: the candidates, which come after the adapter.
         references, retention: whether there are rows for comparison, which come last, and a retention probe.
     """
-    from loragate.cli.display import Parts
+    from loragate.display import Parts
     from loragate.selection.references import COOL
 
     asked = ["probing", *["retention"] * retention]

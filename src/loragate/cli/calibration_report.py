@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from loragate.cli.display import duration, next_evaluation
+from loragate.display import duration, next_evaluation
 from loragate.report.table import percent
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from loragate.cli.arguments import Command, require_given
-from loragate.cli.evaluation_inputs import EvaluationInputs
+from loragate.cli.evaluate import EvaluationInputs
 from loragate.effects import require_effect
 from loragate.validate import Count
 

@@ -145,7 +145,7 @@ def with_reference(session: Session, rows: list[dict[str, Any]], groups: list[in
     """Values from another policy on the same prefixes."""
     from loragate.analysis.reading import Reader
     from loragate.analysis.task_values import reference_values
-    from loragate.cli.evaluation_inputs import load_inputs
+    from loragate.cli.evaluating import load_inputs
     from loragate.evaluation.variants import Variant, acting
 
     loaded, name = session.loaded, session.options.reference

@@ -19,13 +19,13 @@ from loragate.analysis.delta_entropy import (
 )
 from loragate.analysis.reading import answer_rows
 from loragate.analysis.suppression import SIGNS, Suppression, suppressing
-from loragate.cli.arguments import comma_list
 from loragate.cli.diagnose import DiagnoseOptions
 from loragate.cli.diagnose_inputs import Session, begin, classes_of, evaluate, pad_id, read_rows
 from loragate.errors import ConfigError
 from loragate.evaluation.prepared import read_questions
 from loragate.evaluation.variants import Variant, acting
 from loragate.generation import read_samples
+from loragate.validate import comma_list
 
 ROWS = 256
 SHARE_ANSWERS = 2

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loragate.cli.arguments import comma_list, resolved_yaml
+from loragate.cli.arguments import resolved_yaml
 from loragate.cli.diagnose import DiagnoseOptions
-from loragate.cli.display import Display, console, duration
-from loragate.cli.evaluate import describe_canary, progress, require_run_folder
-from loragate.cli.evaluation_inputs import chosen_tasks, load_inputs, prepare_tasks
+from loragate.cli.evaluating import load_inputs, progress, request_of
+from loragate.display import Display, console, duration
 from loragate.errors import ConfigError, nearest
+from loragate.evaluation.canary import describe
+from loragate.evaluation.prepared import chosen_tasks
+from loragate.evaluation.session import Session as Scoring
+from loragate.evaluation.session import require_run_folder
 from loragate.evaluation.variants import Kind
 from loragate.files import write_text
+from loragate.validate import comma_list
 
 if TYPE_CHECKING:
     from loragate.models import Loaded
@@ -135,44 +139,21 @@ def evaluate(
         identity: what a resumed run must share beside the evaluation's own.
         acting_as: (variant) -> context in which the model in memory is that row; None for rows that --engine can be.
     """
-    from loragate.cli.evaluation_engines import Engines
-    from loragate.evaluation.canary import canary
-    from loragate.evaluation.evaluate import Evaluation
-    from loragate.evaluation.judging import JudgeSettings, require_graders
-    from loragate.evaluation.results import write_record
+    from loragate.evaluation.engines import require_engine
+    from loragate.evaluation.judging import require_graders
     from loragate.generation import TransformersEngine
     from loragate.report.scores import caption, score_markdown, score_tables
 
     options, loaded = session.options, session.loaded
-    tasks = ours(options)
-    settings = JudgeSettings(workers=options.workers, timeout_s=options.timeout, sandbox=options.sandbox)
-    require_graders(tasks, options.grader, settings)
+    tasks, request = ours(options), request_of(options, options.model)
+    require_graders(tasks, request.grader, request.judging)
+    require_engine(request.engine)
     with session.display.job("reading the questions"):
-        prepared = prepare_tasks(options, loaded, tasks)
-    for warning in dict.fromkeys(warning for item in prepared for warning in item.warnings):
+        scoring = Scoring(request, tasks, loaded)
+    evaluation = scoring.evaluation(variants, kind=loaded.kind, diagnose=identity)
+    for warning in evaluation.warnings:
         session.out.print(f"warning: {warning}", markup=False)
-    figures = {}
-    if loaded.model is not None:
-        figures = canary(loaded.model, loaded.tokenizer, prepared[0].prompts, loaded.kind)
-    session.out.print(describe_canary(figures), markup=False)
-    evaluation = Evaluation(
-        session.folder,
-        prepared,
-        variants,
-        models=loaded.sources,
-        canary=figures,
-        seed=options.seed,
-        identity={
-            "engine": options.engine,
-            "dtype": loaded.dtype,
-            "kind": loaded.kind,
-            "limit": options.limit,
-            **loaded.told_endings,
-            "diagnose": identity,
-        },
-        judging=settings,
-        grader=options.grader,
-    )
+    session.out.print(describe(evaluation.canary), markup=False)
     evaluation.begin(options.resume)
     write_text(session.folder / "config.yaml", resolved_yaml(options))
 
@@ -182,11 +163,9 @@ def evaluate(
         with acting_as(variant):
             yield TransformersEngine(loaded.model, loaded.tokenizer, batch_size=options.batch_size)
 
-    engines = Engines(options, loaded)
-    with closing(engines), progress(session.display, evaluation.sample_count) as on_event:
-        record = evaluation.run(engines if acting_as is None else under, on_event)
+    with progress(session.display, evaluation.sample_count) as on_event:
+        record = scoring.run(evaluation, on_event, None if acting_as is None else under)
     plain = record.to_json()
-    write_record(record, session.folder / "results.json")
     write_text(session.folder / "results.md", score_markdown(plain))
     for table in score_tables(plain):
         session.out.print(table)

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from loragate.cli.arguments import Command
-from loragate.cli.display import printable
 from loragate.cli.options import ModelOptions
-from loragate.display import quiet_logging
+from loragate.display import printable, quiet_logging
 from loragate.errors import ConfigError
 from loragate.training.preflight import check_loading
 

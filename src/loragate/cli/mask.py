@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge
 
 from loragate.cli.arguments import Command, require_given
-from loragate.cli.display import Display, console, duration
 from loragate.cli.options import DataOptions, ModelOptions, OutputOptions
-from loragate.display import quiet_logging
+from loragate.display import Display, console, duration, quiet_logging
 from loragate.errors import ConfigError, DataError
 from loragate.training.preflight import check_loading
 from loragate.validate import Count

@@ -231,9 +231,10 @@ def _eval(options: Any) -> None:
 
 @cache
 def _known_tasks(suite: str, tasks: str) -> None:
-    from loragate.cli.evaluation_inputs import EvaluationInputs, chosen_tasks
+    from loragate.evaluation.prepared import chosen_tasks
+    from loragate.evaluation.settings import TaskSettings
 
-    chosen_tasks(EvaluationInputs(suite=suite, tasks=tasks))
+    chosen_tasks(TaskSettings(suite=suite, tasks=tasks))
 
 
 FURTHER: dict[str, Callable[[Any], None]] = {"sft": _sft, "calibrate": _calibrate, "eval": _eval}

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from loragate.cli.arguments import Command, require_given
-from loragate.cli.display import Display, console, duration, next_evaluation
 from loragate.cli.options import RunOptions
-from loragate.display import quiet_logging
+from loragate.display import Display, console, duration, next_evaluation, quiet_logging
 from loragate.effects import require_effect
 from loragate.training.launching import begin, loads_into_host
 from loragate.training.preflight import check_loading, require_free_out, require_reporters

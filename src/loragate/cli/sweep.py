@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from loragate.cli.arguments import Command, comma_list, require_given, resolved_yaml
+from loragate.cli.arguments import Command, require_given, resolved_yaml
 from loragate.cli.calibrate import GateOptions, gate_config, taken_from
-from loragate.cli.display import console, duration, next_evaluation
 from loragate.cli.options import RunOptions
+from loragate.display import console, duration, next_evaluation
 from loragate.effects import require_effect
 from loragate.errors import ConfigError, DivergenceError, LoragateError
 from loragate.files import held, write_json, write_text
@@ -19,6 +19,7 @@ from loragate.selection.candidate import grid, label_adapters
 from loragate.selection.settings import ProbeSettings
 from loragate.training.preflight import check_loading
 from loragate.training.settings import CalibrationSettings
+from loragate.validate import comma_list
 
 
 @dataclass(frozen=True)

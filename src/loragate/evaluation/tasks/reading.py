@@ -28,7 +28,7 @@ NEEDED = {
         *("dataset", "columns", "prompt", "generation", "grader", "metric", "dataset.schema", "columns.gold"),
         *("generation.samples", "generation.temperature", "generation.max_new_tokens"),
     ),
-    "lm-eval": ("dataset", "harness"),
+    "lm-eval": ("dataset", "harness", "dataset.schema"),
 }
 
 
@@ -70,8 +70,10 @@ def load_task(name_or_path: str | Path) -> Task:
 
 
 def _given(value: Any) -> Any:
-    """A block without its nulls: they stand for what is left out."""
-    return {key: _given(one) for key, one in value.items() if one is not None} if isinstance(value, dict) else value
+    """A block without its nulls: they stand for what is left out, but for the harness, whose keys they take away."""
+    if not isinstance(value, dict):
+        return value
+    return {key: one if key == "override" else _given(one) for key, one in value.items() if one is not None}
 
 
 def _need(content: Any, keys: tuple[str, ...], path: Path) -> None:
