@@ -10,15 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from loragate import recipes
 from loragate.cli.arguments import Command, checked_values, field_kinds, flag_of
 from loragate.display import console, duration, next_evaluation, printable, quiet_logging
 from loragate.errors import ConfigError, nearest
-from loragate.recipes import Library, Recipe, Run, Stage, every_name, find_recipes, read_recipe, run_recipe
-from loragate.recipes.ready import ANSWER, answer
-from loragate.recipes.run import config_text, steps
 from loragate.validate import comma_list
+
+if TYPE_CHECKING:
+    from loragate.recipes import Library, Recipe, Run, Stage
 
 EXAMPLE = "math/qwen2.5-math-1.5b/scale"
 
@@ -60,9 +61,9 @@ class RecipesOptions:
 def run(options: RecipesOptions) -> int:
     """Do what the first word says."""
     verb, *rest = options.words or ("list",)
-    if verb == ANSWER and rest:
+    if verb == recipes.ANSWER and rest:
         quiet_logging()
-        answer(Path(rest[0]), checked)
+        recipes.answer(Path(rest[0]), checked)
         return 0
     if verb not in VERBS:
         raise ConfigError(f"loragate recipes {verb}: expected {', '.join(VERBS)}{nearest(verb, VERBS)}")
@@ -73,7 +74,7 @@ def run(options: RecipesOptions) -> int:
         if given and field.name not in VERBS[verb][1]:
             readers = " and ".join(name for name, (_, read) in VERBS.items() if field.name in read)
             raise ConfigError(f"{flag_of(field.name)} has no effect on loragate recipes {verb}, only on {readers}")
-    shelf = Library.of(options.recipes_dir)
+    shelf = recipes.Library.of(options.recipes_dir)
     if verb in ("list", "check"):
         return VERBS[verb][0](options, shelf, *(rest or [""]))
     if not rest:
@@ -84,7 +85,7 @@ def run(options: RecipesOptions) -> int:
         if not sign:
             raise ConfigError(f"--set {text}: expected key=value, such as --set sft.max_rows=2000")
         given[key.strip()] = value
-    recipe = read_recipe(rest[0], shelf).with_local(options.local_model, options.local_data)
+    recipe = recipes.read_recipe(rest[0], shelf).with_local(options.local_model, options.local_data)
     recipe = recipe.with_values(given, _accepts)
     for stage in recipe.placed("out"):
         checked(stage, recipe.name, deep=False)
@@ -94,7 +95,7 @@ def run(options: RecipesOptions) -> int:
 def list_recipes(options: RecipesOptions, shelf: Library, wanted: str) -> int:
     """One line per recipe: name, and where in the paper it stands."""
     out = console()
-    found = find_recipes(wanted, shelf, seeds=options.seeds)
+    found = recipes.find_recipes(wanted, shelf, seeds=options.seeds)
     wide = max(map(len, found))
     for name, tables in found.items():
         out.print(f"{name:<{wide}}  {tables or 'beyond the paper'}", markup=False)
@@ -119,7 +120,7 @@ def run_it(options: RecipesOptions, recipe: Recipe) -> int:
     if options.dry_run:
         _print_configs(recipe, how)
         return 0
-    run_recipe(recipe, how, checked)
+    recipes.run_recipe(recipe, how, checked)
     how.say(f"finished: {how.folder} (resolved.yaml says what was run, recipe.json when)")
     last = [stage for stage in recipe.placed(how.folder) if not wanted or stage.name in wanted][-1]
     left = last.values["out"]
@@ -166,11 +167,11 @@ def check(options: RecipesOptions, shelf: Library, wanted: str) -> int:
 
     began = time.monotonic()
     own = wanted.endswith((".yaml", ".yml"))
-    names = [wanted] if own else [name for name in every_name(shelf) if wanted in name]
+    names = [wanted] if own else [name for name in recipes.every_name(shelf) if wanted in name]
     if not names:
         raise ConfigError(f"no recipe's name contains '{wanted}'; loragate recipes list shows all of them")
     for name in names:
-        recipe = read_recipe(name, shelf)
+        recipe = recipes.read_recipe(name, shelf)
         small, _ = rehearsal(recipe, Path("stand-ins"))
         for stage in (*recipe.placed("out"), *small.placed("out")):
             checked(stage, name)
@@ -263,7 +264,7 @@ def _folder(options: RecipesOptions, recipe: Recipe) -> str:
 
 def _how(options: RecipesOptions, recipe: Recipe, folder: str | Path) -> Run:
     out = console()
-    return Run(
+    return recipes.Run(
         folder=Path(folder),
         stages=comma_list(options.stages),
         launcher=options.launcher,
@@ -275,9 +276,9 @@ def _how(options: RecipesOptions, recipe: Recipe, folder: str | Path) -> Run:
 
 def _print_configs(recipe: Recipe, how: Run) -> None:
     """What each stage's command reads, as it can be pasted into a file."""
-    for stage, command, _ in steps(recipe, how, how.eval_python):
+    for stage, command, _ in recipes.steps(recipe, how, how.eval_python):
         if not how.stages or stage.name in how.stages:
-            print(printable(config_text(stage, command)))
+            print(printable(recipes.config_text(stage, command)))
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

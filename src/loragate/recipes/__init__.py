@@ -13,11 +13,9 @@ one command's options.
     standins   the base, rows and questions of a rehearsal
 
 The files lie beside this one. What only the command line knows, a command's options, comes as a callable:
-`loragate.cli.recipes.checked`.
+`loragate.cli.recipes.checked`. Names are imported on first use: the help of a command must not read YAML.
 """
 
-from loragate.recipes.files import Library, every_name, find_recipes, read_recipe
-from loragate.recipes.recipe import Recipe, Stage
-from loragate.recipes.run import Run, run_recipe
+import lazy_loader
 
-__all__ = ["Library", "Recipe", "Run", "Stage", "every_name", "find_recipes", "read_recipe", "run_recipe"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
