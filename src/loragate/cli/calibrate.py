@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from loragate.cli.arguments import Command, comma_list, require_given
-from loragate.cli.launching import begin
+from loragate.cli.arguments import Command, require_given
 from loragate.cli.options import RunOptions
-from loragate.cli.preflight import check_loading
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.selection.candidate import Candidate, parse_candidates
 from loragate.selection.settings import SelectionSettings, require_one_process
+from loragate.training.launching import begin
+from loragate.training.preflight import check_loading
 from loragate.training.settings import ON_POLICY, CalibrationSettings
+from loragate.validate import comma_list
 
 
 @dataclass(frozen=True)

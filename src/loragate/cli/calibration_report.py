@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from loragate.cli.calibrate import CalibrateOptions, gate_config, taken_from
-from loragate.cli.launching import loads_into_host
-from loragate.cli.preflight import require_free_out, require_reporters
 from loragate.cli.run_rows import encode_run, keep_configuration, keep_rows_record, read_rows, say_steps
 from loragate.data import ending_health, load_rows, mask_as_text, preview
 from loragate.display import Display, Parts, console, duration, next_evaluation, quiet_logging
@@ -26,6 +24,8 @@ from loragate.selection.transaction import Plan, Transaction
 from loragate.selection.trial import origin_of
 from loragate.selection.unverified import accept_gates, is_unaccepted
 from loragate.training import CalibrationSettings
+from loragate.training.launching import loads_into_host
+from loragate.training.preflight import require_free_out, require_reporters
 
 
 def calibrate(options: CalibrateOptions, candidates: tuple[Candidate, ...]) -> int:

@@ -22,8 +22,8 @@ from loragate.analysis.subject import Subject
 from loragate.analysis.token_traces import diagnose_tokens
 from loragate.cli.arguments import resolved_yaml
 from loragate.cli.diagnose import DiagnoseOptions
-from loragate.cli.display import Display, console, duration
 from loragate.cli.evaluating import load_inputs, progress, request_of
+from loragate.display import Display, console, duration
 from loragate.evaluation.canary import describe
 from loragate.evaluation.evaluate import EngineFor, Evaluation
 from loragate.evaluation.results import EvaluationRecord

@@ -14,12 +14,11 @@ from typing import Any
 
 from rich.console import Console
 
-from loragate.cli.arguments import comma_list, resolved_yaml
+from loragate.cli.arguments import resolved_yaml
 from loragate.cli.evaluate import EvalOptions, EvaluationInputs
 from loragate.cli.options import GradingOptions, ModelOptions
-from loragate.cli.preflight import check_loading, quiet_logging
 from loragate.cli.regrade import RegradeOptions
-from loragate.display import Display, console, duration
+from loragate.display import Display, console, duration, quiet_logging
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.evaluation.canary import describe
@@ -38,6 +37,8 @@ from loragate.report.scores import caption, score_markdown, score_tables
 from loragate.selection.evaluated import SweptCells, suite_record
 from loragate.selection.store import read_json
 from loragate.serving.vllm_server import require_served, usual_share
+from loragate.training.preflight import check_loading
+from loragate.validate import comma_list
 
 
 def judge_settings(options: GradingOptions) -> JudgeSettings:

@@ -10,8 +10,8 @@ from annotated_types import Ge
 
 from loragate.cli.arguments import Command, require_given
 from loragate.cli.options import DataOptions, ModelOptions, OutputOptions
-from loragate.cli.preflight import check_loading, quiet_logging
-from loragate.display import console, duration
+from loragate.display import console, duration, quiet_logging
+from loragate.training.preflight import check_loading
 from loragate.validate import Count
 
 

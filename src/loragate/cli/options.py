@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from loragate.validate import Count, Positive, Share, Size
+from loragate.validate import Count, Positive, Size
 
 
 @dataclass(frozen=True)
@@ -90,19 +90,6 @@ class LaunchOptions:
 @dataclass(frozen=True)
 class RunOptions(RowsOptions, ModelOptions, LaunchOptions, OutputOptions):
     """What every training takes beside the settings of its stage."""
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """What vLLM may use.
-
-    Attributes:
-        vllm_memory: share of a device's memory that vLLM may fill; 0 takes 0.9, or on a CPU half of what is free.
-        tensor_parallel: devices that share one copy of the model in vLLM.
-    """
-
-    vllm_memory: Share = 0.0
-    tensor_parallel: Count = 1
 
 
 @dataclass(frozen=True)

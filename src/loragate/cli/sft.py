@@ -6,11 +6,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from loragate.cli.arguments import Command, require_given
-from loragate.cli.launching import begin, loads_into_host
 from loragate.cli.options import RunOptions
-from loragate.cli.preflight import check_loading, quiet_logging, require_free_out, require_reporters
-from loragate.display import Display, console, duration, next_evaluation
+from loragate.display import Display, console, duration, next_evaluation, quiet_logging
 from loragate.effects import require_effect
+from loragate.training.launching import begin, loads_into_host
+from loragate.training.preflight import check_loading, require_free_out, require_reporters
 from loragate.training.settings import StageOneSettings
 
 

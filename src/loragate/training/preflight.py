@@ -6,7 +6,6 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from loragate.display import quiet_logging as quiet_logging
 from loragate.errors import ConfigError
 from loragate.validate import comma_list
 

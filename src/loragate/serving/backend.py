@@ -1,7 +1,6 @@
 """Answers for `serving.http_app` from a model in memory: base, plain adapter, gated adapter and further adapters by name.
 
-A name may carry an override of λ (`gated@unit`). Lives here and not in serving/, because it needs data (chat templates),
-generation and evaluation's variants, which serving does not know.
+A name may carry an override of λ (`gated@unit`).
 """
 
 from __future__ import annotations
@@ -10,15 +9,21 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from loragate import data
 from loragate.errors import ConfigError, DataError
+from loragate.evaluation.variants import Variant, acting
+from loragate.gates import constant_gate, gate_override, load_gates
+from loragate.gates.override_names import split_name
+from loragate.gates.recommended import chosen_temperature, warn_elsewhere
+from loragate.generation import SamplingConfig, TransformersEngine
+from loragate.generation.requests import tokenize_prompts
+from loragate.models import Place, explained
 from loragate.serving.http_app import Answer, Backend, ChatRequest, CompletionRequest
 
-if TYPE_CHECKING:
-    from loragate.models import Place
-
 logger = logging.getLogger("loragate")
+NEW_TOKENS = 512  # of an answer to a request that names no limit
 NAMES = {"base": ("base",), "adapter": ("base", "adapter"), "gated": ("base", "adapter", "gated")}
 
 
@@ -41,8 +46,6 @@ def add_adapters(model: Any, places: Mapping[str, Place]) -> dict[str, Row]:
         model: a PeftModel.
         places: by served name.
     """
-    from loragate.gates import load_gates
-    from loragate.models import explained
 
     rows: dict[str, Row] = {}
     loaded: dict[str, str] = {}
@@ -79,12 +82,6 @@ def transformers_backend(
         more: rows of further adapters, from `add_adapters`.
         gates: gate_config.json of the model's folder, where it is gated.
     """
-    from loragate import data
-    from loragate.cli.generate import DEFAULT_NEW_TOKENS
-    from loragate.gates.override_names import split_name
-    from loragate.gates.recommended import chosen_temperature, warn_elsewhere
-    from loragate.generation import SamplingConfig, TransformersEngine
-    from loragate.generation.requests import tokenize_prompts
 
     engine = TransformersEngine(model, tokenizer, batch_size=16)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -93,7 +90,7 @@ def transformers_backend(
 
     def answer(asked: CompletionRequest | ChatRequest) -> tuple[int, list[Answer]]:
         prompts = [begin(text) for text in asked.prompt] if isinstance(asked, CompletionRequest) else [render(asked)]
-        limit = asked.limit or DEFAULT_NEW_TOKENS
+        limit = asked.limit or NEW_TOKENS
         prompt_ids, limits = tokenize_prompts(tokenizer, prompts, limit, positions)
         if asked.limit and min(limits) < limit:
             raise DataError(
@@ -133,9 +130,6 @@ def answering(model: Any, rows: Mapping[str, Row], name: str) -> Iterator[None]:
     Raises:
         ConfigError: for an override on the base or on an adapter without gates, which takes a constant alone.
     """
-    from loragate.evaluation.variants import Variant, acting
-    from loragate.gates import constant_gate, gate_override
-    from loragate.gates.override_names import split_name
 
     override = None
     if name not in rows:

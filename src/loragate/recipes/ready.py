@@ -1,67 +1,36 @@
-"""What the recipes have to know of the commands (`PROGRAM`): their options, and what a stage lacks on this machine.
+"""What a stage needs and this machine, or another interpreter on it, lacks.
 
-A recipe trains for hours and evaluates last, so each check here is one that the command itself would make late. Asked in
-another interpreter: `python -m loragate.cli.recipes_ready FILE`.
+A recipe trains for hours and evaluates last, so each check here is one that the command itself would make late. The libraries
+that a check needs are imported in it: another interpreter may have some of them alone, and says so.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import importlib.util
 import json
 import subprocess
-import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from loragate.cli.arguments import Command, checked_values, field_kinds
-from loragate.cli.launching import wait_for
 from loragate.errors import ConfigError, LoragateError
 from loragate.files import write_json
-from loragate.recipes import Program, Stage
+from loragate.recipes.recipe import Stage
 from loragate.version import __version__
 
+OptionsOf = Callable[..., Any]
+"""(stage, name of the recipe, deep=True) to the stage's options as its command has them; a ConfigError names recipe, stage and
+key. The commands lie above this room: `loragate.cli.recipes.checked` is the one there is."""
+ANSWER = "lacking"
+"""The verb of `loragate recipes` that answers another interpreter; not for people."""
 Check = Callable[[], Any]
 """Raises a `LoragateError` where something is missing; may give further checks, each of which is made."""
 
 
-def command_of(name: str) -> Command:
-    """A command by name."""
-    from loragate.cli.main import COMMANDS
-
-    found: Command = importlib.import_module(f"loragate.cli.{COMMANDS[name][0]}").COMMAND
-    return found
-
-
-def accepts(command: str, option: str) -> bool:
-    """Whether a command has this option."""
-    return option in field_kinds(command_of(command).options)
-
-
-def checked(stage: Stage, where: str, *, deep: bool = False) -> Any:
-    """The options of a stage, as its command would have them.
-
-    Args:
-        deep: also what takes the training libraries to see, which the command itself checks first thing.
-
-    Raises:
-        ConfigError: naming recipe, stage and key.
-    """
-    command = command_of(stage.command)
-    values = checked_values(stage.values, command, f"{where}: stage '{stage.name}'")
-    try:
-        options = command.options(**values)
-        if deep and (further := FURTHER.get(stage.command)):
-            further(options)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: stage '{stage.name}': {error}") from error
-    return options
-
-
-def lacking(stages: Sequence[Stage], folder: str) -> list[str]:
+def lacking(stages: Sequence[Stage], folder: str, options_of: OptionsOf) -> list[str]:
     """One sentence for each thing that a stage needs and this interpreter or machine lacks.
 
     Args:
@@ -70,7 +39,7 @@ def lacking(stages: Sequence[Stage], folder: str) -> list[str]:
     found: dict[str, list[str]] = {}
     for stage in stages:
         here = {key: value for key, value in stage.values.items() if not str(value).startswith(f"{folder}/")}
-        options = checked(dataclasses.replace(stage, values=here), stage.name)
+        options = options_of(dataclasses.replace(stage, values=here), stage.name, deep=False)
         options = dataclasses.replace(
             options, **({"out": f"{folder}/{stage.output}"} if hasattr(options, "out") else {})
         )
@@ -78,6 +47,33 @@ def lacking(stages: Sequence[Stage], folder: str) -> list[str]:
             for text in _tried(partial(check, options)):
                 found.setdefault(text, []).append(stage.name)
     return [f"{', '.join(dict.fromkeys(names))}: {text}" for text, names in found.items()]
+
+
+def ask(python: str, stages: Sequence[Stage], folder: str) -> list[str]:
+    """`lacking` in another interpreter, or why it cannot run the stages at all."""
+    with tempfile.TemporaryDirectory(prefix="loragate-ready-") as place:
+        file = Path(place) / "stages.json"
+        write_json(file, {"folder": folder, "stages": [dataclasses.asdict(stage) for stage in stages]})
+        command = [python, "-m", "loragate", "recipes", ANSWER, str(file)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError as error:
+            return [f"--eval-python {python}: cannot be started ({error.strerror})"]
+        told_in = file.with_suffix(".answer.json")
+        if not told_in.is_file():
+            said = (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]
+            return [f"--eval-python {python}: cannot run loragate {__version__} ({said})"]
+        told = json.loads(told_in.read_text(encoding="utf-8"))
+    if told["loragate"] != __version__:
+        return [f"--eval-python {python}: has loragate {told['loragate']}, and this is {__version__}; install the same"]
+    return [str(text) for text in told["lacking"]]
+
+
+def answer(file: Path, options_of: OptionsOf) -> None:
+    """The other side of `ask`: read a file of stages, write what this interpreter lacks for them beside it."""
+    asked = json.loads(file.read_text(encoding="utf-8"))
+    found = lacking([Stage(**stage) for stage in asked["stages"]], asked["folder"], options_of)
+    write_json(file.with_suffix(".answer.json"), {"loragate": __version__, "lacking": found})
 
 
 def _tried(check: Check) -> Iterator[str]:
@@ -121,7 +117,7 @@ def _base_of(name: str) -> Any:
 
 
 def _libraries(options: Any) -> None:
-    from loragate.cli.preflight import check_loading, require_reporters
+    from loragate.training.preflight import check_loading, require_reporters
 
     check_loading(options)
     require_reporters(getattr(options, "report_to", "none"))
@@ -200,54 +196,3 @@ CHECKS: dict[str, tuple[Callable[[Any], Iterator[Check] | None], ...]] = {
     "eval": (_engine, *ASKING),
     "diagnose": (_engine, *ASKING),
 }
-
-
-def _sft(options: Any) -> None:
-    from loragate.training.settings import StageOneSettings
-    from loragate.training.stage_one import objective_of
-
-    names = [field.name for field in dataclasses.fields(StageOneSettings)]
-    objective_of(StageOneSettings(**{name: getattr(options, name) for name in names}))
-
-
-def _calibrate(options: Any) -> None:
-    from loragate.cli.calibrate import candidates_of
-
-    candidates_of(options)
-
-
-def _eval(options: Any) -> None:
-    _known_tasks(options.suite, options.tasks)
-
-
-@cache
-def _known_tasks(suite: str, tasks: str) -> None:
-    from loragate.evaluation.prepared import chosen_tasks
-    from loragate.evaluation.settings import TaskSettings
-
-    chosen_tasks(TaskSettings(suite=suite, tasks=tasks))
-
-
-FURTHER: dict[str, Callable[[Any], None]] = {"sft": _sft, "calibrate": _calibrate, "eval": _eval}
-PROGRAM = Program(
-    checked=partial(checked, deep=True),
-    lacking=lacking,
-    lacking_module="loragate.cli.recipes_ready",
-    start=lambda command: wait_for(subprocess.Popen(command)),
-)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Read a file of stages, write what this interpreter lacks for them beside it."""
-    from loragate.cli.preflight import quiet_logging
-
-    file = Path(arguments[0])
-    asked = json.loads(file.read_text(encoding="utf-8"))
-    quiet_logging()
-    found = lacking([Stage(**stage) for stage in asked["stages"]], asked["folder"])
-    write_json(file.with_suffix(".answer.json"), {"loragate": __version__, "lacking": found})
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

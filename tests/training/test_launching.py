@@ -11,10 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from loragate.cli import launching
 from loragate.cli.main import main
 from loragate.errors import ConfigError
-from loragate.training import CalibrationSettings
+from loragate.training import CalibrationSettings, launching
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +126,7 @@ time.sleep(30)
 """
 PARENT = """
 import subprocess, sys
-from loragate.cli.launching import wait_for
+from loragate.training.launching import wait_for
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]])
 try:
     sys.exit(wait_for(child))

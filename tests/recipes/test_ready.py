@@ -7,11 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from loragate.cli import recipes_ready
 from loragate.cli.main import main
-from loragate.cli.recipes_ready import PROGRAM, lacking
+from loragate.cli.recipes import checked
 from loragate.errors import ConfigError
-from loragate.recipes import Recipe, Stage
+from loragate.recipes import Recipe, Stage, ready
 from loragate.recipes import run as running
 from loragate.recipes.run import Run, require_parts
 from loragate.version import __version__
@@ -35,14 +34,14 @@ def recipe(**evaluation):
 
 def hide(monkeypatch, *names):
     """As if these libraries were not installed; all others stay, as what is imported now is so for every later test."""
-    real = recipes_ready.importlib.util.find_spec
+    real = ready.importlib.util.find_spec
     there = lambda name, *rest: None if name in names else real(name, *rest)  # noqa: E731
-    monkeypatch.setattr(recipes_ready.importlib.util, "find_spec", there)
+    monkeypatch.setattr(ready.importlib.util, "find_spec", there)
 
 
 def refused(mine, folder, evaluator=""):
     with pytest.raises(ConfigError) as caught:
-        require_parts(mine, mine.placed(folder), Run(folder), PROGRAM, evaluator)
+        require_parts(mine, mine.placed(folder), Run(folder), checked, evaluator)
     return str(caught.value).splitlines()
 
 
@@ -77,9 +76,9 @@ def test_what_lies_there_is_not_missed(monkeypatch, tmp_path):
         Stage("look", "diagnose", {"what": "gates", "model": "{last}", "run": "{eval}"}),
     )
     mine = Recipe("mine", "", stages)
-    require_parts(mine, mine.placed(tmp_path / "run"), Run(tmp_path / "run"), PROGRAM)
+    require_parts(mine, mine.placed(tmp_path / "run"), Run(tmp_path / "run"), checked)
     (tmp_path / "rows.jsonl").unlink()
-    recipes_ready._first_row.cache_clear()
+    ready._first_row.cache_clear()
     assert "rows.jsonl" in refused(mine, tmp_path / "run")[1]
 
 
@@ -87,10 +86,12 @@ def test_held_out_rows_are_looked_for(tmp_path):
     rows, nowhere = tmp_path / "rows.jsonl", tmp_path / "apart.jsonl"
     rows.write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
     own = {"adapter": "nowhere", "data": str(rows), "range": "0,1", "unverified": True}
-    assert not [text for text in lacking([Stage("late", "calibrate", own)], "runs/x") if "heldout" in text]
-    (found,) = lacking([Stage("late", "calibrate", {**own, "heldout": str(nowhere)})], "runs/x")
+    assert not [
+        text for text in ready.lacking([Stage("late", "calibrate", own)], "runs/x", checked) if "heldout" in text
+    ]
+    (found,) = ready.lacking([Stage("late", "calibrate", {**own, "heldout": str(nowhere)})], "runs/x", checked)
     assert "apart.jsonl" in found
-    (found,) = lacking([Stage("late", "calibrate", {**own, "heldout_split": "test"})], "runs/x")
+    (found,) = ready.lacking([Stage("late", "calibrate", {**own, "heldout_split": "test"})], "runs/x", checked)
     assert "split='test'" in found
 
 
@@ -110,7 +111,7 @@ def test_an_evaluation_that_could_not_run(values, message, monkeypatch):
 
     hide(monkeypatch, "vllm", "lm_eval", "bitsandbytes")
     monkeypatch.setattr("loragate.evaluation.judging.root_style_of", no_sandbox)
-    found = lacking([Stage("late", "eval", {"model": "", **values})], "runs/x")
+    found = ready.lacking([Stage("late", "eval", {"model": "", **values})], "runs/x", checked)
     assert [text for text in found if text.startswith("late: ") and message in text]
 
 
@@ -122,7 +123,7 @@ def test_a_base_that_vllm_cannot_serve_here_is_missed(monkeypatch, tmp_path):
     heads = "loragate.serving.vllm_server.unserved_heads"
     monkeypatch.setattr(heads, lambda config: f"{config.hidden_size // config.num_attention_heads} features")
     stage = Stage("eval", "eval", {"model": BASE, "suite": "tiny", "engine": "vllm"})
-    (text,) = lacking([stage], "runs/x")
+    (text,) = ready.lacking([stage], "runs/x", checked)
     assert "16 features" in text
     hide(monkeypatch, "vllm", "lm_eval", "bitsandbytes")
     trained = Stage("eval", "eval", {"model": "{sft}", "suite": "tiny", "engine": "vllm"})
@@ -130,17 +131,17 @@ def test_a_base_that_vllm_cannot_serve_here_is_missed(monkeypatch, tmp_path):
     assert any("16 features" in line for line in refused(mine, tmp_path / "run")), "the base of what is trained"
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     adapter = Stage("eval", "eval", {**stage.values, "model": str(tmp_path)})
-    assert lacking([adapter], "runs/x") == [], "an adapter names its own base, and may have no tokenizer"
+    assert ready.lacking([adapter], "runs/x", checked) == [], "an adapter names its own base, and may have no tokenizer"
 
 
 def test_vllm_of_another_version_is_missed(monkeypatch):
     monkeypatch.setattr("loragate.generation.vllm_engine.require_vllm", lambda: None)
     monkeypatch.setattr("loragate.serving.versions.vllm_version", lambda: "0.31.4")
-    (text,) = lacking([Stage("late", "eval", {"suite": "tiny", "engine": "vllm"})], "runs/x")
+    (text,) = ready.lacking([Stage("late", "eval", {"suite": "tiny", "engine": "vllm"})], "runs/x", checked)
     assert "0.31.4" in text
     assert ">=0.32,<0.33" in text
     monkeypatch.setattr("loragate.serving.versions.vllm_version", lambda: "0.32.0")
-    (text,) = lacking([Stage("late", "eval", {"suite": "tiny", "engine": "vllm"})], "runs/x")
+    (text,) = ready.lacking([Stage("late", "eval", {"suite": "tiny", "engine": "vllm"})], "runs/x", checked)
     assert "vLLM" in text, "what cannot be imported is missed, whatever its version says"
 
 
@@ -174,13 +175,13 @@ def test_another_environment_is_asked_in_its_own_interpreter(version, lacks, tmp
         path = tmp_path / "site" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text.replace("0.32.0", version))
-    source = Path(recipes_ready.__file__).parents[2]
+    source = Path(ready.__file__).parents[2]
     other = program(tmp_path / "bin", f'PYTHONPATH={tmp_path}/site:{source} exec {sys.executable} "$@"')
     mine = Recipe("mine", "", (Stage("eval", "eval", {**EVAL, "suite": "tiny", "model": BASE}),))
     if lacks:
         assert lacks in refused(mine, tmp_path / "run", other)[1]
     else:
-        require_parts(mine, mine.placed("run"), Run(tmp_path / "run"), PROGRAM, other)
+        require_parts(mine, mine.placed("run"), Run(tmp_path / "run"), checked, other)
 
 
 def test_evaluations_run_in_the_interpreter_that_was_named_once(tmp_path, monkeypatch, capfd):
@@ -188,7 +189,7 @@ def test_evaluations_run_in_the_interpreter_that_was_named_once(tmp_path, monkey
     told = json.dumps({"loragate": __version__, "lacking": []})
     other = program(
         tmp_path / "bin",
-        f"""echo "$2 $3" >> {log}; [ "$3" = eval ] && exit $(cat {status}); echo '{told}' > "${{3%.json}}.answer.json" """,
+        f"""echo "$2 $3" >> {log}; [ "$3" = eval ] && exit $(cat {status}); echo '{told}' > "${{5%.json}}.answer.json" """,
     )
     words = ["recipes", "run", "math/qwen2.5-math-1.5b/base", "--out", str(out), "--stages", "eval"]
     words += ["--local-model", BASE]
@@ -196,7 +197,7 @@ def test_evaluations_run_in_the_interpreter_that_was_named_once(tmp_path, monkey
     status.write_text("1")
     assert main([*words, "--eval-python", other]) == 1
     asked, started = log.read_text().splitlines()
-    assert asked.startswith("loragate.cli.recipes_ready")
+    assert asked == "loragate recipes"
     assert started == "loragate eval"
     assert json.loads((out / "recipe.json").read_text())["eval_python"] == other
     log.unlink()

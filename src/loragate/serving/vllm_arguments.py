@@ -1,4 +1,4 @@
-"""What vLLM's server must be told so that it renders and stops as training and our own engines do.
+"""What vLLM's server is told, so that it holds the model, renders and stops as training and our own engines do.
 
 Some templates slip in a default system message when a conversation has none; rendering here leaves it out
 (`data.chat`). vLLM renders with the template alone, so the same must be said in the template's own language. And vLLM does
@@ -11,12 +11,17 @@ import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from loragate.errors import LoragateError
-
-if TYPE_CHECKING:
-    from loragate.models import Place
+from loragate.data import Chat, find_endings
+from loragate.display import console
+from loragate.errors import DataError, LoragateError
+from loragate.files import write_json, write_text
+from loragate.gates.recommended import generation_settings
+from loragate.generation.vllm_engine import lora_rank, require_gate_plugin
+from loragate.models import Loading, Place, base_config, explained, generation_config, gguf, open_tokenizer, read_gates
+from loragate.serving.settings import ServerSettings
+from loragate.serving.vllm_server import on_cpu, require_served, usual_share
 
 _PROBES: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "Qprobeuser"}],
@@ -29,13 +34,53 @@ _PROBES: tuple[list[dict[str, str]], ...] = (
 )
 
 
+def prepare_vllm(place: Place, adapters: Mapping[str, Place], trust: bool) -> int:
+    """Check plugin, version, folders and base before vLLM starts; returns the rank to make room for."""
+
+    gguf.refuse(place.base, "vLLM")
+    rank = 1
+    for adapter in adapters.values():
+        if adapter.needs_lambda:
+            require_gate_plugin(adapter.text)
+            read_gates(adapter.folder, adapter.override)
+        rank = max(rank, lora_rank(adapter.adapter))
+    if on_cpu():
+        with explained("base model", place.base.name):
+            config = base_config(place.base, trust)
+        require_served(place.base.name, config)
+    return rank
+
+
+def vllm_arguments(
+    settings: ServerSettings, how: Loading, system: str, place: Place, adapters: Mapping[str, Place], scratch: Path
+) -> list[str]:
+    """What vLLM's server is told beside base, adapters and address; files that it names are written into `scratch`."""
+
+    found = ["--dtype", how.dtype, "--tensor-parallel-size", str(settings.tensor_parallel)]
+    found += ["--gpu-memory-utilization", f"{settings.vllm_memory or usual_share():g}"]
+    found += ["--max-model-len", str(settings.max_model_len)] if settings.max_model_len else []
+    found += ["--trust-remote-code"] if how.trust else []
+    found += ["--revision", place.base.revision] if place.base.revision else []
+    own = next((one for one in place.tokenizers[:-1] if (Path(one) / "tokenizer_config.json").is_file()), None)
+    found += ["--tokenizer", own] if own else []
+    template, tokenizer = how.chat_template, open_tokenizer(place, how)
+    if system == "none" and (wrapped := template_for_vllm(tokenizer)) is not None:
+        template = str(scratch / "chat_template.jinja")
+        write_text(Path(template), wrapped)
+    found += ["--chat-template", template] if template else []
+    if (temperature := place.recommended_temperature) is not None:
+        # vLLM reads no do_sample: greedy decoding is a temperature of 0 there
+        told = {**generation_settings(temperature), "temperature": temperature}
+        found += ["--override-generation-config", json.dumps(told)]
+    return [*found, *stopping_arguments(tokenizer, place, adapters, scratch, how.trust)]
+
+
 def template_for_vllm(tokenizer: Any) -> str | None:
     """The tokenizer's template wrapped so that nothing is slipped in; None where it slips nothing in, or there is none.
 
     Raises:
         LoragateError: where the wrapped template does not render as training does.
     """
-    from loragate.data import Chat
 
     ours, theirs = Chat(tokenizer, "none"), Chat(tokenizer, "keep")
     if ours.template is None:
@@ -81,7 +126,6 @@ def _wrap(template: str, injected: str, instead: str) -> str:
 
 
 def _render(chat: Any, messages: list[dict[str, str]]) -> str | None:
-    from loragate.errors import DataError
 
     try:
         return str(chat.render(messages, generation_prompt=True))
@@ -103,10 +147,6 @@ def stopping_arguments(
         scratch: a folder for the copy.
         trust: run model code from the hub.
     """
-    from loragate.cli.display import console
-    from loragate.data import find_endings
-    from loragate.files import write_json
-    from loragate.models import generation_config
 
     recorded = {token for adapter in adapters.values() for token in adapter.stop_token_ids}
     settings = generation_config(place.base, trust)
