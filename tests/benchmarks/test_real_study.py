@@ -58,10 +58,8 @@ def test_every_method_and_cell_of_the_design_can_be_run(measure, design, capsys)
             words = [kind, "--data=rows.jsonl", "--out=out", "--print-config"]
             words.append("--model=base" if kind == "sft" else "--adapter=adapter")
             assert command([*words, *filter(None, (measure.as_flag(*one) for one in options.items()))]) == 0
-            assert (
-                f"{'objective'}: {spec[kind].get('objective', 'sft' if kind == 'sft' else 'entropy')}"
-                in capsys.readouterr().out
-            )
+            objective = spec[kind].get("objective", "sft" if kind == "sft" else "entropy")
+            assert f"objective: {objective}" in capsys.readouterr().out
     assert set(design["short"]) | set(design["automatic"]) <= set(design["methods"])
     assert {cell["situation"] for cell in design["cells"]} == set(design["situations"])
     whole = [cell for cell in design["cells"] if cell["list"] == "all"]
@@ -160,6 +158,12 @@ def test_the_automatic_choice_goes_by_the_development_answers(scripts, design):
     said = scripts.report.automatic(lines, design)
     assert "takes gates [0,1]" in said
     assert "-20.0 points" in said
+
+
+def test_the_page_shows_the_committed_records(scripts, design):
+    page = (ROOT / "docs" / "real-model.md").read_text(encoding="utf-8")
+    records = scripts.report.read(scripts.measure.RECORDS, design)
+    assert scripts.report.tables(records, design) in page
 
 
 def test_a_study_goes_on_where_it_was_stopped(measure, design, tmp_path, monkeypatch, capsys):
