@@ -290,8 +290,6 @@ def test_bad_arguments_are_explained():
     hidden, weight, labels = operands()
     with pytest.raises(ConfigError, match="must agree"):
         token_statistics(hidden, weight, labels[:-1])
-    with pytest.raises(ConfigError, match="does not project"):
-        token_statistics(hidden[:, :-1], weight, labels)
     with pytest.raises(ConfigError, match="head is trainable"):
         token_statistics(hidden, weight.requires_grad_(), labels)
     weight.requires_grad_(False)
@@ -301,14 +299,8 @@ def test_bad_arguments_are_explained():
         token_statistics(hidden, weight, labels, gradients=("entropie",))
     with pytest.raises(ConfigError, match="not among outputs"):
         token_statistics(hidden, weight, labels, outputs=("entropy",), gradients=("log_prob",))
-    with pytest.raises(ConfigError, match=r"head bias .* a head of 37 rows"):
-        token_statistics(hidden, weight, labels, bias=weight.new_zeros(36))
     with pytest.raises(ConfigError, match="head is trainable"):
         token_statistics(hidden, weight, labels, bias=weight.new_zeros(37).requires_grad_())
-    with pytest.raises(ConfigError, match=r"labels are torch\.float32"):
-        token_statistics(hidden, weight, labels.float())
-    with pytest.raises(ConfigError, match="chunk_tokens must be at least 1"):
-        token_statistics(hidden, weight, labels, chunk_tokens=0)
 
 
 @pytest.mark.parametrize("wrong", [37, -1])

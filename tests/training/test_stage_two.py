@@ -149,7 +149,7 @@ def test_an_untrained_adapter_is_refused(tokenizer, rows):
 def test_a_dead_first_gradient_is_refused(tokenizer, rows, monkeypatch):
     from loragate.training import stage_two
 
-    monkeypatch.setattr(stage_two, "entropy_loss", lambda stats, context=None: stats.topk_entropy * 0.0)
+    monkeypatch.setattr(stage_two.GateEntropy, "loss", lambda self, stats, context=None: stats.topk_entropy * 0.0)
     with pytest.raises(TrainingError, match="exactly zero"):
         lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, SETTINGS)
 
@@ -159,14 +159,14 @@ def test_a_loss_that_is_not_finite_names_the_row(tokenizer, rows, monkeypatch):
 
     seen = []
 
-    def poisoned(stats, context=None):
+    def poisoned(self, stats, context=None):
         seen.append(1)
         factor = torch.ones_like(stats.topk_entropy)
         if len(seen) == 4:
             factor[2] = float("nan")
         return stats.topk_entropy * factor
 
-    monkeypatch.setattr(stage_two, "entropy_loss", poisoned)
+    monkeypatch.setattr(stage_two.GateEntropy, "loss", poisoned)
     model = tiny_adapter()
     with pytest.raises(TrainingError, match=r"not finite at step 2: row \d+\. Nothing was updated"):
         lg.calibrate(model, tokenizer, rows, CONFIG, SETTINGS)

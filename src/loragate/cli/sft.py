@@ -50,7 +50,7 @@ def run(options: SftOptions) -> int:
     from loragate.data import encode_rows
     from loragate.gates.artifact import write_adapter
     from loragate.training import train_adapter
-    from loragate.training.own_objective import require_mask_column
+    from loragate.training.run import require_mask_column
     from loragate.training.stage_one import objective_of
     from loragate.training.strategy import process_state
 

@@ -80,13 +80,18 @@ class TokenStatisticsFunction(torch.autograd.Function):
         spans = plan.tiling.spans(weight_VD.shape[0])
         eager = plan.eager(planned, len(spans))
         recompute = eager is None and any(name in planned for name in _DENSE)
+        wanted = Wanted(
+            top=plan.k if "topk_entropy" in plan.outputs and not plan.full else 0,
+            log_prob="log_prob" in plan.outputs,
+            entropy="entropy" in plan.outputs or ("topk_entropy" in plan.outputs and plan.full),
+            direction=eager,
+            normaliser=recompute,
+        )
         found = _Found(hidden_TD.shape[0])
         with torch.autocast(hidden_TD.device.type, enabled=False):
             head = Head(weight_VD, bias_V, plan.scale, plan.softcap).projection()
             for rows in chunks(hidden_TD.shape[0], plan.tiling.tokens):
-                running = RunningRows(
-                    head, hidden_TD[rows], labels_T[rows], _wanted(plan, eager, recompute), plan.shard
-                )
+                running = RunningRows(head, hidden_TD[rows], labels_T[rows], wanted, plan.shard)
                 running.run(spans)
                 _collect(found, rows, running, plan, "topk_entropy" in planned, eager, recompute)
         kept = [found.get(name) for name in ("index", "slope", "log_z", "full entropy", "direction")]
@@ -138,16 +143,6 @@ class _Found:
         if name not in self.columns:
             self.columns[name] = value.new_empty((self.count, *value.shape[1:]))
         self.columns[name][rows] = value
-
-
-def _wanted(plan: Plan, eager: str | None, recompute: bool) -> Wanted:
-    return Wanted(
-        top=plan.k if "topk_entropy" in plan.outputs and not plan.full else 0,
-        log_prob="log_prob" in plan.outputs,
-        entropy="entropy" in plan.outputs or ("topk_entropy" in plan.outputs and plan.full),
-        direction=eager,
-        normaliser=recompute,
-    )
 
 
 def _collect(

@@ -18,17 +18,18 @@ from loragate.data.loading import RowsGiven
 from loragate.errors import ConfigError, nearest
 from loragate.gates.fingerprint import base_weight_samples, config_fingerprint, weights_checksum
 from loragate.gates.quantised import keep_unpacked
-from loragate.losses import StatisticsRequest, add_statistics_forward
+from loragate.losses import add_statistics_forward
 from loragate.losses.causal_head import ReferenceRequest
 from loragate.losses.divergence import Reference, require_same_vocabulary
 from loragate.losses.objectives import FACTORIES, Objective
 from loragate.models import resolve
-from loragate.training.own_objective import batch_needs, per_token, require_mask_column, require_own
 from loragate.training.run import (
     OnStep,
     TrainingJob,
     encoded_fingerprint,
     require_encoded,
+    require_mask_column,
+    require_own,
     require_short_enough,
     run_training,
 )
@@ -304,11 +305,9 @@ def train_adapter(
         encoded=encoded,
         rows=source,
         settings=settings,
-        token_loss=chosen.loss if objective is None else per_token(objective),
-        request=StatisticsRequest(chosen.k, tuple(chosen.outputs), chosen.gradients and tuple(chosen.gradients)),
+        objective=chosen,
         trained=trained,
         reference=reference,
-        **batch_needs(chosen),
         identity={
             "stage": "sft",
             "settings": {**recorded(asdict(settings)), "objective": chosen.name},
