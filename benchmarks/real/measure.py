@@ -38,6 +38,7 @@ from loragate.gates import draw_gates, gate_parameters, sizes_of
 from loragate.gates.control import constant_gate
 from loragate.generation import SamplingConfig, TransformersEngine
 from loragate.models import Loaded, Loading, open_model, resolve
+from loragate.records import package_versions
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
@@ -193,6 +194,17 @@ class Cell:
             draw_gates(loaded.model, self.seed, sizes_of(gate_parameters(loaded.model)))
         yield loaded
 
+    def training(self, method: str) -> dict[str, Any]:
+        """How a trained method's training went: the gates' entropy and λ on training rows, or the adapter's last logged step."""
+        folder = self.made(method, Budget(0))  # which is there
+        if (folder / DONE["calibrate"]).is_file():
+            told = json.loads((folder / DONE["calibrate"]).read_text(encoding="utf-8"))["training"]
+            return {
+                name: told[name] for name in ("entropy_before", "entropy_after", "gates", "steps", "training_seconds")
+            }
+        *_, last = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return json.loads(last)
+
     # answers
 
     def answers(self, loaded: Loaded, asked: Asked) -> dict[str, Any]:
@@ -331,6 +343,8 @@ def run_cell(cell: Cell, methods: list[str], records: tuple[Record, Record], bud
         if not wanted:
             continue
         with cell.acting(method, budget) as loaded:
+            if DONE.keys() & cell.design["methods"][method].keys():
+                record.add({"method": method, "what": "training", **cell.training(method)})
             for one in wanted:
                 if not budget.fits(one.what):
                     raise OutOfTime
@@ -341,7 +355,8 @@ def run_cell(cell: Cell, methods: list[str], records: tuple[Record, Record], bud
                     else:
                         found = cell.answers(loaded, one)
                 seconds = round(time.monotonic() - began, 1)
-                record.add({"method": method, "what": one.what, **found, "seconds": seconds})
+                by = {"precision": cell.precision, **package_versions(("loragate", "torch", "transformers", "peft"))}
+                record.add({"method": method, "what": one.what, **found, "seconds": seconds, "by": by})
                 score = (
                     f"{100 * found['correct'].count('1') / len(found['correct']):.1f} %" if "correct" in found else ""
                 )

@@ -36,6 +36,7 @@ HEAD = (
     "greedy",
     "best against the adapter's best",
     "fixes / breaks, greedy",
+    "λ < 0 / > 1, %",
     "retention",
 )
 
@@ -99,6 +100,8 @@ def row(lines: Lines, method: str, asked: list[Asked]) -> list[str]:
         cells.append(f"{points(gap.mean)} ({points(gap.low)} to {points(gap.high)})")
     kept = ledger(lines, method)
     cells.append("" if method == ADAPTER else "not run" if kept is None else f"{kept[0]} / {kept[1]}")
+    share = lines.get((method, "training"), {}).get("gates")
+    cells.append("" if share is None else f"{100 * share['below_zero']:.0f} / {100 * share['above_one']:.0f}")
     line = lines.get((method, "retention"))
     cells.append("not run" if line is None else f"{perplexity(line):.2f}")
     return cells

@@ -130,6 +130,7 @@ def test_the_table_counts_fixes_and_breaks_and_says_what_was_not_run(scripts, de
     own = {heat: rng.integers(0, 2, (40, 1)).tolist() for heat in HEATS}
     other = dict(own, **{"0": [[1 - own["0"][0][0]], *own["0"][1:]]})
     lines = record(LoRA=own, base={"0": own["0"]}, **{"gates [0,1]": other})
+    lines["gates [0,1]", "training"] = {"gates": {"below_zero": 0.25, "above_one": 0.0}}
     lines["base", "retention"] = {"log_likelihoods": [-2.0, -4.0], "tokens": [2, 4]}
     text = scripts.report.tables({"clean-0": lines}, design)
     rows = {
@@ -137,10 +138,12 @@ def test_the_table_counts_fixes_and_breaks_and_says_what_was_not_run(scripts, de
         for row in text.splitlines()
         if len(parts := row.split("|")) > 8
     }
+    assert {len(parts) for parts in rows.values()} == {len(scripts.report.HEAD) + 2}
     fixed = own["0"][0][0] == 0
     assert rows["gates [0,1]"][7] == ("1 / 0" if fixed else "0 / 1")
     assert rows["base"][2:7].count("not run") == 4
-    assert rows["base"][7:9] == ["0 / 0", "2.72"]
+    assert rows["base"][7:10] == ["0 / 0", "", "2.72"]
+    assert rows["gates [0,1]"][8] == "25 / 0"
     assert "to" in rows["gates [0,1]"][6]
     assert "DFT" not in rows
     assert "Not begun: noisy-0" in text
@@ -194,7 +197,7 @@ def test_a_study_goes_on_where_it_was_stopped(measure, design, tmp_path, monkeyp
     assert (trained, drawn) == ([], [])
     own, of_base = study(60)
     assert trained == ["sft", "calibrate"]
-    assert len(drawn) == len(set(own.lines)) - 3 == 12
+    assert len(drawn) == len(own.lines) - 5 == 12  # retention of three, training of two
     assert set(of_base.lines) == {("base", "retention")}
     texts = of_base.lines["base", "retention"]["texts"]
     assert len(texts) == len(own.lines["λ=0.5", "retention"]["tokens"]) == 4
