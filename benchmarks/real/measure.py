@@ -170,7 +170,7 @@ class Cell:
         if self.smoke:
             options |= {"max_steps": 2}
         words += [flag for key, value in options.items() if (flag := as_flag(key, value))]
-        if (folder / "run").is_dir():
+        if (folder / "run" / "run.json").is_file():
             words.append("--resume")
         if not budget.fits(kind):
             raise OutOfTime

@@ -195,6 +195,9 @@ def test_a_study_goes_on_where_it_was_stopped(measure, design, tmp_path, monkeyp
     with pytest.raises(measure.OutOfTime):
         study(0)
     assert (trained, drawn) == ([], [])
+    killed = tmp_path / "out" / "few-0" / "LoRA" / "run"  # as a run that was killed at once leaves it
+    killed.mkdir(parents=True)
+    (killed / "config.yaml").write_text("stage: sft\n", encoding="utf-8")
     own, of_base = study(60)
     assert trained == ["sft", "calibrate"]
     assert len(drawn) == len(own.lines) - 5 == 12  # retention of three, training of two
