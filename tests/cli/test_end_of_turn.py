@@ -154,12 +154,13 @@ def require_the_same_of_its_evaluation(place, tmp_path, monkeypatch, drawn):
     assert told["end_of_turn"] == {"token_ids": [TURN_END]}
     given = []
 
-    def engines(options, loaded):
+    def engines(request, tasks, loaded):
         given.append(loaded.stop_token_ids)
         raise ConfigError("seen")
 
-    monkeypatch.setattr("loragate.cli.evaluate_sweep.load_inputs", lambda *_: SimpleNamespace(model=None))
-    monkeypatch.setattr("loragate.cli.evaluate_sweep.Engines", engines)
+    monkeypatch.setattr("loragate.evaluation.engines.require_vllm", lambda: None)
+    monkeypatch.setattr("loragate.cli.evaluating.load_inputs", lambda *_: SimpleNamespace(model=None))
+    monkeypatch.setattr("loragate.cli.evaluating.Session", engines)
     assert main([*map(str, words), str(tmp_path / "vllm"), "--engine", "vllm"]) == 2
     assert given == [(EOS, TURN_END)]
 

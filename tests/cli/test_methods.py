@@ -204,7 +204,7 @@ def test_random_gates_stand_in_for_trained_ones_and_leave_them():
 
 
 def test_eval_names_the_controls_that_it_cannot_make():
-    from loragate.cli.evaluate import trained_controls
+    from loragate.evaluation.session import trained_controls
     from loragate.models import Loaded, Loading, ModelRef, Place
 
     place = Place(ModelRef("G"), "gated", Path("G"), ModelRef("B"))

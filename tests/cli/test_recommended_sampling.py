@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import loragate as lg
-from loragate.cli.evaluate import EvalOptions, recommended_note, recommended_row
 from loragate.cli.explore import ExploreOptions, explorer_of
 from loragate.cli.main import main
 from loragate.cli.serve import ServeOptions, print_sampling, vllm_arguments
 from loragate.cli.serve_transformers import Row, transformers_backend
+from loragate.evaluation.session import Request, Session
+from loragate.evaluation.settings import TaskSettings
 from loragate.evaluation.variants import Variant, variants_for
 from loragate.gates import recommended
 from loragate.gates.schema import read_gate_config
@@ -179,11 +180,12 @@ def test_rows_of_an_evaluation():
     ],
 )
 def test_what_an_evaluation_adds_and_says(place, name, asked, tasks, row, words):
-    options = EvalOptions(model=str(place / name), temperature=asked)
     found = resolve(place / name)
     loaded = SimpleNamespace(place=found, recommended_temperature=found.recommended_temperature)
-    prepared = [SimpleNamespace(sampling=SimpleNamespace(temperature=heat)) for heat in tasks]
-    assert recommended_row(options, loaded, prepared) == row
-    note = recommended_note(options, loaded, prepared)
-    assert words in note
-    assert bool(words) == bool(note)
+    session = object.__new__(Session)
+    session.request = Request(str(place / name), place, TaskSettings(temperature=asked))
+    session.loaded = loaded
+    session.prepared = [SimpleNamespace(sampling=SimpleNamespace(temperature=heat)) for heat in tasks]
+    assert session.recommended == row
+    assert words in session.sampling_note
+    assert bool(words) == bool(session.sampling_note)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hub_server import Hub, turn_to
-from loragate.cli.evaluation_inputs import load_inputs
+from loragate.cli.evaluating import load_inputs
 from loragate.cli.generate import GenerateOptions
 from loragate.cli.main import main
 from loragate.cli.serve import ServeOptions, vllm_arguments

@@ -531,7 +531,7 @@ def test_gates_that_are_off_answer_to_their_name(
 def test_a_taken_port_is_named_before_the_model_is_loaded(
     folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("loragate.cli.evaluation_inputs.load_inputs", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("loragate.cli.evaluating.load_inputs", lambda *_: pytest.fail("loaded"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -106,21 +106,6 @@ class EngineOptions:
 
 
 @dataclass(frozen=True)
-class AnswerOptions(EngineOptions):
-    """What answers the questions.
-
-    Attributes:
-        engine: transformers runs on any device; vllm needs pip install "loragate[vllm]".
-        replicas: copies of the model that answer in parallel, on a Ray cluster (pip install "loragate[sweep]").
-        batch_size: sequences at a time; with vLLM or replicas, questions whose answers are drawn together.
-    """
-
-    engine: Literal["transformers", "vllm"] = "transformers"
-    replicas: Count = 1
-    batch_size: Count = 64
-
-
-@dataclass(frozen=True)
 class GradingOptions:
     """How answers are judged.
 

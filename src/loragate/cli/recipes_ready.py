@@ -178,23 +178,15 @@ def _graders(options: Any) -> Iterator[Check]:
 
 
 def _questions(options: Any) -> Iterator[Check]:
-    from loragate.cli.evaluation_inputs import commits_of, files_of, local_file
-    from loragate.evaluation.retention import describe_suite
-    from loragate.evaluation.tasks import load_questions
+    from loragate.evaluation.prepared import questions_of
 
     tasks = _tasks(options)
-    files, commits = files_of(options, tasks), commits_of(options, tasks)
     for task in tasks:
-        file, commit = files.get(task.name), commits.get(task.name)
-        if task.engine == "loragate":
-            yield partial(load_questions, task, file, options.limit, options.seed, commit)
-        else:
-            where = local_file(file, task.name) if file else None
-            yield partial(describe_suite, task.name, where, options.limit, options.max_new_tokens, commit)
+        yield partial(questions_of, options, task, tasks)
 
 
 def _tasks(options: Any) -> list[Any]:
-    from loragate.cli.evaluation_inputs import chosen_tasks
+    from loragate.evaluation.prepared import chosen_tasks
 
     return chosen_tasks(options) if options.suite or options.tasks else []
 
@@ -230,9 +222,10 @@ def _eval(options: Any) -> None:
 
 @cache
 def _known_tasks(suite: str, tasks: str) -> None:
-    from loragate.cli.evaluation_inputs import EvaluationInputs, chosen_tasks
+    from loragate.evaluation.prepared import chosen_tasks
+    from loragate.evaluation.settings import TaskSettings
 
-    chosen_tasks(EvaluationInputs(suite=suite, tasks=tasks))
+    chosen_tasks(TaskSettings(suite=suite, tasks=tasks))
 
 
 FURTHER: dict[str, Callable[[Any], None]] = {"sft": _sft, "calibrate": _calibrate, "eval": _eval}

@@ -206,7 +206,7 @@ def renders_chats(options: ServeOptions, place: Place) -> bool:
 
 def serve_transformers(options: ServeOptions) -> int:
     """Our own small server over the model in memory, until Ctrl-C."""
-    from loragate.cli.evaluation_inputs import load_inputs
+    from loragate.cli.evaluating import load_inputs
     from loragate.cli.serve_transformers import Row, add_adapters, transformers_backend
     from loragate.serving.http_app import make_server
 

@@ -20,11 +20,11 @@ from loragate.data.loading import RowsGiven
 from loragate.data.rendering import IGNORED
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation import grade_math
+from loragate.evaluation.answers import grade_choice, grade_exact
 from loragate.evaluation.judging import MATH, JudgeSettings, require_graders
 from loragate.evaluation.tasks import Question, Task, load_task
-from loragate.evaluation.tasks.extractors import grade_choice, grade_exact
+from loragate.evaluation.tasks.generated import grade_tiny
 from loragate.evaluation.tasks.questions import render_questions
-from loragate.evaluation.tasks.tiny import grade_tiny
 from loragate.generation import Engine, OnProgress, SamplingConfig
 from loragate.generation.requests import tokenize_prompts
 from loragate.selection.disjoint import prompts_of, prompts_to_exclude, require_disjoint

@@ -1,17 +1,73 @@
-"""Hard suppression by ΔH in generation: against re-forwarding whole sequences without a cache, one row at a time."""
+"""λ supplied from outside: the gates' own numbers and derivatives, and hard suppression by ΔH in generation.
+
+Suppression is compared with re-forwarding whole sequences without a cache, one row at a time.
+"""
 
 import pytest
 import torch
 
 import loragate as lg
 from loragate.analysis.delta_entropy import measure
-from loragate.analysis.external import supplied_coefficients
-from loragate.analysis.reading import answer_rows
-from loragate.analysis.suppression import Suppression, suppressing
+from loragate.analysis.rows import Reader, answer_rows
+from loragate.analysis.supplied import Suppression, supplied_coefficients, suppressing
 from loragate.errors import ConfigError, GateError
+from loragate.gates.attach import gate_modules
 from loragate.generation import SamplingConfig, TransformersEngine
 from loragate.generation.sampling import draw, uniform
 from tiny import tiny_adapter, tiny_tokenizer
+
+IDS = torch.arange(4, 14)[None]
+
+
+def gated(seed=3):
+    peft = lg.attach_gates(tiny_adapter(), lg.GateConfig(-2, 3))
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in lg.gate_parameters(peft).values():
+            parameter.normal_(0, 0.3)
+    return peft
+
+
+def test_supplying_the_gates_own_values_changes_nothing():
+    peft = gated()
+    gates = gate_modules(peft)
+    with torch.no_grad():
+        own = peft(input_ids=IDS).logits
+        with supplied_coefficients(peft, lambda path, _layer, x: gates[path].coefficients(x)) as paths:
+            assert set(paths) == set(gates)
+            assert torch.allclose(peft(input_ids=IDS).logits, own, atol=1e-6)
+        with supplied_coefficients(peft, lambda *_: None):
+            full = peft(input_ids=IDS).logits
+        with lg.gate_override(peft, constant=1.0):
+            assert torch.equal(peft(input_ids=IDS).logits, full)
+        assert torch.equal(peft(input_ids=IDS).logits, own)
+
+
+def test_leaves_carry_the_semi_gradient():
+    """eq:rw-causal-jacobian with sg: ∂F/∂w_m = Σ_s ∂F/∂λ_m,s · ∂λ_m,s/∂w_m at inputs held fixed."""
+    peft = gated()
+    gates, leaves, inputs = gate_modules(peft), {}, {}
+
+    def leaf(path, _layer, x):
+        inputs[path] = x.detach()
+        leaves[path] = gates[path].coefficients(x).detach().requires_grad_()
+        return leaves[path]
+
+    with supplied_coefficients(peft, leaf):
+        lg.topk_entropy(peft(input_ids=IDS).logits, 20).mean().backward()
+    with_gates = lg.topk_entropy(peft(input_ids=IDS).logits, 20).mean()
+    expected = torch.autograd.grad(with_gates, [gate.weight for gate in gates.values()])
+    for (path, gate), gradient in zip(gates.items(), expected, strict=True):
+        lam = gate.coefficients(inputs[path])
+        (found,) = torch.autograd.grad(lam, gate.weight, leaves[path].grad)
+        assert torch.allclose(found, gradient, atol=1e-6, rtol=1e-3), path
+
+
+def test_a_wrong_shape_is_refused():
+    peft = tiny_adapter()
+    with supplied_coefficients(peft, lambda *_: torch.ones(2, 3)), pytest.raises(GateError, match="routed tokens"):
+        peft(input_ids=IDS)
+
 
 PROMPTS = ["w1 w2 w3 w4", "w9", "w30 w31"]
 CONFIG = SamplingConfig(samples=2, max_new_tokens=7, seed=3)
@@ -82,10 +138,10 @@ def test_batched_generation_is_the_naive_one(rule):
 def test_decisions_can_be_read_off_the_answers():
     """eq:rw-delta-entropy on the sampled tokens gives the ΔH at which the stream decided."""
     peft, tokenizer = model(), tiny_tokenizer()
-    with suppressing(peft, Suppression("negative")) as decisions:
+    with suppressing(peft, Suppression("negative")) as deltas:
         found = TransformersEngine(peft, tokenizer, batch_size=8).generate(PROMPTS, CONFIG)
-        taken = torch.stack(decisions.deltas)  # [steps, B] in the engine's order
-    again = measure(peft, "adapter", answer_rows(tokenizer, PROMPTS, found), tokenizer.pad_token_id)
+        taken = torch.stack(deltas)  # [steps, B] in the engine's order
+    again = measure(Reader(peft, tokenizer), "adapter", answer_rows(tokenizer, PROMPTS, found))
     order = sorted(found, key=lambda s: (-len(PROMPTS[s.question].split()), s.question, s.sample))
     for column, sample in enumerate(order):
         at = again.rows == found.index(sample)

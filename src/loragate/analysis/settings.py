@@ -1,15 +1,69 @@
-"""What is asked of a plan: a training, and the GPUs that it may run on. No torch, so that a command line is checked at once."""
+"""Settings that a command line offers as they are: what a diagnosis reads, and what a plan is asked, with the GPUs it knows.
+
+Light: `--help` reads this file, so that nothing here may load a model's libraries.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge
 
 from loragate.errors import ConfigError, nearest
 from loragate.training.compatibility import Plan as Combination
 from loragate.training.compatibility import impossible
 from loragate.training.strategy import Launch
 from loragate.validate import Amount, Count, Positive, Size, check
+
+
+@dataclass(frozen=True)
+class DiagnoseSettings:
+    """What a diagnosis reads and tries; in brackets those that read a setting.
+
+    Attributes:
+        rows: (entropy, alignment) prompts and responses to read, in the formats of calibrate's --data.
+        max_rows: (entropy, alignment) first rows, or answers, to read; 256 for entropy, 48 for alignment.
+        max_length: (entropy, alignment, tokens) longest row, or answer, in tokens; `tokens` takes at most 512.
+        run: (gates, alignment, tokens) folder of `loragate eval` whose stored answers are read: all tasks, or those of --tasks.
+        of: (gates, alignment) model whose answers are read; by default gated for gates,
+            adapter for alignment.
+        answers: (gates, alignment) answers to read per question.
+        suppress: (entropy) signs of ΔH at which the delta is switched off: negative and/or positive.
+        threshold: (entropy) nats that ΔH must exceed.
+        prompt_too: (entropy) switch the delta off inside the prompt too, not only where tokens of the answer are
+            predicted.
+        position: (gates) "written" counts λ where a token is predicted, "read" where it is read.
+        interventions: (interventions) overrides of λ, separated by commas: noreverse, noextrapolate, unit, off,
+            constant=0.5, clip=-1:2; the first four if empty.
+        value: (alignment) source of the task value.
+        reference: (alignment) with --value reference: base, adapter, or a model with the same vocabulary.
+        positions: (alignment) with --value rollouts: positions per answer.
+        actions: (alignment) with --value rollouts: likeliest tokens tried at each position.
+        rollouts: (alignment) with --value rollouts: completions of each token tried, by the plain adapter.
+        k: (alignment) support of the entropy objective, 0 for the whole vocabulary; by default the one that the gates were trained
+            with.
+        checkpoints: (alignment) run folder of a calibration, whose checkpoints are measured too.
+    """
+
+    rows: str = ""
+    max_rows: Annotated[int, Ge(2)] | None = None  # intervals are over rows
+    max_length: Count = 4096
+    run: str = ""
+    of: Literal["gated", "adapter", "base"] | None = None
+    answers: Count = 4
+    suppress: str = "negative,positive"
+    threshold: float = 0.0
+    prompt_too: bool = False
+    position: Literal["written", "read"] = "written"
+    interventions: str = ""
+    value: Literal["reference", "reward", "rollouts"] = "reference"
+    reference: str = "base"
+    positions: Count = 4
+    actions: Count = 8
+    rollouts: Count = 4
+    k: int | None = None
+    checkpoints: str = ""
 
 
 @dataclass(frozen=True)

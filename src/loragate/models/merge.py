@@ -11,8 +11,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+from peft import PeftModel
+
 from loragate.errors import LoragateError
 from loragate.files import write_json
+from loragate.models.bases import base_weights
+from loragate.models.place import ModelRef, folder_sha256
 
 RECORD = "merged.json"
 
@@ -32,11 +37,6 @@ def merge_adapter(
     Raises:
         LoragateError: where the disk has no room for it, naming both sizes.
     """
-    import torch
-    from peft import PeftModel
-
-    from loragate.models import ModelRef, base_weights, folder_sha256
-
     folder = Path(folder)
     made_of = {
         "base": base,

@@ -4,9 +4,8 @@ import time
 
 import pytest
 
-from loragate.evaluation.grade import Grade
-from loragate.evaluation.tasks.extractors import choice_letter, exact_text, grade_choice, grade_exact
-from loragate.evaluation.tasks.tiny import grade_tiny
+from loragate.evaluation.answers import Grade, choice_letter, grade_choice, grade_exact
+from loragate.evaluation.tasks.generated import grade_tiny
 from loragate.world.problems import problems, retention_items
 
 CHOICES = {
@@ -89,7 +88,6 @@ def test_grade_choice():
 
 
 def test_exact():
-    assert exact_text("  a b\n") == "a b"
     assert grade_exact(" yes\n", "yes ") == Grade(True, "yes", "ok")
     assert grade_exact("yes.", "yes") == Grade(False, "yes.", "wrong")
     assert grade_exact(" \n", "yes") == Grade(False, None, "no_answer")
