@@ -166,7 +166,7 @@ def tables(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
     planned = [f"{one['situation']}-{one['seed']}" for one in design["cells"]]
     lacking = [name for name in planned if name not in records]
     parts = [cell_part(name, records[name], design) for name in planned if name in records]
-    parts.append(over_seeds(records, design))
+    parts.append(over_seeds(records, design) if parts else "No answer to a test question has been drawn yet.")
     parts.append(f"Not begun: {', '.join(lacking)}." if lacking else "Every cell was begun.")
     return "\n\n".join(parts)
 
