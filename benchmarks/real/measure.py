@@ -136,14 +136,13 @@ class Cell:
     # rows
 
     def rows_file(self, which: str) -> Path:
-        """The rows of the adapter ("own") or those that it never sees ("unseen"), written when first asked for."""
-        path = self.folder / f"{which}.jsonl"
-        if not path.is_file():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            rows = demonstrations(self.settings, self.seed)[which]
-            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            path.write_text(text, encoding="utf-8")
-        return path
+        """The rows of the adapter ("own") or those that it never sees ("unseen"); both are written when first asked for."""
+        if not (self.folder / f"{which}.jsonl").is_file():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for name, rows in demonstrations(self.settings, self.seed).items():
+                text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                (self.folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        return self.folder / f"{which}.jsonl"
 
     # models
 
