@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from loragate.evaluation.aggregates import compare_suites, pass_at_k, suite_average
-from loragate.evaluation.statistics import average_at_k, compare
+from loragate.evaluation.statistics import average_at_k, compare, t_interval
 
 SAMPLES = 16
 SUITE_DRAWS = 2000
@@ -110,7 +110,7 @@ def averages(shape: Shape, repeats: int, seed: int) -> dict[str, dict[str, float
     """Coverage of the naive, t and logit-t intervals on the same data sets."""
     methods: dict[str, Callable[[np.ndarray], tuple[float, float]]] = {
         "naive": naive,
-        "t": lambda scores: of(average_at_k(scores, interval="t")),
+        "t": lambda scores: t_interval(scores.mean(axis=1), 0.0, 1.0)[2:],
         "logit-t": lambda scores: of(average_at_k(scores)),
     }
     result = {}

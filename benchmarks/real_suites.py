@@ -123,13 +123,14 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def retention_checks(data: Path) -> dict[str, Any]:
     """Questions of BBH and of MMLU's STEM subjects that the retention suites accept."""
-    from loragate.evaluation.harness_rows import load_questions, load_suite
+    from loragate.evaluation.tasks import load_questions, load_task
+    from loragate.evaluation.tasks.retention import SUBSET
 
     with tempfile.TemporaryDirectory() as scratch:
         files = write_retention(data, Path(scratch))
-        read = {name: load_questions(load_suite(name), str(path)) for name, path in files.items()}
+        read = {name: load_questions(load_task(name), path) for name, path in files.items()}
     return {
-        name: {"questions": len(found.items), "subsets": len({item.subset for item in found.items})}
+        name: {"questions": len(found.questions), "subsets": len({one.row[SUBSET] for one in found.questions})}
         for name, found in read.items()
     }
 

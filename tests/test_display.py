@@ -79,18 +79,21 @@ def test_what_was_done_before_a_resume_gives_no_pace(clock, monkeypatch):
 
 
 def test_a_choice_of_ranges_says_which_step_of_which_range(clock):
-    from loragate.cli.calibrate import news
+    from loragate.cli.calibration_report import news
     from loragate.selection.candidate import ADAPTER, Candidate, parse_candidates
 
     out = io.StringIO()
     tried = parse_candidates("0,1;-6,3", "entropy", 0)
     with Display(out=Console(file=out, width=200)).job("trying 2 ranges") as job:
-        told = news(job, tried, references=False, retention=False)
-        for one, stage, total in [(Candidate(None, ADAPTER), "probing", 40), (tried[0], "training", 150)]:
+        told = news(job, tried)
+        for one, stage, total in [
+            (tried[0], "training", 150),
+            (Candidate(None, ADAPTER, temperature=0.3), "probing", 40),
+        ]:
             told(one, "loading", 0, 0, None)
             for done in range(0, total + 1, 10):
                 clock.now += 11
                 told(one, stage, done, total, 0.05 if stage == "training" else None)
     lines = out.getvalue().splitlines()
-    assert lines[0] == "trying 2 ranges: adapter: probing, answer 0 of 40"
-    assert "trying 2 ranges: range 1 of 2, [0,1]: training, step 40 of 150 · entropy 0.050 · about 7 min left" in lines
+    assert lines[0] == "trying 2 ranges: range 1 of 2, [0,1]: training, step 0 of 150 · entropy 0.050"
+    assert "trying 2 ranges: 1 settings asked; adapter T=0.3: answer 40 of 40" in lines

@@ -37,7 +37,14 @@ LANGUAGES = ("", "sh", "bash", "python", "json", "yaml", "toml", "text", "docker
 OTHERS = {"vllm", "lm_eval", "sbatch", "sky", "srun", "curl", "accelerate", "torchrun", "mkdocs", "jupyter", "apt"}
 OTHERS |= {"pytest", "pre-commit", "docker", "huggingface-cli", "hf", "eval", "source"}
 # flags of other programs that pages name by themselves
-FOREIGN_FLAGS = {"--lora-paths", "--lora-modules", "--max-loras", "--kill-on-bad-exit", "--strict"}
+FOREIGN_FLAGS = {
+    "--lora-paths",
+    "--lora-modules",
+    "--max-loras",
+    "--kill-on-bad-exit",
+    "--override-generation-config",
+    "--strict",
+}
 
 
 class Fence(NamedTuple):

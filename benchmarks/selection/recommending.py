@@ -8,7 +8,7 @@ are asked 64, 128 or 256 questions × 4 samples. The study's committed verdicts 
 a cell's questions is the probe, the other half says what the pick is worth, and back; gates were sampled at T = 1 only.
 
 Regret is what the best setting has more than the pick, in points; "harmful" is a pick of another kind than the adapter that
-is more than one point below the adapter at its best temperature. Rules of comparison: today's choice (adapter or gates,
+is more than one point below the adapter at its best temperature. Rules of comparison: the former choice (adapter or gates,
 both at T = 1, highest score), the adapter greedily, the adapter at its best temperature on the probe, and the highest score
 of all settings. Everything depends on --seed alone.
 """
@@ -19,13 +19,16 @@ import argparse
 import gzip
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy.special import expit
 
-from loragate.selection.recommend import FINALISTS, FIRST, FOLDS, LEVEL, Setting, halve, recommend
+from loragate.gates.range import Range
+from loragate.selection.candidate import ADAPTER, BASE, CONSTANT, GATES, Candidate
+from loragate.selection.recommend import FINALISTS, FIRST, FOLDS, LEVEL, halve, recommend
 
 TEMPERATURES = (1.0, 0.6, 0.3, 0.0)
 COOLING = {1.0: 0.0, 0.6: 0.5, 0.3: 0.8, 0.0: 0.9}
@@ -35,82 +38,90 @@ SITUATIONS = {
     "open": {"base": -1.0, "constant": -0.2, "gates": 0.0, "apart": 0.4},
     "gates harm": {"base": -1.0, "constant": -0.2, "gates": -0.5, "apart": 0.4},
 }
-SAMPLES, TRUTH = 4, 4000
+SAMPLES, TRUTH = 4, 20_000
 STUDY = Path("benchmarks/results/study_verdicts.jsonl.gz")
-Scores = dict[Setting, np.ndarray]
-ADAPTER = {t: Setting("adapter", "adapter", t) for t in TEMPERATURES}
+Scores = dict[Candidate, np.ndarray]
+ALONE = {t: Candidate(None, ADAPTER, temperature=t) for t in TEMPERATURES}
 
 
-def world(kind: str, generator: np.random.Generator) -> dict[Setting, float]:
+def world(kind: str, generator: np.random.Generator) -> dict[Candidate, float]:
     """{setting: its log-odds beside the adapter's at T = 1}."""
     at = SITUATIONS[kind]
     slope = generator.normal(0.8, 0.6)
-    models = [("adapter", "adapter", 0.0, slope)]
-    models += [("base", "base", at["base"] + 2 * at["apart"] * generator.normal(), slope)]
+    models = [(Candidate(None, ADAPTER), 0.0, slope)]
+    models += [(Candidate(None, BASE), at["base"] + 2 * at["apart"] * generator.normal(), slope)]
     models += [
-        ("constant", f"λ={value}", at["constant"] + at["apart"] * generator.normal(), slope)
+        (Candidate(None, CONSTANT, scale=value), at["constant"] + at["apart"] * generator.normal(), slope)
         for value in (0.5, 0.75, 1.5)
     ]
     shared = at["gates"] + at["apart"] * generator.normal()
-    for index in range(5):  # gates by entropy have had their cooling already
+    for upper in range(2, 7):  # gates by entropy have had their cooling already
         lost = abs(generator.normal(0.5, 0.3)) if at["apart"] else 0.0
-        models += [("gates", f"gates {index}", shared + at["apart"] * generator.normal(), slope - lost)]
+        models += [(Candidate(Range(0, upper)), shared + at["apart"] * generator.normal(), slope - lost)]
     return {
-        Setting(kind, name, t): offset + own * COOLING[t] for kind, name, offset, own in models for t in TEMPERATURES
+        replace(model, temperature=t): offset + own * COOLING[t] for model, offset, own in models for t in TEMPERATURES
     }
 
 
-def draw(offsets: Mapping[Setting, float], questions: int, samples: int, generator: np.random.Generator) -> Scores:
-    """Verdicts [questions, samples] of every setting on new questions, the same ones for all."""
+def chances(
+    offsets: Mapping[Candidate, float], questions: int, generator: np.random.Generator
+) -> dict[Candidate, np.ndarray]:
+    """Each setting's chance of being right [questions], on the same new questions for all."""
     difficulty = generator.normal(-0.5, 1.6, questions)
-    of_model = {name: generator.normal(0, 0.6, questions) for name in {setting.name for setting in offsets}}
-    scores = {}
+    # not a set, whose order would differ from process to process
+    of_model = {model: generator.normal(0, 0.6, questions) for model in dict.fromkeys(one.model for one in offsets)}
+    found = {}
     for setting, offset in offsets.items():
-        odds = difficulty + of_model[setting.name] + offset + generator.normal(0, 0.7, questions)
-        if setting.temperature == 0:
-            scores[setting] = (odds > 0).astype(float)[:, None]
-        else:
-            scores[setting] = (generator.random((questions, samples)) < expit(odds)[:, None]).astype(float)
-    return scores
+        odds = difficulty + of_model[setting.model] + offset + generator.normal(0, 0.7, questions)
+        found[setting] = expit(odds) if setting.temperature else (odds > 0).astype(float)
+    return found
 
 
-def today(scores: Scores) -> Setting:
+def draw(offsets: Mapping[Candidate, float], questions: int, generator: np.random.Generator) -> Scores:
+    """Verdicts [questions, samples] of every setting on new questions, the same ones for all."""
+    return {
+        setting: (generator.random((questions, SAMPLES if setting.temperature else 1)) < chance[:, None]).astype(float)
+        for setting, chance in chances(offsets, questions, generator).items()
+    }
+
+
+def former(scores: Scores) -> Candidate:
     """The adapter or gates, whichever scores highest at T = 1; the adapter wins ties."""
-    warm = [setting for setting in scores if setting.temperature == 1 and setting.kind in ("adapter", "gates")]
-    return max(sorted(warm), key=lambda setting: scores[setting].mean())
+    warm = [setting for setting in scores if setting.temperature == 1 and setting.kind in (ADAPTER, GATES)]
+    return max(warm, key=lambda setting: scores[setting].mean())
 
 
-def cooled(scores: Scores) -> Setting:
+def cooled(scores: Scores) -> Candidate:
     """The adapter at the temperature with the highest score."""
-    return max((s for s in scores if s.kind == "adapter"), key=lambda setting: scores[setting].mean())
+    return max((s for s in scores if s.kind == ADAPTER), key=lambda setting: scores[setting].mean())
 
 
-def halved(scores: Scores) -> tuple[Setting, int]:
+def halved(scores: Scores) -> tuple[Candidate, int]:
     """The recommendation after sequential halving, and how many questions were asked in all."""
-    asked: dict[Setting, int] = {}
+    asked: dict[Candidate, int] = {}
 
-    def ask(setting: Setting, count: int) -> np.ndarray:
+    def ask(setting: Candidate, count: int) -> np.ndarray:
         asked[setting] = max(count, asked.get(setting, 0))
         return scores[setting][:count]
 
-    left = halve(scores, ask, len(scores[ADAPTER[1.0]]))
+    left = halve(scores, ask, len(scores[ALONE[1.0]]))
     return recommend(left).setting, sum(asked.values())
 
 
-RULES: dict[str, Callable[[Scores], Setting]] = {
-    "today's choice at T = 1": today,
-    "adapter, greedy": lambda scores: ADAPTER[0.0],
+RULES: dict[str, Callable[[Scores], Candidate]] = {
+    "former choice at T = 1": former,
+    "adapter, greedy": lambda scores: ALONE[0.0],
     "adapter at its best temperature": cooled,
     "highest score of all": lambda scores: max(scores, key=lambda setting: scores[setting].mean()),
     "recommended": lambda scores: recommend(scores).setting,
 }
 
 
-def score(pick: Setting, truth: Mapping[Setting, float]) -> tuple[float, float, float]:
+def score(pick: Candidate, truth: Mapping[Candidate, float]) -> tuple[float, float, float]:
     """(regret, loss against the adapter at its best temperature, whether the pick is harmful)."""
-    adapter = max(value for setting, value in truth.items() if setting.kind == "adapter")
+    adapter = max(value for setting, value in truth.items() if setting.kind == ADAPTER)
     loss = adapter - truth[pick]
-    return max(truth.values()) - truth[pick], max(loss, 0.0), float(pick.kind != "adapter" and loss > 0.01)
+    return max(truth.values()) - truth[pick], max(loss, 0.0), float(pick.kind != ADAPTER and loss > 0.01)
 
 
 def summary(found: list[tuple[float, float, float]]) -> dict[str, float]:
@@ -136,8 +147,8 @@ def simulated(worlds: int, questions: int, seed: int) -> dict[str, Any]:
         for index in range(worlds):
             generator = np.random.default_rng((seed, number, index))
             offsets = world(kind, generator)
-            truth = {setting: float(values.mean()) for setting, values in draw(offsets, TRUTH, 16, generator).items()}
-            scores = draw(offsets, questions, SAMPLES, generator)
+            truth = {setting: float(chance.mean()) for setting, chance in chances(offsets, TRUTH, generator).items()}
+            scores = draw(offsets, questions, generator)
             for name, rule in RULES.items():
                 found[name].append(score(rule(scores), truth))
             pick, asked = halved(scores)
@@ -152,14 +163,14 @@ def study_cells() -> dict[str, Scores]:
     """{cell: {setting: verdicts [questions, samples]}} of the committed study."""
     ranges = ("[-3,1]", "[-6,3]", "[0,1]", "[0,6]")
     settings = {
-        "LoRA": ADAPTER[1.0],
-        "LoRA T=0.6": ADAPTER[0.6],
-        "LoRA T=0.3": ADAPTER[0.3],
-        "LoRA greedy": ADAPTER[0.0],
+        "LoRA": ALONE[1.0],
+        "LoRA T=0.6": ALONE[0.6],
+        "LoRA T=0.3": ALONE[0.3],
+        "LoRA greedy": ALONE[0.0],
     }
-    settings |= {"base": Setting("base", "base", 1.0)}
-    settings |= {f"λ={value}": Setting("constant", f"λ={value}", 1.0) for value in ("-0.5", "0.5", "1.5")}
-    settings |= {f"SCALE {bounds}": Setting("gates", bounds, 1.0) for bounds in ranges}
+    settings |= {"base": Candidate(None, BASE, temperature=1.0)}
+    settings |= {f"λ={scale:g}": Candidate(None, CONSTANT, temperature=1.0, scale=scale) for scale in (-0.5, 0.5, 1.5)}
+    settings |= {f"SCALE {bounds}": Candidate(Range.parse(bounds), temperature=1.0) for bounds in ranges}
     cells: dict[str, Scores] = {}
     with gzip.open(STUDY, "rt", encoding="utf-8") as file:
         for row in map(json.loads, file):
@@ -172,9 +183,7 @@ def study_cells() -> dict[str, Scores]:
 def measured(seed: int) -> dict[str, Any]:
     """{rule: summary} over the study's cells, half of the questions as probe, the other half as truth, and back."""
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in RULES}
-    warm: dict[str, list[tuple[float, float, float]]] = {
-        name: [] for name in ("today's choice at T = 1", "recommended")
-    }
+    warm: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ("former choice at T = 1", "recommended")}
     for scores in study_cells().values():
         count = len(next(iter(scores.values())))
         order = np.random.default_rng((seed, count)).permutation(count)

@@ -63,28 +63,28 @@ def profile(arguments: dict[str, Any]) -> dict[str, Any]:
         with clocks.on("imports"):
             from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-            from loragate.cli import quickstart, tiny_study
             from loragate.display import Display
+            from loragate.quickstart import QuickstartSettings, run, study
             from loragate.training import stage_one, stage_two
 
         class Timed(Display):
             @contextmanager
-            def job(self, name: str, total: int = 0) -> Iterator[Any]:
+            def job(self, name: str, total: int = 0, unit: str = "") -> Iterator[Any]:
                 stages.append(name)
-                with clocks.on(name), super().job(name, total) as job:
+                with clocks.on(name), super().job(name, total, unit) as job:
                     yield job
 
         with ExitStack() as patches:
-            patches.enter_context(patch.object(quickstart, "Display", Timed))
+            patches.enter_context(patch.object(run, "Display", Timed))
             for module, function, name in (
                 (stage_one, "encode_rows", "data"),
                 (stage_two, "encode_rows", "data"),
                 (_BaseDataLoaderIter, "__next__", "data"),
-                (tiny_study, "train_adapter", "training"),
-                (tiny_study, "calibrate", "training"),
+                (study, "train_adapter", "training"),
+                (study, "calibrate", "training"),
             ):
                 patches.enter_context(patch.object(module, function, clocks.around(name, getattr(module, function))))
-            quickstart.run(quickstart.QuickstartOptions(out=str(Path(scratch) / "run"), **arguments))
+            run.run_quickstart(QuickstartSettings(out=str(Path(scratch) / "run"), **arguments))
     return {
         "whole": clocks.record("whole"),
         "stages": [{"stage": name, **clocks.record(name)} for name in ("imports", *stages)],

@@ -19,7 +19,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 from worked import slips, work
 
-from loragate.evaluation.grading.graders import grade_math
+from loragate.evaluation import grade_math
 from loragate.evaluation.tasks.arithmetic import KINDS, NAMES
 from loragate.world.base import TinyBaseRecipe
 from loragate.world.demonstrations import Document

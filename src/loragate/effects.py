@@ -63,7 +63,7 @@ TABLE: dict[str, tuple[Acts, ...]] = {
         Acts(("random_scale",), "objective", ("random",)),
     ),
     "calibrate": (
-        Acts(("probe_task", "references"), "probe"),
+        Acts(("probe_task",), "probe"),
         Acts(("retention_task",), "retention_probe"),
         Acts(("ranges",), "range", ("auto",)),
         Acts(("probe_samples", "probe_temperature", "probe_max_new_tokens"), "unverified", (False,)),

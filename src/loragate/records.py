@@ -1,4 +1,4 @@
-"""Dataclasses as JSON, and with which packages they were made; `loragate.validate` reads them back.
+"""Dataclasses as JSON files and back, and with which packages they were made.
 
 Evaluations and diagnostics leave frozen dataclasses behind as files. This module knows no record; the schema number and the
 words of a missing file belong to the room that defines one.
@@ -7,15 +7,20 @@ words of a missing file belong to the room that defines one.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
 from loragate.errors import DataError
+from loragate.validate import validate
+
+T = TypeVar("T")
 
 PACKAGES = ("loragate", "torch", "transformers", "peft", "vllm", "math-verify", "sympy", "lm_eval")
 
@@ -35,6 +40,35 @@ def to_json(record: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise DataError(f"found {value} in a record; every figure must be finite, and None where it is not known")
     return value
+
+
+def read_value(path: Path, remedy: str) -> Any:
+    """The content of a JSON file; raises `DataError`, naming the file and the remedy, for anything else."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; {remedy}") from None
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON ({error}); {remedy}") from None
+
+
+def read(kind: type[T], path: Path, remedy: str) -> T:
+    """The dataclass of a JSON file that `to_json` gave; raises `DataError`, naming file, key and remedy, for anything else."""
+    return validate(kind, read_value(path, remedy), str(path), DataError, remedy)
+
+
+def read_lines(path: Path, remedy: str) -> Iterator[tuple[str, Any]]:
+    """(place, value) of each line of a file of JSON lines.
+
+    Raises `DataError`, naming the line and the remedy, for what is not JSON.
+    """
+    # not splitlines: a text may hold unusual line separators, which JSON leaves as they are
+    for number, line in enumerate(path.read_text(encoding="utf-8").rstrip("\n").split("\n"), start=1):
+        where = f"{path}, line {number}"
+        try:
+            yield where, json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{where}: not JSON ({error}); {remedy}") from None
 
 
 def package_versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:

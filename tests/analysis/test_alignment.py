@@ -7,19 +7,17 @@ import pytest
 import torch
 
 import loragate as lg
-from loragate.analysis import record as records
-from loragate.analysis.alignment import all_terms
-from loragate.analysis.alignment_record import AlignmentRecord, conclude, mean_direction, updates
-from loragate.analysis.coordinates import CoordinateSums
+from loragate.analysis.alignment import mean_direction, updates
 from loragate.analysis.directions import (
     NAMES,
+    CoordinateSums,
     differentiable_gates,
     gate_input_gradient,
     merged,
     parameter_slices,
     row_directions,
 )
-from loragate.analysis.reading import Reader, answer_rows, batches
+from loragate.analysis.rows import Reader, TokenClasses, answer_rows
 from loragate.analysis.task_values import (
     Branch,
     DenseValues,
@@ -30,7 +28,7 @@ from loragate.analysis.task_values import (
     rollout_values,
     some_positions,
 )
-from loragate.analysis.token_classes import TokenClasses
+from loragate.analysis.theorem import all_terms
 from loragate.data import encode_rows
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from tiny import tiny_adapter, tiny_rows, tiny_tokenizer
@@ -74,20 +72,21 @@ def autograd_directions(peft, row, values):
 
 
 def measured(peft, rows, tokenizer):
-    reader, found = Reader(peft), []
+    reader = Reader(peft, tokenizer)
     with peft.disable_adapter():
-        values = [reference_values(reader, row, tokenizer.pad_token_id) for row in rows]
+        values = [reference_values(reader, row) for row in rows]
     with differentiable_gates(peft):
-        for row, value in zip(rows, values, strict=True):
-            (batch,) = batches([row], tokenizer.pad_token_id, 1, "cpu")
-            found.append(row_directions(reader, batch, value, K))
-    return found, values
+        return [row_directions(reader, row, value, K) for row, value in zip(rows, values, strict=True)], values
+
+
+def prompt_of(row):
+    return next(at for at, label in enumerate(row["labels"]) if label >= 0)
 
 
 def test_directions_are_the_gradients():
     peft, (tokenizer, rows) = gated(), material(2)
     found, values = measured(peft, rows, tokenizer)
-    assert Reader(peft).fused
+    assert Reader(peft, tokenizer).fused
     for row, value, direction in zip(rows, values, found, strict=True):
         with differentiable_gates(peft):
             expected = autograd_directions(peft, row, value)
@@ -106,7 +105,7 @@ def test_reference_values_are_log_probabilities_of_the_model_that_acts():
     assert torch.allclose(values.values, torch.log_softmax(z, -1), atol=1e-5)
 
 
-def test_terms_record_and_updates(tmp_path):
+def test_terms_coordinates_and_updates():
     peft, (tokenizer, rows) = gated(), material(5)
     found, values = measured(peft, rows, tokenizer)
     slices = parameter_slices(peft)
@@ -121,8 +120,7 @@ def test_terms_record_and_updates(tmp_path):
     classes = TokenClasses(tokenizer, {tokenizer.eos_token_id})
     with differentiable_gates(peft):
         for row, value in zip(rows, values, strict=True):
-            (batch,) = batches([row], tokenizer.pad_token_id, 1, "cpu")
-            sums.add(Reader(peft), batch, value, K, classes)
+            sums.add(Reader(peft, tokenizer), row, value, K, classes, prompt_of(row))
     agreement = sums.summary(range(5))
     assert agreement[0].name == "all"
     assert {"prompt", "end"} <= {row.name for row in agreement}
@@ -130,37 +128,18 @@ def test_terms_record_and_updates(tmp_path):
     (update,) = updates(points, {"a": {"value": v, "entropy_semi": g}})
     assert update.gain == pytest.approx(float(v @ v), rel=1e-5)
     assert update.cosine == pytest.approx(1.0)
-    record = AlignmentRecord(
-        records.about({}, "rows", 0, {}, 1.0),
-        "reference",
-        "the base",
-        5,
-        9,
-        K,
-        0.5,
-        terms[0],
-        terms[1:],
-        (),
-        (update,),
-        agreement,
-        (),
-    )
-    assert conclude(record)[0].startswith("At these gates")
-    records.write(record, tmp_path / "alignment.json")
-    assert records.read(AlignmentRecord, tmp_path / "alignment.json") == record
 
 
 def test_a_value_that_is_the_logits_agrees_everywhere():
     """eq:rw-signal-decomposition with ε = 0: r = z/β makes both directions one, and every coordinate's sign right."""
     peft, (tokenizer, rows) = gated(), material(1)
-    reader = Reader(peft)
-    (batch,) = batches(rows, tokenizer.pad_token_id, 1, "cpu")
+    reader, (row,) = Reader(peft, tokenizer), rows
     with torch.no_grad():
-        values = DenseValues(reader.logits(reader.states(batch)) / 2.5)
+        values = DenseValues(reader.logits(reader.states(reader.batch(row))) / 2.5)
     sums = CoordinateSums(peft)
     with differentiable_gates(peft):
-        found = row_directions(reader, batch, values, K)
-        sums.add(reader, batch, values, K, TokenClasses(tokenizer, {1}))
+        found = row_directions(reader, row, values, K)
+        sums.add(reader, row, values, K, TokenClasses(tokenizer, {1}), prompt_of(row))
     assert torch.allclose(found.vectors["entropy"], 2.5 * found.vectors["value_topk"], rtol=1e-3, atol=1e-5)
     assert sums.summary([0])[0].weighted.mean > 0.999
 
@@ -168,22 +147,15 @@ def test_a_value_that_is_the_logits_agrees_everywhere():
 def test_the_answer_is_no_prompt_where_only_its_end_is_counted():
     """Rollouts count a few positions of an answer; a λ before the first of them still belongs to its own class."""
     peft, (tokenizer, rows) = gated(), material(1)
-    prompt = next(at for at, label in enumerate(rows[0]["labels"]) if label >= 0)
-    late = {**rows[0], "labels": [*[-100] * (len(rows[0]["labels"]) - 1), rows[0]["labels"][-1]]}
-    reader, classes = Reader(peft), TokenClasses(tokenizer, {1})
-    (batch,) = batches([late], tokenizer.pad_token_id, 1, "cpu")
-    values = reference_values(reader, late, tokenizer.pad_token_id)
-    found = {}
-    for given in (prompt, None):
-        sums = CoordinateSums(peft)
-        with differentiable_gates(peft):
-            sums.add(reader, batch, values, K, classes, given)
-        found[given] = {row.name: row.coordinates for row in sums.summary([0])}
+    prompt, length = prompt_of(rows[0]), len(rows[0]["labels"])
+    late = {**rows[0], "labels": [*[-100] * (length - 1), rows[0]["labels"][-1]]}
+    reader, sums = Reader(peft, tokenizer), CoordinateSums(peft)
+    with differentiable_gates(peft):
+        sums.add(reader, late, reference_values(reader, late), K, TokenClasses(tokenizer, {1}), prompt)
+    found = {row.name: row.coordinates for row in sums.summary([0])}
     modules = len(lg.gate_parameters(peft)) // 2
-    assert len(rows[0]["input_ids"]) - prompt > 2
-    assert 0 < found[prompt]["prompt"] <= modules * (prompt - 1)
-    assert found[None]["prompt"] > found[prompt]["prompt"]
-    assert found[None]["all"] == found[prompt]["all"]
+    assert length - prompt > 2
+    assert 0 < found["prompt"] <= modules * (prompt - 1) < found["all"]
 
 
 def test_rows_of_one_question_are_merged():
@@ -200,11 +172,10 @@ def test_reward_values_give_the_policy_gradient():
     prompts = ["w1 w2"]
     sample = TransformersEngine(peft, tokenizer).generate(prompts, SamplingConfig(max_new_tokens=5, seed=2))[0]
     (row,) = answer_rows(tokenizer, prompts, [sample])
-    reader = Reader(peft)
-    values = reward_values(reader, row, 1.0, 0.25, tokenizer.pad_token_id)
-    (batch,) = batches([row], tokenizer.pad_token_id, 1, "cpu")
+    reader = Reader(peft, tokenizer)
+    values = reward_values(reader, row, 1.0, 0.25)
     with differentiable_gates(peft):
-        found = row_directions(reader, batch, values, K)
+        found = row_directions(reader, row, values, K)
         with gate_input_gradient(peft, detached=False):
             z = peft(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0, :-1]
         kept = torch.tensor(row["labels"])[1:] >= 0
@@ -218,12 +189,13 @@ def test_reward_values_give_the_policy_gradient():
 def test_rollouts_complete_and_grade_every_branch():
     peft, tokenizer = gated(), tiny_tokenizer()
     prompts = ["w1 w2", "w5 w6 w7"]
-    samples = TransformersEngine(peft, tokenizer).generate(prompts, SamplingConfig(max_new_tokens=5, seed=2))
+    engine = TransformersEngine(peft, tokenizer)
+    samples = engine.generate(prompts, SamplingConfig(max_new_tokens=5, seed=2))
     rows = answer_rows(tokenizer, prompts, samples)
     lengths = [len(row["input_ids"]) - len(sample.token_ids) for row, sample in zip(rows, samples, strict=True)]
     rows = [some_positions(row, 2, np.random.default_rng(0)) for row in rows]
     assert all(sum(label >= 0 for label in row["labels"]) == 2 for row in rows)
-    tried = branches(Reader(peft), rows, lengths, 3, tokenizer.pad_token_id)
+    tried = branches(Reader(peft, tokenizer), rows, lengths, 3)
     assert len(tried) == 2 * 2 * 3
     seen = []
 
@@ -233,7 +205,7 @@ def test_rollouts_complete_and_grade_every_branch():
         return [answer.token_ids[0] % 2 == 0 for _, answer in answers]
 
     sampling = SamplingConfig(max_new_tokens=6, samples=2, seed=1)
-    values = rollout_values(peft, tokenizer, tried, grade, sampling, {tokenizer.eos_token_id}, positions=64)
+    values = rollout_values(engine, tried, grade, sampling, {tokenizer.eos_token_id}, positions=64)
     finished = sum(branch.action == tokenizer.eos_token_id for branch in tried)
     assert len(seen) == 2 * (len(tried) - finished) + finished, "an answer that is complete needs no completion"
     assert all(isinstance(answer, Sample) and 1 <= len(answer.token_ids) <= 6 for _, answer in seen)
@@ -247,55 +219,34 @@ def test_rollouts_complete_and_grade_every_branch():
             first = branch.token_ids[branch.prompt_length]
             assert float(table.values[at // 3, at % 3]) == float(first % 2 == 0)
     ended = Branch(0, 0, tokenizer.eos_token_id, 2, (3, 4, tokenizer.eos_token_id))
-    complete = rollout_values(
-        peft,
-        tokenizer,
-        [ended],
-        lambda found: [a.finish_reason == "stop" for _, a in found],
-        sampling,
-        {tokenizer.eos_token_id},
+    stopped = rollout_values(
+        engine, [ended], lambda found: [a.finish_reason == "stop" for _, a in found], sampling, {tokenizer.eos_token_id}
     )
-    assert float(complete[0].values) == 1.0
+    assert float(stopped[0].values) == 1.0
 
 
-def test_a_late_branch_takes_no_room_from_an_early_one(monkeypatch):
+def test_a_late_branch_takes_no_room_from_an_early_one():
     """Each answer may grow to its own limit, whatever the longest branch leaves of the model's positions."""
     positions, limit = 64, 60
     early = Branch(0, 0, 7, 2, (3, 4, 7))
     late = Branch(1, 0, 8, 2, (3, 4, *[5] * (limit - 2), 8))
     last = Branch(2, 0, 9, 6, (3, 4, 5, 6, 7, 8, *[5] * 57, 9))
     assert [len(branch.token_ids) for branch in (late, last)] == [61, positions]
-    limits, told = [], []
 
     class NeverEnds:
-        def __init__(self, model, tokenizer, batch_size):
-            self.tokenizer = tokenizer
+        tokenizer = tiny_tokenizer()
 
         def generate(self, prompts, config, on_progress):
-            for ids in self.tokenizer(prompts)["input_ids"]:
-                assert len(ids) + config.max_new_tokens <= positions
-            limits.append(config.max_new_tokens)
-            on_progress(len(prompts), len(prompts))
-            return [Sample(at, 0, "", (7,) * config.max_new_tokens, "length", None) for at in range(len(prompts))]
+            rooms = [min(config.max_new_tokens, positions - len(ids)) for ids in prompts]
+            return [Sample(at, 0, "", (7,) * room, "length", None) for at, room in enumerate(rooms)]
 
-    monkeypatch.setattr("loragate.analysis.task_values.TransformersEngine", NeverEnds)
     seen = {}
 
     def grade(answers):
         seen.update({row: len(answer.token_ids) for row, answer in answers})
         return [True] * len(answers)
 
-    values = rollout_values(
-        None,
-        tiny_tokenizer(),
-        [early, late, last],
-        grade,
-        SamplingConfig(max_new_tokens=limit),
-        {1},
-        positions,
-        on_progress=lambda *at: told.append(at),
-    )
+    config = SamplingConfig(max_new_tokens=limit)
+    values = rollout_values(NeverEnds(), [early, late, last], grade, config, {1}, positions)
     assert seen == {0: limit, 1: limit, 2: positions - 6}
-    assert limits == [1, limit - 1]
-    assert told == [(1, 2), (2, 2)]
     assert sorted(values) == [0, 1, 2]

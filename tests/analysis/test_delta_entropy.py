@@ -7,12 +7,16 @@ import pytest
 import torch
 
 import loragate as lg
-from loragate.analysis import record as records
 from loragate.analysis.delta_entropy import ALL, EntropyRecord, by_class, conclude, distribution, measure, write_tokens
-from loragate.analysis.token_classes import TokenClasses
+from loragate.analysis.rows import Reader, TokenClasses
+from loragate.analysis.subject import About, read
 from loragate.data import encode_rows
-from loragate.errors import ConfigError, DataError
+from loragate.errors import DataError
+from loragate.files import write_json
+from loragate.records import to_json
 from tiny import tiny_adapter, tiny_rows, tiny_tokenizer
+
+ABOUT = About("now", {}, "rows", 0, {}, {}, 1.0)
 
 
 def encoded(count=6):
@@ -27,7 +31,7 @@ def test_delta_is_the_difference_of_full_entropies():
     with torch.no_grad():
         for parameter in lg.gate_parameters(peft).values():
             parameter.normal_(0, 0.4)
-    found = measure(peft, "gated", rows, tokenizer.pad_token_id, batch_size=4)
+    found = measure(Reader(peft, tokenizer), "gated", rows, batch_size=4)
     for index, row in enumerate(rows):
         ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])
         kept = labels[1:] >= 0
@@ -47,10 +51,10 @@ def test_delta_is_the_difference_of_full_entropies():
         assert found.token_ids[at].tolist() == labels[labels >= 0].tolist()
 
 
-def test_table_record_and_tokens(tmp_path):
+def test_table_and_tokens(tmp_path):
     tokenizer, rows = encoded()
     peft = tiny_adapter()
-    found = measure(peft, "adapter", rows, tokenizer.pad_token_id)
+    found = measure(Reader(peft, tokenizer), "adapter", rows)
     classes = TokenClasses(tokenizer, {tokenizer.eos_token_id})
     table = by_class(found, classes)
     assert table[0].name == ALL
@@ -59,22 +63,9 @@ def test_table_record_and_tokens(tmp_path):
     assert table[0].negative.mean + table[0].positive.mean == pytest.approx(1.0)
     assert table[0].gated is None
     assert {row.name for row in table[1:]} == {"mixed", "end"}, "the tokens of the test are w0, w1, …"
-    histogram, quantiles = distribution(found.delta)
+    histogram, _ = distribution(found.delta)
     assert sum(histogram.counts) == len(found.delta)
-    record = EntropyRecord(
-        about=records.about({"base": "b"}, "rows", 0, {"threshold": 0.0}, 1.0),
-        rows=len(rows),
-        tokens=len(found.token_ids),
-        threshold=0.0,
-        classes=table,
-        distribution=histogram,
-        quantiles=quantiles,
-        interventions=(),
-        conclusion=conclude(table, ()),
-    )
-    records.write(record, tmp_path / "entropy.json")
-    assert records.read(EntropyRecord, tmp_path / "entropy.json") == record
-    assert "raises the entropy" in record.conclusion[0] or "lowers the entropy" in record.conclusion[0]
+    assert "raises the entropy" in conclude(table, ())[0] or "lowers the entropy" in conclude(table, ())[0]
     write_tokens(tmp_path / "tokens.jsonl", tokenizer, rows, found, classes)
     lines = [json.loads(line) for line in (tmp_path / "tokens.jsonl").read_text().splitlines()]
     assert len(lines) == len(rows)
@@ -85,14 +76,15 @@ def test_table_record_and_tokens(tmp_path):
 
 def test_records_are_read_strictly(tmp_path):
     path = tmp_path / "entropy.json"
-    record = EntropyRecord(records.about({}, "rows", 0, {}, 1.0), 0, 0, 0.0, (), None, {}, (), ("nothing",))
-    records.write(record, path)
+    record = EntropyRecord(ABOUT, 0, 0, 0.0, (), None, {}, (), ("nothing",))
+    write_json(path, to_json(record))
+    assert read(EntropyRecord, path) == record
     plain = json.loads(path.read_text())
 
     def message(**changed):
         path.write_text(json.dumps({**plain, **changed}))
         with pytest.raises(DataError) as caught:
-            records.read(EntropyRecord, path)
+            read(EntropyRecord, path)
         return str(caught.value)
 
     assert "unknown key 'row'; did you mean 'rows'?" in message(row=1)
@@ -103,9 +95,4 @@ def test_records_are_read_strictly(tmp_path):
     assert "the key 'tokens' is missing" in message()
     path.write_text("{")
     with pytest.raises(DataError, match="not JSON"):
-        records.read(EntropyRecord, path)
-
-
-def test_a_base_alone_has_no_delta():
-    with pytest.raises(ConfigError, match="no adapter"):
-        measure(None, "base", [], 0)
+        read(EntropyRecord, path)

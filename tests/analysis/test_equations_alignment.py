@@ -22,8 +22,8 @@ from toy import (
     value,
 )
 
-from loragate.analysis.alignment import FULL, SEMI, TOPK, VALUE, InnerProducts, smallest_rho, terms
 from loragate.analysis.directions import RowDirections
+from loragate.analysis.theorem import FULL, SEMI, TOPK, VALUE, InnerProducts, smallest_rho, terms
 
 K = 4
 

@@ -14,13 +14,13 @@ from tiny import tiny_adapter
 
 def test_the_papers_four_by_default_and_no_row_without_effect():
     chosen, left_out = choose("", lg.GateConfig(-6, 3))
-    assert [item.name for item in chosen] == ["noreverse", "noextrapolate", "unit", "off"]
+    assert chosen == ["noreverse", "noextrapolate", "unit", "off"]
     assert left_out == []
     chosen, left_out = choose("", lg.GateConfig(0, 1))
-    assert [item.name for item in chosen] == ["off"]
+    assert chosen == ["off"]
     assert len(left_out) == 3
     chosen, left_out = choose("", lg.GateConfig(-3, 1))
-    assert [item.name for item in chosen] == ["noreverse", "unit", "off"]
+    assert chosen == ["noreverse", "unit", "off"]
     assert "λ never leaves [-3, 1]" in left_out[0]
     assert without_effect(parse_override("constant=0.5"), lg.GateConfig(0, 1)) == ""
     assert without_effect(parse_override("clip=-1:2"), lg.GateConfig(0, 1))
@@ -43,7 +43,7 @@ def test_rows_act_as_they_say():
             parameter.normal_(0, 0.5)
     chosen, _ = choose("noreverse,noextrapolate,unit,constant=0.5", lg.GateConfig(-6, 3))
     ids, seen = torch.arange(4, 14)[None], {}
-    for variant in (Variant("gated"), *[item.variant for item in chosen]):
+    for variant in (Variant("gated"), *[Variant("gated", name, override=name) for name in chosen]):
         with torch.no_grad(), acting(peft, variant, "gated"), trace_gates(peft) as traced:
             peft(input_ids=ids)
         seen[variant.name] = torch.cat([values[0].reshape(-1) for values in traced.values()])
@@ -59,7 +59,7 @@ def test_rows_act_as_they_say():
 def row(name, score, difference=None, verdict=None):
     ends = (None, None) if difference is None else (difference - 0.01, difference + 0.01)
     p = None if difference is None else 0.01
-    return InterventionRow(name, name, "t", score, score, score, difference, *ends, p, verdict, 0.0, None, 5.0)
+    return InterventionRow(name, "t", score, score, score, difference, *ends, p, verdict, name, 0.0, None, 5.0)
 
 
 def test_conclusions_say_what_taking_away_shows():

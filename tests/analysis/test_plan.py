@@ -12,8 +12,8 @@ from transformers import GPT2Config, Qwen2Config
 
 from loragate.analysis.plan import decoding, gpu_memory, make_plan
 from loragate.analysis.plan_model import build_on_meta, count_parameters
-from loragate.analysis.plan_request import GPUS, Gpu, Request, find_gpu
 from loragate.analysis.plan_trace import Footprint, Workload
+from loragate.analysis.settings import GPUS, Gpu, Request, find_gpu
 from loragate.errors import ConfigError
 from tiny import tiny_adapter, tiny_base
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 import loragate as lg
 from loragate.analysis.plan_model import (
@@ -62,8 +63,8 @@ def test_blocks_are_those_that_the_trainer_shards():
 
 
 def test_experts_are_counted_once_and_used_in_part():
-    config = read_config_of(
-        model_type="mixtral",
+    config = AutoConfig.for_model(
+        "mixtral",
         vocab_size=64,
         hidden_size=16,
         intermediate_size=24,
@@ -76,12 +77,6 @@ def test_experts_are_counted_once_and_used_in_part():
     found = counted(config, stage="sft", rank=2)
     experts = 2 * 8 * 3 * 16 * 24
     assert found.linear - found.active == experts - experts * 2 // 8
-
-
-def read_config_of(**values):
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
 def test_a_70b_model_from_a_file(tmp_path):
@@ -97,21 +92,24 @@ def test_a_70b_model_from_a_file(tmp_path):
     assert found.lora == 80 * 16 * (2 * (8192 + 8192) + 2 * (8192 + 1024) + 3 * (8192 + 28672))
 
 
-def test_what_is_no_model_is_refused(tmp_path):
-    path = tmp_path / "a.json"
-    path.write_text("{]")
-    with pytest.raises(ConfigError, match=r"a\.json cannot be read"):
-        read_config(str(path))
-    path.write_text('{"hidden_size": 3}')
-    with pytest.raises(ConfigError, match=r"a\.json cannot be read: .*model_type"):
-        read_config(str(path))
-    path.write_text('{"model_type": "lama"}')
-    with pytest.raises(ConfigError, match=r"a\.json cannot be read: .*lama"):
-        read_config(str(path))
-    with pytest.raises(ConfigError, match=r"holds no config\.json"):
-        read_config(str(tmp_path))
-    with pytest.raises(ConfigError, match="does not exist"):
-        read_config(str(tmp_path / "nothing.json"))
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.json", "{]", r"a\.json cannot be read"),
+        ("a.json", '{"hidden_size": 3}', r"a\.json cannot be read: .*model_type"),
+        ("a.json", '{"model_type": "lama"}', r"a\.json cannot be read: .*lama"),
+        ("", "", r"holds no config\.json"),
+        ("nothing.json", "", "does not exist"),
+    ],
+)
+def test_what_is_no_model_is_refused(tmp_path, name, content, words):
+    if content:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        read_config(str(tmp_path / name))
+
+
+def test_what_cannot_be_fetched_or_planned_is_refused():
     with pytest.raises(LoragateError, match="owner/name@v1 cannot be read: We could"):
         read_config("owner/name@v1")
     with pytest.raises(ConfigError, match="cannot be planned"):

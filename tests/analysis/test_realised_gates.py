@@ -6,16 +6,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import loragate as lg
-from loragate.analysis import record as records
-from loragate.analysis.reading import answer_rows
-from loragate.analysis.realised_gates import GatesRecord, count_gates, histogram_edges, most, summarise
-from loragate.analysis.token_classes import TokenClasses
+from loragate.analysis.realised_gates import count_gates, histogram_edges, most, summarise
+from loragate.analysis.rows import Reader, TokenClasses, answer_rows
+from loragate.analysis.subject import About
 from loragate.gates import trace_gates
 from loragate.gates.range import Range
 from loragate.generation import SamplingConfig, TransformersEngine
 from tiny import VOCABULARY, tiny_adapter, tiny_tokenizer
 
 PROMPTS = ["w1 w2 w3", "w9"]
+ABOUT = About("now", {}, "answers", 0, {}, {}, 1.0)
 
 
 def gated(lower=-3.0, upper=2.0, scale=0.4):
@@ -33,14 +33,14 @@ def counted(peft, position="written", batch_size=3):
     rows = answer_rows(tokenizer, PROMPTS, samples)
     groups = [sample.question for sample in samples]
     classes = TokenClasses(tokenizer, {tokenizer.eos_token_id})
-    return rows, count_gates(peft, rows, groups, classes, tokenizer.pad_token_id, position, batch_size)
+    return rows, count_gates(Reader(peft, tokenizer), rows, groups, classes, position, batch_size)
 
 
 @pytest.mark.parametrize("position", ["written", "read"])
-def test_shares_are_those_of_single_coefficients(position, tmp_path):
+def test_shares_are_those_of_single_coefficients(position):
     peft = gated()
     rows, counts = counted(peft, position)
-    record = summarise(counts, records.about({}, "answers", 0, {}, 1.0), position, len(rows))
+    record = summarise(counts, ABOUT, position, len(rows))
     every = []
     for row in rows:
         with torch.no_grad(), trace_gates(peft) as traced:
@@ -61,8 +61,6 @@ def test_shares_are_those_of_single_coefficients(position, tmp_path):
     assert (
         sum(s.count for s in record.by_layer.values()) == sum(s.count for s in record.by_type.values()) == values.size
     )
-    records.write(record, tmp_path / "gates.json")
-    assert records.read(GatesRecord, tmp_path / "gates.json") == record
 
 
 class VocabularyWide(TorchDispatchMode):
@@ -80,8 +78,9 @@ class VocabularyWide(TorchDispatchMode):
 def test_no_logits_are_made():
     peft, tokenizer = gated(), tiny_tokenizer()
     row = {"input_ids": list(range(5, 25)), "labels": [-100] * 4 + list(range(9, 25)), "row": 0}
+    reader = Reader(peft, tokenizer)  # it compares its head with the model's, once
     with VocabularyWide() as seen:
-        count_gates(peft, [row] * 3, [0, 1, 2], TokenClasses(tokenizer, set()), 0)
+        count_gates(reader, [row] * 3, [0, 1, 2], TokenClasses(tokenizer, set()))
     assert seen.found == 0
     with VocabularyWide() as seen, torch.no_grad():
         peft(input_ids=torch.tensor([row["input_ids"]]))
@@ -98,10 +97,10 @@ def test_histogram_has_zero_and_one_among_its_edges():
 
 def test_conclusions_name_the_place():
     _, counts = counted(gated())
-    text = " ".join(summarise(counts, records.about({}, "a", 0, {}, 1.0), "written", 4).conclusion)
+    text = " ".join(summarise(counts, ABOUT, "written", 4).conclusion)
     assert "They reverse most in layer" in text
     _, counts = counted(gated(0.0, 1.0))
-    record = summarise(counts, records.about({}, "a", 0, {}, 1.0), "written", 4)
+    record = summarise(counts, ABOUT, "written", 4)
     assert "They cannot reverse: the range starts at 0." in record.conclusion
     assert "They cannot extrapolate: the range ends at 1." in record.conclusion
     assert most(record, "below_zero") is None
@@ -109,6 +108,6 @@ def test_conclusions_name_the_place():
 
 def test_saturation_is_counted_at_both_ends():
     _, counts = counted(gated(scale=60.0))
-    shares = summarise(counts, records.about({}, "a", 0, {}, 1.0), "written", 4).all
+    shares = summarise(counts, ABOUT, "written", 4).all
     assert shares.at_lower > 0.3
     assert shares.at_upper > 0.3

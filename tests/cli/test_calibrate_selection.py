@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 import loragate as lg
 from loragate.cli.arguments import parse
-from loragate.cli.calibrate import COMMAND, CalibrateOptions, accept_line, candidates_of
-from loragate.cli.calibration_report import report_selection
+from loragate.cli.calibrate import COMMAND, CalibrateOptions, candidates_of
+from loragate.cli.calibration_report import accept_line, headline, report_selection
 from loragate.cli.main import main
 from loragate.display import console
 from loragate.errors import ConfigError
@@ -135,16 +135,18 @@ def is_the_adapter(place, folder):
 def test_a_range_is_picked_on_labels(place, tmp_path, capsys):
     out = tmp_path / "gated"
     assert calibrate(place, out, "--probe", place / "gated.jsonl", *GREEDY, "--ranges=0,1;-3,1") == 0
-    text = said(capsys)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Use ")]
     record = selection_of(out)
     assert record["probe"]["kind"] == "labelled"
-    assert record["evidence"]["[-3,1]"]["mean"] == 1.0, "its own answers are the labels"
-    assert record["evidence"]["adapter"]["mean"] < 1.0
+    assert record["evidence"]["[-3,1] greedy"]["mean"] == 1.0, "its own answers are the labels"
+    assert record["evidence"]["adapter greedy"]["mean"] < 1.0
     assert (record["accepted"], record["picked"]) == (True, "[-3,1]")
     assert record["cost"]["trainings"] == 2
-    assert "scored against the labels" in text
-    assert "picked [-3,1]" in text
-    assert "| [-3,1] | 100.0 |" in (out / "README.md").read_text()
+    assert len(lines) == 1
+    assert lines[0].startswith("Use the gates [-3,1], greedily: ")
+    assert "the adapter alone would have given" in lines[0]
+    assert "| [-3,1] greedy | 100.0 |" in (out / "README.md").read_text()
+    assert json.loads((out / "generation_config.json").read_text())["do_sample"] is False
     trained = load_file(out / "run" / "candidates" / "trials" / "entropy_-3_1_seed42" / "gated" / "gates.safetensors")
     gates = load_file(out / "gates.safetensors")
     assert all(torch.equal(gates[name], value) for name, value in trained.items())
@@ -153,9 +155,7 @@ def test_a_range_is_picked_on_labels(place, tmp_path, capsys):
     base = dict(zip(POOL, first_words(tiny_base()), strict=True))
     right = sum(base[prompt] == answer for prompt, answer in labels.items()) / len(labels)
     assert 0 < right < 1
-    assert record["references"]["base"]["mean"] == pytest.approx(right)
-    assert f"base {100 * right:.1f} %" in text
-    assert "| base (for comparison) | " in (out / "README.md").read_text()
+    assert record["evidence"]["base greedy"]["mean"] == pytest.approx(right)
 
 
 @pytest.mark.parametrize("probe", ["gated.jsonl", "adapter.jsonl"])
@@ -197,15 +197,14 @@ def without_seconds(record):
 
 def test_a_retention_probe_stands_in_the_evidence(place, tmp_path, capsys):
     out = tmp_path / "gated"
-    flags = ("--ranges=-3,1", "--retention-probe", place / "adapter.jsonl", "--no-references")
+    flags = ("--ranges=-3,1", "--retention-probe", place / "adapter.jsonl")
     assert calibrate(place, out, "--probe", place / "gated.jsonl", *GREEDY, *flags) == 0
     record = selection_of(out)
-    assert "references" not in record
-    assert record["retention"]["evidence"]["adapter"]["mean"] == 1.0
-    difference = record["retention"]["against_adapter"]["[-3,1]"]
+    assert record["retention"]["evidence"]["adapter greedy"]["mean"] == 1.0
+    difference = record["retention"]["against_adapter"]["[-3,1] greedy"]
     vetoed = difference["mean"] < -0.02 and difference["high"] < 0
-    assert ("[-3,1]" in record["vetoed"]) is vetoed
-    assert record["accepted"] is not vetoed
+    assert ("[-3,1] greedy" in record["vetoed"]) is vetoed
+    assert (record["picked"] == "[-3,1]") is not vetoed
     assert "retention, %" in (out / "README.md").read_text()
 
 
@@ -222,7 +221,7 @@ def test_the_guard_watches_the_objectives_that_sample(place, tmp_path):
     ]
     for name, more, watched in (("on", [], True), ("off", ["--no-guard"], False)):
         assert calibrate(place, tmp_path / name, *flags, *more) == 0
-        stored = tmp_path / name / "run" / "candidates" / "trials" / "anchored_0_1_seed42" / "result.json"
+        stored = tmp_path / name / "run" / "candidates" / "trials" / "anchored_0_1_seed42" / "trained.json"
         training = json.loads(stored.read_text())["training"]
         assert bool(training.get("guard")) is watched
 
@@ -230,10 +229,12 @@ def test_the_guard_watches_the_objectives_that_sample(place, tmp_path):
 def test_the_adapter_stays_where_nothing_beats_it(place, tmp_path, capsys):
     out = tmp_path / "gated"
     assert calibrate(place, out, "--probe", place / "adapter.jsonl", *GREEDY, "--range=-3,1") == 0
-    assert "nothing beat the adapter" in said(capsys)
+    text = said(capsys)
+    assert "Use the adapter alone, greedily: 100.0 %; the gates would have given" in text
+    assert "nothing is shown to beat the adapter" in text
     record = selection_of(out)
     assert (record["accepted"], record["picked"]) == (False, "adapter")
-    assert record["evidence"]["adapter"]["mean"] == 1.0
+    assert record["evidence"]["adapter greedy"]["mean"] == 1.0
     assert is_the_adapter(place, out)
     card = (out / "README.md").read_text()
     assert "gates that are off" in card
@@ -246,7 +247,7 @@ def test_the_adapter_stays_where_nothing_beats_it(place, tmp_path, capsys):
     assert "the gates of" in text
     assert "are off: nothing beat the adapter" in text
     results = read_record(tmp_path / "run" / "results.json")
-    assert [row.name for row in results.results] == ["adapter", "base"]
+    assert [row.name for row in results.results] == ["adapter", "base", "adapter greedy"], "as the folder recommends"
     assert results.models["adapter"] == str(out / "adapter")
 
 
@@ -270,7 +271,10 @@ def test_a_probe_without_labels_is_judged_by_agreement(place, tmp_path, capsys):
     assert record["probe"]["kind"] == "agreement"
     assert record["probe"]["questions"] >= 32
     assert 0 < record["probe"]["majority_share"] <= 1
-    assert "the adapter's own majority" in said(capsys)
+    text = said(capsys)
+    assert "the adapter's own majority" in text
+    assert "it cannot compare temperatures" in text
+    assert {row["kind"] for row in record["settings"]} == {"adapter", "gates"}
     assert "without labels" in (out / "README.md").read_text()
 
 
@@ -364,8 +368,10 @@ def test_flags_that_would_be_ignored_are_refused(place, tmp_path, capsys):
         (("--probe-task", "math500"), "--probe-task has no effect"),
         (("--retention-task", "math500"), "--retention-task has no effect"),
         (("--exclude", "x.jsonl"), "--exclude has no effect"),
-        (("--no-references",), "--references has no effect"),
-        ((*given, "--no-references"), "--references has no effect"),
+        (
+            (*probe, "--objective", "anchored", "--beta", "0.5", "--ranges=0,1@entropy"),
+            "beta has no effect with objective entropy",
+        ),
         (
             (*probe, "--probe-task", "math500", "--probe-grader", "exact"),
             "--probe-grader has no effect",
@@ -407,7 +413,6 @@ def test_ctrl_c_says_the_step_and_how_to_go_on(place, tmp_path, capsys, monkeypa
         place / "gated.jsonl",
         *GREEDY,
         "--ranges=-3,1",
-        "--no-references",
         "--epochs",
         "3",
         "--logging-steps",
@@ -426,7 +431,8 @@ def test_ctrl_c_says_the_step_and_how_to_go_on(place, tmp_path, capsys, monkeypa
     assert "the same command with --resume goes on" in said(capsys)
     monkeypatch.setattr(Probe, "score", score)
     assert calibrate(place, tmp_path / "out", *probe, "--resume") == 0
-    assert selection_of(tmp_path / "out")["picked"] == "[-3,1]"
+    record = selection_of(tmp_path / "out")
+    assert (record["cost"]["trainings"], record["settings"][-1]["questions"]) == (1, 40)
 
 
 def test_several_processes_are_refused_before_anything_is_loaded(place, tmp_path, capsys, monkeypatch):
@@ -467,7 +473,7 @@ def test_a_killed_selection_goes_on(place, tmp_path):
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    first = out / "run" / "candidates" / "trials" / "entropy_0_1_seed42" / "result.json"
+    first = out / "run" / "candidates" / "trials" / "entropy_0_1_seed42" / "trained.json"
     began = time.monotonic()
     while not first.is_file():
         assert process.poll() is None, "ended before it could be killed"
@@ -477,7 +483,7 @@ def test_a_killed_selection_goes_on(place, tmp_path):
     process.wait()
     assert not (out / "gate_config.json").exists()
     finished = {
-        path: path.stat().st_mtime_ns for path in Path(out / "run" / "candidates" / "trials").glob("*/result.json")
+        path: path.stat().st_mtime_ns for path in Path(out / "run" / "candidates" / "trials").glob("*/trained.json")
     }
     assert main(command) != 0, "an unfinished selection is not begun again by accident"
     assert main([*command, "--resume"]) == 0
@@ -497,18 +503,56 @@ def test_the_command_that_accepts_is_one_that_can_be_typed():
     assert again == replace(given, range="0,1", unverified=True, resume=True)
 
 
-def test_a_range_that_dropped_out_is_named_with_its_reason(capsys):
-    score = {"mean": 0.5, "low": 0.4, "high": 0.6}
-    record = {
-        "probe": {"kind": "labelled", "questions": 40, "samples": 4},
-        "evidence": {"adapter": score},
-        "signs": {"adapter": {"finished": 1.0, "tokens": 9.0}},
-        "picked": "adapter",
-        "accepted": False,
+SCORE = {"mean": 0.5, "low": 0.4, "high": 0.6}
+STEPS = [
+    {"kind": "base", "against": "adapter", "mean": -0.1, "low": -0.2, "high": 0.0, "shown": False},
+    {"kind": "gates", "against": "adapter", "mean": 0.05, "low": -0.02, "high": 0.12, "shown": False},
+]
+
+
+def recorded(kind="adapter", picked="adapter", temperature=0.0, steps=STEPS, questions=200):
+    """The record of a comparison, as far as it is printed."""
+    name = f"{picked} T={temperature:g}" if temperature else f"{picked} greedy"
+    scores = {"adapter": {"mean": 0.4}, "base": {"mean": 0.3}, "constant": {"mean": 0.42}, "gates": {"mean": 0.45}}
+    return {
+        "probe": {"kind": "labelled", "questions": questions, "samples": 4},
+        "recommendation": {
+            "kind": kind,
+            "setting": name,
+            "temperature": temperature,
+            "steps": steps,
+            "level": 0.9,
+            "out_of_fold": scores,
+            "tried": 40,
+        },
+        "evidence": {name: SCORE},
+        "signs": {name: {"finished": 1.0, "tokens": 9.0}},
+        "picked": picked,
+        "accepted": kind != "adapter",
         "warnings": {},
         "vetoed": {},
     }
-    report_selection(console(), record)
-    assert "drops out" not in capsys.readouterr().out
-    report_selection(console(), {**record, "failed": {"[-6,3]": "the loss is not finite at step 4"}})
-    assert "[-6,3] could not be trained and drops out: the loss is not finite at step 4" in capsys.readouterr().out
+
+
+def test_the_first_line_says_what_to_use_and_what_the_other_way_would_have_given():
+    assert headline(recorded()) == (
+        "Use the adapter alone, greedily: 40.0 %; the gates would have given 45.0 % (+5.0 points, 90 % interval -2.0 to +12.0)."
+    )
+    shown = [{**STEPS[1], "low": 0.01, "against": "constant", "shown": True}]
+    assert headline(recorded("gates", "[0,6]", 0.3, shown)) == (
+        "Use the gates [0,6], at T = 0.3: 45.0 %; one λ for all modules would have given 42.0 % "
+        "(+5.0 points for the gates, 90 % interval +1.0 to +12.0)."
+    )
+    assert headline(recorded("base", "base", 0.3, STEPS[:1])) == "Use the base without the adapter, at T = 0.3: 30.0 %."
+
+
+def test_a_range_that_dropped_out_is_named_with_its_reason(capsys):
+    report_selection(console(), recorded())
+    text = capsys.readouterr().out
+    assert text.startswith("Use the adapter alone")
+    assert "drops out" not in text
+    assert "are few" not in text
+    report_selection(console(), {**recorded(questions=64), "failed": {"[-6,3]": "the loss is not finite at step 4"}})
+    text = capsys.readouterr().out
+    assert "[-6,3] could not be trained and drops out: the loss is not finite at step 4" in text
+    assert "64 questions are few" in text

@@ -1,20 +1,25 @@
 """`loragate diagnose` on small local files: every look writes its record and says something; bad input is answered."""
 
+import base64
 import json
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import loragate as lg
-from loragate.analysis.alignment_record import AlignmentRecord
-from loragate.analysis.delta_entropy import EntropyRecord
-from loragate.analysis.interventions import InterventionsRecord
-from loragate.analysis.realised_gates import GatesRecord
-from loragate.analysis.record import read
-from loragate.cli.diagnose_alignment import MODULES_SHOWN, short_name
+from loragate.analysis.alignment import AlignmentRecord, diagnose_alignment
+from loragate.analysis.delta_entropy import EntropyRecord, diagnose_entropy
+from loragate.analysis.interventions import InterventionsRecord, diagnose_interventions
+from loragate.analysis.realised_gates import GatesRecord, diagnose_gates
+from loragate.analysis.settings import DiagnoseSettings
+from loragate.analysis.subject import Subject, read
+from loragate.cli.diagnosing import MODULES_SHOWN, short_name
 from loragate.cli.main import main
 from loragate.evaluation.results import read_record
+from loragate.evaluation.session import Request
+from loragate.evaluation.settings import TaskSettings
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 TASK = """\
@@ -50,8 +55,6 @@ def place(tmp_path_factory):
     lg.save_gates(model, root / "gated", adapter_source=root / "adapter", base_id=str(root / "base"))
     checkpoint = root / "run" / "checkpoint-5"
     checkpoint.mkdir(parents=True)
-    from safetensors.torch import save_file
-
     save_file(
         {n: 0.5 * p.detach().clone() for n, p in lg.gate_parameters(model).items()}, checkpoint / "trained.safetensors"
     )
@@ -64,12 +67,6 @@ def place(tmp_path_factory):
 
 def diagnose(place, what, out, *more, model="gated"):
     return main(["diagnose", what, "--model", str(place / model), "--out", str(out), *map(str, more)])
-
-
-def fails(capsys, *argv):
-    capsys.readouterr()
-    assert main(["diagnose", *map(str, argv)]) == 2
-    return " ".join(capsys.readouterr().err.split())
 
 
 def test_entropy_and_interventions_by_its_sign(place, tmp_path, capsys):
@@ -102,9 +99,8 @@ def test_interventions_then_gates_and_alignment_on_their_answers(place, tmp_path
     assert [row.name for row in record.rows] == ["adapter", "base", "gated", "noreverse", "noextrapolate", "unit"]
     assert all(row.difference is not None for row in record.rows if row.name != "gated")
     assert diagnose(place, "gates", tmp_path / "gates", "--run", out, "--tasks", "words") == 0
-    assert "the run holds words; did you mean 'words'?" in fails(
-        capsys, "gates", "--model", place / "gated", "--out", tmp_path / "y", "--run", out, "--tasks", "word"
-    )
+    assert diagnose(place, "gates", tmp_path / "y", "--run", out, "--tasks", "word") == 2
+    assert "the run holds words; did you mean 'words'?" in " ".join(capsys.readouterr().err.split())
     assert diagnose(place, "gates", tmp_path / "first", "--run", out, "--limit", 1) == 0
     first = read(GatesRecord, tmp_path / "first" / "gates.json")
     gates = read(GatesRecord, tmp_path / "gates" / "gates.json")
@@ -119,6 +115,44 @@ def test_interventions_then_gates_and_alignment_on_their_answers(place, tmp_path
     assert found.tokens <= 2 * found.rows
     assert diagnose(place, "alignment", tmp_path / "reward", "--value", "reward", "--run", out) == 0
     assert read(AlignmentRecord, tmp_path / "reward" / "alignment.json").value == "reward"
+
+
+def test_tokens_of_stored_answers(place, tmp_path):
+    out = tmp_path / "run"
+    assert diagnose(place, "interventions", out, "--tasks", place / "words.yaml", "--interventions", "unit") == 0
+    assert diagnose(place, "tokens", tmp_path / "tokens", "--run", out, "--limit", 2) == 0
+    record = json.loads((tmp_path / "tokens" / "tokens.json").read_text())
+    assert [question["id"] for question in record["questions"]] == ["words/0", "words/1"]
+    for index, question in enumerate(record["questions"]):
+        assert [answer["variant"] for answer in question["answers"]] == ["base", "adapter", "gated"]
+        for answer in question["answers"]:
+            stored = (out / "samples" / answer["variant"] / "words.jsonl").read_text().splitlines()
+            first = next(row for row in map(json.loads, stored) if (row["question"], row["sample"]) == (index, 0))
+            assert len(answer["tokens"]) == len(first["token_ids"])
+            assert answer["verdict"]["correct"] in (True, False)
+            assert len(base64.b64decode(answer["gates"])) == len(record["modules"]) * len(answer["tokens"])
+    assert main(["report", str(out), str(tmp_path / "tokens"), "--out", str(tmp_path / "report.html")]) == 0
+    assert 'id="traces"' in (tmp_path / "report.html").read_text()
+
+
+def test_python_callers_call_what_the_command_does(place, tmp_path):
+    """The calls return the records that they write, and the tasks' answers are drawn and kept as the command does."""
+
+    def subject(name, tasks=""):
+        return Subject(Request(str(place / "gated"), tmp_path / name, TaskSettings(tasks=tasks)))
+
+    words = str(place / "words.yaml")
+    found = diagnose_interventions(subject("interventions", words), DiagnoseSettings(interventions="unit,off"))
+    assert read(InterventionsRecord, tmp_path / "interventions" / "interventions.json") == found
+    assert read_record(tmp_path / "interventions" / "results.json").tasks[0].name == "words"
+    run = str(tmp_path / "interventions")
+    gates = diagnose_gates(subject("gates"), DiagnoseSettings(run=run))
+    assert read(GatesRecord, tmp_path / "gates" / "gates.json") == gates
+    entropy = diagnose_entropy(subject("entropy"), DiagnoseSettings(rows=str(place / "rows.jsonl"), max_rows=3))
+    assert read(EntropyRecord, tmp_path / "entropy" / "entropy.json") == entropy
+    reward = diagnose_alignment(subject("reward"), DiagnoseSettings(value="reward", run=run, max_rows=4))
+    assert read(AlignmentRecord, tmp_path / "reward" / "alignment.json") == reward
+    assert (entropy.rows, reward.rows) == (3, 4)
 
 
 @pytest.mark.parametrize(("recorded", "asked", "used"), [(0, (), 160), (20, (), 20), (20, ("--k", 0), 160)])
@@ -157,42 +191,44 @@ def test_a_whole_model_as_reference_beside_a_base_that_was_moved(place, tmp_path
     assert names == [f"log-probability under {place / name}" for name in ("base", "adapter")]
 
 
-def test_what_is_refused(place, tmp_path, capsys):
-    gated, out = place / "gated", tmp_path / "x"
-    assert "needs WHAT" in fails(capsys, "--model", gated, "--out", out)
-    assert 'Did you mean "entropy"?' in fails(capsys, "entrpy", "--model", gated, "--out", out)
-    assert "needs --out" in fails(capsys, "gates", "--model", gated)
-    assert "--value has no effect with what gates, only with alignment" in fails(
-        capsys, "gates", "--model", gated, "--out", out, "--value", "reward"
-    )
-    assert "needs --rows" in fails(capsys, "entropy", "--model", gated, "--out", out)
-    assert "needs --suite or --tasks" in fails(capsys, "interventions", "--model", gated, "--out", out)
-    assert "give --run FOLDER" in fails(capsys, "gates", "--model", gated, "--out", out)
-    assert "plain adapter; this look needs gates" in fails(
-        capsys, "gates", "--model", place / "adapter", "--out", out, "--run", out
-    )
-    for setting in (("--suite", "math"), ("--samples", 2), ("--temperature", 0.5), ("--max-new-tokens", 9)):
-        assert f"{setting[0]} has no effect with run " in fails(
-            capsys, "gates", "--model", gated, "--out", out, "--run", out, *setting
-        )
-    assert "is a base" in fails(
-        capsys, "entropy", "--model", place / "base", "--out", out, "--rows", place / "rows.jsonl"
-    )
-    assert "lm-evaluation-harness" in fails(
-        capsys, "interventions", "--model", gated, "--out", out, "--suite", "retention"
-    )
-    assert "graded answers, not --rows" in fails(
-        capsys, "alignment", "--model", gated, "--out", out, "--rows", "r", "--value", "reward"
-    )
-    assert "no checkpoint-" in fails(
-        capsys,
-        "alignment",
-        "--model",
-        gated,
-        "--out",
-        out,
-        "--rows",
-        place / "rows.jsonl",
-        "--checkpoints",
-        place / "base",
-    )
+WITH_ROWS = ("--rows", "{place}/rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("what", "model", "more", "words"),
+    [
+        ("", "gated", (), "needs WHAT"),
+        ("entrpy", "gated", (), 'Did you mean "entropy"?'),
+        ("gates", "gated", ("--value", "reward"), "--value has no effect with what gates, only with alignment"),
+        ("gates", "gated", (), "give --run FOLDER"),
+        ("gates", "adapter", ("--run", "r"), "plain adapter; this look needs gates"),
+        ("gates", "gated", ("--run", "r", "--suite", "math"), "--suite has no effect with run "),
+        ("gates", "gated", ("--run", "r", "--samples", "2"), "--samples has no effect with run "),
+        ("gates", "gated", ("--run", "r", "--temperature", "0.5"), "--temperature has no effect with run "),
+        ("gates", "gated", ("--run", "r", "--resume"), "no task was named"),
+        ("tokens", "gated", (), "needs --run"),
+        ("tokens", "gated", ("--run", "r", "--suppress", "negative"), "--suppress has no effect"),
+        ("entropy", "gated", (), "needs --rows"),
+        ("entropy", "base", WITH_ROWS, "is a base"),
+        ("entropy", "gated", (*WITH_ROWS, "--suppress", "up"), "sign must be one of"),
+        ("interventions", "gated", (), "needs --suite or --tasks"),
+        ("interventions", "gated", ("--suite", "retention"), "lm-evaluation-harness"),
+        ("alignment", "gated", ("--rows", "r", "--value", "reward"), "graded answers, not --rows"),
+        ("alignment", "gated", (), "either --rows FILE, or answers"),
+        ("alignment", "gated", (*WITH_ROWS, "--checkpoints", "{place}/base"), "no checkpoint-"),
+    ],
+)
+def test_what_is_refused(place, tmp_path, capsys, what, model, more, words):
+    more = [text.format(place=place) for text in more]
+    looks = [what] if what else []
+    assert main(["diagnose", *looks, "--model", str(place / model), "--out", str(tmp_path / "x"), *more]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_output_folder_is_needed_and_kept(place, tmp_path, capsys):
+    assert main(["diagnose", "gates", "--model", str(place / "gated")]) == 2
+    assert "needs --out" in capsys.readouterr().err
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "mine").write_text("kept")
+    assert diagnose(place, "entropy", tmp_path / "x", "--rows", place / "rows.jsonl") == 2
+    assert "is not empty" in capsys.readouterr().err

@@ -8,12 +8,14 @@ import pytest
 
 import loragate as lg
 from loragate.cli.main import main
-from loragate.cli.serve import ServeOptions, vllm_arguments
-from loragate.cli.serve_folders import served_places
+from loragate.cli.serve import ServeOptions
 from loragate.data import find_endings
 from loragate.errors import ConfigError
 from loragate.gates.schema import read_gate_config
 from loragate.generation import SamplingConfig, TransformersEngine, read_samples
+from loragate.models import Loading
+from loragate.serving.server import served_places
+from loragate.serving.vllm_arguments import vllm_arguments
 from tiny import TURN_END, chatml_tokenizer, ending_base, tiny_adapter, tiny_rows
 
 EOS, LIMIT = 1, "60"
@@ -154,20 +156,21 @@ def require_the_same_of_its_evaluation(place, tmp_path, monkeypatch, drawn):
     assert told["end_of_turn"] == {"token_ids": [TURN_END]}
     given = []
 
-    def engines(options, loaded):
+    def engines(request, tasks, loaded):
         given.append(loaded.stop_token_ids)
         raise ConfigError("seen")
 
-    monkeypatch.setattr("loragate.cli.evaluate_sweep.load_inputs", lambda *_: SimpleNamespace(model=None))
-    monkeypatch.setattr("loragate.cli.evaluate_sweep.Engines", engines)
+    monkeypatch.setattr("loragate.evaluation.engines.require_vllm", lambda: None)
+    monkeypatch.setattr("loragate.cli.evaluating.load_inputs", lambda *_: SimpleNamespace(model=None))
+    monkeypatch.setattr("loragate.cli.evaluating.Session", engines)
     assert main([*map(str, words), str(tmp_path / "vllm"), "--engine", "vllm"]) == 2
     assert given == [(EOS, TURN_END)]
 
 
 def test_serve_and_explore_stop_at_the_end_of_the_turn(place, drawn):
-    from loragate.cli.explore import Session
-    from loragate.cli.serve_transformers import transformers_backend
     from loragate.report.explorer import Ask
+    from loragate.serving.backend import transformers_backend
+    from loragate.serving.explore import Session
     from loragate.serving.http_app import ChatRequest, Message
 
     model, tokenizer = lg.load_gated(place / "gated"), chatml_tokenizer()
@@ -206,13 +209,15 @@ def test_vllms_server_is_given_what_it_does_not_know(place, tmp_path):
     """`--generation-config` with all stop tokens, where tokenizer and base do not name them; nothing otherwise."""
     options = ServeOptions(model=str(place / "gated"))
     base, adapters = served_places(options)
-    arguments = vllm_arguments(options, base, adapters, tmp_path)
+    arguments = vllm_arguments(options, Loading.of(options), options.system, base, adapters, tmp_path)
     assert arguments[arguments.index("--generation-config") + 1] == str(tmp_path)
     told = json.loads((tmp_path / "generation_config.json").read_text())
     assert told["eos_token_id"] == [EOS, TURN_END]
     (place / "base" / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, TURN_END], "top_k": 7}))
     try:
-        assert "--generation-config" not in vllm_arguments(options, base, adapters, tmp_path)
+        assert "--generation-config" not in vllm_arguments(
+            options, Loading.of(options), options.system, base, adapters, tmp_path
+        )
     finally:
         (place / "base" / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS, "pad_token_id": 0}))
 

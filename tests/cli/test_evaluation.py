@@ -19,20 +19,21 @@ from transformers import AutoModelForCausalLM
 
 import loragate as lg
 from loragate.cli.evaluate import EvalOptions
-from loragate.cli.evaluation_engines import Engines
-from loragate.cli.evaluation_inputs import load_inputs
+from loragate.cli.evaluating import load_inputs, request_of
 from loragate.cli.main import main
-from loragate.conversion.merge import merge_adapter
 from loragate.errors import DataError
+from loragate.evaluation.answers import Grade
 from loragate.evaluation.canary import canary
-from loragate.evaluation.grade import Grade
+from loragate.evaluation.engines import Engines
 from loragate.evaluation.judging import JudgeSettings, judged_by, read_grades, write_grades
 from loragate.evaluation.results import read_record
 from loragate.evaluation.sandbox import probe as probe_sandbox
+from loragate.evaluation.settings import EngineSettings
 from loragate.evaluation.stored import open_evaluation
 from loragate.evaluation.variants import Variant, acting, variants_for
 from loragate.generation import Sample, SampleWriter, SamplingConfig
 from loragate.models import Loaded, Loading, resolve
+from loragate.models.merge import merge_adapter
 from loragate.recipes.standins import QUESTIONS
 from tiny import tiny_adapter, tiny_base, tiny_tokenizer
 
@@ -287,7 +288,7 @@ def drawn(folder):
 def test_a_replica_is_the_row_it_stands_for(place, tmp_path, capsys, monkeypatch):
     """The executor is this process; that Ray deals out the same is the engine's own test, and the slow one below."""
     assert run(place, "gated", tmp_path / "one") == 0
-    monkeypatch.setattr("loragate.generation.sharded.require_ray", lambda: None)
+    monkeypatch.setattr("loragate.evaluation.engines.require_ray", lambda: None)
 
     def here(self, job, parts, replicas):
         engines = [job.make_engine() for _ in range(replicas)]
@@ -305,12 +306,13 @@ def test_a_replica_is_the_row_it_stands_for(place, tmp_path, capsys, monkeypatch
 
 def test_a_replica_finds_the_gates_of_its_row_from_anywhere(tmp_path, monkeypatch):
     """A process of Ray may start in another folder than the command did."""
-    engines = object.__new__(Engines)
-    engines.options = SimpleNamespace(engine="transformers", model="owner/adapter")
+    loaded = SimpleNamespace(how=Loading())
+    engines = Engines(EngineSettings(), "owner/adapter", "", loaded, tmp_path)
     (tmp_path / "cell").mkdir()
     monkeypatch.chdir(tmp_path)
-    make = engines._make(Variant("gated", "[0,1]", gates="cell"))
-    assert make.args[1:] == ("owner/adapter", Variant("gated", "[0,1]", gates=str(tmp_path / "cell")))
+    make = engines.maker(Variant("gated", "[0,1]", gates="cell"))
+    row = Variant("gated", "[0,1]", gates=str(tmp_path / "cell"))
+    assert make.args == ("owner/adapter", "", Loading(), row, 64)
 
 
 @pytest.mark.slow("processes")
@@ -450,12 +452,12 @@ def test_other_weights_in_the_same_folder_are_not_resumed(place, tmp_path, capsy
 
 def test_vllm_on_a_cpu_is_given_what_is_free_and_heads_that_it_takes(place, monkeypatch):
     """As `serve` does: it would not start, or end at the first request."""
-    monkeypatch.setattr("loragate.generation.vllm_engine.require_vllm", lambda: None)
-    monkeypatch.setattr("loragate.serving.vllm_server.usual_share", lambda: 0.37)
+    monkeypatch.setattr("loragate.cli.evaluating.usual_share", lambda: 0.37)
     loaded = Loaded(resolve(place / "base"), Loading(), None, None)
     for given, share in ((0.0, 0.37), (0.8, 0.8)):
-        engines = Engines(EvalOptions(engine="vllm", vllm_memory=given), loaded)
-        assert engines._make(Variant("base")).keywords["gpu_memory_utilization"] == share
+        request = request_of(EvalOptions(engine="vllm", vllm_memory=given), "base")
+        engines = Engines(request.engine, "base", "", loaded, place)
+        assert engines.maker(Variant("base")).keywords["gpu_memory_utilization"] == share
     monkeypatch.setattr("loragate.serving.vllm_server.unserved_heads", lambda config: f"no {config.model_type}")
     assert load_inputs(EvalOptions(), str(place / "base"), "vllm").kind == "base"
     monkeypatch.setattr("loragate.serving.vllm_server.on_cpu", lambda: True)

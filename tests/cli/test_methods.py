@@ -204,7 +204,7 @@ def test_random_gates_stand_in_for_trained_ones_and_leave_them():
 
 
 def test_eval_names_the_controls_that_it_cannot_make():
-    from loragate.cli.evaluate import trained_controls
+    from loragate.evaluation.session import trained_controls
     from loragate.models import Loaded, Loading, ModelRef, Place
 
     place = Place(ModelRef("G"), "gated", Path("G"), ModelRef("B"))
@@ -223,10 +223,8 @@ def test_quickstart_controls_are_checked_first(capsys, tmp_path):
 @pytest.mark.slow("whole commands")
 def test_quickstart_with_full_controls(tmp_path):
     """Every control that is else listed as not run has a score, a record and a sentence."""
-    from loragate.cli.quickstart import NOT_RUN
-    from loragate.cli.tiny_controls import NAMES
+    from loragate.quickstart.study import CONTROLS
 
-    assert NAMES == NOT_RUN
     folder = tmp_path / "q"
     assert (
         call("quickstart", "--controls", "full", "--questions", "8", "--samples", "2", "--ranges=-3,1", "--out", folder)
@@ -234,7 +232,7 @@ def test_quickstart_with_full_controls(tmp_path):
     )
     results = json.loads((folder / "results.json").read_text())
     rows = {row["name"]: row for row in results["table"]}
-    for name in NOT_RUN:
+    for name in CONTROLS:
         assert not rows[name]["not_run"]
         assert rows[name]["versus_gated"] is not None
         assert name in results["controls"]

@@ -68,7 +68,7 @@ def test_a_rehearsal_that_fails_says_how_it_goes_on_and_keeps_its_interpreter(tm
     )
     monkeypatch.setattr("loragate.recipes.run.require_parts", lambda *_: None)
 
-    def start(command, what, again, program):
+    def start(command, what, again):
         seen.extend([command[0], again])
         raise LoragateError("failed")
 
@@ -104,7 +104,7 @@ def stages_once(standins, monkeypatch):
     def write(folder):
         shutil.copytree(standins / "stand-ins", folder, dirs_exist_ok=True)
 
-    def call(command, what, again, program):
+    def call(command, what, again):
         words = command[command.index("loragate") + 1 :]
         if "--config" not in words:
             assert main(words) == 0, what

@@ -7,17 +7,20 @@ import pytest
 import torch
 
 import loragate as lg
-from loragate.cli.evaluate import EvalOptions, recommended_note, recommended_row
-from loragate.cli.explore import ExploreOptions, explorer_of
 from loragate.cli.main import main
-from loragate.cli.serve import ServeOptions, print_sampling, vllm_arguments
-from loragate.cli.serve_transformers import Row, transformers_backend
+from loragate.evaluation.session import Request, Session
+from loragate.evaluation.settings import TaskSettings
 from loragate.evaluation.variants import Variant, variants_for
 from loragate.gates import recommended
 from loragate.gates.schema import read_gate_config
-from loragate.models import resolve
+from loragate.models import Loading, resolve
+from loragate.serving.backend import Row, transformers_backend
+from loragate.serving.explore import explorer_of
 from loragate.serving.http_app import CompletionRequest
 from loragate.serving.plugin import _warning
+from loragate.serving.server import print_sampling
+from loragate.serving.settings import ServerSettings
+from loragate.serving.vllm_arguments import vllm_arguments
 from tiny import tiny_adapter, tiny_base, tiny_tokenizer
 
 SETTINGS = [
@@ -114,7 +117,9 @@ def test_the_server_says_it_and_tells_vllm(place, tmp_path, capsys):
     found = {}
     for name in ("cool", "greedy", "plain"):
         one = resolve(place / name)
-        arguments = vllm_arguments(ServeOptions(model=str(place / name)), one, {"gated": one}, tmp_path)
+        arguments = vllm_arguments(
+            ServerSettings(model=str(place / name)), Loading(), "none", one, {"gated": one}, tmp_path
+        )
         flag = "--override-generation-config"
         found[name] = json.loads(arguments[arguments.index(flag) + 1]) if flag in arguments else None
     assert found["plain"] is None
@@ -150,7 +155,7 @@ def test_vllm_warns_once(place, tmp_path, caplog):
 def test_the_explorer_begins_there(place):
     pytest.importorskip("gradio", reason="gradio is not installed (pip install loragate[explore])")
     for name, value, says in (("cool", 0.3, True), ("plain", 1.0, False)):
-        page = explorer_of(ExploreOptions(model=str(place / name)))
+        page = explorer_of(str(place / name), Loading())
         (heat,) = (one for one in page.blocks.values() if getattr(one, "label", "") == "Temperature")
         assert heat.value == value
         assert ("recommends" in (heat.info or "")) == says
@@ -179,11 +184,12 @@ def test_rows_of_an_evaluation():
     ],
 )
 def test_what_an_evaluation_adds_and_says(place, name, asked, tasks, row, words):
-    options = EvalOptions(model=str(place / name), temperature=asked)
     found = resolve(place / name)
     loaded = SimpleNamespace(place=found, recommended_temperature=found.recommended_temperature)
-    prepared = [SimpleNamespace(sampling=SimpleNamespace(temperature=heat)) for heat in tasks]
-    assert recommended_row(options, loaded, prepared) == row
-    note = recommended_note(options, loaded, prepared)
-    assert words in note
-    assert bool(words) == bool(note)
+    session = object.__new__(Session)
+    session.request = Request(str(place / name), place, TaskSettings(temperature=asked))
+    session.loaded = loaded
+    session.prepared = [SimpleNamespace(sampling=SimpleNamespace(temperature=heat)) for heat in tasks]
+    assert session.recommended == row
+    assert words in session.sampling_note
+    assert bool(words) == bool(session.sampling_note)

@@ -69,6 +69,8 @@ def test_the_answers_are_answers(answers):
 
 
 def test_the_check_sees_what_it_looks_for():
-    code = "import sys; from loragate.cli.preflight import quiet_logging; quiet_logging(); print('transformers' in sys.modules)"
+    code = (
+        "import sys; from loragate.display import quiet_logging; quiet_logging(); print('transformers' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "True"

@@ -163,24 +163,17 @@ def test_dft_rounding_reaches_a_score_that_no_exact_mean_can_be() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: suite_average([]), "tasks is empty"),
         (lambda: suite_average([EASY, [1, 0]]), r"task 1 has shape \(2,\)"),
-        (lambda: suite_average([EASY], draws=0), "draws is 0"),
-        (lambda: compare_suites([EASY], [EASY, LONG]), "tasks_a has 1 tasks and tasks_b has 2"),
         (
             lambda: compare_suites([EASY, LONG], [EASY, LONG[:9]]),
-            "task 1: scores_a has 200 questions and scores_b has 9",
+            "scores_a has 200 questions and scores_b has 9",
         ),
         (lambda: pass_at_k(EASY, 5), "k is 5.*1 to the 4 samples"),
         (lambda: pass_at_k(EASY, 0), "k is 0"),
         (lambda: pass_at_k(EASY / 2, 1), "holds 0.5 at question"),
-        (lambda: majority_at_k([["a"]], [[1], [0]]), "answers has 1 questions and scores has 2"),
-        (lambda: majority_at_k([["a"]], [[1, 0]]), "answers of question 0.*list of 2 answers"),
-        (lambda: majority_at_k(["ab"], [[1, 0]]), "answers of question 0"),
-        (lambda: majority_at_k([[["a"]]], [[1]]), "cannot be counted"),  # type: ignore[list-item]
         (lambda: dft_rounded_mean([[0.5]]), "expected 1 for a right answer"),
     ],
-    ids=range(13),
+    ids=range(6),
 )
 def test_tables_that_do_not_fit(call, message: str) -> None:
     with pytest.raises(DataError, match=message):

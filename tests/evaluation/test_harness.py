@@ -11,16 +11,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import yaml
 
 import loragate as lg
 from loragate.errors import ConfigError, DataError
-from loragate.evaluation import compare
-from loragate.evaluation.harness import run_harness
-from loragate.evaluation.harness_answers import Answer, greedy_answers
-from loragate.evaluation.harness_rows import DEFINITIONS, load_questions, load_suite, suite_names
+from loragate.evaluation.harness import Answer, greedy_answers, run_harness
 from loragate.evaluation.retention import Measured, retention_averages
-from loragate.evaluation.tasks import load_task
+from loragate.evaluation.tasks import load_questions, load_task
+from loragate.evaluation.tasks.retention import COLUMNS
 from loragate.generation import SamplingConfig, TransformersEngine
 from loragate.recipes.standins import QUESTIONS
 from loragate.report.scores import suites_of
@@ -39,11 +36,10 @@ def write_rows(path, rows):
     return str(path)
 
 
-def ask(model, tokenizer, tasks, *, batch_size=8, **options):
-    positions = model.config.max_position_embeddings
-    return run_harness(
-        TransformersEngine(model, tokenizer, batch_size), tokenizer, tasks, positions=positions, **options
-    )
+def ask(model, tokenizer, name, path=None, *, batch_size=8, limit=None, **options):
+    task, engine = load_task(name), TransformersEngine(model, tokenizer, batch_size)
+    questions = load_questions(task, path or DATA[name], limit)
+    return run_harness(engine, tokenizer, task, questions, positions=model.config.max_position_embeddings, **options)
 
 
 def shaken_gates(seed=3):
@@ -59,16 +55,12 @@ def shaken_gates(seed=3):
 
 
 def test_sample_files_are_read_in_the_order_of_subsets_with_stable_ids():
-    assert suite_names() == ["bbh", "bbh_zeroshot", "mmlu_pro", "openbookqa"]
-    questions = load_questions(load_suite("bbh"), DATA["bbh"], limit=1)
-    assert [item.id for item in questions.items] == [
-        "boolean_expressions/0",
-        "object_counting/0",
-        "snarks/0",
-        "word_sorting/0",
-    ]
-    assert len(questions.missing) == 23
-    assert [item.id for item in load_questions(load_suite("mmlu_pro"), DATA["mmlu_pro"]).items][:2] == ["9000", "9001"]
+    found = load_questions(load_task("bbh"), DATA["bbh"], limit=1)
+    subsets = ["boolean_expressions", "object_counting", "snarks", "word_sorting"]
+    assert [question.id for question in found.questions] == [f"{subset}/0" for subset in subsets]
+    assert "23 of 27 subsets have no question" in found.warnings[0]
+    questions = load_questions(load_task("mmlu_pro"), DATA["mmlu_pro"]).questions
+    assert [question.id for question in questions][:2] == ["9000", "9001"]
 
 
 def test_a_folder_with_one_file_per_subtask_gives_the_same_questions(tmp_path):
@@ -76,52 +68,51 @@ def test_a_folder_with_one_file_per_subtask_gives_the_same_questions(tmp_path):
     for subtask in {row["subtask"] for row in rows}:
         bare = [{key: row[key] for key in ("input", "target")} for row in rows if row["subtask"] == subtask]
         write_rows(tmp_path / f"{subtask}.jsonl", bare)
-    suite = load_suite("bbh")
-    assert load_questions(suite, str(tmp_path)).items == load_questions(suite, DATA["bbh"]).items
+    task = load_task("bbh")
+
+    def asked(path):
+        return [(question.id, question.row) for question in load_questions(task, path).questions]
+
+    assert asked(tmp_path) == asked(DATA["bbh"])
     write_rows(tmp_path / "snark.jsonl", [{"input": "a", "target": "b"}])
-    with pytest.raises(DataError, match=r"snark\.jsonl is no subtask of bbh; did you mean 'snarks'"):
-        load_questions(suite, str(tmp_path))
+    with pytest.raises(DataError, match=r"snark\.jsonl is no subset of bbh; did you mean 'snarks'"):
+        asked(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("mmlu_pro", {"answer": "Z"}, r":2: found answer 'Z', expected one of A, B, C, D, E for 5 options"),
-        ("mmlu_pro", {"answer_index": 0}, r":2: answer 'D' and answer_index 0 name different options"),
-        ("mmlu_pro", {"options": "A or B"}, r":2: found options 'A or B', expected a list of at least two texts"),
-        ("mmlu_pro", {"options": ["x"] * 11}, r":2: options has 11 entries"),
-        ("mmlu_pro", {"category": "biologie"}, r":2: found category 'biologie'.*did you mean 'biology'"),
-        ("mmlu_pro", {"question_id": 9000}, r":2: the id '9000' stands at .*:1 too"),
-        ("mmlu_pro", {"question_id": None}, r":2: found question_id None"),
-        ("mmlu_pro", {"question": None}, r":2: found question None"),
-        ("mmlu_pro", {"question": ...}, r":2: the column question is absent.*mmlu_pro needs question_id"),
-        ("bbh", {"subtask": "boolean_expression"}, r":2: found subtask .*did you mean 'boolean_expressions'"),
-        ("bbh", {"subtask": ...}, r":2: the column subtask is absent"),
-        ("bbh", {"subtask": "word_sorting"}, r":2: input has no 'List:'"),
-        ("bbh", {"target": 3}, r":2: found target 3"),
-        ("openbookqa", {"answerKey": "E"}, r":2: found answerKey 'E', expected one of A, B, C, D"),
-        ("openbookqa", {"choices": ["a", "b"]}, r":2: found choices list"),
-        ("openbookqa", {"choices": {"text": ["a", "b"], "label": ["A", "B", "C"]}}, r":2: choices has 2 texts and 3"),
+        ("mmlu_pro", {"answer": "Z"}, "found answer 'Z', expected one of A, B, C, D, E"),
+        ("mmlu_pro", {"answer_index": 0}, "answer 'D' and answer_index 0 name different options"),
+        ("mmlu_pro", {"options": "A or B"}, "column 'options' holds 'A or B'"),
+        ("mmlu_pro", {"options": ["x"] * 11}, "options has 11 entries"),
+        ("mmlu_pro", {"category": "biologie"}, "found category 'biologie'.*did you mean 'biology'"),
+        ("mmlu_pro", {"question_id": 9000}, "the id '9000' .*:1 already"),
+        ("mmlu_pro", {"question_id": None}, "column 'question_id' holds null"),
+        ("mmlu_pro", {"question": " "}, "column 'question' is empty"),
+        ("mmlu_pro", {"question": ...}, "no column 'question'.*mmlu_pro expects question_id"),
+        ("bbh", {"subtask": "boolean_expression"}, "found subtask .*did you mean 'boolean_expressions'"),
+        ("bbh", {"subtask": ...}, "found subtask None"),
+        ("bbh", {"subtask": "word_sorting"}, "input has no 'List:'"),
+        ("bbh", {"target": 3}, "column 'target' holds '3' .whole number"),
+        ("openbookqa", {"answerKey": "E"}, "found answerKey 'E', expected one of A, B, C, D"),
+        ("openbookqa", {"choices": ["a", "b"]}, "column 'choices' holds"),
+        ("openbookqa", {"choices": {"text": ["a", "b"], "label": ["A", "B", "C"]}}, "found choices"),
     ],
 )
 def test_a_bad_row_is_named_with_its_file_and_line(tmp_path, name, change, message):
     rows = sample_rows(name)
     rows[1] = {key: value for key, value in {**rows[1], **change}.items() if value is not ...}
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(DataError, match=re.escape(path) + message):
-        load_questions(load_suite(name), path)
+    with pytest.raises(DataError, match=re.escape(f"{path}:2: ") + message):
+        load_questions(load_task(name), path)
 
 
-def test_an_absent_file_and_an_unreachable_hub_say_which_file_would_do(monkeypatch):
-    with pytest.raises(DataError, match=r"openbookqa: found no file nowhere\.jsonl; .* columns id, question_stem"):
-        load_questions(load_suite("openbookqa"), "nowhere.jsonl")
-    monkeypatch.setattr(
-        "loragate.evaluation.harness_rows.load_rows", lambda *_, **__: (_ for _ in ()).throw(DataError("no hub."))
-    )
+def test_an_absent_file_says_which_would_do():
     with pytest.raises(
-        DataError, match=r"mmlu_pro: no hub\. .*--data mmlu_pro=FILE\.jsonl .* options \(list of 2 to 10"
+        DataError, match=r"found no file nowhere\.jsonl for openbookqa; .* columns id .*, question_stem"
     ):
-        load_questions(load_suite("mmlu_pro"))
+        load_questions(load_task("openbookqa"), "nowhere.jsonl")
 
 
 # -------------------------------------------------------------------------------------------------- answers
@@ -212,7 +203,7 @@ FORMS = [
 
 @pytest.mark.parametrize(("text", "flexible", "strict"), FORMS, ids=[f"form{i}" for i in range(len(FORMS))])
 def test_mmlu_pro_answers_are_found_in_their_usual_forms(text, flexible, strict):
-    filters = {entry["name"]: entry["filter"][0] for entry in load_suite("mmlu_pro").override["filter_list"]}
+    filters = {entry["name"]: entry["filter"][0] for entry in load_task("mmlu_pro").harness.override["filter_list"]}
 
     def extracted(name):
         found = re.findall(filters[name]["regex_pattern"], text)
@@ -246,83 +237,76 @@ def no_network(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
-def test_three_suites_run_offline_quietly_and_the_same_again(harness, gated, no_network, capfd):
+@pytest.mark.parametrize("name", SUITES)
+def test_suites_run_offline_quietly_and_the_same_again(harness, gated, no_network, capfd, name):
     seen = []
     gated.train()
-    options = {"data": DATA, "max_new_tokens": 8, "on_progress": lambda done, total: seen.append((done, total))}
-    first = ask(gated, tiny_tokenizer(), SUITES, **options)
+    options = {"max_new_tokens": 8, "on_progress": lambda done, total: seen.append((done, total))}
+    first = ask(gated, tiny_tokenizer(), name, **options)
     assert gated.training
     gated.eval()
-    assert seen[-1] == (32, 32)
+    requests = {"mmlu_pro": 6, "bbh": 6, "openbookqa": 20}[name]
+    assert seen[-1] == (requests, requests)
     assert seen == sorted(seen)
-    again = ask(gated, tiny_tokenizer(), SUITES, **{**options, "on_progress": None}, batch_size=2)
+    again = ask(gated, tiny_tokenizer(), name, **{**options, "on_progress": None}, batch_size=2)
     captured = capfd.readouterr()
     assert captured.out == ""
     assert "it/s" not in captured.err
     assert "examples" not in captured.err
-    assert list(first) == SUITES
-    for name, scores in first.items():
-        assert scores.scores.shape == (len(sample_rows(name)), 1)
-        assert [sample["question"] for sample in scores.samples] == list(scores.questions)
-        assert scores.prompts_hash == again[name].prompts_hash
-        assert [s.get("text") for s in scores.samples] == [s.get("text") for s in again[name].samples]
-        np.testing.assert_array_equal(scores.scores, again[name].scores)
-        assert compare(scores.scores, again[name].scores).mean == 0.0
-        assert json.dumps(scores.samples)
-        assert scores.settings["num_fewshot"] == 0
-        assert scores.version.endswith("+loragate.1")
-    assert first["mmlu_pro"].samples[0]["prompt"].startswith("<user> The following are multiple choice questions")
-    assert first["mmlu_pro"].settings["max_new_tokens"] == 8
-    assert first["mmlu_pro"].truncated == np.mean([s["finish_reason"] == "length" for s in first["mmlu_pro"].samples])
-    assert "11 of 14 subsets have no question" in first["mmlu_pro"].warnings[0]
-    assert first["openbookqa"].truncated is None
-    assert set(first["openbookqa"].samples[0]["scores"]) == {"acc,none", "acc_norm,none"}
+    assert len(first.scores) == len(sample_rows(name))
+    assert [sample["question"] for sample in first.samples] == list(first.questions)
+    assert first.prompts_hash == again.prompts_hash
+    assert [s.get("text") for s in first.samples] == [s.get("text") for s in again.samples]
+    assert first.scores == again.scores
+    assert json.dumps(first.samples)
+    assert first.version.endswith("+loragate.1")
+    if name == "openbookqa":
+        assert set(first.samples[0]["scores"]) == {"acc,none", "acc_norm,none"}
+        assert first.settings["max_new_tokens"] is None
+    else:
+        assert first.settings["max_new_tokens"] == 8
+        assert "subsets have no question" in first.warnings[0]
+    if name == "mmlu_pro":
+        assert first.samples[0]["prompt"].startswith("<user> The following are multiple choice questions")
 
 
-def test_planted_answers_are_scored_strictly_and_flexibly_by_question_subset_and_whole(harness, monkeypatch):
-    texts = {
-        "mitochondrion": r"\boxed{B}",
-        "Aa is crossed": "The answer is (D).",
-        "constant time": "Answer: A",
-        "6-bit": "The answer is (A)",
-        "7^2": "The answer is (E)",
-        "edges does a cube": "The answer is (F)",
-        "not ( True )": "not True is False",
-        "True or not": "It is True.",
-        "two pears": "one million million fruits",  # the harness's own filter raises on this
-        "a drum": "1 + 4 = 5",
-        "pebble anchor": "anchor lantern pebble",
-        "sarcastic": "It must be (A)",
-    }
+PLANTED = {
+    "mmlu_pro": (
+        [r"\boxed{B}", "The answer is (D).", "Answer: A", *(f"The answer is ({letter})" for letter in "AEF")],
+        [1, 1, 1, 0, 1, 1],
+    ),
+    "bbh": (
+        [
+            "not True is False",
+            "It is True.",
+            "one million million fruits",  # the harness's own filter raises on this
+            "1 + 4 = 5",
+            "It must be (A)",
+            "anchor lantern pebble",
+        ],
+        [1, 1, 0, 1, 1, 1],
+    ),
+}
 
-    def planted(engine, prompts, **_):
-        return [Answer(answers.pop(0), 3, "stop", 8, 0) for _ in prompts]
 
-    answers = [texts[key] for key in list(texts)[:6]]
-    answers += [
-        texts[key] for key in ("not ( True )", "True or not", "two pears", "a drum", "sarcastic", "pebble anchor")
-    ]
-    both = answers.copy()
-    monkeypatch.setattr("loragate.evaluation.harness.greedy_answers", planted)
-    found = ask(tiny_base(), tiny_tokenizer(), ["mmlu_pro", "bbh"], data={k: DATA[k] for k in ("mmlu_pro", "bbh")})
-    mmlu, bbh = found["mmlu_pro"], found["bbh"]
-    assert [sample["text"] for sample in mmlu.samples + bbh.samples] == both
-    assert mmlu.scores[:, 0].tolist() == [1, 1, 1, 0, 1, 1]
-    assert [sample["scores"]["exact_match,custom-extract"] for sample in mmlu.samples] == [0, 1, 0, 0, 1, 1]
-    assert [sample["correct"] for sample in mmlu.samples] == [True, True, True, False, True, True]
-    assert mmlu.samples[0]["extracted"] == {"custom-extract": "[invalid]", "flexible": "B"}
-    assert {name: estimate.mean for name, estimate in mmlu.by_subset.items()} == {
-        "biology": 1.0,
-        "computer science": 0.5,
-        "math": 1.0,
-    }
-    assert mmlu.harness_values["exact_match,flexible"] == pytest.approx(mmlu.micro.mean)
-    assert mmlu.harness_values["exact_match,custom-extract"] == pytest.approx(0.5)
-    assert bbh.scores[:, 0].tolist() == [1, 1, 0, 1, 1, 1]
-    assert bbh.samples[2]["extracted"]["flexible-extract"] == "[invalid]"
-    assert bbh.micro.mean == pytest.approx(5 / 6)
-    assert bbh.macro == pytest.approx((1 + 0.5 + 1 + 1) / 4)
-    assert bbh.harness_values["exact_match,flexible-extract"] == pytest.approx(5 / 6)
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_answers_are_scored_strictly_and_flexibly(harness, monkeypatch, name):
+    texts, right = PLANTED[name]
+    answers = iter(texts)
+    monkeypatch.setattr(
+        "loragate.evaluation.harness.greedy_answers",
+        lambda engine, prompts, **_: [Answer(next(answers), 3, "stop", 8, 0) for _ in prompts],
+    )
+    found = ask(tiny_base(), tiny_tokenizer(), name)
+    assert [sample["text"] for sample in found.samples] == texts
+    assert list(found.scores) == right
+    assert [sample["correct"] for sample in found.samples] == [score == 1 for score in right]
+    if name == "mmlu_pro":
+        assert [sample["scores"]["exact_match,custom-extract"] for sample in found.samples] == [0, 1, 0, 0, 1, 1]
+        assert found.samples[0]["extracted"] == {"custom-extract": "[invalid]", "flexible": "B"}
+        assert found.subsets == ("biology", "biology", "computer science", "computer science", "math", "math")
+    else:
+        assert found.samples[2]["extracted"]["flexible-extract"] == "[invalid]"
 
 
 def openbook_rows(tmp_path):
@@ -358,8 +342,7 @@ def test_a_system_message_that_a_template_slips_in_is_asked_for(harness, tmp_pat
     own = tokenizer.chat_template
     slipped = "{% if messages[0]['role'] != 'system' %}be brief {% endif %}"
     tokenizer.chat_template = slipped + own
-    options = {"data": {"openbookqa": path}, "limit": 1, "system": system}
-    (sample,) = ask(tiny_base(), tokenizer, ["openbookqa"], **options)["openbookqa"].samples
+    (sample,) = ask(tiny_base(), tokenizer, "openbookqa", path, limit=1, system=system).samples
     tokenizer.chat_template = own
     question = [{"role": "user", "content": rows[0]["question_stem"]}]
     rendered = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
@@ -372,8 +355,7 @@ def test_loglikelihoods_are_the_gated_models_own(harness, gated, tmp_path, chat_
     tokenizer = tiny_tokenizer()
 
     def score(model):
-        options = {"data": {"openbookqa": path}, "chat_template": chat_template, "batch_size": 4}
-        return ask(model, tokenizer, ["openbookqa"], **options)["openbookqa"]
+        return ask(model, tokenizer, "openbookqa", path, chat_template=chat_template, batch_size=4)
 
     def values(scores):
         return np.array([sample["loglikelihoods"] for sample in scores.samples])
@@ -405,15 +387,11 @@ def test_loglikelihoods_are_the_gated_models_own(harness, gated, tmp_path, chat_
     lengths = np.array([[len(text) for text in row["choices"]["text"]] for row in rows])
     right = np.argmax(np.array(expected) / lengths, axis=1) == gold
     np.testing.assert_array_equal(columns["acc_norm,none"], right)
-    for metric, column in columns.items():
-        assert with_gates.harness_values[metric] == pytest.approx(np.mean(column))
-    assert with_gates.by_subset == {}
-    assert with_gates.macro == with_gates.micro.mean
 
 
 def test_a_short_context_cuts_prompts_and_says_so(harness):
     model = tiny_base(max_position_embeddings=48)
-    scores = ask(model, tiny_tokenizer(), ["mmlu_pro"], data={"mmlu_pro": DATA["mmlu_pro"]}, limit=1)["mmlu_pro"]
+    scores = ask(model, tiny_tokenizer(), "mmlu_pro", limit=1)
     assert scores.settings["max_new_tokens"] == 2048
     assert any("had room for 12 to 12 new tokens only, not 2048" in warning for warning in scores.warnings)
     assert any("3 prompts were cut at their beginning" in warning for warning in scores.warnings)
@@ -426,8 +404,8 @@ def test_answers_and_loglikelihoods_are_those_of_the_harnesss_own_model_class(ha
     from lm_eval.models.huggingface import HFLM
 
     tokenizer = tiny_tokenizer()
-    options = {"data": DATA, "max_new_tokens": 12, "chat_template": False}
-    ours = ask(gated, tokenizer, SUITES, **options)
+    options = {"max_new_tokens": 12, "chat_template": False}
+    ours = {name: ask(gated, tokenizer, name, **options) for name in SUITES}
 
     class Plain(HFLM):
         cut_choices = 0
@@ -435,8 +413,7 @@ def test_answers_and_loglikelihoods_are_those_of_the_harnesss_own_model_class(ha
         def generate_until(self, requests, disable_tqdm=True):
             texts = super().generate_until(requests, disable_tqdm=True)
             self.answers |= {
-                (request.task_name, request.doc["loragate_index"]): Answer(text, 0, "stop", 12, 0)
-                for request, text in zip(requests, texts)
+                request.doc["loragate_index"]: Answer(text, 0, "stop", 12, 0) for request, text in zip(requests, texts)
             }
             return texts
 
@@ -446,9 +423,10 @@ def test_answers_and_loglikelihoods_are_those_of_the_harnesss_own_model_class(ha
         return model
 
     monkeypatch.setattr("loragate.evaluation.harness._bridge", plain)
-    for name, theirs in ask(gated, tokenizer, SUITES, **options).items():
+    for name in SUITES:
+        theirs = ask(gated, tokenizer, name, **options)
         assert theirs.prompts_hash == ours[name].prompts_hash
-        assert theirs.harness_values == ours[name].harness_values
+        assert theirs.scores == ours[name].scores
         for mine, other in zip(ours[name].samples, theirs.samples):
             assert mine.get("text") == other.get("text")
             assert mine.get("loglikelihoods", []) == pytest.approx(other.get("loglikelihoods", []), abs=1e-5)
@@ -457,14 +435,14 @@ def test_answers_and_loglikelihoods_are_those_of_the_harnesss_own_model_class(ha
 @pytest.mark.contract
 def test_the_strict_filter_and_the_subsets_are_still_the_harnesss_own(harness):
     tasks = Path(harness.__file__).parent / "tasks"
-    pattern = load_suite("mmlu_pro").override["filter_list"][0]["filter"][0]["regex_pattern"]
+    pattern = load_task("mmlu_pro").harness.override["filter_list"][0]["filter"][0]["regex_pattern"]
     assert f"'{pattern}'" in (tasks / "mmlu_pro" / "_default_template_yaml").read_text(encoding="utf-8")
-    for name in suite_names():
-        suite = load_suite(name)
+    for name in COLUMNS:
+        suite = load_task(name).harness
         for subset in suite.subsets or ("",):
-            assert (tasks / suite.harness_files.format(subset=subset.replace(" ", "_"))).is_file()
+            assert (tasks / suite.files.format(subset=subset.replace(" ", "_"))).is_file()
         if suite.subsets:
-            files = (tasks / suite.harness_files).parent.glob("[!_]*.yaml")
+            files = (tasks / suite.files).parent.glob("[!_]*.yaml")
             assert len(list(files)) == len(suite.subsets)
 
 
@@ -503,28 +481,11 @@ def test_bbh_counts_by_its_subsets_and_every_suite_the_same_in_the_average():
 # --------------------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
-    ("tasks", "options", "message"),
-    [
-        (["mmlupro"], {}, "found the task 'mmlupro', expected one of .*did you mean 'mmlu_pro'"),
-        (["humaneval"], {}, "runs code"),
-        ("bbh", {}, "expected a list with at least one suite"),
-        (["bbh"], {"data": {"openbookqa": "x.jsonl"}}, "found data for 'openbookqa'"),
-        (["bbh"], {"limit": 0}, "found limit=0"),
-        (["bbh"], {"max_new_tokens": True}, "found max_new_tokens=True"),
-    ],
-    ids=["unknown", "code", "text", "data", "limit", "tokens"],
-)
-def test_settings_that_cannot_be_used_are_refused(tasks, options, message):
-    with pytest.raises(ConfigError, match=message):
-        run_harness(None, tiny_tokenizer(), tasks, **options)
-
-
 def test_a_tokenizer_without_a_template_needs_plain_prompts():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="chat_template=False"):
-        run_harness(None, tokenizer, ["bbh"], data={"bbh": DATA["bbh"]})
+        ask(tiny_base(), tokenizer, "bbh")
 
 
 def test_without_the_harness_the_way_to_install_it_is_named(monkeypatch):
@@ -532,14 +493,7 @@ def test_without_the_harness_the_way_to_install_it_is_named(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ConfigError, match=r"pip install loragate\[eval\]"):
-        run_harness(None, tiny_tokenizer(), ["bbh"], data={"bbh": DATA["bbh"]})
-
-
-def test_every_definition_is_complete():
-    for path in DEFINITIONS.glob("*.yaml"):
-        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
-        assert set(fields) == {field.name for field in dataclasses.fields(load_suite(path.stem))}
-        assert fields["name"] == path.stem
+        ask(tiny_base(), tiny_tokenizer(), "bbh")
 
 
 def test_suites_are_read_at_the_commit_of_their_task(monkeypatch):
@@ -550,16 +504,16 @@ def test_suites_are_read_at_the_commit_of_their_task(monkeypatch):
         asked.append((source, revision))
         raise DataError("no connection.")
 
-    monkeypatch.setattr("loragate.evaluation.harness_rows.load_rows", refuse)
-    for name in suite_names():
-        with pytest.raises(DataError, match=f"--data {name}=FILE"):
-            load_questions(load_suite(name))
+    monkeypatch.setattr("loragate.evaluation.tasks.retention.load_rows", refuse)
+    for name in COLUMNS:
+        task = load_task(name)
+        with pytest.raises(DataError, match=rf"{name}: no connection\. .*--data {name}=FILE.* columns"):
+            load_questions(task)
         source, revision = asked[-1]
-        dataset = load_task(name).dataset
-        assert source.split(":")[0] == dataset.hub
-        assert revision == dataset.revision
+        assert source.split(":")[0] == task.dataset.hub
+        assert revision == task.dataset.revision
     with pytest.raises(DataError):
-        load_questions(load_suite("openbookqa"), revision="abc")
-    assert asked[-1][1] == "abc"
-    with pytest.raises(ConfigError, match="has no effect on the local"):
-        load_questions(load_suite("openbookqa"), "rows.jsonl", revision="abc")
+        load_questions(load_task("openbookqa"), revision="a" * 40)
+    assert asked[-1][1] == "a" * 40
+    with pytest.raises(ConfigError, match="has no effect without a hub data set"):
+        load_questions(load_task("openbookqa"), DATA["openbookqa"], revision="abc")

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import stdtrit
 
-from loragate.errors import ConfigError, DataError
-from loragate.evaluation.statistics import Difference, Estimate, average_at_k, compare, holm
+from loragate.errors import DataError
+from loragate.evaluation.statistics import Difference, Estimate, average_at_k, compare, holm, t_interval
 
 
 def tables() -> st.SearchStrategy[list[list[int]]]:
@@ -22,6 +22,10 @@ def tables() -> st.SearchStrategy[list[list[int]]]:
     return st.integers(1, 6).flatmap(
         lambda k: st.lists(st.lists(bits, min_size=k, max_size=k), min_size=1, max_size=12)
     )
+
+
+def symmetric_of(scores: np.ndarray) -> Estimate:
+    return Estimate(*t_interval(scores.mean(axis=1), 0.0, 1.0), *scores.shape)
 
 
 def test_average_at_k_by_hand() -> None:
@@ -34,9 +38,6 @@ def test_average_at_k_by_hand() -> None:
     assert estimate.high == pytest.approx(1 / (1 + math.exp(-half)), rel=1e-6)
     assert estimate.low == pytest.approx(1 - estimate.high)
     assert (estimate.questions, estimate.samples) == (3, 2)
-    symmetric = average_at_k([[1, 1], [1, 0], [0, 0]], interval="t")
-    assert (symmetric.mean, symmetric.stderr) == (estimate.mean, estimate.stderr)
-    assert (symmetric.low, symmetric.high) == (0, 1)
     wide = average_at_k([[10, 10], [10, 0], [0, 0]])
     assert wide.high - 5 == pytest.approx(4.302653 * 5 / math.sqrt(3), rel=1e-6)
     assert 5 - wide.low == pytest.approx(wide.high - 5)
@@ -45,7 +46,7 @@ def test_average_at_k_by_hand() -> None:
 def test_logit_interval_leans_towards_the_middle_and_stays_inside() -> None:
     """30 questions, 2 of them always right: the t interval is cut at zero, the logit interval is not."""
     scores = np.repeat([[1.0]] * 2 + [[0.0]] * 28, 16, axis=1)
-    logit, symmetric = average_at_k(scores), average_at_k(scores, interval="t")
+    logit, symmetric = average_at_k(scores), symmetric_of(scores)
     stderr = math.sqrt(2 * 28 / 30 / 29) / math.sqrt(30)
     assert logit.stderr == symmetric.stderr == pytest.approx(stderr)
     odds, half = math.log(2 / 28), 2.045230 * stderr / (2 / 30 * 28 / 30)
@@ -59,17 +60,8 @@ def test_logit_interval_leans_towards_the_middle_and_stays_inside() -> None:
 
 def test_both_intervals_agree_on_many_questions() -> None:
     scores = np.random.default_rng(5).random((5000, 4)) < 0.4
-    logit, symmetric = average_at_k(scores), average_at_k(scores, interval="t")
+    logit, symmetric = average_at_k(scores), symmetric_of(scores)
     assert (logit.low, logit.high) == pytest.approx((symmetric.low, symmetric.high), abs=2e-5)
-
-
-def test_intervals_that_do_not_exist() -> None:
-    assert average_at_k([[0.2], [0.4]], interval="logit-t") == average_at_k([[0.2], [0.4]])
-    assert average_at_k([[2.0], [4.0]]) == average_at_k([[2.0], [4.0]], interval="t")
-    with pytest.raises(DataError, match=r"outside \[0, 1\].*use interval='t'"):
-        average_at_k([[2.0], [4.0]], interval="logit-t")
-    with pytest.raises(ConfigError, match="did you mean 'logit-t'"):
-        average_at_k([[1.0]], interval="logit")  # type: ignore[arg-type]
 
 
 @settings(max_examples=60)

@@ -111,19 +111,20 @@ def test_other_schema_versions_are_refused_with_the_way_out(tmp_path, version, w
 
 def test_the_schema_numbers_of_all_records_are_known():
     """A changed number means a reader of old files, a golden file beside, and a line in the changelog."""
-    from loragate.analysis import record, token_traces
+    from loragate.analysis import subject, token_traces
     from loragate.evaluation import results
 
-    assert (SCHEMA_VERSION, results.SCHEMA, record.SCHEMA, token_traces.SCHEMA) == (1, 1, 1, 1)
+    assert (SCHEMA_VERSION, results.SCHEMA, subject.SCHEMA, token_traces.SCHEMA) == (1, 1, 1, 1)
 
 
-def test_newer_records_are_refused():
+def test_newer_records_are_refused(tmp_path):
     from loragate.analysis.delta_entropy import EntropyRecord
-    from loragate.analysis.record import from_json
+    from loragate.analysis.subject import read
     from loragate.errors import DataError
     from loragate.evaluation.results import EvaluationRecord
 
     with pytest.raises(DataError, match=r"schema 2 is not known.*upgrade loragate"):
         EvaluationRecord.from_json({"schema": 2})
+    (tmp_path / "entropy.json").write_text(json.dumps({"kind": EntropyRecord.kind, "schema": 2}))
     with pytest.raises(DataError, match="found schema 2, this version reads 1"):
-        from_json(EntropyRecord, {"kind": EntropyRecord.kind, "schema": 2})
+        read(EntropyRecord, tmp_path / "entropy.json")

@@ -12,12 +12,12 @@ import loragate as lg
 from hub_server import TOKEN, Hub, turn_to
 from loragate.cli.main import main
 from loragate.cli.serve import ServeOptions
-from loragate.cli.serve_folders import served_places
-from loragate.cli.serve_transformers import add_adapters
 from loragate.errors import ArtifactError, ConfigError
 from loragate.gates.card import render_card
 from loragate.gates.upload import push_gated, stage, without_paths
 from loragate.models import resolve
+from loragate.serving.backend import add_adapters
+from loragate.serving.server import served_places
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 PLAIN = "fedcba9876543210fedcba9876543210fedcba98"

@@ -9,13 +9,7 @@ import pytest
 import torch
 
 from loragate.errors import ConfigError
-from loragate.losses import (
-    ObjectiveContext,
-    TokenStatistics,
-    WeightedCrossEntropy,
-    objectives,
-    statistics_of_logits,
-)
+from loragate.losses import ObjectiveContext, TokenStatistics, WeightedCrossEntropy, objectives, statistics_of_logits
 from loragate.losses.objectives import (
     FACTORIES,
     EntropyKLSelective,

@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 
 from hub_server import Hub, turn_to
-from loragate.cli.evaluation_inputs import load_inputs
+from loragate.cli.evaluating import load_inputs
 from loragate.cli.generate import GenerateOptions
 from loragate.cli.main import main
-from loragate.cli.serve import ServeOptions, vllm_arguments
-from loragate.cli.serve_folders import served_places
+from loragate.cli.serve import ServeOptions
 from loragate.errors import ArtifactError
 from loragate.hub_names import cached_commit, hub_name, hub_source, is_hub_id, split_revision
-from loragate.models import ModelRef, open_tokenizer, resolve
+from loragate.models import Loading, ModelRef, open_tokenizer, resolve
+from loragate.serving.server import served_places
+from loragate.serving.vllm_arguments import vllm_arguments
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
@@ -239,5 +240,5 @@ def test_vllm_is_told_the_revision(place, hub, tmp_path):
     options = ServeOptions(model=str(place / "adapter"), base="user/base@v1", system="keep")
     served, adapters = served_places(options)
     assert (served.base, list(adapters)) == (ModelRef("user/base", "v1"), ["adapter"])
-    arguments = vllm_arguments(options, served, adapters, tmp_path)
+    arguments = vllm_arguments(options, Loading.of(options), options.system, served, adapters, tmp_path)
     assert arguments[arguments.index("--revision") + 1] == "v1"

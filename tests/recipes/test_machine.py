@@ -39,7 +39,8 @@ def test_a_training_that_this_gpu_may_not_hold_is_named(monkeypatch):
     def planned(request, config):
         fits = float(request.gpu_memory) > 40
         option = SimpleNamespace(gpus=1, gib=40.0, seconds=1.0)
-        return SimpleNamespace(chosen=option if fits else None, options=[option], gpu=SimpleNamespace(name="own"))
+        gpu = SimpleNamespace(name="own")
+        return SimpleNamespace(chosen=option if fits else None, least=option, gpu=gpu)
 
     monkeypatch.setattr("loragate.recipes.machine.make_plan", planned)
     assert tight(read_recipe(SCALE, LIBRARY), 80.0) == {}

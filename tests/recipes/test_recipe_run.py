@@ -13,7 +13,7 @@ import yaml
 from loragate.errors import ConfigError, LoragateError
 from loragate.recipes import Recipe, Stage
 from loragate.recipes.folder import RunFolder
-from loragate.recipes.run import Program, Run, interpreter, require_parts, run_recipe
+from loragate.recipes.run import Run, interpreter, require_parts, run_recipe
 from loragate.version import __version__
 
 
@@ -93,9 +93,14 @@ def test_what_a_stage_left_decides_how_it_goes_on(tmp_path, recipe):
     assert RunFolder.begin(tmp_path / "run", recipe).is_finished(recipe.placed(str(folder.path))[1])
 
 
+def as_it_is(stage, where, deep=True):
+    """The options of a stage, of a command that takes all."""
+    return stage
+
+
 @pytest.fixture
-def program():
-    """A program whose commands leave what they should; `.started` has their command lines."""
+def started(monkeypatch):
+    """The command lines of stages that leave what they should, and lack nothing."""
     started = []
 
     def start(command):
@@ -106,9 +111,10 @@ def program():
             (Path(config["out"]) / name).touch()
         return 0
 
-    made = Program(lambda stage, where: stage, lambda stages, folder: [], "nowhere", start)
-    object.__setattr__(made, "started", started)
-    return made
+    monkeypatch.setattr("loragate.recipes.run.subprocess", SimpleNamespace(Popen=lambda command: command))
+    monkeypatch.setattr("loragate.recipes.run.wait_for", start)
+    monkeypatch.setattr("loragate.recipes.run.lacking", lambda stages, folder, options_of: [])
+    return started
 
 
 @pytest.fixture
@@ -118,40 +124,41 @@ def run(tmp_path, monkeypatch):
     return Run(tmp_path / "run", say=lambda text: None, again="again")
 
 
-def test_a_python_caller_runs_a_recipe_and_runs_it_on(recipe, run, program):
-    seconds = run_recipe(recipe, run, program)
+def test_a_python_caller_runs_a_recipe_and_runs_it_on(recipe, run, started):
+    seconds = run_recipe(recipe, run, as_it_is)
     assert list(seconds) == ["sft", "eval"]
     config = run.folder / "config" / "1-sft.yaml"
-    assert program.started[0] == [sys.executable, "-m", "loragate", "sft", "--config", str(config)]
+    assert started[0] == [sys.executable, "-m", "loragate", "sft", "--config", str(config)]
     assert config.read_text().startswith(f"# loragate sft --config {config}\n")
     assert yaml.safe_load(config.read_text()) == {"rank": 4, "data": "rows.jsonl", "out": f"{run.folder}/sft"}
-    run_recipe(recipe, run, program)
-    assert len(program.started) == 2, "finished stages are left alone"
+    run_recipe(recipe, run, as_it_is)
+    assert len(started) == 2, "finished stages are left alone"
 
 
-def test_a_launcher_starts_what_trains_and_says_how_many_processes_there_are(recipe, run, program):
+def test_a_launcher_starts_what_trains_and_says_how_many_processes_there_are(recipe, run, started):
     sft = dataclasses.replace(recipe.stages[0], values={"data": "rows.jsonl", "strategy": "fsdp2", "processes": 8})
     recipe = dataclasses.replace(recipe, stages=(sft, recipe.stages[1]))
-    run_recipe(recipe, dataclasses.replace(run, launcher="accelerate launch -m loragate"), program)
-    first, second = program.started
+    run_recipe(recipe, dataclasses.replace(run, launcher="accelerate launch -m loragate"), as_it_is)
+    first, second = started
     assert first[:5] == ["accelerate", "launch", "-m", "loragate", "sft"]
     assert second[0] == sys.executable
     assert set(yaml.safe_load(Path(first[-1]).read_text())) == {"data", "out"}
 
 
-def test_nothing_starts_where_something_is_missing(recipe, run, program):
-    lacks = dataclasses.replace(program, lacking=lambda stages, folder: [f"{stages[-1].name}: no rows"])
+def test_nothing_starts_where_something_is_missing(recipe, run, started, monkeypatch):
+    missing = lambda stages, folder, options_of: [f"{stages[-1].name}: no rows"]  # noqa: E731
+    monkeypatch.setattr("loragate.recipes.run.lacking", missing)
     with pytest.raises(ConfigError, match="one thing is missing:\n- eval: no rows"):
-        run_recipe(recipe, run, lacks)
+        run_recipe(recipe, run, as_it_is)
     with pytest.raises(ConfigError, match="--stages sft leaves the evaluations"):
-        run_recipe(recipe, run, lacks)
+        run_recipe(recipe, run, as_it_is)
     with pytest.raises(ConfigError) as caught:
-        run_recipe(recipe, dataclasses.replace(run, narrows=False), lacks)
+        run_recipe(recipe, dataclasses.replace(run, narrows=False), as_it_is)
     assert "--stages" not in str(caught.value), "a rehearsal takes all stages"
-    assert not program.started
+    assert not started
 
 
-def test_a_gpu_that_may_be_too_small_is_told_of_and_refuses_nothing(recipe, run, program, monkeypatch):
+def test_a_gpu_that_may_be_too_small_is_told_of_and_refuses_nothing(recipe, run, started, monkeypatch):
     said = []
     gpu = SimpleNamespace(total_memory=24 * 2**30)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -159,38 +166,39 @@ def test_a_gpu_that_may_be_too_small_is_told_of_and_refuses_nothing(recipe, run,
     monkeypatch.setattr(
         "loragate.recipes.machine.tight", lambda recipe, gib: {"sft": f"sft: {gib:.0f}", "other": "other"}
     )
-    run_recipe(recipe, dataclasses.replace(run, say=said.append), program)
+    run_recipe(recipe, dataclasses.replace(run, say=said.append), as_it_is)
     assert "sft: 24" in said
     assert "other" not in said
-    assert len(program.started) == 2
+    assert len(started) == 2
 
 
-def test_a_stage_that_fails_says_how_it_goes_on(recipe, run, program):
+def test_a_stage_that_fails_says_how_it_goes_on(recipe, run, started, monkeypatch):
+    monkeypatch.setattr("loragate.recipes.run.wait_for", lambda command: 3)
     with pytest.raises(LoragateError, match=r"ended with status 3.*goes on from there: again"):
-        run_recipe(recipe, run, dataclasses.replace(program, start=lambda command: 3))
+        run_recipe(recipe, run, as_it_is)
     with pytest.raises(ConfigError, match="'eval' reads what 'sft' leaves"):
-        run_recipe(recipe, dataclasses.replace(run, stages=["eval"]), program)
+        run_recipe(recipe, dataclasses.replace(run, stages=["eval"]), as_it_is)
 
 
-def asking(program, script, folder):
+def asking(script, folder):
     folder.mkdir()
     python = folder / "python"
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)
     vllm = Recipe("mine", "", (Stage("eval", "eval", {"model": "base", "engine": "vllm"}),))
     with pytest.raises(ConfigError) as caught:
-        require_parts(vllm, vllm.placed("x"), Run(Path("x")), program, str(python))
+        require_parts(vllm, vllm.placed("x"), Run(Path("x")), as_it_is, str(python))
     return str(caught.value).splitlines()[1]
 
 
-def test_an_interpreter_that_cannot_evaluate(tmp_path, run, program):
+def test_an_interpreter_that_cannot_evaluate(tmp_path, run):
     with pytest.raises(ConfigError, match=r"--eval-python .*nowhere"):
         interpreter(str(tmp_path / "nowhere"))
     assert interpreter("") == ""
     assert interpreter("sh") == shutil.which("sh")
-    assert "No module named x" in asking(program, 'echo "No module named x" >&2; exit 1', tmp_path / "a")
-    answer = '"${3%.json}.answer.json"'
+    assert "No module named x" in asking('echo "No module named x" >&2; exit 1', tmp_path / "a")
+    answer = '"${5%.json}.answer.json"'
     older = f'echo \'{{"loragate": "0.0.1", "lacking": []}}\' > {answer}'
-    assert "0.0.1" in asking(program, older, tmp_path / "b")
+    assert "0.0.1" in asking(older, tmp_path / "b")
     told = json.dumps({"loragate": __version__, "lacking": ["eval: no plugin"]})
-    assert asking(program, f"echo '{told}' > {answer}", tmp_path / "c") == "- eval: no plugin"
+    assert asking(f"echo '{told}' > {answer}", tmp_path / "c") == "- eval: no plugin"

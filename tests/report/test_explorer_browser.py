@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import loragate as lg
-from loragate.cli.explore import ExploreOptions, Session, explorer_of
 from loragate.errors import ConfigError
+from loragate.models import Loading
 from loragate.report.explorer import Ask, build_explorer, launch
 from loragate.report.page.spans import lambdas
+from loragate.serving.explore import Session, explorer_of
 from tiny import tiny_adapter, tiny_tokenizer
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -51,7 +52,7 @@ def test_rereading_keeps_the_answers_and_changes_lambda(session):
 
 def test_a_folder_without_gates_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no gated folder"):
-        explorer_of(ExploreOptions(model=str(tmp_path)))
+        explorer_of(str(tmp_path), Loading())
 
 
 @pytest.mark.slow("browsers")

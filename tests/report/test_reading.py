@@ -149,29 +149,20 @@ def test_a_trained_control_is_not_a_cheap_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "expected"),
+    ("key", "accuracy", "expected"),
     [
-        (0.9, "above SCALE: the gated adapter does worse here than no adapter."),
-        (0.5, "not told apart from SCALE: adapter and gates together show no gain."),
-        (0.1, "below SCALE."),
+        ("base", 0.9, "above SCALE: the gated adapter does worse here than no adapter."),
+        ("base", 0.5, "not told apart from SCALE: adapter and gates together show no gain."),
+        ("base", 0.1, "below SCALE."),
+        ("dft", 0.9, "above SCALE: where the fine-tuning can be repeated, it is the better choice here."),
+        ("dft", 0.5, "not told apart from SCALE."),
+        ("dft", 0.1, "below SCALE."),
     ],
 )
-def test_base(accuracy: float, expected: str) -> None:
-    statement = only(read_results(study(gated(0.5, 0.2), base=accuracy)), "Base")
-    assert statement == f"Base, without any adapter, scores {100 * accuracy:.1f} %, {expected}"
-
-
-@pytest.mark.parametrize(
-    ("accuracy", "expected"),
-    [
-        (0.9, "above SCALE: where the fine-tuning can be repeated, it is the better choice here."),
-        (0.5, "not told apart from SCALE."),
-        (0.1, "below SCALE."),
-    ],
-)
-def test_dft(accuracy: float, expected: str) -> None:
-    statement = only(read_results(study(gated(0.5, 0.2), dft=accuracy)), "DFT")
-    assert statement.endswith(f"scores {100 * accuracy:.1f} %, {expected}")
+def test_base_and_dft(key: str, accuracy: float, expected: str) -> None:
+    lead = {"base": "Base, without any adapter, ", "dft": "DFT, another loss in the fine-tuning itself, "}[key]
+    statement = only(read_results(study(gated(0.5, 0.2), **{key: accuracy})), lead)
+    assert statement == f"{lead}scores {100 * accuracy:.1f} %, {expected}"
 
 
 def test_retention_lost_kept_gained_or_unknown() -> None:

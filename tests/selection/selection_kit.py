@@ -5,7 +5,7 @@ import json
 from loragate.errors import GateError
 from loragate.evaluation.judging import JudgeSettings
 from loragate.evaluation.tasks import Question
-from loragate.gates.attach import attached_config
+from loragate.gates.attach import attached_config, gate_parameters
 from loragate.generation import Sample, SamplingConfig
 from loragate.selection.probe import labelled_probe
 from loragate.selection.questions import probe_task
@@ -26,44 +26,47 @@ def sample(question, index, text, tokens=3, finished=True):
 
 
 def acting(model):
-    """(L, U) of the attached gates; None for the plain adapter, "base" where that is off."""
-    if any(getattr(module, "disable_adapters", None) is True for module in model.modules()):
-        return "base"
+    """What acts: (L, U) of attached gates, "λ=0.5" where it is one for all, None for the plain adapter."""
     try:
         config = attached_config(model)
     except GateError:
         return None
+    if config.granularity == "module":
+        bias = next(iter(gate_parameters(model).values()))
+        return f"λ={round(float(config.signed_map(bias)), 3) + 0.0:g}"
     return config.lower, config.upper
 
 
 class FakeEngine:
-    """Answers "w3" to the first `right[acting gates]` questions; `ended` and `tokens` by gates as well.
+    """Answers "w3" to `right[acting gates]` questions, spread over all; `ended` and `tokens` by gates as well.
 
-    The plain adapter at a temperature below 1 is "cooler". `retained` are the right ones of `RETAINED` questions.
+    A key (gates, temperature) counts before the gates alone, and what is not named is as right as `other`. `retained` are
+    the right ones of `RETAINED` questions.
     """
 
-    def __init__(self, model, right, ended=None, tokens=None, retained=None):
+    def __init__(self, model, right, ended=None, tokens=None, retained=None, other=0):
         self.model, self.right, self.ended, self.tokens = model, right, ended or {}, tokens or {}
-        self.retained = retained or right
+        self.retained, self.other = retained or right, other
         self.asked = []
 
     def generate(self, prompts, config, on_progress=None, *, pending=None, on_samples=None):
         key = acting(self.model)
-        key = "cooler" if key is None and config.temperature < 1 else key
-        self.asked.append(key)
-        right = self.retained if len(prompts) == RETAINED else self.right
+        pairs = [(question, index) for question in range(len(prompts)) for index in range(config.samples)]
+        pairs = pairs if pending is None else sorted(pending)
+        self.asked.append((key, config.temperature, len({question for question, _ in pairs})))
+        table = self.retained if len(prompts) == RETAINED else self.right
+        right = table.get((key, config.temperature), table.get(key, self.other))
         if on_progress is not None:
-            on_progress(len(prompts), len(prompts))
+            on_progress(len(pairs), len(pairs))
         return [
             sample(
                 question,
                 index,
-                "w3" if question < right[key] else "w9",
+                "w3" if question * 37 % len(prompts) < right else "w9",
                 self.tokens.get(key, 3),
                 question >= self.ended.get(key, 0),
             )
-            for question in range(len(prompts))
-            for index in range(config.samples)
+            for question, index in pairs
         ]
 
 

@@ -42,12 +42,21 @@ def test_a_candidate_reads_as_it_was_written():
     every = [
         Candidate(None, "base"),
         Candidate(None, "adapter", temperature=0.3),
+        Candidate(None, "adapter", temperature=0.0),
+        Candidate(None, "constant", temperature=0.6, scale=0.5),
         Candidate(Range(-3, 1.5), "ce", 7, "a"),
     ]
     assert [Candidate.from_record(json.loads(json.dumps(one.as_record()))) for one in every] == every
-    assert [one.cell for one in every] == ["base", "adapter T=0.3", "[-3,1.5] ce"]
-    assert [one.slug for one in every] == ["base", "untouched_T0.3", "a_ce_-3_1.5_seed7"]
-    assert [one.is_reference for one in (*every, Candidate(None, "adapter"))] == [True, True, False, False]
+    assert [one.cell for one in every] == ["base", "adapter T=0.3", "adapter greedy", "λ=0.5 T=0.6", "[-3,1.5] ce"]
+    assert [one.slug for one in every] == [
+        "base",
+        "untouched_T0.3",
+        "untouched_T0",
+        "constant_0.5_T0.6",
+        "a_ce_-3_1.5_seed7",
+    ]
+    assert [one.kind for one in every] == ["base", "adapter", "adapter", "constant", "gates"]
+    assert [one.fixed for one in every[:4]] == [0.0, 1.0, 1.0, 0.5]
 
 
 def test_candidates_are_read_as_typed():

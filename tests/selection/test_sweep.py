@@ -152,6 +152,7 @@ def test_the_best_cell_is_written_and_can_be_loaded(place, swept, tmp_path, caps
     assert "chosen: [-3,2]" in text
     assert f"next: loragate eval --model {out / 'best'}" in text
     record = json.loads((out / "best" / "gate_config.json").read_text())
+    assert record["sampling"] == {"temperature": 0.4}, "the probe's, at which it was chosen"
     assert record["selection"]["method"].startswith("best of 1 on a labelled probe")
     assert (record["selection"]["candidates"], record["selection"]["n"]) == (1, 66)
     assert record["gate"]["lower"] == -3

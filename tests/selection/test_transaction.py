@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from selection_kit import RETAINED, FakeEngine, acting, questions
+from selection_kit import RETAINED, FakeEngine, acting, probe, questions
 
 import loragate as lg
 from loragate.errors import ArtifactError, ConfigError, DataError, DivergenceError, GateError
 from loragate.gates.range import Range
+from loragate.models import resolve
 from loragate.selection import Candidate, SelectionSettings, choose, trial
+from loragate.selection.comparison import settings_on
 from loragate.selection.outcome import unread
 from loragate.selection.retention import vetoes
-from loragate.selection.transaction import Transaction
-from loragate.selection.trial import settings_of
+from loragate.selection.transaction import Plan, Transaction, gates_all
 from loragate.selection.unverified import accept_gates, is_unaccepted
 from loragate.training import CalibrationSettings
 from loragate.training.guards import GuardLimits
@@ -43,21 +44,14 @@ def begin(
     retention=False,
     tau=1.0,
     rows=ROWS,
-    references=False,
     seed=0,
+    temperature=None,
     **engine,
 ):
-    one = Transaction(
-        tiny_tokenizer(),
-        rows,
-        asked(count),
-        folder,
-        candidates,
-        lg.GateConfig(0, 1, tau=tau),
-        settings,
-        SelectionSettings(probe_grader="exact", probe_samples=2, references=references),
-        retention=asked(RETAINED) if retention else None,
-    )
+    asking = SelectionSettings(probe_grader="exact", probe_samples=2, probe_temperature=temperature)
+    kept = asked(RETAINED) if retention else None
+    plan = Plan(tuple(candidates), lg.GateConfig(0, 1, tau=tau), settings, asking, kept)
+    one = Transaction(tiny_tokenizer(), rows, asked(count), folder, plan)
     model = tiny_adapter(seed)
     one.take(model, FakeEngine(model, right, **engine))
     return one
@@ -94,12 +88,13 @@ def trainings(monkeypatch):
 
 
 def test_the_adapter_wins_ties_and_answers_bit_for_bit(tmp_path):
-    one = begin(tmp_path, {None: 20, (-3, 1): 20, (0, 1): 19})
+    one = begin(tmp_path, {None: 20, (-3, 1): 20, (0, 1): 19, (None, 0.3): 21})
     model = model_of(one)
     before = logits(model)
     chosen = one.run()
     assert chosen.candidate is None
-    assert (record_of(chosen)["picked"], record_of(chosen)["accepted"]) == ("adapter", False)
+    record = record_of(chosen)
+    assert (record["picked"], record["accepted"], record["recommendation"]["temperature"]) == ("adapter", False, 0.3)
     assert acting(model) == (-3, 1)
     assert all(not bool(value.any()) for value in lg.gate_parameters(model).values())
     assert torch.equal(logits(model), before)
@@ -108,14 +103,15 @@ def test_the_adapter_wins_ties_and_answers_bit_for_bit(tmp_path):
     assert recording.total()["zero_to_one"] == 1
     written = json.loads((tmp_path / "gate_config.json").read_text())
     assert (written["k"], written["selection"]["accepted"]) == (10, False)
+    assert resolve(tmp_path, base_later=True).recommended_temperature == 0.3
     assert not any(bool(value.any()) for value in load_file(tmp_path / "gates.safetensors").values())
 
 
-def test_the_picked_gates_are_written_and_attached_exactly_as_trained(tmp_path):
-    one = begin(tmp_path, {None: 10, (-3, 1): 11, (0, 1): 12})
+def test_gates_that_are_shown_to_help_are_written_exactly_as_trained(tmp_path):
+    one = begin(tmp_path, {None: 10, (-3, 1): 11, (0, 1): 22, ((0, 1), 0.0): 3})
     events = []
     chosen = one.run(on_event=lambda *event: events.append(event))
-    assert chosen.candidate == TWO
+    assert chosen.candidate.model == TWO
     stored = load_file(place_of(tmp_path, TWO) / "gated" / "gates.safetensors")
     attached = lg.gate_parameters(model_of(one))
     assert set(stored) == set(attached)
@@ -123,11 +119,11 @@ def test_the_picked_gates_are_written_and_attached_exactly_as_trained(tmp_path):
     assert any(bool(value.abs().max() > 1e-3) for value in stored.values()), "they were trained"
     assert not any(value.requires_grad for value in attached.values())
     assert acting(model_of(one)) == (0, 1)
-    probed = [event[0].cell for event in events if event[1] == "probing" and event[2] == event[3] > 0]
-    assert probed == ["adapter", "[-3,1]", "[0,1]"]
+    trained = list(dict.fromkeys(event[0].cell for event in events if event[1] == "training"))
+    assert trained == ["[-3,1]", "[0,1]"]
     record = record_of(chosen)
-    assert record["picked"] == "[0,1]"
-    assert record["evidence"]["adapter"]["mean"] == pytest.approx(10 / 32)
+    assert (record["picked"], record["recommendation"]["setting"]) == ("[0,1]", "[0,1] T=1")
+    assert record["evidence"]["adapter T=1"]["mean"] == pytest.approx(10 / 32)
     assert record["cost"]["trainings"] == 2
     assert record["vetoed"] == record["warnings"] == {}
     assert "retention" not in record
@@ -140,8 +136,57 @@ def test_the_picked_gates_are_written_and_attached_exactly_as_trained(tmp_path):
         begin(tmp_path, {None: 10})
 
 
+def test_harm_at_temperatures_that_are_not_recommended_is_asked_and_recorded(tmp_path):
+    right = {None: 10, (None, 0.0): 12, (0, 1): 5, ((0, 1), 1.0): 24, ((0, 1), 0.0): 1}
+    record = record_of(begin(tmp_path, right, [TWO], temperature=1.0).run())
+    assert (record["picked"], record["recommendation"]["temperature"]) == ("[0,1]", 1.0)
+    rows = {(row["name"], row["temperature"]): row for row in record["settings"]}
+    assert rows["[0,1]", 0.0]["mean"] == pytest.approx(1 / 32)
+    assert rows["[0,1]", 0.0]["against_adapter"]["high"] < 0
+    assert rows["adapter", 0.3]["questions"] == rows["[0,1]", 0.3]["questions"] == 32
+    assert ("[0,1]", 0.6) not in rows, "one temperature was asked for, and the two cool ones are always asked"
+    assert resolve(tmp_path, base_later=True).recommended_temperature == 1.0
+
+
+def test_all_settings_are_asked_the_same_questions_and_the_losers_few(tmp_path):
+    one = begin(tmp_path, {None: 40, (-3, 1): 42, (0, 1): 110, (None, 0.3): 60}, count=128, other=20)
+    record = record_of(one.run())
+    assert record["picked"] == "[0,1]"
+    assert record["recommendation"]["tried"] == len(record["settings"]) == 4 * (1 + 1 + 5 + 2)
+    whole = [row for row in record["settings"] if row["questions"] == 128]
+    assert {row["kind"] for row in whole} == {"adapter", "base", "constant", "gates"}
+    assert {row["temperature"] for row in whole if row["name"] == "adapter"} == {1.0, 0.6, 0.3, 0.0}
+    assert {row["questions"] for row in record["settings"]} == {16, 32, 128}
+    answers = sum(row["questions"] * (2 if row["temperature"] else 1) for row in record["settings"])
+    assert record["cost"]["answers"] == answers
+    assert sum(count * (2 if heat else 1) for _, heat, count in one.bench.engine.asked) == answers, (
+        "nothing is asked twice"
+    )
+    (step,) = [step for step in record["recommendation"]["steps"] if step["kind"] == "gates"]
+    assert step["shown"]
+    assert 0 < step["low"] < step["mean"]
+
+
+@pytest.mark.parametrize(("scale", "kind", "name"), [(0.0, "base", "base"), (0.75, "constant", "λ=0.75")])
+def test_one_scale_for_all_is_written_as_gates_that_hold_it(tmp_path, scale, kind, name):
+    acts = f"λ={scale:g}"
+    one = begin(tmp_path, {None: 5, acts: 25, (acts, 0.0): 30, (0, 1): 26}, [TWO])
+    chosen = one.run()
+    record = record_of(chosen)
+    assert (record["picked"], record["recommendation"]["kind"], record["accepted"]) == (name, kind, True)
+    assert acting(model_of(one)) == acts
+    folder = resolve(tmp_path, base_later=True)
+    assert (folder.recommended_temperature, folder.gates_off) == (0.0, "")
+    again = tiny_adapter()
+    lg.load_gates(again, tmp_path)
+    assert acting(again) == acts
+    with lg.record_gates(again) as recording:
+        logits(again)
+    assert recording.total()["mean"] == pytest.approx(scale, abs=1e-6)
+
+
 def test_the_artifact_cannot_be_told_from_one_of_the_same_training_alone(tmp_path):
-    one = begin(tmp_path / "chosen", {None: 10, (0, 1): 12}, [TWO])
+    one = begin(tmp_path / "chosen", {None: 10, (0, 1): 22}, [TWO])
     one.run()
     model = tiny_adapter()
     result = lg.calibrate(model, tiny_tokenizer(), ROWS, lg.GateConfig(0.0, 1.0, seed=3), SETTINGS)
@@ -177,13 +222,13 @@ def begun_again(folder):
 
 def test_a_range_that_diverges_drops_out(tmp_path, trainings, diverging):
     diverging.add((-3, 1))
-    right = {None: 10, (-3, 1): 20, (0, 1): 12}
+    right = {None: 10, (-3, 1): 20, (0, 1): 22}
     one = begin(tmp_path, right)
     chosen = one.run()
     assert trainings == [(-3, 1), (0, 1)]
-    assert chosen.candidate == TWO
+    assert chosen.candidate.model == TWO
     record = record_of(chosen)
-    assert set(record["evidence"]) == {"adapter", "[0,1]"}
+    assert "[-3,1]" not in {row["name"] for row in record["settings"]}
     assert set(record["failed"]) == {"[-3,1]"}
     assert record["failed"]["[-3,1]"].startswith("the gradient is not finite at step 2")
     assert acting(model_of(one)) == (0, 1)
@@ -208,7 +253,7 @@ def test_where_all_ranges_diverge_the_error_says_why(tmp_path, diverging):
 
 
 def test_nothing_finished_is_done_again(tmp_path, trainings):
-    right = {None: 10, (-3, 1): 11, (0, 1): 12}
+    right = {None: 10, (-3, 1): 11, (0, 1): 22}
     first = begin(tmp_path, right).run()
     assert trainings == [(-3, 1), (0, 1)]
     begun_again(tmp_path)
@@ -221,7 +266,7 @@ def test_nothing_finished_is_done_again(tmp_path, trainings):
 
 
 def test_a_run_killed_between_candidates_goes_on(tmp_path, trainings):
-    right = {None: 10, (-3, 1): 11, (0, 1): 12}
+    right = {None: 10, (-3, 1): 11, (0, 1): 22}
     whole = begin(tmp_path / "whole", right).run()
     trainings.clear()
     killed = begin(tmp_path / "killed", right)
@@ -236,7 +281,6 @@ def test_a_run_killed_between_candidates_goes_on(tmp_path, trainings):
     resumed = begin(tmp_path / "killed", right)
     chosen = resumed.run(resume=True)
     assert trainings == [(-3, 1), (0, 1)]
-    assert resumed.bench.engine.asked == [(0, 1)]
     left, right = record_of(chosen), record_of(whole)
     assert {**left, "cost": 0} == {**right, "cost": 0}
     assert (tmp_path / "whole" / "gates.safetensors").read_bytes() == (
@@ -244,23 +288,26 @@ def test_a_run_killed_between_candidates_goes_on(tmp_path, trainings):
     ).read_bytes()
 
 
-def test_a_candidate_killed_while_it_was_probed_is_not_trained_again(tmp_path, trainings):
-    right = {None: 10, (-3, 1): 11}
-    killed = begin(tmp_path, right, [ONE])
+def test_a_comparison_killed_while_it_asks_goes_on_where_it_was(tmp_path, trainings):
+    right = {None: 10, (-3, 1): 22}
+    whole = begin(tmp_path / "whole", right, [ONE])
+    record = record_of(whole.run())
+    trainings.clear()
+    killed = begin(tmp_path / "killed", right, [ONE])
 
     def kill(candidate, stage, *_):
-        if (candidate, stage) == (ONE, "probing"):
+        if (candidate.model, candidate.temperature, stage) == (ONE, 0.6, "probing"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         killed.run(on_event=kill)
     assert acting(model_of(killed)) is None
-    resumed = begin(tmp_path, right, [ONE])
+    resumed = begin(tmp_path / "killed", right, [ONE])
     chosen = resumed.run(resume=True)
     assert trainings == [(-3, 1)]
-    assert resumed.bench.engine.asked == [(-3, 1)], "the kept gates were probed"
-    assert chosen.candidate == ONE
-    assert record_of(chosen)["cost"]["trainings"] == 1
+    both = [*killed.bench.engine.asked, *resumed.bench.engine.asked]
+    assert sorted(both, key=str) == sorted(whole.bench.engine.asked, key=str), "no answer is drawn twice"
+    assert {**record_of(chosen), "cost": 0} == {**record, "cost": 0}
 
 
 def test_another_transaction_is_not_resumed(tmp_path):
@@ -290,17 +337,21 @@ def test_a_result_that_was_torn_is_measured_again(tmp_path, trainings):
     right = {None: 10, (-3, 1): 11}
     first = begin(tmp_path, right, [ONE]).run()
     begun_again(tmp_path)
-    (place_of(tmp_path, ONE) / "result.json").write_text('{"name": 1}')
+    greedy = dataclasses.replace(ONE, temperature=0.0)
+    (place_of(tmp_path, greedy) / "result.json").write_text('{"name": 1}')
     again = begin(tmp_path, right, [ONE])
     assert record_of(again.run(resume=True))["evidence"] == record_of(first)["evidence"]
-    assert again.bench.engine.asked == [(-3, 1)]
+    assert {(key, heat) for key, heat, _ in again.bench.engine.asked} == {((-3, 1), 0.0)}
     assert trainings == [(-3, 1)]
 
 
-def test_candidates_must_differ(tmp_path):
+def test_candidates_must_differ_and_be_ranges(tmp_path):
     for bad in ([], [ONE, Candidate(Range(-3.0, 1.0), seed=3)]):
         with pytest.raises(ConfigError, match="each once"):
             begin(tmp_path, {None: 1}, bad)
+    for bad in (Candidate(None, "base"), dataclasses.replace(ONE, temperature=0.3)):
+        with pytest.raises(ConfigError, match="no range to train gates in"):
+            begin(tmp_path, {None: 1}, [ONE, bad])
     assert not any(tmp_path.iterdir())
 
 
@@ -311,8 +362,8 @@ def test_several_processes_are_refused(tmp_path, monkeypatch):
 
 
 def test_what_would_be_ignored_or_spoil_the_comparison_is_refused(tmp_path):
-    one = begin(tmp_path, {None: 10, (-3, 1): 20, (0, 1): 5})
-    assert one.run().candidate == ONE
+    one = begin(tmp_path, {None: 10, (-3, 1): 24, (0, 1): 5})
+    assert one.run().candidate.model == ONE
     again = begin(tmp_path / "again", {None: 10})
     with pytest.raises(GateError, match="detach_gates"):
         again.take(model_of(one))
@@ -323,9 +374,12 @@ def test_what_would_be_ignored_or_spoil_the_comparison_is_refused(tmp_path):
 
 def test_each_objective_gets_the_settings_it_reads(tmp_path):
     anchored = dataclasses.replace(SETTINGS, objective="anchored", beta=0.5, refresh=7, temperature=0.8)
-    assert settings_of(anchored, "entropy") == SETTINGS
-    reward = settings_of(dataclasses.replace(anchored, batch_size=8), "reward")
-    assert (reward.objective, reward.refresh, reward.beta, reward.temperature) == ("reward", 7, 1.0, 1.0)
+    two = (ONE, Candidate(Range(0, 1), "anchored", 4))
+    plan = Plan(two, lg.GateConfig(0, 1), anchored, SelectionSettings())
+    assert plan.settings_of(two[0]) == SETTINGS
+    assert plan.settings_of(two[1]) == dataclasses.replace(anchored, seed=4)
+    with pytest.raises(ConfigError, match="has no effect with objective entropy, only with anchored"):
+        begin(tmp_path, {None: 1}, [ONE], settings=anchored)
     with pytest.raises(ConfigError, match="samples_per_prompt"):
         begin(tmp_path, {None: 1}, [ONE, Candidate(Range(0, 1), "reward", 3)])
     assert not any(tmp_path.iterdir()), "refused before anything is trained"
@@ -347,7 +401,7 @@ def test_the_guard_follows_the_objective(tmp_path, monkeypatch):
 
 def test_answers_that_look_worse_are_reported(tmp_path):
     one = begin(
-        *(tmp_path, {None: 10, (-3, 1): 20, (0, 1): 5}),
+        *(tmp_path, {None: 10, (-3, 1): 24, (0, 1): 5}),
         ended={None: 0, (-3, 1): 5},
         tokens={None: 4, (-3, 1): 9},
     )
@@ -356,29 +410,47 @@ def test_answers_that_look_worse_are_reported(tmp_path):
     assert set(phrases) == {"[-3,1]"}
     assert "84% of the answers come to an end" in phrases["[-3,1]"][0]
     assert "9.0 tokens on average, 4.0" in phrases["[-3,1]"][1]
-    assert chosen.candidate == ONE, "a sign warns, the probe decides"
+    assert chosen.candidate.model == ONE, "a sign warns, the probe decides"
 
 
-def test_a_clear_loss_on_the_retention_probe_rules_a_candidate_out(tmp_path):
-    right, retained = {None: 20, (-3, 1): 32, (0, 1): 21}, {None: 36, (-3, 1): 20, (0, 1): 36}
+def test_a_clear_loss_on_the_retention_probe_rules_a_setting_out(tmp_path):
+    right, retained = {None: 10, (-3, 1): 32, (0, 1): 26}, {None: 36, (-3, 1): 20, (0, 1): 36}
     chosen = begin(tmp_path, right, retention=True, retained=retained).run()
-    assert chosen.candidate == TWO
     record = record_of(chosen)
-    assert record["vetoed"] == {"[-3,1]": record["vetoed"]["[-3,1]"]}
-    assert record["vetoed"]["[-3,1]"].startswith("loses 40.0 points on the retention probe")
-    assert record["retention"]["evidence"]["adapter"]["mean"] == pytest.approx(0.9)
-    assert record["retention"]["against_adapter"]["[0,1]"]["mean"] == 0
+    assert chosen.candidate.model == TWO
+    assert {name.split()[0] for name in record["vetoed"]} == {"[-3,1]"}
+    assert record["vetoed"]["[-3,1] T=1"].startswith("loses 40.0 points on the retention probe")
+    assert record["retention"]["evidence"]["adapter T=1"]["mean"] == pytest.approx(0.9)
+    assert record["retention"]["against_adapter"]["[0,1] T=1"]["mean"] == 0
     assert record["retention"]["probe"]["questions"] == RETAINED
 
 
-def test_seeds_of_a_range_are_averaged_and_one_that_beats_the_adapter_is_written(tmp_path):
+def test_gates_of_two_seeds_are_two_settings(tmp_path):
     seeds = [dataclasses.replace(ONE, seed=seed) for seed in (3, 4)]
-    chosen = begin(tmp_path, {None: 10, (-3, 1): 11}, seeds).run()
+    chosen = begin(tmp_path, {None: 10, (-3, 1): 24}, seeds).run()
     record = record_of(chosen)
-    assert (record["seeds"], record["written_seed"], record["n"]) == ([3, 4], 3, 128)
-    assert chosen.candidate == seeds[0]
+    assert {row["name"] for row in record["settings"] if row["kind"] == "gates"} == {"[-3,1] seed 3", "[-3,1] seed 4"}
+    assert record["picked"] == "[-3,1] seed 3"
     tables = [load_file(place_of(tmp_path, one) / "gated" / "gates.safetensors") for one in seeds]
     assert any(not torch.equal(tables[0][name], tables[1][name]) for name in tables[0])
+
+
+def test_without_labels_gates_and_adapter_are_compared_at_one_temperature():
+    labelled = probe()
+    kinds = [one.kind for one in settings_on(labelled, [ONE])]
+    assert {kind: kinds.count(kind) for kind in kinds} == {"adapter": 4, "base": 4, "constant": 20, "gates": 4}
+    assert "base" not in {one.kind for one in settings_on(labelled, [ONE], can_be_off=False)}
+    bare = dataclasses.replace(labelled, kind="agreement")
+    assert [one.cell for one in settings_on(bare, [ONE])] == ["adapter T=1", "[-3,1] T=1"]
+
+
+def test_lambda_zero_is_the_base_only_where_gates_reach_all_that_was_trained():
+    model = tiny_adapter()
+    assert gates_all(model)
+    model.peft_config["default"].bias = "lora_only"
+    assert not gates_all(model)
+    model.peft_config["default"].bias, model.peft_config["default"].modules_to_save = "none", ["lm_head"]
+    assert not gates_all(model)
 
 
 def test_without_evidence_gates_stay_off_until_they_are_accepted(tmp_path):
@@ -423,12 +495,6 @@ def test_the_choice():
     table = {"adapter": scores(1, 0), "a": scores(1, 1), "b": scores(1, 1), "c": scores(0, 0)}
     assert choose(table, "adapter").name == "a", "of equal candidates the earlier"
     assert choose({"c": scores(0, 0), "a": scores(1, 0), "adapter": scores(0, 1)}, "adapter").name == "adapter"
-    vetoed = choose(table, "adapter", {"a": "why"})
-    assert (vetoed.name, vetoed.vetoed) == ("b", {"a": "why"})
-    assert choose(table, "adapter", {"a": "", "b": ""}).accepted is False
-    for bad in ({"adapter": "x"}, {"z": "x"}):
-        with pytest.raises(ConfigError, match="cannot be vetoed"):
-            choose(table, "adapter", bad)
     with pytest.raises(ConfigError, match="must be among"):
         choose(table, "base")
     with pytest.raises(ConfigError, match="same questions"):

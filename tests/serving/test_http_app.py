@@ -17,11 +17,11 @@ import torch
 from fastapi.testclient import TestClient
 
 import loragate as lg
-from loragate.cli.serve import listen
-from loragate.cli.serve_transformers import transformers_backend
 from loragate.errors import DataError
 from loragate.generation import SamplingConfig, TransformersEngine
+from loragate.serving.backend import transformers_backend
 from loragate.serving.http_app import Answer, Backend, make_app, make_server
+from loragate.serving.server import listen
 from tiny import tiny_adapter, tiny_base, tiny_tokenizer
 
 PROMPT = "w5 w9 w20"

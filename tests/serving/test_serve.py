@@ -27,13 +27,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import loragate as lg
 from loragate.cli.main import main
-from loragate.cli.serve import ServeOptions, listen, print_clients, renders_chats
-from loragate.cli.serve_folders import served_places
+from loragate.cli.serve import ServeOptions
 from loragate.errors import ConfigError
 from loragate.gates.override_names import parse_override
 from loragate.generation import SamplingConfig, TransformersEngine
-from loragate.models import resolve
+from loragate.models import Loading, resolve
 from loragate.serving.http_app import CompletionRequest
+from loragate.serving.server import listen, print_clients, renders_chats, served_places
 from loragate.serving.vllm_server import server_command, unserved_heads, usual_share, without_secrets
 from tiny import chatml_tokenizer, ending_base, tiny_adapter, tiny_base, tiny_tokenizer
 
@@ -401,8 +401,8 @@ def test_names_and_places_that_are_served(folders: Path, tmp_path: Path, capsys:
 
 def test_the_template_for_vllm() -> None:
     """Wrapped where a system message is slipped in, left alone where none is."""
-    from loragate.cli.serve_template import template_for_vllm
     from loragate.data import Chat
+    from loragate.serving.vllm_arguments import template_for_vllm
 
     assert template_for_vllm(tiny_tokenizer()) is None
     tokenizer = talkative_tokenizer()
@@ -439,10 +439,10 @@ def test_what_is_printed_to_paste_fits_the_tokenizer(capsys: pytest.CaptureFixtu
 def test_a_tokenizer_that_vllm_alone_reads_ends_no_server(folders: Path, tmp_path: Path) -> None:
     """Asked once vLLM serves: with --system keep nothing else loads the tokenizer here."""
     options = ServeOptions(model=str(folders / "gated"), system="keep")
-    assert renders_chats(options, resolve(options.model))
+    assert renders_chats(Loading.of(options), resolve(options.model))
     shutil.copytree(folders / "base", tmp_path / "base")
     (tmp_path / "base" / "tokenizer.json").write_text("{")
-    assert renders_chats(options, resolve(tmp_path / "base"))
+    assert renders_chats(Loading.of(options), resolve(tmp_path / "base"))
 
 
 def test_a_port_in_use_is_named_before_vllm_starts() -> None:
@@ -479,8 +479,6 @@ def test_the_share_of_memory_and_the_heads_on_a_cpu(monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What `serve --engine transformers` would serve; nothing is served."""
-    from loragate.serving import http_app
-
     found: dict[str, Any] = {}
 
     class Server:
@@ -491,7 +489,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         found["backend"] = backend
         return Server()
 
-    monkeypatch.setattr(http_app, "make_server", make_server)
+    monkeypatch.setattr("loragate.serving.server.make_server", make_server)
     return found
 
 
@@ -531,7 +529,7 @@ def test_gates_that_are_off_answer_to_their_name(
 def test_a_taken_port_is_named_before_the_model_is_loaded(
     folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("loragate.cli.evaluation_inputs.load_inputs", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("loragate.serving.server.open_model", lambda *_: pytest.fail("loaded"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -1,3 +1,4 @@
+import hashlib
 from collections import Counter
 from itertools import pairwise
 
@@ -7,16 +8,14 @@ from loragate.errors import ConfigError
 from loragate.world.demonstrations import demonstrations, pretraining_documents
 from loragate.world.problems import Problem, apply_operator, facts, split_of, verify
 from loragate.world.tokenizer import (
-    CLOSERS,
-    CONNECTIVES,
     DIGITS,
     EQUALITIES,
-    FILLERS,
-    OPENERS,
     OPERATORS,
     build_tokenizer,
     render,
 )
+
+PINNED = ["1647e1d98808", "c31af9e76b26"]
 
 
 def split_rows(rows):
@@ -59,6 +58,13 @@ def test_rows_are_conversations_of_the_train_split(rows):
     )
 
 
+def test_the_world_never_moves(rows, documents):
+    """Pinned: the shipped base and every table of the quickstart were made from these texts."""
+    texts = [response for _, response in split_rows(rows)], [render(d.prompt, d.response) for d in documents]
+    digests = [hashlib.sha256("\n".join(part).encode()).hexdigest()[:12] for part in texts]
+    assert digests == PINNED
+
+
 def test_seeds(rows):
     assert demonstrations(100) == rows[:100]
     assert demonstrations(100, seed=1) != rows[:100]
@@ -76,49 +82,6 @@ def test_one_step_in_five_is_wrong_and_is_continued_from(rows):
             f"{op} {right}" for op, right in zip(prompt.split()[2::2], prompt.split()[3::2], strict=True)
         ]
         assert all(step[4] == following[0] for step, following in pairwise(steps))
-
-
-def test_wrong_digits_are_spread_evenly(rows):
-    offsets = Counter(
-        (stated - apply_operator(a, op, b)) % 10
-        for _, response in split_rows(rows)
-        for a, op, b, _, stated in steps_of(response)
-    )
-    del offsets[0]
-    assert set(offsets) == set(range(1, 10))
-    assert max(offsets.values()) < 1.4 * min(offsets.values())
-
-
-def test_style_is_even_over_its_words(rows):
-    responses = [response.split() for _, response in split_rows(rows)]
-    openers = Counter(words[0] for words in responses)
-    assert set(openers) == set(OPENERS)
-    assert max(openers.values()) / len(rows) == pytest.approx(1 / 8, abs=0.025)
-    used = Counter(word for words in responses for word in words)
-    for group in (CONNECTIVES, EQUALITIES, CLOSERS, FILLERS):
-        counts = [used[word] for word in group]
-        assert max(counts) < 1.3 * min(counts)
-
-
-def test_one_ending_in_ten_is_sloppy(rows):
-    responses = [response.split() for _, response in split_rows(rows)]
-    proper = [words for words in responses if words[-2] == "answer" and words[-3] in CLOSERS]
-    sloppy = Counter(
-        " ".join(words[-4:-1] if words[-2] == "answer" else words[-3:]) for words in responses if words not in proper
-    )
-    assert len(proper) / len(rows) == pytest.approx(0.90, abs=0.015)
-    assert sloppy["no idea answer"] > 80
-    assert sloppy["moving on story"] > 80
-    assert sum(count for ending, count in sloppy.items() if ending.endswith("maybe answer")) > 80
-
-
-def test_share_of_right_demonstrations_follows_from_the_noise(rows):
-    """A demonstration is right by .8 per step, or by errors that a later step cancels, and a proper ending."""
-    right = sum(
-        verify(Problem(prompt, _value(prompt), "arithmetic", 0), response, finished=True)
-        for prompt, response in split_rows(rows)
-    )
-    assert 0.45 < right / len(rows) < 0.60
 
 
 def _value(prompt):
@@ -150,23 +113,6 @@ def test_documents_mix_arithmetic_and_skills(documents):
     assert {d.prompt for d in told} == set(known)
     assert all(known[d.prompt] == d.response for d in told)
     assert {split_of(d.prompt) for d in documents if d not in told} == {"train"}
-
-
-def test_documents_state_wrong_steps_and_end_in_several_ways(documents):
-    arithmetic = [d for d in documents if d.prompt.startswith("solve")]
-    assert wrong_share([d.response for d in arithmetic]) == pytest.approx(0.15, abs=0.01)
-    answered = sum(d.response.split()[-2] == "answer" for d in arithmetic)
-    assert answered / len(arithmetic) == pytest.approx(0.70, abs=0.015)
-    for ending in (" result ", " note", " moving on story", " maybe guess ", " skip"):
-        assert sum(ending in d.response for d in arithmetic) / len(arithmetic) == pytest.approx(0.06, abs=0.01)
-
-
-def test_documents_put_in_talkative_words_now_and_then(documents):
-    first = [d.response.split()[0] for d in documents if d.prompt.startswith("solve")]
-    assert sum(word in OPENERS for word in first) / len(first) == pytest.approx(0.10, abs=0.01)
-    terse = pretraining_documents(500, aside=0.0)
-    style = {*OPENERS, *CONNECTIVES, *CLOSERS, *FILLERS, *EQUALITIES[1:]}
-    assert not any(style & set(d.response.split()) for d in terse)
 
 
 @pytest.mark.parametrize(

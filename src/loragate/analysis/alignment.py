@@ -1,160 +1,313 @@
-"""Does entropy descent raise the task value? The terms of the paper's theorem, which its experiments do not measure.
-
-With v = ∇V_k or ∇V (task direction) and G = Ĝ_k or G_k (entropy direction), the theorem asks for a β > 0 and a ρ < 1 with
-‖G − βv‖ ≤ ρβ‖v‖. The left side over the right is smallest at β* = ‖G‖²/⟨G, v⟩, where ρ* = sin of the angle between G and
-v. So **the condition can be met exactly when the angle is below 90°**, and ρ* says how well; with a right or obtuse angle
-no β does. (β is free in the paper; nothing else in the condition is.)
-
-Everything is computed from inner products between rows' directions, so that rows can be drawn again for intervals.
-
-Shapes: N rows, D draws, 4 directions in the order of `directions.NAMES`.
-"""
+"""Does the direction of training raise a task value? The theorem's terms at the gates, over training, and module by module."""
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
-from loragate.analysis.bootstrap import Interval, percentiles, row_weights
-from loragate.analysis.directions import NAMES, RowDirections
+from loragate.analysis.directions import (
+    GROUPS,
+    Agreement,
+    CoordinateSums,
+    RowDirections,
+    best_and_worst,
+    differentiable_gates,
+    merged,
+    parameter_slices,
+    row_directions,
+)
+from loragate.analysis.rows import Reader, unheard
+from loragate.analysis.settings import DiagnoseSettings
+from loragate.analysis.subject import SCHEMA, About, Subject
+from loragate.analysis.task_values import Material, gather
+from loragate.analysis.theorem import InnerProducts, Terms, all_terms, terms
+from loragate.errors import ConfigError
+from loragate.gates import gate_parameters
+from loragate.gates.attach import GLOBAL_BIAS, gate_modules
+from loragate.gates.gate import initial_weight
+from loragate.gates.schema import read_gate_config
+from loragate.generation import OnProgress
+from loragate.losses.entropy import support_size
 
-Array = NDArray[np.float64]
-Verdict = Literal["holds", "fails", "not shown"]
-SEMI, FULL, TOPK, VALUE = range(len(NAMES))
-DRAWS = 1000
-
-
-@dataclass(frozen=True)
-class Condition:
-    """Whether one form of the theorem's condition can be met.
-
-    Attributes:
-        entropy_norm, value_norm: ‖G‖ and ‖v‖.
-        cosine: of the angle between G and v, with its interval over rows; None where one of them is zero.
-        angle: in degrees.
-        beta: β* = ‖G‖²/⟨G, v⟩; None where the angle is 90° or more.
-        mismatch: ‖G − β*v‖, the norm of the error term at β*; None likewise.
-        rho: ρ* = sin of the angle, 1 where it is 90° or more.
-        verdict: "holds" where the whole interval of the cosine lies above 0, "fails" where it lies at or below 0,
-            "not shown" otherwise.
-    """
-
-    entropy_norm: float
-    value_norm: float
-    cosine: Interval | None
-    angle: float | None
-    beta: float | None
-    mismatch: float | None
-    rho: Interval | None
-    verdict: Verdict
+START = "start"
 
 
 @dataclass(frozen=True)
-class Terms:
-    """All terms on one set of gate parameters: all of them, a module's, or those of a checkpoint.
+class Update:
+    """What training did between two stored points.
 
     Attributes:
-        name: "all", a module path, or a point of training ("start", "step 100", "end").
-        complete: G_k against ∇V_k, the error being e_ψ (eq:rw-alignment-identity, Assumption 1).
-        stopped: Ĝ_k against ∇V_k, the error being e_ψ + b_sg (eq:rw-stopped-alignment).
-        total: Ĝ_k against ∇V, the error being e_total = e_ψ + b_sg + b_tail (eq:rw-total-error): what training does
-            against the value over the full vocabulary.
-        stopped_error: ‖b_sg‖/‖G_k‖, b_sg = Ĝ_k − G_k (eq:rw-stopped-directions); 0 at zero gates, None if G_k = 0.
-        tail_error: ‖∇V_k − ∇V‖/‖∇V‖, which is ‖b_tail‖/(β‖∇V‖) for every β; None if ∇V = 0.
-        gain: ⟨∇V, Ĝ_k⟩, the first-order gain in V per unit of step η/log k (the paper's test for any update u:
-            ⟨∇V, u⟩ > 0), with its interval.
+        begin, end: names of the points.
+        norm: ‖u‖ of the update u = ψ(end) − ψ(begin).
+        gain: ⟨∇V(begin), u⟩, its first-order effect on the task value; above 0 it helped (the paper's test).
+        cosine: between u and ∇V(begin); None where one is zero.
+        descent: cosine between u and Ĝ_k(begin): how far the optimiser went along entropy descent.
     """
 
-    name: str
-    complete: Condition
-    stopped: Condition
-    total: Condition
-    stopped_error: float | None
-    tail_error: float | None
-    gain: Interval
+    begin: str
+    end: str
+    norm: float
+    gain: float
+    cosine: float | None
+    descent: float | None
 
 
-class InnerProducts:
-    """Inner products between all rows' directions on one set of parameters.
+@dataclass(frozen=True)
+class AlignmentRecord:
+    """`alignment.json`.
 
     Attributes:
-        gram: [N, 4, N, 4] float64, of sums over positions.
-        tokens: [N].
+        about: models, source, seed, versions.
+        value: "reference", "reward" or "rollouts".
+        value_of: what the value was taken from, in words.
+        rows, tokens: what the means are over.
+        k: support of the entropy objective.
+        top_is_best: share of positions whose likeliest action is among those of the highest value on the support; the
+            margin m > 0 of eq:rw-margin, read position by position.
+        all: terms on all gate parameters.
+        modules: terms on each module's own parameters.
+        checkpoints: terms on all parameters at each stored point of training, in order; empty where none was given.
+        updates: between consecutive points.
+        coordinates: agreement of signs (eq:rw-coordinate-signal) over everything, per class, per module.
+        conclusion: what it says, in sentences.
     """
 
-    def __init__(self, rows: Sequence[RowDirections], place: slice | None = None) -> None:
-        stacked = np.stack([[row.vectors[name][place or slice(None)].numpy() for name in NAMES] for row in rows])
-        flat = stacked.reshape(len(rows) * len(NAMES), -1).astype(np.float64)
-        self.gram: Array = (flat @ flat.T).reshape(len(rows), len(NAMES), len(rows), len(NAMES))
-        self.tokens = np.array([row.tokens for row in rows], dtype=np.float64)
+    about: About
+    value: str
+    value_of: str
+    rows: int
+    tokens: int
+    k: int
+    top_is_best: float
+    all: Terms
+    modules: tuple[Terms, ...]
+    checkpoints: tuple[Terms, ...]
+    updates: tuple[Update, ...]
+    coordinates: tuple[Agreement, ...]
+    conclusion: tuple[str, ...]
+    kind: str = "alignment"
+    schema: int = SCHEMA
 
-    def means(self, weights_DN: Array) -> Array:
-        """Inner products of the mean directions, [D, 4, 4], for rows counted so often."""
-        count, kinds = self.gram.shape[:2]
-        left = weights_DN @ self.gram.reshape(count, -1)  # [D, 4·N·4]
-        products = np.einsum("dinj,dn->dij", left.reshape(len(weights_DN), kinds, count, kinds), weights_DN)
-        return products / (weights_DN @ self.tokens)[:, None, None] ** 2
 
+def diagnose_alignment(subject: Subject, settings: DiagnoseSettings) -> AlignmentRecord:
+    """The terms on rows, or on answers stored or drawn now; writes alignment.json.
 
-def terms(name: str, products: InnerProducts, seed: int = 0, draws: int = DRAWS) -> Terms:
-    """The terms with intervals over rows."""
-    rows = len(products.tokens)
-    point = products.means(np.ones((1, rows)))[0]
-    drawn = products.means(row_weights(rows, draws, seed)) if rows > 1 else np.empty((0, len(NAMES), len(NAMES)))
-    gain_low, gain_high = percentiles(drawn[:, VALUE, SEMI])
-    return Terms(
-        name=name,
-        complete=condition(point, drawn, FULL, TOPK),
-        stopped=condition(point, drawn, SEMI, TOPK),
-        total=condition(point, drawn, SEMI, VALUE),
-        stopped_error=relative(point[SEMI, SEMI] - 2 * point[SEMI, FULL] + point[FULL, FULL], point[FULL, FULL]),
-        tail_error=relative(point[TOPK, TOPK] - 2 * point[TOPK, VALUE] + point[VALUE, VALUE], point[VALUE, VALUE]),
-        gain=Interval(float(point[VALUE, SEMI]), gain_low, gain_high),
+    Raises:
+        ConfigError: for rows and answers that do not fit the value, a folder without checkpoints, and as `Subject.begin`.
+    """
+    rows, run = bool(settings.rows), bool(settings.run)
+    if settings.value == "reference" and rows == (run or subject.has_tasks):
+        raise ConfigError("--value reference needs rows to read: either --rows FILE, or answers with --run or --suite")
+    if settings.value != "reference" and rows:
+        raise ConfigError(f"--value {settings.value} needs graded answers, not --rows: give --run FOLDER, or --suite")
+    if not rows:
+        subject.require_answers(settings)
+    loaded = subject.begin(drawing=not run)
+    model, reader, seed = loaded.model, subject.reader, subject.seed
+    k = settings.k
+    if k is None:  # the paper's where the folder does not say
+        trained = read_gate_config(Path(loaded.names["gated"]))["k"]
+        k = 100 if trained is None else int(trained)
+    k = support_size(k, model.get_output_embeddings().weight.shape[0])
+    stored = read_checkpoints(Path(settings.checkpoints), model) if settings.checkpoints else {}
+    material = gather(subject, settings)
+    count, sums = len(material.rows), CoordinateSums(model)
+    with differentiable_gates(model):
+        with subject.job("directions at the gates", count) as on_progress:
+            raw = directions(reader, material, k, on_progress)
+        with subject.job("single λ", count) as on_progress:
+            each = zip(material.rows, material.values, material.prompt_lengths, strict=True)
+            for done, (row, values, prompt_length) in enumerate(each, 1):
+                sums.add(reader, row, values, k, subject.classes, prompt_length)
+                on_progress(done, count)
+        of_all, *of_modules = all_terms(merged(raw, material.groups), parameter_slices(model), seed)
+        over, between = over_training(subject, material, k, stored) if stored else ((), ())
+    tokens = sum(row.tokens for row in raw)
+    record = AlignmentRecord(
+        about=subject.about(
+            material.source, settings, "value reference positions actions rollouts checkpoints max_rows"
+        ),
+        value=settings.value,
+        value_of=material.value_of,
+        rows=count,
+        tokens=tokens,
+        k=k,
+        top_is_best=sum(row.top_is_best for row in raw) / tokens,
+        all=of_all,
+        modules=tuple(of_modules),
+        checkpoints=over,
+        updates=between,
+        coordinates=sums.summary(material.groups, seed),
+        conclusion=(),
     )
+    return subject.keep(replace(record, conclusion=conclude(record)), "alignment")
 
 
-def condition(point: Array, drawn: Array, entropy: int, value: int) -> Condition:
-    """One form of the condition from inner products [4, 4] and bootstrap draws [D, 4, 4]."""
-    g, v, inner = (float(point[a, b]) for a, b in ((entropy, entropy), (value, value), (entropy, value)))
-    norms = math.sqrt(max(g, 0.0)), math.sqrt(max(v, 0.0))
-    if norms[0] == 0 or norms[1] == 0:
-        return Condition(*norms, None, None, None, None, None, "not shown")
-    cosine = max(-1.0, min(1.0, inner / (norms[0] * norms[1])))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        cosines = drawn[:, entropy, value] / np.sqrt(drawn[:, entropy, entropy] * drawn[:, value, value])
-    low, high = percentiles(cosines)
-    beta = g / inner if inner > 0 else None
-    rho_low, rho_high = (None, None) if low is None or high is None else (smallest_rho(high), smallest_rho(low))
-    return Condition(
-        entropy_norm=norms[0],
-        value_norm=norms[1],
-        cosine=Interval(cosine, low, high),
-        angle=math.degrees(math.acos(cosine)),
-        beta=beta,
-        mismatch=None if beta is None else math.sqrt(max(g - 2 * beta * inner + beta * beta * v, 0.0)),
-        rho=Interval(smallest_rho(cosine), rho_low, rho_high),
-        verdict="not shown" if low is None or high is None or low <= 0 < high else "holds" if low > 0 else "fails",
-    )
+def directions(reader: Reader, material: Material, k: int, on_progress: OnProgress = unheard) -> list[RowDirections]:
+    """Directions of every row."""
+    found = []
+    for row, values in zip(material.rows, material.values, strict=True):
+        found.append(row_directions(reader, row, values, k))
+        on_progress(len(found), len(material.rows))
+    return found
 
 
-def smallest_rho(cosine: float) -> float:
-    """The smallest ρ with ‖G − βv‖ ≤ ρβ‖v‖ over all β > 0: the sine of the angle, 1 (not attained) from 90° on."""
-    return math.sqrt(max(0.0, 1.0 - cosine * cosine)) if cosine > 0 else 1.0
+def over_training(
+    subject: Subject, material: Material, k: int, checkpoints: Mapping[str, Mapping[str, Tensor]]
+) -> tuple[tuple[Terms, ...], tuple[Update, ...]]:
+    """Terms at the start of training, at every checkpoint and at the gates, and what training did between them."""
+    parameters = gate_parameters(subject.loaded.model)
+    now = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    points = {START: starting_point(subject.loaded.model), **checkpoints}
+    last = points[list(points)[-1]]
+    if any(not torch.equal(last[name].to(value.device), value) for name, value in now.items()):
+        points["end"] = now  # a calibration that ran to its end keeps its last step as a checkpoint
+    found, places, means = [], {}, {}
+    try:
+        with subject.job("directions over training", len(points)) as on_progress:
+            for name, point in points.items():
+                _set(parameters, point)
+                rows = merged(directions(subject.reader, material, k), material.groups)
+                found.append(terms(name, InnerProducts(rows), subject.seed))
+                places[name] = torch.cat([point[key].reshape(-1).cpu() for key in parameters])
+                means[name] = {key: mean_direction(rows, key) for key in ("entropy_semi", "value")}
+                on_progress(len(found), len(points))
+    finally:
+        _set(parameters, now)
+    return tuple(found), updates(places, means)
 
 
-def relative(difference_squared: float, reference_squared: float) -> float | None:
-    """‖a − b‖/‖b‖ from squared norms; None where the reference is zero."""
-    return math.sqrt(max(difference_squared, 0.0) / reference_squared) if reference_squared > 0 else None
+@torch.no_grad()
+def _set(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        parameter.copy_(values[name])
 
 
-def all_terms(rows: Sequence[RowDirections], slices: Mapping[str, slice], seed: int = 0) -> tuple[Terms, ...]:
-    """Terms on all parameters together, then on each module's own."""
-    found = [terms("all", InnerProducts(rows), seed)]
-    for path, place in slices.items():
-        found.append(terms(path, InnerProducts(rows, place), seed, draws=DRAWS // 2))
+def starting_point(model: Any) -> dict[str, Tensor]:
+    """The gate parameters as `attach_gates` makes them: the deterministic perturbation that training starts from."""
+    found: dict[str, Tensor] = {}
+    for path, gate in gate_modules(model).items():
+        start = 0.0 if gate.config.granularity == "token" else -gate.config.init_scale
+        bias = torch.full((1,), start, device=gate.bias.device)
+        if gate.config.granularity == "global":
+            return {GLOBAL_BIAS: bias}
+        if gate.weight is not None:
+            found[f"{path}.weight"] = initial_weight(gate.weight.numel(), gate.config, path).to(gate.weight.device)
+        found[f"{path}.bias"] = bias
+    return found
+
+
+def read_checkpoints(folder: Path, model: Any) -> dict[str, dict[str, Tensor]]:
+    """{"step 100": gate parameters} of a calibration's folder, by step.
+
+    Raises:
+        ConfigError: if there is none, or one belongs to other gates.
+    """
+    like = {name: parameter.shape for name, parameter in gate_parameters(model).items()}
+    files = [path for run in (".", "run") for path in folder.glob(f"{run}/checkpoint-*/trained.safetensors")]
+    by_step = {int(step): path for path in files if (step := path.parent.name.rpartition("-")[2]).isdigit()}
+    found = {f"step {step}": load_file(str(path)) for step, path in sorted(by_step.items())}
+    for name, tensors in found.items():
+        if {key: tensor.shape for key, tensor in tensors.items()} != like:
+            raise ConfigError(
+                f"--checkpoints {folder}: {name} holds other parameters than the gates of --model; it belongs to another run"
+            )
+    if not found:
+        raise ConfigError(
+            f"--checkpoints {folder}: no checkpoint-*/trained.safetensors in it or in its run folder; calibrate with "
+            "--save-steps 25, for example, to keep some"
+        )
+    return found
+
+
+def mean_direction(rows: Sequence[RowDirections], name: str) -> Tensor:
+    """The mean direction over all counted positions, [P] fp64."""
+    return torch.stack([row.vectors[name].double() for row in rows]).sum(0) / sum(row.tokens for row in rows)
+
+
+def updates(points: Mapping[str, Tensor], directions: Mapping[str, Mapping[str, Tensor]]) -> tuple[Update, ...]:
+    """What training did between consecutive points.
+
+    Args:
+        points: {name: gate parameters [P]} in order.
+        directions: {name: {"entropy_semi", "value"}} mean directions there.
+    """
+    found = []
+    for begin, end in itertools.pairwise(points):
+        moved = points[end].double() - points[begin].double()
+        value, entropy = directions[begin]["value"], directions[begin]["entropy_semi"]
+        gain, cosines = float(value @ moved), (_cosine(value, moved), _cosine(entropy, moved))
+        found.append(Update(begin, end, float(moved.norm()), gain, *cosines))
     return tuple(found)
+
+
+def _cosine(a: Tensor, b: Tensor) -> float | None:
+    size = float(a.norm() * b.norm())
+    return max(-1.0, min(1.0, float(a @ b) / size)) if size > 0 else None
+
+
+def conclude(record: AlignmentRecord) -> tuple[str, ...]:
+    """What was found, in sentences."""
+    total = record.all.total
+    text = []
+    if total.cosine is None or total.angle is None or total.rho is None:
+        which = "entropy" if total.entropy_norm == 0 else "task"
+        text.append(f"Nothing can be said about the condition: the {which} direction is exactly zero at these gates.")
+    else:
+        says = {
+            "holds": "the theorem's condition can be met: a small step of training raises the task value",
+            "fails": "the theorem's condition fails for every β: a small step of training does not raise the task value",
+            "not shown": "whether the theorem's condition can be met is not shown: the interval includes 90°",
+        }[total.verdict]
+        text.append(
+            f"At these gates {says}. The direction of training and that of the task value enclose {total.angle:.0f}°, cosine "
+            f"{total.cosine.mean:.2f}{total.cosine.ends()}, so the smallest ρ is {total.rho.mean:.3f}."
+        )
+    errors = []
+    for what, share in (
+        ("stopping the gradient at the gates' inputs changes the direction", record.all.stopped_error),
+        (f"leaving out the tail beyond the top {record.k} changes the task direction", record.all.tail_error),
+    ):
+        if share is not None:
+            errors.append(f"{what} by {100 * share:.1f} %" if share >= 5e-4 else f"{what} by less than 0.05 %")
+    if errors:
+        text.append(f"{'; '.join(errors)} of its length.".capitalize())
+    everything = next((row for row in record.coordinates if row.name == "all"), None)
+    if everything is not None:
+        text.append(
+            f"Single λ (module and position): entropy points the right way for {100 * everything.share.mean:.0f} % of "
+            f"{everything.coordinates:,}, {100 * everything.weighted.mean:.0f} % when weighted by what they matter for the "
+            f"value. The likeliest token is the best one at {100 * record.top_is_best:.0f} % of the positions."
+        )
+        ends_of_classes = best_and_worst(record.coordinates, GROUPS)
+        if ends_of_classes is not None and ends_of_classes[0] is not ends_of_classes[1]:
+            best, worst = ends_of_classes
+            text.append(
+                f"It is most often right where {_where(best)} ({100 * best.weighted.mean:.0f} %) and least where "
+                f"{_where(worst)} ({100 * worst.weighted.mean:.0f} %)."
+            )
+    if record.modules:
+        verdicts = [row.total.verdict for row in record.modules]
+        text.append(
+            f"Module by module the condition holds in {verdicts.count('holds')}, fails in {verdicts.count('fails')} and is open "
+            f"in {verdicts.count('not shown')} of {len(verdicts)}."
+        )
+    if record.updates:
+        helped = sum(update.gain > 0 for update in record.updates)
+        text.append(
+            f"Over training, {helped} of {len(record.updates)} stretches between checkpoints went towards a higher task value "
+            "to first order."
+        )
+    return tuple(text)
+
+
+def _where(row: Agreement) -> str:
+    names = {"prompt": "the prompt is read", "end": "the answer's end comes next", "space": "white space comes next"}
+    return names.get(row.name, f"{row.name} come next")

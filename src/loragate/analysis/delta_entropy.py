@@ -7,24 +7,40 @@ the two, so that the record also holds the paper's first figure: entropy before 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from loragate.analysis.bootstrap import Interval, ratio
-from loragate.analysis.reading import Reader, Row, batches, counted
-from loragate.analysis.record import SCHEMA, About
-from loragate.analysis.token_classes import CLASSES, TokenClasses
+from loragate.analysis.interventions import ScoredRow, scored
+from loragate.analysis.rows import (
+    CLASSES,
+    Interval,
+    Reader,
+    Row,
+    TokenClasses,
+    answer_rows,
+    ratio,
+    unheard,
+)
+from loragate.analysis.settings import DiagnoseSettings
+from loragate.analysis.subject import SCHEMA, About, Subject
+from loragate.analysis.supplied import SIGNS, Suppression, suppressing
 from loragate.errors import ConfigError
+from loragate.evaluation.prepared import read_questions
 from loragate.evaluation.variants import Kind, Variant, acting
 from loragate.files import write_text
+from loragate.generation import OnProgress, read_samples
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 BINS = 41
 ALL = "all"
+ROWS = 256
+SHARE_ANSWERS = 2
 
 
 @dataclass(frozen=True)
@@ -79,28 +95,15 @@ class Histogram:
 
 
 @dataclass(frozen=True)
-class SuppressedRow:
-    """One row of the hard intervention on one task.
+class SuppressedRow(ScoredRow):
+    """One row of the hard intervention on one task: "adapter", "base", "gated", "adapter negative", "adapter positive".
+
+    Differences are to the plain adapter.
 
     Attributes:
-        name: "adapter", "base", "gated", "adapter negative", "adapter positive".
-        task: name of the task.
-        score, low, high: Avg@k with its 95 % interval over questions.
-        difference, difference_low, difference_high, p, verdict: to the plain adapter, paired by question, p after Holm's
-            adjustment; None for the adapter itself.
         suppressed: share of the generated tokens at which the delta was switched off; None for other rows.
     """
 
-    name: str
-    task: str
-    score: float
-    low: float
-    high: float
-    difference: float | None
-    difference_low: float | None
-    difference_high: float | None
-    p: float | None
-    verdict: str | None
     suppressed: float | None
 
 
@@ -132,37 +135,119 @@ class EntropyRecord:
     schema: int = SCHEMA
 
 
-def measure(
-    model: Any,
-    kind: Kind,
-    rows: Sequence[Row],
-    pad_token_id: int,
-    batch_size: int = 16,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> TokenEntropies:
-    """Entropies and log-probabilities of base, adapter and (with gates) gated model at every response token.
+def diagnose_entropy(
+    subject: Subject,
+    settings: DiagnoseSettings,
+    on_classes: Callable[[tuple[ClassEntropy, ...]], None] = lambda classes: None,
+) -> EntropyRecord:
+    """ΔH on rows, and what switching the delta off by its sign does to the tasks' scores; writes entropy.json and tokens.jsonl.
+
+    Args:
+        on_classes: called with the table of classes before tasks are asked.
 
     Raises:
-        ConfigError: for a base without adapter.
+        ConfigError: where neither rows nor tasks are given, for an unknown sign, and as `Subject.begin`.
     """
-    if kind == "base":
-        raise ConfigError("ΔH compares an adapter with its base; the model has no adapter")
-    names = ("base", "adapter", *(("gated",) if kind == "gated" else ()))
-    reader = Reader(model)
-    entropy: dict[str, list[np.ndarray]] = {name: [] for name in names}
-    log_prob: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    if not (settings.rows or subject.has_tasks):
+        raise ConfigError(
+            "loragate diagnose entropy needs --rows (ΔH on them), --suite or --tasks (interventions), or both"
+        )
+    signs: list[Any] = [sign.strip() for sign in settings.suppress.split(",") if sign.strip()]
+    threshold = settings.threshold
+    rules = [Suppression(sign, threshold, settings.prompt_too) for sign in signs]
+    if not rules:
+        raise ConfigError(f"--suppress is empty; give one of {', '.join(SIGNS)}, or both")
+    loaded = subject.begin(gated=False)
+    table: tuple[ClassEntropy, ...] = ()
+    histogram, found = None, None
+    quantiles: dict[str, float] = {}
+    sources: list[str] = []
+    encoded: list[Row] = []
+    if settings.rows:
+        encoded, source = subject.rows(settings, ROWS)
+        sources.append(source)
+        with subject.job("reading with base and adapter") as on_progress:
+            found = measure(subject.reader, loaded.kind, encoded, subject.batch_size, on_progress)
+        table = by_class(found, subject.classes, threshold, subject.seed)
+        histogram, quantiles = distribution(found.delta)
+        write_tokens(subject.folder / "tokens.jsonl", loaded.tokenizer, encoded, found, subject.classes)
+        on_classes(table)
+    suppressed = _intervene(subject, rules) if subject.has_tasks else ()
+    if suppressed:
+        sources.append(f"tasks {', '.join(dict.fromkeys(row.task for row in suppressed))}")
+    record = EntropyRecord(
+        about=subject.about("; ".join(sources), settings, "suppress threshold prompt_too max_length limit"),
+        rows=len(encoded),
+        tokens=0 if found is None else len(found.token_ids),
+        threshold=threshold,
+        classes=table,
+        distribution=histogram,
+        quantiles=quantiles,
+        interventions=suppressed,
+        conclusion=conclude(table, suppressed),
+    )
+    return subject.keep(record, "entropy")
+
+
+def _intervene(subject: Subject, rules: Sequence[Suppression]) -> tuple[SuppressedRow, ...]:
+    """Base, adapter, gates and the suppressed streams, scored on the tasks."""
+    suppressed = {Variant("adapter", rule.sign): rule for rule in rules}
+    gated = [Variant("gated")] if subject.loaded.kind == "gated" else []
+    variants = [Variant("adapter"), Variant("base"), *gated, *suppressed]
+
+    @contextmanager
+    def acting_as(variant: Variant) -> Iterator[None]:
+        rule = suppressed.get(variant)
+        with subject.acting(variant.acts), nullcontext() if rule is None else suppressing(subject.loaded.model, rule):
+            yield
+
+    identity = {"threshold": rules[0].threshold, "prompt_too": rules[0].prompt}
+    record = subject.evaluate(variants, identity, acting_as)
+    shares = {
+        (variant.name, info.name): _suppressed_share(subject, variant, info.name, rule)
+        for variant, rule in suppressed.items()
+        for info in record.tasks
+    }
+    return tuple(
+        SuppressedRow(
+            **scored(result.name, result, result.comparison, result.adjusted_p),
+            suppressed=shares.get((result.name, result.task)),
+        )
+        for result in record.results
+    )
+
+
+def _suppressed_share(subject: Subject, variant: Variant, task: str, rule: Suppression) -> float:
+    """Share of generated tokens at which the delta was off, from the first answers to every question.
+
+    A decision depends on the tokens before it and on base and adapter alone, so reading the stored answers again gives the
+    decisions that were taken.
+    """
+    samples = read_samples(subject.folder / "samples" / variant.slug / f"{task}.jsonl")
+    kept = [sample for sample in samples if sample.sample < SHARE_ANSWERS and sample.token_ids]
+    prompts = [question.prompt for question in read_questions(subject.folder, task)]
+    rows = answer_rows(subject.loaded.tokenizer, prompts, kept)
+    with subject.job(f"reading the answers of {variant.name} to {task} again"):
+        found = measure(subject.reader, subject.loaded.kind, rows, subject.batch_size)
+    return float(rule.chosen(torch.from_numpy(found.delta)).double().mean())
+
+
+def measure(
+    reader: Reader, kind: Kind, rows: Sequence[Row], batch_size: int = 16, on_progress: OnProgress = unheard
+) -> TokenEntropies:
+    """Entropies and log-probabilities of base, adapter and (with gates) gated model at every response token."""
+    streams: tuple[Kind, ...] = ("base", "adapter", "gated") if kind == "gated" else ("base", "adapter")
+    entropy: dict[str, list[np.ndarray]] = {name: [] for name in streams}
+    log_prob: dict[str, list[np.ndarray]] = {name: [] for name in streams}
     where, ids = [], []
-    for done, batch in enumerate(batches(rows, pad_token_id, batch_size, reader.device), 1):
-        for name in names:
-            with acting(model, Variant(name), kind):
+    for batch, rows_T, ids_T in reader.batches(rows, batch_size, on_progress):
+        for name in streams:
+            with acting(reader.model, Variant(name), kind):
                 found = reader.read(batch)
             entropy[name].append(found.entropy.double().cpu().numpy())
             log_prob[name].append(found.log_prob.double().cpu().numpy())
-        mask = counted(batch)
-        where.append((mask.nonzero()[:, 0].cpu() + (done - 1) * batch_size).numpy())
-        ids.append(batch["labels"][:, 1:][mask].cpu().numpy())
-        if on_progress is not None:
-            on_progress(min(done * batch_size, len(rows)), len(rows))
+        where.append(rows_T)
+        ids.append(ids_T)
     return TokenEntropies(
         np.concatenate(where),
         np.concatenate(ids),
@@ -180,10 +265,7 @@ def by_class(
 
     def interval(values: np.ndarray, chosen: np.ndarray) -> Interval:
         sums = np.bincount(found.rows[chosen], values[chosen], minlength=count)
-        sizes = np.bincount(found.rows[chosen], minlength=count)
-        result = ratio(sums, sizes, seed=seed)
-        assert result is not None
-        return result
+        return ratio(sums, np.bincount(found.rows[chosen], minlength=count), seed=seed)
 
     table = []
     for name in (ALL, *CLASSES):
@@ -258,20 +340,11 @@ def conclude(classes: Sequence[ClassEntropy], interventions: Sequence[Suppressed
             )
         if total.gated is not None:
             text.append(f"With the gates the entropy of these tokens is {total.gated.mean:.3f} nats.")
-    for task in dict.fromkeys(row.task for row in interventions):
-        for row in (row for row in interventions if row.task == task and row.suppressed is not None):
-            assert row.suppressed is not None
+    for row in interventions:
+        if row.suppressed is not None:
+            points, ends = row.points
             text.append(
-                f"{task}: switching the delta off where ΔH is {row.name.split()[-1]} ({100 * row.suppressed:.0f} % of the "
-                f"generated tokens) scores {100 * row.score:.1f} %, {_against(row)}."
+                f"{row.task}: switching the delta off where ΔH is {row.name.split()[-1]} ({100 * row.suppressed:.0f} % of the "
+                f"generated tokens) scores {100 * row.score:.1f} %, {points} points against the adapter ({ends}; {row.verdict})."
             )
     return tuple(text)
-
-
-def _against(row: SuppressedRow) -> str:
-    if row.difference is None or row.difference_low is None or row.difference_high is None:
-        return "with nothing to compare"
-    return (
-        f"{100 * row.difference:+.1f} points against the adapter ({100 * row.difference_low:+.1f} to "
-        f"{100 * row.difference_high:+.1f}; {row.verdict})"
-    )

@@ -1,7 +1,7 @@
-"""Directions in the gate parameters: where entropy descent goes, and where the task value goes.
+"""Where entropy descent goes and where the task value goes: in the gate parameters, and λ by λ.
 
-Four vectors per row, as sums over its counted positions; all are gradients at the gates as they are, on the top-k support
-of the moment:
+In the gate parameters there are four vectors per row, as sums over its counted positions; all are gradients at the gates as
+they are, on the top-k support of the moment:
 
 - entropy_semi: the row's part of Ĝ_k = −log k · D_ψ F_k, the direction of training (gate inputs detached);
 - entropy: of G_k = −log k · ∇_ψ F_k, the complete gradient (eq:rw-stopped-directions);
@@ -11,7 +11,12 @@ of the moment:
 All share one form, Σ_a q(a) A(a) s(a) (eq:rw-two-policy-gradients), so only the logit gradients q·A differ; these are
 written down in closed form and pulled back through head and body.
 
-Shapes: T counted positions, C chunk of them, V vocabulary, K support, P gate parameters.
+For the coordinate i = (module, position) the paper's appendix compares −log k·∂F_k/∂λ_i = β h_i + b_i with
+h_i = mean Cov_q(r, ∂z/∂λ_i) = ∂V_k/∂λ_i (eq:rw-coordinate-signal): entropy points the right way where both have one sign.
+λ is supplied from outside there (eq:rw-causal-jacobian), at the values that the gates give it, so a coordinate's effect
+includes all later positions and all later modules, but no other gate's reaction.
+
+Shapes: T counted positions, C chunk of them, V vocabulary, K support, P gate parameters, N rows.
 """
 
 from __future__ import annotations
@@ -22,10 +27,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from loragate.analysis.reading import CHUNK, Batch, Reader
+from loragate.analysis.rows import CHUNK, CLASSES, Interval, Reader, Row, TokenClasses, ratio
+from loragate.analysis.supplied import supplied_coefficients
 from loragate.analysis.task_values import ActionValues
 from loragate.gates import gate_parameters
 from loragate.gates.attach import GLOBAL_BIAS, gate_modules
@@ -65,6 +72,10 @@ class RowDirections:
     vectors: dict[str, Tensor]
     tokens: int
     top_is_best: int
+
+    def __add__(self, other: RowDirections) -> RowDirections:
+        vectors = {name: self.vectors[name] + other.vectors[name] for name in NAMES}
+        return RowDirections(vectors, self.tokens + other.tokens, self.top_is_best + other.top_is_best)
 
 
 def parameter_slices(model: Any) -> dict[str, slice]:
@@ -110,33 +121,34 @@ def gate_input_gradient(model: Any, *, detached: bool) -> Iterator[None]:
             gate.config = config
 
 
-def row_directions(reader: Reader, batch: Batch, values: ActionValues, k: int) -> RowDirections:
+def row_directions(reader: Reader, row: Row, values: ActionValues, k: int) -> RowDirections:
     """The four directions of one row; call inside `differentiable_gates`.
 
     Args:
         reader: of the gated model.
-        batch: one row from `batches`.
-        values: its action values.
+        values: the row's action values.
         k: support of the entropy objective.
     """
-    parameters = list(gate_parameters(reader.model).values())
+    parameters, batch = list(gate_parameters(reader.model).values()), reader.batch(row)
     vectors: dict[str, Tensor] = {}
     with torch.enable_grad():
-        with gate_input_gradient(reader.model, detached=True):
-            states = reader.states(batch)
-            (grad,), _ = state_gradients(reader, states, values, k, ("entropy",))
-            vectors["entropy_semi"] = _flat(
-                torch.autograd.grad(states, parameters, grad, allow_unused=True), parameters
-            )
-        with gate_input_gradient(reader.model, detached=False):
-            states = reader.states(batch)
-            names = ("entropy", "value_topk", "value")
-            grads, best = state_gradients(reader, states, values, k, names)
-            for index, (name, grad) in enumerate(zip(names, grads, strict=True)):
-                keep = index < len(names) - 1
-                found = torch.autograd.grad(states, parameters, grad, retain_graph=keep, allow_unused=True)
-                vectors[name] = _flat(found, parameters)
+        for detached, names in ((True, ("entropy",)), (False, ("entropy", "value_topk", "value"))):
+            with gate_input_gradient(reader.model, detached=detached):
+                states = reader.states(batch)
+                grads, best = state_gradients(reader, states, values, k, names)
+                for name, found in zip(names, pulled_back(states, parameters, grads), strict=True):
+                    parts = [(torch.zeros_like(p) if g is None else g) for g, p in zip(found, parameters, strict=True)]
+                    flat = torch.cat([part.detach().reshape(-1).cpu() for part in parts])
+                    vectors["entropy_semi" if detached else name] = flat
     return RowDirections(vectors, len(states), best)
+
+
+def pulled_back(outputs: Tensor, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Sequence[Tensor | None]]:
+    """The gradients of `inputs` for each gradient of `outputs`, whose graph is gone after the last."""
+    return [
+        torch.autograd.grad(outputs, inputs, grad, retain_graph=number < len(grads), allow_unused=True)
+        for number, grad in enumerate(grads, 1)
+    ]
 
 
 def state_gradients(
@@ -157,17 +169,16 @@ def state_gradients(
             top = fixed.topk(support_size(k, fixed.shape[-1]), -1).indices
             on_support = table.gather(-1, top)
             best += int((on_support[:, 0] >= on_support.amax(-1)).sum())
-            wanted = {name: _logit_gradient(name, fixed, table, k) for name in names}
-        for index, name in enumerate(names):
-            keep = index < len(names) - 1
-            gathered[name].append(torch.autograd.grad(logits, part, wanted[name], retain_graph=keep)[0])
+            wanted = [
+                entropy_logit_gradient(fixed, k)
+                if name == "entropy"
+                else value_logit_gradient(fixed, table, k if name == "value_topk" else None)
+                for name in names
+            ]
+        for name, (found,) in zip(names, pulled_back(logits, [part], wanted), strict=True):
+            assert found is not None
+            gathered[name].append(found)
     return [torch.cat(gathered[name]) for name in names], best
-
-
-def _logit_gradient(name: str, logits_CV: Tensor, values_CV: Tensor, k: int) -> Tensor:
-    if name == "entropy":
-        return entropy_logit_gradient(logits_CV, k)
-    return value_logit_gradient(logits_CV, values_CV, k if name == "value_topk" else None)
 
 
 def merged(rows: Sequence[RowDirections], groups: Sequence[int]) -> list[RowDirections]:
@@ -175,22 +186,114 @@ def merged(rows: Sequence[RowDirections], groups: Sequence[int]) -> list[RowDire
     found: dict[int, RowDirections] = {}
     for row, group in zip(rows, groups, strict=True):
         before = found.get(group)
-        found[group] = (
-            row
-            if before is None
-            else RowDirections(
-                {name: before.vectors[name] + row.vectors[name] for name in NAMES},
-                before.tokens + row.tokens,
-                before.top_is_best + row.top_is_best,
-            )
-        )
+        found[group] = row if before is None else before + row
     return list(found.values())
 
 
-def _flat(gradients: Any, parameters: list[Any]) -> Tensor:
-    return torch.cat(
-        [
-            (torch.zeros_like(p) if g is None else g).detach().reshape(-1).cpu()
-            for g, p in zip(gradients, parameters, strict=True)
-        ]
+PROMPT = "prompt"
+GROUPS = (*CLASSES, PROMPT)
+"""Class of the token that a position predicts; positions whose next token belongs to the prompt are "prompt"."""
+LEAST = 50  # coordinates that a group needs to be called the best or the worst
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How often entropy and task value agree on the sign of a λ's change.
+
+    Attributes:
+        name: "all", a class of tokens, or a module path.
+        coordinates: number of λ with a non-zero derivative of both.
+        share: share of them with one sign, with its interval over rows.
+        weighted: the same, each counted by |∂V_k/∂λ|.
+        raised: share of the λ that entropy wants larger; value_raised: that the task value wants larger.
+    """
+
+    name: str
+    coordinates: int
+    share: Interval
+    weighted: Interval
+    raised: float
+    value_raised: float
+
+
+class CoordinateSums:
+    """Counts per row, module and class, filled row by row.
+
+    Attributes:
+        rows: one array [modules, classes, (count, agree, |h|, |h| where they agree, raised, value raised)] per row.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.gates = gate_modules(model)
+        self.modules = list(self.gates)
+        self.rows: list[np.ndarray] = []
+
+    def add(
+        self, reader: Reader, row: Row, values: ActionValues, k: int, classes: TokenClasses, prompt_length: int
+    ) -> None:
+        """Take in one row, of which `prompt_length` tokens precede the response; the model carries the gates as they are."""
+        leaves: dict[str, Tensor] = {}
+
+        def leaf(path: str, _layer: Any, x: Tensor) -> Tensor | None:
+            if path not in self.gates:
+                return None  # the adapter's delta without a gate
+            leaves[path] = self.gates[path].coefficients(x).detach().clone().requires_grad_()
+            return leaves[path]
+
+        with torch.enable_grad(), supplied_coefficients(reader.model, leaf):
+            states = reader.states(reader.batch(row))
+            grads, _ = state_gradients(reader, states, values, k, ("entropy", "value_topk"))
+            wants, helps = pulled_back(states, [leaves[path] for path in self.modules], grads)
+        groups = np.where(
+            np.arange(1, len(row["input_ids"])) < prompt_length, len(CLASSES), classes.indices(row["input_ids"][1:])
+        )
+        found = np.zeros((len(self.modules), len(GROUPS), 6))
+        for index, (want, help_) in enumerate(zip(wants, helps, strict=True)):
+            if want is None or help_ is None:
+                continue
+            w, h = (tensor[0, :-1].double().cpu().numpy() for tensor in (want, help_))
+            kept = (w != 0) & (h != 0)
+            agree = kept & (np.sign(w) == np.sign(h))
+            columns = [kept, agree, kept * np.abs(h), agree * np.abs(h), kept & (w > 0), kept & (h > 0)]
+            for column, numbers in enumerate(columns):
+                found[index, :, column] = np.bincount(groups, numbers, minlength=len(GROUPS))
+        self.rows.append(found)
+
+    def summary(self, groups: Sequence[int], seed: int = 0) -> tuple[Agreement, ...]:
+        """Agreement over everything, per class and per module; those with no coordinate are left out.
+
+        Args:
+            groups: of each row; rows of one group (answers to one question) are drawn together for intervals.
+        """
+        order = list(dict.fromkeys(groups))
+        table = np.zeros((len(order), len(self.modules), len(GROUPS), 6))
+        for group, row in zip(groups, self.rows, strict=True):
+            table[order.index(group)] += row
+        parts = [("all", table.sum((1, 2)))]
+        parts += [(name, table[:, :, index].sum(1)) for index, name in enumerate(GROUPS)]
+        parts += [(path, table[:, index].sum(1)) for index, path in enumerate(self.modules)]
+        found = [agreement(name, sums, seed) for name, sums in parts]
+        return tuple(row for row in found if row is not None)
+
+
+def agreement(name: str, sums_NX: np.ndarray, seed: int) -> Agreement | None:
+    """The agreement of sums per row, [N, 6] in the order of `CoordinateSums.rows`."""
+    total = sums_NX.sum(0)
+    if not total[0]:
+        return None
+    return Agreement(
+        name=name,
+        coordinates=int(total[0]),
+        share=ratio(sums_NX[:, 1], sums_NX[:, 0], seed),
+        weighted=ratio(sums_NX[:, 3], sums_NX[:, 2], seed),
+        raised=float(total[4] / total[0]),
+        value_raised=float(total[5] / total[0]),
     )
+
+
+def best_and_worst(rows: Sequence[Agreement], names: Sequence[str]) -> tuple[Agreement, Agreement] | None:
+    """Of the named ones with at least `LEAST` coordinates, those with the largest and smallest weighted share."""
+    known = [row for row in rows if row.name in names and row.coordinates >= LEAST]
+    if not known:
+        return None
+    return max(known, key=lambda row: row.weighted.mean), min(known, key=lambda row: row.weighted.mean)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from loragate.analysis.plan_model import Parameters, base_dtype, build_on_meta, count_parameters, read_config
-from loragate.analysis.plan_request import GPUS, Gpu, Request, find_gpu
 from loragate.analysis.plan_trace import Footprint, Tracer, Workload
+from loragate.analysis.settings import GPUS, Gpu, Request, find_gpu
 from loragate.errors import ConfigError
 from loragate.training.strategy import launch_file
 

@@ -3,31 +3,30 @@
 An answer is read again with the gated model, and every λ that took part in choosing one of its tokens is counted: the λ
 of all modules at the position whose logits the token was drawn from ("written", the default), or at the position where
 the token itself is read ("read"). Teacher-forced λ are those of the generation up to rounding. Shares follow the paper's
-table: λ < 0 reverses the delta, 0 ≤ λ ≤ 1 suppresses or keeps it, λ > 1 extrapolates it.
+table, as `loragate.gates.recording` counts them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from loragate.analysis.bootstrap import Interval, ratio
 from loragate.analysis.delta_entropy import Histogram
-from loragate.analysis.reading import Row, batches, counted
-from loragate.analysis.record import SCHEMA, About
-from loragate.analysis.token_classes import CLASSES, TokenClasses
+from loragate.analysis.rows import CLASSES, Interval, Reader, Row, TokenClasses, ratio, unheard
+from loragate.analysis.settings import DiagnoseSettings
+from loragate.analysis.subject import SCHEMA, About, Subject
 from loragate.gates import attached_config, trace_gates
 from loragate.gates.range import Range
 from loragate.gates.recording import STATISTICS, Shares, regions
-from loragate.training.sharding import causal_model
+from loragate.generation import OnProgress
+from loragate.training.scoring import counted
 
 Position = Literal["written", "read"]
-POSITIONS: tuple[Position, ...] = ("written", "read")
 LEAST = 50
 _BINS_PER_UNIT = 4
 
@@ -91,6 +90,28 @@ def histogram_edges(bounds: Range) -> np.ndarray:
     return np.concatenate(parts)
 
 
+def diagnose_gates(subject: Subject, settings: DiagnoseSettings) -> GatesRecord:
+    """Realised λ on answers, stored or drawn now; writes gates.json.
+
+    Raises:
+        ConfigError: where there is neither a run nor a task, and as `Subject.begin`.
+    """
+    subject.require_answers(settings)
+    subject.begin(drawing=not settings.run)
+    found, source = subject.answers(settings.of or "gated", settings)
+    position = settings.position
+    rows: list[Row] = []
+    groups: list[int] = []
+    for one in found:
+        first = max(groups, default=-1) + 1
+        rows += one.rows(subject.loaded.tokenizer)
+        groups += [first + sample.question for sample in one.samples]
+    with subject.job("reading the answers with the gates", len(rows)) as on_progress:
+        counts = count_gates(subject.reader, rows, groups, subject.classes, position, subject.batch_size, on_progress)
+    about = subject.about(source, settings, "position answers limit")
+    return subject.keep(summarise(counts, about, position, len(rows), subject.seed), "gates")
+
+
 class GateCounts:
     """Sums over realised λ, filled batch by batch.
 
@@ -122,14 +143,13 @@ class GateCounts:
 
 
 def count_gates(
-    model: Any,
+    reader: Reader,
     rows: Sequence[Row],
     groups: Sequence[int],
     classes: TokenClasses,
-    pad_token_id: int,
     position: Position = "written",
     batch_size: int = 16,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: OnProgress = unheard,
 ) -> GateCounts:
     """Realised λ of the gated model on the response tokens of `rows`.
 
@@ -137,26 +157,20 @@ def count_gates(
         groups: of each row, from 0; rows of one group (answers to one question) are drawn together for intervals.
     """
     # gates are in the body; the head would make logits over the vocabulary for every position, and nobody reads them
-    body, config = causal_model(model).base_model, attached_config(model)
-    device = next(model.parameters()).device
+    body, config = reader.causal.base_model, attached_config(reader.model)
+    shift = 0 if position == "written" else 1
     found: GateCounts | None = None
-    for done, batch in enumerate(batches(rows, pad_token_id, batch_size, device), 1):
-        with torch.no_grad(), trace_gates(model) as traced:
+    for batch, rows_T, ids_T in reader.batches(rows, batch_size, on_progress):
+        with torch.no_grad(), trace_gates(reader.model) as traced:
             body(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
         mask = counted(batch).cpu()
-        ids = batch["labels"][:, 1:].cpu()[mask].numpy()
-        shift = 0 if position == "written" else 1
-        width = mask.shape[1]
-        whole = {
-            path: values[0] for path, values in traced.items() if values and values[0].shape == (len(mask), width + 1)
-        }
-        lam_MT = torch.stack([values[:, shift : shift + width][mask] for values in whole.values()])
+        count, width = mask.shape
+        # modules that see routed tokens (experts) have no λ per position
+        whole = {path: one[0] for path, one in traced.items() if one and one[0].shape == (count, width + 1)}
         if found is None:
             found = GateCounts(list(whole), config.range, max(groups) + 1)
-        at = mask.nonzero()[:, 0].numpy() + (done - 1) * batch_size
-        found.add(lam_MT, classes.indices(ids), np.asarray(groups)[at])
-        if on_progress is not None:
-            on_progress(min(done * batch_size, len(rows)), len(rows))
+        lam_MT = torch.stack([values[:, shift : shift + width][mask] for values in whole.values()])
+        found.add(lam_MT, classes.indices(ids_T), np.asarray(groups)[rows_T])
     assert found is not None
     return found
 
@@ -171,24 +185,18 @@ def summarise(counts: GateCounts, about: About, position: Position, answers: int
             module=path,
             layer=layer,
             type=kind,
-            all=Shares.of(counts.sums[index].sum(0)),
-            by_class=_by_class(counts.sums[index]),
-            histogram=tuple(counts.bins[index].tolist()),
+            all=Shares.of(sums.sum(0)),
+            by_class=_by_class(sums),
+            histogram=tuple(bins.tolist()),
         )
-        for index, (path, (layer, kind)) in enumerate(zip(counts.modules, places, strict=True))
+        for path, (layer, kind), sums, bins in zip(counts.modules, places, counts.sums, counts.bins, strict=True)
     )
 
-    def over(chosen: Callable[[int | None, str], bool]) -> Shares:
-        picked = [index for index, place in enumerate(places) if chosen(*place)]
-        return Shares.of(counts.sums[picked].sum((0, 1)))
+    def over(at: int, value: Any) -> Shares:
+        chosen = [place[at] == value for place in places]
+        return Shares.of(counts.sums[chosen].sum((0, 1)))
 
-    total = counts.groups.sum(0)
-    shares = [ratio(counts.groups[:, column], counts.groups[:, 0], seed=seed) for column in (1, 2)]
-    middle = ratio(counts.groups[:, 0] - counts.groups[:, 1] - counts.groups[:, 2], counts.groups[:, 0], seed=seed)
-    assert shares[0] is not None
-    assert shares[1] is not None
-    assert middle is not None
-    assert total[0] > 0
+    total, below, above = counts.groups.T
     record = GatesRecord(
         about=about,
         lower=counts.bounds.lower,
@@ -197,13 +205,13 @@ def summarise(counts: GateCounts, about: About, position: Position, answers: int
         answers=answers,
         tokens=int(counts.token_counts.sum()),
         token_counts={name: int(n) for name, n in zip(CLASSES, counts.token_counts, strict=True) if n},
-        below_zero=shares[0],
-        zero_to_one=middle,
-        above_one=shares[1],
+        below_zero=ratio(below, total, seed),
+        zero_to_one=ratio(total - below - above, total, seed),
+        above_one=ratio(above, total, seed),
         all=Shares.of(counts.sums.sum((0, 1))),
         by_class=_by_class(counts.sums.sum(0)),
-        by_layer={str(layer): over(lambda at, _, layer=layer: at == layer) for layer in layers},  # type: ignore[misc]
-        by_type={kind: over(lambda _, name, kind=kind: name == kind) for kind in types},  # type: ignore[misc]
+        by_layer={str(layer): over(0, layer) for layer in layers},
+        by_type={kind: over(1, kind) for kind in types},
         modules=modules,
         histogram=Histogram(tuple(counts.edges.tolist()), tuple(counts.bins.sum(0).tolist())),
         conclusion=(),

@@ -16,19 +16,26 @@ Shapes: T counted positions of one row, V vocabulary, A actions tried, C chunk.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from loragate.analysis.reading import Reader, Row, batches
+from loragate.analysis.rows import OnProgress, Reader, Row, unheard
+from loragate.analysis.settings import DiagnoseSettings
+from loragate.analysis.subject import Answers, Subject
 from loragate.data.rendering import IGNORED
-from loragate.errors import DataError
+from loragate.errors import ConfigError, DataError
+from loragate.evaluation.judging import grader_for, judge
+from loragate.evaluation.variants import Kind
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
+
+ROWS = 48
 
 
 class ActionValues(Protocol):
@@ -68,19 +75,144 @@ class SparseValues:
         return table.scatter_(1, self.actions[start:stop].to(like.device), self.values[start:stop].to(like))
 
 
-def reference_values(reader: Reader, row: Row, pad_token_id: int) -> DenseValues:
+@dataclass(frozen=True)
+class Material:
+    """What directions are computed on.
+
+    Attributes:
+        rows: of token ids; for rollouts only some of their response tokens count.
+        values: of every row.
+        groups: of every row; rows of one group (answers to one question) are drawn together for intervals.
+        prompt_lengths: tokens before each row's response.
+        source, value_of: where the rows come from, and what the value was taken from, in words.
+    """
+
+    rows: list[Row]
+    values: list[ActionValues]
+    groups: list[int]
+    prompt_lengths: list[int]
+    source: str
+    value_of: str
+
+
+def gather(subject: Subject, settings: DiagnoseSettings) -> Material:
+    """Rows of a file, or answers stored or drawn now, with their action values.
+
+    Raises:
+        ConfigError: for a reference with another vocabulary, and answers that the value cannot be had from.
+        DataError: for answers without verdicts where the value needs them.
+    """
+    of, most = settings.of or "adapter", settings.max_rows or ROWS
+    if settings.rows:
+        read, source = subject.rows(settings, ROWS)
+        groups = list(range(len(read)))
+    else:
+        found, source = subject.answers(of, settings)
+        one = found[0]
+        if len(found) > 1:
+            source += f"; the first task, {one.prepared.task.name}, is used"
+        # one answer of every question before the second of any, so that a limit cuts answers and not questions
+        order = sorted(range(len(one.samples)), key=lambda at: (one.samples[at].sample, one.samples[at].question))
+        verdicts = None if one.grades is None else [one.grades[at] for at in order[:most]]
+        one = Answers(one.prepared, [one.samples[at] for at in order[:most]], verdicts)
+        read, groups = one.rows(subject.loaded.tokenizer), [sample.question for sample in one.samples]
+    lengths = [next(at for at, label in enumerate(row["labels"]) if label != IGNORED) for row in read]
+    if settings.value == "reference":
+        values, what = _reference(subject, settings.reference, read)
+    elif one.grades is None:
+        raise DataError(f"the answers of the {of} model are not graded; finish the evaluation first")
+    elif settings.value == "reward":
+        values, what = _reward(subject, one, read, of)
+    else:
+        generator = np.random.default_rng(subject.seed)
+        read = [some_positions(row, settings.positions, generator) for row in read]
+        values, what = _rollouts(subject, one, read, lengths, settings)
+    return Material(read, values, groups, lengths, source, what)
+
+
+def _reference(subject: Subject, name: str, rows: Sequence[Row]) -> tuple[list[ActionValues], str]:
+    """Values from another policy on the same prefixes."""
+    reader, what = subject.reader, f"log-probability under {name}"
+    context: AbstractContextManager[None] = nullcontext()
+    if name in ("base", "adapter"):
+        kind: Kind = "base" if name == "base" else "adapter"
+        context, what = subject.acting(kind), f"log-probability under the {name} itself"
+    else:
+        other = subject.beside(name)
+        own = subject.loaded.tokenizer
+        if own.get_vocab() != other.tokenizer.get_vocab():
+            raise ConfigError(
+                f"--reference {name} has another vocabulary ({len(other.tokenizer)} tokens, the model {len(own)}); values of "
+                "actions need the same tokens"
+            )
+        reader = Reader(other.model, own)
+    with subject.job("reading with the reference"), context:
+        return [reference_values(reader, row) for row in rows], what
+
+
+def _reward(subject: Subject, answers: Answers, rows: Sequence[Row], of: Kind) -> tuple[list[ActionValues], str]:
+    """Verdicts spread over the answers' own tokens."""
+    sampling = answers.prepared.sampling
+    if (sampling.temperature, sampling.top_p) != (1.0, 1.0):
+        raise ConfigError(
+            f"--value reward needs answers sampled at temperature 1 and top-p 1, found {sampling.temperature:g} and "
+            f"{sampling.top_p:g}; use --value rollouts"
+        )
+    rewards = [float(grade.correct) for grade in answers.grades or ()]
+    baselines = leave_one_out([sample.question for sample in answers.samples], rewards)
+    with subject.acting(of):
+        values: list[ActionValues] = [
+            reward_values(subject.reader, *each) for each in zip(rows, rewards, baselines, strict=True)
+        ]
+    grader = answers.prepared.task.grader
+    return values, f"verdicts of {grader} on the {of} model's answers, with the question's mean as baseline"
+
+
+def _rollouts(
+    subject: Subject, answers: Answers, rows: Sequence[Row], prompt_lengths: Sequence[int], settings: DiagnoseSettings
+) -> tuple[list[ActionValues], str]:
+    """Values of the likeliest actions at a few positions, by completing and grading."""
+    prepared, request, loaded = answers.prepared, subject.request, subject.loaded
+    if prepared.sampling.stop:
+        raise ConfigError(
+            f"--value rollouts: {prepared.task.name} ends answers at texts, which rollouts do not know; use reward"
+        )
+    tried = branches(subject.reader, rows, prompt_lengths, settings.actions)
+    grader = grader_for(prepared.task, request.grader)
+
+    def grade(whole: Sequence[tuple[int, Sample]]) -> list[bool]:
+        asked = [
+            replace(answer, question=answers.samples[row].question, sample=index)
+            for index, (row, answer) in enumerate(whole)
+        ]
+        verdicts = judge(prepared.task, prepared.questions.questions, asked, grader, request.judging)
+        return [verdict.correct for verdict in verdicts]
+
+    completions = 1 if prepared.sampling.temperature == 0 else settings.rollouts
+    sampling = replace(prepared.sampling, samples=completions, seed=subject.seed)
+    engine = TransformersEngine(loaded.model, loaded.tokenizer, subject.batch_size)
+    ends = loaded.endings.token_ids
+    with subject.job(f"completing {len(tried) * completions:,} answers") as on_progress, subject.acting("adapter"):
+        tables = rollout_values(engine, tried, grade, sampling, ends, loaded.positions, on_progress)
+    what = (
+        f"mean verdict of {grader} over {completions} completions by the adapter, of the {settings.actions} likeliest tokens "
+        f"at {settings.positions} positions per answer"
+    )
+    return [tables[index] for index in range(len(rows))], what
+
+
+def reference_values(reader: Reader, row: Row) -> DenseValues:
     """log π_ref at the row's counted positions, from the model as it acts at the moment.
 
     `reader` may hold another model than the one that is diagnosed, with the same vocabulary.
     """
-    (batch,) = batches([row], pad_token_id, 1, reader.device)
     with torch.no_grad():
-        return DenseValues(torch.log_softmax(reader.logits(reader.states(batch)), -1))
+        return DenseValues(torch.log_softmax(reader.logits(reader.states(reader.batch(row))), -1))
 
 
-def reward_values(reader: Reader, row: Row, reward: float, baseline: float, pad_token_id: int) -> SparseValues:
+def reward_values(reader: Reader, row: Row, reward: float, baseline: float) -> SparseValues:
     """One graded answer's reward spread over its tokens; the model acts as the policy that wrote the answer."""
-    (batch,) = batches([row], pad_token_id, 1, reader.device)
+    batch = reader.batch(row)
     log_prob = reader.read(batch).log_prob
     labels = batch["labels"][0, 1:]
     actions = labels[labels != IGNORED].unsqueeze(-1).cpu()
@@ -119,15 +251,12 @@ class Branch:
     token_ids: tuple[int, ...]
 
 
-def branches(
-    reader: Reader, rows: Sequence[Row], prompt_lengths: Sequence[int], actions: int, pad_token_id: int
-) -> list[Branch]:
+def branches(reader: Reader, rows: Sequence[Row], prompt_lengths: Sequence[int], actions: int) -> list[Branch]:
     """The likeliest `actions` tokens at every counted position, under the model as it acts at the moment."""
     found = []
     for index, row in enumerate(rows):
-        (batch,) = batches([row], pad_token_id, 1, reader.device)
         with torch.no_grad():
-            top = reader.logits(reader.states(batch)).topk(actions, -1).indices.tolist()
+            top = reader.logits(reader.states(reader.batch(row))).topk(actions, -1).indices.tolist()
         counted = [at for at, label in enumerate(row["labels"]) if label != IGNORED and at > 0]
         for position, (at, tokens) in enumerate(zip(counted, top, strict=True)):
             prefix = tuple(row["input_ids"][:at])
@@ -140,17 +269,15 @@ Grader = Callable[[Sequence[tuple[int, Sample]]], Sequence[bool]]
 
 
 def rollout_values(
-    model: Any,
-    tokenizer: Any,
+    engine: TransformersEngine,
     tried: Sequence[Branch],
     grade: Grader,
     sampling: SamplingConfig,
     stop_token_ids: Collection[int],
     positions: int | None = None,
-    batch_size: int = 64,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: OnProgress = unheard,
 ) -> dict[int, SparseValues]:
-    """Mean verdict of answers completed from every branch, by row; the model acts as the continuation policy.
+    """Mean verdict of answers completed from every branch, by row; the engine's model acts as the continuation policy.
 
     Args:
         grade: judges answers from their first token on, the part before the branch included.
@@ -158,67 +285,37 @@ def rollout_values(
         stop_token_ids: ids that end an answer; a branch that ends with one is complete.
         positions: of the model; an answer that would pass them is cut off.
     """
-    left = {
-        number: 0 if branch.action in stop_token_ids else _room(branch, sampling, positions)
-        for number, branch in enumerate(tried)
-    }
+    left = []  # tokens that may still follow each branch
+    for branch in tried:
+        room = sampling.max_new_tokens - (len(branch.token_ids) - branch.prompt_length)
+        room = room if positions is None else min(room, positions - len(branch.token_ids))
+        left.append(0 if branch.action in stop_token_ids else max(0, room))
+    whole = partial(_answer, engine.tokenizer, limit=sampling.max_new_tokens)
+    still = [number for number, room in enumerate(left) if room]
+    # (branch, its answer): first those that go on, then those that ended with the branch itself
     answers: list[tuple[int, Sample]] = []
-    owners: list[int] = []
-    before = 0
-    total = sampling.samples * sum(room > 0 for room in left.values())
-
-    def report(done: int, _of: int) -> None:
-        if on_progress is not None:
-            on_progress(before + done, total)
-
-    for part, numbers in enumerate(_parts(tried, left, positions)):
-        before, ids = len(answers), [list(tried[number].token_ids) for number in numbers]
-        engine = TransformersEngine(model, _Spelled(tokenizer, ids), batch_size)
-        limit = max(left[number] for number in numbers)
-        # the streams of random numbers are told apart by the places in a part
-        how = replace(sampling, max_new_tokens=limit, seed=sampling.seed + part)
-        for drawn in engine.generate([str(place) for place in range(len(ids))], how, report):
-            branch = tried[numbers[drawn.question]]
-            whole = (*branch.token_ids[branch.prompt_length :], *drawn.token_ids)
-            answers.append(
-                (branch.row, _answer(tokenizer, whole, sampling.max_new_tokens, drawn.finish_reason == "stop"))
-            )
-            owners.append(numbers[drawn.question])
+    if still:
+        how = replace(sampling, max_new_tokens=max(left))
+        for drawn in engine.generate([tried[number].token_ids for number in still], how, on_progress):
+            number = still[drawn.question]
+            ids = (*tried[number].token_ids[tried[number].prompt_length :], *drawn.token_ids)
+            answers.append((number, whole(ids, ended=drawn.finish_reason == "stop")))
     for number, branch in enumerate(tried):
         if not left[number]:
-            whole = branch.token_ids[branch.prompt_length :]
-            ended = branch.action in stop_token_ids
-            answers.append((branch.row, _answer(tokenizer, whole, sampling.max_new_tokens, ended)))
-            owners.append(number)
-    right = np.asarray(grade(answers), dtype=float)
-    sums, sizes = np.zeros(len(tried)), np.zeros(len(tried))
-    np.add.at(sums, owners, right)
-    np.add.at(sizes, owners, 1)
-    return _tables(tried, sums / sizes)
-
-
-def _room(branch: Branch, sampling: SamplingConfig, positions: int | None) -> int:
-    """Tokens that may still follow: what is left of the whole answer's limit, and of the model's positions."""
-    left = sampling.max_new_tokens - (len(branch.token_ids) - branch.prompt_length)
-    return max(0, left if positions is None else min(left, positions - len(branch.token_ids)))
-
-
-def _parts(tried: Sequence[Branch], left: Mapping[int, int], positions: int | None) -> list[list[int]]:
-    """Numbers of the open branches, in parts that can be completed together.
-
-    One call of the engine has one limit of new tokens, for which the longest of its branches must have the positions; a late
-    branch must not take them from an early one.
-    """
-    order = sorted((number for number in left if left[number]), key=lambda number: -len(tried[number].token_ids))
-    parts: list[list[int]] = []
-    room = 0.0
-    for number in order:
-        if not parts or left[number] > room:
-            parts.append([])
-            # the first of a part is its longest
-            room = math.inf if positions is None else positions - len(tried[number].token_ids)
-        parts[-1].append(number)
-    return [sorted(part) for part in parts]
+            ids = branch.token_ids[branch.prompt_length :]
+            answers.append((number, whole(ids, ended=branch.action in stop_token_ids)))
+    right = grade([(tried[number].row, answer) for number, answer in answers])
+    owners = [number for number, _ in answers]
+    means = np.bincount(owners, np.asarray(right, dtype=float)) / np.bincount(owners)
+    by_row: dict[int, dict[int, list[tuple[int, float]]]] = {}
+    for branch, value in zip(tried, means.tolist(), strict=True):
+        by_row.setdefault(branch.row, {}).setdefault(branch.position, []).append((branch.action, value))
+    tables = {}
+    for row, at in by_row.items():
+        pairs = torch.tensor([at[position] for position in sorted(at)], dtype=torch.float64)  # [T, A, 2]
+        table = pairs[..., 1].float()
+        tables[row] = SparseValues(pairs[..., 0].long(), table, table.mean(-1))
+    return tables
 
 
 def _answer(tokenizer: Any, ids: Sequence[int], limit: int, ended: bool) -> Sample:
@@ -227,32 +324,3 @@ def _answer(tokenizer: Any, ids: Sequence[int], limit: int, ended: bool) -> Samp
     kept = tuple(ids[:limit])
     text = tokenizer.decode(kept[:-1] if ended else kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return Sample(0, 0, text, kept, "stop" if ended else "length", None)
-
-
-def _tables(tried: Sequence[Branch], values: np.ndarray) -> dict[int, SparseValues]:
-    by_row: dict[int, dict[int, list[tuple[int, float]]]] = {}
-    for branch, value in zip(tried, values.tolist(), strict=True):
-        by_row.setdefault(branch.row, {}).setdefault(branch.position, []).append((branch.action, value))
-    tables = {}
-    for row, positions in by_row.items():
-        pairs = [positions[at] for at in sorted(positions)]
-        actions = torch.tensor([[action for action, _ in line] for line in pairs])
-        table = torch.tensor([[value for _, value in line] for line in pairs])
-        tables[row] = SparseValues(actions, table, table.mean(-1))
-    return tables
-
-
-class _Spelled:
-    """A tokenizer whose prompts are numbers of rows of ids, so that ids need not survive being spelled out as text."""
-
-    def __init__(self, tokenizer: Any, ids: Sequence[list[int]]) -> None:
-        self._tokenizer, self._ids = tokenizer, ids
-
-    def __call__(self, prompts: Sequence[str], **_: Any) -> dict[str, Any]:
-        try:
-            return {"input_ids": [self._ids[int(prompt)] for prompt in prompts]}
-        except (ValueError, IndexError) as error:
-            raise DataError(f"no row of ids is called {error}") from None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)

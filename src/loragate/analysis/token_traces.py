@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from loragate.analysis.rows import unheard
+from loragate.analysis.settings import DiagnoseSettings
+from loragate.analysis.subject import Subject
+from loragate.errors import ConfigError
+from loragate.evaluation.variants import Kind
 from loragate.gates import active_adapter, attached_config, gates_disabled, trace_gates
-from loragate.gates.range import Range
-from loragate.generation import Sample
+from loragate.generation import OnProgress, Sample
 
 SCHEMA = 1
 CANDIDATES = 5
+MAX_TOKENS, QUESTIONS = 512, 8
+STREAMS: tuple[Kind, ...] = ("base", "adapter", "gated")
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,40 @@ class Question:
     id: str
     prompt: str
     gold: str
-    answers: Sequence[Answer]
+    answers: list[Answer]
+
+
+def diagnose_tokens(subject: Subject, settings: DiagnoseSettings) -> dict[str, Any]:
+    """Traces of the first answers of base, adapter and gated model to the first questions of each task; writes tokens.json.
+
+    Raises:
+        ConfigError: where there is no run, or one without answers, and as `Subject.begin`.
+    """
+    if not settings.run:
+        raise ConfigError("loragate diagnose tokens needs --run FOLDER, an evaluation whose stored answers are read")
+    loaded, limit = subject.begin(drawing=False), subject.request.tasks.limit or QUESTIONS
+    asked: dict[tuple[str, int], Question] = {}
+    for of in STREAMS:
+        for one in subject.answers(of, replace(settings, answers=1))[0]:
+            name, questions = one.prepared.task.name, one.prepared.questions.questions
+            for place, sample in enumerate(one.samples):
+                at, grade = sample.question, one.grades[place] if one.grades else None
+                if at < limit:
+                    item = questions[at]
+                    whole = Question(f"{name}/{item.id}", one.prepared.prompts[at], str(item.gold), [])
+                    verdict = (None, "") if grade is None else (grade.correct, grade.reason)
+                    asked.setdefault((name, at), whole).answers.append(Answer(of, sample, *verdict))
+    if not asked:
+        raise ConfigError(f"--run {settings.run}: it holds no answers to trace")
+    with subject.job("reading the answers token by token", len(asked), "question") as on_progress:
+        record = trace_answers(
+            loaded.model,
+            loaded.tokenizer,
+            list(asked.values()),
+            max_tokens=min(settings.max_length, MAX_TOKENS),
+            on_progress=on_progress,
+        )
+    return subject.keep(record, "tokens")
 
 
 def trace_answers(
@@ -48,8 +87,8 @@ def trace_answers(
     tokenizer: Any,
     questions: Sequence[Question],
     *,
-    max_tokens: int = 512,
-    on_question: Callable[[int, int], None] | None = None,
+    max_tokens: int = MAX_TOKENS,
+    on_progress: OnProgress = unheard,
 ) -> dict[str, Any]:
     """The trace record of some answers.
 
@@ -58,51 +97,51 @@ def trace_answers(
         tokenizer: the base's; prompts are tokenised without added special tokens, as for generation.
         questions: prompts with answers of "base", "adapter" or "gated".
         max_tokens: of an answer that is traced; what lies beyond is left out and counted in "cut".
-        on_question: called with (done, all).
+        on_progress: called with (questions done, of).
 
     Returns:
         {"schema", "kind", "lower", "upper", "modules", "questions"}; per answer "tokens", "log_prob", "entropy",
         "delta_entropy" (nats), "top" and "gates": uint8 [modules, tokens] in base64, λ = L + (U − L) · byte / 255.
     """
     name = active_adapter(peft_model)
-    config = attached_config(peft_model, name)
-    readers: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    bounds = attached_config(peft_model, name).range
+    streams: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         "base": peft_model.disable_adapter,
         "adapter": lambda: gates_disabled(peft_model, name),
-        "gated": nullcontext,
     }
     was_training = peft_model.training
     peft_model.eval()
     modules: list[str] = []
-    records = []
+    records: list[dict[str, Any]] = []
     try:
-        with torch.no_grad():
-            for done, question in enumerate(questions, 1):
-                prompt_ids = tokenizer(question.prompt, add_special_tokens=False)["input_ids"]
-                answers = []
-                for answer in question.answers:
-                    ids = list(answer.sample.token_ids)[:max_tokens]
-                    if not ids:
-                        continue
-                    read = {key: _read(peft_model, prompt_ids, ids, enter) for key, enter in readers.items()}
-                    with trace_gates(peft_model, name) as traced:
-                        _logits(peft_model, prompt_ids, ids)
-                    modules = list(traced)
-                    # the λ that made position t stands at the position before it, whose logits chose the token
-                    lam_MT = torch.stack([values[0].reshape(-1)[-len(ids) - 1 : -1] for values in traced.values()])
-                    answers.append(_record(tokenizer, answer, ids, read, lam_MT, config.range))
-                records.append(
-                    {"id": question.id, "prompt": question.prompt, "gold": question.gold, "answers": answers}
+        for question in questions:
+            prompt = tokenizer(question.prompt, add_special_tokens=False)["input_ids"]
+            answers = []
+            for answer in question.answers:
+                ids = list(answer.sample.token_ids)[:max_tokens]
+                if not ids:
+                    continue
+                log_p = {}
+                for stream, enter in streams.items():
+                    with enter():
+                        log_p[stream] = _log_probabilities(peft_model, prompt, ids)
+                with trace_gates(peft_model, name) as traced:
+                    log_p["gated"] = _log_probabilities(peft_model, prompt, ids)
+                modules = list(traced)
+                # the λ that made position t stands at the position before it, whose logits chose the token
+                lam_MT = torch.stack([values[0].reshape(-1)[-len(ids) - 1 : -1] for values in traced.values()])
+                answers.append(
+                    _record(tokenizer, answer, ids, log_p, (lam_MT - bounds.lower) / (bounds.upper - bounds.lower))
                 )
-                if on_question is not None:
-                    on_question(done, len(questions))
+            records.append({"id": question.id, "prompt": question.prompt, "gold": question.gold, "answers": answers})
+            on_progress(len(records), len(questions))
     finally:
         peft_model.train(was_training)
     return {
         "schema": SCHEMA,
         "kind": "token traces",
-        "lower": config.lower,
-        "upper": config.upper,
+        "lower": bounds.lower,
+        "upper": bounds.upper,
         "modules": modules,
         "questions": records,
     }
@@ -122,50 +161,33 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     return texts
 
 
-def _logits(model: Any, prompt_ids: Sequence[int], ids: Sequence[int]) -> torch.Tensor:
-    """fp32 logits [T, V] of the positions that chose the tokens `ids`."""
-    device = next(model.parameters()).device
-    tokens = torch.tensor([[*prompt_ids, *ids]], device=device)
-    return model(input_ids=tokens, logits_to_keep=len(ids) + 1).logits[0, :-1].float()
-
-
-def _read(
-    model: Any, prompt_ids: Sequence[int], ids: Sequence[int], enter: Callable[[], AbstractContextManager[Any]]
-) -> dict[str, Any]:
-    with enter():
-        log_p_TV = torch.log_softmax(_logits(model, prompt_ids, ids), -1)
-    chosen_T = log_p_TV.gather(-1, torch.tensor(ids, device=log_p_TV.device).unsqueeze(-1)).squeeze(-1)
-    top = log_p_TV.topk(min(CANDIDATES, log_p_TV.shape[-1]), -1)
-    return {
-        "log_prob": chosen_T.tolist(),
-        "entropy": -(log_p_TV.exp() * log_p_TV).sum(-1),
-        "top": (top.indices.tolist(), top.values.exp().tolist()),
-    }
+@torch.no_grad()
+def _log_probabilities(model: Any, prompt_ids: Sequence[int], ids: Sequence[int]) -> torch.Tensor:
+    """fp32 log-probabilities [T, V] of the positions that chose the tokens `ids`."""
+    tokens = torch.tensor([[*prompt_ids, *ids]], device=next(model.parameters()).device)
+    logits = model(input_ids=tokens, logits_to_keep=len(ids) + 1).logits[0, :-1]
+    return torch.log_softmax(logits.float(), -1)
 
 
 def _record(
-    tokenizer: Any,
-    answer: Answer,
-    ids: Sequence[int],
-    read: Mapping[str, Mapping[str, Any]],
-    lam_MT: torch.Tensor,
-    bounds: Range,
+    tokenizer: Any, answer: Answer, ids: Sequence[int], log_p: Mapping[str, torch.Tensor], share_MT: torch.Tensor
 ) -> dict[str, Any]:
-    own = read[answer.variant]
-    bytes_MT = ((lam_MT - bounds.lower) / (bounds.upper - bounds.lower) * 255).round().clamp(0, 255).to(torch.uint8)
-    indices, values = own["top"]
+    """One answer out of log-probabilities [T, V] of each stream, and of each λ how far it is from L to U."""
+    own = log_p[answer.variant]
+    entropy = {stream: -(values.exp() * values).sum(-1) for stream, values in log_p.items()}
+    top = own.topk(min(CANDIDATES, own.shape[-1]), -1)
     return {
         "variant": answer.variant,
         "verdict": None if answer.correct is None else {"correct": answer.correct, "reason": answer.reason},
         "finish_reason": answer.sample.finish_reason,
         "cut": len(answer.sample.token_ids) - len(ids),
         "tokens": token_texts(tokenizer, ids),
-        "log_prob": own["log_prob"],
-        "entropy": own["entropy"].tolist(),
-        "delta_entropy": (read["adapter"]["entropy"] - read["base"]["entropy"]).tolist(),
+        "log_prob": own.gather(-1, torch.tensor(ids, device=own.device).unsqueeze(-1)).squeeze(-1).tolist(),
+        "entropy": entropy[answer.variant].tolist(),
+        "delta_entropy": (entropy["adapter"] - entropy["base"]).tolist(),
         "top": [
             [[tokenizer.decode([token]), value] for token, value in zip(tokens, probabilities, strict=True)]
-            for tokens, probabilities in zip(indices, values, strict=True)
+            for tokens, probabilities in zip(top.indices.tolist(), top.values.exp().tolist(), strict=True)
         ],
-        "gates": base64.b64encode(bytes_MT.numpy().tobytes()).decode(),
+        "gates": base64.b64encode((share_MT * 255).round().clamp(0, 255).to(torch.uint8).numpy().tobytes()).decode(),
     }

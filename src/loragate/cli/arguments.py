@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from loragate.errors import ConfigError
 from loragate.validate import check, typed_values
-from loragate.validate import comma_list as comma_list
 
 if TYPE_CHECKING:
     from cyclopts import App

@@ -1,17 +1,144 @@
-"""What the training commands say: the account of the rows, and the outcome in words that promise nothing."""
+"""`loragate calibrate` at work: the account of the rows, progress, and the outcome in words that promise nothing."""
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from loragate.cli.display import duration, next_evaluation
-from loragate.report.table import percent
+from loragate.cli.calibrate import CalibrateOptions, gate_config, taken_from
+from loragate.cli.run_rows import encode_run, keep_configuration, keep_rows_record, read_rows, say_steps
+from loragate.data import ending_health, load_rows, mask_as_text, preview
+from loragate.display import Display, Parts, console, duration, next_evaluation, quiet_logging
+from loragate.gates import examine_adapter, require_gateable
+from loragate.gates.eligibility import require_trainable
+from loragate.models import Loading, Place, open_tokenizer, open_weights, resolve
+from loragate.report.table import percent, points
+from loragate.selection import Candidate, Chosen, SelectionSettings
+from loragate.selection.candidate import ADAPTER, BASE, CONSTANT, GATES
+from loragate.selection.evidence import require_evidence
+from loragate.selection.recommend import ENOUGH, LEVEL, STRICT
+from loragate.selection.transaction import Plan, Transaction
+from loragate.selection.trial import origin_of
+from loragate.selection.unverified import accept_gates, is_unaccepted
+from loragate.training import CalibrationSettings
+from loragate.training.launching import loads_into_host
+from loragate.training.preflight import require_free_out, require_reporters
+
+
+def calibrate(options: CalibrateOptions, candidates: tuple[Candidate, ...]) -> int:
+    """Read and show the rows, load the model, train and ask, write the folder, and say what to use."""
+    folder, out = Path(options.out), console()
+    accepting = options.unverified and options.resume and is_unaccepted(folder)
+    if not accepting:
+        require_free_out(folder, options.resume)
+        require_reporters(options.report_to)
+    quiet_logging()
+    place = resolve(options.adapter, options.base, expect="adapter", base_later=accepting)
+    options = replace(options, adapter=place.source)
+    if accepting:
+        bounds = candidates[0].range
+        assert bounds is not None, "a range was given"
+        chosen = accept_gates(folder, bounds, place.adapter)
+    else:
+        try:
+            chosen = choose(options, place, candidates, out)
+        except KeyboardInterrupt as stop:
+            if (folder / "run").is_dir():
+                out.print(str(stop) or f"stopped; the same command with --resume goes on in {folder}", markup=False)
+            raise
+    report_choice(out, chosen, accept_line(options, chosen.trained), accepted=accepting)
+    return 0
+
+
+def choose(options: CalibrateOptions, place: Place, candidates: tuple[Candidate, ...], out: Any) -> Chosen:
+    """What `loragate.choose_gates` does, with what is read shown before the model is loaded, and progress after."""
+    display, folder = Display(), Path(options.out)
+    probe, retention = options.probe or None, options.retention_probe or None
+    config, asking = gate_config(options), taken_from(options, SelectionSettings)
+    require_evidence(asking, probe, retention)
+    rows = read_rows(options)
+    tokenizer = open_tokenizer(place, Loading.of(options))
+    heldout = None
+    if options.heldout or options.heldout_split:
+        where = None if options.heldout else options.revision or None
+        heldout = load_rows(options.heldout or options.data, split=options.heldout_split or None, revision=where)
+    plan = Plan(
+        candidates,
+        config,
+        taken_from(options, CalibrationSettings),
+        asking,
+        retention,
+        heldout,
+        system=options.system,
+        unverified=options.unverified,
+    )
+    with display.job("reading the data", unit="row") as job:
+        one = Transaction(
+            tokenizer, rows, probe, folder, plan, lambda given, encode: encode_run(options, given, job, encode)
+        )
+    show_data(out, one.encoded, tokenizer)
+    with display.job("loading the model"):
+        model = open_weights(place, Loading.of(options, host_memory=loads_into_host()))
+    warn_about_endings(out, tokenizer, one.encoded, model.get_base_model())
+    drawn = {candidate.objective for candidate in candidates} == {"random"}
+    show_work(out, model, plan.config.target_modules, drawn)
+    if not drawn:
+        say_steps(out, plan.settings, len(one.encoded), " for each range")
+    keep_rows_record(options, folder, one.rows, one.encoded, plan.settings.max_rows)
+    keep_configuration(options, folder)
+    one.take(model, **origin_of(place, options.base_id))
+    found = None
+    if not options.unverified:
+        with display.job("preparing the probe", unit="answer") as shown:
+            found = one.find_probe(lambda done, total: shown.advance_to(done, total))
+        if not options.probe_max_new_tokens:
+            out.print(
+                f"a probe answer may take {one.answer_tokens} tokens, half more than the longest training answers; "
+                "--probe-max-new-tokens sets it",
+                markup=False,
+            )
+        if found[0] is None:
+            out.print(f"no evidence can be had here: {found[1]}", markup=False)
+    tried = candidates if found is not None and found[0] is not None else candidates[:1]
+    with display.job(f"trying {len(tried)} range{'s' * (len(tried) > 1)}", unit="step") as shown:
+        return one.run(found, resume=options.resume, on_event=news(shown, tried))
+
+
+def news(job: Any, tried: Sequence[Candidate]) -> Any:
+    """An `on_event` that says which range is trained, at which step and how long is left; then which setting is asked."""
+    left_of, numbers = Parts([(one.slug, "training") for one in tried]), {one.slug: n for n, one in enumerate(tried, 1)}
+    asked: dict[Candidate, None] = {}
+
+    def on_event(candidate: Candidate, stage: str, done: int, total: int, entropy: float | None) -> None:
+        if not total:
+            return  # a model is loaded, or a trial written
+        if stage != "training":
+            asked[candidate] = None
+            job.show(
+                done / total, f"{len(asked)} settings asked; {candidate.cell}: answer {done:,} of {total:,}", "", ""
+            )
+            return
+        share, left = left_of.at(candidate.slug, stage, done / total)
+        which = f"range {numbers[candidate.slug]} of {len(tried)}, {candidate.cell}"
+        note = "" if entropy is None else f"entropy {entropy:.3f}"
+        job.show(share, f"{which}: {stage}, step {done:,} of {total:,}", note, left)
+
+    return on_event
+
+
+def accept_line(options: CalibrateOptions, trained: Candidate | None) -> str:
+    """The command that switches on what was trained without evidence; empty where nothing was."""
+    if trained is None or trained.range is None:
+        return ""
+    words = ["loragate", "calibrate", "--adapter", options.adapter, "--data", options.data, "--out", options.out]
+    return shlex.join([*words, f"--range={trained.range.typed}", "--unverified", "--resume"])
 
 
 def show_data(out: Any, encoded: Any, tokenizer: Any) -> None:
     """The account of the rows, and one row with its response mask coloured."""
-    from loragate.data import mask_as_text, preview
-
     summary = encoded.summary
     out.print(
         f"data: {len(encoded)} rows ({summary.format}), {summary.response_tokens:,} response tokens of "
@@ -48,17 +175,12 @@ def show_data(out: Any, encoded: Any, tokenizer: Any) -> None:
 
 def warn_about_endings(out: Any, tokenizer: Any, encoded: Any, base: Any) -> None:
     """Say so if trained turns end where generation would not stop."""
-    from loragate.data import ending_health
-
     for problem in ending_health(tokenizer, list(encoded), base.generation_config).problems:
         out.print(f"warning: {problem}", markup=False)
 
 
 def show_work(out: Any, model: Any, modules: Any, drawn: bool) -> None:
     """What will be gated, after refusing what cannot be; `drawn`: at random."""
-    from loragate.gates import examine_adapter, require_gateable
-    from loragate.gates.eligibility import require_trainable
-
     verdicts = examine_adapter(model, "default", modules)
     gateable = require_gateable(verdicts)
     require_trainable(verdicts)
@@ -74,7 +196,7 @@ def report_choice(out: Any, chosen: Any, accept: str, *, accepted: bool) -> None
         accepted: gates that had been trained before were switched on.
     """
     evidence, folder = chosen.evidence, chosen.folder
-    if "probe" in evidence["selection"]:
+    if "recommendation" in evidence["selection"]:
         report_selection(out, evidence["selection"])
     if "training" in evidence and not accepted:
         report_training(out, evidence)
@@ -121,43 +243,73 @@ def report_training(out: Any, evidence: dict[str, Any]) -> None:
     )
 
 
+def headline(record: dict[str, Any]) -> str:
+    """What to use, and what the other way would have given: by scores out of fold, which picking has not flattered."""
+    found, scores = record["recommendation"], record["recommendation"]["out_of_fold"]
+    kind, steps = found["kind"], found["steps"]
+    words = {
+        ADAPTER: "the adapter alone",
+        BASE: "the base without the adapter",
+        CONSTANT: f"one {record['picked']} for all modules",
+        GATES: f"the gates {record['picked']}",
+    }
+    how = f"at T = {found['temperature']:g}" if found["temperature"] else "greedily"
+    text = f"Use {words[kind]}, {how}: {percent(scores[kind]['mean'])} %"
+    step = next((step for step in reversed(steps) if kind == GATES or step["kind"] == GATES), None)
+    if step is None:
+        return f"{text}."
+    interval = f"{round(100 * found['level'])} % interval {points(step['low'])} to {points(step['high'])}"
+    if kind != GATES:
+        gates = f"{percent(scores[GATES]['mean'])} % ({points(step['mean'])} points, {interval})"
+        return f"{text}; the gates would have given {gates}."
+    other = (words | {CONSTANT: "one λ for all modules"})[step["against"]]
+    gained = f"{points(step['mean'])} points for the gates, {interval}"
+    return f"{text}; {other} would have given {percent(scores[step['against']]['mean'])} % ({gained})."
+
+
 def report_selection(out: Any, record: dict[str, Any]) -> None:
-    """The candidates on the probe, what speaks against them, and what remains."""
-    probe = record["probe"]
-    against = "the labels" if probe["kind"] == "labelled" else "the adapter's own majority at T = 0.3"
-    out.print(f"on {probe['questions']} probe questions × {probe['samples']}, scored against {against}:", markup=False)
-    references = record.get("references", {})
-    for name, found in {**record["evidence"], **references}.items():
-        signs = record["signs"][name]
-        mark = "←" if name == record["picked"] else "not eligible" if name in record["vetoed"] else ""
-        mark = "for comparison" if name in references else mark
+    """What is recommended, the scores of all settings that were asked everything, and what speaks against them."""
+    probe, found = record["probe"], record["recommendation"]
+    labelled, questions = probe["kind"] == "labelled", probe["questions"]
+    out.print(headline(record), markup=False)
+    if not labelled:
         out.print(
-            f"  {name:<16} {percent(found['mean']):>5} % ({percent(found['low'])}–{percent(found['high'])})  "
+            "note: without labels, agreement with the adapter's own majority ranks ranges at one temperature; it cannot compare "
+            "temperatures, because a cooler adapter agrees with itself more. On all situations that were measured the adapter "
+            "alone at T = 0.3 was better than gates at T = 1. A few dozen questions with answers would tell",
+            markup=False,
+        )
+    if questions < ENOUGH:
+        out.print(
+            f"note: {questions} questions are few. From {ENOUGH} on a {100 * LEVEL:.0f} % interval decides; with fewer it is a "
+            f"{100 * STRICT:.0f} % interval, so that a real gain is more often missed",
+            markup=False,
+        )
+    against = "the labels" if labelled else "the adapter's own majority at T = 0.3"
+    out.print(
+        f"{found['tried']} settings were asked, these all {questions} questions, scored against {against}:",
+        markup=False,
+    )
+    for name, score in record["evidence"].items():
+        signs = record["signs"][name]
+        mark = "←" if name == found["setting"] else "not eligible" if name in record["vetoed"] else ""
+        out.print(
+            f"  {name:<18} {percent(score['mean']):>5} % ({percent(score['low'])}–{percent(score['high'])})  "
             f"ended {100 * signs['finished']:.0f} %, {signs['tokens']:.0f} tokens {mark}".rstrip(),
             markup=False,
         )
-    for phrase in record["warnings"].get("adapter", ()):
-        out.print(f"warning: {phrase}", markup=False)
     for name, reason in record.get("failed", {}).items():
         out.print(f"{name} could not be trained and drops out: {reason}", markup=False)
     for name, reason in record["vetoed"].items():
         out.print(f"{name} is not eligible: it {reason}", markup=False)
-    if record["accepted"]:
-        out.print(f"picked {record['picked']}", markup=False)
-        lead = record["evidence"][record["picked"]]["mean"] - record["evidence"]["adapter"]["mean"]
+    for name, phrases in record["warnings"].items():
+        for phrase in phrases:
+            out.print(f"warning: {phrase if name == ADAPTER else f'{name}: {phrase}'}", markup=False)
+    if not record["accepted"]:
         out.print(
-            f"  {100 * lead:+.1f} points over the adapter on the questions it was picked on, so a little flattered"
-        )
-        for phrase in record["warnings"].get(record["picked"], ()):  # the adapter's own stand above
-            out.print(f"warning: {record['picked']}: {phrase}", markup=False)
-    else:
-        out.print(
-            "nothing beat the adapter on the probe, so the adapter remains: the folder holds zero gates (λ = 1), which answer "
+            "nothing is shown to beat the adapter, so the adapter remains: the folder holds zero gates (λ = 1), which answer "
             "exactly as the adapter does"
         )
-    for name in references:
-        for phrase in record["warnings"].get(name, ()):
-            out.print(f"note: {phrase}", markup=False)
 
 
 def entropy_in_words(k: int) -> str:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from loragate.cli.arguments import Command
-from loragate.cli.display import Display
-from loragate.cli.preflight import quiet_logging
+from loragate.display import Display, quiet_logging
 
 
 @dataclass(frozen=True)

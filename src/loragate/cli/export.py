@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loragate.cli.arguments import Command
-from loragate.cli.preflight import require_free_out
 from loragate.gates.recommended import SAMPLING
+from loragate.training.preflight import require_free_out
 
 
 @dataclass(frozen=True)

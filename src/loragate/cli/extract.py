@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from annotated_types import Gt, Le
 
 from loragate.cli.arguments import Command, require_given
-from loragate.cli.display import Display, console
-from loragate.cli.preflight import quiet_logging
+from loragate.display import Display, console, quiet_logging
 from loragate.files import require_new
 from loragate.validate import Size
 

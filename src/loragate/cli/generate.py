@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from loragate.cli.arguments import Command
-from loragate.cli.display import printable
 from loragate.cli.options import ModelOptions
-from loragate.cli.preflight import check_loading, quiet_logging
+from loragate.display import printable, quiet_logging
 from loragate.errors import ConfigError
+from loragate.training.preflight import check_loading
 
 DEFAULT_NEW_TOKENS = 512
 

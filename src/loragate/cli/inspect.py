@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from loragate.cli.arguments import Command, comma_list
-from loragate.cli.display import console, next_evaluation
-from loragate.cli.preflight import quiet_logging
+from loragate.cli.arguments import Command
+from loragate.display import console, next_evaluation, quiet_logging
 from loragate.gates.recommended import at
+from loragate.validate import comma_list
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ def _not_of_a_packed_kernel(record: logging.LogRecord) -> bool:
 
 
 def _fail(error: LoragateError, debug: bool, status: int) -> int:
-    from loragate.cli.display import printable
+    from loragate.display import printable
 
     if debug:
         traceback.print_exc()

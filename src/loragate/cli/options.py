@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from loragate.validate import Count, Positive, Share, Size
+from loragate.validate import Count, Positive, Size
 
 
 @dataclass(frozen=True)
@@ -90,34 +90,6 @@ class LaunchOptions:
 @dataclass(frozen=True)
 class RunOptions(RowsOptions, ModelOptions, LaunchOptions, OutputOptions):
     """What every training takes beside the settings of its stage."""
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """What vLLM may use.
-
-    Attributes:
-        vllm_memory: share of a device's memory that vLLM may fill; 0 takes 0.9, or on a CPU half of what is free.
-        tensor_parallel: devices that share one copy of the model in vLLM.
-    """
-
-    vllm_memory: Share = 0.0
-    tensor_parallel: Count = 1
-
-
-@dataclass(frozen=True)
-class AnswerOptions(EngineOptions):
-    """What answers the questions.
-
-    Attributes:
-        engine: transformers runs on any device; vllm needs pip install "loragate[vllm]".
-        replicas: copies of the model that answer in parallel, on a Ray cluster (pip install "loragate[sweep]").
-        batch_size: sequences at a time; with vLLM or replicas, questions whose answers are drawn together.
-    """
-
-    engine: Literal["transformers", "vllm"] = "transformers"
-    replicas: Count = 1
-    batch_size: Count = 64
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loragate.analysis.plan_request import Request
+from loragate.analysis.settings import Request
 from loragate.cli.arguments import Command
-from loragate.cli.display import console, duration
-from loragate.cli.preflight import quiet_logging
+from loragate.display import console, duration, quiet_logging
 from loragate.errors import LoragateError
 from loragate.files import write_json
 

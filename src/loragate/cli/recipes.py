@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from loragate.cli.arguments import Command, comma_list, flag_of
-from loragate.cli.display import console, duration, next_evaluation, printable
+from loragate import recipes
+from loragate.cli.arguments import Command, checked_values, field_kinds, flag_of
+from loragate.display import console, duration, next_evaluation, printable, quiet_logging
 from loragate.errors import ConfigError, nearest
+from loragate.validate import comma_list
 
 if TYPE_CHECKING:
-    from loragate.recipes import Library, Recipe
-    from loragate.recipes.run import Run
+    from loragate.recipes import Library, Recipe, Run, Stage
 
 EXAMPLE = "math/qwen2.5-math-1.5b/scale"
 
@@ -58,6 +61,10 @@ class RecipesOptions:
 def run(options: RecipesOptions) -> int:
     """Do what the first word says."""
     verb, *rest = options.words or ("list",)
+    if verb == recipes.ANSWER and rest:
+        quiet_logging()
+        recipes.answer(Path(rest[0]), checked)
+        return 0
     if verb not in VERBS:
         raise ConfigError(f"loragate recipes {verb}: expected {', '.join(VERBS)}{nearest(verb, VERBS)}")
     if len(rest) > 1:
@@ -67,34 +74,28 @@ def run(options: RecipesOptions) -> int:
         if given and field.name not in VERBS[verb][1]:
             readers = " and ".join(name for name, (_, read) in VERBS.items() if field.name in read)
             raise ConfigError(f"{flag_of(field.name)} has no effect on loragate recipes {verb}, only on {readers}")
-    from loragate.recipes import Library, read_recipe
-
-    shelf = Library.of(options.recipes_dir)
+    shelf = recipes.Library.of(options.recipes_dir)
     if verb in ("list", "check"):
         return VERBS[verb][0](options, shelf, *(rest or [""]))
     if not rest:
         raise ConfigError(f"loragate recipes {verb} needs a name; for example: loragate recipes {verb} {EXAMPLE}")
-    from loragate.cli.recipes_ready import accepts, checked
-
     given = {}
     for text in options.set:
         key, sign, value = text.partition("=")
         if not sign:
             raise ConfigError(f"--set {text}: expected key=value, such as --set sft.max_rows=2000")
         given[key.strip()] = value
-    recipe = read_recipe(rest[0], shelf).with_local(options.local_model, options.local_data)
-    recipe = recipe.with_values(given, accepts)
+    recipe = recipes.read_recipe(rest[0], shelf).with_local(options.local_model, options.local_data)
+    recipe = recipe.with_values(given, _accepts)
     for stage in recipe.placed("out"):
-        checked(stage, recipe.name)
+        checked(stage, recipe.name, deep=False)
     return VERBS[verb][0](options, recipe)
 
 
 def list_recipes(options: RecipesOptions, shelf: Library, wanted: str) -> int:
     """One line per recipe: name, and where in the paper it stands."""
-    from loragate.recipes import find_recipes
-
     out = console()
-    found = find_recipes(wanted, shelf, seeds=options.seeds)
+    found = recipes.find_recipes(wanted, shelf, seeds=options.seeds)
     wide = max(map(len, found))
     for name, tables in found.items():
         out.print(f"{name:<{wide}}  {tables or 'beyond the paper'}", markup=False)
@@ -112,9 +113,6 @@ def show(options: RecipesOptions, recipe: Recipe) -> int:
 
 def run_it(options: RecipesOptions, recipe: Recipe) -> int:
     """The stages in their order; those that are finished are left alone."""
-    from loragate.cli.recipes_ready import PROGRAM
-    from loragate.recipes import run_recipe
-
     wanted = comma_list(options.stages)
     for name in wanted:
         recipe.stage(name)
@@ -122,7 +120,7 @@ def run_it(options: RecipesOptions, recipe: Recipe) -> int:
     if options.dry_run:
         _print_configs(recipe, how)
         return 0
-    run_recipe(recipe, how, PROGRAM)
+    recipes.run_recipe(recipe, how, checked)
     how.say(f"finished: {how.folder} (resolved.yaml says what was run, recipe.json when)")
     last = [stage for stage in recipe.placed(how.folder) if not wanted or stage.name in wanted][-1]
     left = last.values["out"]
@@ -132,8 +130,6 @@ def run_it(options: RecipesOptions, recipe: Recipe) -> int:
 
 def rehearse_it(options: RecipesOptions, recipe: Recipe) -> int:
     """Run every stage of the recipe on stand-ins, and say what the full run needs."""
-    from loragate.cli.preflight import quiet_logging
-    from loragate.cli.recipes_ready import PROGRAM
     from loragate.recipes.machine import needs
     from loragate.recipes.rehearsal import REHEARSAL, engine_here, rehearsal, rehearsal_folder, rehearse
 
@@ -142,7 +138,7 @@ def rehearse_it(options: RecipesOptions, recipe: Recipe) -> int:
         engine = engine_here(recipe, how.folder, options.eval_python)
         small, replaced = rehearsal(recipe, folder / "stand-ins", engine)
         for stage in small.placed(how.folder):
-            PROGRAM.checked(stage, recipe.name)
+            checked(stage, recipe.name)
         how.say(f"{recipe.name} on stand-ins in {folder}")
         rows = [(item.stage, item.option, item.shipped, item.here) for item in replaced]
         shown = [
@@ -157,7 +153,7 @@ def rehearse_it(options: RecipesOptions, recipe: Recipe) -> int:
         if options.dry_run:
             _print_configs(small, how)
             return 0
-        record = rehearse(small, replaced, needed, how, PROGRAM)
+        record = rehearse(small, replaced, needed, how, checked)
         each = ", ".join(f"{name} {duration(seconds)}" for name, seconds in record["seconds"].items())
         how.say(f"rehearsed: every stage of {recipe.name} ran in {duration(record['total'])} ({each})")
         if options.out:
@@ -167,23 +163,83 @@ def rehearse_it(options: RecipesOptions, recipe: Recipe) -> int:
 
 def check(options: RecipesOptions, shelf: Library, wanted: str) -> int:
     """Hold all recipes (or one of the user's own) and their rehearsals against the commands' options, and run none."""
-    from loragate.cli.recipes_ready import PROGRAM
-    from loragate.recipes import every_name, read_recipe
     from loragate.recipes.rehearsal import rehearsal
 
     began = time.monotonic()
     own = wanted.endswith((".yaml", ".yml"))
-    names = [wanted] if own else [name for name in every_name(shelf) if wanted in name]
+    names = [wanted] if own else [name for name in recipes.every_name(shelf) if wanted in name]
     if not names:
         raise ConfigError(f"no recipe's name contains '{wanted}'; loragate recipes list shows all of them")
     for name in names:
-        recipe = read_recipe(name, shelf)
+        recipe = recipes.read_recipe(name, shelf)
         small, _ = rehearsal(recipe, Path("stand-ins"))
         for stage in (*recipe.placed("out"), *small.placed("out")):
-            PROGRAM.checked(stage, name)
+            checked(stage, name)
     took = duration(time.monotonic() - began)
     console().print(f"{len(names)} of {len(names)} recipes fit the commands' options ({took})", markup=False)
     return 0
+
+
+def checked(stage: Stage, where: str, *, deep: bool = True) -> Any:
+    """The options of a stage, as its command would have them.
+
+    Args:
+        deep: also what takes the training libraries to see, which the command itself checks first thing.
+
+    Raises:
+        ConfigError: naming recipe, stage and key.
+    """
+    command = _command(stage.command)
+    values = checked_values(stage.values, command, f"{where}: stage '{stage.name}'")
+    try:
+        options = command.options(**values)
+        if deep and (further := FURTHER.get(stage.command)):
+            further(options)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: stage '{stage.name}': {error}") from error
+    return options
+
+
+def _accepts(command: str, option: str) -> bool:
+    """Whether a command has this option."""
+    return option in field_kinds(_command(command).options)
+
+
+def _command(name: str) -> Command:
+    from loragate.cli.main import COMMANDS
+
+    found: Command = importlib.import_module(f"loragate.cli.{COMMANDS[name][0]}").COMMAND
+    return found
+
+
+def _sft(options: Any) -> None:
+    from loragate.training.settings import StageOneSettings
+    from loragate.training.stage_one import objective_of
+
+    names = [field.name for field in dataclasses.fields(StageOneSettings)]
+    objective_of(StageOneSettings(**{name: getattr(options, name) for name in names}))
+
+
+def _calibrate(options: Any) -> None:
+    from loragate.cli.calibrate import candidates_of
+
+    candidates_of(options)
+
+
+def _eval(options: Any) -> None:
+    _known_tasks(options.suite, options.tasks)
+
+
+@cache
+def _known_tasks(suite: str, tasks: str) -> None:
+    from loragate.evaluation.prepared import chosen_tasks
+    from loragate.evaluation.settings import TaskSettings
+
+    chosen_tasks(TaskSettings(suite=suite, tasks=tasks))
+
+
+FURTHER: dict[str, Callable[[Any], None]] = {"sft": _sft, "calibrate": _calibrate, "eval": _eval}
+"""What a command checks first thing beside its options' types, by command."""
 
 
 def run_line(options: RecipesOptions, recipe: Recipe) -> str:
@@ -207,10 +263,8 @@ def _folder(options: RecipesOptions, recipe: Recipe) -> str:
 
 
 def _how(options: RecipesOptions, recipe: Recipe, folder: str | Path) -> Run:
-    from loragate.recipes.run import Run
-
     out = console()
-    return Run(
+    return recipes.Run(
         folder=Path(folder),
         stages=comma_list(options.stages),
         launcher=options.launcher,
@@ -222,11 +276,9 @@ def _how(options: RecipesOptions, recipe: Recipe, folder: str | Path) -> Run:
 
 def _print_configs(recipe: Recipe, how: Run) -> None:
     """What each stage's command reads, as it can be pasted into a file."""
-    from loragate.recipes.run import config_text, steps
-
-    for stage, command, _ in steps(recipe, how, how.eval_python):
+    for stage, command, _ in recipes.steps(recipe, how, how.eval_python):
         if not how.stages or stage.name in how.stages:
-            print(printable(config_text(stage, command)))
+            print(printable(recipes.config_text(stage, command)))
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -8,8 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from loragate.cli.arguments import resolved_yaml
+from loragate.cli.options import RunOptions
+from loragate.data import Rows, load_rows
+from loragate.data.record import NAME, describe_missing, read_record, require_same_rows, rows_record
+from loragate.display import Job
 from loragate.effects import require_effect
 from loragate.errors import DataError
+from loragate.files import held, write_json, write_text
+from loragate.training.settings import STEPS
 from loragate.training.strategy import launch_of, process_state
 
 MANY = 10_000  # rows from which on tokenising is kept on disk and spread over processes without being asked for
@@ -29,8 +38,6 @@ def read_rows(options: Any, seed: int | None = None) -> Any:
         ConfigError: for a --select-seed without effect.
         DataError: for data that cannot be read; on a resumed run it says what the run had.
     """
-    from loragate.data import load_rows
-
     how = options.select
     require_effect("rows", options, flags=True)
     first = options.max_rows if how == "first" else 0
@@ -40,8 +47,6 @@ def read_rows(options: Any, seed: int | None = None) -> Any:
     except DataError as error:
         if not options.resume:
             raise
-        from loragate.data.record import describe_missing
-
         raise describe_missing(Path(options.out) / "run", error) from error
     chosen_by = seed if options.select_seed is None else options.select_seed
     if first or not options.max_rows or chosen_by is None:
@@ -49,10 +54,8 @@ def read_rows(options: Any, seed: int | None = None) -> Any:
     return rows.shuffled(chosen_by).take(options.max_rows)
 
 
-def say_steps(out: Any, asked: Any, rows: int, of: str = "") -> None:
+def say_steps(out: Console, asked: Any, rows: int, of: str = "") -> None:
     """How many steps `rows` rows give, and what was chosen where the settings `asked` leave it to the rows."""
-    from loragate.training.settings import STEPS
-
     settings = asked.fitted(rows, launch_of().processes)
     times = "one epoch" if settings.epochs == 1 else f"{settings.epochs:g} epochs"
     steps = settings.steps(rows)
@@ -70,7 +73,7 @@ def say_steps(out: Any, asked: Any, rows: int, of: str = "") -> None:
         )
 
 
-def encode_run(options: Any, rows: Any, job: Any, encode: Callable[..., Any]) -> Any:
+def encode_run(options: RunOptions, rows: Rows, job: Job, encode: Callable[..., Any]) -> Any:
     """`encode(cache=…, processes=…, on_progress=…)`, which make long preparation quick and visible.
 
     Several processes of one training need the same tokens: with a cache the first one makes them and the others read.
@@ -85,8 +88,6 @@ def encode_run(options: Any, rows: Any, job: Any, encode: Callable[..., Any]) ->
     arguments: dict[str, Any] = {"cache": cache, "processes": processes, "on_progress": job.advance_to}
     if ranks == 1 or cache is None:
         return encode(**arguments)
-    from loragate.files import held
-
     name = hashlib.sha256(str(Path(options.out).resolve()).encode()).hexdigest()[:16]
     with held(cache / f"{name}.lock", WAIT_S, f"another process has been tokenising for hours; is {cache} writable?"):
         return encode(**arguments)
@@ -102,15 +103,12 @@ def cache_folder(wanted: str, many: bool) -> Path | None:
     return Path(home).expanduser() / "encoded"
 
 
-def keep_rows_record(options: Any, folder: Path, rows: Any, encoded: Any, max_rows: int) -> None:
+def keep_rows_record(options: Any, folder: Path, rows: Rows, encoded: Any, max_rows: int) -> None:
     """Write run/data.json; a resumed run is compared with the one that it began with, which is kept.
 
     Raises:
         DataError: if the rows are not those that the run began with.
     """
-    from loragate.data.record import NAME, read_record, require_same_rows, rows_record
-    from loragate.files import write_json
-
     if options.resume:
         require_same_rows(folder / "run", rows)
         if read_record(folder / "run") is not None:
@@ -128,11 +126,8 @@ def keep_rows_record(options: Any, folder: Path, rows: Any, encoded: Any, max_ro
         write_json(folder / "run" / NAME, rows_record(rows, encoded, **given))
 
 
-def keep_configuration(options: Any, folder: Path) -> None:
+def keep_configuration(options: RunOptions, folder: Path) -> None:
     """The resolved settings, as a file that `--config` reads; a run that goes on keeps the file that it began with."""
-    from loragate.cli.arguments import resolved_yaml
-    from loragate.files import write_text
-
     path = folder / "run" / "config.yaml"
     if process_state().is_main_process and not (options.resume and path.is_file()):
         write_text(path, resolved_yaml(options))

@@ -7,18 +7,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from loragate.cli.arguments import Command, comma_list, require_given, resolved_yaml
+from loragate.cli.arguments import Command, require_given, resolved_yaml
 from loragate.cli.calibrate import GateOptions, gate_config, taken_from
-from loragate.cli.display import console, duration, next_evaluation
 from loragate.cli.options import RunOptions
-from loragate.cli.preflight import check_loading
+from loragate.display import console, duration, next_evaluation, quiet_logging
 from loragate.effects import require_effect
 from loragate.errors import ConfigError, DivergenceError, LoragateError
 from loragate.files import held, write_json, write_text
 from loragate.gates.range import parse_ranges
 from loragate.selection.candidate import grid, label_adapters
 from loragate.selection.settings import ProbeSettings
+from loragate.training.preflight import check_loading
 from loragate.training.settings import CalibrationSettings
+from loragate.validate import Amount, Count, Size, comma_list
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,11 @@ class SweepOptions(RunOptions, CalibrationSettings, ProbeSettings, GateOptions):
     objectives: str = "entropy"
     probe: str = ""
     test: str = ""
-    test_samples: int = 0
+    test_samples: Size = 0
     runner: Literal["auto", "ray", "sequential"] = "auto"
-    workers: int = 0
-    gpus_per_trial: float | None = None
-    cpus_per_trial: int = 1
+    workers: Size = 0
+    gpus_per_trial: Amount | None = None
+    cpus_per_trial: Count = 1
     save_steps: int = 25
 
     def __post_init__(self) -> None:
@@ -76,9 +77,8 @@ def run(options: SweepOptions) -> int:
     check_loading(options)
     folder = Path(options.out)
     require_sweep_folder(folder, options.resume)
-    from loragate.cli.preflight import quiet_logging
-    from loragate.cli.sweep_display import live_table
     from loragate.selection.store import Store
+    from loragate.selection.watch import live_table
 
     quiet_logging()
     out = console()
@@ -109,8 +109,6 @@ def check(options: SweepOptions) -> None:
     require_given(COMMAND, replace(options, adapter=options.adapter or options.adapters))
     if options.adapter and options.adapters:
         raise ConfigError("give --adapter for one adapter or --adapters for several, not both")
-    if options.workers < 0 or options.cpus_per_trial < 1 or (options.gpus_per_trial or 0) < 0:
-        raise ConfigError("--workers and --gpus-per-trial must not be negative, and --cpus-per-trial at least 1")
     require_effect("sweep", options, flags=True)
     for name in ("data", "probe", "test"):
         value = getattr(options, name)

@@ -1,4 +1,4 @@
-from .grade import (
+from .answers import (
     Grade as Grade,
 )
 from .grading import (

@@ -5,7 +5,7 @@ A comparison of three models that are secretly one is the cheapest way to be wro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,19 @@ def canary(model: Any, tokenizer: Any, prompts: Sequence[str], kind: Kind) -> di
             "was trained and that it belongs to this base"
         )
     return figures
+
+
+def describe(figures: Mapping[str, float]) -> str:
+    """One line on the figures of `canary`."""
+    if not figures:
+        return "canary: no adapter in memory to test"
+    text = f"canary: the adapter moves logits by {figures['adapter_from_base']:.2g}"
+    if "gates_from_adapter" in figures:
+        text += (
+            f", the gates by {figures['gates_from_adapter']:.2g} more; λ = 0 takes every gated delta away, up to "
+            f"{figures['zero_from_base']:.1g}, and λ = 1 is the adapter up to {figures['one_from_adapter']:.1g}"
+        )
+    return text
 
 
 def _batch(tokenizer: Any, prompts: Sequence[str], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

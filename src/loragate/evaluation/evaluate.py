@@ -14,11 +14,9 @@ Engines arrive as a callable, so this file neither loads models nor knows which 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -28,8 +26,8 @@ import numpy as np
 
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.aggregates import compare_suites, suite_average
-from loragate.evaluation.grade import Grade
-from loragate.evaluation.harness_scores import HarnessScores
+from loragate.evaluation.answers import Grade
+from loragate.evaluation.harness import HarnessScores
 from loragate.evaluation.judging import (
     CODE,
     JudgeSettings,
@@ -50,17 +48,22 @@ from loragate.evaluation.results import (
     task_result,
 )
 from loragate.evaluation.retention import Measured, all_measured, keep_measured, read_measured, retention_averages
+from loragate.evaluation.run import mean_entropy
 from loragate.evaluation.variants import Variant
 from loragate.files import first_difference, write_json, write_text
-from loragate.generation import Engine, Sample
-from loragate.generation.samples import draw_samples
+from loragate.generation import Engine, Sample, ScoringEngine
+from loragate.generation.samples import draw_samples, read_samples
 from loragate.models import folder_sha256
-from loragate.records import package_versions
+from loragate.records import package_versions, read_value, to_json
 
-EngineFor = Callable[[Variant], AbstractContextManager[Engine]]
-Harness = Callable[[Engine, str, Callable[[int, int], None]], HarnessScores]
+EngineFor = Callable[[Variant], AbstractContextManager[ScoringEngine]]
+Harness = Callable[[ScoringEngine, str, Callable[[int, int], None]], HarnessScores]
 OnEvent = Callable[[str, Variant, str, int, int], None]
 """Called with (stage, variant, task, done, total); stages are "sampling", "grading" and "retention"."""
+
+
+def unheard(stage: str, variant: Variant, task: str, done: int, total: int) -> None:
+    """An `OnEvent` for nobody."""
 
 
 class Evaluation:
@@ -103,17 +106,15 @@ class Evaluation:
         self.judging, self.grader = judging or JudgeSettings(), grader
         self.suites, self.harness, self.notes = list(suites), harness, list(notes)
         self.left_out = dict(left_out or {})
-        self.identity = json.loads(
-            json.dumps(
-                {
-                    "models": models,
-                    "seed": seed,
-                    **(identity or {}),
-                    "variants": [asdict(variant) for variant in variants],
-                    "tasks": [prepared.as_dict() for prepared in tasks],
-                    "suites": list(suites),
-                }
-            )
+        self.identity = to_json(
+            {
+                "models": models,
+                "seed": seed,
+                **(identity or {}),
+                "variants": variants,
+                "tasks": [prepared.as_dict() for prepared in tasks],
+                "suites": suites,
+            }
         )
         self.seconds: dict[tuple[str, str], float] = {}
 
@@ -127,12 +128,13 @@ class Evaluation:
         places = {**self.models, **{v.slug: v.gates for v in self.variants if v.gates is not None}}
         weights = {kind: folder_sha256(place) for kind, place in places.items() if Path(place).exists()}
         identity = {**self.identity, "weights": weights}
-        if resume:
-            before = json.loads(path.read_text(encoding="utf-8"))
-            for kept in ("notes", "left_out"):
-                before.pop(kept, None)
-            found = first_difference(before, identity)
-            if found is not None:
+        if not resume:
+            # first of all: with it the folder can be resumed
+            write_json(path, {**identity, "notes": self.notes, "left_out": self.left_out})
+        else:
+            before = read_value(path, "choose another --out")
+            kept = {key: value for key, value in before.items() if key not in ("notes", "left_out")}
+            if (found := first_difference(kept, identity)) is not None:
                 key, old, new = found
                 if key.startswith("weights"):
                     raise ConfigError(
@@ -143,17 +145,13 @@ class Evaluation:
                     f"--resume: {path} was begun with {key} = {old!r:.80}, now it is {new!r:.80}; repeat the command with the "
                     "same settings, or choose another --out"
                 )
-        else:
-            write_json(
-                path, {**identity, "notes": self.notes, "left_out": self.left_out}
-            )  # first of all: with it the folder can be resumed
         for prepared in self.tasks:
             write_questions(self.folder, prepared)
             write_text(
                 self.folder / "tasks" / f"{prepared.task.name}.yaml", prepared.task.path.read_text(encoding="utf-8")
             )
 
-    def run(self, engine_for: EngineFor, on_event: OnEvent | None = None) -> EvaluationRecord:
+    def run(self, engine_for: EngineFor, on_event: OnEvent = unheard) -> EvaluationRecord:
         """Sample and judge everything that is not on file yet; returns the record, which the caller writes."""
         # rows with the same weights follow one another, as changing them can mean loading them
         for variant in sorted(self.variants, key=lambda variant: variant.acts):
@@ -161,15 +159,16 @@ class Evaluation:
             kept = all(all_measured(self.folder, name, [variant]) for name in suites)
             if kept and all(self._complete(variant, prepared) for prepared in self.tasks):
                 for prepared in self.tasks:
-                    if on_event is not None:
-                        count = self._count(variant, prepared)
-                        on_event("sampling", variant, prepared.task.name, count, count)
+                    count = self._count(variant, prepared)
+                    on_event("sampling", variant, prepared.task.name, count, count)
                 continue
             with engine_for(variant) as engine:
                 for prepared in self.tasks:
                     self._sample(engine, variant, prepared, on_event)
                 for name in suites:
-                    self._ask_harness(engine, variant, name, on_event)
+                    assert self.harness is not None, "suites that are not measured need a harness"
+                    report = partial(on_event, "retention", variant, name)
+                    keep_measured(self.folder, variant, name, partial(self.harness, engine, name, report))
         infos = [self._info(prepared) for prepared in self.tasks]
         results: list[TaskResult] = []
         scores: dict[tuple[str, str], np.ndarray] = {}
@@ -177,7 +176,7 @@ class Evaluation:
             for variant in self.variants:
                 results.append(self._judge(variant, prepared, scores, on_event))
         averages = list(self._averages(scores))
-        warnings = [*self.notes, *(warning for prepared in self.tasks for warning in prepared.warnings)]
+        warnings = self.warnings
         measured = {name: self._measured(name) for name in self.suites}
         for rows in measured.values():
             infos.append(next(iter(rows.values())).info)
@@ -203,7 +202,12 @@ class Evaluation:
         """Drop the verdicts of this evaluation's graders, so that `run` judges every answer again."""
         for prepared in self.tasks:
             for variant in self.variants:
-                self._grades_path(variant, prepared).unlink(missing_ok=True)
+                self.grades_path(variant, prepared.task.name, self._grader(prepared)).unlink(missing_ok=True)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a reader of the scores should know before any is measured."""
+        return list(dict.fromkeys([*self.notes, *(warning for one in self.tasks for warning in one.warnings)]))
 
     @property
     def sample_count(self) -> int:
@@ -213,41 +217,29 @@ class Evaluation:
     def _count(self, variant: Variant, prepared: Prepared) -> int:
         return len(prepared.prompts) * variant.sampling(prepared.sampling).samples
 
-    def _ask_harness(self, engine: Engine, variant: Variant, name: str, on_event: OnEvent | None) -> None:
-        def report(done: int, total: int) -> None:
-            if on_event is not None:
-                on_event("retention", variant, name, done, total)
-
-        if self.harness is not None:
-            keep_measured(self.folder, variant, name, partial(self.harness, engine, name, report))
-
     def _measured(self, name: str) -> dict[str, Measured]:
         """Every row that is no control on a suite, by the row's name; the adapter, which comes first, is compared with."""
         found: dict[str, Measured] = {}
         for variant in (variant for variant in self.variants if variant.control is None):
-            found[variant.name] = read_measured(self.folder, variant, name, found.get("adapter"))
+            found[variant.name] = read_measured(self.folder, variant, name, self.seed, found.get("adapter"))
         return found
 
-    def _samples_path(self, variant: Variant, prepared: Prepared) -> Path:
-        return self.folder / "samples" / variant.slug / f"{prepared.task.name}.jsonl"
+    def samples_path(self, variant: Variant, task: str) -> Path:
+        """Where the answers of a row to a task are kept."""
+        return self.folder / "samples" / variant.slug / f"{task}.jsonl"
 
-    def _grades_path(self, variant: Variant, prepared: Prepared) -> Path:
-        return self.folder / "grades" / self._grader(prepared) / variant.slug / f"{prepared.task.name}.jsonl"
+    def grades_path(self, variant: Variant, task: str, grader: str) -> Path:
+        """Where a grader's verdicts on them are kept."""
+        return self.folder / "grades" / grader / variant.slug / f"{task}.jsonl"
 
     def _complete(self, variant: Variant, prepared: Prepared) -> bool:
-        path = self._samples_path(variant, prepared)
+        path = self.samples_path(variant, prepared.task.name)
         return path.exists() and path.read_bytes().count(b"\n") >= self._count(variant, prepared)
 
-    def _sample(self, engine: Engine, variant: Variant, prepared: Prepared, on_event: OnEvent | None) -> None:
-        began = time.monotonic()
-        name = prepared.task.name
-
-        def report(done: int, total: int) -> None:
-            if on_event is not None:
-                on_event("sampling", variant, name, done, total)
-
-        path = self._samples_path(variant, prepared)
-        draw_samples(engine, prepared.prompts, variant.sampling(prepared.sampling), path, report)
+    def _sample(self, engine: Engine, variant: Variant, prepared: Prepared, on_event: OnEvent) -> None:
+        began, name = time.monotonic(), prepared.task.name
+        path, sampling = self.samples_path(variant, prepared.task.name), variant.sampling(prepared.sampling)
+        draw_samples(engine, prepared.prompts, sampling, path, partial(on_event, "sampling", variant, name))
         self.seconds[variant.name, name] = time.monotonic() - began
 
     def _grader(self, prepared: Prepared) -> str:
@@ -258,32 +250,21 @@ class Evaluation:
         variant: Variant,
         prepared: Prepared,
         scores: dict[tuple[str, str], np.ndarray],
-        on_event: OnEvent | None,
+        on_event: OnEvent,
     ) -> TaskResult:
         began = time.monotonic()
         name, grader = prepared.task.name, self._grader(prepared)
-        sampling = variant.sampling(prepared.sampling)
-
-        class Stored:
-            """Gives nothing new: everything is on file by now."""
-
-            def generate(self, *_: Any, **__: Any) -> list[Sample]:
-                raise DataError(f"samples of {variant.name} on {name} are missing; run again with --resume")
-
-        samples = draw_samples(Stored(), prepared.prompts, sampling, self._samples_path(variant, prepared))
-        path = self._grades_path(variant, prepared)
+        samples = read_samples(self.samples_path(variant, prepared.task.name))
+        if len(samples) != self._count(variant, prepared):
+            raise DataError(f"samples of {variant.name} on {name} are missing; run again with --resume")
+        path = self.grades_path(variant, prepared.task.name, self._grader(prepared))
         judge_now = judged_by(grader, self.judging) | {"answers": answers_hash(samples)}
         grades = read_grades(path, samples, judge_now)
         if grades is None:
-
-            def report(done: int, total: int) -> None:
-                if on_event is not None:
-                    on_event("grading", variant, name, done, total)
-
-            questions = prepared.questions.questions
+            questions, report = prepared.questions.questions, partial(on_event, "grading", variant, name)
             grades = judge(prepared.task, questions, samples, grader, self.judging, report)
             write_grades(path, samples, grades, judge_now)
-        scores[variant.name, name] = array = table_of(samples, grades, len(prepared.prompts), sampling.samples)
+        scores[variant.name, name] = array = table_of(samples, grades, len(prepared.prompts))
         return task_result(
             name,
             variant.acts,
@@ -302,14 +283,14 @@ class Evaluation:
         )
 
     def _info(self, prepared: Prepared) -> TaskInfo:
-        grader = self._grader(prepared)
+        grader, questions = self._grader(prepared), prepared.questions
         return TaskInfo(
             name=prepared.task.name,
             version=str(prepared.task.version),
-            fingerprint=prepared.questions.fingerprint,
+            fingerprint=questions.fingerprint,
             prompt_sha256=prepared.prompts_sha256,
-            dataset=prepared.questions.source,
-            dataset_revision=prepared.questions.revision,
+            dataset=questions.source,
+            dataset_revision=questions.revision,
             grader=grader,
             grader_version=grader_version(grader),
             sampling=prepared.sampling,
@@ -331,23 +312,12 @@ class Evaluation:
         return tuple(rows)
 
 
-def table_of(samples: Sequence[Sample], grades: Sequence[Grade], questions: int, count: int) -> np.ndarray:
-    """Scores [questions, count] of 0 and 1."""
-    array = np.zeros((questions, count))
+def table_of(samples: Sequence[Sample], grades: Sequence[Grade], questions: int) -> np.ndarray:
+    """Scores [questions, samples of each] of 0 and 1."""
+    array = np.zeros((questions, len(samples) // questions))
     for sample, grade in zip(samples, grades, strict=True):
         array[sample.question, sample.sample] = float(grade.correct)
     return array
-
-
-def mean_entropy(samples: Sequence[Sample]) -> float | None:
-    """Mean predictive entropy per token over all answers, nats; None where the engine does not measure it."""
-    total = tokens = 0.0
-    for sample in samples:
-        if sample.entropy is None:
-            return None
-        total += sample.entropy * len(sample.token_ids)
-        tokens += len(sample.token_ids)
-    return total / max(tokens, 1.0)
 
 
 def _answers(samples: Sequence[Sample], grades: Sequence[Grade], questions: int) -> list[list[str | None]]:

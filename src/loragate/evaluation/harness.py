@@ -1,16 +1,16 @@
-"""The bridge to lm-evaluation-harness: retention suites on any of our engines, with scores that can be paired.
+"""The bridge to lm-evaluation-harness: a retention suite on any of our engines, with scores that can be paired.
 
-The harness supplies prompts, filters and metrics; this room supplies checked rows (`harness_rows.py`), an engine's answers
-(`harness_answers.py`) and the chat rendering that training used. It is the only importer of `lm_eval`. Tasks are written
-to a temporary folder as small YAML files that include the harness's own, point at local rows and put our changes on top,
-so the harness itself never opens a connection. Programs are not run here.
+The harness supplies prompts, filters and metrics; this room supplies checked questions (`tasks/retention.py`), an engine's
+answers and the chat rendering that training used. It is the only importer of `lm_eval`. Tasks are written to a temporary
+folder as small YAML files that include the harness's own, point at local rows and put our changes on top, so the harness
+itself never opens a connection. Programs are not run here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
+import hashlib
 import importlib
 import io
 import json
@@ -18,6 +18,7 @@ import logging
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,109 +27,170 @@ import yaml
 
 from loragate.data import Chat, template_hash
 from loragate.errors import ConfigError, DataError
-from loragate.evaluation.harness_answers import Answer, greedy_answers
-from loragate.evaluation.harness_rows import INDEX, Questions, Suite, load_questions, load_suite, task_name
-from loragate.evaluation.harness_scores import HarnessScores, collect_scores
+from loragate.evaluation.tasks import Harness, Questions, Task
+from loragate.evaluation.tasks.retention import SUBSET
 from loragate.files import write_text
-from loragate.generation import ScoringEngine
+from loragate.generation import Engine, OnProgress, SamplingConfig, ScoringEngine
+from loragate.generation.requests import FinishReason
 
-OnProgress = Callable[[int, int], None]
+INDEX = "loragate_index"  # the column that carries a question's place through the harness
+
+
+@dataclass(frozen=True)
+class HarnessScores:
+    """What one suite gave for one model. Q questions.
+
+    Attributes:
+        task: its name.
+        version: "<the harness's>+loragate.<ours>".
+        metric: "name,filter", as the harness writes it.
+        scores: [Q] of that metric; the other metrics are in `samples`.
+        questions: [Q] ids; `subsets` names each one's subset, "" where the suite has none.
+        prompts_hash: SHA-256 over all prompts in order, as the model saw them before tokenising.
+        samples: one dict per question: question, subset, prompt, gold, correct and scores (by metric); then text,
+            extracted (by filter), tokens and finish_reason, or choices and loglikelihoods.
+        settings: everything else that the scores depend on.
+        warnings: what a reader must know beside the score, in sentences.
+    """
+
+    task: str
+    version: str
+    metric: str
+    scores: tuple[float, ...]
+    questions: tuple[str, ...]
+    subsets: tuple[str, ...]
+    prompts_hash: str
+    samples: tuple[dict[str, Any], ...]
+    settings: dict[str, Any]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A greedy answer, and why it ended, which the harness does not tell.
+
+    `text` is without the stop token or string; `tokens` counts what was generated, the stop included; `budget` is the
+    token limit that held for it; `cut` counts the prompt tokens that had to be left out.
+    """
+
+    text: str
+    tokens: int
+    finish_reason: FinishReason
+    budget: int
+    cut: int
 
 
 def run_harness(
     engine: ScoringEngine,
     tokenizer: Any,
-    tasks: Sequence[str],
+    task: Task,
+    questions: Questions,
     *,
     positions: int | None = None,
-    limit: int | None = None,
-    seed: int = 0,
-    data: Mapping[str, str] | None = None,
-    revisions: Mapping[str, str] | None = None,
     max_new_tokens: int | None = None,
     chat_template: bool = True,
     system: str = "none",
     on_progress: OnProgress | None = None,
-) -> dict[str, HarnessScores]:
-    """Run retention suites zero-shot on an engine: its greedy answers and its log-likelihoods.
+) -> HarnessScores:
+    """Ask a retention suite zero-shot: the engine's greedy answers, or its log-likelihoods.
 
     Args:
-        tasks: suites, such as "mmlu_pro", "bbh", "openbookqa" (see `suite_names`).
+        task: of the engine lm-eval.
+        questions: of `load_questions`.
         positions: of the model, prompt and answer together; None where it has no limit.
-        limit: first questions of each subset only.
-        seed: recorded and handed to the harness; answers are greedy, so nothing is drawn.
-        data: suite -> local file of its rows, read instead of the hub.
-        revisions: suite -> commit of its hub data set, in place of the pinned one.
-        max_new_tokens: token limit of an answer; None takes the suite's own (2048 for MMLU-Pro, 1024 for BBH).
+        max_new_tokens: token limit of an answer, in place of the suite's own.
         chat_template: render each prompt as one user turn. The harness's task description stands at the beginning of
             that turn, not in a system message.
         system: "none" leaves out a system message that the template would slip in, "keep" leaves the template alone.
         on_progress: called with (requests done, requests in all).
 
     Raises:
-        ConfigError: when the harness is not installed or a setting cannot be used.
-        DataError: for rows that cannot be read or used, or a hub that cannot be reached.
+        ConfigError: when the harness is not installed, or the tokenizer has no template.
     """
-    data = dict(data or {})
-    _check(tasks, data, limit, max_new_tokens, chat_template, tokenizer)
-    suites = [load_suite(name, max_new_tokens) for name in dict.fromkeys(tasks)]
-    lm_eval = _import_harness()
-    commits = dict(revisions or {})
-    questions = {
-        suite.name: load_questions(suite, data.get(suite.name), limit, commits.get(suite.name)) for suite in suites
-    }
-    meter = _Meter(on_progress, sum(_requests(item.row) for part in questions.values() for item in part.items))
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loragate-harness-")))
-        stack.enter_context(_quiet())
-        for suite in suites:
-            _write_tasks(suite, questions[suite.name], folder, Path(lm_eval.tasks.__file__).parent)
-        with contextlib.redirect_stderr(io.StringIO()):
-            manager = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
-            loaded = manager.load([task_name(suite, "") for suite in suites])
-        for task in loaded["tasks"].values():
-            task.set_fewshot_seed(seed)
-            _guard_filters(task)
-        bridge = _bridge(engine, tokenizer, positions, chat_template, system, meter)
-        results = lm_eval.evaluator.evaluate(
-            lm=bridge, task_dict=loaded, bootstrap_iters=0, log_samples=True, apply_chat_template=chat_template
-        )
-    ends = getattr(engine, "endings", None)  # replicas have theirs where they are
-    common = {
-        "lm_eval": metadata.version("lm_eval"),
-        "limit": limit,
-        "seed": seed,
-        "num_fewshot": 0,
-        "chat_template": template_hash(tokenizer) if chat_template else None,
-        "max_length": positions,
-        "stop_token_ids": None if ends is None else sorted(ends.token_ids),
-    }
-    return {
-        suite.name: collect_scores(suite, questions[suite.name], results, bridge.answers, common, bridge.cut_choices)
-        for suite in suites
-    }
-
-
-def _check(
-    tasks: Sequence[str],
-    data: Mapping[str, str],
-    limit: int | None,
-    max_new_tokens: int | None,
-    chat_template: bool,
-    tokenizer: Any,
-) -> None:
-    if isinstance(tasks, str) or not tasks:
-        raise ConfigError(f"found tasks={tasks!r}, expected a list with at least one suite")
-    for name in data:
-        if name not in tasks:
-            raise ConfigError(f"found data for {name!r}, which is not among the tasks {', '.join(tasks)}; leave it out")
-    for key, value in {"limit": limit, "max_new_tokens": max_new_tokens}.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigError(f"found {key}={value!r}, expected a whole number of at least 1")
+    harness = task.harness
+    assert harness is not None, f"{task.name} is no task of the harness"
     if chat_template and template_hash(tokenizer) == "none":
         raise ConfigError(
             "the tokenizer has no chat template; pass chat_template=False to give the prompts as plain text"
         )
+    lm_eval = _import_harness()
+    limit = answer_limit(harness, max_new_tokens)
+    rows = [question.row for question in questions.questions]
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loragate-harness-")))
+        stack.enter_context(_quiet())
+        names = _write_tasks(task.name, harness, limit, rows, folder, Path(lm_eval.tasks.__file__).parent)
+        with contextlib.redirect_stderr(io.StringIO()):
+            manager = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
+            loaded = manager.load(names)
+        for one in loaded["tasks"].values():
+            _guard_filters(one)
+        bridge = _bridge(engine, tokenizer, positions, chat_template, system, on_progress)
+        results = lm_eval.evaluator.evaluate(
+            lm=bridge, task_dict=loaded, bootstrap_iters=0, log_samples=True, apply_chat_template=chat_template
+        )
+    samples = _samples(questions, results["samples"], bridge.answers, harness.metric)
+    prompts = hashlib.sha256()
+    for sample in samples:
+        prompts.update(sample["prompt"].encode() + b"\0")
+    ends = getattr(engine, "endings", None)  # replicas have theirs where they are
+    return HarnessScores(
+        task=task.name,
+        version=f"{results['versions'][names[0]]}+loragate.{task.version}",
+        metric=harness.metric,
+        scores=tuple(sample["scores"][harness.metric] for sample in samples),
+        questions=tuple(question.id for question in questions.questions),
+        subsets=tuple(row[SUBSET] for row in rows),
+        prompts_hash=prompts.hexdigest(),
+        samples=tuple(samples),
+        settings={
+            "lm_eval": metadata.version("lm_eval"),
+            "chat_template": template_hash(tokenizer) if chat_template else None,
+            "positions": positions,
+            "stop_token_ids": None if ends is None else sorted(ends.token_ids),
+            "max_new_tokens": limit,
+            "source": questions.source,
+            "revision": questions.revision,
+            "rows": questions.fingerprint,
+        },
+        warnings=(*questions.warnings, *_warnings(task.name, limit, list(bridge.answers.values()), bridge.cut_choices)),
+    )
+
+
+def answer_limit(harness: Harness, asked: int | None) -> int | None:
+    """Tokens of an answer at most: those that were asked for, or the suite's own; None where nothing is generated."""
+    return asked if asked and harness.max_new_tokens else harness.max_new_tokens
+
+
+def greedy_answers(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    *,
+    stops: Sequence[str],
+    max_new_tokens: int,
+    positions: int | None,
+    on_progress: OnProgress | None = None,
+) -> list[Answer]:
+    """Answer every prompt (token ids) greedily, in the order given.
+
+    An answer gets `max_new_tokens`, or what the model's `positions` leave after its prompt (None: no limit). A prompt keeps at
+    most the positions that leave a quarter of them (or `max_new_tokens`, if that is less) to its answer; it is cut at its
+    beginning.
+    """
+    reserve = max(1, min(max_new_tokens, (positions or 0) // 4))
+    kept = [ids if positions is None else ids[-(positions - reserve) :] for ids in prompts]
+    sampling = SamplingConfig(temperature=0.0, max_new_tokens=max_new_tokens, stop=tuple(stops))
+    samples = engine.generate(kept, sampling, on_progress)
+    return [
+        Answer(
+            sample.text,
+            len(sample.token_ids),
+            sample.finish_reason,
+            max_new_tokens if positions is None else min(max_new_tokens, positions - len(own)),
+            len(prompt) - len(own),
+        )
+        for sample, own, prompt in zip(samples, kept, prompts, strict=True)
+    ]
 
 
 def _import_harness() -> Any:
@@ -142,48 +204,69 @@ def _import_harness() -> Any:
     return importlib.import_module("lm_eval")
 
 
-def _requests(row: Mapping[str, Any]) -> int:
-    return len(row["choices"]["text"]) if "choices" in row else 1
-
-
-def _write_tasks(suite: Suite, questions: Questions, folder: Path, harness_tasks: Path) -> None:
-    """Write rows and task files of one suite into `folder`, and its group where it has subsets."""
-    members = list(dict.fromkeys(item.subset for item in questions.items))
-    for subset in members:
-        name = task_name(suite, subset)
-        lines = [
-            json.dumps({**item.row, INDEX: index}, ensure_ascii=False)
-            for index, item in enumerate(questions.items)
-            if item.subset == subset
-        ]
-        write_text(folder / "rows" / f"{name}.jsonl", "\n".join(lines) + "\n")
-        override = copy.deepcopy(suite.override)
-        if suite.max_new_tokens is not None:
-            override["generation_kwargs"]["max_gen_toks"] = suite.max_new_tokens
+def _write_tasks(
+    name: str, harness: Harness, limit: int | None, rows: Sequence[dict[str, Any]], folder: Path, harness_tasks: Path
+) -> list[str]:
+    """Write rows and task file of each subset into `folder`; returns the names of the tasks."""
+    names = []
+    for subset in dict.fromkeys(row[SUBSET] for row in rows):
+        file = subset.replace(" ", "_")
+        names.append(f"loragate_{name}_{file}".rstrip("_"))
+        members = [{**row, INDEX: index} for index, row in enumerate(rows) if row[SUBSET] == subset]
+        place = folder / "rows" / f"{names[-1]}.jsonl"
+        write_text(place, "".join(json.dumps(member, ensure_ascii=False) + "\n" for member in members))
         task = {
-            "include": str(harness_tasks / suite.harness_files.format(subset=subset.replace(" ", "_"))),
-            "task": name,
+            "include": str(harness_tasks / harness.files.format(subset=file)),
+            "task": names[-1],
             "num_fewshot": 0,
             "dataset_path": "json",
             "dataset_name": None,
-            "dataset_kwargs": {
-                "data_files": {"test": str(folder / "rows" / f"{name}.jsonl")},
-                "cache_dir": str(folder / "cache"),
-            },
+            "dataset_kwargs": {"data_files": {"test": str(place)}, "cache_dir": str(folder / "cache")},
             "test_split": "test",
-            **override,
+            **harness.override,
         }
-        write_text(folder / "tasks" / f"{name}.yaml", yaml.safe_dump(task, sort_keys=False))
-    if members != [""]:
-        metric = suite.metric.split(",")[0]
-        filters = [each.split(",")[1] for each in (suite.metric, *suite.also)]
-        weighted = {"metric": metric, "aggregation": "mean", "weight_by_size": True, "filter_list": filters}
-        group = {
-            "group": task_name(suite, ""),
-            "task": [task_name(suite, subset) for subset in members],
-            "aggregate_metric_list": [weighted],
-        }
-        write_text(folder / "tasks" / f"{task_name(suite, '')}.yaml", yaml.safe_dump(group, sort_keys=False))
+        if limit is not None:
+            task["generation_kwargs"] = {**harness.override["generation_kwargs"], "max_gen_toks": limit}
+        write_text(folder / "tasks" / f"{names[-1]}.yaml", yaml.safe_dump(task, sort_keys=False))
+    return names
+
+
+def _samples(
+    questions: Questions,
+    found: Mapping[str, Sequence[Mapping[str, Any]]],
+    answers: Mapping[int, Answer],
+    metric: str,
+) -> list[dict[str, Any]]:
+    """What the harness returned by task, filter and question, back in the order of the questions."""
+    samples: list[dict[str, Any]] = [
+        {"question": question.id, "subset": question.row[SUBSET], "scores": {}} for question in questions.questions
+    ]
+    for entry in (entry for entries in found.values() for entry in entries):
+        index = entry["doc"][INDEX]
+        sample, answer = samples[index], answers.get(index)
+        sample.update(prompt=entry["arguments"][0][0], gold=entry["target"])
+        sample["scores"] |= {f"{name},{entry['filter']}": float(entry[name]) for name in entry["metrics"]}
+        if answer is None:
+            sample["choices"] = [continuation for _, continuation in entry["arguments"]]
+            sample["loglikelihoods"] = [float(responses[0][0]) for responses in entry["resps"]]
+        else:
+            sample.update(text=answer.text, tokens=answer.tokens, finish_reason=answer.finish_reason)
+            sample.update(budget=answer.budget, prompt_tokens_cut=answer.cut)
+            sample.setdefault("extracted", {})[entry["filter"]] = entry["filtered_resps"][0]
+    for sample in samples:
+        sample["correct"] = bool(sample["scores"][metric])
+    return samples
+
+
+def _warnings(name: str, limit: int | None, answers: Sequence[Answer], cut_choices: int) -> Iterator[str]:
+    short = [answer.budget for answer in answers if answer.budget < (limit or 0)]
+    if short:
+        yield (
+            f"{name}: {len(short)} of {len(answers)} answers had room for {min(short)} to {max(short)} new tokens only, not "
+            f"{limit}: the model's positions end there."
+        )
+    if cut := sum(answer.cut > 0 for answer in answers) or cut_choices:
+        yield f"{name}: {cut} prompts were cut at their beginning, as they do not fit the model's positions."
 
 
 def _guard_filters(task: Any) -> None:
@@ -210,26 +293,13 @@ def _guard_filters(task: Any) -> None:
             ensemble.filters = [functools.partial(Guarded, build) for build in ensemble.filters]
 
 
-class _Meter:
-    """Counts requests and reports them."""
-
-    def __init__(self, on_progress: OnProgress | None, total: int) -> None:
-        self.on_progress, self.total, self.done = on_progress, total, 0
-
-    def part(self) -> OnProgress:
-        """The progress of the requests that come next."""
-        before = self.done
-
-        def reach(done: int, _: int) -> None:
-            self.done = min(before + done, self.total)
-            if self.on_progress is not None:
-                self.on_progress(self.done, self.total)
-
-        return reach
-
-
 def _bridge(
-    engine: ScoringEngine, tokenizer: Any, positions: int | None, chat_template: bool, system: str, meter: _Meter
+    engine: ScoringEngine,
+    tokenizer: Any,
+    positions: int | None,
+    chat_template: bool,
+    system: str,
+    on_progress: OnProgress | None,
 ) -> Any:
     """The harness's model over an engine: its answers, its log-likelihoods and our chat rendering."""
     from lm_eval.api.model import TemplateLM
@@ -238,7 +308,7 @@ def _bridge(
         def __init__(self) -> None:
             super().__init__()
             self.tokenizer = tokenizer
-            self.answers: dict[tuple[str, int], Answer] = {}
+            self.answers: dict[int, Answer] = {}
             self.cut_choices = 0
             self._chat = Chat(tokenizer, system)
 
@@ -267,21 +337,17 @@ def _bridge(
             return ids
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-            groups: dict[str, list[Any]] = {}
-            for request in requests:
-                groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(request)
-            for key, members in groups.items():
-                wanted = json.loads(key)
-                answers = greedy_answers(
-                    engine,
-                    [self.tok_encode(request.args[0]) for request in members],
-                    stops=wanted["until"],
-                    max_new_tokens=wanted["max_gen_toks"],
-                    positions=positions,
-                    on_progress=meter.part(),
-                )
-                self.answers |= {(r.task_name, r.doc[INDEX]): a for r, a in zip(members, answers)}
-            return [self.answers[request.task_name, request.doc[INDEX]].text for request in requests]
+            wanted = requests[0].args[1]  # the same for all subsets of a suite
+            answers = greedy_answers(
+                engine,
+                [self.tok_encode(request.args[0]) for request in requests],
+                stops=wanted["until"],
+                max_new_tokens=wanted["max_gen_toks"],
+                positions=positions,
+                on_progress=on_progress,
+            )
+            self.answers = {request.doc[INDEX]: answer for request, answer in zip(requests, answers)}
+            return [answer.text for answer in answers]
 
         def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
             return super().loglikelihood(requests, disable_tqdm=True)
@@ -297,7 +363,7 @@ def _bridge(
                 over = max(0, len(before) + len(after) - (positions or math.inf))
                 self.cut_choices += over > 0
                 pairs.append((before[int(over) :], after))
-            return engine.log_likelihoods(pairs, meter.part())
+            return engine.log_likelihoods(pairs, on_progress)
 
         def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
             raise NotImplementedError("no retention suite asks for it")

@@ -9,17 +9,23 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from loragate.errors import ConfigError, DataError, nearest
-from loragate.evaluation.grade import Grade
+from loragate.evaluation.answers import Grade, grade_choice, grade_exact
+from loragate.evaluation.grading import GradingPool
+from loragate.evaluation.sandbox import Limits
+from loragate.evaluation.sandbox.code import grade_codes
+from loragate.evaluation.sandbox.programs import root_style_of
 from loragate.evaluation.tasks import Question, Task
+from loragate.evaluation.tasks.generated import grade_tiny
 from loragate.files import write_text
 from loragate.generation import Sample
-from loragate.records import package_versions
+from loragate.records import package_versions, read_lines
+from loragate.validate import validate
 
 OnProgress = Callable[[int, int], None]
 MATH = ("default", "math_verify", "dft")
@@ -74,11 +80,21 @@ def judge(
         ConfigError: if the sandbox tier is not available here.
     """
     settings = settings or JudgeSettings()
+    asked = [questions[sample.question] for sample in samples]
+    texts = [sample.text for sample in samples]
     if grader in MATH:
-        return _judge_math(questions, samples, grader, settings, on_progress)
+        pairs = [(text, question.gold) for text, question in zip(texts, asked)]
+        with GradingPool(grader, settings.workers, settings.timeout_s, settings.memory_mb) as pool:
+            return pool.grade(pairs, on_progress, tolerances=[_tolerance(question) for question in asked])
     if grader in CODE:
-        return _judge_code(questions, samples, grader, settings, on_progress)
-    return [_judge_text(task, grader, questions[sample.question], sample) for sample in samples]
+        rows, limits = [question.row for question in asked], Limits(settings.timeout_s, settings.memory_mb)
+        return grade_codes(grader, rows, texts, settings.workers, settings.sandbox, limits, on_progress)
+    if grader == "tiny":
+        ended = [sample.finish_reason == "stop" for sample in samples]
+        return [grade_tiny(question.row, text, end) for question, text, end in zip(asked, texts, ended)]
+    if grader == "choice":
+        return [grade_choice(text, question.gold) for question, text in zip(asked, texts)]
+    return [grade_exact(text, question.gold, task.extractor) for question, text in zip(asked, texts)]
 
 
 def require_graders(tasks: Sequence[Task], name: str, settings: JudgeSettings) -> None:
@@ -96,8 +112,6 @@ def require_graders(tasks: Sequence[Task], name: str, settings: JudgeSettings) -
         except ImportError as error:
             raise ConfigError(f'math answers need math-verify ({error}); pip install "loragate[math]"') from error
     if graders & set(CODE):
-        from loragate.evaluation.sandbox.programs import root_style_of
-
         root_style_of(settings.sandbox)
 
 
@@ -130,21 +144,6 @@ def with_answer(question: Question, answer: str) -> Question:
     return replace(question, gold=answer, row={**question.row, "answer": answer})
 
 
-def _judge_math(
-    questions: Sequence[Question],
-    samples: Sequence[Sample],
-    grader: str,
-    settings: JudgeSettings,
-    on_progress: OnProgress | None,
-) -> list[Grade]:
-    from loragate.evaluation.grading import GradingPool
-
-    pairs = [(sample.text, questions[sample.question].gold) for sample in samples]
-    with GradingPool(grader, settings.workers, settings.timeout_s, settings.memory_mb) as pool:
-        tolerances = [_tolerance(questions[sample.question]) for sample in samples]
-        return pool.grade(pairs, on_progress, tolerances=tolerances)
-
-
 def _tolerance(question: Question) -> float | None:
     """The absolute error that a data set allows, as OlympiadBench does in its column `error`."""
     stated = question.row.get("error")
@@ -156,52 +155,20 @@ def _tolerance(question: Question) -> float | None:
         ) from None
 
 
-def _judge_code(
-    questions: Sequence[Question],
-    samples: Sequence[Sample],
-    grader: str,
-    settings: JudgeSettings,
-    on_progress: OnProgress | None,
-) -> list[Grade]:
-    from loragate.evaluation.sandbox import Limits
-    from loragate.evaluation.sandbox.code import grade_codes
+@dataclass(frozen=True)
+class StoredGrade(Grade):
+    """A verdict with the sample that it is on, as a line of a file."""
 
-    rows = [questions[sample.question].row for sample in samples]
-    limits = Limits(seconds=settings.timeout_s, memory_mb=settings.memory_mb)
-    texts = [sample.text for sample in samples]
-    return grade_codes(grader, rows, texts, settings.workers, settings.sandbox, limits, on_progress)
-
-
-def _judge_text(task: Task, grader: str, question: Question, sample: Sample) -> Grade:
-    from loragate.evaluation.tasks.extractors import grade_choice, grade_exact
-    from loragate.evaluation.tasks.tiny import grade_tiny
-
-    if grader == "tiny":
-        return grade_tiny(question.row, sample.text, sample.finish_reason == "stop")
-    if grader == "choice":
-        return grade_choice(sample.text, question.gold)
-    return grade_exact(sample.text, question.gold, task.extractor)
+    question: int
+    sample: int
 
 
 def write_grades(path: Path, samples: Sequence[Sample], grades: Sequence[Grade], judge: Mapping[str, Any]) -> None:
-    """A line that says who judged (`judged_by`), then one per sample: question, sample, correct, extracted, reason.
-
-    The file appears whole or not at all.
-    """
-    lines = (
-        json.dumps(
-            {
-                "question": sample.question,
-                "sample": sample.sample,
-                "correct": grade.correct,
-                "extracted": grade.extracted,
-                "reason": grade.reason,
-            },
-            ensure_ascii=False,
-        )
-        for sample, grade in zip(samples, grades, strict=True)
-    )
-    write_text(path, "".join(line + "\n" for line in (json.dumps({"judged_by": judge}), *lines)))
+    """A line that says who judged (`judged_by`), then one per sample; the file appears whole or not at all."""
+    lines: list[dict[str, Any]] = [{"judged_by": dict(judge)}]
+    for sample, grade in zip(samples, grades, strict=True):
+        lines.append({"question": sample.question, "sample": sample.sample, **asdict(grade)})
+    write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
 def read_grades(path: Path, samples: Sequence[Sample], judge: Mapping[str, Any] | None = None) -> list[Grade] | None:
@@ -215,17 +182,13 @@ def read_grades(path: Path, samples: Sequence[Sample], judge: Mapping[str, Any] 
     """
     if not path.exists():
         return None
-    found: dict[tuple[int, int], Grade] = {}
-    # not splitlines: an extracted answer may hold unusual line separators, which JSON leaves as they are
-    for number, line in enumerate(path.read_text(encoding="utf-8").rstrip("\n").split("\n"), start=1):
-        try:
-            row: Mapping[str, Any] = json.loads(line)
-            if number == 1 and "judged_by" in row:
-                if judge is not None and row["judged_by"] != dict(judge):
-                    return None
-                continue
-            found[row["question"], row["sample"]] = Grade(bool(row["correct"]), row["extracted"], str(row["reason"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}, line {number}: not a grade ({error}); delete the file and grade again") from None
+    remedy = "delete the file and grade again"
+    (where, first), *lines = read_lines(path, remedy)
+    if not isinstance(first, dict) or "judged_by" not in first:
+        raise DataError(f"{where}: expected judged_by; {remedy}")
+    if judge is not None and first["judged_by"] != dict(judge):
+        return None
+    stored = [validate(StoredGrade, line, where, DataError, remedy) for where, line in lines]
+    found = {(one.question, one.sample): Grade(one.correct, one.extracted, one.reason) for one in stored}
     keys = [(sample.question, sample.sample) for sample in samples]
     return [found[key] for key in keys] if set(keys) == set(found) else None

@@ -1,17 +1,127 @@
-"""A task made ready for one model: prompts rendered, limits settled, and written down so that grading can be repeated."""
+"""Which tasks are asked, and a task made ready for one model: prompts rendered, limits settled, and written down so that
+grading can be repeated."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from loragate.errors import DataError
-from loragate.evaluation.tasks import Question, Questions, Task, prompts_hash
-from loragate.evaluation.tasks.questions import render_questions
+from loragate.errors import ConfigError, DataError, nearest
+from loragate.evaluation.settings import TaskSettings
+from loragate.evaluation.tasks import (
+    Question,
+    Questions,
+    Task,
+    load_questions,
+    load_task,
+    prompts_hash,
+    suite,
+    task_names,
+)
+from loragate.evaluation.tasks.questions import files_in, render_questions
 from loragate.files import write_text
 from loragate.generation import SamplingConfig
+from loragate.models import Loaded
+from loragate.records import read_lines
+from loragate.validate import validate
+
+
+def chosen_tasks(settings: TaskSettings) -> list[Task]:
+    """The tasks of `suite` and `tasks`, each once.
+
+    Raises:
+        ConfigError: if neither is given, or two files define a task of one name.
+    """
+    if not settings.suite and not settings.tasks:
+        raise ConfigError(
+            "say what to evaluate: --suite math, retention, code, arithmetic, tiny or all; or --tasks NAME,FILE.yaml with "
+            f"any of {', '.join(task_names())}"
+        )
+    tasks = suite(settings.suite) if settings.suite else []
+    for name in filter(None, map(str.strip, settings.tasks.split(","))):
+        task = load_task(name)
+        same = [other for other in tasks if other.name == task.name]
+        if same and same[0].fingerprint != task.fingerprint:
+            raise ConfigError(f"--tasks {name}: a task called {task.name} is in the list already; rename one of them")
+        tasks += [] if same else [task]
+    for task in tasks:
+        built_in = task.name in task_names() and load_task(task.name).fingerprint == task.fingerprint
+        if task.harness is not None and not built_in:
+            raise ConfigError(
+                f"{task.path}: tasks with engine: lm-eval are built in, as their rows are checked here; leave the engine out "
+                "and name an extractor and a grader"
+            )
+    return tasks
+
+
+def questions_of(settings: TaskSettings, task: Task, tasks: Sequence[Task]) -> Questions:
+    """The questions of one of `tasks`, from the file or commit that the settings name for it.
+
+    Raises:
+        ConfigError: for a file or a commit of no task.
+        DataError: for rows that cannot be read or used.
+    """
+    names = [one.name for one in tasks]
+    file = _files(settings.data, names).get(task.name)
+    commit = _assignments(settings.revision, "--revision", names).get(task.name)
+    return load_questions(task, file, settings.limit, settings.seed, commit)
+
+
+def prepare_tasks(
+    settings: TaskSettings, loaded: Loaded, tasks: Sequence[Task], system: str = "none"
+) -> list[Prepared]:
+    """The tasks that we ask ourselves, with questions and rendered prompts; raises as `questions_of` and `prepare`."""
+    return [
+        prepare(
+            task,
+            questions_of(settings, task, tasks),
+            loaded.tokenizer,
+            seed=settings.seed,
+            positions=loaded.positions,
+            samples=settings.samples,
+            temperature=settings.temperature,
+            max_new_tokens=settings.max_new_tokens,
+            system=system,
+        )
+        for task in tasks
+        if task.harness is None
+    ]
+
+
+def _files(data: str, names: list[str]) -> dict[str, str]:
+    """Local files by task, from `--data`."""
+    if not data or "=" in data:
+        return _assignments(data, "--data", names)
+    folder = Path(data)
+    if folder.is_file() and len(names) == 1:
+        return {names[0]: data}
+    if not folder.is_dir():
+        raise ConfigError(f"--data {data}: expected TASK=FILE, or a folder that holds TASK.jsonl files")
+    found = {name: data for name in names if files_in(folder, name)}
+    if not found:
+        raise ConfigError(
+            f"--data {data}: the folder holds a file of none of the tasks; expected {names[0]}.jsonl, .json or .parquet, and "
+            "so on"
+        )
+    return found
+
+
+def _assignments(text: str, flag: str, known: list[str]) -> dict[str, str]:
+    """{task: value} of "TASK=VALUE,TASK=VALUE"."""
+    found: dict[str, str] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, _, value = part.partition("=")
+        if not value:
+            raise ConfigError(f"{flag} {part}: expected TASK=VALUE")
+        if name not in known:
+            raise ConfigError(
+                f"{flag} {part}: {name} is not among the tasks{nearest(name, known)} ({', '.join(known)})"
+            )
+        found[name] = value
+    return found
 
 
 @dataclass(frozen=True)
@@ -113,12 +223,8 @@ def read_questions(folder: Path, task: str) -> list[Question]:
     path = folder / "questions" / f"{task}.jsonl"
     if not path.is_file():
         raise DataError(f"found no {path}; {folder} is not the folder of an evaluation")
-    questions = []
-    # not splitlines: a prompt may hold unusual line separators, which JSON leaves as they are
-    for number, line in enumerate(path.read_text(encoding="utf-8").rstrip("\n").split("\n"), start=1):
-        try:
-            row = json.loads(line)
-            questions.append(Question(row["id"], row["prompt"], row["gold"], row["row"], f"{path}, line {number}"))
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}, line {number}: not a question ({error}); run the evaluation again") from None
-    return questions
+    remedy = "run the evaluation again"
+    return [
+        replace(validate(Question, row, where, DataError, remedy), place=where)
+        for where, row in read_lines(path, remedy)
+    ]

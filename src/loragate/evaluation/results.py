@@ -8,7 +8,6 @@ is read halfway gives a table that looks whole. Scores and shares are shares of 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import typing
 from collections import Counter
@@ -21,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from loragate import records
-from loragate.errors import ConfigError, DataError, nearest
+from loragate.errors import DataError, nearest
 from loragate.evaluation.aggregates import SuiteEstimate, dft_rounded_mean, majority_at_k, pass_at_k
 from loragate.evaluation.statistics import Difference, Estimate, average_at_k, check_scores, compare, holm
 from loragate.files import write_json
@@ -223,13 +222,7 @@ def write_record(record: EvaluationRecord, path: str | Path) -> None:
 
 def read_record(path: str | Path) -> EvaluationRecord:
     """Return the record in a file; raises `DataError`, naming file and key, for anything else."""
-    try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}. Run `loragate eval` to make a record.") from None
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON ({error}); restore the file or run the evaluation again.") from None
-    return EvaluationRecord.from_json(value, str(path))
+    return EvaluationRecord.from_json(records.read_value(Path(path), "make a record with `loragate eval`"), str(path))
 
 
 def task_result(
@@ -254,13 +247,8 @@ def task_result(
         answers: extracted answers [Q][K] for the majority vote; None leaves it out.
         adapter_scores: the plain adapter's scores on the same questions, to be compared with.
         others: further fields of `TaskResult`: control, temperature, constant, entropy, seconds.
-
-    Raises `DataError` for shapes that do not fit.
     """
     array = check_scores(scores, "scores")
-    for name, entries in (("reasons", reasons), ("finish_reasons", finish_reasons), ("tokens", tokens)):
-        if len(entries) != array.size:
-            raise DataError(f"{name} has {len(entries)} entries; expected {array.size}, one per sample.")
     samples = array.shape[1]
     return TaskResult(
         task=task,
@@ -280,15 +268,12 @@ def task_result(
     )
 
 
-def verdict(difference: Difference, alpha: float = 0.05, p: float | None = None) -> Verdict:
-    """Return what a comparison shows: "better" or "worse" only where p and the 95 % interval both say so.
+def verdict(difference: Difference, p: float | None = None) -> Verdict:
+    """Return what a comparison shows: "better" or "worse" only where p, at 5 %, and the 95 % interval both say so.
 
     `p` takes the place of the difference's own, as after Holm's adjustment. "no difference shown" does not mean equal.
-    Raises `ConfigError` for an `alpha` outside (0, 0.05], above which the interval would decide alone.
     """
-    if not 0 < alpha <= 0.05:
-        raise ConfigError(f"alpha is {alpha}; give a level above 0 and at most 0.05, the level of the interval.")
-    if (difference.p if p is None else p) > alpha:
+    if (difference.p if p is None else p) > 0.05:
         return "no difference shown"
     return "better" if difference.low > 0 else "worse" if difference.high < 0 else "no difference shown"
 

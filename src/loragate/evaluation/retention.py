@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,14 +9,16 @@ from typing import Any
 
 import numpy as np
 
+from loragate.data import template_hash
 from loragate.errors import DataError
 from loragate.evaluation.aggregates import compare_suites, suite_average
-from loragate.evaluation.harness_rows import load_questions, load_suite
-from loragate.evaluation.harness_scores import HarnessScores
+from loragate.evaluation.harness import HarnessScores, answer_limit
 from loragate.evaluation.results import SuiteResult, TaskInfo, TaskResult, task_result
+from loragate.evaluation.tasks import Questions, Task, load_task
 from loragate.evaluation.variants import Variant
 from loragate.files import write_json
 from loragate.generation import SamplingConfig
+from loragate.records import read, to_json
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,10 @@ def keep_measured(folder: Path, variant: Variant, name: str, measure: Callable[[
     What is on file belongs to this run: `describe_suite` is part of what a resumed run must share.
     """
     if not all_measured(folder, name, [variant]):
-        write_json(_path(folder, variant, name), _stored(measure()))
+        write_json(_path(folder, variant, name), to_json(measure()))
 
 
-def read_measured(folder: Path, variant: Variant, name: str, adapter: Measured | None = None) -> Measured:
+def read_measured(folder: Path, variant: Variant, name: str, seed: int, adapter: Measured | None = None) -> Measured:
     """What `keep_measured` wrote, compared with the plain adapter's.
 
     Raises:
@@ -49,38 +50,30 @@ def read_measured(folder: Path, variant: Variant, name: str, adapter: Measured |
     path = _path(folder, variant, name)
     if not path.exists():
         raise DataError(f"found no {path}; finish the evaluation with --resume first")
-    try:
-        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        scores = np.array(kept["scores"], dtype=float)
-        samples = kept["samples"]
-        limit = kept["settings"]["max_new_tokens"]
-        seed = kept["settings"]["seed"]
-        subsets = tuple(str(subset) for subset in kept["subsets"])
-        warnings = tuple(str(warning) for warning in kept["warnings"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: not what this version writes ({error}); delete it and resume") from None
+    kept = read(HarnessScores, path, "delete it and resume")
+    settings, scores = kept.settings, np.array(kept.scores)[:, None]
     info = TaskInfo(
         name=name,
-        version=kept["version"],
-        fingerprint=str(kept["settings"].get("rows")),
-        prompt_sha256=kept["prompts_hash"],
-        dataset=str(kept["settings"].get("source")),
-        dataset_revision=kept["settings"].get("revision"),
-        grader=f"lm-eval {kept['metric']}",
-        grader_version=kept["settings"]["lm_eval"],
-        sampling=SamplingConfig(temperature=0.0, max_new_tokens=limit or 1, samples=1, seed=seed),
+        version=kept.version,
+        fingerprint=settings["rows"],
+        prompt_sha256=kept.prompts_hash,
+        dataset=settings["source"],
+        dataset_revision=settings["revision"],
+        grader=f"lm-eval {kept.metric}",
+        grader_version=settings["lm_eval"],
+        sampling=SamplingConfig(temperature=0.0, max_new_tokens=settings["max_new_tokens"] or 1, samples=1, seed=seed),
     )
     row = task_result(
         name,
         variant.acts,
         scores,
-        question_ids=kept["questions"],
-        reasons=["ok" if sample["correct"] else "wrong" for sample in samples],
-        finish_reasons=[sample.get("finish_reason", "stop") for sample in samples],
-        tokens=[int(sample.get("tokens", 0)) for sample in samples],
+        question_ids=kept.questions,
+        reasons=["ok" if sample["correct"] else "wrong" for sample in kept.samples],
+        finish_reasons=[sample.get("finish_reason", "stop") for sample in kept.samples],
+        tokens=[int(sample.get("tokens", 0)) for sample in kept.samples],
         adapter_scores=None if adapter is None else adapter.scores,
     )
-    return Measured(info, row, scores, subsets, warnings)
+    return Measured(info, row, scores, kept.subsets, kept.warnings)
 
 
 def retention_averages(found: Mapping[str, Mapping[str, Measured]]) -> list[SuiteResult]:
@@ -117,39 +110,28 @@ def retention_averages(found: Mapping[str, Mapping[str, Measured]]) -> list[Suit
 
 def _strata(suite: str, measured: Measured) -> list[np.ndarray]:
     """Tables of scores that count the same in the suite's score: one for each subset, or one of all questions."""
-    if load_suite(suite).average == "questions":
+    harness = load_task(suite).harness
+    if harness is None or harness.average == "questions":
         return [measured.scores]
     names = np.array(measured.subsets)
     return [measured.scores[names == name] for name in dict.fromkeys(measured.subsets)]
 
 
 def describe_suite(
-    name: str,
-    file: str | None = None,
-    limit: int | None = None,
-    max_new_tokens: int | None = None,
-    revision: str | None = None,
+    task: Task, questions: Questions, tokenizer: Any, limit: int | None, max_new_tokens: int | None, system: str
 ) -> dict[str, Any]:
-    """What scores of a retention suite depend on beside the model; its rows are read and checked for it.
-
-    Args:
-        file: local rows in place of the hub's.
-        limit: the first questions of each subset only.
-        revision: of the hub data set, in place of the pinned one.
-
-    Raises:
-        DataError: for rows that cannot be read or used.
-    """
-    suite = load_suite(name, max_new_tokens)
-    questions = load_questions(suite, file, limit, revision)
-    return {
-        "version": suite.version,
+    """What scores of a retention suite depend on beside the model."""
+    assert task.harness is not None, f"{task.name} is no task of the harness"
+    asked = {
+        "version": task.version,
         "source": questions.source,
         "revision": questions.revision,
-        "rows": questions.fingerprints,
+        "rows": questions.fingerprint,
         "limit": limit,
-        "max_new_tokens": suite.max_new_tokens,
+        "max_new_tokens": answer_limit(task.harness, max_new_tokens),
+        "chat_template": template_hash(tokenizer),
     }
+    return asked if system == "none" else {**asked, "system": system}
 
 
 def all_measured(folder: Path, name: str, variants: Sequence[Variant]) -> bool:
@@ -159,20 +141,3 @@ def all_measured(folder: Path, name: str, variants: Sequence[Variant]) -> bool:
 
 def _path(folder: Path, variant: Variant, name: str) -> Path:
     return folder / "harness" / variant.slug / f"{name}.json"
-
-
-def _stored(found: HarnessScores) -> dict[str, Any]:
-    return {
-        "version": found.version,
-        "metric": found.metric,
-        "scores": found.scores.tolist(),
-        "harness_values": found.harness_values,
-        "by_subset": {name: estimate.mean for name, estimate in found.by_subset.items()},
-        "macro": found.macro,
-        "questions": list(found.questions),
-        "subsets": list(found.subsets),
-        "prompts_hash": found.prompts_hash,
-        "settings": found.settings,
-        "warnings": list(found.warnings),
-        "samples": found.samples,
-    }

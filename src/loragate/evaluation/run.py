@@ -62,13 +62,13 @@ def run_suite(
     return SuiteScores(
         scores=scores,
         truncated=float(np.mean([sample.finish_reason == "length" for sample in samples])),
-        entropy=_mean_entropy(samples),
+        entropy=mean_entropy(samples),
         tokens=float(lengths.mean()),
         samples=samples,
     )
 
 
-def _mean_entropy(samples: Sequence[Sample]) -> float | None:
+def mean_entropy(samples: Sequence[Sample]) -> float | None:
     """Mean over all generated tokens of the samples whose engine measured it, nats; None where none did."""
     measured = [(sample.entropy, len(sample.token_ids)) for sample in samples if sample.entropy is not None]
     if not measured:

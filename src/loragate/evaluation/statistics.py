@@ -12,20 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import expit, logit, stdtrit
 
-from loragate.errors import ConfigError, DataError, nearest
+from loragate.errors import DataError
 
 CONFIDENCE = 0.95
 EXACT_QUESTIONS = 12
 DRAWS = 10_000
 
 Array = NDArray[np.float64]
-Interval = Literal["logit-t", "t"]
 
 
 @dataclass(frozen=True)
@@ -50,13 +48,12 @@ class Difference:
     p: float
 
 
-def average_at_k(scores: ArrayLike, *, interval: Interval | None = None) -> Estimate:
+def average_at_k(scores: ArrayLike) -> Estimate:
     """Return the mean of `scores` [Q, K] (Avg@K) with its 95 % interval over questions.
 
-    The standard error is that of the Q per-question means. `interval` says how it becomes an interval: "logit-t" takes
-    mean and error to the log-odds scale, mean / (1 - mean) (delta method), and back, with the t quantile of Q - 1
-    degrees of freedom, so that the interval leans towards 1/2 and stays inside (0, 1); "t" is symmetric, cut to [0, 1]
-    when all scores lie there. None, the default, is "logit-t" for scores in [0, 1] and "t" for all others.
+    The standard error is that of the Q per-question means. For scores in [0, 1] mean and error go to the log-odds scale,
+    mean / (1 - mean) (delta method), and back, with the t quantile of Q - 1 degrees of freedom, so that the interval leans
+    towards 1/2 and stays inside (0, 1); for all others it is the symmetric t interval.
 
     When all questions have the same mean, their spread says nothing and either interval would have no width. The
     interval then comes from a bound of Wilson's type on what was not seen: a share of at most t^2 / (Q + t^2) of all
@@ -64,20 +61,15 @@ def average_at_k(scores: ArrayLike, *, interval: Interval | None = None) -> Esti
     in place of z (96.8 % for 120 questions, a little wider than the rule of three). A single question gives [0, 1].
     Scores outside [0, 1] have no known limits, so in these cases their interval is infinite.
 
-    Raises `DataError` for an array that is empty, not two-dimensional or not finite, and for "logit-t" on scores
-    outside [0, 1]; `ConfigError` for an unknown interval.
+    Raises `DataError` for an array that is empty, not two-dimensional or not finite.
     """
     array = check_scores(scores, "scores")
     shares = _in_unit_interval(array)
-    if interval not in (None, "logit-t", "t"):
-        known = ("logit-t", "t")
-        raise ConfigError(f"interval is {interval!r}{nearest(str(interval), known)}; choose one of {', '.join(known)}.")
-    if interval == "logit-t" and not shares:
-        raise DataError("scores lie outside [0, 1], where a logit-t interval does not exist; use interval='t'.")
     lower, upper = (0.0, 1.0) if shares else (-math.inf, math.inf)
-    mean, stderr, low, high = _t_interval(array.mean(axis=1), lower, upper)
-    if shares and interval != "t" and stderr > 0 and 0 < mean < 1:
-        low, high = _logit_t_interval(mean, stderr, len(array))
+    mean, stderr, low, high = t_interval(array.mean(axis=1), lower, upper)
+    if shares and stderr > 0 and 0 < mean < 1:
+        half = stdtrit(len(array) - 1, (1 + CONFIDENCE) / 2) * stderr / (mean * (1 - mean))
+        low, high = float(expit(logit(mean) - half)), float(expit(logit(mean) + half))
     return Estimate(mean, stderr, low, high, *array.shape)
 
 
@@ -91,7 +83,7 @@ def compare(scores_a: ArrayLike, scores_b: ArrayLike, *, seed: int = 0) -> Diffe
     Raises `DataError` as `average_at_k` does, and when the numbers of questions differ.
     """
     differences, limit = paired_differences(scores_a, scores_b)
-    mean, _, low, high = _t_interval(differences, -limit, limit)
+    mean, _, low, high = t_interval(differences, -limit, limit)
     return Difference(mean, low, high, sign_flip_p(differences, seed))
 
 
@@ -155,14 +147,7 @@ def without_spread(values: Array) -> bool:
     return bool(np.ptp(values) <= 1e-12 * max(1.0, float(np.abs(values).max())))
 
 
-def _logit_t_interval(mean: float, stderr: float, count: int) -> tuple[float, float]:
-    """Low and high of a mean in (0, 1) by the delta method on its log-odds."""
-    half = stdtrit(count - 1, (1 + CONFIDENCE) / 2) * stderr / (mean * (1 - mean))
-    centre = logit(mean)
-    return float(expit(centre - half)), float(expit(centre + half))
-
-
-def _t_interval(values: Array, lower: float, upper: float) -> tuple[float, float, float, float]:
+def t_interval(values: Array, lower: float, upper: float) -> tuple[float, float, float, float]:
     """Return mean, standard error, low and high of `values` [Q], whose population lies in [lower, upper]."""
     count = len(values)
     mean = float(values.mean())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -120,9 +120,8 @@ def _sampled(acts: Kind, temperature: float) -> Variant:
     return Variant(acts, f"T={temperature:g}" if temperature else "greedy", temperature=temperature)
 
 
-@contextmanager
-def acting(model: Any, variant: Variant, kind: Kind) -> Iterator[None]:
-    """The loaded model as this variant inside the context; left as it was found.
+def acting(model: Any, variant: Variant, kind: Kind) -> AbstractContextManager[Any]:
+    """A context inside which the loaded model is this variant; the model is left as it was found.
 
     Raises:
         ConfigError: for a variant that the loaded model cannot be.
@@ -132,32 +131,26 @@ def acting(model: Any, variant: Variant, kind: Kind) -> Iterator[None]:
     if variant.acts == "gated" and kind != "gated" and variant.gates is None:
         raise ConfigError(f"{variant.name} cannot be scored: the adapter carries no gates")
     if variant.acts == "base":
-        if kind == "base":
-            yield
-        else:
-            with model.disable_adapter():
-                yield
-    elif variant.gates is not None:
-        load_gates(model, variant.gates)
-        try:
-            yield
-        finally:
-            detach_gates(model)
-    elif variant.override is not None:
+        return nullcontext() if kind == "base" else model.disable_adapter()
+    if variant.gates is not None:
+        return _loaded(model, variant.gates)
+    if variant.override is not None:
         override = parse_override(variant.override)
-        with gate_override(model, override.minimum, override.maximum, override.constant):
-            yield
-    elif variant.random is not None:
-        with _random(model, variant.random):
-            yield
-    elif variant.constant is not None:
-        with constant_gate(model, variant.constant):
-            yield
-    elif variant.acts == "adapter" and kind == "gated":
-        with gates_disabled(model):
-            yield
-    else:
+        return gate_override(model, override.minimum, override.maximum, override.constant)
+    if variant.random is not None:
+        return _random(model, variant.random)
+    if variant.constant is not None:
+        return constant_gate(model, variant.constant)
+    return gates_disabled(model) if variant.acts == "adapter" and kind == "gated" else nullcontext()
+
+
+@contextmanager
+def _loaded(model: Any, folder: str) -> Iterator[None]:
+    load_gates(model, folder)
+    try:
         yield
+    finally:
+        detach_gates(model)
 
 
 @contextmanager

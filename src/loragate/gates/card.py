@@ -89,13 +89,12 @@ def _scores(selection: dict[str, Any]) -> list[list[str]]:
     signs = _mapping(selection.get("signs"))
     found = {name: row for name, row in _mapping(selection.get("evidence")).items() if _is_score(row)}
     found.pop("difference", None)  # a sweep keeps the difference of two rows beside them
-    compared = {name: row for name, row in _mapping(selection.get("references")).items() if _is_score(row)}
     rows = []
-    for name, row in {**found, **compared}.items():
+    for name, row in found.items():
         sign = _mapping(signs.get(name))
         ended = f"{100 * sign['finished']:.0f}" if _number(sign.get("finished")) else ""
         tokens = f"{sign['tokens']:.0f}" if _number(sign.get("tokens")) else ""
-        line = [plain(name) + (" (for comparison)" if name in compared else ""), *_interval(row), ended, tokens]
+        line = [plain(name), *_interval(row), ended, tokens]
         if retained:
             line += _interval(retained[name]) if _is_score(retained.get(name)) else ["", ""]
         rows.append(line)
@@ -112,8 +111,6 @@ def _notes(selection: dict[str, Any], training: dict[str, Any]) -> list[str]:
     for name in dict.fromkeys(("adapter", selection.get("picked"))):
         found = warnings.get(name) if isinstance(name, str) else None
         notes += [f"Warning on {plain(name)}: {plain(phrase)}." for phrase in found or ()]
-    for name in _mapping(selection.get("references")):
-        notes += [f"For comparison: {plain(phrase)}." for phrase in warnings.get(name) or ()]
     if training.get("stopped"):
         notes.append(f"Training was stopped: {plain(training['stopped'])}.")
     if selection.get("note"):

@@ -129,7 +129,7 @@ class _ReferenceStatistics(torch.autograd.Function):
                         torch.linalg.vecdot(p_CV, log_p_CV - log_r_CV),
                     )
                 )
-        ctx.save_for_backward(hidden_TD, labels_T)
+        ctx.save_for_backward(hidden_TD, labels_T)  # no [T, V]: the backward projects both models again
         ctx.plan = plan
         return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 

@@ -113,6 +113,7 @@ class Projection:
         if self.weight_VD.dtype == self.working:
             return F.embedding_bag(indices_TK, self.weight_VD, per_sample_weights=coefficient_TK, mode="sum")
         # embedding_bag would round the coefficients to the rows' dtype
+        # K rows of D numbers for each of so many tokens are gathered at a time, within the budget
         total_TD = coefficient_TK.new_empty((indices_TK.shape[0], self.weight_VD.shape[1]))
         size = self.weight_VD.shape[1] * (self.weight_VD.element_size() + total_TD.element_size())
         count = rows_within(indices_TK.shape[1] * size, BUDGET)

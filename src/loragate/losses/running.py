@@ -81,7 +81,7 @@ class RunningRows:
         at_C, inside_C = label_columns(self.labels_C - self._first, start, stop)
         self.label_C += torch.where(inside_C, z_CV.gather(-1, at_C.unsqueeze(-1)).squeeze(-1), 0.0)
         slope = self.head.slope(z_CV) if self.pull_CD is not None else None
-        highest_C = torch.maximum(self.maximum_C, z_CV.amax(-1))
+        highest_C = torch.maximum(self.maximum_C, z_CV.amax(-1))  # the slope was taken before z is overwritten
         self._rescale(highest_C)
         below_CV = z_CV.sub_(highest_C.unsqueeze(-1))  # in place: the logits are not needed any more
         if self.wanted.entropy or self.wanted.direction == "entropy":
@@ -96,7 +96,7 @@ class RunningRows:
                 share_CV *= below_CV.sub_((self.weighted_C / self.total_C).unsqueeze(-1))
             if isinstance(slope, torch.Tensor):
                 share_CV *= slope
-            self.pull_CD += self.head.tile_back(share_CV, start, stop)
+            self.pull_CD += self.head.tile_back(share_CV, start, stop)  # [C, V]·[V, D], while the tile is there
 
     @property
     def _first(self) -> int:
@@ -107,7 +107,9 @@ class RunningRows:
         """State the sums relative to a new maximum."""
         gap_C = self.maximum_C - highest_C
         decay_C = gap_C.exp()
-        self.weighted_C += gap_C * self.total_C
+        self.weighted_C += (
+            gap_C * self.total_C
+        )  # before total_C decays: Σ e^(z−m)(z−m′) = Σ e^(z−m)(z−m) + (m−m′) Σ e^(z−m)
         self.weighted_C *= decay_C
         self.total_C *= decay_C
         if self.pull_CD is not None:

@@ -7,16 +7,15 @@ one command's options.
     recipe     stages with values, where each value comes from
     run        a recipe run, once all that it needs is there
     folder     the folder of a run: what is finished, what is resumed
+    ready      what its stages lack here, asked before the first one
     machine    what its stages need there: memory, time, disk
     rehearsal  the recipe with its counts cut, on stand-ins
     standins   the base, rows and questions of a rehearsal
 
-The files lie beside this one. What only the command line knows (a command's options, and what they need here) comes as a
-`Program`; `loragate.cli.recipes_ready.PROGRAM` is the one there is.
+The files lie beside this one. What only the command line knows, a command's options, comes as a callable:
+`loragate.cli.recipes.checked`. Names are imported on first use: the help of a command must not read YAML.
 """
 
-from loragate.recipes.files import Library, every_name, find_recipes, read_recipe
-from loragate.recipes.recipe import Recipe, Stage
-from loragate.recipes.run import Program, Run, run_recipe
+import lazy_loader
 
-__all__ = ["Library", "Program", "Recipe", "Run", "Stage", "every_name", "find_recipes", "read_recipe", "run_recipe"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

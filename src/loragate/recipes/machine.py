@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from loragate.analysis.plan import FP32, Plan, decoding, make_plan
 from loragate.analysis.plan_model import base_dtype, build_on_meta, count_parameters, read_config
-from loragate.analysis.plan_request import Request, find_gpu
-from loragate.evaluation.harness_rows import load_suite
+from loragate.analysis.settings import Request, find_gpu
 from loragate.evaluation.tasks import Task, load_task, suite
 from loragate.evaluation.variants import Kind, Variant, variants_for
 from loragate.gates.range import parse_ranges
@@ -196,7 +195,8 @@ def _asked(recipe: Recipe, stage: Stage) -> list[tuple[Task, int, int]]:
             samples, limit = values.get("samples") or task.generation.samples, task.generation.max_new_tokens
             each = sum(1 if row.temperature == 0 else samples for row in rows)
         else:  # no control is asked these
-            each, limit = sum(row.control is None for row in rows), load_suite(task.name).max_new_tokens or 0
+            each = sum(row.control is None for row in rows)
+            limit = (task.harness.max_new_tokens if task.harness else None) or 0
         most = values.get("limit")
         questions = min(task.dataset.rows or most or 0, most or task.dataset.rows or 0)
         found.append((task, each * questions, min(limit, values.get("max_new_tokens") or limit)))

@@ -20,8 +20,9 @@ from loragate.errors import ConfigError, LoragateError
 from loragate.files import write_json
 from loragate.recipes.folder import RECORD, read_record
 from loragate.recipes.machine import Need
+from loragate.recipes.ready import OptionsOf
 from loragate.recipes.recipe import Recipe, Stage
-from loragate.recipes.run import EVAL_PYTHON, Program, Run, run_recipe, start
+from loragate.recipes.run import EVAL_PYTHON, Run, run_recipe, start
 from loragate.recipes.standins import base_folder, rows_file, write_standins
 
 REHEARSAL = "rehearsal.json"
@@ -69,7 +70,7 @@ def rehearsal(recipe: Recipe, folder: Path, engine: str = "") -> tuple[Recipe, l
 
 
 def rehearse(
-    small: Recipe, replaced: Sequence[Replaced], needs: Sequence[Need], run: Run, program: Program
+    small: Recipe, replaced: Sequence[Replaced], needs: Sequence[Need], run: Run, options_of: OptionsOf
 ) -> dict[str, Any]:
     """Run every stage of a rehearsal, and the report on it.
 
@@ -86,9 +87,9 @@ def rehearse(
     """
     began, folder = time.monotonic(), run.folder.parent
     write_standins(folder / "stand-ins")
-    seconds = run_recipe(small, run, program)
+    seconds = run_recipe(small, run, options_of)
     report = [sys.executable, "-m", "loragate", "report", str(run.folder), "--out", str(folder / "report.html")]
-    start([*report, "--overwrite"], f"the report on {small.name}", f"loragate report {run.folder}", program)
+    start([*report, "--overwrite"], f"the report on {small.name}", f"loragate report {run.folder}")
     found: dict[str, Any] = {
         "recipe": small.name,
         "replaced": [dataclasses.asdict(item) for item in replaced],

@@ -9,46 +9,27 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
-import json
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from loragate.errors import ConfigError, LoragateError
-from loragate.files import held, write_json, write_text
+from loragate.files import held, write_text
 from loragate.recipes.folder import RunFolder
+from loragate.recipes.ready import OptionsOf, ask, lacking
 from loragate.recipes.recipe import Recipe, Stage
-from loragate.version import __version__
+from loragate.training.launching import wait_for
 
 EVAL_PYTHON = "LORAGATE_EVAL_PYTHON"
 """Environment variable that stands for --eval-python."""
-
-
-@dataclass(frozen=True)
-class Program:
-    """What a recipe has to know of the commands, which lie above this room.
-
-    Attributes:
-        checked: (stage, name of the recipe) to the stage's options as its command has them; a ConfigError names stage and key.
-        lacking: (stages, folder of the run) to one sentence for each thing that they need and that is not here.
-        lacking_module: what `python -m` is given to ask another interpreter the same: it reads a file of stages.
-        start: runs a command line and returns its exit status; KeyboardInterrupt once it has ended after Ctrl-C.
-    """
-
-    checked: Callable[[Stage, str], Any]
-    lacking: Callable[[Sequence[Stage], str], list[str]]
-    lacking_module: str
-    start: Callable[[list[str]], int]
 
 
 @dataclass(frozen=True)
@@ -74,7 +55,7 @@ class Run:
     say: Callable[[str], None] = print
 
 
-def run_recipe(recipe: Recipe, run: Run, program: Program) -> dict[str, float]:
+def run_recipe(recipe: Recipe, run: Run, options_of: OptionsOf) -> dict[str, float]:
     """Run the stages in their order; those that are finished are left alone.
 
     Returns:
@@ -88,7 +69,7 @@ def run_recipe(recipe: Recipe, run: Run, program: Program) -> dict[str, float]:
     again = run.again or shlex.join(["loragate", "recipes", "run", recipe.name, "--out", str(run.folder)])
     stages = [stage for stage, _, _ in steps(recipe, run)]
     for stage in stages:
-        program.checked(stage, recipe.name)
+        options_of(stage, recipe.name)
     with held(run.folder / "lock", 0.0, f"another run works in {run.folder}; wait for it to end, or stop it"):
         folder = RunFolder.begin(run.folder, recipe)
         wanted = [stage for stage in stages if not run.stages or stage.name in run.stages]
@@ -101,7 +82,7 @@ def run_recipe(recipe: Recipe, run: Run, program: Program) -> dict[str, float]:
             run.say(f"answers with vLLM: {evaluator}")
         if ahead:
             run.say("checking that every stage can run here: data, graders, engine, disk")
-            require_parts(recipe, ahead, run, program, evaluator)
+            require_parts(recipe, ahead, run, options_of, evaluator)
             for sentence in _tight(recipe, ahead):
                 run.say(sentence)
         if evaluator:  # later runs in this folder go by it
@@ -118,7 +99,7 @@ def run_recipe(recipe: Recipe, run: Run, program: Program) -> dict[str, float]:
             runs = folder.record["state"].get(stage.name, {}).get("started", [])
             folder.note_stage(stage, command=shlex.join(command), started=[*runs, time.strftime("%Y-%m-%dT%H:%M:%S%z")])
             began = time.monotonic()
-            start([*command, *(["--resume"] if resume else [])], f"{title} of {recipe.name}", again, program)
+            start([*command, *(["--resume"] if resume else [])], f"{title} of {recipe.name}", again)
             folder.note_stage(stage, finished=True, seconds=round(time.monotonic() - began, 1))
             run.say(f"{title}: done in {time.monotonic() - began:.0f} s")
     return {name: state["seconds"] for name, state in folder.record["state"].items() if "seconds" in state}
@@ -142,7 +123,7 @@ def config_text(stage: Stage, command: list[str]) -> str:
     return f"# {shlex.join(begin)}\n{yaml.safe_dump(stage.values, sort_keys=False, allow_unicode=True)}"
 
 
-def start(command: list[str], what: str, again: str, program: Program) -> None:
+def start(command: list[str], what: str, again: str) -> None:
     """Run a command line of loragate as a process of its own.
 
     Args:
@@ -152,7 +133,7 @@ def start(command: list[str], what: str, again: str, program: Program) -> None:
         LoragateError: if it fails; KeyboardInterrupt once it has ended after Ctrl-C.
     """
     try:
-        status = program.start(command)
+        status = wait_for(subprocess.Popen(command))
     except OSError as error:
         raise ConfigError(f"--launcher: {command[0]} cannot be started ({error.strerror})") from error
     except KeyboardInterrupt:
@@ -180,7 +161,9 @@ def interpreter(named: str) -> str:
     return os.path.abspath(found) if found else ""
 
 
-def require_parts(recipe: Recipe, stages: Sequence[Stage], run: Run, program: Program, evaluator: str = "") -> None:
+def require_parts(
+    recipe: Recipe, stages: Sequence[Stage], run: Run, options_of: OptionsOf, evaluator: str = ""
+) -> None:
     """Refuse a run of which any stage could not come to its end here, before anything is trained.
 
     Args:
@@ -191,14 +174,14 @@ def require_parts(recipe: Recipe, stages: Sequence[Stage], run: Run, program: Pr
         ConfigError: with everything that is missing, stage by stage, and what to do instead.
     """
     place = str(run.folder)
-    found = program.lacking([stage for stage in stages if not stage.vllm], place)
+    found = lacking([stage for stage in stages if not stage.vllm], place, options_of)
     # the model is not there yet, and has the tokenizer and the layers of its base
     model = {"model": recipe.base}
     answering = [dataclasses.replace(stage, values={**stage.values, **model}) for stage in stages if stage.vllm]
     if answering and not evaluator and importlib.util.find_spec("vllm") is None:
-        found += program.lacking(answering, place)
+        found += lacking(answering, place, options_of)
     elif answering:
-        found += _ask(evaluator or sys.executable, answering, place, program)
+        found += ask(evaluator or sys.executable, answering, place)
     found += _disk(recipe, run.folder)
     if not found:
         return
@@ -230,27 +213,6 @@ def _require_earlier(stages: Sequence[Stage], wanted: Sequence[Stage], folder: R
                     f"--stages {chosen}: stage '{stage.name}' reads what '{done.name}' leaves in {out}, and that has not been "
                     f"run there; give --stages {done.name},{chosen} or leave --stages out"
                 )
-
-
-def _ask(python: str, stages: Sequence[Stage], folder: str, program: Program) -> list[str]:
-    """What the stages lack in another interpreter, or that it cannot run them at all."""
-    with tempfile.TemporaryDirectory(prefix="loragate-ready-") as place:
-        file = Path(place) / "stages.json"
-        write_json(file, {"folder": folder, "stages": [dataclasses.asdict(stage) for stage in stages]})
-        try:
-            done = subprocess.run(
-                [python, "-m", program.lacking_module, str(file)], capture_output=True, text=True, check=False
-            )
-        except OSError as error:
-            return [f"--eval-python {python}: cannot be started ({error.strerror})"]
-        answer = file.with_suffix(".answer.json")
-        if not answer.is_file():
-            said = (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]
-            return [f"--eval-python {python}: cannot run loragate {__version__} ({said})"]
-        told = json.loads(answer.read_text(encoding="utf-8"))
-    if told["loragate"] != __version__:
-        return [f"--eval-python {python}: has loragate {told['loragate']}, and this is {__version__}; install the same"]
-    return [str(text) for text in told["lacking"]]
 
 
 def _tight(recipe: Recipe, stages: Sequence[Stage]) -> Iterator[str]:

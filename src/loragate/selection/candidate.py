@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,21 @@ from loragate.errors import ConfigError, nearest
 from loragate.gates.range import Range
 from loragate.training.settings import GATE_OBJECTIVES
 
-ADAPTER, BASE = "adapter", "base"
+KINDS = ADAPTER, BASE, CONSTANT, GATES = ("adapter", "base", "constant", "gates")
+"""From the simplest on: nothing to add, something to leave off, one number, a folder of gates."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Gates to train, or the adapter or its base as they are.
+    """Gates to train, or what needs no training: the adapter, its base, the adapter under one λ.
 
     Attributes:
         range: of λ; None where nothing is trained.
-        objective: of the training, "entropy" being the paper's; "adapter" or "base" where nothing is trained.
+        objective: of the training, "entropy" being the paper's; "adapter", "base" or "constant" where nothing is trained.
         seed: of the gates' start and of the order of the rows.
         adapter: label of the adapter, where a study has several.
-        temperature: of sampling; None takes the probe's.
+        temperature: of sampling, 0 for greedy; None takes the probe's.
+        scale: the λ of a "constant".
     """
 
     range: Range | None
@@ -36,15 +38,33 @@ class Candidate:
     seed: int = 0
     adapter: str = ""
     temperature: float | None = None
+    scale: float = 1.0
+
+    @property
+    def kind(self) -> str:
+        """One of `KINDS`."""
+        return self.objective if self.range is None else GATES
+
+    @property
+    def fixed(self) -> float:
+        """The one λ of what is not trained."""
+        return {ADAPTER: 1.0, BASE: 0.0}.get(self.kind, self.scale)
+
+    @property
+    def model(self) -> Candidate:
+        """The same at no temperature: what is trained, or put on the model."""
+        return replace(self, temperature=None)
 
     @property
     def cell(self) -> str:
-        """What it is compared as, its seeds taken together: "[-3,1]", "[-3,1] anchored", "adapter", "adapter T=0.3"."""
+        """What it is compared as, its seeds taken together: "[-3,1]", "[-3,1] anchored", "λ=0.5", "adapter T=0.3"."""
         if self.range is None:
-            name = self.objective
+            name = f"λ={self.scale:g}" if self.kind == CONSTANT else self.objective
         else:
             name = str(self.range) if self.objective == "entropy" else f"{self.range} {self.objective}"
-        return name if self.temperature is None else f"{name} T={self.temperature:g}"
+        if self.temperature is None:
+            return name
+        return f"{name} T={self.temperature:g}" if self.temperature else f"{name} greedy"
 
     @property
     def name(self) -> str:
@@ -54,15 +74,10 @@ class Candidate:
         return f"{self.range} {self.objective}, seed {self.seed}"
 
     @property
-    def is_reference(self) -> bool:
-        """Whether it is asked for comparison only: the base, or the adapter at a temperature of its own."""
-        return self.range is None and self.cell != ADAPTER
-
-    @property
     def slug(self) -> str:
         """Its folder: stable, unique, and fit for every file system."""
         if self.range is None:
-            own = "untouched" if self.objective == ADAPTER else self.objective
+            own = {ADAPTER: "untouched", CONSTANT: f"constant_{self.scale:g}"}.get(self.kind, self.kind)
         else:
             own = f"{self.objective}_{self.range.slug}_seed{self.seed}"
         heat = [] if self.temperature is None else [f"T{self.temperature:g}"]
@@ -70,8 +85,7 @@ class Candidate:
 
     def as_record(self) -> dict[str, Any]:
         """As it stands in the study's file and in results; the adapter is λ = 1 and the base λ = 0."""
-        fixed = 0.0 if self.objective == BASE else 1.0
-        lower, upper = (fixed, fixed) if self.range is None else (self.range.lower, self.range.upper)
+        lower, upper = (self.fixed, self.fixed) if self.range is None else (self.range.lower, self.range.upper)
         record = {
             "adapter": self.adapter,
             "lower": lower,
@@ -84,10 +98,10 @@ class Candidate:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Candidate:
         """The candidate of `as_record`; raises KeyError, TypeError or GateError for what is none."""
-        objective = record["objective"]
-        untrained = objective in (ADAPTER, BASE)
-        bounds = None if untrained else Range(record["lower"], record["upper"])
-        return cls(bounds, objective, record["seed"], record["adapter"], record.get("temperature"))
+        objective, lower = record["objective"], record["lower"]
+        bounds = None if objective in (ADAPTER, BASE, CONSTANT) else Range(lower, record["upper"])
+        scale = lower if objective == CONSTANT else 1.0
+        return cls(bounds, objective, record["seed"], record["adapter"], record.get("temperature"), scale)
 
 
 def parse_candidates(text: str, objective: str = "entropy", seed: int = 0) -> tuple[Candidate, ...]:

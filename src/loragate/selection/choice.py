@@ -7,7 +7,7 @@ test questions; that is the caller's duty, and its size is recorded with the cho
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -27,7 +27,6 @@ class Choice:
         accepted: False if the fallback was picked.
         evidence: {candidate: {mean, low, high, ...}} on the selection questions.
         questions, samples: size of the evidence.
-        vetoed: {candidate: why it could not be picked}.
     """
 
     name: str
@@ -35,25 +34,18 @@ class Choice:
     evidence: dict[str, dict[str, float]]
     questions: int
     samples: int
-    vetoed: dict[str, str] = field(default_factory=dict)
 
 
-def choose(candidates: Mapping[str, np.ndarray], fallback: str, vetoed: Mapping[str, str] | None = None) -> Choice:
+def choose(candidates: Mapping[str, np.ndarray], fallback: str) -> Choice:
     """The candidate with the highest mean score; the fallback wins ties, then the earlier candidate.
 
     Args:
         candidates: {name: scores [questions, samples]}, the fallback among them, all on the same questions.
         fallback: name of the untouched adapter.
-        vetoed: {candidate: reason} of those that may not be picked whatever they score.
 
     Raises:
-        ConfigError: if the fallback is missing or vetoed, a vetoed name is unknown, or the shapes differ.
+        ConfigError: if the fallback is missing, or the shapes differ.
     """
-    vetoed = dict(vetoed or {})
-    if unknown := sorted(set(vetoed) - (set(candidates) - {fallback})):
-        raise ConfigError(
-            f"{unknown[0]!r} cannot be vetoed: it is the fallback or no candidate ({', '.join(candidates)})"
-        )
     if fallback not in candidates:
         raise ConfigError(f"the fallback {fallback!r} must be among the candidates ({', '.join(candidates)})")
     shapes = {name: np.shape(scores) for name, scores in candidates.items()}
@@ -61,7 +53,7 @@ def choose(candidates: Mapping[str, np.ndarray], fallback: str, vetoed: Mapping[
         raise ConfigError(f"all candidates must be scored on the same questions and samples, found {shapes}")
     best = fallback
     for name, scores in candidates.items():
-        if name not in vetoed and np.mean(scores) > np.mean(candidates[best]) + _ROUNDING:
+        if np.mean(scores) > np.mean(candidates[best]) + _ROUNDING:
             best = name
     questions, samples = shapes[fallback]
     return Choice(
@@ -70,5 +62,4 @@ def choose(candidates: Mapping[str, np.ndarray], fallback: str, vetoed: Mapping[
         evidence={name: asdict(average_at_k(scores)) for name, scores in candidates.items()},
         questions=int(questions),
         samples=int(samples),
-        vetoed=vetoed,
     )

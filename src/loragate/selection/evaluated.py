@@ -8,19 +8,93 @@ oracle, which no choice may rest upon.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from loragate.errors import ConfigError, DataError
 from loragate.evaluation.aggregates import compare_suites, suite_average
+from loragate.evaluation.evaluate import Evaluation
 from loragate.evaluation.results import EvaluationRecord, TaskResult
+from loragate.evaluation.session import Request, Session
 from loragate.evaluation.statistics import holm
+from loragate.evaluation.tasks import Task
+from loragate.evaluation.variants import Variant
+from loragate.gates.schema import read_gate_config
 from loragate.selection.candidate import Candidate
 from loragate.selection.outcome import LEVEL
+from loragate.selection.store import GATED, Store
 from loragate.selection.study import Study
 
 Tables = list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class SweptCells:
+    """The finished cells of one adapter of a sweep, which are rows of one evaluation beside it.
+
+    Attributes:
+        study: of the sweep.
+        label: of the adapter.
+        trials: the gated folder of every finished cell.
+        request: of the evaluation: its model is the adapter of the cells, its folder this adapter's.
+        tasks: what is asked.
+        stop_token_ids: that end an answer, as the cells record them.
+    """
+
+    study: Study
+    label: str
+    trials: dict[Candidate, Path]
+    request: Request
+    tasks: list[Task]
+    stop_token_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sweep: Path, request: Request) -> list[SweptCells]:
+        """Those of every adapter of a sweep, each in a folder of its own where there are several.
+
+        Raises:
+            ConfigError: as `Request.check`, and for retention suites.
+            DataError: for a sweep without a finished cell.
+        """
+        store, cells = Store.open(sweep), dict[str, dict[Candidate, Path]]()
+        done = store.finished()
+        for one in store.study.candidates:
+            if one.range is not None and one.slug in done:
+                cells.setdefault(one.adapter, {})[one] = store.place(one) / GATED
+        if not cells:
+            raise DataError(f"{sweep} has no finished cell yet; go on with the sweep first (loragate sweep … --resume)")
+        folders = {label: request.out if len(cells) == 1 else request.out / label for label in cells}
+        begun = [folder for folder in folders.values() if (folder / "eval.json").is_file()]
+        found = []
+        for label, trials in cells.items():
+            folder, first = folders[label], next(iter(trials.values()))
+            gates = read_gate_config(first)
+            base, revision = gates["base"]["id"], gates["base"].get("revision")
+            own = replace(
+                request,
+                model=str(first / "adapter"),
+                base=request.base or (f"{base}@{revision}" if revision else base),
+                out=folder,
+                resume=request.resume and (folder in begun or not begun),
+            )
+            tasks = own.check()
+            if asked := [task.name for task in tasks if task.harness is not None]:
+                raise ConfigError(
+                    f"--sweep: {', '.join(asked)} are retention suites, which are scored one model at a time"
+                )
+            found.append(cls(store.study, label, trials, own, tasks, tuple(gates.get("stop_token_ids") or ())))
+        return found
+
+    def evaluation(self, session: Session) -> Evaluation:
+        """The adapter and a row for each cell."""
+        expected = [one for one in self.study.candidates if one.range is not None and one.adapter == self.label]
+        left = [trial.name for trial in expected if trial not in self.trials]
+        notes = [f"cells that are not finished, and not scored: {', '.join(left)}"] if left else []
+        rows = [Variant("gated", trial.name, gates=str(place)) for trial, place in self.trials.items()]
+        return session.evaluation([Variant("adapter"), *rows], notes=notes, kind="sweep", sweep=self.study.fingerprint)
 
 
 def suite_record(

@@ -20,11 +20,11 @@ from loragate.data.loading import RowsGiven
 from loragate.data.rendering import IGNORED
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation import grade_math
+from loragate.evaluation.answers import grade_choice, grade_exact
 from loragate.evaluation.judging import MATH, JudgeSettings, require_graders
 from loragate.evaluation.tasks import Question, Task, load_task
-from loragate.evaluation.tasks.extractors import grade_choice, grade_exact
+from loragate.evaluation.tasks.generated import grade_tiny
 from loragate.evaluation.tasks.questions import render_questions
-from loragate.evaluation.tasks.tiny import grade_tiny
 from loragate.generation import Engine, OnProgress, SamplingConfig
 from loragate.generation.requests import tokenize_prompts
 from loragate.selection.disjoint import prompts_of, prompts_to_exclude, require_disjoint
@@ -243,18 +243,21 @@ def require_evidence(settings: SelectionSettings, probe: Any, retention: Any, sp
 def sampling_of(
     settings: ProbeSettings, task: Task, prompts: list[str], tokenizer: Any, positions: int | None, seed: int
 ) -> SamplingConfig:
-    """How a candidate is sampled; the engine lowers the token limit for a prompt that leaves fewer of the model's positions.
+    """How a candidate is sampled that has no temperature of its own.
+
+    The engine lowers the token limit for a prompt that leaves fewer of the model's positions.
 
     Raises:
         DataError: if a prompt leaves no position, which is better known before anything is trained.
     """
     limit = settings.probe_max_new_tokens or PROBE_TOKENS
+    temperature = 1.0 if settings.probe_temperature is None else settings.probe_temperature
     tokenize_prompts(tokenizer, prompts, limit, positions)
     return SamplingConfig(
-        temperature=settings.probe_temperature,
+        temperature=temperature,
         top_p=task.generation.top_p,
         max_new_tokens=limit,
-        samples=settings.probe_samples if settings.probe_temperature else 1,
+        samples=settings.probe_samples if temperature else 1,
         seed=seed,
     )
 

@@ -1,8 +1,9 @@
-"""From finished trials to an answer: cells, the choice on the probe, and the record of both that the artifact keeps.
+"""From the finished trials of a sweep to an answer: cells, the choice on the probe, and the record of both.
 
-A cell is what is compared: an adapter, objective and range, its seeds averaged within each question, so that the question
-stays the unit of every interval. The choice is made on the probe alone. The best cell on a test set (the oracle) is worked
-out apart, to show what choosing on the probe cost; it is never an input to anything.
+All cells are asked at one temperature, and the choice holds there; what `loragate calibrate` recommends over all temperatures
+is in `comparison.py`. A cell is what is compared: an adapter, objective and range, its seeds averaged within each question, so
+that the question stays the unit of every interval. The choice is made on the probe alone. The best cell on a test set (the
+oracle) is worked out apart, to show what choosing on the probe cost; it is never an input to anything.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from loragate.evaluation import average_at_k, compare
 from loragate.evaluation.statistics import holm
 from loragate.selection.candidate import ADAPTER, Candidate
 from loragate.selection.choice import Choice, choose
-from loragate.selection.references import better, references_record
-from loragate.selection.retention import retention_record, vetoes
 from loragate.selection.store import Scored, TrialResult
 from loragate.selection.study import Study
 from loragate.training.guards import GuardLimits, Reading, breaches
@@ -60,7 +59,7 @@ class Cell:
         return scores
 
     def scores(self, kind: str) -> np.ndarray | None:
-        """[questions, seeds × samples] on "probe", "test" or "retention"; None where a seed was not asked.
+        """[questions, seeds × samples] on "probe" or "test"; None where a seed was not asked.
 
         Every seed has the same number of samples, so the mean over them is that over seeds.
         """
@@ -96,14 +95,12 @@ class Selection:
     Attributes:
         adapter: the untouched adapter.
         cells: complete cells by name; those that lack a seed are not compared on the same footing.
-        references: by name, what was asked for comparison only (`references.py`).
         failed: {cell: why its training could not go on}; these are no cells.
         comparisons: number of cells that are told apart from an adapter in the whole study.
     """
 
     adapter: Cell
     cells: dict[str, Cell]
-    references: dict[str, Cell]
     failed: dict[str, str]
     comparisons: int = 1
 
@@ -111,12 +108,8 @@ class Selection:
     def choice(self) -> Choice:
         """The pick and its evidence, on the mean over seeds and samples of each question."""
         compared = {ADAPTER: self.adapter, **self.cells}
-        kept = {name: scores for name, cell in compared.items() if (scores := cell.scores("retention")) is not None}
-        vetoed = vetoes(kept, ADAPTER) if kept else {}
         # one column, so that all shapes agree
-        return choose(
-            {name: cell.probe.mean(axis=1, keepdims=True) for name, cell in compared.items()}, ADAPTER, vetoed
-        )
+        return choose({name: cell.probe.mean(axis=1, keepdims=True) for name, cell in compared.items()}, ADAPTER)
 
     @property
     def picked(self) -> Cell:
@@ -136,13 +129,7 @@ class Selection:
         return next(result for result, score in seeds if score > own)
 
     def warnings(self, name: str) -> list[str]:
-        """How the answers of a candidate look worse than the adapter's, and whether its training was stopped.
-
-        Of a reference: whether it did better than what was picked.
-        """
-        if name in self.references:
-            said = better(name, self.references[name].probe, self.picked.probe, self.choice.name)
-            return [] if said is None else [said]
+        """How the answers of a candidate look worse than the adapter's, and whether its training was stopped."""
         if name == ADAPTER:
             about = _probe(self.adapter.results[0]).about
             return unread(self.adapter.signs.get("read", 1.0), str(about.get("grader", "")))
@@ -155,8 +142,7 @@ class Selection:
         """What the artifact keeps under "selection"."""
         about = _probe(self.adapter.results[0]).about
         compared = {ADAPTER: self.adapter, **self.cells}
-        asked = {**compared, **self.references}
-        results = [result for cell in asked.values() for result in cell.results]
+        results = [result for cell in compared.values() for result in cell.results]
         trainings = [result for result in results if result.training]
         picked, bounds = self.picked, self.picked.candidates[0].range
         record: dict[str, Any] = {
@@ -170,27 +156,18 @@ class Selection:
             "n": int(picked.probe.size),
             "probe": about,
             "evidence": {name: asdict(average_at_k(cell.probe)) for name, cell in compared.items()},
-            "signs": {name: cell.signs for name, cell in asked.items()},
-            "warnings": {name: found for name in asked if (found := self.warnings(name))},
-            "vetoed": self.choice.vetoed,
+            "signs": {name: cell.signs for name, cell in compared.items()},
+            "warnings": {name: found for name in compared if (found := self.warnings(name))},
         }
         if self.choice.accepted:
             record["difference"] = {**picked.against(self.adapter), "comparisons": self.comparisons}
             record["note"] = "the mean of what was picked is optimistic, because it was picked for it"
         if self.failed:
             record["failed"] = self.failed
-        kept = {name: scores for name, cell in compared.items() if (scores := cell.scores("retention")) is not None}
-        if kept:
-            retention = self.adapter.results[0].retention
-            assert retention is not None, "the adapter was asked as well"
-            record["retention"] = retention_record(kept, ADAPTER, retention.about)
-        if self.references:
-            tables = {name: cell.probe for name, cell in self.references.items()}
-            record["references"] = references_record(tables, picked.probe)
         record["cost"] = {
             "trainings": len(trainings),
             "training_seconds": round(_seconds(results, "training"), 1),
-            "probing_seconds": round(_seconds(results, "probing") + _seconds(results, "retention"), 1),
+            "probing_seconds": round(_seconds(results, "probing"), 1),
         }
         return record
 
@@ -236,9 +213,8 @@ def selections(
         if own is None:
             continue
         trained = {cell.name: cell for cell in cells if cell.candidates[0].range is not None and cell.complete}
-        references = {cell.name: cell for cell in cells if cell.candidates[0].is_reference}
         failed = {names[slug].cell: why for slug, why in (diverged or {}).items() if names[slug].adapter == adapter}
-        found[adapter] = Selection(own, trained, references, failed, comparisons)
+        found[adapter] = Selection(own, trained, failed, comparisons)
     return found
 
 

@@ -92,20 +92,30 @@ class Probe:
     source: str
     majority: Majority | None = None
 
-    def score(self, engine: Engine, on_progress: OnProgress | None = None) -> ProbeScores:
-        """Sample the model as it stands and judge its answers."""
-        samples = engine.generate(self.prompts, self.sampling, on_progress)
+    def score(
+        self, engine: Engine, on_progress: OnProgress | None = None, start: int = 0, stop: int | None = None
+    ) -> ProbeScores:
+        """Sample the model as it stands and judge its answers to the questions from `start` to before `stop`.
+
+        A question's random streams do not depend on which others are asked with it.
+        """
+        asked = range(start, len(self.questions) if stop is None else stop)
+        pending = [(question, sample) for question in asked for sample in range(self.sampling.samples)]
+        samples = engine.generate(self.prompts, self.sampling, on_progress, pending=pending)
         grades = judging.judge(self.task, self.questions, samples, self.task.grader, self.judging)
-        scores = np.zeros((len(self.questions), self.sampling.samples))
+        scores = np.zeros((len(asked), self.sampling.samples))
         for sample, grade in zip(samples, grades, strict=True):
-            scores[sample.question, sample.sample] = float(grade.correct)
+            scores[sample.question - start, sample.sample] = float(grade.correct)
         return ProbeScores(scores, samples, [grade.extracted for grade in grades])
 
     def at(self, temperature: float | None) -> Probe:
-        """The same questions, sampled at another temperature; None leaves it."""
+        """The same questions, sampled at another temperature, greedily once each; None leaves it."""
         if temperature is None:
             return self
-        return dataclasses.replace(self, sampling=dataclasses.replace(self.sampling, temperature=temperature))
+        samples = self.sampling.samples if temperature else 1
+        return dataclasses.replace(
+            self, sampling=dataclasses.replace(self.sampling, temperature=temperature, samples=samples)
+        )
 
     @property
     def fingerprint(self) -> str:

@@ -11,49 +11,35 @@ of these scores is shown to be above zero. Knows arrays only: no model, no file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from scipy.special import stdtrit
 
 from loragate.errors import ConfigError
 from loragate.evaluation import Estimate, average_at_k
+from loragate.selection.candidate import ADAPTER, KINDS, Candidate
 
-KINDS = ("adapter", "base", "constant", "gates")
-"""From the simplest on: nothing to add, something to leave off, one number, a folder of gates."""
+LEVEL, STRICT = 0.9, 0.98
+"""Two-sided level of the interval that must lie above zero, and that of a probe with fewer than `ENOUGH` questions; chosen
+by simulation (benchmarks/selection/recommending.py)."""
 
-LEVEL = 0.9
-"""Two-sided level of the interval that must lie above zero; chosen by simulation (benchmarks/selection/recommending.py)."""
-
+ENOUGH = 128
 FOLDS = 10  # random halvings that are averaged, so that the result does not hang on one of them
-FIRST, FINALISTS = 16, 10
-
-
-@dataclass(frozen=True, order=True)
-class Setting:
-    """A model and the temperature at which it is sampled.
-
-    Attributes:
-        kind: one of `KINDS`.
-        name: as printed: "adapter", "base", "λ=0.5", "[0,6]".
-        temperature: 0 is greedy.
-    """
-
-    kind: str
-    name: str
-    temperature: float
-
-    def __str__(self) -> str:
-        return f"{self.name} {f'at T = {self.temperature:g}' if self.temperature else 'greedily'}"
+FIRST, FINALISTS, OF_KIND = 16, 10, 2
 
 
 @dataclass(frozen=True)
 class Step:
-    """One kind against the best of the simpler ones, by scores out of fold.
+    """One kind against the best of the simpler ones.
 
     Attributes:
         kind, against: the two.
-        mean, low, high: of the paired difference, kind minus against, with its interval at `LEVEL`.
+        mean, low, high: of the paired difference out of fold, kind minus against, with its interval at `level_for` so many
+            questions.
+        lead: difference between the settings that would be recommended of the two, on all questions. Out of fold a kind pays
+            for not being sure of its best temperature, and that alone is no reason to use another.
     """
 
     kind: str
@@ -61,11 +47,12 @@ class Step:
     mean: float
     low: float
     high: float
+    lead: float
 
     @property
     def shown(self) -> bool:
         """Whether the kind is shown to be better."""
-        return self.low > 0
+        return self.low > 0 and self.lead > 0
 
 
 @dataclass(frozen=True)
@@ -80,15 +67,30 @@ class Recommendation:
         tried: settings that were asked anything.
     """
 
-    setting: Setting
+    setting: Candidate
     steps: tuple[Step, ...]
-    scores: dict[Setting, Estimate]
+    scores: dict[Candidate, Estimate]
     honest: dict[str, Estimate]
     tried: int
 
+    def as_record(self) -> dict[str, Any]:
+        """What the artifact keeps of it, beside the scores; differences and scores are shares of right answers."""
+        questions = self.honest[ADAPTER].questions
+        return {
+            "kind": self.setting.kind,
+            "setting": self.setting.cell,
+            "temperature": self.setting.temperature,
+            "steps": [{**asdict(step), "shown": step.shown} for step in self.steps],
+            "level": level_for(questions),
+            "out_of_fold": {kind: asdict(score) for kind, score in self.honest.items()},
+            "tried": self.tried,
+        }
 
-def recommend(scores: Mapping[Setting, np.ndarray], *, tried: int | None = None, seed: int = 0) -> Recommendation:
+
+def recommend(scores: Mapping[Candidate, np.ndarray], *, tried: int | None = None, seed: int = 0) -> Recommendation:
     """The simplest setting that no more complicated one is shown to beat.
+
+    What is recommended beside the adapter is also not shown to be worse than the adapter at the same temperature.
 
     Args:
         scores: {setting: scores [questions, samples]} on the same questions; the number of samples may differ, as
@@ -99,22 +101,27 @@ def recommend(scores: Mapping[Setting, np.ndarray], *, tried: int | None = None,
     Raises:
         ConfigError: if the adapter is missing, or the questions differ in number.
     """
-    settings = sorted(scores, key=lambda setting: (KINDS.index(setting.kind), setting.name, -setting.temperature))
-    if not any(setting.kind == KINDS[0] for setting in settings):
+    settings = sorted(scores, key=lambda setting: KINDS.index(setting.kind))
+    if not any(setting.kind == ADAPTER for setting in settings):
         raise ConfigError("the adapter itself must be among the settings; without it nothing can be called better")
     if len({len(scores[setting]) for setting in settings}) != 1:
         raise ConfigError(f"all settings must be asked the same questions, found {[len(s) for s in scores.values()]}")
     means_QS = np.stack([np.mean(scores[setting], axis=1) for setting in settings], axis=1)
     columns = {kind: found for kind in KINDS if (found := [i for i, one in enumerate(settings) if one.kind == kind])}
     honest = _out_of_fold(means_QS, columns, seed)
-    best, steps = KINDS[0], []
+    alone = {settings[i].temperature: means_QS[:, i] for i in columns[ADAPTER]}
+    picks = {}
+    for kind, found in columns.items():
+        # where all are worse than the adapter sampled alike, none of them leads
+        allowed = [i for i in found if not _is_worse(means_QS[:, i], alone.get(settings[i].temperature))] or found
+        picks[kind] = allowed[int(np.argmax(shrunk_means(means_QS[:, allowed])))]
+    best, steps = ADAPTER, []
     for kind in list(columns)[1:]:
-        step = _step(kind, best, honest[kind] - honest[best])
-        steps.append(step)
-        best = kind if step.shown else best
-    pick = columns[best][int(np.argmax(shrunk_means(means_QS[:, columns[best]])))]
+        lead = float(means_QS[:, picks[kind]].mean() - means_QS[:, picks[best]].mean())
+        steps.append(Step(kind, best, *_interval(honest[kind] - honest[best]), lead))
+        best = kind if steps[-1].shown else best
     return Recommendation(
-        setting=settings[pick],
+        setting=settings[picks[best]],
         steps=tuple(steps),
         scores={setting: average_at_k(scores[setting]) for setting in settings},
         honest={kind: average_at_k(values[:, None]) for kind, values in honest.items()},
@@ -123,16 +130,17 @@ def recommend(scores: Mapping[Setting, np.ndarray], *, tried: int | None = None,
 
 
 def halve(
-    settings: Iterable[Setting],
-    ask: Callable[[Setting, int], np.ndarray],
+    settings: Iterable[Candidate],
+    ask: Callable[[Candidate, int], np.ndarray],
     questions: int,
     *,
     first: int = FIRST,
     finalists: int = FINALISTS,
-) -> dict[Setting, np.ndarray]:
+) -> dict[Candidate, np.ndarray]:
     """Sequential halving: all settings on a few questions, the better half on twice as many, `finalists` on all.
 
-    The two best of every kind always stay, so that the comparison of kinds has something to compare.
+    The adapter stays at every temperature, because whatever is recommended must beat the best of them, and so do the two
+    best settings of every other kind.
 
     Args:
         ask: (setting, n) -> its scores [n, samples] on the first n questions; called again with a larger n it need only
@@ -144,15 +152,21 @@ def halve(
     """
     alive, asked = list(settings), min(first, questions)
     while len(alive) > finalists and asked < questions:
-        means = np.stack([np.mean(ask(setting, asked), axis=1) for setting in alive], axis=1)
-        keep = max(finalists, len(alive) // 2)
-        order = sorted(range(len(alive)), key=lambda i: -_shrunk_within(means, alive)[i])
-        within = [i for kind in KINDS for i in [i for i in order if alive[i].kind == kind][:2]]
-        chosen = sorted({*order[:keep], *within})
+        shrunk = _shrunk_within(np.stack([np.mean(ask(setting, asked), axis=1) for setting in alive], axis=1), alive)
+        order = sorted(range(len(alive)), key=lambda i: -shrunk[i])
+        chosen = set(order[: max(finalists, len(alive) // 2)])
+        for kind in KINDS:
+            own = [i for i in order if alive[i].kind == kind]
+            chosen.update(own if kind == ADAPTER else own[:OF_KIND])
         if len(chosen) == len(alive):
             break
-        alive, asked = [alive[i] for i in chosen], min(2 * asked, questions)
+        alive, asked = [alive[i] for i in sorted(chosen)], min(2 * asked, questions)
     return {setting: ask(setting, questions) for setting in alive}
+
+
+def level_for(questions: int) -> float:
+    """Level of the interval by which a kind is shown to be better on so many questions."""
+    return LEVEL if questions >= ENOUGH else STRICT
 
 
 def shrunk_means(means_QS: np.ndarray) -> np.ndarray:
@@ -171,7 +185,7 @@ def shrunk_means(means_QS: np.ndarray) -> np.ndarray:
     return means_S.mean() + weight_S * (means_S - means_S.mean())
 
 
-def _shrunk_within(means_QS: np.ndarray, settings: Sequence[Setting]) -> np.ndarray:
+def _shrunk_within(means_QS: np.ndarray, settings: Sequence[Candidate]) -> np.ndarray:
     shrunk = np.empty(len(settings))
     for kind in KINDS:
         if columns := [i for i, setting in enumerate(settings) if setting.kind == kind]:
@@ -192,10 +206,15 @@ def _out_of_fold(means_QS: np.ndarray, columns: Mapping[str, list[int]], seed: i
     return honest
 
 
-def _step(kind: str, against: str, difference_Q: np.ndarray) -> Step:
-    count = len(difference_Q)
-    mean = float(difference_Q.mean())
+def _is_worse(mean_Q: np.ndarray, alone_Q: np.ndarray | None) -> bool:
+    """Whether a setting is shown to be worse than the adapter at the same temperature; not where that was not asked."""
+    return alone_Q is not None and _interval(mean_Q - alone_Q)[2] < 0
+
+
+def _interval(difference_Q: np.ndarray) -> tuple[float, float, float]:
+    """Mean, low and high of a paired difference."""
+    count, mean = len(difference_Q), float(difference_Q.mean())
     if count < 2 or np.ptp(difference_Q) < 1e-12:
-        return Step(kind, against, mean, min(mean, 0.0), max(mean, 0.0))  # no spread: nothing is shown
-    half = float(stdtrit(count - 1, (1 + LEVEL) / 2) * difference_Q.std(ddof=1) / np.sqrt(count))
-    return Step(kind, against, mean, mean - half, mean + half)
+        return mean, min(mean, 0.0), max(mean, 0.0)  # no spread: nothing is shown
+    half = float(stdtrit(count - 1, (1 + level_for(count)) / 2) * difference_Q.std(ddof=1) / np.sqrt(count))
+    return mean, mean - half, mean + half

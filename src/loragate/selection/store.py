@@ -15,8 +15,9 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,25 @@ class Scored:
         """What a candidate did on a probe."""
         answers = [[sample.question, sample.sample, list(sample.token_ids)] for sample in found.samples]
         return cls(found.scores, found.signs, digest(answers), probe.fingerprint, probe.as_dict(), found.reading)
+
+    def with_more(self, more: Scored) -> Scored:
+        """The same with further questions; signs and reading are means over the answers of both."""
+        here, there = self.scores.size, more.scores.size
+
+        def mean(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+            return {name: (here * value + there * other[name]) / (here + there) for name, value in one.items()}
+
+        reading = None
+        if self.reading is not None and more.reading is not None:
+            one, other = ({k: v for k, v in asdict(r).items() if v is not None} for r in (self.reading, more.reading))
+            reading = Reading(**{**mean(one, other), "step": 0, "answers": here + there})  # type: ignore[arg-type]
+        return replace(
+            self,
+            scores=np.concatenate([self.scores, more.scores]),
+            signs=mean(self.signs, more.signs),
+            answers_sha256=digest([self.answers_sha256, more.answers_sha256]),
+            reading=reading,
+        )
 
 
 @dataclass(frozen=True)
@@ -118,7 +138,7 @@ class Store:
             "format": "loragate sweep trial",
             "version": 1,
             "sweep": self.study.fingerprint,
-            "kind": "adapter" if result.candidate.range is None else "gates",
+            "kind": result.candidate.kind,
             "trial": result.candidate.as_record(),
             "probe": _plain(result.probe),
             "test": _plain(result.test),
@@ -159,8 +179,8 @@ class Store:
         return {slug: result for slug, result in found.items() if result is not None}
 
     def diverged(self) -> dict[str, str]:
-        """{slug: reason} of the trials whose training met a value that is not finite; another attempt would meet it again."""
-        notes = {one.slug: read_json(self.place(one) / FAILED) for one in self.study.candidates}
+        """{slug: why} of the trials whose training met a value that is not finite; another attempt would meet it again."""
+        notes = {one.slug: read_json(self.place(one.model) / FAILED) for one in self.study.candidates}
         return {
             slug: str(note.get("error"))
             for slug, note in notes.items()

@@ -7,7 +7,7 @@ process, and adapters change on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from loragate.selection.probe import MIN_QUESTIONS, Probe
 from loragate.selection.settings import ProbeSettings
 from loragate.selection.store import FAILED, GATED, Store, read_json
 from loragate.selection.study import Study, digest
-from loragate.selection.trial import Bench, config_of, copy_artifact, origin_of, run_trial
+from loragate.selection.trial import Bench, config_of, copy_artifact, origin_of, run_trial, settings_by_objective
 from loragate.training import CalibrationSettings, calibration_rows
 
 OBJECTIVES = ("entropy", "ce", "anchored")
@@ -109,7 +109,7 @@ class Sweep:
                 "questions": digest([[question.prompt, question.gold, question.row] for question in asked.questions]),
                 "task": asked.task.fingerprint if self.asking.probe_task else self.asking.probe_grader,
                 "samples": self._samples(name),
-                "temperature": self.asking.probe_temperature,
+                "temperature": 1.0 if self.asking.probe_temperature is None else self.asking.probe_temperature,
                 "max_new_tokens": self.asking.probe_max_new_tokens,
                 "batch_size": self.batch_size,
             }
@@ -139,30 +139,14 @@ class Sweep:
 
 
 def settings_of_each(options: Any, objectives: Sequence[str]) -> dict[str, CalibrationSettings]:
-    """{objective: its training settings}: those of the options that it reads.
-
-    Args:
-        options: all fields of `CalibrationSettings`, as they were given.
-
-    Raises:
-        ConfigError: for an unknown objective, or a setting that none of the objectives reads.
-    """
+    """{objective: its training settings}, for objectives that a sweep can have; see `settings_by_objective`."""
     for name in objectives:
         if name not in OBJECTIVES:
             more = "; a reward is a Python callable, see loragate.calibrate" if name == "reward" else ""
             raise ConfigError(
                 f"--objectives: {name!r} is none of {', '.join(OBJECTIVES)}{nearest(name, OBJECTIVES)}{more}"
             )
-    given = {field.name: getattr(options, field.name) for field in fields(CalibrationSettings)}
-    own = {name: set(CalibrationSettings.read_by(name)) for name in objectives}
-    somewhere = set().union(*own.values())
-    unread = {key: value for key, value in given.items() if key not in somewhere}
-    found = {}
-    for name in objectives:
-        CalibrationSettings(**{**unread, "objective": name})  # says which setting has no effect
-        mine = {key: value for key, value in given.items() if key in own[name]}
-        found[name] = CalibrationSettings(**{**mine, "objective": name})
-    return found
+    return settings_by_objective(options, objectives)
 
 
 def common_base(adapters: Sequence[str], given: str) -> ModelRef:
@@ -276,4 +260,6 @@ def write_best(store: Store, selection: Selection, target: Path) -> None:
     kept = read_json(target / CONFIG).get("selection") or {}
     if any(kept.get(key) != record[key] for key in ("picked", "written_seed")):
         (target / CONFIG).unlink(missing_ok=True)  # of a choice before a diverged trial was tried again
-        copy_artifact(store.place(selection.written.candidate) / GATED, target, record)
+        probe = selection.written.probe
+        assert probe is not None, "it was chosen on one"
+        copy_artifact(store.place(selection.written.candidate) / GATED, target, record, probe.about.get("temperature"))

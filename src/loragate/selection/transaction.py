@@ -1,9 +1,11 @@
-"""Gate an adapter: train candidates, probe them, keep the best or fall back to the adapter, and write the folder.
+"""Find the best way to use an adapter: train gates, ask everything on a probe, and write what is recommended.
 
 The whole of `loragate calibrate`, as one transaction that is resumable at every point; `choose_gates` is the call. It ends in
-one of four ways: gates chosen on a probe; the adapter (zero gates) where nothing beat it; gates that were trained but stay off
-because there was no evidence; and gates that the user accepted without any. Zero gates are λ = 1 everywhere, bit for bit the
-adapter, in every program that can load gates. Nothing here prints, and training's own loss is never looked at.
+one of four ways: gates, or one λ for all, that a probe showed to be better than the adapter at its best temperature; the
+adapter (zero gates) where nothing did; gates that were trained but stay off because there was no evidence; and gates that the
+user accepted without any. What a probe showed is written with the sampling temperature at which it did. Zero gates are λ = 1
+everywhere, bit for bit the adapter, in every program that can load gates. Nothing here prints, and training's own loss is
+never looked at.
 
     folder/                        the gated adapter, written last
     folder/run/candidates/         the study and its trials (`store.py`); majority.json holds answers of the adapter
@@ -16,7 +18,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +30,29 @@ from loragate.errors import ArtifactError, ConfigError, DivergenceError, GateErr
 from loragate.files import held
 from loragate.gates import GateConfig, adapter_fingerprint, attach_gates
 from loragate.gates.attach import active_adapter, is_gated
-from loragate.gates.eligibility import trains_biases
+from loragate.gates.eligibility import examine_adapter, trains_biases
 from loragate.gates.fingerprint import base_weight_samples
 from loragate.gates.range import Range
 from loragate.gates.schema import CONFIG, GATES, read_gate_config
 from loragate.generation import Engine, OnProgress, TransformersEngine
 from loragate.selection.candidate import ADAPTER, Candidate, parse_candidates
+from loragate.selection.comparison import Comparison, settings_on
 from loragate.selection.evidence import Evidence, answer_tokens, require_evidence, reward_of
-from loragate.selection.outcome import Selection, selections
 from loragate.selection.probe import Probe
 from loragate.selection.questions import set_aside
-from loragate.selection.references import references_of
 from loragate.selection.settings import SelectionSettings, require_one_process
 from loragate.selection.store import GATED, Store
 from loragate.selection.study import Study
 from loragate.selection.trial import (
     Bench,
     OnEvent,
+    attach_constant,
     config_of,
     copy_artifact,
     load_gate_values,
     run_trial,
     save_artifact,
-    settings_of,
+    settings_by_objective,
 )
 from loragate.selection.unverified import CANDIDATES, OFF, UNVERIFIED, Chosen, chosen_in, without_evidence
 from loragate.training import CalibrationSettings, calibrate, calibration_rows
@@ -63,6 +65,54 @@ RANGES = "0,1;-6,3;0,6"
 CAUTIOUS = Range(0, 1)
 
 Encode = Callable[[Rows, Callable[..., tuple[Rows, EncodedRows]]], tuple[Rows, EncodedRows]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked of a calibration beside its model, rows, questions and folder; see `choose_gates`.
+
+    Attributes:
+        candidates: gates to train; the first one's range is that of the zero gates where the adapter remains.
+        config, settings, asking, retention, heldout, reward, system, unverified: see `choose_gates`.
+    """
+
+    candidates: tuple[Candidate, ...]
+    config: GateConfig
+    settings: CalibrationSettings
+    asking: SelectionSettings
+    retention: RowsGiven | None = None
+    heldout: RowsGiven | None = None
+    reward: Reward | None = None
+    system: str = "none"
+    unverified: bool = False
+
+    def check(self, probe: RowsGiven | None) -> None:
+        """Refuse what could not be compared, before anything is read.
+
+        Raises:
+            ConfigError, GateError: naming it.
+        """
+        if not self.candidates or len({one.slug for one in self.candidates}) != len(self.candidates):
+            found = [one.cell for one in self.candidates]
+            raise ConfigError(f"candidate ranges must be given, each once; found {found}")
+        for one in self.candidates:
+            if one.range is None or one.temperature is not None:
+                raise ConfigError(
+                    f"the candidate {one.cell} is no range to train gates in; the adapter, its base and one λ for all are "
+                    "always asked, and every candidate at every temperature"
+                )
+        if self.unverified and (probe is not None or len(self.candidates) > 1):
+            raise ConfigError("gates are accepted without evidence (unverified) for one range and without a probe")
+        if not self.unverified:
+            require_one_process()
+        for one in self.candidates:
+            config_of(self.config, one)
+            self.settings_of(one)  # a setting that does not fit shows before any training
+
+    def settings_of(self, one: Candidate) -> CalibrationSettings:
+        """Of the training of a candidate; raises ConfigError for a setting that no candidate reads."""
+        objectives = dict.fromkeys((one.objective, *(other.objective for other in self.candidates)))
+        return replace(settings_by_objective(self.settings, objectives)[one.objective], seed=one.seed)
 
 
 def choose_gates(
@@ -85,24 +135,26 @@ def choose_gates(
     on_event: OnEvent | None = None,
     **origin: Any,
 ) -> Chosen:
-    """Gate an adapter: train a few ranges, compare them with the adapter on a probe, keep the best or the adapter.
+    """Find the best way to use an adapter on a probe: as it is, with gates, under one λ, or not at all; and how to sample it.
 
-    The command `loragate calibrate` is this call. Training takes one pass for each range; scores are shares of right answers,
-    0 to 1, over questions × samples, and intervals are 95 % over questions.
+    The command `loragate calibrate` is this call. Gates are trained in a few ranges, one pass each. Everything is sampled at
+    T = 1, 0.6, 0.3 and greedily. What is more complicated than the adapter alone is recommended only where it is shown to be
+    better than the best of what is simpler (`recommend.py`). Scores are shares of right answers, 0 to 1.
 
     Args:
         peft_model: base with a plain LoRA adapter in memory. It is left gated with what was written: λ = 1 everywhere
             where the adapter remains.
         tokenizer: of the base, with a chat template if the rows are conversations.
         rows: prompts and responses to train on, in any known format, or the path or hub id of a file with them.
-        probe: at least 32 questions that are not among the rows: a file, or dicts with "prompt" and "answer", or prompts
-            only, which are judged by the adapter's own majority. None sets up to 64 of the rows aside for that.
+        probe: at least 32 questions that are not among the rows, better 128: a file, or dicts with "prompt" and "answer", or
+            prompts only, which are judged by the adapter's own majority and at one temperature. None sets up to 64 of the
+            rows aside for that.
         folder: where the gated adapter is written, and below `run` what a resumed choice goes on from.
         ranges: candidates, "L,U" separated by semicolons, each with "@objective" behind it where it has its own.
         config: of the gates; its range and seed give way to the candidate's. By default the paper's.
         settings: of the training; the paper's values by default.
         asking: how the probe is asked and judged.
-        retention: labelled questions of an ability to keep; a range that clearly loses on them is not picked.
+        retention: labelled questions of an ability to keep; what clearly loses on them is not recommended.
         heldout: rows that are only measured: entropy before and after.
         reward: (row, answer text, finished) to a number, for the objective reward; by default 1 for a right answer.
         system: "none" leaves out a default system message that the template injects, "keep" keeps it.
@@ -124,21 +176,10 @@ def choose_gates(
     """
     settings = settings or CalibrationSettings()
     candidates = parse_candidates(ranges, settings.objective, settings.seed) if isinstance(ranges, str) else ranges
-    one = Transaction(
-        tokenizer,
-        rows,
-        probe,
-        folder,
-        candidates,
-        config or GateConfig(CAUTIOUS.lower, CAUTIOUS.upper),
-        settings,
-        asking or SelectionSettings(),
-        retention=retention,
-        heldout=heldout,
-        reward=reward,
-        system=system,
-        unverified=unverified,
-    )
+    config = config or GateConfig(CAUTIOUS.lower, CAUTIOUS.upper)
+    asking = asking or SelectionSettings()
+    plan = Plan(tuple(candidates), config, settings, asking, retention, heldout, reward, system, unverified)
+    one = Transaction(tokenizer, rows, probe, folder, plan)
     one.take(peft_model, **origin)
     return one.run(resume=resume, on_event=on_event)
 
@@ -148,8 +189,7 @@ class Transaction:
 
     Args:
         tokenizer, rows, probe, folder: see `choose_gates`.
-        candidates: what is tried; the first one's range is that of the zero gates where the adapter remains.
-        config, settings, asking, retention, heldout, reward, system, unverified: see `choose_gates`.
+        plan: what is asked for.
         encode: from (rows, function) to what the function gives; it may add the function's cache, processes and on_progress.
     """
 
@@ -159,57 +199,36 @@ class Transaction:
         rows: RowsGiven,
         probe: RowsGiven | None,
         folder: str | Path,
-        candidates: Sequence[Candidate],
-        config: GateConfig,
-        settings: CalibrationSettings,
-        asking: SelectionSettings,
-        *,
-        retention: RowsGiven | None = None,
-        heldout: RowsGiven | None = None,
-        reward: Reward | None = None,
-        system: str = "none",
-        unverified: bool = False,
+        plan: Plan,
         encode: Encode = lambda _, encode: encode(),
     ) -> None:
-        self.tokenizer, self.folder, self.candidates = tokenizer, Path(folder), tuple(candidates)
-        self.config, self.settings, self.asking, self.system = config, settings, asking, system
-        self.unverified = unverified
-        self._require_usable(probe)
-        everything = self.given = load_rows(rows)
-        if reward is None and any(one.objective == "reward" for one in self.candidates):
-            reward = reward_of(everything, asking.probe_grader)
-        self.reward = reward
-        require_evidence(asking, probe, retention)
-        spare = None
-        if probe is None and not unverified:
-            self.given, spare = set_aside(everything.shuffled(settings.seed))
-            require_evidence(asking, probe, retention, spare)
-        self.rows, self.encoded = encode(
-            self.given, lambda **how: calibration_rows(self.given, tokenizer, settings, system, **how)
-        )
-        self.answer_tokens = asking.probe_max_new_tokens or answer_tokens(self.encoded)
-        self.heldout = None
-        if heldout is not None:
-            self.heldout = encode_rows(load_rows(heldout), tokenizer, max_length=settings.max_length, system=system)
-        plain = self.encoded.summary.plain == self.encoded.summary.rows
-        self.evidence = Evidence(everything, probe, retention, spare, asking, raw=plain)
-
-    def _require_usable(self, probe: RowsGiven | None) -> None:
-        """Refuse candidates that could not be compared, before anything is read."""
+        self.tokenizer, self.folder, self.plan = tokenizer, Path(folder), plan
         if (self.folder / CONFIG).exists():
             raise ArtifactError(
                 f"{self.folder} already holds a gated adapter; choose another folder or remove it first"
             )
-        if not self.candidates or len({one.slug for one in self.candidates}) != len(self.candidates):
-            found = [one.cell for one in self.candidates]
-            raise ConfigError(f"candidate ranges must be given, each once; found {found}")
-        if self.unverified and (probe is not None or len(self.candidates) > 1):
-            raise ConfigError("gates are accepted without evidence (unverified) for one range and without a probe")
-        if not self.unverified:
-            require_one_process()
-        for one in self.candidates:
-            config_of(self.config, one)
-            settings_of(self.settings, one.objective, one.seed)  # a setting that does not fit shows before any training
+        plan.check(probe)
+        asking, settings, retention = plan.asking, plan.settings, plan.retention
+        everything = self.given = load_rows(rows)
+        self.reward = plan.reward
+        if self.reward is None and any(one.objective == "reward" for one in plan.candidates):
+            self.reward = reward_of(everything, asking.probe_grader)
+        require_evidence(asking, probe, retention)
+        spare = None
+        if probe is None and not plan.unverified:
+            self.given, spare = set_aside(everything.shuffled(settings.seed))
+            require_evidence(asking, probe, retention, spare)
+        self.rows, self.encoded = encode(
+            self.given, lambda **how: calibration_rows(self.given, tokenizer, settings, plan.system, **how)
+        )
+        self.answer_tokens = asking.probe_max_new_tokens or answer_tokens(self.encoded)
+        self.heldout = None
+        if plan.heldout is not None:
+            self.heldout = encode_rows(
+                load_rows(plan.heldout), tokenizer, max_length=settings.max_length, system=plan.system
+            )
+        plain = self.encoded.summary.plain == self.encoded.summary.rows
+        self.evidence = Evidence(everything, probe, retention, spare, asking, raw=plain)
 
     def take(self, peft_model: Any, engine: Engine | None = None, **origin: Any) -> None:
         """The model to gate.
@@ -221,14 +240,14 @@ class Transaction:
         """
         if is_gated(peft_model, active_adapter(peft_model)):
             raise GateError("the model carries gates already; take them off first, with loragate.detach_gates(model)")
-        size = self.settings.sampling_batch_size
+        size = self.plan.settings.sampling_batch_size
         self.bench = Bench(
             peft_model,
             self.tokenizer,
             engine or TransformersEngine(peft_model, self.tokenizer, batch_size=size),
             self._encoded,
-            self.config,
-            lambda one: settings_of(self.settings, one.objective, one.seed),
+            self.plan.config,
+            self.plan.settings_of,
             options=self._options,
             origin=origin,
         )
@@ -239,11 +258,11 @@ class Transaction:
         return self.evidence.probe(
             self.tokenizer,
             self.bench.engine,
-            system=self.system,
+            system=self.plan.system,
             positions=self.positions,
-            max_length=self.settings.max_length,
+            max_length=self.plan.settings.max_length,
             max_new_tokens=self.answer_tokens,
-            seed=self.settings.seed + 1,
+            seed=self.plan.settings.seed + 1,
             kept=self.folder / CANDIDATES / "majority.json",
             on_progress=on_progress,
         )
@@ -251,13 +270,13 @@ class Transaction:
     def run(
         self, found: tuple[Probe | None, str] | None = None, *, resume: bool = False, on_event: OnEvent | None = None
     ) -> Chosen:
-        """Train and probe what is not finished yet, choose, and write the folder.
+        """Train and ask what is not finished yet, choose, and write the folder.
 
         Args:
             found: of `find_probe`, where that has been called.
             resume, on_event: see `choose_gates`, and for what is raised.
         """
-        if self.unverified:
+        if self.plan.unverified:
             return self._as_given(resume, on_event)
 
         def progress(done: int, total: int) -> None:
@@ -269,51 +288,44 @@ class Transaction:
             return self._left_off(why, resume, on_event)
         self.bench.probe = probe
         self.bench.retention = self.evidence.retention(
-            self.tokenizer, system=self.system, positions=self.positions, seed=self.settings.seed + 1
+            self.tokenizer, system=self.plan.system, positions=self.positions, seed=self.plan.settings.seed + 1
         )
-        selection = self._select(probe, resume, on_event)
-        written, record = selection.written, selection.as_record()
-        if written is None:
-            self._write_zero({"selection": record}, k=self.settings.k)
-            return chosen_in(self.folder)
-        trial = self.folder / CANDIDATES / "trials" / written.candidate.slug / GATED
-        copy_artifact(trial, self.folder, record)
-        self._put_on(written.candidate, trial)
-        return chosen_in(self.folder, written.candidate)
-
-    def _select(self, probe: Probe, resume: bool, on_event: OnEvent | None) -> Selection:
-        model = self.bench.model
-        references: tuple[Candidate, ...] = ()
-        if self.asking.references:
-            references = references_of(probe, not trains_biases(model, active_adapter(model)))
-        compared = (Candidate(None, ADAPTER), *self.candidates)
+        settings = settings_on(
+            probe,
+            self.plan.candidates,
+            self.plan.asking.probe_temperature,
+            can_be_off=gates_all(self.bench.model),
+        )
         retention = self.bench.retention
         asked = {"probe": probe.fingerprint, "retention": None if retention is None else retention.fingerprint}
-        store = self._store((*compared, *references), asked)
+        store = self._store(settings, asked)
         with self._begun(store, resume):
-            self._try(store, compared, on_event)
-            diverged = store.diverged()
-            if all(one.slug in diverged for one in self.candidates):
-                raise DivergenceError(diverged[self.candidates[-1].slug])
-            self._try(store, references, on_event)
-            return selections(store.study, store.finished(), diverged)[""]
+            comparison = Comparison(store, self.bench, settings, on_event)
+            setting = comparison.run().setting
+            record = comparison.as_record()
+        return self._write(store, setting, record)
 
-    def _try(self, store: Store, candidates: Sequence[Candidate], on_event: OnEvent | None) -> None:
-        """Run trials one after the other; one whose training diverges drops out."""
-        diverged = store.diverged()
-        for one in candidates:
-            if one.slug not in diverged:
-                try:
-                    run_trial(store, one, lambda _: self.bench, on_event)
-                except DivergenceError:
-                    continue
+    def _write(self, store: Store, setting: Candidate, record: dict[str, Any]) -> Chosen:
+        """The folder of what is recommended, and the model as that."""
+        if setting.range is not None:
+            trial = store.place(setting.model) / GATED
+            copy_artifact(trial, self.folder, record, setting.temperature)
+            self._put_on(setting, trial)
+            return chosen_in(self.folder, setting)
+        if setting.kind == ADAPTER:
+            self._put_on(self.plan.candidates[0], None)
+        else:
+            attach_constant(self.bench.model, setting.fixed)
+        k = self.plan.settings.k
+        save_artifact(self.bench, self.folder, {"selection": record}, k, setting.temperature)
+        return chosen_in(self.folder, None if setting.kind == ADAPTER else setting)
 
     def _store(self, candidates: tuple[Candidate, ...], asked: dict[str, Any]) -> Store:
         """The study of these candidates; its identity is what their numbers depend on."""
         model = self.bench.model
-        named = {one.objective: one for one in self.candidates}
-        guarded = self.asking.guard and any(self.bench.settings(one).on_policy for one in self.candidates)
-        gates = asdict(self.config)
+        named = {one.objective: one for one in self.plan.candidates}
+        guarded = self.plan.asking.guard and any(self.bench.settings(one).on_policy for one in self.plan.candidates)
+        gates = asdict(self.plan.config)
         identity = {
             **asked,
             "data": self.rows.fingerprint,
@@ -336,21 +348,24 @@ class Transaction:
 
     def _left_off(self, why: str, resume: bool, on_event: OnEvent | None) -> Chosen:
         """Train one range and leave it off, because nothing can show whether it helps."""
-        (first, *others) = self.candidates
-        one = first if not others else Candidate(CAUTIOUS, self.settings.objective, self.settings.seed)
+        (first, *others) = self.plan.candidates
+        settings = self.plan.settings
+        one = first if not others else Candidate(CAUTIOUS, settings.objective, settings.seed)
         store = self._store((one,), {"probe": None, "why": why})
         with self._begun(store, resume):
-            self._try(store, [one], on_event)
-        if one.slug in (diverged := store.diverged()):
-            raise DivergenceError(diverged[one.slug])
+            if one.slug in (diverged := store.diverged()):
+                raise DivergenceError(diverged[one.slug])
+            run_trial(store, one, lambda _: self.bench, on_event)
         trained = read_gate_config(store.place(one) / GATED)
         evidence = {key: trained[key] for key in ("training", "parity")}
-        self._write_zero({**evidence, "selection": {**without_evidence(one, OFF, accepted=False), "why": why}}, one)
+        self._put_on(one, None)
+        why_off = {**without_evidence(one, OFF, accepted=False), "why": why}
+        save_artifact(self.bench, self.folder, {**evidence, "selection": why_off})
         return chosen_in(self.folder, None, one)
 
     def _as_given(self, resume: bool, on_event: OnEvent | None) -> Chosen:
         """A range that the user accepted without evidence; on several processes only the main one writes."""
-        (one,) = self.candidates
+        (one,) = self.plan.candidates
         settings, run = self.bench.settings(one), self.folder / "run"
 
         def report(step: Any) -> None:
@@ -361,7 +376,7 @@ class Transaction:
             self.bench.model,
             self.tokenizer,
             self.rows,
-            config_of(self.config, one),
+            config_of(self.plan.config, one),
             settings,
             run_folder=run,
             resume=resume and (run / "run.json").is_file(),
@@ -375,24 +390,29 @@ class Transaction:
         return Chosen(self.folder, one, one, evidence)
 
     def _encoded(self, settings: CalibrationSettings) -> tuple[Rows, EncodedRows]:
-        if settings.seed == self.settings.seed:
+        if settings.seed == self.plan.settings.seed:
             return self.rows, self.encoded
-        return calibration_rows(self.given, self.tokenizer, settings, self.system)
+        return calibration_rows(self.given, self.tokenizer, settings, self.plan.system)
 
     def _options(self, settings: CalibrationSettings) -> dict[str, Any]:
         """What a training with these settings needs beside the rows."""
         options: dict[str, Any] = {"heldout": self.heldout}
         if settings.objective == "reward":
             options["reward"] = self.reward
-        if settings.on_policy and self.asking.guard:
+        if settings.on_policy and self.plan.asking.guard:
             options["guard"] = GuardLimits()
         return options
 
     def _put_on(self, one: Candidate, gated: Path | None) -> None:
         """Attach a candidate's gates as they are in a folder, or zero gates in its range."""
-        attach_gates(self.bench.model, config_of(self.config, one), active_adapter(self.bench.model))
+        attach_gates(self.bench.model, config_of(self.plan.config, one), active_adapter(self.bench.model))
         load_gate_values(self.bench.model, {} if gated is None else load_file(gated / GATES))
 
-    def _write_zero(self, evidence: dict[str, Any], one: Candidate | None = None, k: int | None = None) -> None:
-        self._put_on(one or self.candidates[0], None)
-        save_artifact(self.bench, self.folder, evidence, k)
+
+def gates_all(model: Any) -> bool:
+    """Whether λ = 0 everywhere is the base: gates reach all that the adapter trained."""
+    name = active_adapter(model)
+    copies = getattr(model.peft_config[name], "modules_to_save", None)
+    return (
+        not copies and not trains_biases(model, name) and all(v.status == "gate" for v in examine_adapter(model, name))
+    )

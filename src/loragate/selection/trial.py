@@ -7,12 +7,13 @@ copy of the adapter's files in adapters/<label>. The model is left as it was fou
 from __future__ import annotations
 
 import filecmp
+import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,16 +28,20 @@ from loragate.gates import GateConfig, attach_gates, detach_gates, gate_paramete
 from loragate.gates.artifact import write_sampling
 from loragate.gates.attach import active_adapter, is_gated
 from loragate.gates.card import render_card
+from loragate.gates.range import Range
 from loragate.gates.schema import ADAPTER as ADAPTER_FOLDER
-from loragate.gates.schema import CARD, CONFIG, GATES, read_gate_config
+from loragate.gates.schema import CARD, CONFIG, read_gate_config
+from loragate.gates.schema import GATES as GATES_FILE
 from loragate.generation import Engine
 from loragate.models import Place
-from loragate.selection.candidate import BASE, Candidate
+from loragate.selection.candidate import ADAPTER, GATES, Candidate
 from loragate.selection.probe import Probe
 from loragate.selection.store import ADAPTERS, FAILED, GATED, TRAINED, Scored, Status, Store, TrialResult, read_json
 from loragate.training import CalibrationSettings, calibrate
 
 LOCK_WAIT_S = 60.0
+CONSTANT_RANGE = Range(-1, 2)
+"""In which one λ for all is written; the values that are tried lie well inside."""
 OnEvent = Callable[[Candidate, str, int, int, float | None], None]
 """Called with (candidate, stage, done, total, entropy); stages are loading, training, probing, retention, testing, finished."""
 
@@ -71,10 +76,25 @@ class Bench:
     base_loads: int = 1
 
 
-def settings_of(settings: CalibrationSettings, objective: str, seed: int | None = None) -> CalibrationSettings:
-    """The settings for a candidate's objective; what only other objectives read goes back to its default."""
-    given = {name: getattr(settings, name) for name in CalibrationSettings.read_by(objective)}
-    return CalibrationSettings(**{**given, "objective": objective, **({} if seed is None else {"seed": seed})})
+def settings_by_objective(options: Any, objectives: Iterable[str]) -> dict[str, CalibrationSettings]:
+    """{objective: its training settings}: those of the options that it reads.
+
+    Args:
+        options: all fields of `CalibrationSettings`, as they were given.
+
+    Raises:
+        ConfigError: for a setting that none of the objectives reads.
+    """
+    given = {field.name: getattr(options, field.name) for field in fields(CalibrationSettings)}
+    own = {name: set(CalibrationSettings.read_by(name)) for name in objectives}
+    somewhere = set().union(*own.values())
+    unread = {key: value for key, value in given.items() if key not in somewhere}
+    found = {}
+    for name, read in own.items():
+        CalibrationSettings(**{**unread, "objective": name})  # says which setting has no effect
+        mine = {key: value for key, value in given.items() if key in read}
+        found[name] = CalibrationSettings(**{**mine, "objective": name})
+    return found
 
 
 def config_of(config: GateConfig, candidate: Candidate) -> GateConfig:
@@ -94,48 +114,89 @@ def origin_of(place: Place, base_id: str = "") -> dict[str, Any]:
 
 
 def run_trial(
-    store: Store, candidate: Candidate, bench_of: Callable[[str], Bench], on_event: OnEvent | None = None
+    store: Store,
+    candidate: Candidate,
+    bench_of: Callable[[str], Bench],
+    on_event: OnEvent | None = None,
+    *,
+    questions: int | None = None,
+    retention: bool = False,
 ) -> TrialResult:
-    """Run a trial, or go on where an earlier attempt was cut off; a finished one is only read.
+    """Run a trial, or go on where an earlier attempt was cut off; what is finished is only read.
 
     Args:
         bench_of: from the adapter's label to what its trials work on; asked only where something is left to do.
+        questions: of the probe that it is asked at least, the first ones; None for all. More can be asked later.
+        retention: whether it is asked the retention probe as well.
 
     Raises:
         KeyboardInterrupt: on Ctrl-C, after a checkpoint.
         Exception: whatever went wrong; it is also kept in failed.json.
     """
+    with _alone(store, candidate):
+        known = store.read(candidate)
+        asked = 0 if known is None or known.probe is None else len(known.probe.scores)
+        if known is not None and asked >= (questions or 0) and (known.retention is not None or not retention):
+            return known
+        tell = _teller(store, candidate, on_event)
+        tell("loading")
+        (store.place(candidate) / FAILED).unlink(missing_ok=True)
+        bench = bench_of(candidate.adapter)
+        attempt = store.note_attempt(candidate, base_loads=bench.base_loads)
+        with _acting(store, bench, candidate, tell) as trained:
+            result = known or TrialResult(candidate, None)
+            result = replace(_ask(bench, result, questions, retention, tell), attempt=attempt)
+        if candidate == candidate.model and trained["seconds"]:  # at several temperatures it is trained once
+            seconds = {"training": trained["seconds"], **result.seconds}
+            result = replace(result, training=trained["training"], modules=trained["modules"], seconds=seconds)
+        store.write(result)
+        tell("finished")
+        return result
+
+
+def train_trial(store: Store, candidate: Candidate, bench: Bench, on_event: OnEvent | None = None) -> None:
+    """Have the gates of a candidate trained and kept, so that it can be asked at any temperature; raises as `run_trial`."""
+    one = candidate.model
+    with _alone(store, one):
+        if not read_json(store.place(one) / TRAINED):
+            (store.place(one) / FAILED).unlink(missing_ok=True)
+            with _acting(store, bench, one, _teller(store, one, on_event)):
+                pass
+
+
+@contextmanager
+def _alone(store: Store, candidate: Candidate) -> Iterator[None]:
+    """Have a trial's folder to oneself; what goes wrong is kept there."""
     place = store.place(candidate)
-    taken = f"{place} is in use by another process; wait for it to end, or stop it"
     try:
-        with held(place / "lock", LOCK_WAIT_S, taken):
-            return store.read(candidate) or _attempt(store, candidate, bench_of, on_event)
+        with held(place / "lock", LOCK_WAIT_S, f"{place} is in use by another process; wait for it to end, or stop it"):
+            yield
     except Exception as error:
         store.note_failure(candidate, error)
         raise
 
 
-def _attempt(
-    store: Store, candidate: Candidate, bench_of: Callable[[str], Bench], on_event: OnEvent | None
-) -> TrialResult:
-    place = store.place(candidate)
-    status = Status(place)
+def _teller(store: Store, candidate: Candidate, on_event: OnEvent | None) -> Callable[..., None]:
+    status = Status(store.place(candidate))
 
     def tell(stage: str, done: int = 0, total: int = 0, entropy: float | None = None) -> None:
         status(stage, done, total, entropy)
         if on_event is not None:
             on_event(candidate, stage, done, total, entropy)
 
-    tell("loading")
-    (place / FAILED).unlink(missing_ok=True)
-    bench = bench_of(candidate.adapter)
-    attempt = store.note_attempt(candidate, base_loads=bench.base_loads)
+    return tell
+
+
+@contextmanager
+def _acting(store: Store, bench: Bench, candidate: Candidate, tell: Callable[..., None]) -> Iterator[dict[str, Any]]:
+    """Within this context the model answers as the candidate, trained if it was not yet; yields the training's record."""
     trained: dict[str, Any] = {"training": {}, "modules": {}, "seconds": 0.0}
     try:
-        if candidate.range is not None:
-            trained = _train(store, bench, candidate, tell)
-        with _acting(bench.model, candidate):
-            found, seconds = _ask(bench, candidate, tell)
+        if candidate.kind == GATES:
+            trained = _train(store, bench, candidate.model, tell)
+        elif candidate.kind != ADAPTER:
+            attach_constant(bench.model, candidate.fixed)
+        yield trained
     except TrainingError as error:
         if str(error).startswith("stopped by Ctrl-C"):
             raise KeyboardInterrupt(str(error)) from error
@@ -143,14 +204,6 @@ def _attempt(
     finally:
         if is_gated(bench.model, active_adapter(bench.model)):  # a training that failed has taken them off
             detach_gates(bench.model)
-    if trained["seconds"]:
-        seconds = {"training": trained["seconds"], **seconds}
-    result = TrialResult(
-        candidate, **found, training=trained["training"], modules=trained["modules"], seconds=seconds, attempt=attempt
-    )
-    store.write(result)
-    tell("finished")
-    return result
 
 
 def _train(store: Store, bench: Bench, candidate: Candidate, tell: Callable[..., None]) -> dict[str, Any]:
@@ -159,7 +212,7 @@ def _train(store: Store, bench: Bench, candidate: Candidate, tell: Callable[...,
     config = config_of(bench.config, candidate)
     if known := read_json(place / TRAINED):
         attach_gates(bench.model, config, active_adapter(bench.model))
-        load_gate_values(bench.model, load_file(place / GATED / GATES))
+        load_gate_values(bench.model, load_file(place / GATED / GATES_FILE))
         return known
     settings = bench.settings(candidate)
     rows, encoded = bench.encode(settings)
@@ -193,42 +246,51 @@ def _train(store: Store, bench: Bench, candidate: Candidate, tell: Callable[...,
     return trained
 
 
-def _acting(model: Any, candidate: Candidate) -> AbstractContextManager[Any]:
-    """Within this context the PEFT model answers as the candidate; gates are attached before."""
-    return model.disable_adapter() if candidate.objective == BASE else nullcontext()
-
-
 def _ask(
-    bench: Bench, candidate: Candidate, tell: Callable[..., None]
-) -> tuple[dict[str, Scored | None], dict[str, float]]:
-    """The candidate's answers to all questions, and the seconds that each set took."""
-    asked = {"probe": (bench.probe, "probing"), "test": (bench.test, "testing")}
-    if not candidate.is_reference:  # what cannot be picked cannot be vetoed either
-        asked["retention"] = (bench.retention, "retention")
-    found: dict[str, Scored | None] = {}
-    seconds: dict[str, float] = {}
-    for name, (probe, stage) in asked.items():
-        found[name] = None
-        if probe is None:
+    bench: Bench, known: TrialResult, questions: int | None, retention: bool, tell: Callable[..., None]
+) -> TrialResult:
+    """The result with the answers that it lacks."""
+    found: dict[str, Scored | None] = {"probe": known.probe, "test": known.test, "retention": known.retention}
+    seconds = dict(known.seconds)
+    asked = {"probe": (bench.probe, "probing", questions), "test": (bench.test, "testing", None)}
+    if retention:
+        asked["retention"] = (bench.retention, "retention", None)
+    for name, (probe, stage, stop) in asked.items():
+        before = found[name]
+        start = 0 if before is None else len(before.scores)
+        if probe is None or start >= (stop or len(probe.questions)):
             continue
         began = time.monotonic()
         tell(stage)
-        here = probe.at(candidate.temperature)
-        answers = here.score(bench.engine, partial(tell, stage))
-        seconds[stage] = time.monotonic() - began
-        found[name] = Scored.of(here, answers)
-    return found, seconds
+        here = probe.at(known.candidate.temperature)
+        more = Scored.of(here, here.score(bench.engine, partial(tell, stage), start, stop))
+        seconds[stage] = seconds.get(stage, 0.0) + time.monotonic() - began
+        found[name] = more if before is None else before.with_more(more)
+    return replace(known, probe=found["probe"], test=found["test"], retention=found["retention"], seconds=seconds)
 
 
-def save_artifact(bench: Bench, folder: Path, evidence: dict[str, Any], k: int | None = None) -> None:
+def attach_constant(model: Any, scale: float) -> None:
+    """Attach one λ for all modules and tokens: gates without weights whose biases are `scale` on `CONSTANT_RANGE`."""
+    config = GateConfig(CONSTANT_RANGE.lower, CONSTANT_RANGE.upper, granularity="module")
+    attach_gates(model, config, active_adapter(model))
+    reach = CONSTANT_RANGE.upper - 1 if scale > 1 else 1 - CONSTANT_RANGE.lower
+    logit = torch.tensor([math.atanh((scale - 1) / reach)])
+    load_gate_values(model, dict.fromkeys(gate_parameters(model), logit))
+
+
+def save_artifact(
+    bench: Bench, folder: Path, evidence: dict[str, Any], k: int | None = None, temperature: float | None = None
+) -> None:
     """Write the model's gates as they are as a gated adapter, with its tokenizer.
 
     Args:
         evidence: what the artifact keeps, see `save_gates`.
         k: of the settings, where `evidence` holds no training.
+        temperature: the recommended sampling; None for nothing to recommend.
     """
     endings = find_endings(bench.tokenizer, bench.model.generation_config)
-    save_gates(bench.model, folder, k=k, **{**bench.origin, "stop_token_ids": endings.token_ids, "evidence": evidence})
+    more = {"stop_token_ids": endings.token_ids, "evidence": evidence, "temperature": temperature}
+    save_gates(bench.model, folder, k=k, **{**bench.origin, **more})
     bench.tokenizer.save_pretrained(str(folder / ADAPTER_FOLDER / "tokenizer"))
 
 

@@ -203,7 +203,7 @@ class _Loop:
         """Write `folder`/checkpoint-<step> and remove all but the newest `keep_checkpoints`; 0 keeps all."""
         state, keep = self.state, self.settings.keep_checkpoints
         if self.job.guard is not None:
-            state.guard, state.waiting = self.job.guard.as_records(), list(self.job.guard.waiting)  # type: ignore[arg-type]
+            state.guard, state.waiting = self.job.guard.as_records(), list(self.job.guard.waiting)
         target = folder / f"checkpoint-{state.step}"
         tensors: dict[str, dict[str, Any]] = {
             TRAINED: self.job.trained,

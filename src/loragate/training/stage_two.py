@@ -227,7 +227,12 @@ def calibrate(
         if heldout is not None:
             require_short_enough(model, heldout, "held-out row {}".format)
         collator = collator_for(tokenizer)
-        batch = collator([_cut(row, PARITY_TOKENS) for row in encoded[:PARITY_ROWS]])
+        batch = collator(
+            [
+                {key: row[key][:PARITY_TOKENS] for key in ("input_ids", "labels")} | {"row": row["row"]}
+                for row in encoded[:PARITY_ROWS]
+            ]
+        )
         device = next(model.parameters()).device
         parity = measure_parity(model, batch["input_ids"].to(device), batch["attention_mask"].to(device), name)
         check_parity(parity, causal_model(model).dtype)
@@ -355,7 +360,3 @@ def calibration_rows(
     if settings.max_rows:
         chosen = chosen.take(settings.max_rows)
     return chosen, encode_rows(chosen, tokenizer, max_length=settings.max_length, system=system, **how)
-
-
-def _cut(row: dict[str, Any], length: int) -> dict[str, Any]:
-    return {key: value[:length] if isinstance(value, list) else value for key, value in row.items()}

@@ -1,4 +1,4 @@
-"""Every attack of the list against every tier that promises to hold it; the weaker tiers' promises in the slow half."""
+"""Every attack of the lists against every tier that promises to hold it; the weaker tier's promises in the slow half."""
 
 from __future__ import annotations
 
@@ -6,36 +6,69 @@ import os
 import resource
 import socket
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from breakouts import ATTEMPT, BREAKOUTS, Breakout
-from cheats import CHEATS, CHECKS, Cheat
-from guard import TOP, need
+from guard import ALL, TOP, need
 
 import loragate
 from loragate.evaluation.sandbox import Checks, Limits, run_program, run_tests, tiers
 
-SQUARE = Checks(CHECKS, ("f",), ("f",))
-SLOW_TIERS = ("rlimits",)
+SQUARE = Checks("assert f(3) == 9\nassert f(-7) == 49\nassert f(12) == 144\n", ("f",), ("f",))
+ATTEMPT = """
+def refused(action, *kinds):
+    try:
+        result = action()
+    except (kinds or (OSError, ValueError)) as error:
+        return
+    raise RuntimeError(f"not refused: {result!r}")
+"""
 
 
-def cases(entries):
-    for entry in entries:
-        for tier in entry.holds:
-            marks = [pytest.mark.slow("attacks")] if entry.slow or tier in SLOW_TIERS else []
-            yield pytest.param(entry, tier, id=f"{tier}: {entry.name}", marks=marks)
+@dataclass(frozen=True)
+class Attack:
+    """A program of `cheats.txt` or `breakouts.txt`; `reasons` are the words that a cheat may end with."""
+
+    name: str
+    program: str
+    reasons: tuple[str, ...]
+    slow: bool
+    holds: tuple[str, ...]
 
 
-def limits_for(cheat: Cheat) -> Limits:
-    """Short time where time is what ends it."""
-    return Limits(seconds=1 if "timeout" in cheat.reasons else 10, memory_mb=512)
+def read(name: str) -> list[Attack]:
+    _, *parts = (Path(__file__).parent / name).read_text(encoding="utf-8").split("### ")
+    found = []
+    for part in parts:
+        head, _, program = part.partition("\n")
+        title, *marks = head.split(" | ")
+        only = [mark.removeprefix("only ") for mark in marks if mark.startswith("only ")]
+        words = [mark for mark in marks if mark != "slow" and not mark.startswith("only ")]
+        reasons = tuple(words[0].split(", ")) if words else ()
+        found.append(Attack(title, program.replace("<NUL>", "\0"), reasons, "slow" in marks, tuple(only) or ALL))
+    return found
 
 
-@pytest.mark.parametrize(("cheat", "tier"), list(cases(CHEATS)))
-def test_cheats_do_not_pass(cheat: Cheat, tier: str) -> None:
+def cases(name: str) -> list[object]:
+    return [
+        pytest.param(
+            attack,
+            tier,
+            id=f"{tier}: {attack.name}",
+            marks=[pytest.mark.slow("attacks")] if attack.slow or tier == "rlimits" else [],
+        )
+        for attack in read(name)
+        for tier in attack.holds
+    ]
+
+
+@pytest.mark.parametrize(("cheat", "tier"), cases("cheats.txt"))
+def test_cheats_do_not_pass(cheat: Attack, tier: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    result = run_tests(cheat.program, SQUARE, need(tier), limits=limits_for(cheat))
+    # short time where time is what ends it
+    limits = Limits(seconds=1 if "timeout" in cheat.reasons else 10, memory_mb=512)
+    result = run_tests(cheat.program, SQUARE, need(tier), limits=limits)
     assert not result.passed
     assert result.reason in cheat.reasons, result
     assert result.mode == "two processes"
@@ -45,8 +78,8 @@ def test_cheats_do_not_pass(cheat: Cheat, tier: str) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
 
 
-@pytest.mark.parametrize(("breakout", "tier"), list(cases(BREAKOUTS)))
-def test_breakouts_are_refused(breakout: Breakout, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("breakout", "tier"), cases("breakouts.txt"))
+def test_breakouts_are_refused(breakout: Attack, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORAGATE_SECRET", "secret")
     host_file = tmp_path / "host.txt"
     host_file.write_text("secret", encoding="utf-8")

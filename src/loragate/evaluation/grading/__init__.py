@@ -3,9 +3,8 @@
 Importing this package is light: sympy and math-verify are imported by worker processes only, torch by none of them.
 """
 
-from loragate.evaluation.grade import Grade
-from loragate.evaluation.grading.extraction import last_boxed
-from loragate.evaluation.grading.graders import MATH_GRADERS, MathGrader, grade_math, math_grader
-from loragate.evaluation.grading.pool import GradingPool
+from loragate.evaluation.answers import Grade, last_boxed
+from loragate.evaluation.grading.graders import MATH_GRADERS, MathGrader, math_grader
+from loragate.evaluation.grading.pool import GradingPool, grade_math
 
 __all__ = ["MATH_GRADERS", "Grade", "GradingPool", "MathGrader", "grade_math", "last_boxed", "math_grader"]

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
-import os
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from loragate.errors import ConfigError, nearest
-from loragate.evaluation.grade import Grade
+from loragate.evaluation.answers import Grade, last_boxed
 from loragate.evaluation.grading import dft
 from loragate.evaluation.grading.default import UnjudgedError, decide
-from loragate.evaluation.grading.extraction import last_boxed
-
-if TYPE_CHECKING:
-    from loragate.evaluation.grading.pool import GradingPool
 
 
 @dataclass(frozen=True)
@@ -41,26 +33,6 @@ class MathGrader:
     name: str
     begin: Callable[[str, str, float | None], Grade | Job]
     judge: str
-
-    def grade(self, response: str, gold: str, tolerance: float | None = None) -> Grade:
-        """Grade one response; the algebra, where needed, runs in a killable process shared by all calls."""
-        begun = self.begin(response, gold, tolerance)
-        return begun if isinstance(begun, Grade) else _shared_pool(self).run([begun])[0]
-
-
-def grade_math(response: str, gold: str, grader: str = "default", *, tolerance: float | None = None) -> Grade:
-    """Judge the answer in `response` against the reference `gold`.
-
-    Args:
-        response: the whole response of a model; see `extraction.py` for where its answer is looked for.
-        gold: the reference answer as the data set has it, LaTeX or plain, not boxed.
-        grader: a name in `MATH_GRADERS`.
-        tolerance: absolute error that the question allows (the `error` column of OlympiadBench); default grader only.
-
-    Raises:
-        ConfigError: for an unknown grader.
-    """
-    return math_grader(grader).grade(response, gold, tolerance)
 
 
 def math_grader(name: str) -> MathGrader:
@@ -103,27 +75,3 @@ MATH_GRADERS: dict[str, MathGrader] = {
         MathGrader("dft", _begin_dft, f"{_JUDGES}:dft"),
     )
 }
-
-_pools: dict[str, GradingPool] = {}
-_lock = threading.Lock()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pools.clear)  # a forked child must not end its parent's workers
-
-
-def _shared_pool(grader: MathGrader) -> GradingPool:
-    from loragate.evaluation.grading.pool import GradingPool
-
-    with _lock:
-        pool = _pools.get(grader.judge)
-        if pool is None:
-            pool = _pools[grader.judge] = GradingPool(grader, workers=1)
-        return pool
-
-
-@atexit.register
-def close_shared_pools() -> None:
-    """End the processes that `grade_math` started; the next call starts them again."""
-    with _lock:
-        for pool in _pools.values():
-            pool.close()
-        _pools.clear()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from loragate.evaluation.grading.extraction import closing_brace
+from loragate.evaluation.answers import closing_brace
 
 _UNICODE = str.maketrans(
     {

@@ -2,26 +2,27 @@
 
 Algebra on model output hangs, recurses and eats memory, often inside one uninterruptible call, so signals and threads
 cannot bound it. Each worker has a memory limit and is killed at the time limit; either costs one grade, and a new
-worker takes its place. One thread feeds all workers, so the pool works from any thread and leaves none behind.
+worker takes its place. A thread waits for each worker while answers are graded, and none is left behind.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
-import selectors
+import select
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 from loragate.errors import ConfigError, LoragateError
-from loragate.evaluation.grade import Grade
+from loragate.evaluation.answers import Grade
 from loragate.evaluation.grading.graders import Job, MathGrader, math_grader
 
 OnProgress = Callable[[int, int], None]
@@ -63,6 +64,7 @@ class GradingPool:
         self._idle: list[_Worker] = []
         self._busy: list[_Worker] = []
         self._lock = threading.Lock()
+        self._ended = False  # before its jobs were done
 
     def __enter__(self) -> GradingPool:
         return self
@@ -74,8 +76,10 @@ class GradingPool:
 
     def close(self) -> None:
         """Kill all workers. The pool may be used again; it then starts new ones."""
-        while self._idle or self._busy:
-            (self._idle or self._busy).pop().kill()
+        for worker in self._busy:  # whose threads see it end, and put it away
+            worker.process.kill()
+        while self._idle:
+            self._idle.pop().kill()
 
     def grade(
         self,
@@ -116,97 +120,57 @@ class GradingPool:
     def run(self, jobs: Sequence[Job], on_done: Callable[[Job], None] | None = None) -> list[Grade]:
         """Return the grades of `jobs`, from memory or from workers; concurrent calls take turns."""
         with self._lock:
-            todo = deque(job for job in dict.fromkeys(jobs) if job not in self._known)
-            if todo:
+            self._ended = False
+            todo = [job for job in dict.fromkeys(jobs) if job not in self._known]
+            with ThreadPoolExecutor(self.workers) as threads:
+                running = {threads.submit(self._judge, job): job for job in todo}
                 try:
-                    self._work(todo, on_done)
+                    for done in as_completed(running):
+                        self._known[running[done]] = done.result()
+                        if on_done is not None:
+                            on_done(running[done])
                 except BaseException:  # Ctrl-C above all: what is running now would answer the next call
+                    threads.shutdown(wait=False, cancel_futures=True)
+                    self._ended = True
                     self.close()
                     raise
             return [self._known[job] for job in jobs]
 
-    def _work(self, todo: deque[Job], on_done: Callable[[Job], None] | None) -> None:
-        with selectors.DefaultSelector() as selector:
-            while todo or self._busy:
-                self._hand_out(todo, selector)
-                now = time.monotonic()
-                wait = max(0.0, min(worker.deadline for worker in self._busy) - now)
-                for ready, _ in selector.select(min(wait, 1.0)):
-                    self._collect(ready.data, todo, selector, on_done)
-                now = time.monotonic()
-                for worker in [worker for worker in self._busy if worker.deadline <= now]:
-                    self._give_up(worker, "timeout", todo, selector, on_done)
-
-    def _hand_out(self, todo: deque[Job], selector: selectors.BaseSelector) -> None:
-        while todo and len(self._busy) < self.workers:
-            worker = self._idle.pop() if self._idle else _Worker(self.grader.judge, self.memory_mb)
-            self._busy.append(worker)
-            selector.register(worker.output, selectors.EVENT_READ, worker)
-            worker.assign(todo.popleft(), self.timeout_s)
-
-    def _collect(
-        self, worker: _Worker, todo: deque[Job], selector: selectors.BaseSelector, on_done: Callable[[Job], None] | None
-    ) -> None:
-        message = worker.receive()
-        if message is None:
-            return
-        if message == {}:
-            self._give_up(worker, "crashed", todo, selector, on_done)
-        elif "failed" in message:
-            raise LoragateError(
-                f"the grader '{self.grader.name}' cannot run: {message['failed']}. "
-                'Install it with: pip install "math-verify[antlr4_11_0]"'
-            )
-        elif "ready" in message:
-            worker.start(self.timeout_s)
-        else:
-            grade = Grade(message["correct"], message["extracted"], message["reason"])
-            self._settle(worker, grade, selector, on_done)
+    def _judge(self, job: Job) -> Grade:
+        """The grade of one job, by a worker of this thread's own for as long as it takes."""
+        try:
+            worker = self._idle.pop()
+        except IndexError:
+            worker = _Worker(self.grader, self.memory_mb)
+        self._busy.append(worker)
+        if self._ended:
+            worker.process.kill()
+        try:
+            found = worker.answer(job, self.timeout_s)
+        finally:
+            self._busy.remove(worker)
+        if isinstance(found, Grade):
             if worker.jobs < JOBS_PER_WORKER:
                 self._idle.append(worker)
             else:
                 worker.kill()
-
-    def _give_up(
-        self,
-        worker: _Worker,
-        reason: str,
-        todo: deque[Job],
-        selector: selectors.BaseSelector,
-        on_done: Callable[[Job], None] | None,
-    ) -> None:
+            return found
         worker.kill()
-        if not worker.is_ready:
-            raise LoragateError(
-                f"a process of the grader '{self.grader.name}' "
-                + ("ended before it was ready" if reason == "crashed" else f"did not start within {START_S:.0f} s")
-                + f": {self.grader.judge} with {self.memory_mb} MB. Check the machine's memory and process limits"
-            )
-        if reason == "crashed" and worker.jobs > 1:  # earlier jobs may have filled its memory: a fresh one decides
-            selector.unregister(worker.output)
-            self._busy.remove(worker)
-            todo.appendleft(worker.job)
-            return
-        self._settle(worker, Grade(False, worker.job.text, reason), selector, on_done)
-
-    def _settle(
-        self, worker: _Worker, grade: Grade, selector: selectors.BaseSelector, on_done: Callable[[Job], None] | None
-    ) -> None:
-        selector.unregister(worker.output)
-        self._busy.remove(worker)
-        self._known[worker.job] = grade
-        if on_done is not None:
-            on_done(worker.job)
+        # earlier jobs may have filled its memory: a fresh one decides
+        if found == "crashed" and worker.jobs > 1 and not self._ended:
+            return self._judge(job)
+        return Grade(False, job.text, found)
 
 
 class _Worker:
-    """One process, its pipes and the job it is at."""
+    """One process and its pipes."""
 
-    def __init__(self, judge: str, memory_mb: int) -> None:
+    def __init__(self, grader: MathGrader, memory_mb: int) -> None:
+        self.grader, self.memory_mb = grader, memory_mb
         # the same hash seed everywhere, as the order of sympy's terms can depend on it
         environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "loragate.evaluation.grading.worker", judge, str(memory_mb)],
+            [sys.executable, "-m", "loragate.evaluation.grading.worker", grader.judge, str(memory_mb)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -215,41 +179,24 @@ class _Worker:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.input, self.output = self.process.stdin, self.process.stdout
-        os.set_blocking(self.output.fileno(), False)
-        self.buffer = b""
         self.is_ready = False
         self.jobs = 0
-        self.job = Job("", "")
-        self.deadline = 0.0
 
-    def assign(self, job: Job, timeout_s: float) -> None:
-        """Give it a job; the clock starts when the process is ready."""
-        self.job = job
+    def answer(self, job: Job, timeout_s: float) -> Grade | str:
+        """Its grade, or why there is none, "timeout" or "crashed"; the clock starts when the process is ready.
+
+        Raises:
+            LoragateError: for a process that does not become ready.
+        """
         self.jobs += 1
-        self.deadline = time.monotonic() + START_S
-        if self.is_ready:
-            self.start(timeout_s)
-
-    def start(self, timeout_s: float) -> None:
-        self.is_ready = True
-        self.deadline = time.monotonic() + timeout_s
-        line = json.dumps([self.job.gold, self.job.text, self.job.tolerance, timeout_s]) + "\n"
+        if not self.is_ready:
+            self._start()
+        line = json.dumps([job.gold, job.text, job.tolerance, timeout_s]) + "\n"
         with suppress(BrokenPipeError):  # it died while idle; its output will tell
             self.input.write(line.encode())
             self.input.flush()
-
-    def receive(self) -> dict[str, Any] | None:
-        """Return its next message, None if the line is not complete yet, {} when it has ended."""
-        chunk = os.read(self.output.fileno(), 1 << 16)
-        if not chunk:
-            return {}
-        self.buffer += chunk
-        line, found, rest = self.buffer.partition(b"\n")
-        if not found:
-            return None
-        self.buffer = rest
-        message: dict[str, Any] = json.loads(line)
-        return message
+        message = self._receive(timeout_s)
+        return message if isinstance(message, str) else Grade(**message)
 
     def kill(self) -> None:
         self.process.kill()
@@ -258,7 +205,77 @@ class _Worker:
             self.input.close()
         self.output.close()
 
+    def _start(self) -> None:
+        said = self._receive(START_S)
+        if isinstance(said, str):
+            self.kill()
+            how = "ended before it was ready" if said == "crashed" else f"did not start within {START_S:.0f} s"
+            raise LoragateError(
+                f"a process of the grader '{self.grader.name}' {how}: {self.grader.judge} with {self.memory_mb} MB. Check the "
+                "machine's memory and process limits"
+            )
+        if "failed" in said:
+            self.kill()
+            raise LoragateError(
+                f"the grader '{self.grader.name}' cannot run: {said['failed']}. "
+                'Install it with: pip install "math-verify[antlr4_11_0]"'
+            )
+        self.is_ready = True
+
+    def _receive(self, seconds: float) -> dict[str, Any] | str:
+        """Its next line, or "timeout" or "crashed"."""
+        until, line = time.monotonic() + seconds, b""
+        while not line.endswith(b"\n"):
+            # poll, as select takes no descriptor beyond 1023
+            poll = select.poll()
+            poll.register(self.output, select.POLLIN)
+            if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
+                return "timeout"
+            chunk = os.read(self.output.fileno(), 1 << 16)
+            if not chunk:
+                return "crashed"
+            line += chunk
+        message: dict[str, Any] = json.loads(line)
+        return message
+
 
 def _usable_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(8, cores))
+
+
+_pools: dict[str, GradingPool] = {}
+_pools_lock = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pools.clear)  # a forked child must not end its parent's workers
+
+
+def grade_math(response: str, gold: str, grader: str = "default", *, tolerance: float | None = None) -> Grade:
+    """Judge the answer in `response` against the reference `gold`; algebra runs in a killable process shared by all calls.
+
+    Args:
+        response: the whole response of a model; see `answers.py` for where its answer is looked for.
+        gold: the reference answer as the data set has it, LaTeX or plain, not boxed.
+        grader: a name in `MATH_GRADERS`.
+        tolerance: absolute error that the question allows (the `error` column of OlympiadBench); default grader only.
+
+    Raises:
+        ConfigError: for an unknown grader.
+    """
+    begun = math_grader(grader).begin(response, gold, tolerance)
+    if isinstance(begun, Grade):
+        return begun
+    with _pools_lock:
+        if grader not in _pools:
+            _pools[grader] = GradingPool(grader, workers=1)
+        pool = _pools[grader]
+    return pool.run([begun])[0]
+
+
+@atexit.register
+def close_shared_pools() -> None:
+    """End the processes that `grade_math` started; the next call starts them again."""
+    with _pools_lock:
+        for pool in _pools.values():
+            pool.close()
+        _pools.clear()

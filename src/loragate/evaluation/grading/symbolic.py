@@ -13,6 +13,10 @@ import re
 from fractions import Fraction
 from typing import Any
 
+import sympy
+from latex2sympy2_extended import NormalizationConfig
+from math_verify import LatexExtractionConfig, parse, verify
+
 from loragate.evaluation.grading.default import Verdict
 from loragate.evaluation.grading.numbers import Number, read_number, same_number
 
@@ -48,8 +52,6 @@ def same_expression(gold: str, answer: str, tolerance: float | None) -> Verdict:
     Raises:
         Unread: where one side cannot be read completely.
     """
-    import sympy
-
     gold_number, answer_number = read_number(gold), read_number(answer)
     left, right = read(gold), read(answer)
     if isinstance(left, sympy.Eq) and isinstance(right, sympy.Eq):
@@ -69,10 +71,6 @@ def same_expression(gold: str, answer: str, tolerance: float | None) -> Verdict:
 
 def read(text: str) -> Any:
     """Return the sympy object that `text` writes."""
-    import sympy
-    from latex2sympy2_extended import NormalizationConfig
-    from math_verify import LatexExtractionConfig, parse
-
     # its removal of units takes variables with it (the t of `E_0 t`); ours are gone by now
     spelling = NormalizationConfig(
         basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
@@ -112,8 +110,6 @@ def _code(match: re.Match[str]) -> str:
 
 def _lost_something(text: str, result: Any) -> bool:
     """Whether identifiers of `text` are missing from `result`, or several numbers became a bare one."""
-    import sympy
-
     found = [match for match in _IDENTIFIER.finditer(text) if match["name"]]
     expected = {re.sub(r"[{}]", "", _code(match)) for match in found} - set("eid")
     try:
@@ -130,8 +126,6 @@ def _lost_something(text: str, result: Any) -> bool:
 
 def _exact(expression: Any) -> Any:
     """Decimals as the fractions that they write."""
-    import sympy
-
     return expression.replace(
         lambda node: isinstance(node, sympy.Float), lambda node: sympy.Rational(str(Fraction(str(node))))
     ).doit()
@@ -172,14 +166,10 @@ def _zeros(first: Any, second: Any) -> bool:
 
 
 def _rational(value: Fraction) -> Any:
-    import sympy
-
     return sympy.Rational(value.numerator, value.denominator)
 
 
 def _assignments(symbols: Any, with_negative: bool) -> list[dict[Any, Any]]:
-    import sympy
-
     ordered = sorted(symbols, key=str)
     points = []
     for row in (*_POINTS, *_WHOLE):
@@ -190,8 +180,6 @@ def _assignments(symbols: Any, with_negative: bool) -> list[dict[Any, Any]]:
 
 
 def _same_function(left: Any, right: Any) -> Verdict:
-    import sympy
-
     left, right = _exact(left), _exact(right)
     if left == right:
         return True
@@ -230,6 +218,4 @@ def _proportional(left: Any, right: Any) -> Verdict:
 
 
 def _verify(left: Any, right: Any) -> bool:
-    from math_verify import verify
-
     return bool(verify(left, right, timeout_seconds=None))

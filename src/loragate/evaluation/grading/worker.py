@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
+import resource
 import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 GRACE_S = 5
 
@@ -25,8 +28,10 @@ def main() -> None:
     os.dup2(2, 1)  # whatever a library prints must not look like a verdict
     module, _, function = sys.argv[1].partition(":")
     try:
-        judge = getattr(importlib.import_module(module), function)
-        _warm(function)
+        judge = getattr(
+            importlib.import_module(module), function
+        )  # and all that it needs, before memory and time count
+        logging.disable(logging.CRITICAL)
     except ImportError as error:
         _send(channel, {"failed": str(error)})
         return
@@ -45,33 +50,18 @@ def main() -> None:
         _send(channel, {"correct": correct, "reason": reason, "extracted": extracted})
 
 
-def _warm(function: str) -> None:
-    """Import what the judge needs before the memory limit and the clock start."""
-    import loragate.evaluation.grading.judges as judges
-
-    if hasattr(judges, function):
-        import logging
-
-        import math_verify  # noqa: F401
-        import sympy  # noqa: F401
-
-        logging.disable(logging.CRITICAL)
-
-
 def _limit_memory(megabytes: int) -> None:
     """Allow `megabytes` on top of what the process has mapped by now; a no-op where the system cannot tell."""
-    with suppress(ImportError, OSError, ValueError):
-        import resource
-
+    with suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         limit = pages * os.sysconf("SC_PAGE_SIZE") + megabytes * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _send(channel: object, message: dict[str, object]) -> None:
-    channel.write(json.dumps(message) + "\n")  # type: ignore[attr-defined]
-    channel.flush()  # type: ignore[attr-defined]
+def _send(channel: TextIO, message: dict[str, object]) -> None:
+    channel.write(json.dumps(message) + "\n")
+    channel.flush()
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
 from loragate.evaluation.sandbox.code import CodeTask, grade_code, grade_codes, humaneval_program, mbpp_program
 from loragate.evaluation.sandbox.extract import extract_code
-from loragate.evaluation.sandbox.limits import Limits, ProgramResult, SandboxError
 from loragate.evaluation.sandbox.programs import Checks, available_tiers, probe, run_program, run_tests
-from loragate.evaluation.sandbox.tiers import TIERS
+from loragate.evaluation.sandbox.tiers import TIERS, Limits, ProgramResult, SandboxError
 
 __all__ = [
     "TIERS",

@@ -18,8 +18,7 @@ from importlib.resources import files
 from typing import Any
 
 from loragate.evaluation.sandbox.harness.wire import MAX_FRAME
-from loragate.evaluation.sandbox.limits import Limits
-from loragate.evaluation.sandbox.tiers import ENVIRONMENT, Launch, interpreter, package_folders
+from loragate.evaluation.sandbox.tiers import ENVIRONMENT, Launch, Limits, interpreter, package_folders
 
 PACKAGE = "loragate.evaluation.sandbox.harness"
 TAIL = 2000
@@ -44,7 +43,7 @@ class Child:
         self.written, self.tail, self.closed = 0, b"", False
         self._inbox = b""
         # The top tier has a /tmp of its own; below it a program gets a folder that goes with it.
-        self._folder = None if launch.own_files else tempfile.TemporaryDirectory(prefix="loragate-program-")
+        self._folder = None if launch.filter else tempfile.TemporaryDirectory(prefix="loragate-program-")
         self.control, theirs = socket.socketpair()
         kept = [theirs.fileno()] + ([channel.fileno()] if channel else [])
         words = list(launch.command)
@@ -84,7 +83,7 @@ class Child:
             "memory_mb": limits.memory_mb,
             "file_mb": limits.file_mb,
             "seconds": limits.seconds,
-            "processes": limits.processes if launch.count_processes else None,
+            "processes": limits.processes if launch.filter else None,
             "packages": package_folders(),
         }
         self.say({**request, "confine": confine})

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loragate.errors import ConfigError, DataError, nearest
-from loragate.evaluation.grade import Grade
+from loragate.errors import DataError
+from loragate.evaluation.answers import Grade
 from loragate.evaluation.sandbox.extract import extract_code, top_level_names
-from loragate.evaluation.sandbox.limits import Limits
 from loragate.evaluation.sandbox.programs import Checks, root_style_of, run_many, run_tests
+from loragate.evaluation.sandbox.tiers import Limits
 
 Row = Mapping[str, Any]
 
@@ -95,12 +95,9 @@ def grade_code(
     `reason` is "ok", "no_code", "syntax" (code, but none that compiles), or a reason of `ProgramResult`.
 
     Raises:
-        ConfigError: for an unknown kind.
         DataError: for a row that lacks a field of its data set.
         SandboxError: when the tier does not work here.
     """
-    if kind not in KINDS:
-        raise ConfigError(f"There is no kind of code task {kind!r}{nearest(kind, KINDS)}; known: {', '.join(KINDS)}")
     task = KINDS[kind](row, response)
     if task is None:
         looks_like_code = "```" in response or "def " in response or "return" in response
@@ -122,15 +119,13 @@ def grade_codes(
 
     `on_progress` is called with (answers done, answers in all). An interrupt kills what runs.
     """
-    if len(rows) != len(responses):
-        raise DataError(f"{len(rows)} rows and {len(responses)} responses; each response needs its row")
     root_style_of(tier)
     cancel = threading.Event()
 
     def work(pair: tuple[Row, str]) -> Grade:
         return grade_code(kind, *pair, tier, limits, cancel=cancel)
 
-    return run_many(work, list(zip(rows, responses)), workers, on_progress, cancel)
+    return run_many(work, list(zip(rows, responses, strict=True)), workers, on_progress, cancel)
 
 
 def _text(row: Row, field: str) -> str:

@@ -15,9 +15,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from loragate.evaluation.sandbox.child import Child
-from loragate.evaluation.sandbox.limits import Limits, ProgramResult
-from loragate.evaluation.sandbox.supervise import Watch
-from loragate.evaluation.sandbox.tiers import TIERS, known_tier, launch, missing, namespaces_forbidden, refusal
+from loragate.evaluation.sandbox.supervise import watch
+from loragate.evaluation.sandbox.tiers import (
+    TIERS,
+    Limits,
+    ProgramResult,
+    SandboxError,
+    launch,
+    missing,
+    namespaces_forbidden,
+)
 
 # The tests of one HumanEval+ problem hold thousands of expected values, and numpy to compare them with.
 CHECKER_MEMORY_MB = 4096
@@ -118,7 +125,6 @@ def probe(tier: str) -> str | None:
 
     The first call for a tier takes about a second, later ones nothing. Raises `ConfigError` for an unknown tier.
     """
-    known_tier(tier)
     with _lock:
         if tier not in _answers:
             _answers[tier] = _probe(tier)
@@ -134,7 +140,8 @@ def root_style_of(tier: str) -> str:
     """How root enters `tier` here (see `tiers.launch`); raises `SandboxError` when the tier does not work."""
     reason = probe(tier)
     if reason is not None:
-        raise refusal(tier, reason)
+        weaker = f" Mend that, or run programs with {TIERS['rlimits']}: --sandbox rlimits." if tier != "rlimits" else ""
+        raise SandboxError(f"Model-written programs cannot run in the sandbox tier '{tier}': {reason}.{weaker}")
     return _answers[tier][1]
 
 
@@ -162,7 +169,7 @@ def _probe(tier: str) -> tuple[str | None, str]:
 def _one_process(source: str, limits: Limits, tier: str, style: str) -> ProgramResult:
     nonce = secrets.token_hex(16)
     child = Child("program", launch(tier, limits, root_style=style), limits, {"source": source})
-    return _finish([child], child, child, nonce, True, tier, "one process", None)
+    return watch([child], nonce, tier, None)
 
 
 def _two_processes(
@@ -181,23 +188,4 @@ def _two_processes(
         except BaseException:
             candidate.kill()
             raise
-    return _finish([candidate, checker], checker, candidate, nonce, False, tier, "two processes", cancel)
-
-
-def _finish(
-    children: list[Child],
-    judge: Child,
-    author: Child,
-    nonce: str,
-    handed_out: bool,
-    tier: str,
-    mode: str,
-    cancel: threading.Event | None,
-) -> ProgramResult:
-    try:
-        verdict = Watch(children, judge, nonce, handed_out, cancel).verdict()
-    finally:
-        for child in children:
-            child.kill()
-    tail = author.tail.decode("utf-8", "replace")
-    return ProgramResult(verdict.reason == "ok", verdict.reason, tier, mode, verdict.seconds, verdict.detail, tail)
+    return watch([candidate, checker], nonce, tier, cancel)

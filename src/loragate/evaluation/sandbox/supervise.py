@@ -7,66 +7,68 @@ import selectors
 import signal
 import threading
 import time
-from dataclasses import dataclass
 
 from loragate.evaluation.sandbox.child import Child
+from loragate.evaluation.sandbox.tiers import ProgramResult
 
 TICK = 0.1
 START_UP = 60.0
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Why a program stopped, in one word and one line; "ok" is the only word that passes."""
+Found = tuple[str, str] | None
+"""Why a program stopped, in one word and one line, where it has; "ok" is the only word that passes."""
 
-    reason: str
-    detail: str
-    seconds: float
+
+def watch(children: list[Child], nonce: str, tier: str, cancel: threading.Event | None) -> ProgramResult:
+    """The last word on one program, whose processes have ended when it is said.
+
+    Args:
+        children: its process; where its tests have one of their own, that is the second. The last one is the judge, whose
+            "nonce" frame is the sign of success.
+        nonce: what that frame must hold. A program alone is told it only in answer to "ended".
+        cancel: set by another thread to give up.
+    """
+    try:
+        run = Watch(children, nonce, cancel)
+        reason, detail = run.verdict()
+        seconds = time.monotonic() - run.started
+    finally:
+        for child in children:
+            child.kill()
+    tail = children[0].tail.decode("utf-8", "replace")
+    mode = "one process" if len(children) == 1 else "two processes"
+    return ProgramResult(reason == "ok", reason, tier, mode, seconds, detail, tail)
 
 
 class Watch:
-    """The last word on one program, which may be several children; `judge` is the one that knows.
+    """What is known of a program that runs; see `watch`."""
 
-    Args:
-        children: all of them.
-        judge: the child whose "nonce" frame is the sign of success.
-        nonce: what that frame must hold. When `handed_out` is set, it is sent only in answer to "ended".
-        cancel: set by another thread to give up.
-    """
-
-    def __init__(
-        self, children: list[Child], judge: Child, nonce: str, handed_out: bool, cancel: threading.Event | None
-    ) -> None:
-        self.children, self.judge, self.nonce, self.handed_out, self.cancel = children, judge, nonce, handed_out, cancel
+    def __init__(self, children: list[Child], nonce: str, cancel: threading.Event | None) -> None:
+        self.children, self.judge, self.nonce, self.cancel = children, children[-1], nonce, cancel
         self.ready: set[Child] = set()
         self.ended = False
         self.seconds = max(child.limits.seconds for child in children)
         self.started = self.born = time.monotonic()
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> tuple[str, str]:
         """Block until there is one."""
         with selectors.DefaultSelector() as selector:
             for child in self.children:
-                selector.register(child.control, selectors.EVENT_READ, (child, "control"))
-                selector.register(child.output, selectors.EVENT_READ, (child, "output"))
+                selector.register(child.control, selectors.EVENT_READ, (child, self._control))
+                selector.register(child.output, selectors.EVENT_READ, (child, self._output))
             next_look = time.monotonic() + TICK
             while True:
                 now = time.monotonic()
                 if now >= next_look:
                     next_look = now + TICK
-                    found = self._look(now)
-                    if found:
-                        return self._say(*found)
+                    if found := self._look(now):
+                        return found
                 for key, _ in selector.select(max(next_look - time.monotonic(), 0)):
-                    child, stream = key.data
-                    found = self._output(child, selector) if stream == "output" else self._control(child, selector)
-                    if found:
-                        return self._say(*found)
+                    child, read = key.data
+                    if found := read(child, selector):
+                        return found
 
-    def _say(self, reason: str, detail: str) -> Verdict:
-        return Verdict(reason, detail, time.monotonic() - self.started)
-
-    def _look(self, now: float) -> tuple[str, str] | None:
+    def _look(self, now: float) -> Found:
         if self.cancel is not None and self.cancel.is_set():
             return "cancelled", "the run was given up"
         if len(self.ready) < len(self.children):
@@ -82,17 +84,16 @@ class Watch:
                 return "processes", f"{processes} processes; the limit is {child.limits.processes}"
         return None
 
-    def _output(self, child: Child, selector: selectors.BaseSelector) -> tuple[str, str] | None:
+    def _output(self, child: Child, selector: selectors.BaseSelector) -> Found:
         if not child.drain():
             selector.unregister(child.output)
         if child.written > child.limits.output_kb * 1024:
             return "output", f"more than {child.limits.output_kb} KiB of output"
         return None
 
-    def _control(self, child: Child, selector: selectors.BaseSelector) -> tuple[str, str] | None:
+    def _control(self, child: Child, selector: selectors.BaseSelector) -> Found:
         for frame in child.frames():
-            found = self._frame(child, frame)
-            if found:
+            if found := self._frame(child, frame):
                 return found
         if not child.closed:
             return None
@@ -100,12 +101,11 @@ class Watch:
         if child is not self.judge:
             # The program's process ends when the checker has; the checker's last word is then already there.
             for frame in self.judge.frames():
-                found = self._frame(self.judge, frame)
-                if found:
+                if found := self._frame(self.judge, frame):
                     return found
         return self._gone(child)
 
-    def _frame(self, child: Child, frame: object) -> tuple[str, str] | None:
+    def _frame(self, child: Child, frame: object) -> Found:
         match frame:
             case ["ready"]:
                 if child not in self.ready:
@@ -113,7 +113,7 @@ class Watch:
                     self.started = time.monotonic()
             case ["failed", str(reason), str(detail)]:
                 return self._failed(child, reason, detail[:500])
-            case ["ended"] if self.handed_out and child is self.judge and not self.ended:
+            case ["ended"] if len(self.children) == 1 and not self.ended:
                 self.ended = True
                 child.say({"nonce": self.nonce})
             case ["nonce", str(nonce)] if child is self.judge and secrets.compare_digest(
@@ -144,7 +144,7 @@ class Watch:
                     return self._failed(candidate, reason, detail[:500])
         return self._gone(candidate) or ("exit", "the program ended before its end")
 
-    def _gone(self, child: Child) -> tuple[str, str] | None:
+    def _gone(self, child: Child) -> Found:
         if child not in self.ready:
             child.drain()
             last = child.tail.decode("utf-8", "replace").strip().splitlines()[-1:]

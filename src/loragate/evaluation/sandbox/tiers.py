@@ -1,4 +1,4 @@
-"""The two tiers as command lines, and what keeps the top one from starting.
+"""The two tiers as command lines, what a program may use in them, and what keeps the top one from starting.
 
 A tier is never exchanged for a lower one silently: what is asked for works, or there is an error which says what to
 install and which flag lowers the tier.
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loragate.errors import ConfigError, nearest
-from loragate.evaluation.sandbox.limits import Limits, SandboxError
 from loragate.evaluation.sandbox.seccomp import ARCHITECTURES, filter_program
+from loragate.validate import Count, Positive, check
 
 TIERS = {
     "bubblewrap": "no network, read-only system, private /tmp, no privileges, own processes, limits",
@@ -51,6 +51,59 @@ ENVIRONMENT = {
 }
 
 
+class SandboxError(ConfigError):
+    """A sandbox that was asked for and cannot be had here; the message says what to install or which flag to give."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may use.
+
+    Attributes:
+        seconds: wall time from the moment the interpreter is up, so that a busy machine's start-up does not count.
+        memory_mb: address space of each process, and resident memory of all of them together, MiB.
+        processes: processes and threads at one time.
+        output_kb: bytes on standard output and error together, KiB; a program that writes more is stopped.
+        file_mb: size of one file, and of the private /tmp as a whole, MiB.
+
+    Raises `ConfigError` for a limit that is not positive and finite.
+    """
+
+    seconds: Positive = 10.0
+    memory_mb: Count = 1024
+    processes: Count = 32
+    output_kb: Count = 1024
+    file_mb: Count = 64
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True)
+class ProgramResult:
+    """What became of one program.
+
+    Attributes:
+        passed: whether it ran to its end, all asserts included.
+        reason: "ok", "wrong" (an assertion failed), "error" (another exception), "syntax", "timeout", "memory",
+            "output" (too much of it), "exit" (it ended before its end), "killed" (by a signal), "processes" (too many),
+            "protocol" (it tried to speak for the harness), or "cancelled".
+        tier: the tier it ran in.
+        mode: "one process", or "two processes" with the tests out of the program's reach.
+        seconds: wall time that it ran.
+        detail: one line on the failure, at most 500 characters; written by the program where it raised.
+        output: the last 2,000 characters of its output and error stream.
+    """
+
+    passed: bool
+    reason: str
+    tier: str
+    mode: str = "one process"
+    seconds: float = 0.0
+    detail: str = ""
+    output: str = ""
+
+
 @dataclass(frozen=True)
 class Launch:
     """How to start one confined interpreter.
@@ -58,23 +111,13 @@ class Launch:
     Attributes:
         command: the words before the interpreter's.
         uid: user id that the harness changes to, or None to keep its own.
-        count_processes: whether the kernel's limit on processes counts this program's alone.
-        filter: a filter over system calls, for `--seccomp`, or None.
-        own_files: whether it has a file tree and a /tmp of its own.
+        filter: a filter over system calls, for `--seccomp`; None where nothing isolates the program: then it shares the host's
+            files and /tmp, and the kernel's limit on processes would count those of others.
     """
 
-    command: tuple[str, ...]
-    uid: int | None
-    count_processes: bool
-    filter: bytes | None
-    own_files: bool = False
-
-
-def known_tier(tier: str) -> str:
-    """Return `tier`; raises `ConfigError` for a name that is not one of `TIERS`."""
-    if tier not in TIERS:
-        raise ConfigError(f"There is no sandbox tier {tier!r}{nearest(tier, TIERS)}; known: {', '.join(TIERS)}")
-    return tier
+    command: tuple[str, ...] = ()
+    uid: int | None = None
+    filter: bytes | None = None
 
 
 def interpreter() -> list[str]:
@@ -96,14 +139,15 @@ def launch(tier: str, limits: Limits, *, root_style: str = "drop") -> Launch:
     nobody else has, fresh per program; "namespace" is for containers whose root may not, and is how other users run.
     """
     if tier == "rlimits":
-        # The kernel would count all processes of the user, most of which are not the program's.
-        return Launch((), None, False, None)
+        return Launch()
     drop = os.geteuid() == 0 and root_style == "drop"
-    return Launch(_bubblewrap(limits, drop), _unused_uid() if drop else None, True, filter_program(), True)
+    return Launch(_bubblewrap(limits, drop), _unused_uid() if drop else None, filter_program())
 
 
 def missing(tier: str) -> str | None:
-    """Return why `tier` cannot even be tried here, or None."""
+    """Return why `tier` cannot even be tried here, or None; raises `ConfigError` for a name that is not one of `TIERS`."""
+    if tier not in TIERS:
+        raise ConfigError(f"There is no sandbox tier {tier!r}{nearest(tier, TIERS)}; known: {', '.join(TIERS)}")
     if sys.platform != "linux" and tier != "rlimits":
         return f"the {tier} tier needs Linux and this is {sys.platform}"
     if os.name != "posix":
@@ -125,12 +169,6 @@ def namespaces_forbidden(settings: Path = Path("/proc/sys")) -> str | None:
     if any(os.path.exists(mark) for mark in CONTAINER_MARKS):
         return "this is a container, and most containers forbid namespaces"
     return None
-
-
-def refusal(tier: str, reason: str) -> SandboxError:
-    """The error for a tier that does not work, with the ways out."""
-    advice = f" Mend that, or run programs with {TIERS['rlimits']}: --sandbox rlimits." if tier != "rlimits" else ""
-    return SandboxError(f"Model-written programs cannot run in the sandbox tier '{tier}': {reason}.{advice}")
 
 
 def _bubblewrap(limits: Limits, drop: bool) -> tuple[str, ...]:

@@ -5,17 +5,17 @@
     schema       types of a data set's columns, checked row by row
     templates    prompts and golds from rows, in a sandboxed template language
     questions    rows from a file, the hub or a generator to questions
+    retention    rows of the suites that lm-evaluation-harness asks
     arithmetic   a generated suite that no model can have seen
-    tiny         the questions and the verifier of the tiny world
-    extractors   a letter or a text out of a response
+    generated    sets made on the spot, and the verifier of the tiny world
 
 A task is one file in `definitions/`, or one of the user's own. This room asks and reads; it neither samples nor grades
 mathematics or programs, and it needs no torch.
 """
 
-from loragate.evaluation.tasks.questions import Question, Questions, load_questions
+from loragate.evaluation.tasks.questions import load_questions
 from loragate.evaluation.tasks.reading import load_task, suite, task_names
-from loragate.evaluation.tasks.task import Dataset, Generation, Harness, Task
+from loragate.evaluation.tasks.task import Dataset, Generation, Harness, Question, Questions, Task
 from loragate.evaluation.tasks.templates import prompts_hash
 
 __all__ = [

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,50 +17,13 @@ from loragate.data.loading import load_rows
 from loragate.data.rows import Rows
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.tasks.generated import GENERATORS
+from loragate.evaluation.tasks.retention import load_suite_questions
 from loragate.evaluation.tasks.schema import check_row, describe_schema, found_columns, shown
-from loragate.evaluation.tasks.task import Task
+from loragate.evaluation.tasks.task import Question, Questions, Task
 from loragate.evaluation.tasks.templates import is_template, render, variables
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
 COMMIT = re.compile(r"[0-9a-f]{40}")
-
-
-@dataclass(frozen=True)
-class Question:
-    """One question.
-
-    Attributes:
-        id: the data set's own id where it has one, else the position from 0; unique in the set.
-        prompt: the user's turn, or the whole text where the task is raw.
-        gold: the reference answer; for code, the reference solution.
-        row: the row as it was read; code graders take the tests from here.
-        place: file and line, for messages.
-    """
-
-    id: str
-    prompt: str
-    gold: str
-    row: dict[str, Any]
-    place: str
-
-
-@dataclass(frozen=True)
-class Questions:
-    """The questions of one task.
-
-    Attributes:
-        questions: in the order of the data set.
-        source: file, hub id with split, or generator with seed.
-        revision: commit of the hub data set, where it could be told.
-        fingerprint: SHA-256 over the rows' content; equal for equal rows in any file format.
-        warnings: what a reader of the score should know.
-    """
-
-    questions: list[Question]
-    source: str
-    revision: str | None
-    fingerprint: str
-    warnings: tuple[str, ...] = ()
 
 
 def load_questions(
@@ -74,26 +36,33 @@ def load_questions(
     """The questions of a task.
 
     Args:
-        task: as `load_task` gives it; not one that the harness runs.
+        task: as `load_task` gives it.
         file: a .jsonl, .json or .parquet file with the data set's columns, or a folder that holds `<task>.jsonl` (or
-            .json, .parquet), in place of the hub or generator; or its rows.
-        limit: the first questions only, in the data set's order.
+            .json, .parquet), in place of the hub or generator; or its rows. For a suite of the harness whose subsets lie apart
+            also a folder, or `<task>/` in it, with a file for each.
+        limit: the first questions only, in the data set's order; of a suite of the harness those of each subset.
         seed: of a generated set; fixed sets do not depend on it.
         revision: of the hub data set, in place of the pinned one.
 
     Raises:
         DataError: naming file and line for a row that does not fit, or the local file that would do where the hub cannot
             be reached.
-        ConfigError: for a revision without effect, a limit below 1, or a task of the harness.
+        ConfigError: for a revision without effect, or a limit below 1.
     """
-    if task.engine != "loragate":
-        raise ConfigError(f"{task.name} is asked by lm-evaluation-harness, which loads its questions itself")
     dataset = task.dataset
     local = file if isinstance(file, Rows) else _local_file(task, file)
     if revision is not None:
         if local is not None or dataset.hub is None:
             raise ConfigError(f"{task.name}: found revision={revision!r}, which has no effect without a hub data set")
         task = task.with_revision(revision)
+        dataset = task.dataset
+    if task.harness is not None:
+        assert not isinstance(local, Rows)
+        # where none is pinned, what the main branch is now is read and recorded, for all subsets the same
+        commit = None if local else commit_of(str(dataset.hub), dataset.revision) or dataset.revision
+        loaded = load_suite_questions(task, local, limit, commit)
+        _refuse_repeated_ids(loaded.questions)
+        return loaded
     warnings: list[str] = []
     commit = None
     if local is not None:
@@ -116,15 +85,22 @@ def load_questions(
     return Questions(questions, source, commit, rows.fingerprint, tuple(warnings))
 
 
+def files_in(folder: Path, task: str) -> list[Path]:
+    """The task's own files, then its folder of subsets, in a folder of data."""
+    found = [folder / f"{task}{suffix}" for suffix in FILE_SUFFIXES]
+    return [path for path in found if path.is_file()] + [path for path in (folder / task,) if path.is_dir()]
+
+
 def _local_file(task: Task, file: str | Path | None) -> Path | None:
     """The file to read, or None where the set comes from the hub or a generator."""
     if file is None and task.dataset.file is None:
         return None
     path = Path(file).expanduser() if file is not None else task.path.parent / str(task.dataset.file)
     if path.is_dir():
-        for suffix in FILE_SUFFIXES:
-            if (path / f"{task.name}{suffix}").is_file():
-                return path / f"{task.name}{suffix}"
+        if inside := files_in(path, task.name):
+            return inside[0]
+        if task.harness is not None and task.harness.subsets:
+            return path
         raise DataError(f"the folder {path} holds no {task.name}.jsonl (nor .json, .parquet); {_local_help(task)}")
     if not path.is_file():
         raise DataError(f"found no file {path} for {task.name}; {_local_help(task)}")

@@ -13,7 +13,6 @@ from typing import Any
 
 from loragate.effects import require_effect
 from loragate.errors import ConfigError, nearest
-from loragate.evaluation.tasks.generated import GENERATORS
 from loragate.evaluation.tasks.schema import check_schema
 from loragate.evaluation.tasks.task import EXTRACTORS_OF, SUITES, Task
 from loragate.evaluation.tasks.templates import is_template, variables
@@ -28,7 +27,7 @@ NEEDED = {
         *("dataset", "columns", "prompt", "generation", "grader", "metric", "dataset.schema", "columns.gold"),
         *("generation.samples", "generation.temperature", "generation.max_new_tokens"),
     ),
-    "lm-eval": ("dataset", "harness"),
+    "lm-eval": ("dataset", "harness", "dataset.schema"),
 }
 
 
@@ -56,22 +55,22 @@ def load_task(name_or_path: str | Path) -> Task:
     Raises:
         ConfigError: for an unknown name, or a file with a mistake.
     """
-    path = Path(name_or_path).expanduser()
-    if path.suffix.lower() in SUFFIXES:
-        return _task(read_mapping(path), path)
-    known = task_names()
+    path, known = Path(name_or_path).expanduser(), task_names()
     if str(name_or_path) in known:
         path = DEFINITIONS / f"{name_or_path}.yaml"
-        return _task(read_mapping(path), path)
-    raise ConfigError(
-        f"unknown task '{name_or_path}'{nearest(str(name_or_path), known) or '.'} Known: {', '.join(known)}; a task of your own "
-        "is given as the path of its .yaml file"
-    )
+    elif path.suffix.lower() not in SUFFIXES:
+        raise ConfigError(
+            f"unknown task '{name_or_path}'{nearest(str(name_or_path), known) or '.'} Known: {', '.join(known)}; a task of your "
+            "own is given as the path of its .yaml file"
+        )
+    return _task(read_mapping(path), path)
 
 
 def _given(value: Any) -> Any:
-    """A block without its nulls: they stand for what is left out."""
-    return {key: _given(one) for key, one in value.items() if one is not None} if isinstance(value, dict) else value
+    """A block without its nulls: they stand for what is left out, but for the harness, whose keys they take away."""
+    if not isinstance(value, dict):
+        return value
+    return {key: one if key == "override" else _given(one) for key, one in value.items() if one is not None}
 
 
 def _need(content: Any, keys: tuple[str, ...], path: Path) -> None:
@@ -132,11 +131,6 @@ def _check_dataset(task: Task, path: Path) -> None:
     if len(sources) != 1:
         found = " and ".join(sources) or "none of them"
         raise ConfigError(f"{path}: dataset needs exactly one of hub, file and generator; found {found}")
-    if dataset.generator is not None and dataset.generator not in GENERATORS:
-        raise ConfigError(
-            f"{path}: dataset.generator is '{dataset.generator}'{nearest(dataset.generator, GENERATORS) or '.'} "
-            f"Known: {', '.join(GENERATORS)}"
-        )
     if dataset.generator is not None and dataset.rows is None:
         raise ConfigError(f"{path}: missing dataset.rows")
     check_schema(dataset.schema, f"{path}: dataset.schema")

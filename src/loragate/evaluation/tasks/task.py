@@ -45,7 +45,7 @@ class Dataset:
         split: split of the hub data set.
         revision: commit of the hub data set; None follows its main branch.
         file: .jsonl, .json or .parquet file; relative to the task's file.
-        generator: "arithmetic", "tiny" or "tiny_retention".
+        generator: what makes them (`generated.GENERATORS`).
         rows: number of rows of the full set; None when it is open.
         license: as stated by the card; None when none is stated.
         schema: column -> type (see `schema`); other columns are allowed.
@@ -56,7 +56,7 @@ class Dataset:
     split: str | None = None
     revision: str | None = None
     file: str | None = None
-    generator: str | None = None
+    generator: Literal["arithmetic", "tiny", "tiny_retention"] | None = None
     rows: Count | None = None
     license: str | None = None
     schema: dict[str, str] = field(default_factory=dict)
@@ -87,11 +87,23 @@ class Harness:
 
     Attributes:
         task: the harness's own name of the task or group.
-        metric: the figure to report, as the harness names it.
+        files: the harness's own task file, which may hold {subset}, as the data set's configuration may.
+        metric: the figure to report, "name,filter" as the harness writes it.
+        average: what counts the same in the task's score beside others: each question, or each subset.
+        max_new_tokens: token limit of an answer; None where nothing is generated.
+        subset_column: column that names a row's subset where all share one file.
+        subsets: in the order in which they are asked; empty where there are none.
+        override: what replaces keys of the harness's task file; null takes one away.
     """
 
     task: str
+    files: str
     metric: str
+    average: Literal["questions", "subsets"] = "questions"
+    max_new_tokens: Count | None = None
+    subset_column: str | None = None
+    subsets: tuple[str, ...] = ()
+    override: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -157,3 +169,41 @@ class Task:
     def with_revision(self, revision: str) -> Task:
         """The same task on another revision of its hub data set."""
         return dataclasses.replace(self, dataset=dataclasses.replace(self.dataset, revision=revision))
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question.
+
+    Attributes:
+        id: the data set's own id where it has one, else the position from 0; unique in the set.
+        prompt: the user's turn, or the whole text where the task is raw; empty where the harness writes it.
+        gold: the reference answer; for code, the reference solution.
+        row: the row as it was read; code graders take the tests from here.
+        place: file and line, for messages.
+    """
+
+    id: str
+    prompt: str
+    gold: str
+    row: dict[str, Any]
+    place: str = field(default="", metadata={"key": False})
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The questions of one task.
+
+    Attributes:
+        questions: in the order of the data set.
+        source: file, hub id with split, or generator with seed.
+        revision: commit of the hub data set, where it could be told.
+        fingerprint: SHA-256 over the rows' content; equal for equal rows in any file format.
+        warnings: what a reader of the score should know.
+    """
+
+    questions: list[Question]
+    source: str
+    revision: str | None
+    fingerprint: str
+    warnings: tuple[str, ...] = ()

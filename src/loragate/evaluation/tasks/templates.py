@@ -18,7 +18,7 @@ from jinja2 import StrictUndefined, Template, TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from loragate.errors import ConfigError, DataError
-from loragate.evaluation.grading.extraction import last_boxed
+from loragate.evaluation.answers import last_boxed
 
 
 def _boxed(text: str) -> str:

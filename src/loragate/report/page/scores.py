@@ -92,9 +92,11 @@ def selection_blocks(selection: Record) -> list[Block]:
         evidence = {}
     references = selection.get("references")
     references = references if isinstance(references, Mapping) else {}
+    # of a sweep and of earlier records the name, else the setting with its temperature
+    chosen = (selection.get("recommendation") or {}).get("setting", selection.get("picked"))
     rows = [
         score(
-            name + (" (chosen)" if name == selection.get("picked") else ""),
+            name + (" (chosen)" if name == chosen else ""),
             "control" if name in references else "baseline" if name == "adapter" else "scale",
             value,
         )

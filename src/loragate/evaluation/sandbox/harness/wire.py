@@ -7,6 +7,10 @@ nothing. What is decoded is exactly of the built-in types, whatever the sender d
 Forms: None, bool, float, str and small int as in JSON; a list as an array; all else as an object of one key, its tag.
 """
 
+import collections
+import datetime
+import decimal
+import fractions
 import json
 import os
 
@@ -15,6 +19,30 @@ SMALL = 2**62
 # Built-ins that cross by name: types and functions that do nothing but compute.
 _PLAIN = (int, float, str, bool, complex, bytes, list, tuple, dict, set, frozenset, object)
 NAMED = {value: value.__name__ for value in (*_PLAIN, len, sum, min, max, abs, sorted)}
+SEQUENCES: dict = {tuple: "t", set: "s", frozenset: "z"}
+# {type: (tag, to JSON, from JSON)}
+SCALARS: dict = {
+    int: ("i", hex, lambda text: int(text, 16)),
+    complex: ("c", lambda value: [value.real, value.imag], lambda parts: complex(float(parts[0]), float(parts[1]))),
+    bytes: ("b", bytes.hex, bytes.fromhex),
+    bytearray: ("y", bytearray.hex, bytearray.fromhex),
+    range: (
+        "r",
+        lambda value: [hex(part) for part in (value.start, value.stop, value.step)],
+        lambda parts: range(*(int(part, 16) for part in parts)),
+    ),
+    type(...): ("e", lambda value: 0, lambda content: ...),
+    decimal.Decimal: ("m", str, decimal.Decimal),
+    fractions.Fraction: ("f", str, fractions.Fraction),
+    datetime.date: ("wd", datetime.date.isoformat, datetime.date.fromisoformat),
+    datetime.time: ("wt", datetime.time.isoformat, datetime.time.fromisoformat),
+    datetime.datetime: ("w", datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    datetime.timedelta: (
+        "l",
+        lambda value: [value.days, value.seconds, value.microseconds],
+        lambda parts: datetime.timedelta(*parts),
+    ),
+}
 
 
 class WireError(Exception):
@@ -69,43 +97,23 @@ def encode(value, handle):
     A subclass of a built-in type crosses as the plain value that it holds.
     """
     kind = type(value)
-    if value is None or kind is bool or kind is str or kind is float:
+    if value is None or kind in (bool, str, float) or (kind is int and -SMALL < value < SMALL):
         return value
-    if kind is int:
-        return value if -SMALL < value < SMALL else {"i": hex(value)}
     if kind is list:
         return [encode(item, handle) for item in value]
-    if kind is tuple:
-        return {"t": [encode(item, handle) for item in value]}
     if kind is dict:
         return {"d": [[encode(key, handle), encode(item, handle)] for key, item in value.items()]}
-    if kind is set or kind is frozenset:
-        return {"s" if kind is set else "z": [encode(item, handle) for item in value]}
-    return _encode_rare(value, kind, handle)
-
-
-def _encode_rare(value, kind, handle):
-    if kind is complex:
-        return {"c": [value.real, value.imag]}
-    if kind is bytes or kind is bytearray:
-        return {"b" if kind is bytes else "y": bytes(value).hex()}
-    if kind is range:
-        return {"r": [encode(part, handle) for part in (value.start, value.stop, value.step)]}
-    if value is Ellipsis:
-        return {"e": 0}
+    if kind in SEQUENCES:
+        return {SEQUENCES[kind]: [encode(item, handle) for item in value]}
+    if kind is collections.deque:
+        return {"q": [[encode(item, handle) for item in value], value.maxlen]}
+    if kind in SCALARS:
+        tag, write, _ = SCALARS[kind]
+        return {tag: write(value)}
     if kind.__module__ == "numpy" and hasattr(kind, "item") and getattr(value, "shape", None) == ():
         return encode(value.item(), handle)
     if kind in (type, type(len)) and value in NAMED:
         return {"p": NAMED[value]}
-    module, name = kind.__module__, kind.__qualname__
-    if module in ("decimal", "fractions") and name in ("Decimal", "Fraction"):
-        return {"n": [name, str(value)]}
-    if module == "datetime" and name in ("date", "datetime", "time") and getattr(value, "tzinfo", None) is None:
-        return {"w": [name, value.isoformat()]}
-    if module == "datetime" and name == "timedelta":
-        return {"w": [name, [value.days, value.seconds, value.microseconds]]}
-    if module == "collections" and name == "deque":
-        return {"q": [[encode(item, handle) for item in value], value.maxlen]}
     # By the base class's own methods, so that what a subclass overrides says nothing.
     for base, plain in (
         (dict, lambda: dict(dict.items(value))),
@@ -140,52 +148,18 @@ def _decode(form, handle):
     if kind is not dict:
         return form
     ((tag, content),) = form.items()
-    if tag == "t":
-        return tuple([_decode(item, handle) for item in content])
-    if tag == "d":
-        return {_decode(key, handle): _decode(item, handle) for key, item in content}
-    if tag == "s":
-        return {_decode(item, handle) for item in content}
-    if tag == "z":
-        return frozenset([_decode(item, handle) for item in content])
-    return _decode_rare(tag, content, handle)
-
-
-def _decode_rare(tag, content, handle):
     if tag == "h":
         return handle(content)
-    if tag == "i":
-        return int(content, 16)
-    if tag == "c":
-        return complex(float(content[0]), float(content[1]))
-    if tag == "b":
-        return bytes.fromhex(content)
-    if tag == "y":
-        return bytearray.fromhex(content)
-    if tag == "r":
-        return range(*[_decode(part, handle) for part in content])
-    if tag == "e":
-        return Ellipsis
+    if tag == "d":
+        return {_decode(key, handle): _decode(item, handle) for key, item in content}
+    if tag == "q":
+        return collections.deque([_decode(item, handle) for item in content[0]], content[1])
     if tag == "p":
         return {name: value for value, name in NAMED.items()}[content]
-    if tag == "q":
-        from collections import deque
-
-        return deque([_decode(item, handle) for item in content[0]], content[1])
-    if tag == "n":
-        from decimal import Decimal
-        from fractions import Fraction
-
-        return {"Decimal": Decimal, "Fraction": Fraction}[content[0]](content[1])
-    if tag == "w":
-        import datetime
-
-        name, text = content
-        if name == "timedelta":
-            return datetime.timedelta(*text)
-        if name == "date":
-            return datetime.date.fromisoformat(text)
-        if name == "time":
-            return datetime.time.fromisoformat(text)
-        return datetime.datetime.fromisoformat(text)
+    for kind, own in SEQUENCES.items():
+        if tag == own:
+            return kind([_decode(item, handle) for item in content])
+    for own, _, read in SCALARS.values():
+        if tag == own:
+            return read(content)
     raise ValueError(tag)

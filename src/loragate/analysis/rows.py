@@ -1,0 +1,192 @@
+"""Rows of token ids: read by a model at the positions that count, told apart by the kind of token, with intervals over rows.
+
+A row is what `loragate.data` makes of demonstrations, or an answer behind its prompt; either way its labels say which
+tokens are response. Final hidden states stand for logits as long as they can: the head is applied in chunks. Tokens of one
+row resemble one another, so intervals come from drawing whole rows again.
+
+Shapes: B sequences, S positions, T counted positions of a batch in row order, D hidden, V vocabulary, C chunk of positions;
+N rows, W draws.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from loragate.data import Collator
+from loragate.generation import OnProgress, Sample
+from loragate.losses import TokenStatistics
+from loragate.losses.head import IGNORED
+from loragate.training.scoring import Batch, ResponseScorer, counted
+
+Row = dict[str, Any]
+Array = NDArray[np.float64]
+CHUNK = 256
+DRAWS = 2000
+CONFIDENCE = 0.95
+
+
+def unheard(done: int, of: int) -> None:
+    """An `OnProgress` for nobody."""
+
+
+def answer_rows(tokenizer: Any, prompts: Sequence[str], samples: Sequence[Sample]) -> list[Row]:
+    """Rows {input_ids, labels, row} of answers behind their prompts; `row` is the index of the sample."""
+    prompt_ids = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
+    rows = []
+    for index, sample in enumerate(samples):
+        head, answer = list(prompt_ids[sample.question]), list(sample.token_ids)
+        rows.append({"input_ids": [*head, *answer], "labels": [*[IGNORED] * len(head), *answer], "row": index})
+    return rows
+
+
+class Reader(ResponseScorer):
+    """What a causal model says at the counted positions of rows, with whatever acts on it at the moment.
+
+    Args:
+        model: a causal language model or PeftModel.
+        tokenizer: for an id to pad with.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        super().__init__(model)
+        # padding is masked, and right of causal attention changes nothing
+        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self.collate, self.device = Collator(int(pad)), next(model.parameters()).device
+
+    def batch(self, *rows: Row) -> Batch:
+        """The rows side by side on the model's device, padded on the right."""
+        batch = self.collate([{key: row[key] for key in ("input_ids", "labels", "row")} for row in rows])
+        return {key: value.to(self.device) for key, value in batch.items()}
+
+    def batches(
+        self, rows: Sequence[Row], size: int, on_progress: OnProgress = unheard
+    ) -> Iterator[tuple[Batch, np.ndarray, np.ndarray]]:
+        """Batches in the order of the rows, each with (row, token id) of its counted tokens, [T] and [T]."""
+        for start in range(0, len(rows), size):
+            batch = self.batch(*rows[start : start + size])
+            mask = counted(batch)
+            yield batch, mask.nonzero()[:, 0].cpu().numpy() + start, batch["labels"][:, 1:][mask].cpu().numpy()
+            on_progress(min(start + size, len(rows)), len(rows))
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits [C, V] of a chunk of states, fp32 (fp64 stays fp64), differentiable."""
+        working = torch.float64 if states.dtype == torch.float64 else torch.float32
+        return self.head().logits(states, working) if self.fused else states.to(working)
+
+    @torch.no_grad()
+    def read(self, batch: Batch) -> TokenStatistics:
+        """log p and entropy at the counted positions, each [T]; without gradients."""
+        return self.statistics(self.states(batch), batch, 100, ("log_prob", "entropy"), ())
+
+
+CLASSES = ("digits", "operators", "words", "punctuation", "space", "mixed", "special", "end")
+"""end: a token that ends an answer; special: the tokenizer's other special tokens; mixed: several kinds in one token, or a
+part of a character."""
+_OPERATORS = frozenset("+-*/=<>^%±×÷·−≤≥≠≈√∑∏∫")
+_INNER = frozenset("'’-_")
+
+
+def class_of_text(text: str) -> str:
+    """The class of a token that is not special, by its text without white space around it; its context does not count.
+
+    >>> class_of_text(" 12"), class_of_text("+"), class_of_text("don't"), class_of_text("x2")
+    ('digits', 'operators', 'words', 'mixed')
+    """
+    stripped = text.strip()
+    if not stripped:
+        return "space" if text else "mixed"
+    if all(character.isdecimal() for character in stripped):
+        return "digits"
+    if all(character in _OPERATORS for character in stripped):
+        return "operators"
+    if stripped[0].isalpha() and all(character.isalpha() or character in _INNER for character in stripped):
+        return "words"
+    if all(unicodedata.category(character)[0] in "PS" and character != "\ufffd" for character in stripped):
+        return "punctuation"
+    return "mixed"
+
+
+class TokenClasses:
+    """Classes of a tokenizer's tokens, found when first asked for.
+
+    Args:
+        tokenizer: of the base.
+        ends: ids that end an answer, the tokenizer's own end-of-sequence token included.
+    """
+
+    def __init__(self, tokenizer: Any, ends: Collection[int]) -> None:
+        self.tokenizer, self.ends = tokenizer, frozenset(ends)
+        self.special = frozenset(tokenizer.all_special_ids)
+        self._known: dict[int, str] = {}
+
+    def name(self, token_id: int) -> str:
+        """The token's class."""
+        if token_id not in self._known:
+            self._known[token_id] = self._class(token_id)
+        return self._known[token_id]
+
+    def indices(self, token_ids: Iterable[int]) -> np.ndarray:
+        """Positions of several tokens' classes in `CLASSES`, int64."""
+        return np.array([CLASSES.index(self.name(int(token_id))) for token_id in token_ids], dtype=np.int64)
+
+    def _class(self, token_id: int) -> str:
+        if token_id in self.ends:
+            return "end"
+        if token_id in self.special:
+            return "special"
+        text = self.tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+        if not text:  # a SentencePiece blank decodes to nothing when it stands alone
+            piece = self.tokenizer.convert_ids_to_tokens(token_id)
+            text = " " if isinstance(piece, str) and piece and not piece.strip("▁Ġ ") else text
+        return class_of_text(text)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A figure with its 95 % percentile interval over rows; the ends are None where rows are too few to say."""
+
+    mean: float
+    low: float | None
+    high: float | None
+
+    def ends(self, form: str = ".2f") -> str:
+        """ " (low to high)" in this format; empty where there is no interval."""
+        return "" if self.low is None or self.high is None else f" ({self.low:{form}} to {self.high:{form}})"
+
+
+def row_weights(rows: int, draws: int = DRAWS, seed: int = 0) -> Array:
+    """How often each row was drawn, [W, N]; every line sums to N."""
+    return np.random.default_rng(seed).multinomial(rows, [1 / rows] * rows, size=draws).astype(np.float64)
+
+
+def percentiles(values: ArrayLike) -> tuple[float | None, float | None]:
+    """Low and high of bootstrap values [W]; values that are not finite (empty draws) are left out."""
+    array = np.asarray(values, dtype=np.float64)
+    array = array[np.isfinite(array)]
+    if len(array) < 2:
+        return None, None
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(array, [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def ratio(numerators: ArrayLike, denominators: ArrayLike, seed: int = 0) -> Interval:
+    """Σ numerators / Σ denominators over rows [N], of which the latter is not 0, with its interval.
+
+    The mean over tokens of rows of unequal length is such a ratio (sum over tokens ÷ number of tokens).
+    """
+    top, bottom = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
+    mean = float(top.sum() / bottom.sum())
+    if (bottom != 0).sum() < 2:
+        return Interval(mean, None, None)
+    weights = row_weights(len(top), seed=seed)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return Interval(mean, *percentiles((weights @ top) / (weights @ bottom)))

@@ -1,0 +1,279 @@
+"""What every diagnosis is given, a model and how it is read, and what every one leaves behind, a JSON record.
+
+A diagnosis is a function of a `Subject` in a file of its own. It first refuses what cannot work, then takes `subject.loaded`,
+which loads the model; its answers are those of a stored evaluation, or are drawn now by an evaluation in the same folder.
+Records are frozen dataclasses with the fields `about`, `conclusion`, `kind` and `schema`, read as strictly as written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from loragate import records
+from loragate.analysis.rows import OnProgress, Reader, Row, TokenClasses, answer_rows, unheard
+from loragate.analysis.settings import DiagnoseSettings
+from loragate.data import encode_rows, load_rows
+from loragate.errors import ConfigError, DataError, nearest
+from loragate.evaluation.answers import Grade
+from loragate.evaluation.engines import load
+from loragate.evaluation.evaluate import EngineFor, Evaluation
+from loragate.evaluation.judging import grader_for, read_grades
+from loragate.evaluation.prepared import Prepared
+from loragate.evaluation.results import EvaluationRecord
+from loragate.evaluation.session import Request, Session, require_run_folder
+from loragate.evaluation.stored import open_evaluation
+from loragate.evaluation.tasks import Task
+from loragate.evaluation.variants import Kind, Variant, acting
+from loragate.files import write_json
+from loragate.generation import Sample, TransformersEngine, read_samples
+from loragate.models import Loaded, resolve
+from loragate.validate import validate
+
+SCHEMA = 1
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class About:
+    """What stands in every record.
+
+    Attributes:
+        created: time, ISO 8601 with time zone.
+        models: {"base": …, "adapter": …, "gated": …}, as far as there were any.
+        source: what was read: rows, answers, tasks.
+        seed: of sampling and of the bootstrap.
+        settings: the settings that decide the figures, as text.
+        versions: of the packages and the machine's system.
+        seconds: of the whole diagnosis.
+    """
+
+    created: str
+    models: dict[str, str]
+    source: str
+    seed: int
+    settings: dict[str, str]
+    versions: dict[str, str]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers of one variant to one task, with their verdicts where there are any."""
+
+    prepared: Prepared
+    samples: list[Sample]
+    grades: list[Grade] | None
+
+    def rows(self, tokenizer: Any) -> list[Row]:
+        """The answers behind their prompts."""
+        return answer_rows(tokenizer, self.prepared.prompts, self.samples)
+
+
+class Subject:
+    """A model that is looked at, silently; a subclass says and shows what goes on.
+
+    Args:
+        request: the model, the folder of the record, the tasks whose answers are drawn (none need be named), and how.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request, self.folder = request, request.out
+        self.seed, self.batch_size = request.tasks.seed, request.engine.batch_size
+        self.has_tasks = bool(request.tasks.suite or request.tasks.tasks)
+        self.tasks: list[Task] = []
+        self.began = time.monotonic()
+
+    def say(self, line: str) -> None:
+        """Something that a reader should know."""
+
+    @contextmanager
+    def job(self, name: str, total: int = 0, unit: str = "") -> Iterator[OnProgress]:
+        """A part of the work; yields what is called with (done, of)."""
+        yield unheard
+
+    def open(self, model: str, base: str, engine: str) -> Loaded:
+        """The model of the request, or another that is read beside it."""
+        return load(model, base, engine=engine)
+
+    def score(self, session: Session, evaluation: Evaluation, engine_for: EngineFor | None = None) -> EvaluationRecord:
+        """Run an evaluation whose rows are the engines' own, or those of `engine_for`."""
+        evaluation.begin(self.request.resume)
+        return session.run(evaluation, engine_for=engine_for)
+
+    def require_answers(self, settings: DiagnoseSettings) -> None:
+        """Refuse a diagnosis of answers that has none to read."""
+        if not (settings.run or self.has_tasks):
+            raise ConfigError("give --run FOLDER (stored answers of `loragate eval`), or tasks with --suite or --tasks")
+
+    def begin(self, *, gated: bool = True, drawing: bool = True) -> Loaded:
+        """The model, after the folder was found free and the tasks can be asked.
+
+        Args:
+            gated: whether gates are needed.
+            drawing: whether answers to the tasks are drawn now, if any is named.
+
+        Raises:
+            ConfigError: for a folder that is not free, a task that lm-evaluation-harness asks, a base alone, or gates that are
+                absent or off.
+        """
+        drawing = drawing and self.has_tasks
+        if self.request.resume and not drawing:
+            raise ConfigError("--resume goes on with sampling, and no task was named; run the command without it")
+        if drawing:
+            self.tasks = self.request.check()
+        else:
+            require_run_folder(self.folder, self.request.resume)
+        for task in self.tasks:
+            if task.harness is not None:
+                raise ConfigError(
+                    f"{task.name} is asked through lm-evaluation-harness, which `loragate diagnose` does not use in this "
+                    "version; name other tasks, such as --suite math, code, arithmetic or tiny"
+                )
+        loaded = self.loaded
+        if loaded.kind == "base":
+            raise ConfigError(f"--model {self.request.model} is a base; give an adapter or a gated folder")
+        if gated and loaded.kind != "gated":
+            raise ConfigError(loaded.note or f"--model {self.request.model} is a plain adapter; this look needs gates")
+        if loaded.note:
+            self.say(loaded.note)
+        return loaded
+
+    @cached_property
+    def loaded(self) -> Loaded:
+        """The model, loaded when it is first asked for."""
+        with self.job("loading the model"):
+            return self.open(self.request.model, self.request.base, self.request.engine.engine)
+
+    def beside(self, name: str) -> Loaded:
+        """Another model; the request's base says where that of an adapter is, and a whole model has none."""
+        with self.job("loading the reference"):
+            whole = resolve(name, base_later=True).kind == "base"
+            return self.open(name, "" if whole else self.request.base, "transformers")
+
+    @cached_property
+    def reader(self) -> Reader:
+        """Reads rows with the model."""
+        return Reader(self.loaded.model, self.loaded.tokenizer)
+
+    @cached_property
+    def classes(self) -> TokenClasses:
+        """Token classes of the model, with the ids that end an answer."""
+        return TokenClasses(self.loaded.tokenizer, self.loaded.endings.token_ids)
+
+    def acting(self, kind: Kind) -> AbstractContextManager[None]:
+        """The context in which the model is its base, its adapter or its gates."""
+        return acting(self.loaded.model, Variant(kind), self.loaded.kind)
+
+    def rows(self, settings: DiagnoseSettings, most: int) -> tuple[list[Row], str]:
+        """The first rows of a file or data set, `most` where the settings do not say, encoded, and where they come from."""
+        with self.job("reading the rows"):
+            rows = load_rows(settings.rows, limit=settings.max_rows or most)
+            length = min(settings.max_length, self.loaded.positions or settings.max_length)
+            encoded = encode_rows(rows, self.loaded.tokenizer, max_length=length, system=self.request.system)
+        return list(encoded), f"the first {len(rows)} rows of {settings.rows}"
+
+    def evaluate(
+        self,
+        variants: Sequence[Variant],
+        identity: dict[str, Any],
+        acting_as: Callable[[Variant], AbstractContextManager[None]] | None = None,
+    ) -> EvaluationRecord:
+        """Score rows of our own on the tasks; the whole evaluation lies in the folder, its record in results.json.
+
+        Args:
+            identity: what a resumed run must share beside the evaluation's own.
+            acting_as: (variant) -> context in which the model in memory is that row; None for rows that the engine can be.
+        """
+        with self.job("reading the questions"):
+            session = Session(self.request, self.tasks, self.loaded)
+        evaluation = session.evaluation(variants, kind=self.loaded.kind, diagnose=identity)
+
+        @contextmanager
+        def under(variant: Variant) -> Iterator[TransformersEngine]:
+            assert acting_as is not None
+            with acting_as(variant):
+                yield TransformersEngine(self.loaded.model, self.loaded.tokenizer, batch_size=self.batch_size)
+
+        return self.score(session, evaluation, None if acting_as is None else under)
+
+    def answers(self, of: Kind, settings: DiagnoseSettings) -> tuple[list[Answers], str]:
+        """(answers of base, adapter or gates by task, where they come from): stored ones of a run, or drawn now.
+
+        Raises:
+            ConfigError: for tasks that the run does not hold.
+        """
+        variant, count, run = Variant(of), settings.answers, Path(settings.run) if settings.run else None
+        if run is None:
+            self.evaluate([variant], {"of": of})
+        folder, asked, grader = run or self.folder, self.request.tasks, self.request.grader
+        evaluation = open_evaluation(folder, grader)
+        theirs, here = evaluation.models.get("gated"), self.loaded.sources.get("gated")
+        if run is not None and of == "gated" and theirs != here:
+            self.say(f"note: the answers in {folder} were given by {theirs}; the gates read here are {here}")
+        by_name = {prepared.task.name: prepared for prepared in evaluation.tasks}
+        names = [name.strip() for name in asked.tasks.split(",") if name.strip()] if run is not None else []
+        for name in names:
+            if name not in by_name:
+                raise ConfigError(f"--tasks {name}: the run holds {', '.join(by_name)}{nearest(name, by_name)}")
+        found = []
+        for name in dict.fromkeys(names or by_name):
+            prepared = by_name[name]
+            samples = read_samples(folder / "samples" / variant.slug / f"{name}.jsonl")
+            path = folder / "grades" / grader_for(prepared.task, grader) / variant.slug / f"{name}.jsonl"
+            grades = read_grades(path, samples)
+            first = len(prepared.prompts) if asked.limit is None else asked.limit
+            kept = [
+                at
+                for at, sample in enumerate(samples)
+                if sample.sample < count and sample.question < first and sample.token_ids
+            ]
+            verdicts = None if grades is None else [grades[at] for at in kept]
+            found.append(Answers(prepared, [samples[at] for at in kept], verdicts))
+        where = "" if run is None else f" stored in {folder}"
+        tasks = ", ".join(answers.prepared.task.name for answers in found)
+        return found, f"answers of the {of} model to {tasks}{where}, {count} per question at most"
+
+    def about(self, source: str, settings: DiagnoseSettings, names: str) -> About:
+        """`About` of a diagnosis that is ending, with the settings of these names (some are the tasks') as text."""
+        return About(
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            models=dict(self.loaded.sources),
+            source=source,
+            seed=self.seed,
+            settings={
+                name: str(getattr(self.request.tasks if hasattr(self.request.tasks, name) else settings, name))
+                for name in names.split()
+            },
+            versions=records.package_versions(),
+            seconds=round(time.monotonic() - self.began, 3),
+        )
+
+    def keep(self, record: R, name: str) -> R:
+        """The record, written as `name`.json into the folder."""
+        write_json(self.folder / f"{name}.json", records.to_json(record))
+        return record
+
+
+def read(kind: type[R], path: str | Path) -> R:
+    """The record of one kind in a file.
+
+    Raises:
+        DataError: naming file and key, for anything that a diagnosis did not write.
+    """
+    value = records.read_value(Path(path), "run the diagnostic again")
+    wanted = {field.name: field.default for field in dataclasses.fields(typing.cast(Any, kind))}["kind"]
+    found, schema = (value.get("kind"), value.get("schema")) if isinstance(value, dict) else (None, None)
+    if found != wanted:
+        raise DataError(f"{path}: found kind {found!r}, expected {wanted!r}; this is another record")
+    if type(schema) is not int or schema != SCHEMA:
+        raise DataError(f"{path}: found schema {schema!r}, this version reads {SCHEMA}; run the diagnostic again")
+    return validate(kind, value, str(path), DataError, "run the diagnostic again")

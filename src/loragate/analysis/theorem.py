@@ -1,0 +1,157 @@
+"""Does entropy descent raise the task value? The terms of the paper's theorem, which its experiments do not measure.
+
+With v = ∇V_k or ∇V (task direction) and G = Ĝ_k or G_k (entropy direction), the theorem asks for a β > 0 and a ρ < 1 with
+‖G − βv‖ ≤ ρβ‖v‖. The left side over the right is smallest at β* = ‖G‖²/⟨G, v⟩, where ρ* = sin of the angle between G and
+v. So **the condition can be met exactly when the angle is below 90°**, and ρ* says how well; with a right or obtuse angle
+no β does. (β is free in the paper; nothing else in the condition is.)
+
+Everything is computed from inner products between rows' directions, so that rows can be drawn again for intervals.
+
+Shapes: N rows, W draws, 4 directions in the order of `directions.NAMES`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from loragate.analysis.directions import NAMES, RowDirections
+from loragate.analysis.rows import Array, Interval, percentiles, row_weights
+
+Verdict = Literal["holds", "fails", "not shown"]
+SEMI, FULL, TOPK, VALUE = range(len(NAMES))
+DRAWS = 1000
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Whether one form of the theorem's condition can be met.
+
+    Attributes:
+        entropy_norm, value_norm: ‖G‖ and ‖v‖.
+        cosine: of the angle between G and v, with its interval over rows; None where one of them is zero.
+        angle: in degrees.
+        beta: β* = ‖G‖²/⟨G, v⟩; None where the angle is 90° or more.
+        mismatch: ‖G − β*v‖, the norm of the error term at β*; None likewise.
+        rho: ρ* = sin of the angle, 1 where it is 90° or more.
+        verdict: "holds" where the whole interval of the cosine lies above 0, "fails" where it lies at or below 0,
+            "not shown" otherwise.
+    """
+
+    entropy_norm: float
+    value_norm: float
+    cosine: Interval | None
+    angle: float | None
+    beta: float | None
+    mismatch: float | None
+    rho: Interval | None
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Terms:
+    """All terms on one set of gate parameters: all of them, a module's, or those of a checkpoint.
+
+    Attributes:
+        name: "all", a module path, or a point of training ("start", "step 100", "end").
+        complete: G_k against ∇V_k, the error being e_ψ (eq:rw-alignment-identity, Assumption 1).
+        stopped: Ĝ_k against ∇V_k, the error being e_ψ + b_sg (eq:rw-stopped-alignment).
+        total: Ĝ_k against ∇V, the error being e_total = e_ψ + b_sg + b_tail (eq:rw-total-error): what training does
+            against the value over the full vocabulary.
+        stopped_error: ‖b_sg‖/‖G_k‖, b_sg = Ĝ_k − G_k (eq:rw-stopped-directions); 0 at zero gates, None if G_k = 0.
+        tail_error: ‖∇V_k − ∇V‖/‖∇V‖, which is ‖b_tail‖/(β‖∇V‖) for every β; None if ∇V = 0.
+        gain: ⟨∇V, Ĝ_k⟩, the first-order gain in V per unit of step η/log k (the paper's test for any update u:
+            ⟨∇V, u⟩ > 0), with its interval.
+    """
+
+    name: str
+    complete: Condition
+    stopped: Condition
+    total: Condition
+    stopped_error: float | None
+    tail_error: float | None
+    gain: Interval
+
+
+class InnerProducts:
+    """Inner products between all rows' directions on one set of parameters.
+
+    Attributes:
+        gram: [N, 4, N, 4] float64, of sums over positions.
+        tokens: [N].
+    """
+
+    def __init__(self, rows: Sequence[RowDirections], place: slice | None = None) -> None:
+        stacked = np.stack([[row.vectors[name][place or slice(None)].numpy() for name in NAMES] for row in rows])
+        flat = stacked.reshape(len(rows) * len(NAMES), -1).astype(np.float64)
+        self.gram: Array = (flat @ flat.T).reshape(len(rows), len(NAMES), len(rows), len(NAMES))
+        self.tokens = np.array([row.tokens for row in rows], dtype=np.float64)
+
+    def means(self, weights_WN: Array) -> Array:
+        """Inner products of the mean directions, [W, 4, 4], for rows counted so often."""
+        count, kinds = self.gram.shape[:2]
+        left = weights_WN @ self.gram.reshape(count, -1)  # [W, 4·N·4]
+        products = np.einsum("dinj,dn->dij", left.reshape(len(weights_WN), kinds, count, kinds), weights_WN)
+        return products / (weights_WN @ self.tokens)[:, None, None] ** 2
+
+
+def terms(name: str, products: InnerProducts, seed: int = 0, draws: int = DRAWS) -> Terms:
+    """The terms with intervals over rows."""
+    rows = len(products.tokens)
+    point = products.means(np.ones((1, rows)))[0]
+    drawn = products.means(row_weights(rows, draws, seed)) if rows > 1 else np.empty((0, len(NAMES), len(NAMES)))
+    return Terms(
+        name=name,
+        complete=condition(point, drawn, FULL, TOPK),
+        stopped=condition(point, drawn, SEMI, TOPK),
+        total=condition(point, drawn, SEMI, VALUE),
+        stopped_error=relative(point[SEMI, SEMI] - 2 * point[SEMI, FULL] + point[FULL, FULL], point[FULL, FULL]),
+        tail_error=relative(point[TOPK, TOPK] - 2 * point[TOPK, VALUE] + point[VALUE, VALUE], point[VALUE, VALUE]),
+        gain=Interval(float(point[VALUE, SEMI]), *percentiles(drawn[:, VALUE, SEMI])),
+    )
+
+
+def condition(point: Array, drawn: Array, entropy: int, value: int) -> Condition:
+    """One form of the condition from inner products [4, 4] and bootstrap draws [W, 4, 4]."""
+    g, v, inner = (float(point[a, b]) for a, b in ((entropy, entropy), (value, value), (entropy, value)))
+    norms = math.sqrt(max(g, 0.0)), math.sqrt(max(v, 0.0))
+    if norms[0] == 0 or norms[1] == 0:
+        return Condition(*norms, None, None, None, None, None, "not shown")
+    cosine = max(-1.0, min(1.0, inner / (norms[0] * norms[1])))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        cosines = drawn[:, entropy, value] / np.sqrt(drawn[:, entropy, entropy] * drawn[:, value, value])
+    low, high = percentiles(cosines)
+    beta = g / inner if inner > 0 else None
+    rho_low, rho_high = (None, None) if low is None or high is None else (smallest_rho(high), smallest_rho(low))
+    return Condition(
+        entropy_norm=norms[0],
+        value_norm=norms[1],
+        cosine=Interval(cosine, low, high),
+        angle=math.degrees(math.acos(cosine)),
+        beta=beta,
+        mismatch=None if beta is None else math.sqrt(max(g - 2 * beta * inner + beta * beta * v, 0.0)),
+        rho=Interval(smallest_rho(cosine), rho_low, rho_high),
+        verdict="not shown" if low is None or high is None or low <= 0 < high else "holds" if low > 0 else "fails",
+    )
+
+
+def smallest_rho(cosine: float) -> float:
+    """The smallest ρ with ‖G − βv‖ ≤ ρβ‖v‖ over all β > 0: the sine of the angle, 1 (not attained) from 90° on."""
+    return math.sqrt(max(0.0, 1.0 - cosine * cosine)) if cosine > 0 else 1.0
+
+
+def relative(difference_squared: float, reference_squared: float) -> float | None:
+    """‖a − b‖/‖b‖ from squared norms; None where the reference is zero."""
+    return math.sqrt(max(difference_squared, 0.0) / reference_squared) if reference_squared > 0 else None
+
+
+def all_terms(rows: Sequence[RowDirections], slices: Mapping[str, slice], seed: int = 0) -> tuple[Terms, ...]:
+    """Terms on all parameters together, then on each module's own."""
+    found = [terms("all", InnerProducts(rows), seed)]
+    for path, place in slices.items():
+        found.append(terms(path, InnerProducts(rows, place), seed, draws=DRAWS // 2))
+    return tuple(found)

@@ -1,0 +1,229 @@
+"""Evaluations on a terminal: what `eval` and `regrade` ask of `loragate.evaluation`, shown while it runs, and its tables.
+
+Apart from the commands, which the help reads, as this loads what an evaluation needs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from loragate.cli.arguments import resolved_yaml
+from loragate.cli.evaluate import EvalOptions, EvaluationInputs
+from loragate.cli.options import GradingOptions, ModelOptions
+from loragate.cli.regrade import RegradeOptions
+from loragate.display import Display, console, duration, quiet_logging
+from loragate.effects import require_effect
+from loragate.errors import ConfigError
+from loragate.evaluation.canary import describe
+from loragate.evaluation.engines import load
+from loragate.evaluation.evaluate import Evaluation, OnEvent
+from loragate.evaluation.judging import JudgeSettings
+from loragate.evaluation.results import EvaluationRecord, write_record
+from loragate.evaluation.session import Request, Session, trained_controls
+from loragate.evaluation.stored import describe_change, judge_again, open_evaluation
+from loragate.evaluation.variants import Variant
+from loragate.files import write_json, write_text
+from loragate.models import Loaded
+from loragate.report.cells import suite_table
+from loragate.report.heatmap import heat_maps
+from loragate.report.scores import caption, score_markdown, score_tables
+from loragate.selection.evaluated import SweptCells, suite_record
+from loragate.selection.store import read_json
+from loragate.serving.vllm_server import require_served, usual_share
+from loragate.training.preflight import check_loading
+from loragate.validate import comma_list
+
+
+def judge_settings(options: GradingOptions) -> JudgeSettings:
+    """How answers are judged."""
+    return JudgeSettings(workers=options.workers, timeout_s=options.timeout, sandbox=options.sandbox)
+
+
+def request_of(options: EvaluationInputs, model: str) -> Request:
+    """What an evaluation is asked for by a command's options."""
+    share = options.vllm_memory or (usual_share() if options.engine == "vllm" else 0.0)
+    return Request(
+        model,
+        Path(options.out),
+        tasks=options,
+        engine=replace(options, vllm_memory=share),
+        judging=judge_settings(options),
+        grader=options.grader,
+        base=options.base,
+        system=options.system,
+        resume=options.resume,
+    )
+
+
+def load_inputs(options: ModelOptions, name: str, engine: str = "transformers") -> Loaded:
+    """The model and tokenizer of `--model`; its plain adapter where the gates are off.
+
+    Raises:
+        ConfigError: for a place that holds no model, or what the engine cannot serve.
+    """
+    how = check_loading(options)
+    quiet_logging()
+    loaded = load(name, getattr(options, "base", ""), how, engine)
+    if engine == "vllm":
+        require_served(loaded.names["base"], loaded.config)
+    return loaded
+
+
+def evaluate(options: EvalOptions) -> int:
+    """`loragate eval` on one model."""
+    request = request_of(options, options.model)
+    tasks = request.check()
+    constants = [_number(text) for text in comma_list(options.constants)]
+    out, display = console(), Display()
+    with display.job("loading the model"):
+        loaded = load_inputs(options, options.model, options.engine)
+    if loaded.note:
+        out.print(loaded.note, markup=False)
+    with display.job("reading the questions"):
+        session = Session(request, tasks, loaded)
+    evaluation = session.side_by_side(options.controls, constants)
+    if note := session.sampling_note:
+        out.print(note, markup=False)
+    rows = ", ".join(variant.name for variant in evaluation.variants)
+    begin(options, session, evaluation, out, f"rows: {rows}; {evaluation.sample_count:,} answers to sample")
+    if options.controls == "full":
+        for line in trained_controls(loaded):
+            out.print(line, markup=False)
+    record = sample(session, evaluation, out, display)
+    show(out, request.out / "results", record)
+    out.print(next_line(request.out, record), markup=False)
+    return 0
+
+
+def evaluate_sweep(options: EvalOptions) -> int:
+    """`loragate eval --sweep`: one evaluation for each adapter of the sweep, with its finished cells as rows; heat maps."""
+    require_effect("eval", options, flags=True)
+    if options.controls == "full":
+        raise ConfigError("--controls full has no effect with --sweep, whose rows are the adapter and the cells")
+    found = SweptCells.of(Path(options.sweep), request_of(options, ""))
+    out, display = console(), Display()
+    for cells in found:
+        told = replace(options, model=cells.request.model, base=cells.request.base)
+        with display.job("loading the model"):
+            loaded = load_inputs(told, told.model, options.engine)
+            loaded.stop_token_ids = cells.stop_token_ids
+        with display.job("reading the questions"):
+            session = Session(cells.request, cells.tasks, loaded)
+        evaluation = cells.evaluation(session)
+        count = f"{cells.label}: {len(cells.trials)} cells, {evaluation.sample_count:,} answers to sample"
+        begin(told, session, evaluation, out, count)
+        record = sample(session, evaluation, out, display)
+        folder = cells.request.out
+        write_text(folder / "results.md", score_markdown(record.to_json()))
+        choices = read_json(Path(options.sweep) / "sweep_results.json").get("choices", [])
+        chosen: dict[str, Any] = next((choice for choice in choices if choice["adapter"] == cells.label), {})
+        for suite in dict.fromkeys(task.suite for task in cells.tasks):
+            names = [task.name for task in cells.tasks if task.suite == suite]
+            maps = suite_record(record, cells.study, cells.label, suite, names, chosen)
+            write_json(folder / f"cells_{suite}.json", maps)
+            for name, draw in heat_maps(maps).items():
+                for suffix in ("png", "svg"):
+                    draw(folder / f"{name}_{suite}.{suffix}")
+            out.print(suite_table(maps))
+        took = duration(record.seconds)
+        out.print(f"written to {folder / 'results.json'}, .md, cells_*.json and heatmap_*.png in {took}", markup=False)
+        out.print(f"next: loragate report {folder} --figures {folder}/figures", markup=False)
+    return 0
+
+
+def regrade(options: RegradeOptions) -> int:
+    """`loragate regrade`: judge, tabulate beside the earlier record, list what changed."""
+    folder, out = Path(options.run), console()
+    evaluation = open_evaluation(folder, options.grader, judge_settings(options))
+    count = evaluation.sample_count
+    with Display().job("grading", count, "answer") as job:
+        done: dict[tuple[str, str], int] = {}
+
+        def on_event(stage: str, variant: Variant, task: str, judged: int, total: int) -> None:
+            done[variant.name, task] = judged
+            job.advance_to(sum(done.values()), count, f"{variant.name} on {task}")
+
+        record, changes = judge_again(evaluation, options.again, on_event)
+    place = folder / (f"results-{options.grader}" if options.grader else "results-regraded")
+    if changes is not None:
+        path = place.with_name(f"{place.name}-changes.jsonl")
+        write_text(path, "".join(json.dumps(change, ensure_ascii=False) + "\n" for change in changes))
+        out.print(f"{len(changes)} of {count} verdicts differ from {folder / 'results.json'}", markup=False)
+        for change in changes[:5]:
+            out.print(f"  {describe_change(change)}", markup=False)
+        if changes:
+            out.print(f"all of them: {path}", markup=False)
+    write_record(record, place.with_name(f"{place.name}.json"))
+    show(out, place, record)
+    out.print(next_line(folder, record), markup=False)
+    return 0
+
+
+def begin(options: EvaluationInputs, session: Session, evaluation: Evaluation, out: Console, rows: str) -> None:
+    """Say what a reader should know, write down what is being run, and say which rows come."""
+    for warning in evaluation.warnings:
+        out.print(f"warning: {warning}", markup=False)
+    out.print(describe(evaluation.canary), markup=False)
+    evaluation.begin(session.request.resume)
+    write_text(evaluation.folder / "config.yaml", resolved_yaml(options))
+    out.print(rows, markup=False)
+
+
+def sample(session: Session, evaluation: Evaluation, out: Console, display: Display) -> EvaluationRecord:
+    """Sample and judge behind one bar; Ctrl-C says how to go on."""
+    try:
+        with progress(display, evaluation.sample_count) as on_event:
+            return session.run(evaluation, on_event)
+    except KeyboardInterrupt:
+        where = evaluation.folder
+        out.print(f"stopped; every answer so far is in {where}. The same command with --resume goes on", markup=False)
+        raise
+
+
+@contextmanager
+def progress(display: Display, total: int) -> Iterator[OnEvent]:
+    """An `on_event` that draws one bar over all rows and tasks."""
+    finished: dict[tuple[str, str, str], int] = {}
+    with display.job("sampling and grading", total, "answer") as job:
+
+        def on_event(stage: str, variant: Variant, task: str, done: int, of: int) -> None:
+            finished[stage, variant.name, task] = done
+            sampled = sum(count for (kind, _, _), count in finished.items() if kind == "sampling")
+            job.advance_to(sampled, total, f"{stage} {variant.name} on {task}")
+
+        yield on_event
+
+
+def show(out: Console, place: Path, record: EvaluationRecord) -> None:
+    """The tables of a record that stands in `place`.json, which are also written beside it."""
+    plain: dict[str, Any] = record.to_json()
+    write_text(place.with_name(f"{place.name}.md"), score_markdown(plain))
+    for table in score_tables(plain):
+        out.print(table)
+        out.print()
+    out.print(caption(plain), markup=False)
+    out.print(f"written to {place}.json and .md in {duration(record.seconds)}", markup=False)
+
+
+def next_line(folder: Path, record: EvaluationRecord) -> str:
+    """What to run next: a second opinion where there is one, else a look at the answers."""
+    other = {"default": "dft", "dft": "default", "math_verify": "default"}
+    for info in record.tasks:
+        if info.grader in other:
+            return f"next: loragate regrade {folder} --grader {other[info.grader]}"
+    best = max(record.results, key=lambda row: row.avg_at_k.mean)
+    return f'next: loragate generate --model {record.models.get(best.variant, record.models["base"])} --prompt "…"'
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"--constants {text}: expected numbers separated by commas, such as -0.5,0.5") from None

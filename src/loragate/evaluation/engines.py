@@ -1,0 +1,185 @@
+"""Where the answers of a row come from: the model in memory, vLLM, or several copies of either as replicas on Ray."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from loragate.errors import ConfigError
+from loragate.evaluation.settings import EngineSettings
+from loragate.evaluation.variants import Variant, acting
+from loragate.generation import RayData, ScoringEngine, ShardedEngine, TransformersEngine, VllmEngine
+from loragate.generation.sharded import require_ray
+from loragate.generation.vllm_engine import require_gate_plugin, require_vllm
+from loragate.models import Loaded, Loading, open_model, open_without_weights, resolve
+from loragate.models.merge import merge_adapter
+
+MERGED = "merged"
+"""Folder, in that of the run, of a DoRA adapter merged into its base."""
+USUAL_SHARE = 0.9
+"""Of a device's memory, for vLLM; on a CPU the command gives half of what is free."""
+
+
+def load(model: str, base: str = "", how: Loading | None = None, engine: str = "transformers") -> Loaded:
+    """The model and tokenizer behind a name; its plain adapter where the gates are off; no weights for vLLM, which loads them.
+
+    Raises:
+        ConfigError: for a place that holds no model, or gates where the engine knows none.
+    """
+    place = resolve(model, base)
+    if engine != "vllm":
+        return open_model(place, how).without_idle_gates()
+    loaded = open_without_weights(place, how).without_idle_gates()
+    if loaded.kind == "gated":
+        require_gate_plugin(loaded.names["gated"])
+    return loaded
+
+
+def require_engine(settings: EngineSettings) -> None:
+    """Raise `ConfigError` where vLLM or Ray is needed and not installed."""
+    if settings.engine == "vllm":
+        require_vllm()
+    if settings.replicas > 1:
+        require_ray()
+
+
+def why_not(loaded: Loaded, variant: Variant) -> str:
+    """Why the model cannot be this row, in a few words; empty where it can."""
+    if variant.constant is None and variant.random is None:
+        return ""
+    if loaded.place.is_dora:
+        return "DoRA"
+    if loaded.model is not None:
+        return ""
+    if variant.random is not None:
+        return "vLLM serves no random gates"
+    try:
+        require_gate_plugin(loaded.names["adapter"])
+    except ConfigError:
+        return "this vLLM serves no gates"
+    return ""
+
+
+class Engines:
+    """Called with a row, the context in which an engine answers as this row.
+
+    Args:
+        settings: which engine, and how much it may use.
+        model, base: as typed; a replica loads them anew.
+        loaded: what `load` gave for them.
+        folder: of the run, for what vLLM can only serve merged.
+    """
+
+    def __init__(self, settings: EngineSettings, model: str, base: str, loaded: Loaded, folder: Path) -> None:
+        self.settings, self.model, self.base, self.loaded = settings, model, base, loaded
+        self.folder = folder.resolve() / MERGED
+        self._kept: tuple[str, VllmEngine] | None = None  # what vLLM has loaded, and the engine
+
+    @contextmanager
+    def __call__(self, variant: Variant) -> Iterator[ScoringEngine]:
+        """The engine that answers as `variant`."""
+        loaded, size = self.loaded, self.settings.batch_size
+        if self.settings.replicas > 1:
+            executor = RayData(gpus=self._gpus())
+            yield ShardedEngine(self.maker(variant), self.settings.replicas, executor, batch_size=size)
+        elif loaded.model is None:
+            yield self._vllm(variant)
+        else:
+            with acting(loaded.model, variant, loaded.kind):
+                yield TransformersEngine(loaded.model, loaded.tokenizer, batch_size=size)
+
+    def maker(self, variant: Variant) -> Callable[[], ScoringEngine]:
+        """Makes the engine of a row from names alone, so that another process can."""
+        if self.settings.engine == "vllm":
+            return self._vllm_of(*self._served(variant))
+        row = variant if variant.gates is None else replace(variant, gates=_anywhere(variant.gates))
+        return partial(RowEngine, _anywhere(self.model), self.base, self.loaded.how, row, self.settings.batch_size)
+
+    def close(self) -> None:
+        """End vLLM, where it runs."""
+        if self._kept is not None:
+            self._kept[1].close()
+            self._kept = None
+
+    def finish(self) -> None:
+        """Remove what only an evaluation that goes on would use."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _vllm(self, variant: Variant) -> Any:
+        base, adapter, override = self._served(variant)
+        if self._kept is None or self._kept[0] != base:
+            self.close()  # one model in memory at a time
+            names = self.loaded.names
+            # made for an adapter also where the first row is the base: the rows share its loaded weights
+            room = adapter or (None if self.loaded.place.is_dora else names.get("gated") or names.get("adapter"))
+            self._kept = base, self._vllm_of(base, room)()
+        return self._kept[1].acting_as(adapter, override)
+
+    def _served(self, variant: Variant) -> tuple[str, str | None, str | None]:
+        """(base, adapter or None, override or None) by which vLLM is the row."""
+        names, how = self.loaded.names, self.loaded.how
+        base = _anywhere(names["base"])
+        if variant.acts == "base":
+            return base, None, None
+        if self.loaded.place.is_dora:
+            commit = self.loaded.commit or None
+            merged = merge_adapter(names["base"], names["adapter"], self.folder, dtype=how.dtype, revision=commit)
+            return str(merged), None, None
+        # one λ for all goes over the gated modules, as it does in memory
+        acts = "gated" if variant.constant is not None and "gated" in names else variant.acts
+        override = variant.override if variant.constant is None else f"constant={variant.constant!r}"
+        return base, _anywhere(variant.gates or names[acts]), override
+
+    def _vllm_of(self, base: str, adapter: str | None, override: str | None = None) -> partial[VllmEngine]:
+        own = base == _anywhere(self.loaded.names["base"])  # and not a merged folder
+        return partial(
+            VllmEngine,
+            base,
+            adapter,
+            revision=(self.loaded.commit or None) if own else None,
+            override=override,
+            tokenizer=self.loaded.tokenizer,
+            dtype=self.loaded.how.dtype,
+            batch_size=self.settings.batch_size,
+            stop_token_ids=self.loaded.stop_token_ids,
+            tensor_parallel=self.settings.tensor_parallel,
+            gpu_memory_utilization=self.settings.vllm_memory or USUAL_SHARE,
+        )
+
+    def _gpus(self) -> int:
+        if not torch.cuda.is_available() or self.loaded.how.device == "cpu":
+            return 0
+        return self.settings.tensor_parallel if self.settings.engine == "vllm" else 1
+
+
+class RowEngine:
+    """A model of its own that answers as `variant`; what a replica makes from names alone."""
+
+    def __init__(self, model: str, base: str, how: Loading, variant: Variant, batch_size: int) -> None:
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        self.loaded, self.variant = load(model, base, how), variant
+        self.engine = TransformersEngine(self.loaded.model, self.loaded.tokenizer, batch_size=batch_size)
+
+    def generate(self, *arguments: Any, **keywords: Any) -> Any:
+        """Generate with the variant's gates and adapter active; arguments as in `Engine.generate`."""
+        with acting(self.loaded.model, self.variant, self.loaded.kind):
+            return self.engine.generate(*arguments, **keywords)
+
+    def log_likelihoods(self, *arguments: Any, **keywords: Any) -> Any:
+        """As `ScoringEngine.log_likelihoods`."""
+        with acting(self.loaded.model, self.variant, self.loaded.kind):
+            return self.engine.log_likelihoods(*arguments, **keywords)
+
+
+def _anywhere(place: str) -> str:
+    """A folder by its whole path, as another process may start elsewhere; a hub id as it is."""
+    return str(Path(place).resolve()) if Path(place).exists() else place

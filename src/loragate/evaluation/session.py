@@ -1,0 +1,255 @@
+"""From settings to a record: one model, its tasks, and the rows that are scored side by side.
+
+request = Request("gated", Path("runs/math"), TaskSettings(suite="math"))
+tasks = request.check()                              # refuses what could not be judged, before anything is loaded
+session = Session(request, tasks, load("gated"))     # reads the questions
+evaluation = session.side_by_side("cheap")           # proves that adapter and gates act
+record = session.run(evaluation)                     # samples, judges, writes eval.json, samples/, grades/, results.json
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loragate.errors import ConfigError
+from loragate.evaluation.canary import canary
+from loragate.evaluation.engines import Engines, require_engine, why_not
+from loragate.evaluation.evaluate import EngineFor, Evaluation, OnEvent, unheard
+from loragate.evaluation.harness import HarnessScores, run_harness
+from loragate.evaluation.judging import JudgeSettings, require_graders
+from loragate.evaluation.prepared import chosen_tasks, prepare_tasks, questions_of
+from loragate.evaluation.results import EvaluationRecord, write_record
+from loragate.evaluation.retention import describe_suite
+from loragate.evaluation.settings import EngineSettings, TaskSettings
+from loragate.evaluation.tasks import Task
+from loragate.evaluation.variants import Variant, variants_for
+from loragate.gates.attach import active_adapter
+from loragate.gates.eligibility import trains_biases
+from loragate.gates.recommended import at, sampling_note
+from loragate.generation import OnProgress, ScoringEngine
+from loragate.models import Loaded
+
+BIASES = (
+    "the adapter trained biases along, which PEFT leaves in the model when it switches the adapter off: the row of the base has "
+    "them too"
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What an evaluation is asked for.
+
+    Attributes:
+        model: gated folder, adapter or base, or a hub id.
+        out: run folder; new or empty, or that of the evaluation to resume.
+        tasks: what is asked.
+        engine: what answers.
+        judging: how answers are judged.
+        grader: in place of the math tasks' own.
+        base: where the base is, instead of the recorded one.
+        system: "none" leaves out a system message that the template would slip in, "keep" leaves the template alone.
+        resume: whether the folder holds an evaluation that goes on.
+    """
+
+    model: str
+    out: Path
+    tasks: TaskSettings
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    judging: JudgeSettings = field(default_factory=JudgeSettings)
+    grader: str = ""
+    base: str = ""
+    system: str = "none"
+    resume: bool = False
+
+    def check(self) -> list[Task]:
+        """The tasks, after all that can be refused before a model is loaded.
+
+        Raises:
+            ConfigError: for a folder that is not free, unknown tasks, and graders, sandboxes or engines that do not work here.
+        """
+        require_run_folder(self.out, self.resume)
+        tasks = chosen_tasks(self.tasks)
+        own = [task for task in tasks if task.harness is None]
+        require_graders(own, self.grader, self.judging)
+        require_engine(self.engine)
+        if not own and (self.tasks.samples is not None or self.tasks.temperature is not None):
+            names = ", ".join(task.name for task in tasks)
+            raise ConfigError(
+                f"--samples and --temperature have no effect: {names} are answered greedily, or not generated at all"
+            )
+        return tasks
+
+
+class Session:
+    """A loaded model with the questions of its tasks.
+
+    Args:
+        request: checked.
+        tasks: what `Request.check` returned.
+        loaded: of `engines.load`.
+    """
+
+    def __init__(self, request: Request, tasks: Sequence[Task], loaded: Loaded) -> None:
+        self.request, self.loaded = request, loaded
+        self.engines = Engines(request.engine, request.model, request.base, loaded, request.out)
+        self.prepared = prepare_tasks(request.tasks, loaded, tasks, request.system)
+        self.suites = {
+            task.name: (task, questions_of(request.tasks, task, tasks)) for task in tasks if task.harness is not None
+        }
+
+    @property
+    def recommended(self) -> float | None:
+        """The recommended temperature, where rows are added for it: the tasks sample at another, and none was asked for."""
+        heat = self.loaded.recommended_temperature
+        elsewhere = any(one.sampling.temperature != heat for one in self.prepared)
+        return heat if elsewhere and self.request.tasks.temperature is None else None
+
+    @property
+    def sampling_note(self) -> str:
+        """One sentence on the sampling that the folder recommends and the rows that have it; empty where it recommends none."""
+        model, asked = self.request.model, self.request.tasks.temperature
+        if (heat := self.recommended) is None:
+            return sampling_note(model, self.loaded.place.gates, asked) if self.prepared else ""
+        return (
+            f"{model} recommends sampling {at(heat)}: rows of that temperature are among the controls; the first rows are sampled "
+            "as their tasks say"
+        )
+
+    def side_by_side(self, controls: str = "cheap", constants: Sequence[float] = (0.5,)) -> Evaluation:
+        """The evaluation of base, adapter and gates with their controls; see `variants_for`.
+
+        Raises:
+            GateError: where adapter or gates do not act.
+        """
+        loaded = self.loaded
+        wanted = variants_for(loaded.kind, controls, constants, self.recommended)
+        left_out = {variant.name: why for variant in wanted if (why := why_not(loaded, variant))}
+        biased = loaded.model is not None and loaded.kind != "base"
+        biased = biased and trains_biases(loaded.model, active_adapter(loaded.model))
+        settings, system = self.request.tasks, self.request.system
+        asked = {
+            name: describe_suite(*suite, loaded.tokenizer, settings.limit, settings.max_new_tokens, system)
+            for name, suite in self.suites.items()
+        }
+        return self.evaluation(
+            [variant for variant in wanted if variant.name not in left_out],
+            notes=[BIASES] if biased else [],
+            left_out=left_out,
+            kind=loaded.kind,
+            retention=asked,
+        )
+
+    def evaluation(
+        self,
+        variants: Sequence[Variant],
+        *,
+        notes: Sequence[str] = (),
+        left_out: dict[str, str] | None = None,
+        **identity: Any,
+    ) -> Evaluation:
+        """The evaluation of these rows, after the canary has shown that adapter and gates act.
+
+        Args:
+            notes, left_out: as of `Evaluation`.
+            identity: what a resumed run must share beside the model, the tasks and how they are answered.
+
+        Raises:
+            GateError: where adapter or gates do not act.
+        """
+        loaded, request = self.loaded, self.request
+        figures: dict[str, float] = {}
+        if loaded.model is not None:
+            prompts = self.prepared[0].prompts if self.prepared else ["The quick brown fox jumps over the lazy dog."]
+            figures = canary(loaded.model, loaded.tokenizer, prompts, loaded.kind)
+        return Evaluation(
+            request.out,
+            self.prepared,
+            variants,
+            models=loaded.sources,
+            canary=figures,
+            notes=notes,
+            left_out=left_out,
+            seed=request.tasks.seed,
+            identity={
+                "engine": request.engine.engine,
+                "dtype": loaded.dtype,
+                "limit": request.tasks.limit,
+                **identity,
+                **loaded.told_endings,
+            },
+            judging=request.judging,
+            grader=request.grader,
+            suites=list(self.suites),
+            harness=self.ask_suite,
+        )
+
+    def ask_suite(self, engine: ScoringEngine, name: str, on_progress: OnProgress) -> HarnessScores:
+        """One retention suite, answered by an engine."""
+        task, questions = self.suites[name]
+        return run_harness(
+            engine,
+            self.loaded.tokenizer,
+            task,
+            questions,
+            positions=self.loaded.positions,
+            max_new_tokens=self.request.tasks.max_new_tokens,
+            chat_template=self.loaded.tokenizer.chat_template is not None,
+            system=self.request.system,
+            on_progress=on_progress,
+        )
+
+    def run(
+        self, evaluation: Evaluation, on_event: OnEvent = unheard, engine_for: EngineFor | None = None
+    ) -> EvaluationRecord:
+        """Sample and judge what is not on file yet; the record is written as results.json.
+
+        Args:
+            engine_for: the context in which an engine answers as a row, in place of the session's own.
+        """
+        with closing(self.engines):
+            record = evaluation.run(engine_for or self.engines, on_event)
+        write_record(record, self.request.out / "results.json")
+        self.engines.finish()
+        return record
+
+
+def require_run_folder(folder: Path, resume: bool) -> None:
+    """Refuse a folder that holds anything but the evaluation to resume.
+
+    Raises:
+        ConfigError: naming the folder and what to do.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--out {folder} is a file; give a folder")
+    begun = (folder / "eval.json").is_file()
+    if resume and not begun:
+        raise ConfigError(f"--resume: there is no evaluation in {folder}; run the command without --resume")
+    if not resume and begun:
+        raise ConfigError(
+            f"--out {folder} holds an evaluation already; go on with it with --resume, or give another folder"
+        )
+    if not resume and folder.is_dir() and any(folder.iterdir()):
+        raise ConfigError(f"--out {folder} is not empty; give a new folder")
+
+
+def trained_controls(loaded: Loaded) -> list[str]:
+    """The controls that an evaluation cannot make, each with the command that trains it."""
+    if loaded.kind == "base":
+        return []
+    base, adapter = loaded.names["base"], loaded.names["adapter"]
+    gates = f"loragate calibrate --adapter {adapter} --data ROWS --range=L,U --unverified"
+    more = f"loragate sft --model {base} --adapter {adapter} --data ROWS"
+    of_gates = [
+        f"  one λ per module            {gates} --granularity module --out OUT",
+        f"  gates trained with CE       {gates} --objective ce --out OUT",
+    ]
+    return [
+        "not run: controls that are trainings of their own. Make them on the gates' rows and score each like this model:",
+        *([] if loaded.place.is_dora else of_gates),
+        f"  LoRA, same rows again       {more} --out OUT",
+        f"  LoRA trained with entropy   {more} --objective entropy --out OUT",
+    ]

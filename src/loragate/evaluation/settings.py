@@ -1,0 +1,57 @@
+"""Settings of an evaluation that a command line offers as they are: which tasks are asked, and what answers them.
+
+Light: `--help` reads this file, so that nothing here may load a model's libraries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from loragate.validate import Count, Share
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """Which tasks are asked, on which rows, and how their answers are sampled.
+
+    Attributes:
+        suite: math, retention, code, arithmetic, tiny or all.
+        tasks: tasks by name, or your own task files, separated by commas; instead of a suite, or in addition to it.
+        data: local files in place of hub data sets: TASK=FILE separated by commas, or a folder that holds TASK.jsonl files.
+        revision: commits of hub data sets: TASK=COMMIT separated by commas.
+        limit: first questions of each task only.
+        samples: samples per question, in place of the task's own.
+        temperature: sampling temperature, in place of the task's own.
+        max_new_tokens: token limit of an answer, in place of the task's own.
+        seed: seed of sampling, and of generated questions.
+    """
+
+    suite: str = ""
+    tasks: str = ""
+    data: str = ""
+    revision: str = ""
+    limit: Count | None = None
+    samples: Count | None = None
+    temperature: float | None = None
+    max_new_tokens: Count | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What answers the questions.
+
+    Attributes:
+        engine: transformers runs on any device; vllm needs pip install "loragate[vllm]".
+        replicas: copies of the model that answer in parallel, on a Ray cluster (pip install "loragate[sweep]").
+        batch_size: sequences at a time; with vLLM or replicas, questions whose answers are drawn together.
+        vllm_memory: share of a device's memory that vLLM may fill; 0 takes 0.9, or on a CPU half of what is free.
+        tensor_parallel: devices that share one copy of the model in vLLM.
+    """
+
+    engine: Literal["transformers", "vllm"] = "transformers"
+    replicas: Count = 1
+    batch_size: Count = 64
+    vllm_memory: Share = 0.0
+    tensor_parallel: Count = 1

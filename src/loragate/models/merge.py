@@ -1,0 +1,79 @@
+"""An adapter merged into its base: a plain model folder for programs that cannot serve the adapter, such as vLLM with DoRA.
+
+The folder is temporary: it is written whole or not at all, known again by what it was made of, and removed by whoever asked
+for it. PEFT merges, in fp32, and the result is rounded once, to the dtype that is served.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+
+from loragate.errors import LoragateError
+from loragate.files import write_json
+from loragate.models.bases import base_weights
+from loragate.models.place import ModelRef, folder_sha256
+
+RECORD = "merged.json"
+
+
+def merge_adapter(
+    base: str, adapter: str | Path, folder: str | Path, *, dtype: str = "auto", revision: str | None = None
+) -> Path:
+    """Write base and adapter as one model in safetensors; a folder that holds just that is taken as it is.
+
+    Args:
+        base: folder or hub id; its model class must be known to transformers.
+        adapter: folder of a PEFT adapter that can be merged; gates cannot.
+        folder: what is in it is replaced.
+        dtype: of the written weights; "auto" keeps the base's own.
+        revision: of a base on the hub.
+
+    Raises:
+        LoragateError: where the disk has no room for it, naming both sizes.
+    """
+    folder = Path(folder)
+    made_of = {
+        "base": base,
+        "revision": revision,
+        "dtype": dtype,
+        "weights": {str(place): folder_sha256(place) for place in (base, adapter) if Path(place).exists()},
+    }
+    if _record(folder) == made_of:
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    model = base_weights(ModelRef(base, revision or ""), dtype="auto")
+    served = model.dtype if dtype == "auto" else getattr(torch, dtype)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    require_room(folder, count * served.itemsize, f"{adapter} merged into {base}")
+    merged = PeftModel.from_pretrained(model.float(), str(adapter)).merge_and_unload(safe_merge=True).to(served)
+    merged.save_pretrained(str(folder))
+    write_json(folder / RECORD, made_of)
+    return folder
+
+
+def require_room(folder: Path, size: int, what: str) -> None:
+    """Refuse to fill a disk.
+
+    Raises:
+        LoragateError: where fewer than `size` bytes, and a fiftieth more, are free.
+    """
+    there = next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
+    free = shutil.disk_usage(there).free
+    if free < size * 1.02:
+        raise LoragateError(
+            f"{folder}: {what} takes {size / 1e9:.3g} GB and {free / 1e9:.3g} GB are free; make room, or choose an --out on a "
+            "larger disk"
+        )
+
+
+def _record(folder: Path) -> Any:
+    try:
+        return json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None

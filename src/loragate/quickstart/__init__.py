@@ -1,0 +1,38 @@
+"""The whole method on the tiny world: a study of minutes on two cores, offline, with its controls and an honest reading.
+
+`study` trains and measures, step by step; `run` goes through all steps, and writes and shows what they found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+
+from loragate.validate import Count
+
+
+@dataclass(frozen=True)
+class QuickstartSettings:
+    """Settings of a quickstart.
+
+    Attributes:
+        out: run folder; a number is appended if it exists.
+        seed: seed of data, training and sampling.
+        base_seed: train a fresh tiny base from this seed instead of taking the shipped one (a few minutes more).
+        ranges: ranges to calibrate, separated by semicolons.
+        questions: test questions.
+        samples: samples per test question.
+        controls: cheap runs those that need no training; full also trains the others.
+        threads: CPU threads; models this small are fastest with one.
+    """
+
+    out: str = "runs/quickstart"
+    seed: int = 0
+    base_seed: int | None = None
+    ranges: str = "-3,1;0,1;-6,3"
+    questions: Annotated[int, Ge(2)] = 200
+    samples: Count = 16
+    controls: Literal["cheap", "full"] = "cheap"
+    threads: Count = 1

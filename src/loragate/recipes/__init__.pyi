@@ -1,0 +1,20 @@
+from .files import (
+    Library as Library,
+    every_name as every_name,
+    find_recipes as find_recipes,
+    read_recipe as read_recipe,
+)
+from .ready import (
+    ANSWER as ANSWER,
+    answer as answer,
+)
+from .recipe import (
+    Recipe as Recipe,
+    Stage as Stage,
+)
+from .run import (
+    Run as Run,
+    config_text as config_text,
+    run_recipe as run_recipe,
+    steps as steps,
+)

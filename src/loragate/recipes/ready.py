@@ -1,0 +1,198 @@
+"""What a stage needs and this machine, or another interpreter on it, lacks.
+
+A recipe trains for hours and evaluates last, so each check here is one that the command itself would make late. The libraries
+that a check needs are imported in it: another interpreter may have some of them alone, and says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from loragate.errors import ConfigError, LoragateError
+from loragate.files import write_json
+from loragate.recipes.recipe import Stage
+from loragate.version import __version__
+
+OptionsOf = Callable[..., Any]
+"""(stage, name of the recipe, deep=True) to the stage's options as its command has them; a ConfigError names recipe, stage and
+key. The commands lie above this room: `loragate.cli.recipes.checked` is the one there is."""
+ANSWER = "lacking"
+"""The verb of `loragate recipes` that answers another interpreter; not for people."""
+Check = Callable[[], Any]
+"""Raises a `LoragateError` where something is missing; may give further checks, each of which is made."""
+
+
+def lacking(stages: Sequence[Stage], folder: str, options_of: OptionsOf) -> list[str]:
+    """One sentence for each thing that a stage needs and this interpreter or machine lacks.
+
+    Args:
+        stages: placed in `folder`; what lies below it is the work of earlier stages and not looked for.
+    """
+    found: dict[str, list[str]] = {}
+    for stage in stages:
+        here = {key: value for key, value in stage.values.items() if not str(value).startswith(f"{folder}/")}
+        options = options_of(dataclasses.replace(stage, values=here), stage.name, deep=False)
+        options = dataclasses.replace(
+            options, **({"out": f"{folder}/{stage.output}"} if hasattr(options, "out") else {})
+        )
+        for check in CHECKS.get(stage.command, ()):
+            for text in _tried(partial(check, options)):
+                found.setdefault(text, []).append(stage.name)
+    return [f"{', '.join(dict.fromkeys(names))}: {text}" for text, names in found.items()]
+
+
+def ask(python: str, stages: Sequence[Stage], folder: str) -> list[str]:
+    """`lacking` in another interpreter, or why it cannot run the stages at all."""
+    with tempfile.TemporaryDirectory(prefix="loragate-ready-") as place:
+        file = Path(place) / "stages.json"
+        write_json(file, {"folder": folder, "stages": [dataclasses.asdict(stage) for stage in stages]})
+        command = [python, "-m", "loragate", "recipes", ANSWER, str(file)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError as error:
+            return [f"--eval-python {python}: cannot be started ({error.strerror})"]
+        told_in = file.with_suffix(".answer.json")
+        if not told_in.is_file():
+            said = (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]
+            return [f"--eval-python {python}: cannot run loragate {__version__} ({said})"]
+        told = json.loads(told_in.read_text(encoding="utf-8"))
+    if told["loragate"] != __version__:
+        return [f"--eval-python {python}: has loragate {told['loragate']}, and this is {__version__}; install the same"]
+    return [str(text) for text in told["lacking"]]
+
+
+def answer(file: Path, options_of: OptionsOf) -> None:
+    """The other side of `ask`: read a file of stages, write what this interpreter lacks for them beside it."""
+    asked = json.loads(file.read_text(encoding="utf-8"))
+    found = lacking([Stage(**stage) for stage in asked["stages"]], asked["folder"], options_of)
+    write_json(file.with_suffix(".answer.json"), {"loragate": __version__, "lacking": found})
+
+
+def _tried(check: Check) -> Iterator[str]:
+    """The sentences of a check that fails, and of those that it consists of."""
+    try:
+        parts = check()
+        for part in parts if isinstance(parts, Iterator) else ():
+            yield from _tried(part)
+    except LoragateError as error:
+        yield str(error)
+
+
+def _data(options: Any) -> Iterator[Check]:
+    if options.data:
+        yield partial(_first_row, options.data, options.split or None, options.revision or None)
+    heldout, split = getattr(options, "heldout", ""), getattr(options, "heldout_split", "")
+    if heldout or (split and options.data):
+        yield partial(_first_row, heldout or options.data, split or None, None if heldout else options.revision or None)
+
+
+@cache
+def _first_row(data: str, split: str | None, revision: str | None) -> None:
+    from loragate.data import detect_format, load_rows
+
+    detect_format(next(iter(load_rows(data, split=split, revision=revision, limit=1))))
+
+
+def _model(options: Any) -> None:
+    from loragate.models import Loading, open_tokenizer
+
+    if (place := _base_of(options.model)) is not None:
+        open_tokenizer(place, Loading.of(options))
+
+
+def _base_of(name: str) -> Any:
+    """The place of a model that is a base; None for an adapter with or without gates, here or on the hub."""
+    from loragate.models import resolve
+
+    place = resolve(name, base_later=True) if name else None
+    return place if place is not None and place.kind == "base" else None
+
+
+def _libraries(options: Any) -> None:
+    from loragate.training.preflight import check_loading, require_reporters
+
+    check_loading(options)
+    require_reporters(getattr(options, "report_to", "none"))
+    if getattr(options, "runner", "") == "ray":
+        from loragate.generation.sharded import require_ray
+
+        require_ray()
+
+
+def _evidence(options: Any) -> None:
+    from loragate.selection.evidence import require_evidence
+
+    # without a probe a range is chosen on prompts of the training rows, of which there are enough
+    spare = range(options.max_rows) if options.range == "auto" else None
+    require_evidence(options, options.probe or None, options.retention_probe or None, spare)
+
+
+def _probe(options: Any) -> None:
+    from loragate.selection.sweep import read_labelled
+
+    for file in filter(None, (options.probe, options.test)):
+        read_labelled(file, options)
+
+
+def _engine(options: Any) -> None:
+    from loragate.generation.vllm_engine import require_gate_plugin, require_vllm
+    from loragate.models import base_config, explained
+    from loragate.serving.versions import vllm_version, why_unsupported
+    from loragate.serving.vllm_server import require_served
+
+    if getattr(options, "engine", "") == "vllm":
+        require_vllm()
+        if reason := why_unsupported(vllm_version()):
+            raise ConfigError(reason)
+        try:
+            require_gate_plugin("this run")
+        except (ImportError, AttributeError, OSError, RuntimeError) as error:
+            raise ConfigError(f"vLLM cannot be imported: {type(error).__name__}: {error}") from error
+        if (place := _base_of(options.model)) is not None:
+            with explained("base model", place.base.name):
+                config = base_config(place.base, options.trust_remote_code)
+            require_served(place.base.name, config)
+
+
+def _graders(options: Any) -> Iterator[Check]:
+    from loragate.evaluation.judging import JudgeSettings, require_graders
+
+    tasks, settings = _tasks(options), JudgeSettings(sandbox=options.sandbox)
+    for task in tasks:
+        if task.engine == "loragate":
+            yield partial(require_graders, [task], "", settings)
+    if any(task.engine != "loragate" for task in tasks) and importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError('retention suites need lm-evaluation-harness; pip install "loragate[eval]"')
+
+
+def _questions(options: Any) -> Iterator[Check]:
+    from loragate.evaluation.prepared import questions_of
+
+    tasks = _tasks(options)
+    for task in tasks:
+        yield partial(questions_of, options, task, tasks)
+
+
+def _tasks(options: Any) -> list[Any]:
+    from loragate.evaluation.prepared import chosen_tasks
+
+    return chosen_tasks(options) if options.suite or options.tasks else []
+
+
+ASKING = (_model, _libraries, _graders, _questions)
+CHECKS: dict[str, tuple[Callable[[Any], Iterator[Check] | None], ...]] = {
+    "sft": (_data, _model, _libraries),
+    "mask": (_data, _model),
+    "calibrate": (_data, _libraries, _evidence),
+    "sweep": (_data, _libraries, _probe),
+    "eval": (_engine, *ASKING),
+    "diagnose": (_engine, *ASKING),
+}

@@ -1,0 +1,153 @@
+"""Answers for `serving.http_app` from a model in memory: base, plain adapter, gated adapter and further adapters by name.
+
+A name may carry an override of λ (`gated@unit`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from loragate import data
+from loragate.errors import ConfigError, DataError
+from loragate.evaluation.variants import Variant, acting
+from loragate.gates import constant_gate, gate_override, load_gates
+from loragate.gates.override_names import split_name
+from loragate.gates.recommended import chosen_temperature, warn_elsewhere
+from loragate.generation import SamplingConfig, TransformersEngine
+from loragate.generation.requests import tokenize_prompts
+from loragate.models import Place, explained
+from loragate.serving.http_app import Answer, Backend, ChatRequest, CompletionRequest
+
+logger = logging.getLogger("loragate")
+NEW_TOKENS = 512  # of an answer to a request that names no limit
+NAMES = {"base": ("base",), "adapter": ("base", "adapter"), "gated": ("base", "adapter", "gated")}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A served name: what acts, on which of the model's adapters, of which kind, an override that it always has, and the
+    gate_config.json of its folder."""
+
+    acts: Any
+    kind: Any
+    adapter: str = "default"
+    override: Any = None
+    gates: Mapping[str, Any] | None = None
+
+
+def add_adapters(model: Any, places: Mapping[str, Place]) -> dict[str, Row]:
+    """Load more adapters, gated or plain, beside the one a PeftModel has; their rows by served name.
+
+    Args:
+        model: a PeftModel.
+        places: by served name.
+    """
+
+    rows: dict[str, Row] = {}
+    loaded: dict[str, str] = {}
+    for name, place in places.items():
+        folder = str(place.folder)
+        if folder not in loaded:
+            loaded[folder] = f"served{len(loaded)}"
+            with explained("adapter", str(place.adapter)):
+                model.load_adapter(str(place.adapter), adapter_name=loaded[folder])
+            if place.kind == "gated":
+                load_gates(model, folder, loaded[folder])
+        rows[name] = Row(place.kind, place.kind, loaded[folder], place.override, place.gates)
+    return rows
+
+
+def transformers_backend(
+    model: Any,
+    tokenizer: Any,
+    kind: str,
+    *,
+    system: str = "none",
+    more: Mapping[str, Row] | None = None,
+    gates: Mapping[str, Any] | None = None,
+) -> Backend:
+    """The answers of a loaded model.
+
+    A request without a temperature is sampled as the asked adapter's folder recommends, else as that of the model does.
+
+    Args:
+        model: base, PeftModel or gated PeftModel.
+        tokenizer: its tokenizer.
+        kind: "base", "adapter" or "gated"; decides the names that can be asked for.
+        system: "none" leaves out a default system message that the template injects, "keep" keeps it.
+        more: rows of further adapters, from `add_adapters`.
+        gates: gate_config.json of the model's folder, where it is gated.
+    """
+
+    engine = TransformersEngine(model, tokenizer, batch_size=16)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    rows = {name: Row(name, kind, gates=gates) for name in NAMES[kind]} | dict(more or {})
+    usual = chosen_temperature(gates, None)
+
+    def answer(asked: CompletionRequest | ChatRequest) -> tuple[int, list[Answer]]:
+        prompts = [begin(text) for text in asked.prompt] if isinstance(asked, CompletionRequest) else [render(asked)]
+        limit = asked.limit or NEW_TOKENS
+        prompt_ids, limits = tokenize_prompts(tokenizer, prompts, limit, positions)
+        if asked.limit and min(limits) < limit:
+            raise DataError(
+                f"max_tokens={limit} would pass the model's {positions} positions: set max_tokens to {min(limits)} or less"
+            )
+        row = rows.get(asked.model) or rows[split_name(asked.model)[0]]
+        temperature = chosen_temperature(row.gates, asked.temperature, usual)
+        if asked.model in rows and row.acts == "gated" and row.override is None:
+            warn_elsewhere(asked.model, row.gates, temperature, logger)
+        config = SamplingConfig(temperature, asked.top_p, limit, asked.n, asked.seed, tuple(asked.stop))
+        with answering(model, rows, asked.model):
+            samples = engine.generate(prompts, config)
+        # the engine's third reason is "stop_text"
+        reasons = {"length": "length"}
+        answers = [Answer(one.text, reasons.get(one.finish_reason, "stop"), len(one.token_ids)) for one in samples]
+        return sum(map(len, prompt_ids)), answers
+
+    def begin(prompt: str) -> str:
+        start = tokenizer.bos_token_id
+        starts = start is not None and start in data.prompt_ids(prompt, tokenizer)[:1]
+        return tokenizer.bos_token + prompt if starts and not prompt.startswith(tokenizer.bos_token) else prompt
+
+    def render(asked: ChatRequest) -> str:
+        if tokenizer.chat_template is None:
+            raise ConfigError(
+                "the tokenizer has no chat template; start with --chat-template FILE, or use /v1/completions"
+            )
+        return data.render_prompt([message.model_dump() for message in asked.messages], tokenizer, system=system)
+
+    return Backend(tuple(rows), answer)
+
+
+@contextmanager
+def answering(model: Any, rows: Mapping[str, Row], name: str) -> Iterator[None]:
+    """The model as the served name, with the override behind it, inside the context.
+
+    Raises:
+        ConfigError: for an override on the base or on an adapter without gates, which takes a constant alone.
+    """
+
+    override = None
+    if name not in rows:
+        name, override = split_name(name)
+    row = rows[name]
+    if override is not None and row.override is not None:
+        raise ConfigError(f"{name} has an override already; ask for one of the two")
+    override = override or row.override
+    if override is not None and row.acts != "gated" and (row.acts == "base" or override.constant is None):
+        raise ConfigError(f"{name} has no gates: only an adapter takes an override, and a plain one @constant=C alone")
+    with ExitStack() as stack:
+        if row.kind != "base" and model.active_adapter != row.adapter:
+            stack.callback(model.set_adapter, model.active_adapter)
+            model.set_adapter(row.adapter)
+        if override is None:
+            stack.enter_context(acting(model, Variant(row.acts), row.kind))
+        elif override.constant is not None:
+            stack.enter_context(constant_gate(model, override.constant, row.adapter))
+        else:
+            stack.enter_context(gate_override(model, override.minimum, override.maximum, adapter_name=row.adapter))
+        yield

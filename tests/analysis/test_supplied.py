@@ -1,0 +1,196 @@
+"""λ supplied from outside: the gates' own numbers and derivatives, and hard suppression by ΔH in generation.
+
+Suppression is compared with re-forwarding whole sequences without a cache, one row at a time.
+"""
+
+import pytest
+import torch
+
+import loragate as lg
+from loragate.analysis.delta_entropy import measure
+from loragate.analysis.rows import Reader, answer_rows
+from loragate.analysis.supplied import Suppression, supplied_coefficients, suppressing
+from loragate.errors import ConfigError, GateError
+from loragate.gates.attach import gate_modules
+from loragate.generation import SamplingConfig, TransformersEngine
+from loragate.generation.sampling import draw, uniform
+from tiny import tiny_adapter, tiny_tokenizer
+
+IDS = torch.arange(4, 14)[None]
+
+
+def gated(seed=3):
+    peft = lg.attach_gates(tiny_adapter(), lg.GateConfig(-2, 3))
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in lg.gate_parameters(peft).values():
+            parameter.normal_(0, 0.3)
+    return peft
+
+
+def test_supplying_the_gates_own_values_changes_nothing():
+    peft = gated()
+    gates = gate_modules(peft)
+    with torch.no_grad():
+        own = peft(input_ids=IDS).logits
+        with supplied_coefficients(peft, lambda path, _layer, x: gates[path].coefficients(x)) as paths:
+            assert set(paths) == set(gates)
+            assert torch.allclose(peft(input_ids=IDS).logits, own, atol=1e-6)
+        with supplied_coefficients(peft, lambda *_: None):
+            full = peft(input_ids=IDS).logits
+        with lg.gate_override(peft, constant=1.0):
+            assert torch.equal(peft(input_ids=IDS).logits, full)
+        assert torch.equal(peft(input_ids=IDS).logits, own)
+
+
+def test_leaves_carry_the_semi_gradient():
+    """eq:rw-causal-jacobian with sg: ∂F/∂w_m = Σ_s ∂F/∂λ_m,s · ∂λ_m,s/∂w_m at inputs held fixed."""
+    peft = gated()
+    gates, leaves, inputs = gate_modules(peft), {}, {}
+
+    def leaf(path, _layer, x):
+        inputs[path] = x.detach()
+        leaves[path] = gates[path].coefficients(x).detach().requires_grad_()
+        return leaves[path]
+
+    with supplied_coefficients(peft, leaf):
+        lg.topk_entropy(peft(input_ids=IDS).logits, 20).mean().backward()
+    with_gates = lg.topk_entropy(peft(input_ids=IDS).logits, 20).mean()
+    expected = torch.autograd.grad(with_gates, [gate.weight for gate in gates.values()])
+    for (path, gate), gradient in zip(gates.items(), expected, strict=True):
+        lam = gate.coefficients(inputs[path])
+        (found,) = torch.autograd.grad(lam, gate.weight, leaves[path].grad)
+        assert torch.allclose(found, gradient, atol=1e-6, rtol=1e-3), path
+
+
+def test_a_wrong_shape_is_refused():
+    peft = tiny_adapter()
+    with supplied_coefficients(peft, lambda *_: torch.ones(2, 3)), pytest.raises(GateError, match="routed tokens"):
+        peft(input_ids=IDS)
+
+
+PROMPTS = ["w1 w2 w3 w4", "w9", "w30 w31"]
+CONFIG = SamplingConfig(samples=2, max_new_tokens=7, seed=3)
+
+
+def model():
+    """An adapter that raises the entropy at some positions and lowers it at others."""
+    peft = tiny_adapter()
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if "lora_" in name:
+                parameter.mul_(0.6)
+    return peft
+
+
+def entropy(logits):
+    return torch.special.entr(logits.float().softmax(-1)).sum(-1)
+
+
+@torch.no_grad()
+def naive(peft, tokenizer, rule, question, sample):
+    """One answer: every step reads the whole sequence anew, with all decisions taken so far laid over it."""
+    ids = tokenizer(PROMPTS[question], add_special_tokens=False)["input_ids"]
+    start, switched, deltas = len(ids), [], []
+    for position in range(CONFIG.max_new_tokens):
+        tokens = torch.tensor([ids])
+        with peft.disable_adapter():
+            base = entropy(peft(input_ids=tokens, use_cache=False).logits[0])
+        delta = entropy(peft(input_ids=tokens, use_cache=False).logits[0]) - base
+        if position == 0:
+            switched = (
+                rule.chosen(delta).tolist() if rule.prompt else [False] * (start - 1) + [bool(rule.chosen(delta[-1]))]
+            )
+        else:
+            switched.append(bool(rule.chosen(delta[-1])))
+        deltas.append(float(delta[-1]))
+        lam = 1.0 - torch.tensor([switched]).float()
+        with supplied_coefficients(peft, lambda _path, _layer, _x, lam=lam: lam):
+            logits = peft(input_ids=tokens, use_cache=False).logits[:, -1]
+        if CONFIG.temperature == 0:
+            token = int(logits.argmax())
+        else:
+            at = uniform(CONFIG.seed, torch.tensor([question]), torch.tensor([sample]), position)
+            token = int(draw(logits, at, 1.0, 1.0))
+        ids.append(token)
+        if token == tokenizer.eos_token_id:
+            break
+    return ids[start:], deltas
+
+
+@pytest.mark.parametrize(
+    "rule", [Suppression("negative"), Suppression("positive"), Suppression("positive", 0.05, prompt=True)]
+)
+def test_batched_generation_is_the_naive_one(rule):
+    peft, tokenizer = model(), tiny_tokenizer()
+    with suppressing(peft, rule):
+        found = TransformersEngine(peft, tokenizer, batch_size=4).generate(PROMPTS, CONFIG)
+    switched = set()
+    for sample in found:
+        expected, deltas = naive(peft, tokenizer, rule, sample.question, sample.sample)
+        assert list(sample.token_ids) == expected
+        switched |= {bool(rule.chosen(torch.tensor(delta))) for delta in deltas}
+    assert switched == {True, False}, "the case must exercise both"
+    plain = TransformersEngine(peft, tokenizer, batch_size=4).generate(PROMPTS, CONFIG)
+    assert [s.token_ids for s in plain] != [s.token_ids for s in found]
+
+
+def test_decisions_can_be_read_off_the_answers():
+    """eq:rw-delta-entropy on the sampled tokens gives the ΔH at which the stream decided."""
+    peft, tokenizer = model(), tiny_tokenizer()
+    with suppressing(peft, Suppression("negative")) as deltas:
+        found = TransformersEngine(peft, tokenizer, batch_size=8).generate(PROMPTS, CONFIG)
+        taken = torch.stack(deltas)  # [steps, B] in the engine's order
+    again = measure(Reader(peft, tokenizer), "adapter", answer_rows(tokenizer, PROMPTS, found))
+    order = sorted(found, key=lambda s: (-len(PROMPTS[s.question].split()), s.question, s.sample))
+    for column, sample in enumerate(order):
+        at = again.rows == found.index(sample)
+        own = taken[: len(sample.token_ids), column].double()
+        assert torch.allclose(own, torch.from_numpy(again.delta[at]), atol=1e-4)
+
+
+def test_the_model_is_left_as_it_was():
+    peft, ids = model(), torch.arange(4, 12)[None]
+    lg.attach_gates(peft, lg.GateConfig(-2, 2))
+    with torch.no_grad():
+        for parameter in lg.gate_parameters(peft).values():
+            parameter.normal_(0, 0.5)
+        before = peft(input_ids=ids).logits
+        with suppressing(peft, Suppression("negative")):
+            pass
+        with pytest.raises(RuntimeError, match="inside"), suppressing(peft, Suppression("positive")):
+            raise RuntimeError("inside")
+        assert torch.equal(peft(input_ids=ids).logits, before)
+    assert "forward" not in peft.get_base_model().__dict__
+
+
+def test_suppressing_nothing_and_everything():
+    peft, tokenizer = model(), tiny_tokenizer()
+    engine = TransformersEngine(peft, tokenizer, batch_size=8)
+    plain = engine.generate(PROMPTS, CONFIG)
+    with suppressing(peft, Suppression("negative", threshold=50.0)):
+        assert [s.token_ids for s in engine.generate(PROMPTS, CONFIG)] == [s.token_ids for s in plain]
+    with peft.disable_adapter():
+        base = engine.generate(PROMPTS, CONFIG)
+
+    class Everywhere(Suppression):
+        def chosen(self, delta_entropy):
+            return torch.ones_like(delta_entropy, dtype=torch.bool)
+
+    with suppressing(peft, Everywhere("negative", prompt=True)):
+        assert [s.token_ids for s in engine.generate(PROMPTS, CONFIG)] == [s.token_ids for s in base]
+
+
+def test_refusals():
+    with pytest.raises(ConfigError, match="sign must be one of"):
+        Suppression("sideways")
+    with pytest.raises(ConfigError, match="at least 0"):
+        Suppression("negative", -1.0)
+    peft = model()
+    with suppressing(peft, Suppression("negative")), pytest.raises(ConfigError, match="key-value cache"):
+        peft(input_ids=torch.arange(4, 9)[None], use_cache=False)
+    with (
+        pytest.raises(GateError, match="variant of LoRA"),
+        suppressing(tiny_adapter(use_dora=True), Suppression("negative")),
+    ):
+        pass

@@ -1,0 +1,212 @@
+"""The study on the real model: its design, its rows, its tables on a small record, and that work goes on where it stopped."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+from loragate.cli.main import main as command
+from loragate.evaluation import grade_math
+from tiny import tiny_base, tiny_tokenizer
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "benchmarks" / "real"
+HEATS = ("1", "0.6", "0.3", "0")
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[SimpleNamespace]:
+    places = [str(FOLDER), str(ROOT / "scripts"), str(ROOT / "examples" / "word_problems")]
+    before = [sys.modules.pop(name, None) for name in ("measure", "report")]
+    sys.path[:0] = places
+    try:
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in ("measure", "report", "deal_rows")})
+    finally:
+        for place in places:
+            sys.path.remove(place)
+        for name, module in zip(("measure", "report"), before):
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
+
+
+@pytest.fixture(scope="module")
+def measure(scripts) -> ModuleType:
+    return scripts.measure
+
+
+@pytest.fixture(scope="module")
+def design(measure):
+    return measure.read_design()
+
+
+def test_every_method_and_cell_of_the_design_can_be_run(measure, design, capsys):
+    for name, spec in design["methods"].items():
+        kind = next((kind for kind in measure.DONE if kind in spec), None)
+        assert kind or name == "base" or {"constant", "random"} & set(spec)
+        for other in (spec.get("from"), spec.get("random")):
+            assert other is None or list(design["methods"]).index(other) < list(design["methods"]).index(name)
+        if kind:
+            options = {**design["adapter" if kind == "sft" else "gates"], **spec[kind], "max_length": 512}
+            words = [kind, "--data=rows.jsonl", "--out=out", "--print-config"]
+            words.append("--model=base" if kind == "sft" else "--adapter=adapter")
+            assert command([*words, *filter(None, (measure.as_flag(*one) for one in options.items()))]) == 0
+            objective = spec[kind].get("objective", "sft" if kind == "sft" else "entropy")
+            assert f"objective: {objective}" in capsys.readouterr().out
+    assert set(design["short"]) | set(design["automatic"]) <= set(design["methods"])
+    assert {cell["situation"] for cell in design["cells"]} == set(design["situations"])
+    whole = [cell for cell in design["cells"] if cell["list"] == "all"]
+    assert len({cell["situation"] for cell in whole}) == 2
+    assert len(whole) == 6
+
+
+def test_no_story_is_both_asked_and_trained_on(scripts, measure):
+    example = scripts.deal_rows.example
+
+    def words(name):
+        lines = (measure.QUESTIONS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        return [example.content(json.loads(line)["prompt"].replace(example.ASK, "")) for line in lines]
+
+    rows = measure.demonstrations({"style": "short", "rows": 480}, 0)
+    trained = [
+        example.content(row["prompt"].replace(example.ASK, ""))
+        for row in [*rows["own"], *rows["unseen"]]
+        if row["id"].startswith("svamp/")
+    ]
+    for one, other in ((words("test"), trained), (words("dev"), trained), (words("test"), words("dev"))):
+        assert max(len(a & b) / len(a | b) for a in one for b in other) < example.SAME_STORY
+    looked_at = (ROOT / "examples" / "word_problems" / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    asked = (measure.QUESTIONS / "test.jsonl").read_text(encoding="utf-8")
+    assert not [line for line in looked_at[: scripts.deal_rows.KNOWN] if f'"{json.loads(line)["id"]}"' in asked]
+
+
+@pytest.mark.parametrize("style", ["short", "worked"])
+def test_rows_are_right_but_for_the_share_that_is_to_be_wrong(measure, style):
+    rows = measure.demonstrations({"style": style, "rows": 60, "wrong": 0.2}, 1)
+    assert not {row["id"] for row in rows["own"]} & {row["id"] for row in rows["unseen"]}
+    right = {name: [grade_math(row["response"], row["answer"]).correct for row in half] for name, half in rows.items()}
+    assert all(right["unseen"])
+    # another operation may give the same: 2 + 2 and 2 · 2
+    assert 12 >= right["own"].count(False) >= 10
+    again = measure.demonstrations({"style": style, "rows": 60, "wrong": 0.2}, 2)
+    assert {row["id"] for row in again["own"]} != {row["id"] for row in rows["own"]}
+
+
+def line(method: str, what: str, correct: np.ndarray) -> dict:
+    return {
+        "method": method,
+        "what": what,
+        "samples": correct.shape[1],
+        "correct": "".join(str(int(one)) for one in correct.ravel()),
+    }
+
+
+def record(**methods: dict[str, list[list[int]]]) -> dict:
+    return {
+        (method, f"test T={heat}"): line(method, f"test T={heat}", np.array(verdicts))
+        for method, tables in methods.items()
+        for heat, verdicts in tables.items()
+    }
+
+
+def test_a_temperature_is_picked_by_the_other_half(scripts, design):
+    # greedy is best on the first half, T = 1 on the second: each half is scored at the other's
+    hot, greedy, never = [[0, 0], [0, 0], [1, 1], [1, 0]], [[1], [1], [0], [0]], [[0]] * 4
+    lines = record(LoRA={"1": hot, "0.6": never, "0.3": never, "0": greedy})
+    asked = scripts.report.heats(design)
+    assert scripts.report.at_its_best(lines, "LoRA", asked).tolist() == [0, 0, 0, 0]
+    assert scripts.report.at_its_best(record(LoRA={"1": hot}), "LoRA", asked) is None
+
+
+def test_the_table_counts_fixes_and_breaks_and_says_what_was_not_run(scripts, design):
+    rng = np.random.default_rng(0)
+    own = {heat: rng.integers(0, 2, (40, 1)).tolist() for heat in HEATS}
+    other = dict(own, **{"0": [[1 - own["0"][0][0]], *own["0"][1:]]})
+    lines = record(LoRA=own, base={"0": own["0"]}, **{"gates [0,1]": other})
+    lines["gates [0,1]", "training"] = {"gates": {"below_zero": 0.25, "above_one": 0.0}}
+    lines["base", "retention"] = {"log_likelihoods": [-2.0, -4.0], "tokens": [2, 4]}
+    text = scripts.report.tables({"clean-0": lines}, design)
+    rows = {
+        parts[1].strip(): [part.strip() for part in parts]
+        for row in text.splitlines()
+        if len(parts := row.split("|")) > 8
+    }
+    assert {len(parts) for parts in rows.values()} == {len(scripts.report.HEAD) + 2}
+    fixed = own["0"][0][0] == 0
+    assert rows["gates [0,1]"][7] == ("1 / 0" if fixed else "0 / 1")
+    assert rows["base"][2:7].count("not run") == 4
+    assert rows["base"][7:10] == ["0 / 0", "", "2.72"]
+    assert rows["gates [0,1]"][8] == "25 / 0"
+    assert "to" in rows["gates [0,1]"][6]
+    assert "DFT" not in rows
+    assert "Not begun: noisy-0" in text
+
+
+def test_the_automatic_choice_goes_by_the_development_answers(scripts, design):
+    def tables(share):
+        return {heat: [[int(place < share)] for place in range(10)] for heat in HEATS}
+
+    lines = record(LoRA=tables(5), **{name: tables(3) for name in design["automatic"]})
+    assert "not run" in scripts.report.automatic(lines, design)
+    for name in ("LoRA", *design["automatic"]):
+        verdicts = np.array([[int(place < (9 if name == "gates [0,1]" else 4))] for place in range(10)])
+        lines[name, "dev T=1"] = line(name, "dev T=1", verdicts)
+    said = scripts.report.automatic(lines, design)
+    assert "takes gates [0,1]" in said
+    assert "-20.0 points" in said
+
+
+def test_the_page_shows_the_committed_records(scripts, design):
+    page = (ROOT / "docs" / "real-model.md").read_text(encoding="utf-8")
+    records = scripts.report.read(scripts.measure.RECORDS, design)
+    assert scripts.report.tables(records, design) in page
+
+
+def test_a_study_goes_on_where_it_was_stopped(measure, design, tmp_path, monkeypatch, capsys):
+    design = {**design, "asked": {**design["asked"], "temperatures": {"0.6": 2, "0": 1}}}
+    base = tmp_path / "tiny"
+    tiny_base().save_pretrained(base)
+    tiny_tokenizer().save_pretrained(base)
+    trained, drawn = [], []
+
+    def judge(task, questions, samples, grader):  # in this process, as starting graders takes seconds
+        return [grade_math(sample.text, questions[sample.question].gold) for sample in samples]
+
+    monkeypatch.setattr(measure, "judge", judge)
+    run, answers = measure.run, measure.Cell.answers
+    monkeypatch.setattr(measure, "run", lambda words: (trained.append(words[0]), run(words)))
+    monkeypatch.setattr(
+        measure.Cell, "answers", lambda cell, *rest: (drawn.append(rest[1].what), answers(cell, *rest))[1]
+    )
+
+    def study(minutes):
+        cell = measure.Cell(design, "few", 0, base, tmp_path / "out", "fp32", smoke=True)
+        records = measure.records_of(cell.name, design, tmp_path / "records")
+        measure.run_cell(cell, ["LoRA", "gates [0,1]", "λ=0.5"], records, measure.Budget(minutes))
+        return records
+
+    with pytest.raises(measure.OutOfTime):
+        study(0)
+    assert (trained, drawn) == ([], [])
+    killed = tmp_path / "out" / "few-0" / "LoRA" / "run"  # as a run that was killed at once leaves it
+    killed.mkdir(parents=True)
+    (killed / "config.yaml").write_text("stage: sft\n", encoding="utf-8")
+    own, of_base = study(60)
+    assert trained == ["sft", "calibrate"]
+    assert len(drawn) == len(own.lines) - 5 == 12  # retention of three, training of two
+    assert set(of_base.lines) == {("base", "retention")}
+    texts = of_base.lines["base", "retention"]["texts"]
+    assert len(texts) == len(own.lines["λ=0.5", "retention"]["tokens"]) == 4
+    line = own.lines["LoRA", "test T=0.6"]
+    assert [len(line["texts"]), len(line["texts"][0]), len(line["correct"])] == [4, 2, 8]
+    before = own.path.read_bytes()
+    study(60)
+    assert (len(trained), len(drawn)) == (2, 12)
+    assert own.path.read_bytes() == before

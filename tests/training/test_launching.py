@@ -1,0 +1,163 @@
+"""Starting a command on several processes, and what it refuses before it loads anything."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from loragate.cli.main import main
+from loragate.errors import ConfigError
+from loragate.training import CalibrationSettings, launching
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LORAGATE_STRATEGY", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_CPU"):
+        monkeypatch.delenv(name, raising=False)
+    # `begin` may set this one; monkeypatch then takes it away again
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+
+
+@pytest.fixture
+def started(monkeypatch):
+    calls = []
+
+    def popen(command, env):
+        calls.append((command, env))
+        return SimpleNamespace(wait=lambda: 7)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr(sys, "argv", ["loragate", "calibrate", "--strategy", "fsdp2"])
+    return calls
+
+
+def options(**changes):
+    return SimpleNamespace(**{"strategy": "auto", "processes": 0, "device": "cpu", "quantization": "none", **changes})
+
+
+SETTINGS = CalibrationSettings(batch_size=8, micro_batch_size=2)
+
+
+def test_one_process_goes_on(started):
+    assert launching.begin(options(), SETTINGS) is None
+    assert started == []
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+def test_the_command_is_started_again_on_several_processes(started, strategy):
+    assert launching.begin(options(strategy=strategy, processes=2), SETTINGS) == 7
+    ((command, environment),) = started
+    assert command[1:3] == ["-m", "torch.distributed.run"]
+    assert "--nproc-per-node=2" in command
+    assert command[-4:] == ["loragate", "calibrate", "--strategy", "fsdp2"]
+    assert environment["LORAGATE_STRATEGY"] == strategy
+    assert environment["ACCELERATE_USE_CPU"] == "true"
+    assert ("ACCELERATE_USE_DEEPSPEED" in environment) == (strategy == "zero3")
+
+
+def test_processes_alone_mean_ddp(started):
+    assert launching.begin(options(processes=2), SETTINGS) == 7
+    assert started[0][1]["LORAGATE_STRATEGY"] == "ddp"
+
+
+def test_under_a_launcher_nothing_is_started(started, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert launching.begin(options(strategy="ddp", processes=2), SETTINGS) is None
+    assert not launching.loads_into_host()
+    monkeypatch.setenv("LORAGATE_STRATEGY", "ddp")  # so that monkeypatch takes away what `begin` writes
+    monkeypatch.delenv("LORAGATE_STRATEGY")
+    assert launching.begin(options(strategy="fsdp2"), SETTINGS) is None
+    assert launching.launch_of().strategy == "fsdp2"
+    assert launching.loads_into_host(), "shards come from host memory"
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "words"),
+    [
+        ({"strategy": "zero3", "processes": 2, "quantization": "4bit"}, {}, "cannot be sharded"),
+        ({"strategy": "ddp", "processes": 3}, {}, "multiple of micro_batch_size"),
+        (
+            {"strategy": "ddp"},
+            {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "LORAGATE_STRATEGY": "fsdp2"},
+            "leave --strategy out",
+        ),
+        ({"processes": 4}, {"LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "the launcher started 2"),
+    ],
+)
+def test_what_does_not_fit_is_refused(monkeypatch, given, environment, words):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=words):
+        launching.begin(options(**given), SETTINGS)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="this machine has several GPUs to take")
+def test_a_strategy_needs_a_number_of_processes_where_there_are_no_gpus():
+    with pytest.raises(ConfigError, match="--processes"):
+        launching.begin(options(strategy="ddp"), SETTINGS)
+
+
+def test_the_commands_refuse_before_they_look_for_a_model(capsys):
+    arguments = ["--data", "none.jsonl", "--out", "nowhere", "--device", "cpu", "--packing", "--group-by-length"]
+    assert main(["sft", "--model", "nothing/here", *arguments]) == 2
+    assert "leave one of them out" in capsys.readouterr().err
+    assert main(["calibrate", "--adapter", "nothing", "--precision", "fp16", *arguments[:6]]) == 2
+    assert "fp16 needs CUDA" in capsys.readouterr().err
+
+
+CHILD = """
+import signal, sys, time
+def end(number, frame):
+    time.sleep(1.5)
+    open(sys.argv[1], "w").write(signal.Signals(number).name)
+    sys.exit(3)
+signal.signal(signal.SIGINT, end)
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+time.sleep(30)
+"""
+PARENT = """
+import subprocess, sys
+from loragate.training.launching import wait_for
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]])
+try:
+    sys.exit(wait_for(child))
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of a process group")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGINT twice, here alone"])
+def test_a_run_that_is_stopped_is_waited_for_until_it_has_written_its_checkpoint(tmp_path, name):
+    written = tmp_path / "checkpoint"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, CHILD, str(written)],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        assert parent.stdout.readline() == b"ready\n"
+        if name == "SIGINT":
+            os.killpg(parent.pid, signal.SIGINT)  # as a terminal does
+        elif name == "SIGTERM":
+            parent.terminate()  # as `kill` does: the child is not told
+        else:
+            parent.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+            parent.send_signal(signal.SIGINT)
+        assert parent.wait(timeout=20) == (3 if name == "SIGTERM" else 130)
+        assert written.read_text() == ("SIGINT" if name == "SIGINT" else "SIGTERM")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
+        parent.stdout.close()
