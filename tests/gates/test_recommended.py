@@ -156,7 +156,9 @@ def test_what_is_said(folder):
     assert "not recorded greedily" in recommended.sampling_note("gated", record, 0.0)
     for selection in (None, "by hand", {"picked": "[-3,1]", "settings": {"a": 1}}, {"settings": [1, {}]}):
         assert recommended.scores_by_temperature({**record, "selection": selection}) == {}
-    assert recommended.sampling_note("gated", {**record, "selection": None}, 1.0).endswith("recommended at temperature 0.3")
+    assert recommended.sampling_note("gated", {**record, "selection": None}, 1.0).endswith(
+        "recommended at temperature 0.3"
+    )
     assert recommended.sampling_note("gated", None, 1.0) == ""
     assert [recommended.chosen_temperature(record, asked) for asked in (None, 0.0, 1.0)] == [0.3, 0.0, 1.0]
     assert [recommended.chosen_temperature({}, None, *usual) for usual in ((), (0.6,))] == [1.0, 0.6]
