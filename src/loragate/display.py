@@ -47,6 +47,13 @@ def console() -> Console:
     return Plain(highlight=False, soft_wrap=not terminal, width=width, quiet=_is_other_process())
 
 
+class _ToStderr(logging.Handler):
+    """Writes to the standard error of the moment; a StreamHandler keeps the one that it was made with."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)
+
+
 def quiet_logging() -> None:
     """Our own warnings to stderr, one line each; other libraries' only from error upwards."""
     import transformers
@@ -61,7 +68,7 @@ def quiet_logging() -> None:
 
     own = logging.getLogger("loragate")
     if not own.handlers:
-        handler = logging.StreamHandler()
+        handler = _ToStderr()
         handler.setFormatter(Plain("loragate: %(message)s"))
         own.addHandler(handler)
         own.propagate = False

@@ -78,6 +78,7 @@ def load_inputs(options: ModelOptions, name: str, engine: str = "transformers") 
 
 def evaluate(options: EvalOptions) -> int:
     """`loragate eval` on one model."""
+    check_loading(options)  # before an engine is asked for that would not read these settings
     request = request_of(options, options.model)
     tasks = request.check()
     constants = [_number(text) for text in comma_list(options.constants)]
