@@ -1,0 +1,142 @@
+"""The tables of the trials, from the verdicts that `trial.py` kept; no model is loaded.
+
+    python benchmarks/objectives/report.py [--cache CACHE --pack] [--readme]
+
+reads benchmarks/results/objectives_verdicts.jsonl.gz. The best cheap setting of a cell is chosen on its development
+questions among base, adapter, one λ and the contrast, each at every temperature. A contender is compared with it at every
+temperature on the same test questions; fixes and breaks are counted against the adapter at the same temperature, answer by
+answer on the same random streams. Intervals are Student's over training seeds within a situation, and over all cells.
+`--readme` puts the tables between the markers of README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.stats import t as student
+
+from loragate.files import write_text
+
+HERE = Path(__file__).parent
+VERDICTS = HERE.parent / "results" / "objectives_verdicts.jsonl.gz"
+MARKERS = ("<!-- tables: begin -->", "<!-- tables: end -->")
+HEATS = ("0", "0.3", "0.6", "1")
+CHEAP = ("base", "adapter", "λ=", "contrast")
+Cells = dict[str, dict[str, dict[str, Any]]]
+
+
+def load(path: Path = VERDICTS) -> Cells:
+    """Records by cell and contender."""
+    cells: Cells = defaultdict(dict)
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        for record in map(json.loads, lines):
+            cells[record["cell"]][record["contender"]] = record
+    return dict(cells)
+
+
+def pack(cache: Path, path: Path = VERDICTS) -> None:
+    """The records of a cache as one file; the same records, the same bytes."""
+    records = [json.loads(one.read_text(encoding="utf-8")) for one in sorted((cache / "answers").glob("*/*/*.json"))]
+    lines = "".join(json.dumps(record, ensure_ascii=False, sort_keys=True) + "\n" for record in records)
+    path.write_bytes(gzip.compress(lines.encode(), mtime=0))
+
+
+def scores(record: dict[str, Any], split: str, heat: str) -> np.ndarray:
+    """Verdicts [Q, K]."""
+    bits = np.array([int(bit) for bit in record["verdicts"][f"{split} T={heat}"]])
+    return bits.reshape(len(record["verdicts"][f"{split} T=0"]), -1)
+
+
+def best_cheap(contenders: dict[str, dict[str, Any]]) -> tuple[str, str]:
+    """The cheap setting with the most right development answers; ties go to the adapter, then to the cooler."""
+    offered = [(name, heat) for name in contenders if name.startswith(CHEAP) for heat in HEATS]
+    return max(
+        offered,
+        key=lambda one: (scores(contenders[one[0]], "dev", one[1]).mean(), one[0] == "adapter", -HEATS.index(one[1])),
+    )
+
+
+def flips(after: np.ndarray, before: np.ndarray) -> tuple[int, int]:
+    """Answers that became right, and those that became wrong."""
+    return int((after > before).sum()), int((after < before).sum())
+
+
+def interval(values: Sequence[float]) -> str:
+    """Mean with its 95 % interval over cells."""
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return f"{mean:+.1f}"
+    half = float(student.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / np.sqrt(len(values)))
+    return f"{mean:+.1f} ({mean - half:+.1f} to {mean + half:+.1f})"
+
+
+def ledger(cells: Cells) -> str:
+    """One table per situation: scores, fixes and breaks, and the greedy answers beside the best cheap setting."""
+    parts = []
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in cells:
+        groups[name.rsplit("/", 1)[0]].append(name)
+    for situation, members in {**groups, "all situations": list(cells)}.items():
+        picked = {name: best_cheap(cells[name]) for name in members}
+        told = ", ".join(f"seed {name.rsplit('/', 1)[1]}: {who} T={heat}" for name, (who, heat) in picked.items())
+        whole = situation == "all situations"
+        parts.append(
+            f"### {situation[0].upper()}{situation[1:]}\n\n" + ("" if whole else f"Best cheap setting, {told}.\n")
+        )
+        heads = [f"T = {heat}" if heat != "0" else "greedy" for heat in HEATS]
+        parts.append(f"| | cells | {' | '.join(heads)} | greedy − best cheap |\n|---|---:|{'---:|' * (len(HEATS) + 1)}")
+        for contender in ordered(cells, members):
+            measured = [name for name in members if contender in cells[name] and "adapter" in cells[name]]
+            columns = []
+            for heat in HEATS:
+                pairs = [
+                    (scores(cells[name][contender], "test", heat), scores(cells[name]["adapter"], "test", heat))
+                    for name in measured
+                ]
+                counts = np.sum([flips(after, before) for after, before in pairs], axis=0)
+                mean = 100 * np.mean([after.mean() for after, _ in pairs])
+                columns.append(f"{mean:.1f}" if contender == "adapter" else f"{mean:.1f} (+{counts[0]} −{counts[1]})")
+            gaps = [
+                100
+                * (scores(cells[name][contender], "test", "0").mean() - scores(cells[name][who], "test", heat).mean())
+                for name in measured
+                for who, heat in [picked[name]]
+            ]
+            parts.append(f"| {contender} | {len(measured)} | {' | '.join(columns)} | {interval(gaps)} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def ordered(cells: Cells, members: Sequence[str]) -> list[str]:
+    """Contenders of some cells: cheap settings, gates, controls on the LoRA."""
+    found = {contender for name in members for contender in cells[name]}
+    groups = ("base", "adapter", "λ=", "contrast", "gates", "f ", "LoRA")
+    return sorted(found, key=lambda one: (next(i for i, g in enumerate(groups) if one.startswith(g)), one))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", type=Path, help="of trial.py, with --pack")
+    parser.add_argument("--pack", action="store_true")
+    parser.add_argument("--readme", action="store_true")
+    options = parser.parse_args()
+    if options.pack:
+        pack(options.cache)
+    tables = ledger(load())
+    if options.readme:
+        page = (HERE / "README.md").read_text(encoding="utf-8")
+        before, after = page.split(MARKERS[0])[0], page.split(MARKERS[1])[1]
+        write_text(HERE / "README.md", f"{before}{MARKERS[0]}\n\n{tables.strip()}\n\n{MARKERS[1]}{after}")
+    else:
+        print(tables)
+
+
+if __name__ == "__main__":
+    main()
