@@ -5,8 +5,8 @@
 
 The first form asks adapters of tiny situations (`trial.py`) their development questions; the second any adapter, for rows
 with `prompt` and `answer` whose answers stand in a box. Answers go to FOLDER as they are drawn, and a stopped run goes on.
-Where fewer than about a tenth of the wrong prompts have a right sample, an objective that learns from its own answers has
-next to nothing to learn from.
+Where fewer than about a tenth of the wrong prompts have a right sample, or no more than by chance, an objective that learns
+from its own answers has next to nothing to learn from. Chance is how often a prompt's samples hold another prompt's answer.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from objectives.losses import vote
 from objectives.trial import DEV, MAX_NEW_TOKENS, Cell, said
 
 HEAT, SAMPLES = 0.8, 8
-Judge = Callable[[Sample], tuple[bool, str | None]]
-"""An answer to its verdict and to what it states."""
+SHIFTS = (1, 2, 3)
+Judge = Callable[[Sample, int], tuple[bool, str | None]]
+"""An answer and the question that it is held against, to the verdict and to what the answer states."""
 
 
 def drawn(engine: Any, prompts: Sequence[str], config: SamplingConfig, path: Path) -> list[Sample]:
@@ -50,13 +51,20 @@ def drawn(engine: Any, prompts: Sequence[str], config: SamplingConfig, path: Pat
     return read_samples(path)
 
 
-def summary(greedy: Sequence[bool], sampled: np.ndarray, stated: Sequence[Sequence[str | None]]) -> dict[str, Any]:
+def summary(
+    greedy: Sequence[bool],
+    sampled: np.ndarray,
+    stated: Sequence[Sequence[str | None]],
+    by_chance: Sequence[np.ndarray],
+) -> dict[str, Any]:
     """The figures of one adapter.
 
     Args:
         greedy: verdicts on the greedy answers, [Q].
         sampled: those on the samples, [Q, K].
         stated: what the samples state; None for nothing.
+        by_chance: whether a question's samples hold the right answer to another question, each [Q]: where answers are few,
+            eight tries reach one without knowing anything.
     """
     wrong = ~np.asarray(greedy, dtype=bool)
     reached = sampled.any(axis=1)[wrong]
@@ -74,6 +82,7 @@ def summary(greedy: Sequence[bool], sampled: np.ndarray, stated: Sequence[Sequen
         "wrong greedily": int(wrong.sum()),
         "of them reached": int(reached.sum()),
         "share": None if found is None else [100 * found.mean, 100 * found.low, 100 * found.high],
+        "share by chance": 100 * float(np.mean([other[wrong].mean() for other in by_chance])) if wrong.any() else None,
         "right greedily, a wrong sample": int((~sampled.all(axis=1) & ~wrong).sum()),
     }
 
@@ -82,10 +91,14 @@ def diagnose(engine: Any, prompts: Sequence[str], judge: Judge, limit: int, fold
     """Draw, judge, and write `summary.json` in the folder."""
     one = drawn(engine, prompts, SamplingConfig(0.0, 1.0, limit, 1, 0), folder / "greedy.jsonl")
     eight = drawn(engine, prompts, SamplingConfig(HEAT, 1.0, limit, SAMPLES, 0), folder / "sampled.jsonl")
-    judged = [judge(sample) for sample in eight]
+    judged = [judge(sample, sample.question) for sample in eight]
     sampled = np.array([verdict for verdict, _ in judged]).reshape(len(prompts), SAMPLES)
     stated = [[answer for _, answer in judged[at : at + SAMPLES]] for at in range(0, len(judged), SAMPLES)]
-    found = summary([judge(sample)[0] for sample in one], sampled, stated)
+    by_chance = []
+    for shift in SHIFTS:
+        verdicts = [judge(sample, (sample.question + shift) % len(prompts))[0] for sample in eight]
+        by_chance.append(np.array(verdicts).reshape(len(prompts), SAMPLES).any(axis=1))
+    found = summary([judge(sample, sample.question)[0] for sample in one], sampled, stated, by_chance)
     write_json(folder / "summary.json", found)
     return found
 
@@ -95,8 +108,8 @@ def of_cell(name: str, cache: Path, out: Path) -> dict[str, Any]:
     cell = Cell(name, cache)
     asked = cell.asked["dev"]
 
-    def judge(sample: Sample) -> tuple[bool, str | None]:
-        return asked.verify(sample.question, sample.text, sample.finish_reason == "stop"), said(sample)
+    def judge(sample: Sample, question: int) -> tuple[bool, str | None]:
+        return asked.verify(question, sample.text, sample.finish_reason == "stop"), said(sample)
 
     engine = TransformersEngine(cell.frozen, cell.tokenizer, batch_size=DEV * SAMPLES)
     return diagnose(engine, cell.prompts(asked), judge, MAX_NEW_TOKENS, out / name)
@@ -108,8 +121,8 @@ def of_adapter(options: argparse.Namespace) -> dict[str, Any]:
     loaded = open_model(resolve(options.model, options.base))
     prompts = [render_prompt([{"role": "user", "content": row["prompt"]}], loaded.tokenizer) for row in rows]
 
-    def judge(sample: Sample) -> tuple[bool, str | None]:
-        grade = grade_math(sample.text, rows[sample.question]["answer"])
+    def judge(sample: Sample, question: int) -> tuple[bool, str | None]:
+        grade = grade_math(sample.text, rows[question]["answer"])
         return grade.correct, grade.extracted
 
     engine = TransformersEngine(loaded.model, loaded.tokenizer, batch_size=options.batch)

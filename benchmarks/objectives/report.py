@@ -7,6 +7,9 @@ questions among base, adapter, one λ and the contrast, each at every temperatur
 temperature on the same test questions; fixes and breaks are counted against the adapter at the same temperature, answer by
 answer on the same random streams. Intervals are Student's over training seeds within a situation, and over all cells.
 `--readme` puts the tables between the markers of README.md.
+
+The first table is the diagnostic on the adapters of the study (benchmarks/results/study_verdicts.jsonl.gz), whose greedy
+answers and samples are on file: four at T = 1 and four at T = 0.6 make the eight.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from loragate.files import write_text
 
 HERE = Path(__file__).parent
 VERDICTS = HERE.parent / "results" / "objectives_verdicts.jsonl.gz"
+STUDY = HERE.parent / "results" / "study_verdicts.jsonl.gz"
 MARKERS = ("<!-- tables: begin -->", "<!-- tables: end -->")
 HEATS = ("0", "0.3", "0.6", "1")
 CHEAP = ("base", "adapter", "λ=", "contrast")
@@ -114,6 +118,33 @@ def ledger(cells: Cells) -> str:
     return "\n".join(parts)
 
 
+def reached_in_study(path: Path = STUDY) -> str:
+    """Of the questions that the study's adapters answer wrongly when greedy, the share with a right one among eight samples."""
+    methods = ("LoRA greedy", "LoRA", "LoRA T=0.6")
+    cells: dict[tuple[str, int, int], dict[str, np.ndarray]] = defaultdict(dict)
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        for row in map(json.loads, lines):
+            if row["method"] in methods:
+                verdicts = np.array([bit == "1" for bit in row["verdicts"]["test"]])
+                shaped = verdicts.reshape(-1, row["samples"]["test"])
+                cells[row["world"], row["base"], row["seed"]][row["method"]] = shaped
+    parts = ["| world | base | greedy | wrong greedily | of them reached |", "|---|---:|---:|---:|---:|"]
+    for world, base in sorted({(world, base) for world, base, _ in cells}):
+        found = [answers for place, answers in cells.items() if place[:2] == (world, base)]
+        greedy = np.concatenate([answers["LoRA greedy"] for answers in found]).any(axis=1)
+        sampled = np.concatenate([np.hstack([answers["LoRA"], answers["LoRA T=0.6"]]) for answers in found]).any(axis=1)
+        wrong, reached = int((~greedy).sum()), int((~greedy & sampled).sum())
+        share = f"{reached} ({100 * reached / wrong:.0f} %)" if wrong else "–"
+        parts.append(f"| {world} | {base} | {100 * greedy.mean():.1f} | {wrong} | {share} |")
+    return "\n".join(parts)
+
+
+def tables() -> str:
+    """Everything between the markers."""
+    trials = ledger(load()) if VERDICTS.is_file() else "No cell has been measured yet."
+    return f"## The diagnostic on the study's adapters\n\n{reached_in_study()}\n\n## Trials\n\n{trials}".strip()
+
+
 def ordered(cells: Cells, members: Sequence[str]) -> list[str]:
     """Contenders of some cells: cheap settings, gates, controls on the LoRA."""
     found = {contender for name in members for contender in cells[name]}
@@ -129,13 +160,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.pack:
         pack(options.cache)
-    tables = ledger(load())
     if options.readme:
         page = (HERE / "README.md").read_text(encoding="utf-8")
         before, after = page.split(MARKERS[0])[0], page.split(MARKERS[1])[1]
-        write_text(HERE / "README.md", f"{before}{MARKERS[0]}\n\n{tables.strip()}\n\n{MARKERS[1]}{after}")
+        write_text(HERE / "README.md", f"{before}{MARKERS[0]}\n\n{tables()}\n\n{MARKERS[1]}{after}")
     else:
-        print(tables)
+        print(tables())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from objectives.losses import (
     recombined,
     vote,
 )
-from objectives.report import HERE, MARKERS, best_cheap, flips, ledger, load
+from objectives.report import HERE, MARKERS, best_cheap, flips, tables
 
 
 def test_a_wrong_greedy_answer_gives_way_to_the_rarest_right_sample():
@@ -91,9 +91,10 @@ def test_the_better_half_of_a_population_is_kept_by_rank():
 def test_the_diagnostic_counts_wrong_prompts_that_a_sample_reaches():
     sampled = np.array([[True, False], [False, False], [False, True], [True, True]])
     stated = [["a", "b"], ["b", "b"], ["b", "a"], ["a", "a"]]
-    found = summary([True, False, False, True], sampled, stated)
+    found = summary([True, False, False, True], sampled, stated, [np.array([True, True, False, False])])
     assert (found["wrong greedily"], found["of them reached"]) == (2, 1)
     assert found["share"][0] == 50.0
+    assert found["share by chance"] == 50.0
     assert found["greedy"] == 50.0
     assert found["single at T=0.8"] == 50.0
     # the first answer of a tie is elected: right, wrong, wrong, right
@@ -128,4 +129,4 @@ def test_flips_are_counted_answer_by_answer():
 def test_the_committed_tables_are_those_of_the_verdicts():
     page = (HERE / "README.md").read_text(encoding="utf-8")
     shown = page.split(MARKERS[0])[1].split(MARKERS[1])[0].strip()
-    assert shown == ledger(load()).strip(), "run `python benchmarks/objectives/report.py --readme`"
+    assert shown == tables(), "run `python benchmarks/objectives/report.py --readme`"
