@@ -10,6 +10,7 @@ import loragate
 SOURCE = Path(loragate.__file__).parent
 # lowest floor first; a room may import rooms before it. LOW are single modules that every room may know
 LOW = ["errors", "version", "validate", "effects", "files", "records", "strict_yaml", "printable", "hub_names"]
+LOW += ["display"]
 FLOORS = [*LOW, "gates", "losses", "data", "models", "world", "generation", "training", "evaluation"]
 FLOORS += ["selection", "analysis", "report", "conversion", "serving", "recipes", "cli"]
 # heavy or optional libraries, and the rooms that may import them at module level or inside functions

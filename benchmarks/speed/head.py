@@ -85,7 +85,6 @@ def as_on_a_gpu() -> Iterator[None]:
     with (
         patch("loragate.losses.projection.multiplies_directly", lambda weight: True),
         patch("loragate.losses.projection.product_in_fp32", product),
-        patch("loragate.losses.head.needs_widening", lambda weight: False),
         patch("trl.kernels.chunked_logprob._addmm_fp32", lambda total, left, right: None),
     ):
         yield

@@ -64,7 +64,7 @@ def profile(arguments: dict[str, Any]) -> dict[str, Any]:
             from torch.utils.data.dataloader import _BaseDataLoaderIter
 
             from loragate.cli import quickstart, tiny_study
-            from loragate.cli.display import Display
+            from loragate.display import Display
             from loragate.training import stage_one, stage_two
 
         class Timed(Display):

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from loragate.errors import LoragateError
+from loragate.errors import ConfigError, LoragateError
 
 try:
     import fcntl
@@ -68,6 +69,40 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as readable JSON to `path` atomically; NaN and infinity are refused."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def require_new(folder: Path) -> None:
+    """Refuse a folder that holds anything; nothing is ever overwritten. Raises ConfigError."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--out {folder} is a file; give a folder")
+    if folder.is_dir() and (present := sorted(path.name for path in folder.iterdir())):
+        raise ConfigError(f"--out {folder} is not empty (it holds {', '.join(present[:3])}); choose another folder")
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `folder`, which is new or empty, where the context ends without an error.
+
+    Raises:
+        LoragateError: when the disk is full or the place cannot be written to; nothing is left behind.
+    """
+    require_new(folder)
+    partial = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".partial"))
+        yield partial
+        mask = os.umask(0)
+        os.umask(mask)
+        partial.chmod(0o777 & ~mask)
+        if folder.is_dir():
+            folder.rmdir()
+        partial.rename(folder)
+    except OSError as error:
+        raise LoragateError(describe_os_error(folder, error)) from error
+    finally:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def describe_os_error(path: Path, error: OSError) -> str:

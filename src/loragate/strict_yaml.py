@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import yaml
+
+from loragate.errors import ConfigError
 
 
 def load(text: str) -> Any:
@@ -14,6 +17,31 @@ def load(text: str) -> Any:
         yaml.YAMLError: for anything that is not valid, a repeated key among it.
     """
     return yaml.load(text, Loader=_Loader)
+
+
+def read_mapping(path: Path, where: str = "") -> dict[Any, Any]:
+    """The keys and values of a file; none where it is empty.
+
+    Args:
+        where: what the file is called in errors, such as "--config FILE"; by default its path.
+
+    Raises:
+        ConfigError: naming the file and, for text that is not YAML, the line.
+    """
+    where = where or str(path)
+    try:
+        content = load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"{where}{line}: not valid YAML ({getattr(error, 'problem', error)})") from None
+    if content is not None and not isinstance(content, dict):
+        raise ConfigError(f"{where}: expected keys and values, found {type(content).__name__}")
+    return content or {}
 
 
 class _Loader(yaml.SafeLoader):

@@ -101,6 +101,11 @@ def typed_values(kind: type, values: Mapping[Any, Any], where: str) -> dict[str,
         raise ConfigError(f"{where}: {broken}") from None
 
 
+def comma_list(text: str) -> list[str]:
+    """The parts of a value that is a list separated by commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def check(instance: Any, error: type[LoragateError] = ConfigError, *, flags: bool = False) -> None:
     """Refuse a dataclass whose values its annotations do not allow; for `__post_init__` of what Python callers construct.
 

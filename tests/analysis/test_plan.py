@@ -3,14 +3,16 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config, Qwen2Config
 
-from loragate.analysis.cost import GPUS, find_gpu
-from loragate.analysis.plan import Request, gpu_memory, make_plan
+from loragate.analysis.plan import decoding, gpu_memory, make_plan
 from loragate.analysis.plan_model import build_on_meta, count_parameters
+from loragate.analysis.plan_request import GPUS, Gpu, Request, find_gpu
 from loragate.analysis.plan_trace import Footprint, Workload
 from loragate.errors import ConfigError
 from tiny import tiny_adapter, tiny_base
@@ -76,12 +78,15 @@ def test_flops_are_those_that_are_run(parameters):
     ids = torch.randint(3, 100, (1, 64))
     with FlopCounterMode(display=False) as counter:
         adapter(input_ids=ids, labels=ids).loss.backward()
-    cost = parameters.cost(64, response_share=1.0)
+    planned = parameters.flops("sft", 64, response_share=1.0)
     # attention's own kernel on the CPU is not counted by torch; the head's projection is
     attention = parameters.layers * 4 * parameters.attention_width * 64
-    expected = cost.per_token("sft") - 3 * attention
-    assert counter.get_total_flops() / 64 == pytest.approx(expected, rel=0.12)
-    assert cost.per_token("sft", recompute=True) - cost.per_token("sft") == cost.body_forward
+    assert counter.get_total_flops() / 64 == pytest.approx(planned - 3 * attention, rel=0.12)
+    forward = 2 * parameters.active + attention + 2 * parameters.lora
+    assert parameters.flops("sft", 64, response_share=1.0, recompute=True) - planned == forward
+    # no gradient of the factors, a little for the gates, and a sparse backward of the head
+    lighter = 2 * parameters.lora - 4 * parameters.sizes[0] + 2 * parameters.head - 2 * 100 * parameters.hidden
+    assert planned - parameters.flops("calibrate", 64, response_share=1.0) == lighter
 
 
 def test_time_follows_flops_gpus_and_the_link(model_file):
@@ -93,7 +98,7 @@ def test_time_follows_flops_gpus_and_the_link(model_file):
         return plan, plan.options[0]
 
     plan, alone = planned()
-    flops = plan.parameters.cost(64).per_token("sft") * 16 * 64
+    flops = plan.parameters.flops("sft", 64) * 16 * 64
     assert alone.step == pytest.approx(flops / (989e12 * 0.4))
     assert alone.seconds == pytest.approx(7 * alone.step)
     assert planned(gradient_checkpointing="yes")[1].step > alone.step
@@ -184,3 +189,41 @@ def test_combinations_that_cannot_work_are_refused(model_file, monkeypatch):
         make_plan(Request(model_file, gpu_memory="t4"))
     with pytest.raises(ConfigError, match="4096 positions, fewer than seq 8192"):
         make_plan(Request(model_file, seq=8192))
+
+
+# drawing answers, against the same sums written out by hand
+SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
+CONFIG = Qwen2Config(intermediate_size=96, vocab_size=100, **SHAPE)
+COUNTS = SimpleNamespace(base=10**9, lora=10**7, active=9 * 10**8, head=10**8)
+# keys and values of 3 layers, 2 heads of 16, in two bytes
+CONTEXT = 2 * 3 * 2 * 16 * 2
+WEIGHTS = 2 * (COUNTS.base + COUNTS.lora)
+
+
+def test_slow_memory_is_what_limits():
+    gpu = Gpu("slow", 10, 1000, 50, 100, bandwidth=100)
+    memory, seconds = decoding(COUNTS, CONFIG, gpu, torch.bfloat16, answers=512, tokens=1000)
+    assert memory == WEIGHTS + 256 * CONTEXT * 1000
+    step = (WEIGHTS + 256 * CONTEXT * 1000 / 2) / 100e9
+    assert seconds == pytest.approx(2 * 1000 * step / 0.4)
+
+
+def test_slow_arithmetic_is_what_limits():
+    gpu = Gpu("weak", 10, 0.1, 0.1, 100, bandwidth=10**6)
+    _, seconds = decoding(COUNTS, CONFIG, gpu, torch.bfloat16, answers=256, tokens=10)
+    assert seconds == pytest.approx(10 * 2 * 256 * (9 * 10**8 + 10**8 + 10**7) / 0.1e12 / 0.4)
+
+
+def test_contexts_that_do_not_fit_are_drawn_later():
+    """0.9 GiB hold 20 contexts beside no weights at all."""
+    counts = SimpleNamespace(base=0, lora=0, active=1, head=1)
+    tokens = int(0.9 * 2**30 / 20 / CONTEXT)
+    memory, _ = decoding(counts, CONFIG, Gpu("small", 1, 1, 1, 1, bandwidth=1), torch.bfloat16, 100, tokens)
+    assert memory == 20 * CONTEXT * tokens
+
+
+def test_a_model_without_grouped_heads():
+    """GPT-2's configuration has no number of key and value heads: it is that of the queries."""
+    config = GPT2Config(n_embd=64, n_head=4, n_layer=3)
+    memory, _ = decoding(COUNTS, config, Gpu("any", 10, 1, 1, 1, bandwidth=1), torch.bfloat16, answers=1, tokens=10)
+    assert memory == WEIGHTS + 2 * 3 * 4 * 16 * 2 * 10

@@ -19,8 +19,8 @@ import loragate as lg
 from loragate.cli.arguments import parse
 from loragate.cli.calibrate import COMMAND, CalibrateOptions, accept_line, candidates_of
 from loragate.cli.calibration_report import report_selection
-from loragate.cli.display import console
 from loragate.cli.main import main
+from loragate.display import console
 from loragate.errors import ConfigError
 from loragate.evaluation.results import read_record
 from loragate.gates.range import Range

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from loragate.cli.display import FILE_WIDTH, PLAIN_SECONDS, Display, console, printable
+from loragate.display import FILE_WIDTH, PLAIN_SECONDS, Display, console, printable
 
 
 @pytest.mark.parametrize(("columns", "width"), [(None, FILE_WIDTH), ("200", 200)])

@@ -4,8 +4,7 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from loragate.analysis.cost import step_cost
-from loragate.cli.inspect import InspectOptions, inspect_adapter
+from loragate.analysis.inspection import inspect_adapter
 from tiny import tiny_adapter, tiny_base
 
 
@@ -13,7 +12,7 @@ def inspected(folder, model):
     model.get_base_model().config.save_pretrained(folder / "base")
     model.peft_config["default"].base_model_name_or_path = str(folder / "base")
     model.save_pretrained(folder / "adapter")
-    return inspect_adapter(InspectOptions(str(folder / "adapter")))
+    return inspect_adapter(str(folder / "adapter"))
 
 
 def test_transposed_linear_layers_are_counted(tmp_path):
@@ -24,11 +23,13 @@ def test_transposed_linear_layers_are_counted(tmp_path):
         base, LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
     )
     found = inspected(tmp_path, model)
-    body = 2 * (32 * 96 + 32 * 32 + 2 * 32 * 128)
-    cost = step_cost([(32, 96, 4)] * 2, body, 100 * 32, attention_width=32, layers=2, hidden=32)
+    body, head, gates, lora = 2 * (32 * 96 + 32 * 32 + 2 * 32 * 128), 100 * 32, 2 * 33, 2 * 4 * 128
+    passes = 4 * body + 3 * 2 * 4 * 32 * 512 + 4 * lora  # forward and activation backward of the body
+    step = passes + 4 * gates + 0.75 * (2 * head + 2 * 100 * 32)
     assert found["base_parameters"] == total
-    assert found["cost"]["tflop_per_million_tokens"] == pytest.approx(cost.stage_two / 1e6)
-    assert found["cost"]["ratio_to_lora_step"] == pytest.approx(cost.ratio)
+    assert found["cost"]["gate_parameters"] == gates
+    assert found["cost"]["tflop_per_million_tokens"] == pytest.approx(step / 1e6)
+    assert found["cost"]["ratio_to_lora_step"] == pytest.approx(step / (passes + 2 * lora + 4 * head))
 
 
 @pytest.mark.parametrize(

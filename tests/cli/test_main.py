@@ -191,7 +191,7 @@ def test_defaults_are_the_papers():
 
 
 def test_unexpected_errors_show_no_traceback_unless_asked(capsys, monkeypatch):
-    from loragate.cli import doctor
+    from loragate.analysis import doctor
 
     def broken():
         raise KeyError("inside")

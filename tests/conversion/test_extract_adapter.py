@@ -16,6 +16,7 @@ from loragate.conversion.extract_factors import low_rank_factors
 from loragate.conversion.extract_layout import BIASES, EMBEDDINGS, EXPERTS, HEAD, VECTORS
 from loragate.conversion.extract_writing import write_adapter_folder
 from loragate.errors import ConfigError
+from loragate.models import resolve
 from test_families import FAMILIES, GROUPED
 from tiny import tiny_base, tiny_rows
 
@@ -56,7 +57,7 @@ def saved_pair(tmp_path, base, tuned, **options):
 
 def written(tmp_path, pair, rank, **options):
     extraction = extract_adapter(pair["model"], pair["base"], rank, **options)
-    return extraction, write_adapter_folder(extraction, tmp_path / f"adapter-{rank}", **pair)
+    return extraction, write_adapter_folder(extraction, tmp_path / f"adapter-{rank}")
 
 
 @torch.no_grad()
@@ -140,7 +141,7 @@ def test_energy_and_suggested_rank_are_those_of_the_spectra(tmp_path):
     tuned = tuned_copy(base)
     extraction = extract_adapter(**saved_pair(tmp_path, base, tuned), rank=6)
     paths = [name.removesuffix(".weight") for name, p in base.named_parameters() if is_held(base, name, p)]
-    assert [module.path for module in extraction.modules] == paths
+    assert list(extraction.modules) == paths
     deltas = [tuned.get_submodule(path).weight.double() - base.get_submodule(path).weight.double() for path in paths]
     squares = [torch.linalg.svdvals(delta).square().detach() for delta in deltas]
     total = float(sum(part.sum() for part in squares))
@@ -154,7 +155,7 @@ def test_energy_and_suggested_rank_are_those_of_the_spectra(tmp_path):
         rank = extraction.rank_for(wanted)
         assert share(rank) >= wanted - 1e-6
         assert rank == 1 or share(rank - 1) < wanted
-    for module, part in zip(extraction.modules, squares, strict=True):
+    for module, part in zip(extraction.modules.values(), squares, strict=True):
         assert module.kept == pytest.approx(float(part[:6].sum() / part.sum()), rel=1e-6)
 
 
@@ -162,7 +163,7 @@ def test_beyond_what_is_known_no_rank_is_suggested(tmp_path):
     torch.manual_seed(0)
     base = tiny_base(hidden_size=640, intermediate_size=640, num_hidden_layers=1)
     extraction = extract_adapter(**saved_pair(tmp_path, base, tuned_copy(base, only="o_proj")), rank=2)
-    assert [module.complete for module in extraction.modules] == [False]
+    assert [module.complete for module in extraction.modules.values()] == [False]
     assert extraction.unchanged == 6
     assert extraction.rank_for(0.9) is None
     assert 1 <= extraction.rank_for(0.01) <= 12
@@ -218,18 +219,18 @@ def test_fused_experts_are_left_out(name, tmp_path):
             if ".experts." in key
         )
     assert extraction.left_out[EXPERTS].energy == pytest.approx(expected, rel=1e-5)
-    assert not any(".experts." in path for path in extraction.factors)
+    assert not any(".experts." in path for path in extraction.modules)
 
 
 def test_shards_and_half_precision(tmp_path):
     base = tiny_base().to(torch.bfloat16)
     tuned = tuned_copy(base, scale=0.2)
     pair = saved_pair(tmp_path, base, tuned, max_shard_size="8KB")
-    assert len(set(open_checkpoint(pair["model"]).files.values())) > 3
+    assert len(set(open_checkpoint(resolve(pair["model"], expect="base")).files.values())) > 3
     extraction = extract_adapter(**pair, rank=FULL_RANK)
     path = "model.layers.1.mlp.down_proj"
     delta = tuned.get_submodule(path).weight.float() - base.get_submodule(path).weight.float()
-    lora_a, lora_b = extraction.factors[path]
+    lora_a, lora_b = extraction.modules[path].lora_a_RD, extraction.modules[path].lora_b_OR
     assert lora_a.dtype == lora_b.dtype == torch.float32
     torch.testing.assert_close(lora_b @ lora_a, delta, rtol=1e-5, atol=1e-6)
 
@@ -249,7 +250,7 @@ def test_written_adapter_repeats_and_is_calibrated(tmp_path, tokenizer, token_id
     base = tiny_base()
     pair = saved_pair(tmp_path, base, tuned_copy(base))
     _, folder = written(tmp_path, pair, 4)
-    again = write_adapter_folder(extract_adapter(**pair, rank=4), tmp_path / "again", **pair)
+    again = write_adapter_folder(extract_adapter(**pair, rank=4), tmp_path / "again")
     for name in ("adapter_model.safetensors", "adapter_config.json", "extract.json"):
         assert (folder / name).read_bytes() == (again / name).read_bytes()
     record = json.loads((folder / "adapter_config.json").read_text())
@@ -313,7 +314,7 @@ def test_large_tensors_are_compared_in_parts(tmp_path, monkeypatch):
     tuned.resize_token_embeddings(168, mean_resizing=False)
     pair = {**saved_pair(tmp_path, base, tuned), "rank": 4, "ignore_resized_vocabulary": True}
     whole = extract_adapter(**pair)
-    monkeypatch.setattr("loragate.conversion.extract_pair.PART", 7 * 32)
+    monkeypatch.setattr("loragate.conversion.extract.PART", 7 * 32)
     parts = extract_adapter(**pair)
     for kind, left in whole.left_out.items():
         assert parts.left_out[kind].energy == pytest.approx(left.energy, rel=1e-9)
@@ -395,18 +396,19 @@ def test_a_torn_or_foreign_index_is_refused(tmp_path):
     assert "not a readable index" in refusal(tmp_path, pair)
 
 
-def test_nothing_is_overwritten_or_left_behind(tmp_path):
+def test_nothing_is_overwritten_or_left_behind(tmp_path, monkeypatch):
     base = tiny_base()
     pair = saved_pair(tmp_path, base, tuned_copy(base))
     extraction, folder = written(tmp_path, pair, 4)
     before = (folder / "adapter_config.json").read_bytes()
     with pytest.raises(ConfigError, match="is not empty"):
-        write_adapter_folder(extraction, folder, **pair)
+        write_adapter_folder(extraction, folder)
     assert (folder / "adapter_config.json").read_bytes() == before
 
-    def fails(partial):
+    def fails(*_):
         raise KeyboardInterrupt
 
+    monkeypatch.setattr("loragate.conversion.extract_writing.open_tokenizer", fails)
     with pytest.raises(KeyboardInterrupt):
-        write_adapter_folder(extraction, tmp_path / "other", **pair, also=fails)
+        write_adapter_folder(extraction, tmp_path / "other")
     assert {path.name for path in tmp_path.iterdir()} == {"base", "tuned", "adapter-4"}

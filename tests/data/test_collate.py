@@ -6,10 +6,7 @@ import torch
 from loragate.data.packed import Collator
 from loragate.errors import ConfigError, DataError
 
-ROWS = [
-    {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "row": 4},
-    {"input_ids": [8], "labels": [-100], "row": 2},
-]
+ROWS = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "row": 4}, {"input_ids": [8], "labels": [-100], "row": 2}]
 
 
 def test_padding_on_the_right():
@@ -46,9 +43,9 @@ def test_keep_mask_is_boolean_and_false_on_padding():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"pad_token_id": None}, "found pad_token_id=None; pass tokenizer.pad_token_id"),
-        ({"pad_token_id": 0, "side": "rigth"}, "found side='rigth'.*did you mean 'right'"),
-        ({"pad_token_id": 0, "pad_to_multiple_of": 0}, "found pad_to_multiple_of=0, expected at least 1"),
+        ({"pad_token_id": None}, "pad_token_id must be a whole number"),
+        ({"pad_token_id": 0, "side": "rigth"}, "did you mean 'right'"),
+        ({"pad_token_id": 0, "pad_to_multiple_of": 0}, "pad_to_multiple_of must be at least 1"),
     ],
 )
 def test_settings_are_checked(settings, message):

@@ -200,20 +200,6 @@ def test_detach_restores_the_plain_adapter(adapter, token_ids):
         lg.detach_gates(adapter)
 
 
-def test_merging_refuses_and_changes_nothing(adapter, token_ids):
-    lg.attach_gates(adapter, CONFIG)
-    shake_gates(adapter)
-    before = logits(adapter, token_ids)
-    for merge in (
-        adapter.merge_adapter,
-        lambda: adapter.merge_adapter(safe_merge=True),
-        adapter.merge_and_unload,
-    ):
-        with pytest.raises(GateError, match="cannot be merged"):
-            merge()
-    assert torch.equal(logits(adapter, token_ids), before)
-
-
 def test_refusals_name_the_reason(token_ids):
     with pytest.raises(GateError, match="carries no LoRA layers"):
         lg.attach_gates(tiny_base(), CONFIG)

@@ -124,16 +124,12 @@ def test_a_mask_of_another_shape_is_refused(gated, shape):
     assert recording.total()["tokens"] == 14 * 14
 
 
-def test_what_is_no_mask_is_refused_when_it_is_set(gated, token_ids):
+def test_what_is_no_mask_is_refused(gated, token_ids):
     with lg.record_gates(gated) as recording, torch.no_grad():
-        for mask, words in [
-            (torch.ones(2, 7), "bool tensor .* found dtype torch.float32"),
-            (torch.ones(2, 7, dtype=torch.long), "found dtype torch.int64"),
-            ([[True, False]], "found list"),
-            (torch.ones(7, dtype=torch.bool), r"\[batch, sequence\] of the batch, found \[7\]"),
-        ]:
-            with pytest.raises(GateError, match=words):
-                recording.token_mask = mask
+        for dtype in (torch.float32, torch.long):
+            recording.token_mask = torch.ones_like(token_ids, dtype=dtype)
+            with pytest.raises(GateError, match=f"bool tensor .* found {dtype}"):
+                gated(token_ids)
         with pytest.raises(AttributeError, match="token_msk"):
             recording.token_msk = torch.ones(2, 7, dtype=torch.bool)
         recording.token_mask = torch.zeros_like(token_ids, dtype=torch.bool)

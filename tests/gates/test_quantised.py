@@ -24,10 +24,7 @@ SETTINGS = {"batch_size": 8, "micro_batch_size": 4, "learning_rate": 0.05, "logg
 
 def four_bit(compute=torch.float32):
     return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=compute,
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
     )
 
 

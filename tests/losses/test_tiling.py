@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from loragate.losses.tiling import BUDGET, Tiling, chunks, needs_widening, rows_within, tiling
+from loragate.losses.projection import needs_widening
+from loragate.losses.tiling import BUDGET, Tiling, chunks, rows_within, tiling
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

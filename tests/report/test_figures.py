@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from loragate.errors import ConfigError, DataError, LoragateError
-from loragate.report import figures
 from loragate.report.figures import accuracy_bars, entropy_curve, lambda_map
 
 KINDS = ("down_proj", "q_proj", "v_proj")
@@ -38,15 +37,6 @@ def shares(mean: float) -> dict[str, float]:
 
 
 STATS = {f"model.layers.{layer}.x.{kind}": shares(layer - 0.5) for layer in (0, 2, 10) for kind in KINDS}
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every figure as it was when it was saved."""
-    kept: list[Any] = []
-    save = figures._save
-    monkeypatch.setattr(figures, "_save", lambda figure, path: (kept.append(figure), save(figure, path)))
-    return kept
 
 
 def draw_all(folder: Path, suffix: str) -> list[Path]:

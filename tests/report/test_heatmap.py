@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from loragate.errors import ConfigError, DataError
-from loragate.report import heatmap
 from loragate.report.cells import choice_sentence, sweep_markdown, sweep_tables
 from loragate.report.heatmap import heat_map, heat_maps
 
@@ -66,14 +65,6 @@ def record(ranges: list[tuple[float, float]], picked: str = "[-3,1]", **changes:
         "choices": [choice],
     }
     return {**base, **changes}
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    kept: list[Any] = []
-    save = heatmap._save
-    monkeypatch.setattr(heatmap, "_save", lambda figure, path: (kept.append(figure), save(figure, path)))
-    return kept
 
 
 def draw(data: dict[str, Any], folder: Path) -> None:

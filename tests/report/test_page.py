@@ -13,9 +13,9 @@ from loragate.errors import LoragateError
 from loragate.report.page import Block, Section, build_page
 from loragate.report.page.build import safe_json
 from loragate.report.page.charts import lambda_colour, line_chart, ticks
-from loragate.report.page.scores import evaluation_statements, quickstart_section, selection_section, sweep_section
+from loragate.report.page.scores import evaluation_statements, quickstart_blocks, selection_blocks, sweep_blocks
 from loragate.report.page.tokens import embedded
-from loragate.report.page.training import gates_section, training_section
+from loragate.report.page.training import gates_blocks, training_blocks
 from pages import HOSTILE, estimate, quickstart_record, quickstart_rows, traces
 
 
@@ -47,9 +47,9 @@ def whole_page():
     tokens = Section("tokens", "Tokens", (Block("tokens", {"questions": 2, "left_out": left}),))
     histories = {HOSTILE: record["calibrations"]["[-6,3]"]["history"]}
     sections = [
-        quickstart_section(record["table"], "scores", HOSTILE),
-        gates_section(record["realised_gates"], -6, 3, "gates", "Gates"),
-        training_section(histories, "training", "Training"),
+        Section("scores", HOSTILE, quickstart_blocks(record["table"])),
+        Section("gates", "Gates", gates_blocks(record["realised_gates"], -6, 3)),
+        Section("training", "Training", training_blocks(histories)),
         tokens,
     ]
     return build_page(HOSTILE, record["reading"], sections, traces=data, footer=HOSTILE)
@@ -85,7 +85,7 @@ def test_only_the_pages_own_script_may_run_and_nothing_is_loaded():
 
 
 def test_a_row_that_was_not_run_says_so():
-    page = build_page("t", [], [quickstart_section(quickstart_rows(), "scores", "Scores")])
+    page = build_page("t", [], [Section("scores", "Scores", quickstart_blocks(quickstart_rows()))])
     assert re.search(r"random gates</th>\s*<td class=\"absent\">not run", page)
 
 
@@ -237,7 +237,7 @@ def test_a_sweep_marks_the_chosen_and_the_oracle_cell():
         "samples": 4,
         "comparisons": 2,
     }
-    section = sweep_section(record, "ranges", "Ranges")
+    section = Section("ranges", "Ranges", sweep_blocks(record))
     cells = {row["name"]: row["cells"][0] for row in section.blocks[0].data["rows"]}
     assert cells["[0, 1]"]["mark"] == "chosen"
     assert cells["[−6, 3]"]["mark"] == "oracle"
@@ -250,5 +250,5 @@ def test_a_sweep_marks_the_chosen_and_the_oracle_cell():
 def test_what_was_picked_is_marked_among_the_evidence():
     evidence = {"adapter": estimate(0.4), "[-3,1]": estimate(0.5), "[0,1]": estimate(0.45)}
     selection = {"method": "best of 2", "accepted": True, "picked": "[-3,1]", "evidence": evidence}
-    section = selection_section(selection, "selection", "How the range was chosen")
+    section = Section("selection", "How the range was chosen", selection_blocks(selection))
     assert [row["name"] for row in section.blocks[1].data["rows"]] == ["adapter", "[-3,1] (chosen)", "[0,1]"]

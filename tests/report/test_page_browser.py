@@ -6,8 +6,8 @@ import shutil
 import pytest
 from test_page import whole_page
 
-from loragate.cli.report import page as report_page
-from loragate.cli.report_sources import Source
+from loragate.report.page.whole import page as report_page
+from loragate.report.sources import Source
 from pages import quickstart_record, traces
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

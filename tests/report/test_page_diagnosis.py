@@ -2,8 +2,8 @@
 
 import pytest
 
-from loragate.report.page import build_page
-from loragate.report.page.diagnosis import TITLES, diagnosis_section, diagnosis_statements
+from loragate.report.page import Section, build_page
+from loragate.report.page.diagnosis import TITLES, diagnosis_blocks
 
 
 def interval(mean):
@@ -73,7 +73,7 @@ RECORDS = {
 @pytest.mark.parametrize("kind", sorted(TITLES))
 def test_each_kind_has_its_section(kind):
     record = {**RECORDS[kind], "kind": kind, "conclusion": ["It does <b>this</b>.", "And that."]}
-    page = build_page("t", diagnosis_statements(record), [diagnosis_section(record, "d", TITLES[kind])])
+    page = build_page("t", record["conclusion"][:1], [Section("d", TITLES[kind], diagnosis_blocks(record))])
     assert page.count("It does &lt;b&gt;this&lt;/b&gt;.") == 2
     assert page.count("And that.") == 1
     shown = {
@@ -97,7 +97,7 @@ def test_means_of_too_few_rows_stand_without_an_interval():
 
     for kind, mean in (("alignment", "0.50"), ("delta entropy", "0.500")):
         record = {**without_ends(RECORDS[kind]), "kind": kind, "conclusion": []}
-        page = build_page("t", [], [diagnosis_section(record, "d", TITLES[kind])])
+        page = build_page("t", [], [Section("d", TITLES[kind], diagnosis_blocks(record))])
         assert f"{mean} (too few rows for an interval)" in page
         assert "None" not in page
 

@@ -112,7 +112,7 @@ def test_the_report_reads_the_map_and_no_cell_as_an_artifact_of_its_own(swept, e
     assert main(["report", str(evaluated), str(swept), "--figures", str(tmp_path / "figures")]) == 0
     names = {path.name for path in (tmp_path / "figures").iterdir()}
     assert any(name.startswith("heatmap_") and "math" in name for name in names)
-    from loragate.cli.report_sources import find_sources
+    from loragate.report.sources import find_sources
 
     assert not any("trials" in str(source.path) for source in find_sources(swept) if source.kind == "artifact")
 

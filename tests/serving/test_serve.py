@@ -82,8 +82,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("serve")
     tiny_base(**SHAPE).save_pretrained(place / "base")
     talkative_tokenizer().save_pretrained(place / "base")
-    for name in SEEDS:
-        lg.save_gates(model_of(name), place / name, base_id=str(place / "base"))
+    for name, temperature in (("gated", 0.0), ("second", None)):
+        lg.save_gates(model_of(name), place / name, base_id=str(place / "base"), temperature=temperature)
     return place
 
 
@@ -208,6 +208,20 @@ def test_vllm_server(vllm_server: Running) -> None:
         *("base", "gated", "adapter", "same", "gated@unit", "same@unit", "gated@constant=0.5", "same@constant=0.5")
     ]
     check_clients(vllm_server, ["base", "adapter", "gated"])
+
+
+@vllm_only
+@pytest.mark.slow("vLLM")
+def test_vllm_samples_as_the_folder_recommends(vllm_server: Running) -> None:
+    body: dict[str, Any] = {"model": "gated", "prompt": PROMPTS[0], "max_tokens": NEW_TOKENS}
+    printed = "".join(vllm_server.lines)
+    assert "sampling greedily, as gated recommends" in printed
+    assert "is recommended" not in printed
+    for _ in range(2):
+        assert vllm_server.call("/v1/completions", body)[1]["choices"][0]["text"].strip() == expected("gated")[0]
+    for _ in range(2):
+        assert vllm_server.call("/v1/completions", {**body, "temperature": 2.0})[0] == 200
+    assert "".join(vllm_server.lines).count("sampling at temperature 2, but gated is recommended greedily") == 1
 
 
 @vllm_only

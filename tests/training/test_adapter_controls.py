@@ -112,16 +112,6 @@ def test_forgetting_in_the_trainer(tokenizer):
         lg.train_adapter(tiny_base(), tokenizer, tiny_rows(8), chosen)
 
 
-def test_the_linear_schedule_begins_at_zero(tokenizer):
-    """With λ = 0 at the first step the loss is the mean over kept tokens."""
-    chosen = settings(objective="forgetting", max_steps=4, objective_options={"t_max": 3.0})
-    first = lg.train_adapter(tiny_base(), tokenizer, masked_rows(), chosen).history[0]["loss"]
-    logits, batch = logits_of(tiny_base(), masked_rows(), tokenizer)
-    stats = statistics_of_logits(logits, batch["labels"][:, 1:], 2)
-    keep = batch["keep_mask"][:, 1:] & stats.mask
-    assert first == pytest.approx(-stats.log_prob[keep].mean().item(), rel=1e-4)
-
-
 def test_lora_trained_with_entropy(tokenizer, rows, tmp_path):
     folder = saved_adapter(tmp_path)
     before = contents(folder)

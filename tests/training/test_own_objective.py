@@ -13,7 +13,7 @@ from loragate.errors import ConfigError, TrainingError
 from loragate.gates.card import render_card
 from loragate.losses import ObjectiveContext, WeightedCrossEntropy, statistics_of_logits
 from loragate.training import CalibrationSettings, GuardLimits, StageOneSettings
-from loragate.training.own_objective import per_token
+from loragate.training.trainer import token_losses
 from tiny import tiny_adapter, tiny_base, tiny_rows
 
 SHARED = {"batch_size": 8, "micro_batch_size": 4, "learning_rate": 5e-3, "logging_steps": 1, "max_length": 64}
@@ -173,7 +173,6 @@ WHOLE = {
     [
         ({"name": "dft"}, "'dft' is the name of a built-in objective"),
         ({"name": "anchored"}, "built-in"),
-        ({"requires": frozenset({"labels"})}, "requires names 'labels'"),
         ({"requires": frozenset({"sequence_ids"})}, "set packing=True"),
     ],
 )
@@ -191,7 +190,6 @@ def test_the_settings_must_not_say_otherwise(tokenizer):
 
     refused("settings.objective is 'dft'; leave one", mine(), replace(ONE, objective="dft"))
     refused("'mine' has its own", mine(), replace(ONE, objective_options={"k": 2}))
-    refused("with which there are log_prob, entropy", mine(requires={"reference_kl"}, reads_entropy=True), ONE)
     with pytest.raises(ConfigError, match=r"settings\.objective is 'ce'; leave one"):
         lg.calibrate(tiny_adapter(), tokenizer, tiny_rows(8), CONFIG, replace(TWO, objective="ce"), objective=Margin())
 
@@ -201,7 +199,6 @@ def test_the_settings_must_not_say_otherwise(tokenizer):
     [
         (lambda stats, context: -stats.log_prob.sum(), r"returned \[\], expected one value per token, \[4, \d+\]"),
         (lambda stats, context: -stats.log_prob.mean(-1), r"returned \[4\], expected one value per token"),
-        (lambda stats, context: stats.log_prob.detach(), "does not depend on what trains"),
     ],
 )
 def test_a_loss_of_another_shape_is_refused_at_the_first_step(tokenizer, loss, told):
@@ -243,5 +240,5 @@ def test_positions_without_a_label_never_count():
     logits = torch.randn(2, 3, 8, requires_grad=True)
     stats = statistics_of_logits(logits, torch.tensor([[1, 2, -100], [-100, 3, 4]]), 2)
     everywhere = SimpleNamespace(**{**WHOLE, "loss": lambda stats, context: 1.0 - stats.log_prob})
-    found = per_token(everywhere)(stats, ObjectiveContext())
+    found = token_losses(everywhere, stats, ObjectiveContext())
     assert torch.equal(found != 0, stats.mask)

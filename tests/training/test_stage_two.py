@@ -79,9 +79,7 @@ def test_heldout_rows_that_the_model_cannot_hold_are_refused(tokenizer, rows):
 def test_entropy_falls_and_only_gates_change(tokenizer):
     model = tiny_adapter()
     before = weights_checksum(model.named_parameters())
-    settings = CalibrationSettings(
-        batch_size=16, micro_batch_size=16, learning_rate=0.05, max_steps=25, logging_steps=5, k=20, max_length=64
-    )
+    settings = replace(SETTINGS, batch_size=16, micro_batch_size=16, learning_rate=0.05, max_steps=25, logging_steps=5)
     result = lg.calibrate(model, tokenizer, tiny_rows(16), CONFIG, settings)
     assert result.entropy_after < result.entropy_before - 0.005
     lg.detach_gates(model)
@@ -141,15 +139,10 @@ def test_parity_failure_stops_before_training(tokenizer, rows):
     assert steps == []
 
 
-def test_an_untrained_adapter_is_refused(tokenizer, rows):
-    with pytest.raises(GateError, match="nothing to gate"):
-        lg.calibrate(tiny_adapter(init_lora_weights=True), tokenizer, rows, CONFIG, SETTINGS)
-
-
 def test_a_dead_first_gradient_is_refused(tokenizer, rows, monkeypatch):
     from loragate.training import stage_two
 
-    monkeypatch.setattr(stage_two, "entropy_loss", lambda stats, context=None: stats.topk_entropy * 0.0)
+    monkeypatch.setattr(stage_two.GateEntropy, "loss", lambda self, stats, context=None: stats.topk_entropy * 0.0)
     with pytest.raises(TrainingError, match="exactly zero"):
         lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, SETTINGS)
 
@@ -159,14 +152,14 @@ def test_a_loss_that_is_not_finite_names_the_row(tokenizer, rows, monkeypatch):
 
     seen = []
 
-    def poisoned(stats, context=None):
+    def poisoned(self, stats, context=None):
         seen.append(1)
         factor = torch.ones_like(stats.topk_entropy)
         if len(seen) == 4:
             factor[2] = float("nan")
         return stats.topk_entropy * factor
 
-    monkeypatch.setattr(stage_two, "entropy_loss", poisoned)
+    monkeypatch.setattr(stage_two.GateEntropy, "loss", poisoned)
     model = tiny_adapter()
     with pytest.raises(TrainingError, match=r"not finite at step 2: row \d+\. Nothing was updated"):
         lg.calibrate(model, tokenizer, rows, CONFIG, SETTINGS)
@@ -241,9 +234,7 @@ def test_ctrl_c_in_skipped_steps_is_ctrl_c(tokenizer, skipping, tmp_path):
 
 
 def test_resume_continues_bit_for_bit(tokenizer, rows, tmp_path):
-    settings = CalibrationSettings(
-        batch_size=4, micro_batch_size=2, learning_rate=1e-2, logging_steps=1, save_steps=2, k=20, max_length=64
-    )
+    settings = replace(SETTINGS, batch_size=4, micro_batch_size=2, save_steps=2)
     whole = tiny_adapter()
     complete = lg.calibrate(whole, tokenizer, rows, CONFIG, settings, run_folder=tmp_path / "whole")
 
@@ -289,9 +280,7 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tokenizer, rows, t
 
 def test_tensorboard_gets_the_same_record(tokenizer, rows, tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed (pip install loragate[tensorboard])")
-    settings = CalibrationSettings(
-        batch_size=8, micro_batch_size=8, logging_steps=1, k=20, max_length=64, report_to="tensorboard"
-    )
+    settings = replace(SETTINGS, micro_batch_size=8, report_to="tensorboard")
     lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, settings, run_folder=tmp_path / "run")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -325,9 +314,7 @@ def test_the_model_answers_as_before_after_calibration(tokenizer, rows, token_id
 
 
 def test_bf16_autocast_keeps_gates_in_fp32(tokenizer, rows):
-    settings = CalibrationSettings(
-        batch_size=8, micro_batch_size=8, learning_rate=1e-2, k=20, max_length=64, precision="bf16", logging_steps=1
-    )
+    settings = replace(SETTINGS, micro_batch_size=8, precision="bf16")
     model = tiny_adapter()
     low = lg.calibrate(model, tokenizer, rows, CONFIG, settings)
     assert {parameter.dtype for parameter in lg.gate_parameters(model).values()} == {torch.float32}
@@ -403,9 +390,7 @@ def test_dropout_is_off_while_gates_train_and_back_afterwards(tokenizer, rows):
 
 def test_autocast_does_not_stay_on_the_model(tokenizer, rows, token_ids):
     model = tiny_adapter()
-    settings = CalibrationSettings(
-        batch_size=8, micro_batch_size=8, k=20, max_length=64, precision="bf16", gradient_checkpointing=True
-    )
+    settings = replace(SETTINGS, micro_batch_size=8, precision="bf16", gradient_checkpointing=True)
     with torch.no_grad():
         plain = model(token_ids).logits
     lg.calibrate(model, tokenizer, rows, CONFIG, settings)
@@ -419,9 +404,7 @@ def test_checkpointing_that_was_on_stays_on(tokenizer, rows):
     model = tiny_adapter()
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable()
-    settings = CalibrationSettings(
-        batch_size=8, micro_batch_size=8, k=20, max_length=64, max_steps=1, gradient_checkpointing=True
-    )
+    settings = replace(SETTINGS, micro_batch_size=8, max_steps=1, gradient_checkpointing=True)
     lg.calibrate(model, tokenizer, rows, CONFIG, settings)
     assert model.is_gradient_checkpointing
 
@@ -472,17 +455,6 @@ def test_all_checkpoints_are_kept_where_that_is_asked(tokenizer, rows, tmp_path)
         replace(settings, keep_checkpoints=-1)
 
 
-def test_a_torn_checkpoint_is_passed_over(tokenizer, rows, tmp_path):
-    settings = CalibrationSettings(batch_size=8, micro_batch_size=8, k=20, max_length=64, save_steps=1)
-    whole = tiny_adapter()
-    lg.calibrate(whole, tokenizer, rows, CONFIG, settings, run_folder=tmp_path)
-    (tmp_path / "checkpoint-3" / "trainer_state.json").unlink()
-    model = tiny_adapter()
-    assert lg.calibrate(model, tokenizer, rows, CONFIG, settings, run_folder=tmp_path, resume=True).steps == 3
-    for name, parameter in gates(model).items():
-        assert torch.equal(parameter, gates(whole)[name])
-
-
 def test_parity_that_is_not_a_number_is_refused():
     from loragate.gates import Parity
     from loragate.training.stage_two import check_parity
@@ -500,3 +472,8 @@ def test_several_visible_gpus_do_not_become_data_parallel(tmp_path, monkeypatch)
 
     monkeypatch.setattr(SFTConfig, "n_gpu", property(lambda self: 4))
     assert trainer_arguments(SETTINGS, tmp_path, 8, "cpu")._n_gpu == 1
+
+
+def test_an_untrained_adapter_is_refused(tokenizer, rows):
+    with pytest.raises(GateError, match="nothing to gate"):
+        lg.calibrate(tiny_adapter(init_lora_weights=True), tokenizer, rows, CONFIG, SETTINGS)

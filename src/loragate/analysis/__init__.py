@@ -1,5 +1,1 @@
-"""Looking at gates and runs: what they cost, what they did."""
-
-from loragate.analysis.cost import StepCost, step_cost
-
-__all__ = ["StepCost", "step_cost"]
+"""Looking at models and gates: what they cost, what they did, what they would do."""

@@ -1,4 +1,4 @@
-"""A model as a plan sees it: built from its configuration alone, on the meta device, with LoRA and gates on it.
+"""A model as a plan sees it: built from its configuration alone, on the meta device, with LoRA and gates on it, and counted.
 
 Nothing is downloaded but the configuration and no weight is allocated, so a 70B model takes a second or two. Counts are
 those of the real modules, not of a formula, so that families with biases, shared embeddings or experts come out right.
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from loragate.analysis.cost import StepCost, step_cost
 from loragate.errors import ConfigError, LoragateError
 from loragate.gates.attach import gate_layer
 from loragate.gates.config import GateConfig
@@ -62,19 +62,37 @@ class Parameters:
         """Parameters that get gradients and optimiser state."""
         return self.gates if stage == "calibrate" else self.lora
 
-    def cost(self, sequence: int, response_share: float = 0.75, k: int = 100) -> StepCost:
-        """Counted FLOPs per token of a step on rows of `sequence` tokens."""
-        return step_cost(
-            self.modules,
-            self.active,
-            self.head,
-            attention_width=self.attention_width,
-            layers=self.layers,
-            sequence=sequence,
-            response_share=response_share,
-            k=k,
-            hidden=self.hidden,
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Parameters of gates and of LoRA factors on `modules`: Σ (d_in + 1) and Σ r (d_in + d_out)."""
+        return (
+            sum(d_in + 1 for d_in, _, _ in self.modules),
+            sum(rank * (d_in + d_out) for d_in, d_out, rank in self.modules),
         )
+
+    def flops(
+        self, stage: str, sequence: int, *, response_share: float = 0.75, k: int = 100, recompute: bool = False
+    ) -> float:
+        """Floating-point operations per token of a training step on rows of `sequence` tokens.
+
+        Multiplications and additions of matrix products are counted (2 per weight and token); element-wise work is not. The
+        frozen base needs no weight gradients, so a step is a forward and an activation backward of the body, what the
+        trained parameters take, and the head on the response positions alone; its backward for the top-k entropy is sparse.
+
+        Args:
+            stage: "sft" or "calibrate"; "sft" with response_share 1 is a plain LoRA step with full logits.
+            recompute: with gradient checkpointing, which runs the body's forward twice.
+        """
+        gates, lora = self.sizes
+        # scores and weighted values, two products each over the whole sequence (full attention, no causal saving)
+        attention = self.layers * 4 * self.attention_width * sequence
+        forward = 2 * self.active + attention + 2 * lora
+        backward = 2 * self.active + 2 * attention + 2 * lora
+        if stage == "calibrate":
+            own, head = 4 * gates, 2 * self.head + 2 * k * self.hidden
+        else:
+            own, head = 2 * lora, 4 * self.head
+        return float(forward + backward + own + response_share * head + recompute * forward)
 
 
 def read_config(name: str, *, revision: str = "", trust: bool = False) -> Any:
@@ -84,8 +102,6 @@ def read_config(name: str, *, revision: str = "", trust: bool = False) -> Any:
         ConfigError: for a name that is none of these, or a file that is no model configuration.
         LoragateError: if the configuration cannot be fetched.
     """
-    from transformers import AutoConfig
-
     path = Path(name)
     try:
         if path.suffix == ".json" and path.is_file():
@@ -115,8 +131,6 @@ def build_on_meta(
     Raises:
         ConfigError: for an architecture that is no causal language model, or targets that match nothing.
     """
-    from transformers import AutoModelForCausalLM
-
     names: Any = targets if targets == "all-linear" else [part.strip() for part in targets.split(",") if part.strip()]
     record = LoraConfig(r=rank, lora_alpha=rank, target_modules=names, task_type="CAUSAL_LM")
     try:
@@ -199,9 +213,6 @@ def with_layers(config: Any, layers: int) -> Any:
 
 def layer_period(config: Any) -> int:
     """After how many decoder layers their kinds repeat (1 where all are alike)."""
-    text = config.get_text_config()
-    kinds = getattr(text, "layer_types", None) or [""]
-    for period in range(1, len(kinds) + 1):
-        if all(kind == kinds[index % period] for index, kind in enumerate(kinds)):
-            return period
-    return 1
+    kinds = getattr(config.get_text_config(), "layer_types", None) or [""]
+    periods = range(1, len(kinds) + 1)
+    return next(period for period in periods if all(kind == kinds[at % period] for at, kind in enumerate(kinds)))

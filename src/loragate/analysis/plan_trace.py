@@ -144,16 +144,13 @@ def trace_step(config: Any, workload: Workload, layers: int) -> Footprint:
 
 
 def _run(model: Any, workload: Workload) -> Footprint:
-    shape = (workload.rows, workload.sequence)
-    ids, mask = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)
+    ids, mask = (torch.empty((workload.rows, workload.sequence), dtype=torch.int64) for _ in range(2))
     causal = model.get_base_model()
     head = read_head(causal)
     if head is None:
         raise NotImplementedError("the output head is not one frozen linear map")
-    weight = head.weight
-    if workload.device == "cuda":
-        # on a GPU low-precision weights are multiplied as they are; a widened copy exists on a CPU only
-        weight = torch.empty(weight.shape, dtype=torch.float32)
+    # on a GPU low-precision weights are multiplied as they are; a widened copy exists on a CPU only
+    weight = head.weight if workload.device == "cpu" else torch.empty(head.weight.shape, dtype=torch.float32)
     wanted = ("topk_entropy",) if workload.stage == "calibrate" else ("log_prob",)
     owned = [*model.parameters(), *model.buffers(), weight, ids, mask]
     if workload.accumulating:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from loragate.errors import ConfigError
 from loragate.validate import check, typed_values
+from loragate.validate import comma_list as comma_list
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -221,25 +222,10 @@ def read_config(path: Path, command: Command) -> dict[str, Any]:
     Raises:
         ConfigError: naming the file, the line or the key, what was found and the nearest known key.
     """
-    import yaml
+    from loragate.strict_yaml import read_mapping
 
-    from loragate import strict_yaml
-
-    try:
-        loaded = strict_yaml.load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--config {path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--config {path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" line {mark.line + 1}" if mark is not None else ""
-        raise ConfigError(f"--config {path}{line}: not valid YAML ({getattr(error, 'problem', error)})") from error
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"--config {path}: expected keys and values, found {type(loaded).__name__}")
-    return checked_values(loaded, command, f"--config {path}")
+    where = f"--config {path}"
+    return checked_values(read_mapping(path, where), command, where)
 
 
 def checked_values(loaded: dict[Any, Any], command: Command, where: str) -> dict[str, Any]:
@@ -284,11 +270,6 @@ def help_texts(options: type) -> dict[str, str]:
 def flag_of(name: str) -> str:
     """The flag of a field."""
     return "--" + name.replace("_", "-")
-
-
-def comma_list(text: str) -> list[str]:
-    """The parts of a value that is a list separated by commas."""
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 _NAMES = {int: "a whole number", float: "a number"}

@@ -24,6 +24,7 @@ from loragate.cli.evaluation_inputs import (
 )
 from loragate.errors import ConfigError
 from loragate.files import write_text
+from loragate.gates.recommended import at, sampling_note
 
 BIASES = (
     "the adapter trained biases along, which PEFT leaves in the model when it switches the adapter off: the row of the base has "
@@ -80,6 +81,8 @@ def run(options: EvalOptions) -> int:
         prepared = prepare_tasks(options, loaded, tasks)
         retention = describe_suites(options, loaded, tasks)
     evaluation = plan(options, folder, loaded, prepared, retention, settings)
+    if note := recommended_note(options, loaded, prepared):
+        out.print(note, markup=False)
     for warning in dict.fromkeys([*evaluation.notes, *(warning for item in prepared for warning in item.warnings)]):
         out.print(f"warning: {warning}", markup=False)
     out.print(describe_canary(evaluation.canary), markup=False)
@@ -99,6 +102,24 @@ def run(options: EvalOptions) -> int:
     finish(out, folder, record)
     engines.finish()
     return 0
+
+
+def recommended_row(options: EvalOptions, loaded: Any, prepared: list[Any]) -> float | None:
+    """The recommended temperature, where rows are added for it: the tasks sample at another, and the command line names none."""
+    recommended: float | None = loaded.recommended_temperature
+    elsewhere = any(item.sampling.temperature != recommended for item in prepared)
+    return recommended if elsewhere and options.temperature is None else None
+
+
+def recommended_note(options: EvalOptions, loaded: Any, prepared: list[Any]) -> str:
+    """One sentence on the sampling that the folder recommends and the rows that have it; empty where it recommends none."""
+    heat = recommended_row(options, loaded, prepared)
+    if heat is None:
+        return sampling_note(options.model, loaded.place.gates, options.temperature) if prepared else ""
+    return (
+        f"{options.model} recommends sampling {at(heat)}: rows of that temperature are among the controls; the first rows are "
+        "sampled as their tasks say"
+    )
 
 
 def _notes(loaded: Any) -> list[str]:
@@ -138,7 +159,7 @@ def plan(
     from loragate.evaluation.variants import variants_for
 
     constants = [_number(text) for text in options.constants.split(",") if text.strip()]
-    wanted = variants_for(loaded.kind, options.controls, constants)
+    wanted = variants_for(loaded.kind, options.controls, constants, recommended_row(options, loaded, prepared))
     left_out = {variant.name: why for variant in wanted if (why := why_not(loaded, variant))}
     variants = [variant for variant in wanted if variant.name not in left_out]
     figures: dict[str, float] = {}

@@ -55,6 +55,7 @@ def explorer_of(options: ExploreOptions) -> Any:
     quiet_logging()
     from loragate.gates import attached_config
     from loragate.gates.attach import gate_modules
+    from loragate.gates.recommended import chosen_temperature, sampling_note
     from loragate.report.explorer import build_explorer
 
     loaded = open_model(place, how)
@@ -68,6 +69,8 @@ def explorer_of(options: ExploreOptions) -> Any:
         upper=config.upper,
         modules=list(gate_modules(model)),
         prompt=options.prompt,
+        temperature=chosen_temperature(place.gates, None),
+        note=sampling_note(options.model, place.gates),
     )
 
 

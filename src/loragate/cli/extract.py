@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Gt, Le
 
 from loragate.cli.arguments import Command, require_given
 from loragate.cli.display import Display, console
 from loragate.cli.preflight import quiet_logging
-from loragate.errors import ConfigError, LoragateError
+from loragate.files import require_new
 from loragate.validate import Size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from loragate.conversion.extract import Extraction
 
 WORST = 5
 MUCH_LEFT_OUT = 0.05
@@ -53,43 +58,27 @@ class ExtractOptions:
 def run(options: ExtractOptions) -> int:
     """Read in pairs, decompose, report, write."""
     require_given(COMMAND, options)
-    from loragate.models import Loading, resolve
-
-    device = Loading(device=options.device).torch_device
-    if device == "mps":
-        if options.device == "mps":
-            raise ConfigError("--device mps: it has no double precision, which decompositions need; use --device cpu")
-        device = "cpu"
-    tuned = resolve(options.model, expect="base", what="model", revision=options.revision or None)
-    start = resolve(options.base, expect="base", revision=options.base_revision or None)
     folder = Path(options.out)
-    from loragate.conversion.extract import extract_adapter
-    from loragate.conversion.extract_writing import require_new, write_adapter_folder
-
     require_new(folder)
     quiet_logging()
+    from loragate.conversion.extract_writing import extract_adapter, write_adapter_folder
 
-    out, display = console(), Display()
-    with display.job("comparing the weights") as job:
+    out = console()
+    with Display().job("comparing the weights") as job:
         extraction = extract_adapter(
-            str(tuned.ref),
-            str(start.ref),
+            options.model,
+            options.base,
             options.rank,
-            device=device,
+            revision=options.revision,
+            base_revision=options.base_revision,
+            device=options.device,
             seed=options.seed,
             ignore_resized_vocabulary=options.ignore_resized_vocabulary,
             trust_remote_code=options.trust_remote_code,
             on_module=lambda done, total, name: job.advance_to(done, total, name),
         )
-    report(out, extraction, options)
-    write_adapter_folder(
-        extraction,
-        folder,
-        model=tuned.ref.lasting,
-        base=start.ref.lasting,
-        base_revision=start.ref.revision,
-        also=lambda partial: _keep_tokenizer(tuned, options.trust_remote_code, partial, out),
-    )
+    report(out, extraction, options.energy)
+    write_adapter_folder(extraction, folder, trust_remote_code=options.trust_remote_code)
     out.print(f"written to {folder}", markup=False)
     out.print(
         f"next: loragate calibrate --adapter {folder} --data FILE --probe FILE --out {folder}-gated", markup=False
@@ -97,7 +86,7 @@ def run(options: ExtractOptions) -> int:
     return 0
 
 
-def report(out: Any, extraction: Any, options: ExtractOptions) -> None:
+def report(out: Console, extraction: Extraction, energy: float) -> None:
     """What was kept, what was left out, and what another rank would do."""
     size = 100 * (extraction.energy / extraction.base_energy) ** 0.5 if extraction.base_energy else float("nan")
     out.print(
@@ -106,18 +95,18 @@ def report(out: Any, extraction: Any, options: ExtractOptions) -> None:
         + f"; their difference is {size:.2g} % of their weights' norm"
     )
     out.print(f"rank {extraction.rank} keeps {100 * extraction.kept:.1f} % of the difference's energy")
-    wanted = extraction.rank_for(options.energy)
-    longest = max(len(module.singular) for module in extraction.modules)
+    wanted = extraction.rank_for(energy)
+    longest = max(len(factors.singular_K) for factors in extraction.modules.values())
     advice = f"rank {wanted}" if wanted is not None else f"more than rank {longest}, as far as was looked"
-    out.print(f"{100 * options.energy:g} % would take {advice}")
-    worst = sorted(extraction.modules, key=lambda module: -module.lost)[:WORST]
-    if worst[0].kept < 0.9995:
-        width = max(len(module.path) for module in worst)
+    out.print(f"{100 * energy:g} % would take {advice}")
+    worst = sorted(extraction.modules.items(), key=lambda item: -item[1].lost)[:WORST]
+    if worst[0][1].kept < 0.9995:
+        width = max(len(path) for path, _ in worst)
         out.print(f"{'most is lost in':{width}}  {'shape':>13}   kept  of the whole difference")
-        for module in worst:
-            shape = f"{module.d_out} × {module.d_in}"
-            share = 100 * module.energy / extraction.energy
-            out.print(f"{module.path:{width}}  {shape:>13}  {100 * module.kept:4.1f} %  {share:.1f} %", markup=False)
+        for path, factors in worst:
+            shape = f"{factors.lora_b_OR.shape[0]} × {factors.lora_a_RD.shape[1]}"
+            share = 100 * factors.energy / extraction.energy
+            out.print(f"{path:{width}}  {shape:>13}  {100 * factors.kept:4.1f} %  {share:.1f} %", markup=False)
     if extraction.left_out:
         parts = ", ".join(
             f"{kind} {100 * part.energy / (extraction.energy / (1 - extraction.left_share)):.2g} %"
@@ -131,18 +120,6 @@ def report(out: Any, extraction: Any, options: ExtractOptions) -> None:
         )
     for note in extraction.notes:
         out.print(f"note: {note}", markup=False)
-
-
-def _keep_tokenizer(tuned: Any, trust: bool, folder: Path, out: Any) -> None:
-    """The fine-tuned model's own tokenizer and chat template, which often differ from the base's."""
-    from loragate.models import Loading, open_tokenizer
-
-    try:
-        tokenizer = open_tokenizer(tuned, Loading(trust=trust))
-    except LoragateError as error:
-        out.print(f"note: no tokenizer was copied, the base's will be used: {error}", markup=False)
-        return
-    tokenizer.save_pretrained(str(folder))
 
 
 COMMAND = Command(

@@ -28,7 +28,7 @@ class GenerateOptions(ModelOptions):
         prompts: file with one prompt per line, instead of prompt.
         raw: pass the prompt to the model unchanged, without the chat template.
         samples: answers per prompt.
-        temperature: sampling temperature; 0 is greedy.
+        temperature: sampling temperature; 0 is greedy. Without it that which the gated folder recommends, or 1.
         top_p: nucleus sampling threshold.
         max_new_tokens: token limit of an answer; 0 takes 512. An answer ends at the model's last position, too.
         seed: seed of the sampling.
@@ -45,7 +45,7 @@ class GenerateOptions(ModelOptions):
     prompts: str = ""
     raw: bool = False
     samples: int = 1
-    temperature: float = 1.0
+    temperature: float | None = None
     top_p: float = 1.0
     max_new_tokens: int = 0
     seed: int = 0
@@ -66,17 +66,21 @@ def run(options: GenerateOptions) -> int:
 
     from loragate.data import prompt_ids, render_prompt
     from loragate.gates import gate_override
+    from loragate.gates.recommended import chosen_temperature, sampling_note
     from loragate.generation import SamplingConfig, TransformersEngine
     from loragate.models import open_model, resolve
 
+    place = resolve(options.model, options.base, overrides=True)
     sampling = SamplingConfig(
-        temperature=options.temperature,
+        temperature=chosen_temperature(place.gates, options.temperature),
         top_p=options.top_p,
         max_new_tokens=options.max_new_tokens or DEFAULT_NEW_TOKENS,
         samples=options.samples,
         seed=options.seed,
     )
-    loaded = open_model(resolve(options.model, options.base, overrides=True), how)
+    if note := sampling_note(options.model, place.gates, options.temperature):
+        print(f"loragate: {note}", file=sys.stderr)
+    loaded = open_model(place, how)
     model, tokenizer = loaded.model, loaded.tokenizer
     override = (options.lambda_constant, options.lambda_min, options.lambda_max)
     overriding: Any = nullcontext()

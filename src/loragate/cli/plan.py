@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loragate.analysis.plan import Request, make_plan
+from loragate.analysis.plan_request import Request
 from loragate.cli.arguments import Command
 from loragate.cli.display import console, duration
 from loragate.cli.preflight import quiet_logging
@@ -31,6 +31,9 @@ class PlanOptions(Request):
 
 def run(options: PlanOptions) -> int:
     """Print the plan; an error that says what to change if nothing fits."""
+    options.check()
+    from loragate.analysis.plan import make_plan
+
     quiet_logging()
     plan = make_plan(options)
     record = {**asdict(plan), "command": plan.command(plan.chosen) if plan.chosen else ""}
@@ -77,7 +80,7 @@ def _print(plan: Plan) -> None:
         )
     out.print(table)
     out.print("recompute: gradient checkpointing; rows: micro-batch of one GPU; GiB: its peak; times are estimates")
-    best = plan.chosen or min(plan.options, key=lambda option: option.gib)
+    best = plan.least
     parts = ", ".join(f"{name} {gib:.2f}" for name, gib in best.parts.items() if gib >= 0.005)
     out.print(f"GiB per GPU by part ({best}): {parts}", markup=False)
     if plan.chosen:

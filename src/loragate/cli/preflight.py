@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 from pathlib import Path
 from typing import Any
 
-from loragate.cli.arguments import comma_list
+from loragate.display import quiet_logging as quiet_logging
 from loragate.errors import ConfigError
+from loragate.validate import comma_list
 
 
 def require_free_out(folder: Path, resume: bool | None) -> None:
@@ -79,24 +79,3 @@ def check_loading(options: Any) -> Any:
         device = how.torch_device.partition(":")[0]
         refuse_impossible(Plan(launch=launch_of(), device=device, quantization=how.quantization))
     return how
-
-
-def quiet_logging() -> None:
-    """Our own warnings to stderr, one line each; other libraries' only from error upwards."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    from loragate.cli.display import printable
-
-    class Plain(logging.Formatter):
-        def format(self, record: logging.LogRecord) -> str:
-            return printable(super().format(record))
-
-    own = logging.getLogger("loragate")
-    if not own.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(Plain("loragate: %(message)s"))
-        own.addHandler(handler)
-        own.propagate = False

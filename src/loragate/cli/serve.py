@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -21,6 +22,7 @@ from loragate.cli.options import EngineOptions, ModelOptions
 from loragate.cli.serve_folders import served_places
 from loragate.effects import require_effect
 from loragate.errors import ConfigError, LoragateError
+from loragate.gates.recommended import generation_settings, sampling_note
 
 if TYPE_CHECKING:
     from loragate.models import Place
@@ -146,6 +148,7 @@ def serve_vllm(options: ServeOptions) -> int:
             extra=[*vllm_arguments(options, place, adapters, Path(scratch)), *shlex.split(options.vllm_args)],
         )
         out.print("starting vLLM: " + shlex.join(without_secrets(command)), markup=False)
+        print_sampling({"gated": place})
         end_on_terminate()
         began, process = time.monotonic(), start(command, texts, dynamic=options.dynamic)
         try:
@@ -183,6 +186,10 @@ def vllm_arguments(options: ServeOptions, place: Place, adapters: dict[str, Plac
         template = str(scratch / "chat_template.jinja")
         write_text(Path(template), wrapped)
     found += ["--chat-template", template] if template else []
+    if (temperature := place.recommended_temperature) is not None:
+        # vLLM reads no do_sample: greedy decoding is a temperature of 0 there
+        told = {**generation_settings(temperature), "temperature": temperature}
+        found += ["--override-generation-config", json.dumps(told)]
     return [*found, *stopping_arguments(tokenizer, place, adapters, scratch, options.trust_remote_code)]
 
 
@@ -211,11 +218,15 @@ def serve_transformers(options: ServeOptions) -> int:
             console().print(loaded.note, markup=False)
         gated = loaded.place.gates is not None
         own = ("gated", "adapter") if gated else ("adapter",)
-        rows = add_adapters(loaded.model, {name: more[name] for name in more if name not in own})
+        further = {name: more[name] for name in more if name not in own}
+        rows = add_adapters(loaded.model, further)
         if gated and loaded.kind == "adapter":
             # its gates are off: it answers to its name all the same, as in vLLM
             rows = {"gated": Row("adapter", "adapter"), **rows}
-        backend = transformers_backend(loaded.model, loaded.tokenizer, loaded.kind, system=options.system, more=rows)
+        print_sampling({"gated": loaded.place, **further})
+        backend = transformers_backend(
+            loaded.model, loaded.tokenizer, loaded.kind, system=options.system, more=rows, gates=loaded.place.gates
+        )
         chat = loaded.tokenizer.chat_template is not None
         print_clients(options.host, listening.getsockname()[1], list(backend.models), chat=chat)
         end_on_terminate()
@@ -224,6 +235,13 @@ def serve_transformers(options: ServeOptions) -> int:
         except KeyboardInterrupt:
             console().print("stopped", markup=False)
     return 0
+
+
+def print_sampling(places: Mapping[str, Place]) -> None:
+    """How a request that names no temperature is sampled, for each served folder that recommends something."""
+    for name, place in places.items():
+        if note := sampling_note(name, place.gates):
+            console().print(f"{note}; a request may say otherwise", markup=False)
 
 
 def end_on_terminate() -> None:

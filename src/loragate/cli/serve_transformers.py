@@ -6,6 +6,7 @@ generation and evaluation's variants, which serving does not know.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,17 +18,20 @@ from loragate.serving.http_app import Answer, Backend, ChatRequest, CompletionRe
 if TYPE_CHECKING:
     from loragate.models import Place
 
+logger = logging.getLogger("loragate")
 NAMES = {"base": ("base",), "adapter": ("base", "adapter"), "gated": ("base", "adapter", "gated")}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A served name: what acts, on which of the model's adapters, of which kind, and an override that it always has."""
+    """A served name: what acts, on which of the model's adapters, of which kind, an override that it always has, and the
+    gate_config.json of its folder."""
 
     acts: Any
     kind: Any
     adapter: str = "default"
     override: Any = None
+    gates: Mapping[str, Any] | None = None
 
 
 def add_adapters(model: Any, places: Mapping[str, Place]) -> dict[str, Row]:
@@ -50,14 +54,22 @@ def add_adapters(model: Any, places: Mapping[str, Place]) -> dict[str, Row]:
                 model.load_adapter(str(place.adapter), adapter_name=loaded[folder])
             if place.kind == "gated":
                 load_gates(model, folder, loaded[folder])
-        rows[name] = Row(place.kind, place.kind, loaded[folder], place.override)
+        rows[name] = Row(place.kind, place.kind, loaded[folder], place.override, place.gates)
     return rows
 
 
 def transformers_backend(
-    model: Any, tokenizer: Any, kind: str, *, system: str = "none", more: Mapping[str, Row] | None = None
+    model: Any,
+    tokenizer: Any,
+    kind: str,
+    *,
+    system: str = "none",
+    more: Mapping[str, Row] | None = None,
+    gates: Mapping[str, Any] | None = None,
 ) -> Backend:
     """The answers of a loaded model.
+
+    A request without a temperature is sampled as the asked adapter's folder recommends, else as that of the model does.
 
     Args:
         model: base, PeftModel or gated PeftModel.
@@ -65,15 +77,19 @@ def transformers_backend(
         kind: "base", "adapter" or "gated"; decides the names that can be asked for.
         system: "none" leaves out a default system message that the template injects, "keep" keeps it.
         more: rows of further adapters, from `add_adapters`.
+        gates: gate_config.json of the model's folder, where it is gated.
     """
     from loragate import data
     from loragate.cli.generate import DEFAULT_NEW_TOKENS
+    from loragate.gates.override_names import split_name
+    from loragate.gates.recommended import chosen_temperature, warn_elsewhere
     from loragate.generation import SamplingConfig, TransformersEngine
     from loragate.generation.requests import tokenize_prompts
 
     engine = TransformersEngine(model, tokenizer, batch_size=16)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    rows = {name: Row(name, kind) for name in NAMES[kind]} | dict(more or {})
+    rows = {name: Row(name, kind, gates=gates) for name in NAMES[kind]} | dict(more or {})
+    usual = chosen_temperature(gates, None)
 
     def answer(asked: CompletionRequest | ChatRequest) -> tuple[int, list[Answer]]:
         prompts = [begin(text) for text in asked.prompt] if isinstance(asked, CompletionRequest) else [render(asked)]
@@ -83,7 +99,11 @@ def transformers_backend(
             raise DataError(
                 f"max_tokens={limit} would pass the model's {positions} positions: set max_tokens to {min(limits)} or less"
             )
-        config = SamplingConfig(asked.temperature, asked.top_p, limit, asked.n, asked.seed, tuple(asked.stop))
+        row = rows.get(asked.model) or rows[split_name(asked.model)[0]]
+        temperature = chosen_temperature(row.gates, asked.temperature, usual)
+        if asked.model in rows and row.acts == "gated" and row.override is None:
+            warn_elsewhere(asked.model, row.gates, temperature, logger)
+        config = SamplingConfig(temperature, asked.top_p, limit, asked.n, asked.seed, tuple(asked.stop))
         with answering(model, rows, asked.model):
             samples = engine.generate(prompts, config)
         # the engine's third reason is "stop_text"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from loragate.cli.arguments import Command, require_given
-from loragate.cli.display import Display, console, duration, next_evaluation
 from loragate.cli.launching import begin, loads_into_host
 from loragate.cli.options import RunOptions
 from loragate.cli.preflight import check_loading, quiet_logging, require_free_out, require_reporters
+from loragate.display import Display, console, duration, next_evaluation
 from loragate.effects import require_effect
 from loragate.training.settings import StageOneSettings
 
@@ -40,22 +39,28 @@ def run(options: SftOptions) -> int:
     if (status := begin(options, settings, reference=bool(options.reference))) is not None:
         return status
     require_reporters(options.report_to)
-    from loragate.models import explained, open_base, open_tokenizer, resolve
-
-    place = resolve(options.model, expect="base")
-    settings, note = with_adapter(settings)
     quiet_logging()
     from loragate.cli.calibration_report import show_data, warn_about_endings
     from loragate.cli.run_rows import encode_run, keep_configuration, keep_rows_record, read_rows, say_steps
     from loragate.data import encode_rows
-    from loragate.gates.artifact import write_adapter
-    from loragate.training import train_adapter
-    from loragate.training.own_objective import require_mask_column
-    from loragate.training.stage_one import objective_of
+    from loragate.models import explained, open_base, open_tokenizer, resolve
+    from loragate.training.run import require_mask_column
+    from loragate.training.stage_one import adapter_settings, objective_of, train_adapter
     from loragate.training.strategy import process_state
 
+    place = resolve(options.model, expect="base")
+    note = ""
+    if settings.adapter:
+        adapter = resolve(settings.adapter, expect="adapter", base_later=True)
+        settings = adapter_settings(replace(settings, adapter=adapter.source), adapter.peft_config())
+        warmup = f"a warm-up of {100 * settings.warmup:g} % of the steps" if settings.warmup else "no new warm-up"
+        note = (
+            f"going on from {options.adapter}, which is only read: {'DoRA' if settings.dora else 'LoRA'}, rank {settings.rank}, "
+            f"α {settings.alpha:g}; {warmup}"
+        )
     objective = objective_of(settings)
-    other = reference_of(options)
+    require_effect("sft", options, flags=True)
+    other = resolve(options.reference, expect="base", what="reference model") if options.reference else None
     out, display = console(), Display()
     rows = read_rows(options, settings.seed)
     tokenizer = open_tokenizer(place, how)
@@ -101,57 +106,17 @@ def run(options: SftOptions) -> int:
             ),
         )
     if process_state().is_main_process:
-        config = result.model.peft_config["default"]
-        config.base_model_name_or_path = place.base.lasting
-        config.revision = place.base.commit() or None
-        write_adapter(result.model, "default", folder)
-        tokenizer.save_pretrained(str(folder))
+        result.save(folder, tokenizer, place.base)
         first, last = (
             next((r["nll"] for r in order if "nll" in r), None) for order in (result.history, result.history[::-1])
         )
         fall = f"; log loss per token {first:.3f} → {last:.3f}" if first is not None and last is not None else ""
         out.print(f"done in {duration(result.seconds)}: {result.steps} steps of {settings.objective}{fall}")
         out.print(f"written to {folder}")
-        out.print(next_line(folder, options.data, result.settings.dora), markup=False)
+        gating = f"next: loragate calibrate --adapter {folder} --data {options.data} --probe FILE --out {folder}-gated"
+        # a DoRA adapter cannot be gated
+        out.print(next_evaluation(folder, f"runs/{folder.name}") if settings.dora else gating, markup=False)
     return 0
-
-
-def with_adapter(settings: StageOneSettings) -> tuple[StageOneSettings, str]:
-    """The settings with those of the adapter to continue, and the line that says so.
-
-    Raises:
-        ConfigError: for what is no adapter, or a flag that contradicts it.
-    """
-    if not settings.adapter:
-        return settings, ""
-    from loragate.models import resolve
-    from loragate.training.stage_one import adapter_settings
-
-    place = resolve(settings.adapter, expect="adapter", base_later=True)
-    settings = replace(settings, adapter=place.source)
-    settings = adapter_settings(settings, place.peft_config())
-    warmup = "no new warm-up" if not settings.warmup else f"a warm-up of {100 * settings.warmup:g} % of the steps"
-    kind = "DoRA" if settings.dora else "LoRA"
-    return settings, (
-        f"going on from {settings.adapter}, which is only read: {kind}, rank {settings.rank}, α {settings.alpha:g}; {warmup}"
-    )
-
-
-def reference_of(options: SftOptions) -> Any:
-    """The place of --reference, refused where it would have no effect; None where the base itself serves."""
-    require_effect("sft", options, flags=True)
-    if not options.reference:
-        return None
-    from loragate.models import resolve
-
-    return resolve(options.reference, expect="base", what="reference model")
-
-
-def next_line(folder: Path, data: str, dora: bool) -> str:
-    """What to run next; a DoRA adapter cannot be gated."""
-    if dora:
-        return next_evaluation(folder, f"runs/{folder.name}")
-    return f"next: loragate calibrate --adapter {folder} --data {data} --probe FILE --out {folder}-gated"
 
 
 COMMAND = Command(

@@ -8,53 +8,31 @@ given rank (`extract_factors`); what no LoRA can hold (embeddings, norms, biases
 from __future__ import annotations
 
 import hashlib
+import math
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from loragate.conversion.extract_checkpoint import open_checkpoint
+from loragate.conversion.extract_checkpoint import Checkpoint, open_checkpoint
 from loragate.conversion.extract_factors import Factors, low_rank_factors, squared_norm
 from loragate.conversion.extract_layout import (
+    EMBEDDINGS,
     HEAD,
     LINEAR,
     TRANSPOSED,
     Layout,
+    Sources,
     changed_settings,
     find_sources,
     read_layout,
     require_same_architecture,
 )
-from loragate.conversion.extract_pair import Pair
 from loragate.errors import ConfigError
+from loragate.models import Loading, Place, resolve
 
-OnModule = Callable[[int, int, str], None]
-
-
-@dataclass(frozen=True)
-class ModuleDelta:
-    """The difference of one linear layer.
-
-    Attributes:
-        path: the base model's own name of the module.
-        d_in, d_out: its widths.
-        energy: ‖Δ‖², the sum of squared differences.
-        kept: share of it that the adapter holds, 0 to 1.
-        singular: the largest singular values of Δ, descending; all of them where `complete`.
-    """
-
-    path: str
-    d_in: int
-    d_out: int
-    energy: float
-    kept: float
-    singular: torch.Tensor = field(repr=False)
-    complete: bool = True
-
-    @property
-    def lost(self) -> float:
-        """Energy that the adapter does not hold."""
-        return self.energy * (1.0 - self.kept)
+PART = 1 << 24  # numbers of a tensor that are compared at a time
 
 
 @dataclass(frozen=True)
@@ -71,21 +49,22 @@ class Extraction:
     """An adapter in memory, with what it keeps.
 
     Attributes:
+        model, base: the fine-tuned model and what it was compared with.
         rank: R of every module; alpha is equal to it, so the scaling is 1.
         layout: of the base.
-        factors: {module path: (A [R, d_in], B [d_out, R])}, fp32; for a transposed layer (GPT-2) B·A is Δ of the layer
-            as PEFT sees it.
-        modules: the linear layers that changed, in model order.
+        modules: {path: factors of its Δ} of the linear layers that changed, in model order; for a transposed layer (GPT-2) B·A
+            is Δ of the layer as PEFT sees it.
         unchanged: number of linear layers that did not.
         base_energy: ‖W‖² of the base's linear layers.
         left_out: {kind: what is not held}.
         notes: sentences a person should read.
     """
 
+    model: Place
+    base: Place
     rank: int
     layout: Layout
-    factors: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    modules: list[ModuleDelta]
+    modules: dict[str, Factors]
     unchanged: int
     base_energy: float
     left_out: dict[str, LeftOut]
@@ -94,12 +73,12 @@ class Extraction:
     @property
     def energy(self) -> float:
         """‖Δ‖² of all linear layers."""
-        return sum(module.energy for module in self.modules)
+        return sum(factors.energy for factors in self.modules.values())
 
     @property
     def kept(self) -> float:
         """Share of the linear layers' energy that the adapter holds."""
-        return 1.0 - sum(module.lost for module in self.modules) / self.energy
+        return 1.0 - sum(factors.lost for factors in self.modules.values()) / self.energy
 
     @property
     def left_share(self) -> float:
@@ -107,24 +86,14 @@ class Extraction:
         left = sum(part.energy for part in self.left_out.values())
         return left / (left + self.energy)
 
-    def kept_at(self, rank: int) -> float:
-        """At least this share of the linear layers' energy is held at another rank.
-
-        Exact up to the rank whose singular values are known in every module.
-        """
-        held = sum(float(module.singular[:rank].square().sum()) for module in self.modules)
-        return min(held / self.energy, 1.0)
-
     def rank_for(self, energy: float) -> int | None:
         """The smallest rank, the same for all modules, that keeps this share; None if it lies beyond what is known."""
-        longest = max(len(module.singular) for module in self.modules)
-        low, high = 1, longest
-        if self.kept_at(longest) < energy * (1.0 - 1e-9):
-            return None
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.kept_at(middle) >= energy * (1.0 - 1e-9) else (middle + 1, high)
-        return low
+        known = [factors.singular_K.square().cumsum(0) for factors in self.modules.values()]
+        longest = max(len(sums) for sums in known)
+        # energy that is held at the ranks 1, 2, … of all modules together; a module's own spectrum may end before
+        held = torch.stack([torch.cat([sums, sums[-1:].expand(longest - len(sums))]) for sums in known]).sum(0)
+        enough = (held >= energy * (1.0 - 1e-9) * self.energy).nonzero()
+        return int(enough[0]) + 1 if len(enough) else None
 
 
 def extract_adapter(
@@ -138,7 +107,7 @@ def extract_adapter(
     seed: int = 0,
     ignore_resized_vocabulary: bool = False,
     trust_remote_code: bool = False,
-    on_module: OnModule | None = None,
+    on_module: Callable[[int, int, str], None] | None = None,
 ) -> Extraction:
     """Decompose the difference of two checkpoints.
 
@@ -147,7 +116,7 @@ def extract_adapter(
         base: what it was fine-tuned from.
         rank: of the adapter.
         revision, base_revision: of the two, on the hub.
-        device: where the arithmetic runs (fp32 differences, fp64 or randomised fp32 decompositions).
+        device: where the arithmetic runs (fp32 differences, fp64 or randomised fp32 decompositions); auto, cpu, cuda, cuda:1.
         seed: seed of the randomised decompositions.
         ignore_resized_vocabulary: go on where the vocabularies differ in size, leaving embeddings and head out.
         trust_remote_code: allow the base's own model code to run.
@@ -158,115 +127,154 @@ def extract_adapter(
 
     Raises:
         ConfigError: for checkpoints that cannot be read or compared, that do not differ, or not in a linear layer.
+        ArtifactError: for one that cannot be downloaded.
     """
-    from transformers import AutoConfig
-
     if rank < 1:
         raise ConfigError(f"rank must be at least 1, found {rank}")
-    tuned = open_checkpoint(model, revision, trust_remote_code)
-    start = open_checkpoint(base, base_revision, trust_remote_code)
-    ours, theirs = (
-        AutoConfig.from_pretrained(str(place.folder), trust_remote_code=trust_remote_code) for place in (tuned, start)
-    )
-    require_same_architecture(ours, theirs, model, base)
-    layout = read_layout(theirs, trust_remote_code)
-    sizes = (ours.get_text_config().vocab_size, theirs.get_text_config().vocab_size)
-    if sizes[0] != sizes[1] and not ignore_resized_vocabulary:
+    if device == "mps":
+        raise ConfigError("--device mps: it has no double precision, which decompositions need; use --device cpu")
+    device = Loading(device=device).torch_device.replace("mps", "cpu")
+    tuned = open_checkpoint(resolve(model, expect="base", what="model", revision=revision or None), trust_remote_code)
+    start = open_checkpoint(resolve(base, expect="base", revision=base_revision or None), trust_remote_code)
+    require_same_architecture(tuned, start)
+    layout = read_layout(start.config, trust_remote_code)
+    if tuned.text.vocab_size != start.text.vocab_size and not ignore_resized_vocabulary:
         raise ConfigError(
-            f"{model} has a vocabulary of {sizes[0]}, its base {base} one of {sizes[1]}. New tokens need embeddings, which a "
-            "LoRA on linear layers cannot hold. If the base's tokens are enough, or the rest is padding, add "
-            "--ignore-resized-vocabulary (ignore_resized_vocabulary=True): embeddings and head are then left out"
+            f"{model} has a vocabulary of {tuned.text.vocab_size}, its base {base} one of {start.text.vocab_size}. New "
+            "tokens need embeddings, which a LoRA on linear layers cannot hold. If the base's tokens are enough, or the rest is "
+            "padding, add --ignore-resized-vocabulary (ignore_resized_vocabulary=True): embeddings and head are then left out"
         )
-    pair = Pair(
-        tuned,
-        start,
-        find_sources(tuned, layout, bool(ours.get_text_config().tie_word_embeddings)),
-        find_sources(start, layout, bool(theirs.get_text_config().tie_word_embeddings)),
-        device,
-        layout,
-    )
-    found = _Found()
+    pair = Pair(tuned, start, find_sources(tuned, layout), find_sources(start, layout), layout, device)
+    modules: dict[str, Factors] = {}
+    left: dict[str, list[tuple[float, str]]] = defaultdict(list)
+    unchanged, base_energy = 0, 0.0
+    # in the order of the shards, of which one at a time is open
     names = sorted(layout.kinds, key=lambda name: str(start.files[pair.theirs.of[name][0]]))
     for done, name in enumerate(names):
         if on_module is not None:
             on_module(done, len(names), name)
-        kind = layout.kinds[name]
-        if kind in (LINEAR, TRANSPOSED) and name not in pair.ours.converted | pair.theirs.converted:
-            _take_linear(found, pair, name, kind, rank, seed)
-        elif not (kind == HEAD and pair.ours.tied and pair.theirs.tied):
-            _measure(found, pair, name, kind)
-    notes = [*changed_settings(ours, theirs), *pair.notes()]
-    return found.conclude(rank, layout, notes, model, base)
-
-
-@dataclass
-class _Found:
-    factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    modules: dict[str, ModuleDelta] = field(default_factory=dict)
-    left: dict[str, list[tuple[float, str]]] = field(default_factory=dict)
-    unchanged: int = 0
-    base_energy: float = 0.0
-
-    def conclude(self, rank: int, layout: Layout, notes: list[str], model: str, base: str) -> Extraction:
-        left_out = {}
-        for kind, parts in self.left.items():
-            changed = [part for part in parts if part[0] > 0]
-            if changed:
-                left_out[kind] = LeftOut(len(changed), sum(energy for energy, _ in changed), max(changed)[1])
-        if not self.modules and not left_out:
-            raise ConfigError(
-                f"{model} and {base} hold the same weights; there is no difference to extract. Check which of the two is "
-                "the fine-tuned model"
-            )
-        if not self.modules:
-            raise ConfigError(
-                f"{model} and {base} differ only in what no LoRA on linear layers can hold ({', '.join(left_out)}); "
-                "there is nothing to extract"
-            )
-        paths = [name.removesuffix(".weight") for name in layout.kinds]
-        return Extraction(
-            rank,
-            layout,
-            {path: self.factors[path] for path in paths if path in self.factors},
-            [self.modules[path] for path in paths if path in self.modules],
-            self.unchanged,
-            self.base_energy,
-            dict(sorted(left_out.items(), key=lambda item: -item[1].energy)),
-            notes,
+        kind, path = layout.kinds[name], name.removesuffix(".weight")
+        if kind in (LINEAR, TRANSPOSED) and name not in pair.converted:
+            delta, energy = pair.difference(name)
+            base_energy += energy
+            # Conv1D keeps its weight as [d_in, d_out]; PEFT's B·A is the transpose of it
+            delta_OD = delta.T if kind == TRANSPOSED else delta
+            if bool(delta_OD.any()):
+                own_seed = int.from_bytes(hashlib.sha256(f"{seed}:{path}".encode()).digest()[:7], "little")
+                modules[path] = low_rank_factors(delta_OD, rank, own_seed)
+            else:
+                unchanged += 1
+        elif not (kind == HEAD and pair.ours.tied and pair.theirs.tied) and (energy := pair.energy(name)) > 0:
+            left[kind].append((energy, name))
+    if not modules:
+        raise ConfigError(
+            f"{model} and {base} differ only in what no LoRA on linear layers can hold ({', '.join(left)}); there is nothing to "
+            "extract"
+            if left
+            else f"{model} and {base} hold the same weights; there is no difference to extract. Check which of the two is the "
+            "fine-tuned model"
         )
-
-
-def _take_linear(found: _Found, pair: Pair, name: str, kind: str, rank: int, seed: int) -> None:
-    path = name.removesuffix(".weight")
-    delta, weight = pair.difference(name)
-    found.base_energy += squared_norm(weight)
-    del weight
-    # Conv1D keeps its weight as [d_in, d_out]; PEFT's B·A is the transpose of it
-    delta_OD = delta.T if kind == TRANSPOSED else delta
-    if not bool(delta_OD.any()):
-        found.unchanged += 1
-        return
-    own_seed = int.from_bytes(hashlib.sha256(f"{seed}:{path}".encode()).digest()[:7], "little")
-    result: Factors = low_rank_factors(delta_OD, rank, own_seed)
-    found.factors[path] = (result.lora_a_RD, result.lora_b_OR)
-    found.modules[path] = ModuleDelta(
-        path,
-        delta_OD.shape[1],
-        delta_OD.shape[0],
-        result.energy,
-        result.kept,
-        result.singular_K,
-        result.complete,
+    found = {kind: LeftOut(len(parts), sum(one for one, _ in parts), max(parts)[1]) for kind, parts in left.items()}
+    paths = [name.removesuffix(".weight") for name in layout.kinds]
+    return Extraction(
+        tuned.place,
+        start.place,
+        rank,
+        layout,
+        {path: modules[path] for path in paths if path in modules},
+        unchanged,
+        base_energy,
+        dict(sorted(found.items(), key=lambda item: -item[1].energy)),
+        [*changed_settings(tuned, start), *pair.notes()],
     )
 
 
-def _measure(found: _Found, pair: Pair, name: str, kind: str) -> None:
-    ours, theirs = pair.ours.of[name], pair.theirs.of[name]
-    same = name not in pair.ours.converted | pair.theirs.converted or ours == theirs
-    if not same:
-        raise ConfigError(
-            f"{name} is stored in another layout in {pair.tuned.name} ({ours[0]}) than in {pair.start.name} ({theirs[0]}). "
-            "Write both anew with one version of transformers: "
-            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
-        )
-    found.left.setdefault(kind, []).append((pair.energy(name), name))
+@dataclass(frozen=True)
+class Pair:
+    """Two checkpoints whose tensors are known by the same parameter names.
+
+    Attributes:
+        tuned, start: the fine-tuned checkpoint and its base.
+        ours, theirs: where each keeps its parameters.
+        layout: of the base.
+        device: where differences are taken.
+    """
+
+    tuned: Checkpoint
+    start: Checkpoint
+    ours: Sources
+    theirs: Sources
+    layout: Layout
+    device: str
+
+    @property
+    def converted(self) -> frozenset[str]:
+        """Parameters that one of the two does not store as they are used."""
+        return self.ours.converted | self.theirs.converted
+
+    def difference(self, name: str) -> tuple[torch.Tensor, float]:
+        """(difference, ‖base weight‖²) of a parameter that is stored as it is used."""
+        ours, theirs = self.ours.of[name][0], self.theirs.of[name][0]
+        self._require_shape(name, ours, theirs)
+        weight = self.start.read(theirs, self.device)
+        delta = self.tuned.read(ours, self.device) - weight
+        self._require_finite(name, float(delta.sum()))
+        return delta, squared_norm(weight)
+
+    def energy(self, name: str) -> float:
+        """Sum of squared differences over all that a parameter is stored as, in parts: an embedding can be the largest tensor
+        of a model. Rows beyond the shorter of two vocabularies count in full."""
+        stored = self.ours.of[name], self.theirs.of[name]
+        if name in self.converted and stored[0] != stored[1]:
+            raise ConfigError(
+                f"{name} is stored in another layout in {self.tuned} ({stored[0][0]}) than in {self.start} ({stored[1][0]}). "
+                "Write both anew with one version of transformers: "
+                "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+            )
+        total = 0.0
+        for ours, theirs in zip(*stored, strict=True):
+            self._require_shape(name, ours, theirs)
+            shape = self.tuned.shape(ours)
+            rows = max(1, PART // max(1, math.prod(shape[1:])))
+            for begin in range(0, shape[0] if shape else 1, rows):
+                part = slice(begin, begin + rows)
+                # a parameter that is one number is one row
+                new, old = (
+                    torch.atleast_1d(where.read(tensor, self.device, part))
+                    for where, tensor in ((self.tuned, ours), (self.start, theirs))
+                )
+                shared = min(len(new), len(old))
+                total += squared_norm(new[:shared] - old[:shared]) + squared_norm(new[shared:])
+        self._require_finite(name, total)
+        return total
+
+    def _require_shape(self, name: str, ours: str, theirs: str) -> None:
+        found, expected = self.tuned.shape(ours), self.start.shape(theirs)
+        resized = self.layout.kinds[name] in (EMBEDDINGS, HEAD) and found[1:] == expected[1:]
+        if found != expected and not resized:
+            raise ConfigError(
+                f"{name} has shape {found} in {self.tuned} and {expected} in {self.start}; they are not of one architecture"
+            )
+
+    def _require_finite(self, name: str, total: float) -> None:
+        if not math.isfinite(total):
+            raise ConfigError(
+                f"{name} contains NaN or infinity in {self.tuned} or {self.start}; one of the two is damaged"
+            )
+
+    def notes(self) -> list[str]:
+        """What a person should know about how the two are stored, as sentences."""
+        found = []
+        if self.ours.tied != self.theirs.tied:
+            tied, own = ("base", "fine-tuned model") if self.theirs.tied else ("fine-tuned model", "base")
+            found.append(
+                f"the {own} has an output head of its own, the {tied}'s is its embedding; the head is left out"
+            )
+        for where, sources in ((self.tuned, self.ours), (self.start, self.theirs)):
+            strange = [name for name in sources.foreign if not name.endswith(("inv_freq", "masked_bias", "attn.bias"))]
+            if strange:
+                found.append(
+                    f"{where} holds {len(strange)} tensors that are no part of the language model (such as {strange[0]}); "
+                    "they were not compared"
+                )
+        return found

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig
 
 from loragate.errors import ConfigError
-from loragate.hub_names import split_revision
-from loragate.models import ModelRef, gguf
+from loragate.models import Place, gguf
+from loragate.models.hub import download_base
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-_FETCHED = ["*.json", "model*.safetensors", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -29,41 +29,44 @@ class Checkpoint:
     """The tensors of one model.
 
     Attributes:
-        name: as it was asked for.
+        place: what was asked for.
         folder: where the files are.
+        config: its configuration; what is compared is the text part.
         files: {tensor name: shard}.
     """
 
-    name: str
+    place: Place
     folder: Path
+    config: Any
     files: dict[str, Path]
     _open: tuple[Path, Any] | None = field(default=None, repr=False)
+
+    @property
+    def text(self) -> Any:
+        """The configuration of the language model."""
+        return self.config.get_text_config()
+
+    def __str__(self) -> str:
+        return str(self.place.ref)
 
     def shape(self, tensor: str) -> tuple[int, ...]:
         """The shape of a tensor, from its shard's header."""
         return tuple(self._shard(tensor).get_slice(tensor).get_shape())
 
-    def read(self, tensor: str, device: str = "cpu") -> torch.Tensor:
-        """A tensor in fp32 (fp64 stays), on `device`; not to be written to, it may be the file itself.
+    def read(self, tensor: str, device: str = "cpu", rows: slice | None = None) -> torch.Tensor:
+        """A tensor, or those of its `rows` that are there, in fp32 (fp64 stays); not to be written to, it may be the file itself.
 
         Raises:
             ConfigError: if its numbers are not plain floats (a quantised checkpoint).
         """
-        return self._as_floats(tensor, self._shard(tensor).get_tensor(tensor), device)
-
-    def read_rows(self, tensor: str, begin: int, end: int, device: str = "cpu") -> torch.Tensor:
-        """The rows [begin, end) that are there, as `read` gives them; a single number is one row."""
-        shape = self.shape(tensor)
-        if not shape:
-            return self.read(tensor, device).reshape(1)
-        if begin >= shape[0]:
-            return torch.empty(0, *shape[1:], device=device)
-        return self._as_floats(tensor, self._shard(tensor).get_slice(tensor)[begin : min(end, shape[0])], device)
-
-    def _as_floats(self, tensor: str, values: torch.Tensor, device: str) -> torch.Tensor:
+        if rows is None or not self.shape(tensor):
+            values = self._shard(tensor).get_tensor(tensor)
+        else:
+            count = self.shape(tensor)[0]
+            values = self._shard(tensor).get_slice(tensor)[min(rows.start, count) : min(rows.stop, count)]
         if values.dtype not in _FLOATS:
             raise ConfigError(
-                f"{self.name}: tensor {tensor} is stored as {str(values.dtype).removeprefix('torch.')}, so this checkpoint is "
+                f"{self}: tensor {tensor} is stored as {str(values.dtype).removeprefix('torch.')}, so this checkpoint is "
                 "quantised; a difference of quantised weights is mostly rounding. Give the unquantised checkpoint"
             )
         values = values.to(device)
@@ -76,43 +79,37 @@ class Checkpoint:
         return self._open[1]
 
 
-def open_checkpoint(name: str, revision: str = "", code: bool = False) -> Checkpoint:
-    """The checkpoint in a folder or of a hub id; the model's own Python files are fetched too where `code` is set.
+def open_checkpoint(place: Place, code: bool = False) -> Checkpoint:
+    """The checkpoint of a base; the model's own Python files are fetched too where `code` is set.
 
     Raises:
-        ConfigError: if the place holds no safetensors weights, with what to do; if a shard is missing or unreadable.
+        ConfigError: if the place holds no unquantised safetensors weights, with what to do; if a shard is missing or unreadable.
+        ArtifactError: if it cannot be downloaded.
     """
-    gguf.refuse(ModelRef(name, revision), "the comparison of weights")
-    folder = Path(name) if Path(name).is_dir() else _fetched(name, revision, code)
+    gguf.refuse(place.base, "the comparison of weights")
+    folder = place.folder
+    if not folder.is_dir():
+        folder = download_base(place.base.name, place.base.revision, code)
     if (folder / INDEX).is_file():
         files = _indexed(folder)
     elif (folder / WEIGHTS).is_file():
         files = dict.fromkeys(_opened(folder / WEIGHTS).keys(), folder / WEIGHTS)
     else:
-        raise ConfigError(_no_weights(name, folder))
-    if not files:
-        raise ConfigError(f"{name}: its safetensors files hold no tensor")
-    return Checkpoint(name, folder, files)
-
-
-def _fetched(name: str, revision: str, code: bool) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    asked = name
-    name, at = split_revision(name, revision)
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise ConfigError(f"{name} does not exist (a hub id is written owner/name)")
-    try:
-        return Path(
-            snapshot_download(name, revision=at or None, allow_patterns=[*_FETCHED, *(["*.py"] if code else [])])
-        )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+        found = f"{pickles[0]}, a pickle, which can run code and is not read here," if pickles else "none of them"
         raise ConfigError(
-            f"{asked}: no such folder, and it could not be fetched from the hub. Check the spelling, the network "
-            f"(HF_HUB_OFFLINE) and access rights ({first[:200]})"
-        ) from error
+            f"{place.ref}: weights are read from {WEIGHTS} or {INDEX}, and it holds {found}. If you trust it, write it anew "
+            "as safetensors: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+    if not files:
+        raise ConfigError(f"{place.ref}: its safetensors files hold no tensor")
+    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=code)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"{place.ref} is a quantised checkpoint; a difference of quantised weights is mostly rounding. Give the "
+            "unquantised one"
+        )
+    return Checkpoint(place, folder, config, files)
 
 
 def _indexed(folder: Path) -> dict[str, Path]:
@@ -138,18 +135,3 @@ def _opened(path: Path) -> Any:
         return safe_open(str(path), framework="pt")
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path}: not a readable safetensors file ({error}); fetch it again") from error
-
-
-def _no_weights(name: str, folder: Path) -> str:
-    if (folder / "adapter_config.json").is_file():
-        return f"{name} is an adapter already; give it to loragate calibrate --adapter"
-    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-    if pickles:
-        return (
-            f"{name} holds {pickles[0]}, a pickle, which can run code when it is read and is not read here. If you trust it, "
-            "write it anew as safetensors: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
-        )
-    return (
-        f"{name} holds neither {WEIGHTS} nor {INDEX}. If its weights are .bin files, write them anew as safetensors: "
-        "AutoModelForCausalLM.from_pretrained(name).save_pretrained(new_folder)"
-    )

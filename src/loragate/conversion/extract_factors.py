@@ -43,6 +43,11 @@ class Factors:
         rank = self.lora_a_RD.shape[0]
         return min(float(self.singular_K[:rank].square().sum()) / self.energy, 1.0) if self.energy else 1.0
 
+    @property
+    def lost(self) -> float:
+        """Energy that B·A does not hold."""
+        return self.energy * (1.0 - self.kept)
+
 
 def low_rank_factors(delta_OD: torch.Tensor, rank: int, seed: int = 0) -> Factors:
     """The truncated singular value decomposition of a weight difference, split evenly between A and B.
@@ -61,7 +66,14 @@ def low_rank_factors(delta_OD: torch.Tensor, rank: int, seed: int = 0) -> Factor
     # twice the rank: the randomised decomposition is good for its leading half, and the spectrum beyond R is of use
     wanted = min(2 * rank + 8, smaller)
     complete = smaller <= FULL_SIDE or 2 * wanted >= smaller
-    left_OK, singular_K, right_KD = _full(delta_OD) if complete else _randomised(delta_OD, wanted, seed)
+    if complete:
+        left_OK, singular_K, right_KD = torch.linalg.svd(delta_OD.double(), full_matrices=False)
+    else:
+        device = delta_OD.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            left_OK, singular_K, right_DK = torch.svd_lowrank(delta_OD.float(), q=wanted, niter=POWER_ITERATIONS)
+        right_KD = right_DK.mT
     kept = min(rank, singular_K.shape[0])
     left_OR, right_RD = left_OK[:, :kept], right_KD[:kept]
     peaks_R = left_OR.abs().argmax(0)
@@ -78,16 +90,3 @@ def low_rank_factors(delta_OD: torch.Tensor, rank: int, seed: int = 0) -> Factor
 def squared_norm(values: torch.Tensor) -> float:
     """Sum of squares in fp64, in parts, so that no fp64 copy of a whole matrix is made."""
     return sum(float(part.double().square().sum()) for part in values.reshape(-1).split(1 << 22))
-
-
-def _full(delta_OD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    left_OK, singular_K, right_KD = torch.linalg.svd(delta_OD.double(), full_matrices=False)
-    return left_OK, singular_K, right_KD
-
-
-def _randomised(delta_OD: torch.Tensor, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    device = delta_OD.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        left_OK, singular_K, right_DK = torch.svd_lowrank(delta_OD.float(), q=count, niter=POWER_ITERATIONS)
-    return left_OK, singular_K, right_DK.mT

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
 from loragate.conversion.extract_checkpoint import Checkpoint
@@ -55,20 +58,16 @@ class Layout:
         model: on the meta device.
         kinds: {parameter name: kind}, in model order; the head is listed even where it is tied.
         embedding, head: parameter names of the input embedding and the output head.
-        tied: whether the base's head is its embedding.
     """
 
     model: Any
     kinds: dict[str, str]
     embedding: str
     head: str
-    tied: bool
 
 
 def read_layout(config: Any, trust: bool = False) -> Layout:
     """The layout of the model that a configuration describes."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
     paths = {id(module): path for path, module in model.named_modules()}
@@ -79,7 +78,7 @@ def read_layout(config: Any, trust: bool = False) -> Layout:
         for name, parameter in module.named_parameters(recurse=False):
             full = f"{path}.{name}" if path else name
             kinds[full] = HEAD if module is outputs and name == "weight" else _kind(module, name, parameter)
-    return Layout(model, kinds, embedding, head, outputs.weight is inputs.weight)
+    return Layout(model, kinds, embedding, head)
 
 
 def _kind(module: nn.Module, name: str, parameter: torch.Tensor) -> str:
@@ -115,15 +114,12 @@ class Sources:
     tied: bool
 
 
-def find_sources(checkpoint: Checkpoint, layout: Layout, tied: bool) -> Sources:
+def find_sources(checkpoint: Checkpoint, layout: Layout) -> Sources:
     """Match a checkpoint's tensors with the parameters of a layout, by transformers' own loading rules.
 
     Raises:
         ConfigError: if parameters are missing: the checkpoint belongs to another architecture, or is incomplete.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
     rules = get_model_conversion_mapping(layout.model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -138,50 +134,40 @@ def find_sources(checkpoint: Checkpoint, layout: Layout, tied: bool) -> Sources:
         of[name].append(tensor)
         if converter is not None or len(of[name]) > 1:
             converted.add(name)
-    tied = tied or layout.head not in of
+    tied = bool(checkpoint.text.tie_word_embeddings) or layout.head not in of
     if tied:
         of[layout.head] = list(of.get(layout.embedding, ()))
     if missing := [name for name in layout.kinds if not of.get(name)]:
         raise ConfigError(
-            f"{checkpoint.name} has no weights for {missing[0]}"
+            f"{checkpoint} has no weights for {missing[0]}"
             + (f" and {len(missing) - 1} more parameters" if len(missing) > 1 else "")
             + ": it is incomplete or of another architecture than the base"
         )
     return Sources({name: tuple(of[name]) for name in layout.kinds}, frozenset(converted), tuple(foreign), tied)
 
 
-def require_same_architecture(model: Any, base: Any, name: str, base_name: str) -> None:
-    """Refuse two configurations that cannot be of one model.
+def require_same_architecture(tuned: Checkpoint, base: Checkpoint) -> None:
+    """Refuse two checkpoints that cannot be of one model.
 
     Raises:
         ConfigError: naming the first difference.
     """
-    for config, where in ((model, name), (base, base_name)):
-        if getattr(config, "quantization_config", None) is not None:
-            raise ConfigError(
-                f"{where} is a quantised checkpoint; a difference of quantised weights is mostly rounding. Give the "
-                "unquantised one"
-            )
     keys = ["model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"]
     keys += ["num_key_value_heads", "head_dim", "num_experts", "num_local_experts"]
-    ours, theirs = model.get_text_config(), base.get_text_config()
     for key in keys:
-        found, expected = getattr(ours, key, None), getattr(theirs, key, None)
+        found, expected = getattr(tuned.text, key, None), getattr(base.text, key, None)
         if found != expected:
             raise ConfigError(
-                f"{name} is another architecture than its base {base_name}: {key} is {found}, not {expected}. Name the "
+                f"{tuned} is another architecture than its base {base}: {key} is {found}, not {expected}. Name the "
                 "model it was fine-tuned from with --base"
             )
 
 
-def changed_settings(model: Any, base: Any) -> list[str]:
+def changed_settings(tuned: Checkpoint, base: Checkpoint) -> list[str]:
     """Settings of the function that differ between two configurations, as sentences; no adapter can hold them."""
-    ours, theirs = model.get_text_config(), base.get_text_config()
-    found = []
-    for key in _FUNCTION_KEYS:
-        was, now = getattr(theirs, key, None), getattr(ours, key, None)
-        if was != now:
-            found.append(
-                f"{key} is {now} in the fine-tuned model and {was} in the base, which the adapter will run with"
-            )
-    return found
+    pairs = {key: (getattr(base.text, key, None), getattr(tuned.text, key, None)) for key in _FUNCTION_KEYS}
+    return [
+        f"{key} is {now} in the fine-tuned model and {was} in the base, which the adapter will run with"
+        for key, (was, now) in pairs.items()
+        if was != now
+    ]

@@ -11,15 +11,69 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
-from loragate.errors import ArtifactError, GateError
-from loragate.files import write_atomically, write_json
+from loragate.errors import ArtifactError, ConfigError, GateError
+from loragate.files import write_atomically, write_json, write_text
 from loragate.gates import GateConfig
+from loragate.gates.artifact import write_sampling
 from loragate.gates.gate import Override
 from loragate.gates.operation import overridden_coefficient
+from loragate.gates.recommended import SAMPLING, at
+from loragate.models import read_gates, resolve
 from loragate.models.adapter_files import PREFIX, read_adapter, strength_of
 
 _FACTORS = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
+
+
+def export_adapter(
+    model: str, out: str | Path, *, constant: float | None = None, uniform: bool = False
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Fold the gates of a folder and write the plain adapter with its card.
+
+    Args:
+        model: gated folder or hub id, with @OVERRIDE behind it; with `constant` or an override also a plain adapter.
+        out: folder for the plain adapter.
+        constant: one λ for all gated modules in place of the gates.
+        uniform: as in `fold_adapter`.
+
+    Returns:
+        (the configuration that was written, λ of every folded module).
+
+    Raises:
+        ConfigError: for a `constant` beside an override, or a place that holds no adapter.
+        GateError: for gates that read the token.
+        ArtifactError: for a file that cannot be read.
+    """
+    place = resolve(model, overrides=True, base_later=True)
+    override = place.override
+    if constant is not None:
+        if override is not None:
+            raise ConfigError(f"--constant {constant:g}: {model} has an override already; give one of the two")
+        override = Override(constant=constant)
+    temperature = place.recommended_temperature if override is None else None  # shown of the gates as they are
+    if override is None or place.kind == "base":
+        resolve(model, expect="gated", overrides=True, base_later=True)  # says what the folder is instead
+    gates = read_gates(place.folder, override)
+    coefficients = constant_coefficients(gates.config, gates.weights, gates.biases, override)
+    config = fold_adapter(gates.adapter, coefficients, out, uniform=uniform)
+    # a name that means something elsewhere: of the folder, or the hub id with its commit
+    laid = place.ref.override or ("" if constant is None else f"constant={constant!r}")
+    source = "@".join(filter(None, (place.hub_id or place.folder.name, laid)))
+    base = str(gates.base.get("id") or config.get("base_model_name_or_path") or "")
+    card = _card(source, base, coefficients, override or Override(), uniform, temperature)
+    write_text(Path(out) / "README.md", card)
+    write_sampling(Path(out), temperature)
+    return config, coefficients
+
+
+def folded_in_words(coefficients: Mapping[str, float]) -> str:
+    """The folded λ in a few words."""
+    values = sorted(coefficients.values())
+    if values[0] == values[-1]:
+        return f"λ = {values[0]:.6g} folded into each of {len(values)} modules"
+    below = sum(value < 0 for value in values)
+    return f"λ from {values[0]:.4g} to {values[-1]:.4g} folded into {len(values)} modules ({below} of them reversed)"
 
 
 def constant_coefficients(
@@ -74,8 +128,6 @@ def fold_adapter(
     Raises:
         ArtifactError: for a file that cannot be read, or a module that the adapter does not have.
     """
-    from safetensors.torch import save_file
-
     config, state = read_adapter(Path(adapter))
     known = {_module(key) for key in state} - {None}
     if unknown := sorted(set(coefficients) - known):
@@ -133,3 +185,32 @@ def _module(key: str) -> str | None:
     """The module path of a factor's key; None for any other tensor."""
     suffix = next((suffix for suffix in _FACTORS if key.endswith(suffix)), None)
     return None if suffix is None else key.removesuffix(suffix).removeprefix(PREFIX)
+
+
+def _card(
+    source: str,
+    base: str,
+    coefficients: Mapping[str, float],
+    override: Override,
+    uniform: bool,
+    temperature: float | None,
+) -> str:
+    lines = [
+        "# LoRA adapter with folded gates",
+        "",
+        f"A plain PEFT LoRA adapter for `{base or 'the base named in adapter_config.json'}`, written by `loragate export` from "
+        f"`{source}`: {folded_in_words(coefficients)}. Any program that reads PEFT LoRA adapters serves it; no loragate is "
+        "needed.",
+        "",
+        f"λ is one constant, {override.constant:g}, laid over every gated module. Learned gates, if the source had any, are not "
+        "in here."
+        if override.constant is not None
+        else "It computes what the gated adapter computes, up to rounding in fp32: λ·B replaces B.",
+        "",
+    ]
+    if uniform:
+        lines += ["All modules share one rank (padded with zeros) and lora_alpha / r = 1.", ""]
+    if temperature is not None:
+        lines += [f"Recommended sampling: {at(temperature)} (`{SAMPLING}`).", ""]
+    rows = [f"| {path} | {value:.6g} |" for path, value in coefficients.items()]
+    return "\n".join([*lines, "| module | λ |", "|---|---:|", *rows, ""])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from loragate.errors import ConfigError
-from loragate.files import file_sha256, write_json
-from loragate.models import Loading, ModelRef, gguf, open_model, resolve
+from loragate.files import file_sha256, new_folder, require_new, write_json
+from loragate.models import Loading, gguf, open_model, resolve
 
 ORIGIN = "converted_from.json"
 
@@ -30,24 +29,15 @@ def write_plain_base(base: str, folder: str | Path, dtype: str = "float32") -> P
         LoragateError: for a file that cannot be read.
     """
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"--out {folder} is not empty; give a new folder")
+    require_new(folder)
     place = resolve(base, expect="base")
     if not place.base.gguf:
         raise ConfigError(f"{base} is no GGUF file; a model folder is plain already")
     loaded = open_model(place, Loading(dtype=dtype, device="cpu"))
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    loaded.model.save_pretrained(str(partial))
-    loaded.tokenizer.save_pretrained(str(partial))
-    write_json(partial / ORIGIN, origin(place.base))
-    if folder.is_dir():
-        folder.rmdir()
-    partial.rename(folder)
+    file = gguf.local_file(place.base)
+    with new_folder(folder) as partial:
+        loaded.model.save_pretrained(str(partial))
+        loaded.tokenizer.save_pretrained(str(partial))
+        origin = {"base": str(place.base), "file": file.name, "bytes": file.stat().st_size, "sha256": file_sha256(file)}
+        write_json(partial / ORIGIN, origin)
     return folder
-
-
-def origin(base: ModelRef) -> dict[str, str | int]:
-    """What names a GGUF file: its name, where it was, its size in bytes and its sha256."""
-    path = gguf.local_file(base)
-    return {"base": str(base), "file": path.name, "bytes": path.stat().st_size, "sha256": file_sha256(path)}

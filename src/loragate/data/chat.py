@@ -129,8 +129,8 @@ class Chat:
         if not last.fits:
             raise DataError(
                 f"{where}: the chat template's generation prompt ends in {excerpt(last.prompt[-40:])}, but it renders "
-                f"the answer differently: {excerpt(full[len(last.common) :], 80)}. The response cannot be told from "
-                "its prompt; give a template whose answers begin with its generation prompt (--chat-template FILE)."
+                f"the answer differently: {excerpt(full[_common_prefix(last.prompt, full) :], 80)}. The response cannot be "
+                "told from its prompt; give a template whose answers begin with its generation prompt (--chat-template FILE)."
             )
         segments, cursor = [], 0
         for span in (last,) if rewritten else (*earlier, last):
@@ -221,10 +221,6 @@ class _Span(NamedTuple):
     @property
     def fits(self) -> bool:
         return self.text.startswith(self.prompt) and bool(self.text[len(self.prompt) : self.end].strip())
-
-    @property
-    def common(self) -> str:
-        return self.text[: _common_prefix(self.prompt, self.text)]
 
 
 def active_template(tokenizer: PreTrainedTokenizerBase) -> str | None:

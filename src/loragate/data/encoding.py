@@ -1,19 +1,22 @@
 """A whole dataset, encoded: format detection, tokenising in batches, and the account of what happened to the rows.
 
 Long preparation is spread over processes and kept on disk under a key of everything that it depends on; both give
-exactly the items of the plain path. Processes are
-started afresh (spawn), because a copy of one that has run torch's threads may hang; at most a few batches wait for each,
-so that a data set is never in memory twice.
+exactly the items of the plain path. Processes are started afresh (spawn), because a copy of one that has run torch's threads
+may hang; at most a few batches wait for each, so that a data set is never in memory twice.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import signal
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -31,15 +34,8 @@ from loragate.version import __version__
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-import signal
-from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
-
 BATCH = 256  # rows per call of the tokenizer
+WAITING = 3  # batches per process
 
 
 @dataclass(frozen=True)
@@ -188,8 +184,6 @@ class _Work:
         )
         if processes < 2 or len(rows) <= BATCH:
             return (self.batch(*batch) for batch in batches)
-        from loragate.data.encoding import spread
-
         return spread(self, batches, processes)
 
     def batch(self, start: int, rows: list[tuple[dict[str, Any], str]]) -> tuple[PackedRows, Counter[str]]:
@@ -272,12 +266,10 @@ def _cache_file(
     return folder / f"{digest[:32]}.safetensors"
 
 
-WAITING = 3  # batches per process
-
-_work: Any = None
+_work: _Work | None = None  # of a worker process
 
 
-def spread(work: Any, batches: Iterable[tuple[Any, ...]], processes: int) -> Iterator[Any]:
+def spread(work: _Work, batches: Iterable[tuple[Any, ...]], processes: int) -> Iterator[Any]:
     """`work.batch(*batch)` of every batch, in order.
 
     Raises:
@@ -300,11 +292,12 @@ def spread(work: Any, batches: Iterable[tuple[Any, ...]], processes: int) -> Ite
         pool.shutdown(cancel_futures=True)
 
 
-def _begin(work: Any) -> None:
+def _begin(work: _Work) -> None:
     global _work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends the others
     _work = work
 
 
 def _encode(batch: tuple[Any, ...]) -> Any:
+    assert _work is not None
     return _work.batch(*batch)

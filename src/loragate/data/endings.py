@@ -119,44 +119,45 @@ def ending_health(
         generation_config: of the model, as for `find_endings`.
     """
     chat = Chat(tokenizer, "keep")
-    end_ids, endings = _end_ids(chat), _endings(chat, generation_config)
+    endings, end, eos = _endings(chat, generation_config), chat.turn_end.rstrip(), tokenizer.eos_token_id
+    end_ids: tuple[int, ...] = tuple(SegmentTokenizer(tokenizer)([end], [True])[0]) if end else ()
+    if chat.template is None and eos is not None:
+        end_ids = (eos,)
     stops = bool(endings.texts) or any(index in endings.token_ids for index in end_ids)
     share = None
     if encoded_rows:
         share = sum(_ends(row, endings, tokenizer) for row in encoded_rows) / len(encoded_rows)
-    problems = _row_problems(share, stops)
-    if share != 1.0 or endings.texts:  # rows that all stop are better evidence than a template that they may not use
-        problems = _template_problems(tokenizer, end_ids, endings) + problems
+    problems = []
+    # rows that all stop are better evidence than a template that they may not use
+    if (share != 1.0 or endings.texts) and (problem := _template_problem(tokenizer, end_ids, endings)):
+        problems.append(problem)
+    if share is not None and share < 1.0 and stops:
+        problems.append(
+            f"{1 - share:.1%} of the rows have a last response that does not end where generation stops (usually because "
+            "max_length cuts it), so they teach the model to go on; raise max_length or drop those rows."
+        )
     stop_ids = tuple(sorted(endings.token_ids))
     return EndingReport(end_ids, tuple(_name(tokenizer, [i]) for i in end_ids), stop_ids, stops, share, problems)
 
 
-def _end_ids(chat: Chat) -> tuple[int, ...]:
-    if chat.template is None:
-        eos = chat.tokenizer.eos_token_id
-        return () if eos is None else (eos,)
-    end = chat.turn_end.rstrip()
-    return tuple(SegmentTokenizer(chat.tokenizer)([end], [True])[0]) if end else ()
-
-
-def _template_problems(tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], endings: Endings) -> list[str]:
+def _template_problem(tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], endings: Endings) -> str:
     if not endings.token_ids:
-        return [
+        return (
             "Neither the tokenizer nor the generation config names an end-of-sequence token, so generation never stops "
             "by itself; set tokenizer.eos_token."
-        ]
+        )
     if not end_ids:
-        return [
+        return (
             "The chat template writes no token after an assistant turn, so the model never learns to stop; end the "
             "assistant turn in the template with the end-of-sequence token."
-        ]
+        )
     if endings.texts:
-        return [
+        return (
             f"The chat template ends an assistant turn with {_name(tokenizer, end_ids)} as {len(end_ids)} ordinary "
             "token(s). Answers are cut where they spell this text, also inside of a quotation; vLLM's server does not "
             "stop there. Add the text to the tokenizer as one special token."
-        ]
-    return []
+        )
+    return ""
 
 
 def _ends(row: Mapping[str, Any], endings: Endings, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -165,15 +166,6 @@ def _ends(row: Mapping[str, Any], endings: Endings, tokenizer: PreTrainedTokeniz
         return bool(labels)
     tail = tokenizer.decode(labels[-64:], skip_special_tokens=False).rstrip() if endings.texts else ""
     return bool(endings.texts) and tail.endswith(endings.texts)
-
-
-def _row_problems(share: float | None, stops: bool) -> list[str]:
-    if share is None or share == 1.0 or not stops:
-        return []
-    return [
-        f"{1 - share:.1%} of the rows have a last response that does not end where generation stops (usually because "
-        "max_length cuts it), so they teach the model to go on; raise max_length or drop those rows."
-    ]
 
 
 def _name(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

@@ -61,7 +61,7 @@ def load_rows(
         _refuse_without_effect(f"the folder {source}", revision=revision)
         return _from_datasets(str(path), None, str(source), split, limit, None)
     hub_id = HUB_ID.fullmatch(str(source))
-    if hub_id and not _looks_like_a_path(path):
+    if hub_id and path.suffix.lower() not in OTHER_SUFFIXES | READERS.keys():
         return _from_datasets(hub_id["repo"], hub_id["config"], str(source), split, limit, revision)
     raise DataError(f"found no file {source}. {_neighbours(path)} {HUB_HELP}.")
 
@@ -196,7 +196,8 @@ def _parse(text: str, name: str, line: int) -> Any:
     except json.JSONDecodeError as error:
         broken = text.split("\n")[error.lineno - 1]
         snippet = broken[max(0, error.colno - 31) : error.colno + 29]
-        hint = " The file looks like JSON lines: name it .jsonl." if _is_extra_object(text, error) else ""
+        more_objects = error.msg == "Extra data" and error.lineno > 1 and text[error.pos : error.pos + 1] == "{"
+        hint = " The file looks like JSON lines: name it .jsonl." if more_objects else ""
         raise DataError(
             f"{name}:{line + error.lineno - 1}: malformed JSON at column {error.colno}: {error.msg}, "
             f"near {excerpt(snippet)}.{hint}"
@@ -205,18 +206,10 @@ def _parse(text: str, name: str, line: int) -> Any:
         raise DataError(f"{name}:{line}: JSON that cannot be read: {excerpt(str(error))}") from None
 
 
-def _is_extra_object(text: str, error: json.JSONDecodeError) -> bool:
-    return error.msg == "Extra data" and error.lineno > 1 and text[error.pos : error.pos + 1] == "{"
-
-
 def _refuse_without_effect(what: str, **settings: str | None) -> None:
     for key, value in settings.items():
         if value is not None:
             raise ConfigError(f"found {key}={value!r} for {what}, where it would have no effect; leave it out")
-
-
-def _looks_like_a_path(path: Path) -> bool:
-    return path.suffix.lower() in OTHER_SUFFIXES | READERS.keys()
 
 
 def _neighbours(path: Path) -> str:

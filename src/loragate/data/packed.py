@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -21,8 +21,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from loragate.data.rendering import IGNORED
-from loragate.errors import ConfigError, DataError, LoragateError, nearest
+from loragate.errors import DataError, LoragateError
 from loragate.files import write_atomically
+from loragate.validate import Count, check
 
 logger = logging.getLogger("loragate")
 
@@ -122,9 +123,6 @@ def _checksum(array: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(array).tobytes())
 
 
-SIDES = ("right", "left")
-
-
 @dataclass(frozen=True)
 class Collator:
     """Pads encoded rows to one length; a `collate_fn` for a DataLoader.
@@ -136,20 +134,11 @@ class Collator:
     """
 
     pad_token_id: int
-    pad_to_multiple_of: int | None = None
-    side: str = "right"
+    pad_to_multiple_of: Count | None = None
+    side: Literal["right", "left"] = "right"
 
     def __post_init__(self) -> None:
-        if self.side not in SIDES:
-            raise ConfigError(
-                f"found side={self.side!r}, expected one of {', '.join(SIDES)}{nearest(str(self.side), SIDES)}"
-            )
-        if self.pad_token_id is None:
-            raise ConfigError(
-                "found pad_token_id=None; pass tokenizer.pad_token_id, or eos_token_id where there is none"
-            )
-        if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
-            raise ConfigError(f"found pad_to_multiple_of={self.pad_to_multiple_of}, expected at least 1, or None")
+        check(self)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """Return input_ids, attention_mask, labels [B,S] and row [B] as int64, and keep_mask [B,S] bool when present."""

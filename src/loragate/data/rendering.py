@@ -99,7 +99,7 @@ class Encoder:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, *, max_length: int | None = None, system: str = "none"
     ) -> None:
-        if max_length is not None and (isinstance(max_length, bool) or max_length < 2):
+        if max_length is not None and max_length < 2:
             raise ConfigError(f"found max_length={max_length!r}, expected at least 2 tokens, or None for no limit")
         self.tokenizer = tokenizer
         self.max_length = max_length
@@ -143,8 +143,10 @@ class Encoder:
         labels: list[int] = []
         spans: list[int] = []  # start of each response
         for index, (segment, ids) in enumerate(pieces):
-            if turns.is_plain:
-                ids = self.tokenise.plain_prompt(ids) if index == 0 else self._ended(ids)
+            if turns.is_plain and index == 0:
+                ids = self.tokenise.plain_prompt(ids)
+            elif turns.is_plain and ids[-1:] != [self.tokenizer.eos_token_id]:
+                ids = [*ids, self.tokenizer.eos_token_id]  # a plain completion ends in EOS, once
             if segment.is_response:
                 spans.append(len(input_ids))
             input_ids += ids
@@ -163,11 +165,6 @@ class Encoder:
             last_turn_only=rewritten,
             keep_mask=None if keep_mask is None else keep_mask[:end],
         )
-
-    def _ended(self, ids: list[int]) -> list[int]:
-        """A plain completion ends in EOS, once."""
-        end = self.tokenizer.eos_token_id
-        return ids if ids[-1:] == [end] else [*ids, end]
 
 
 def render_prompt(

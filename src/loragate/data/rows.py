@@ -120,8 +120,8 @@ class Rows(Sequence[dict[str, Any]]):
 
 
 def check_limit(limit: int) -> int:
-    """Return `limit`, or raise ConfigError unless it is a whole number of at least 1."""
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+    """Return `limit`, or raise ConfigError unless it is at least 1."""
+    if limit < 1:
         raise ConfigError(f"found limit={limit!r}, expected a whole number of rows, at least 1")
     return limit
 

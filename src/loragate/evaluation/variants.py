@@ -29,7 +29,7 @@ from loragate.generation import SamplingConfig
 
 Kind = Literal["base", "adapter", "gated"]
 CONTROLS = ("alone", "none", "cheap", "full")
-COOLER = (0.6, 0.3)
+COOLER = (0.6, 0.3, 0.0)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,9 @@ class Variant:
         return replace(config, temperature=self.temperature, samples=samples)
 
 
-def variants_for(kind: Kind, controls: str = "cheap", constants: Sequence[float] = (0.5,)) -> list[Variant]:
+def variants_for(
+    kind: Kind, controls: str = "cheap", constants: Sequence[float] = (0.5,), recommended: float | None = None
+) -> list[Variant]:
     """The rows for a base model, a plain adapter or a gated adapter; the adapter comes first, as others refer to it.
 
     Args:
@@ -87,28 +89,35 @@ def variants_for(kind: Kind, controls: str = "cheap", constants: Sequence[float]
             also random gates of the trained ones' size; "none" leaves them out, "alone" also the adapter and the base beneath
             the model. Controls that must be trained are models of their own.
         constants: the constant λ of the cheap controls.
+        recommended: a temperature at which the model, and the adapter beside it, are scored whatever the controls; None for that
+            of the tasks alone.
 
     Raises:
         ConfigError: for an unknown set of controls, or a constant that is a row of its own.
     """
     if controls not in CONTROLS:
         raise ConfigError(f"--controls {controls}: expected one of {', '.join(CONTROLS)}{nearest(controls, CONTROLS)}")
+    heats = [] if recommended is None else [recommended]
     if kind == "base" or controls == "alone":
-        return [Variant(kind)]
+        return [Variant(kind), *(_sampled(kind, heat) for heat in heats)]
     rows = [Variant("adapter"), Variant("base")]
     if kind == "gated":
         rows.append(Variant("gated"))
     if controls == "full" and kind == "gated":
         rows.append(Variant("gated", "random gates", random=0))
+    cooler = dict.fromkeys([*(COOLER if controls != "none" else ()), *heats])
+    for acts in ("adapter", "gated") if kind == "gated" else ("adapter",):
+        rows += [_sampled(acts, heat) for heat in cooler]
     if controls != "none":
-        for acts in ("adapter", "gated") if kind == "gated" else ("adapter",):
-            rows += [Variant(acts, f"T={value:g}", temperature=value) for value in COOLER]
-            rows.append(Variant(acts, "greedy", temperature=0.0))
         for value in dict.fromkeys(constants):
             if value in (0, 1) or not math.isfinite(value):
                 raise ConfigError(f"--constants {value:g}: λ = 0 is the base and λ = 1 the adapter; give other numbers")
             rows.append(Variant("adapter", f"λ={value:g}", constant=value))
     return rows
+
+
+def _sampled(acts: Kind, temperature: float) -> Variant:
+    return Variant(acts, f"T={temperature:g}" if temperature else "greedy", temperature=temperature)
 
 
 @contextmanager

@@ -4,6 +4,7 @@
       gate_config.json     what the gates are, which base and adapter they belong to, how the range was chosen
       gates.safetensors    "<module path>.weight" [d_in] and ".bias" [1], fp32
       adapter/             the Stage-I PEFT adapter, without gates
+      generation_config.json  the recommended sampling, where there is one
       README.md            model card
 
 The split keeps a program that does not know gates from taking the folder for a plain adapter. The reader refuses the
@@ -25,6 +26,7 @@ from peft.utils.save_and_load import get_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import GenerationConfig
 
 from loragate.errors import ArtifactError, ConfigError, GateError, nearest
 from loragate.files import file_sha256, write_atomically, write_json, write_text
@@ -50,6 +52,7 @@ from loragate.gates.fingerprint import (
 )
 from loragate.gates.peft_saving import save_configuration
 from loragate.gates.quantised import quantization_of, storage_warning
+from loragate.gates.recommended import SAMPLING, generation_settings, recommended_temperature
 from loragate.gates.schema import (
     ADAPTER,
     CARD,
@@ -64,7 +67,11 @@ from loragate.gates.schema import (
     write_tensors,
 )
 from loragate.hub_names import cached_file, split_revision
+from loragate.validate import Amount, validate
 from loragate.version import __version__
+
+# what a generation config may draw by, beside the settings that a folder recommends
+_DRAWS = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 logger = logging.getLogger("loragate")
 
@@ -82,6 +89,7 @@ def save_gates(
     stop_token_ids: Collection[int] | None = None,
     evidence: dict[str, Any] | None = None,
     card: str | None = None,
+    temperature: float | None = None,
 ) -> Path:
     """Write the artifact of a gated adapter.
 
@@ -101,21 +109,28 @@ def save_gates(
             `loragate.data.find_endings`, which knows where the chat template ends a turn. None records nothing.
         evidence: JSON-able record under the keys "parity", "selection" and "training"; other keys are refused.
         card: text of README.md; made from the record when absent.
+        temperature: the recommended sampling, 0 for greedy decoding: at which the gates were shown to help. It is written as
+            `generation_config.json`, too, and is what every reader of the folder samples at unless told otherwise. None
+            recommends nothing.
 
     Returns:
         The folder. `gate_config.json` is written last, so an interrupted write leaves no readable artifact.
 
     Raises:
         GateError: if the adapter carries no gates or a gate is not finite.
-        ArtifactError: if the folder already holds an artifact.
-        ConfigError: for a `k` that is no support size or not that of the training, or evidence under another key or not
-            JSON-able. Nothing is written then.
+        ArtifactError: if the folder already holds an artifact, or without `temperature` a generation config.
+        ConfigError: for a `k` that is no support size or not that of the training, evidence under another key or not
+            JSON-able, or a temperature that is none. Nothing is written then.
     """
     folder = Path(folder)
     _check_evidence(k, evidence)
+    if temperature is not None:
+        temperature = validate(Amount, temperature, "temperature")
     k = _support(peft_model, k, evidence)
     if (folder / CONFIG).exists():
         raise ArtifactError(f"{folder} already holds a gated adapter; choose another folder or remove it first")
+    if temperature is None and (folder / SAMPLING).exists():
+        raise ArtifactError(f"{folder / SAMPLING} would not be that of these gates; choose another folder or remove it")
     name = active_adapter(peft_model, adapter_name)
     # trainers cast what trains on a quantised base to bf16; the reader takes fp32 alone
     tensors = {
@@ -169,11 +184,26 @@ def save_gates(
         **(evidence or {}),
     }
     write_adapter(peft_model, name, folder / ADAPTER, adapter_source)
+    record |= write_sampling(folder, temperature)
     write_atomically(folder / GATES, lambda path: write_tensors(path, tensors, record["gate"]))
     record["gates_sha256"] = file_sha256(folder / GATES)
     write_text(folder / CARD, card or render_card(folder.resolve().name, record))
     write_json(folder / CONFIG, record)
     return folder
+
+
+def write_sampling(folder: Path, temperature: float | None) -> dict[str, Any]:
+    """generation_config.json of a folder, as transformers writes it; returns what gate_config.json says of it.
+
+    Args:
+        folder: where the file is written, or taken away where there is nothing to recommend.
+        temperature: 0 is greedy; None for nothing to recommend.
+    """
+    if temperature is None:
+        (folder / SAMPLING).unlink(missing_ok=True)
+        return {}
+    write_text(folder / SAMPLING, GenerationConfig(**generation_settings(temperature)).to_json_string())
+    return {"sampling": {"temperature": temperature}}
 
 
 def _one_file(base: str, revision: str) -> dict[str, Any]:
@@ -292,7 +322,7 @@ def load_gates(peft_model: nn.Module, folder: str | Path, adapter_name: str | No
 
     Returns:
         The model, gated. The gates are frozen; `loragate.gates.train_gates_only(model)` has them train again. Its generation
-        config stops at the tokens that the artifact records, too.
+        config stops at the tokens that the artifact records, too, and samples as the artifact recommends, if it does.
 
     Raises:
         GateError: if the model has no such adapter, or it carries gates already.
@@ -318,21 +348,24 @@ def load_gates(peft_model: nn.Module, folder: str | Path, adapter_name: str | No
         raise
     for parameter in gate_parameters(peft_model, name).values():
         parameter.requires_grad_(False)
-    _stop_at(peft_model, record.get("stop_token_ids") or [])
+    _generate_as(peft_model, record)
     if told := storage_warning(record["base"].get("quantization"), quantization_of(peft_model)):
         logger.warning(told)
     return peft_model
 
 
-def _stop_at(model: Any, ids: Collection[int]) -> None:
-    """Add tokens to those that end an answer in the model's generation config; a PeftModel and its base share the object."""
+def _generate_as(model: Any, record: dict[str, Any]) -> None:
+    """Recorded stop tokens and sampling into the model's generation config; a PeftModel and its base share the object."""
     settings = getattr(model, "generation_config", None)
-    if settings is None or not ids:
+    if settings is None:
         return
     known = settings.eos_token_id
     before = [] if known is None else [known] if isinstance(known, int) else list(known)
-    if more := sorted(set(ids) - set(before)):
+    if more := sorted(set(record.get("stop_token_ids") or []) - set(before)):
         settings.eos_token_id = [*before, *more]
+    if (temperature := recommended_temperature(record)) is not None:
+        # the base's own top-k, top-p or penalties are no part of what was measured
+        settings.update(**{**dict.fromkeys(_DRAWS), **generation_settings(temperature)})
 
 
 def _check_identity(model: nn.Module, adapter_name: str, folder: Path, record: dict[str, Any]) -> None:

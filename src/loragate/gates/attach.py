@@ -19,10 +19,9 @@ from loragate.errors import GateError
 from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import active_adapter, examine_adapter, lora_layers, require_gateable
 from loragate.gates.gate import SignedGate
-from loragate.gates.merging import ask_before_merging
 from loragate.gates.peft_saving import warn_no_more, warn_on_saving
 from loragate.gates.quantised import keep_unpacked
-from loragate.gates.variant import GatedLora, cast_input_again, leave_input_uncast
+from loragate.gates.variant import GatedLora, ask_before_merging, cast_input_again, leave_input_uncast
 
 GLOBAL_BIAS = "global.bias"
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from loragate.gates.recommended import at, recommended_temperature
 from loragate.hub_names import is_hub_id
 from loragate.version import __version__
 
@@ -37,6 +38,7 @@ def render_card(name: str, record: dict[str, Any]) -> str:
     selection, training = _mapping(record.get("selection")), _mapping(record.get("training"))
     settings = _mapping(training.get("settings"))
     scores = _scores(selection)
+    temperature = recommended_temperature(record)
     card = ModelCard.from_template(
         front,
         template_path=str(_TEMPLATE),
@@ -45,6 +47,7 @@ def render_card(name: str, record: dict[str, Any]) -> str:
         adapter=record["adapter"],
         gate=record["gate"],
         modules=len(record["modules"]),
+        sampling=None if temperature is None else at(temperature),
         selection=selection,
         probe=_mapping(selection.get("probe")),
         training=training,

@@ -20,6 +20,7 @@ from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import active_adapter, lora_layers
 from loragate.gates.gate import Override, SignedGate
 from loragate.gates.recording import SATURATED, Recorder, Recording, Trace
+from loragate.gates.variant import GatedLora
 
 
 @contextmanager
@@ -45,8 +46,7 @@ def gate_override(
     if minimum is not None and maximum is not None and minimum > maximum:
         raise GateError(f"gate_override: minimum {minimum:g} is above maximum {maximum:g}")
     gates = list(gate_modules(peft_model, adapter_name).values())
-    previous = [gate.override for gate in gates]
-    override = Override(minimum, maximum, constant)
+    previous, override = [gate.override for gate in gates], Override(minimum, maximum, constant)
     try:
         for gate in gates:
             gate.override = override
@@ -130,13 +130,21 @@ def gates_disabled(peft_model: nn.Module, adapter_name: str | None = None) -> It
     """The plain Stage-I adapter inside the context: PEFT runs its own LoRA code, the gates are not consulted."""
     name = active_adapter(peft_model, adapter_name)
     gate_modules(peft_model, name)
-    removed = []
+    with variants_replaced(peft_model, name, None):
+        yield
+
+
+@contextmanager
+def variants_replaced(model: nn.Module, adapter_name: str, other: Any) -> Iterator[None]:
+    """The gated layers run by another variant of PEFT inside the context, or by its plain LoRA code for None."""
+    gated = [(layer, layer.lora_variant.get(adapter_name)) for _, layer in lora_layers(model, adapter_name)]
+    gated = [(layer, variant) for layer, variant in gated if isinstance(variant, GatedLora)]
     try:
-        for _, layer in lora_layers(peft_model, name):
-            variant = layer.lora_variant.pop(name, None)
-            if variant is not None:
-                removed.append((layer, variant))
+        for layer, _ in gated:
+            del layer.lora_variant[adapter_name]
+            if other is not None:
+                layer.lora_variant[adapter_name] = other
         yield
     finally:
-        for layer, variant in removed:
-            layer.lora_variant[name] = variant
+        for layer, variant in gated:
+            layer.lora_variant[adapter_name] = variant

@@ -168,57 +168,41 @@ def _is_lora(module: Any) -> TypeGuard[Any]:
 
 def judge(path: str, layer: Any, adapter_name: str, is_head: bool = False) -> Verdict:
     """The verdict on one LoRA layer, disregarding target lists."""
-    kind = type(layer).__name__
-    if kind in LEFT_CLASSES:
-        return Verdict(path, "leave", LEFT_CLASSES[kind])
-    rank = int(layer.r.get(adapter_name, 0))
-    sizes: dict[str, Any] = {"d_in": int(layer.in_features or 0), "d_out": int(layer.out_features or 0), "rank": rank}
+    if type(layer).__name__ in LEFT_CLASSES:
+        return Verdict(path, "leave", LEFT_CLASSES[type(layer).__name__])
     if is_head:
         return Verdict(path, "leave", HEAD)
+    reason = _refusal(layer, adapter_name)
+    sizes = (int(layer.in_features or 0), int(layer.out_features or 0), int(layer.r.get(adapter_name, 0)))
+    return Verdict(path, "refuse" if reason else "gate", reason, *sizes)
+
+
+def _refusal(layer: Any, adapter_name: str) -> str:
+    """Why a gate would do nothing, or something wrong, on a linear LoRA layer; empty where it can be gated."""
+    kind = type(layer).__name__
     if kind not in GATEABLE_CLASSES or not type(layer).__module__.startswith("peft."):
-        return Verdict(
-            path,
-            "refuse",
+        return (
             f"{kind} layers never consult a LoRA variant, so a gate there would have no effect. Load the base without "
             "that quantisation or parallel layer where one is the reason; else gate a plain LoRA adapter, or leave the module "
-            "out of target_modules",
-            **sizes,
+            "out of target_modules"
         )
     variant = layer.lora_variant.get(adapter_name)
     if isinstance(variant, GatedLora):
-        return Verdict(path, "refuse", "it already carries gates; detach them first", **sizes)
+        return "it already carries gates; detach them first"
     if variant is not None:
         name = type(variant).__name__.removesuffix("LinearVariant").removesuffix("Variant")
-        return Verdict(
-            path,
-            "refuse",
+        return (
             f"the adapter is a {name} variant of LoRA, which computes its delta in another way than B·A·x. Gate a plain LoRA "
-            "adapter",
-            **sizes,
+            "adapter"
         )
     if layer.lora_bias.get(adapter_name, False):
-        return Verdict(
-            path,
-            "refuse",
-            "lora_bias=True adds a term outside B·A·x that λ would not scale; retrain without it",
-            **sizes,
-        )
+        return "lora_bias=True adds a term outside B·A·x that λ would not scale; retrain without it"
     if layer.merged:
-        return Verdict(
-            path,
-            "refuse",
-            "the adapter is merged into the base weights, where a gate has no effect; call unmerge_adapter() first",
-            **sizes,
-        )
+        return "the adapter is merged into the base weights, where a gate has no effect; call unmerge_adapter() first"
     base = layer.get_base_layer()
     if getattr(base, "_hf_tp_plan", None) or getattr(base, "_is_tensor_parallel", False):
-        return Verdict(
-            path,
-            "refuse",
-            "tensor-parallel layers hold a shard of the input, so w·h would be wrong; load without a tp_plan",
-            **sizes,
-        )
-    return Verdict(path, "gate", **sizes)
+        return "tensor-parallel layers hold a shard of the input, so w·h would be wrong; load without a tp_plan"
+    return ""
 
 
 def examine_adapter(model: nn.Module, adapter_name: str | None = None, target_modules: Any = None) -> list[Verdict]:
@@ -228,8 +212,8 @@ def examine_adapter(model: nn.Module, adapter_name: str | None = None, target_mo
         GateError: if the model has no such adapter, or a target list or pattern matches nothing it could gate.
     """
     name = active_adapter(model, adapter_name)
-    heads = {id(module) for module in (output_head(model),) if module is not None}
-    verdicts = [judge(path, layer, name, id(layer) in heads) for path, layer in lora_layers(model, name)]
+    head = output_head(model)
+    verdicts = [judge(path, layer, name, layer is head) for path, layer in lora_layers(model, name)]
     if reason := changed_base_of(model, name):
         verdicts = [replace(v, status="refuse", reason=reason) if v.status == "gate" else v for v in verdicts]
     if target_modules is None:
@@ -239,8 +223,7 @@ def examine_adapter(model: nn.Module, adapter_name: str | None = None, target_mo
     if hopeless:
         raise GateError(f"target_modules selects {hopeless[0].path}, which cannot be gated: {hopeless[0].reason}")
     return [
-        v if v.path in chosen else Verdict(v.path, "leave", "not selected by target_modules", v.d_in, v.d_out, v.rank)
-        for v in verdicts
+        v if v.path in chosen else replace(v, status="leave", reason="not selected by target_modules") for v in verdicts
     ]
 
 
@@ -284,12 +267,11 @@ def require_trainable(verdicts: list[Verdict]) -> None:
 def _chosen_paths(paths: list[str], target_modules: Any) -> set[str]:
     if isinstance(target_modules, str):
         try:
-            pattern = re.compile(target_modules)
+            chosen = {path for path in paths if re.fullmatch(target_modules, path)}
         except re.error as error:
             raise GateError(
                 f"target_modules is not a valid regular expression: {target_modules!r} ({error})"
             ) from error
-        chosen = {path for path in paths if pattern.fullmatch(path)}
         if not chosen:
             raise GateError(
                 f"target_modules pattern {target_modules!r} matches no LoRA module of the adapter; "
@@ -297,10 +279,10 @@ def _chosen_paths(paths: list[str], target_modules: Any) -> set[str]:
             )
         return chosen
     chosen = set()
-    names = sorted({path.rsplit(".", 1)[-1] for path in paths})
     for target in target_modules:
         matches = {path for path in paths if path == target or path.endswith("." + target)}
         if not matches:
+            names = sorted({path.rsplit(".", 1)[-1] for path in paths})
             raise GateError(
                 f"target_modules names {target!r}, which is no LoRA module of the adapter"
                 f"{nearest(target, names)} (its modules end in {', '.join(names)})"

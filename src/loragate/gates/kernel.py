@@ -57,7 +57,7 @@ def _forward_kernel(
     real_T = token < tokens
     rank = tl.arange(0, BLOCK_R)
     real_R = rank < R
-    row = token.to(tl.int64)
+    row = token.to(tl.int64)  # T·D may exceed 2³¹
     logit = tl.zeros([BLOCK_T], dtype=tl.float32)
     product = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
     if PROJECT or WEIGHT:
@@ -73,7 +73,7 @@ def _forward_kernel(
             if WEIGHT:
                 weight = tl.load(weight_ptr + column, mask=real_D, other=0.0)
                 logit += tl.sum(x.to(tl.float32) * weight[None, :], axis=1)
-    response = _tanh((logit + tl.load(bias_ptr)) / tau)
+    response = _tanh((logit + tl.load(bias_ptr)) / tau)  # v [BLOCK_T]
     lam = 1.0 + tl.where(response < 0, response * below, response * above)
     place = row[:, None] * R + rank[None, :]
     real = real_T[:, None] & real_R[None, :]
@@ -112,6 +112,7 @@ def _backward_kernel(
     reduced = tl.load(reduced_ptr + place, mask=real, other=0.0).to(tl.float32)
     response = tl.load(response_ptr + token, mask=real_T, other=0.0)
     slope = tl.where(response < 0, below, above)
+    # dλ = ⟨Bᵀ·dout, A x⟩, then through λ(v) and tanh
     grad_logit = tl.sum(back * reduced, axis=1) * slope * (1.0 - response * response) / tau
     tl.store(grad_logit_ptr + token, grad_logit, mask=real_T)
     inner = (1.0 + slope * response)[:, None] * back
@@ -166,7 +167,7 @@ def gated_reduction(
     reduced = flat_TD.new_empty(tokens, rank) if reduced_TR is None else reduced_TR.reshape(-1, rank).contiguous()
     gated = torch.empty_like(reduced)
     response = torch.empty(tokens, dtype=torch.float32, device=flat_TD.device)
-    block = 16 if tokens <= 16 else 32
+    block = 16 if tokens <= 16 else 32  # 16 is the least that tl.dot takes; decoding has few tokens
     if tokens == 0:
         return gated.view(*leading, rank), reduced.view(*leading, rank), response.view(leading)
     with _device_of(flat_TD):

@@ -182,6 +182,7 @@ class _GatedDelta(torch.autograd.Function):
         detach_input: bool,
     ) -> torch.Tensor:
         gated_TR, reduced_TR, response_T = _reduce(x_TD, lora_a_RD, weight_D, bias_1, signed_map)
+        # x as it came: q, k and v of a block then keep one tensor between them; R and 1 numbers a token beside it
         ctx.save_for_backward(x_TD, reduced_TR, response_T, lora_a_RD, lora_b_OR, weight_D)
         ctx.signed_map, ctx.scaling, ctx.detach_input = signed_map, scaling, detach_input
         return up_project(gated_TR, lora_b_OR, scaling)
@@ -197,15 +198,16 @@ class _GatedDelta(torch.autograd.Function):
         to_weight = weight_gradient if kernels is None else kernels.weight_gradient
         if need_x or need_a or need_weight or need_bias:
             cast_TD = x_TD.to(lora_a_RD.dtype)
-            back_TR = torch.matmul(grad_TO, lora_b_OR.to(grad_TO.dtype))
+            back_TR = torch.matmul(grad_TO, lora_b_OR.to(grad_TO.dtype))  # [T, O]·[O, R]: the one product of width O
             grad_logit_T, inner_TR = through_ranks(back_TR, reduced_TR, response_T, ctx.signed_map, ctx.scaling)
             if need_weight:
                 grad_weight = to_weight(grad_logit_T, cast_TD)
             if need_bias:
                 grad_bias = grad_logit_T.sum().reshape(1)
             if need_x:
-                grad_x = torch.matmul(inner_TR, lora_a_RD.to(grad_TO.dtype)).to(cast_TD.dtype)
+                grad_x = torch.matmul(inner_TR, lora_a_RD.to(grad_TO.dtype)).to(cast_TD.dtype)  # [T, R]·[R, D]
                 if not ctx.detach_input and weight_D is not None:
+                    # the gate's own way to x, which the semi-gradient leaves out
                     grad_x = grad_x + (grad_logit_T.unsqueeze(-1) * weight_D).to(cast_TD.dtype)
                 grad_x = grad_x.to(x_TD.dtype)
             if need_a:

@@ -7,8 +7,6 @@ gates act at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,9 +15,8 @@ from peft.tuners.lora.layer import LoraVariant
 from torch import nn
 
 from loragate.errors import GateError
-from loragate.gates.control import gate_override, gates_disabled
-from loragate.gates.eligibility import active_adapter, lora_layers
-from loragate.gates.variant import GatedLora
+from loragate.gates.control import gate_override, gates_disabled, variants_replaced
+from loragate.gates.eligibility import active_adapter
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,8 @@ def measure_parity(
             at_one = logits()
         with gate_override(model, constant=0.0, adapter_name=name):
             at_zero = logits()
-        with _without_deltas(model, name):
+        # ungated deltas and other adapters stay, as they do at λ ≡ 0
+        with variants_replaced(model, name, _NoDelta()):
             base = logits()
     finally:
         model.train(was_training)
@@ -106,18 +104,3 @@ class _NoDelta(LoraVariant):
     @staticmethod
     def forward(module: Any, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return result
-
-
-@contextmanager
-def _without_deltas(model: nn.Module, adapter_name: str) -> Iterator[None]:
-    """The gated modules without this adapter's delta; ungated deltas and other adapters stay, as they do at λ ≡ 0."""
-    replaced = []
-    try:
-        for _, layer in lora_layers(model, adapter_name):
-            if isinstance(layer.lora_variant.get(adapter_name), GatedLora):
-                replaced.append((layer, layer.lora_variant[adapter_name]))
-                layer.lora_variant[adapter_name] = _NoDelta()
-        yield
-    finally:
-        for layer, variant in replaced:
-            layer.lora_variant[adapter_name] = variant

@@ -84,11 +84,13 @@ class Recorder:
         number is that of the mask.
 
         Raises:
-            GateError: for a mask of another shape than the [batch, sequence] of the forward pass.
+            GateError: for a mask that is not bool, or of another shape than the [batch, sequence] of the forward pass.
         """
         values = lam_T.reshape(-1)
         mask = None if self.owner is None else self.owner.token_mask
         if mask is not None:
+            if mask.dtype != torch.bool:  # whole numbers would choose tokens by their index
+                raise GateError(f"token_mask must be a bool tensor (labels.ne(-100), mask.bool()), found {mask.dtype}")
             if self.positions is not None and self.positions.numel() == values.numel():
                 mask = mask.reshape(-1)[self.positions.to(mask.device)]
             elif lam_T.dim() == 2 and lam_T.shape != mask.shape:
@@ -129,35 +131,18 @@ class Recording:
     - "saturated": share of the values that have gone at least 99.9 % of the way from 1 to a bound (or 1 − `margin` of it), where
       the gate has all but no slope left; there is no way to go to an upper bound of 1, which is not counted.
 
-    `token_mask` says which tokens the next forward passes count.
+    `token_mask` says which tokens the next forward passes count: bool [batch, sequence] in the shape of the pass, True for the
+    tokens to count; None counts all. It stays until it is set again. Another shape or dtype is refused in the forward pass. A
+    module that sees routed tokens (an expert) records nothing under a mask.
     """
 
-    __slots__ = ("_token_mask", "recorders")  # a misspelt token_mask is an error
+    __slots__ = ("recorders", "token_mask")  # a misspelt token_mask is an error
 
     def __init__(self, recorders: dict[str, Recorder]) -> None:
-        self._token_mask: torch.Tensor | None = None
+        self.token_mask: torch.Tensor | None = None
         self.recorders = recorders
         for recorder in recorders.values():
             recorder.owner = self
-
-    @property
-    def token_mask(self) -> torch.Tensor | None:
-        """Bool [batch, sequence], True for the tokens to count, in the shape of the next forward pass; None counts all.
-
-        It stays until it is set again. A mask of another shape is refused with a GateError in the forward pass, one that is
-        not bool or not of two dimensions when it is set. A module that sees routed tokens (an expert) records nothing under
-        a mask.
-        """
-        return self._token_mask
-
-    @token_mask.setter
-    def token_mask(self, mask: torch.Tensor | None) -> None:
-        if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool):
-            found = f"dtype {mask.dtype}" if isinstance(mask, torch.Tensor) else type(mask).__name__
-            raise GateError(f"token_mask must be a bool tensor (labels.ne(-100), mask.bool()) or None, found {found}")
-        if mask is not None and mask.dim() != 2:
-            raise GateError(f"token_mask must have the shape [batch, sequence] of the batch, found {list(mask.shape)}")
-        self._token_mask = mask
 
     def statistics(self) -> dict[str, dict[str, float]]:
         """{module path: {tokens, mean, std, below_zero, zero_to_one, above_one, saturated}}; the three shares sum to 1."""
@@ -174,12 +159,5 @@ def _summary(sums: torch.Tensor) -> dict[str, float]:
     if values[0] == 0:
         return {"tokens": 0.0}
     shares = Shares.of(values)
-    return {
-        "tokens": values[0],
-        "mean": shares.mean,
-        "std": shares.std,
-        "below_zero": shares.below_zero,
-        "zero_to_one": shares.zero_to_one,
-        "above_one": shares.above_one,
-        "saturated": (values[3] + values[4]) / values[0],
-    }
+    kept = {name: getattr(shares, name) for name in ("mean", "std", "below_zero", "zero_to_one", "above_one")}
+    return {"tokens": values[0], **kept, "saturated": (values[3] + values[4]) / values[0]}

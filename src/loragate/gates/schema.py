@@ -1,4 +1,4 @@
-"""Reading the artifact's two files strictly: every key and number is checked before anything is used.
+"""Reading the artifact's files strictly: every key and number is checked before anything is used.
 
 Malformed input of any kind ends in an `ArtifactError` that names the file and key. Knows nothing of models.
 """
@@ -19,7 +19,8 @@ from safetensors.torch import load, save
 from loragate.errors import ArtifactError
 from loragate.gates.config import GateConfig
 from loragate.gates.peft_saving import lost_gates
-from loragate.validate import STRICT, Size, validate
+from loragate.gates.recommended import SAMPLING, generation_settings, recommended_temperature
+from loragate.validate import STRICT, Amount, Size, validate
 
 FORMAT = "loragate"
 SCHEMA_VERSION = 1
@@ -58,8 +59,13 @@ class _Adapter(_Open):
 
 
 @dataclass(frozen=True)
+class _Sampling(_Open):
+    temperature: Amount
+
+
+@dataclass(frozen=True)
 class _Config(_Open):
-    """gate_config.json, as far as a reader relies on it; artifacts of earlier versions have no stop_token_ids."""
+    """gate_config.json, as far as a reader relies on it; artifacts of earlier versions have no stop_token_ids, no sampling."""
 
     gate: GateConfig
     k: Size | None
@@ -68,16 +74,19 @@ class _Config(_Open):
     modules: Annotated[list[str], Len(1)]
     gates_sha256: str
     stop_token_ids: list[Size] | None = None
+    sampling: _Sampling | None = None
 
 
 def read_gate_config(folder: Path) -> dict[str, Any]:
-    """gate_config.json as a checked dictionary.
+    """gate_config.json as a checked dictionary; generation_config.json beside it says the same or is refused.
 
     Raises:
         ArtifactError: naming the file, the key, what was found and what was expected.
     """
     path = folder / CONFIG
-    record = _read_json(folder, path)
+    if not path.is_file():
+        raise ArtifactError(_absent(folder))
+    record = _read_json(path)
     if record.get("format") != FORMAT:
         _fail(path, f"key 'format' must be {FORMAT!r}, found {record.get('format')!r}; this is not a gated adapter")
     version = record.get("schema_version")
@@ -96,7 +105,29 @@ def read_gate_config(folder: Path) -> dict[str, Any]:
             _fail(path, f"the key 'gate.{field.name}' is missing")
     if len(set(config.modules)) != len(config.modules):
         _fail(path, "modules must be distinct names")
+    _check_sampling(folder / SAMPLING, recommended_temperature(record))
     return record
+
+
+def _check_sampling(path: Path, temperature: float | None) -> None:
+    """Refuse a generation config that says another thing than the record: programs would sample by one or the other."""
+    if temperature is None:
+        if path.exists():
+            _fail(path, f"{CONFIG} recommends no sampling, so this file would have no effect; delete it")
+        return
+    if not path.is_file():
+        _fail(path, f"is missing, but {CONFIG} recommends temperature {temperature:g}; fetch the artifact again")
+    found, expected = _read_json(path), generation_settings(temperature)
+    found.pop("transformers_version", None)
+    for key in dict.fromkeys((*found, *expected)):
+        if key not in expected:
+            _fail(path, f"unknown key {key!r} ({found[key]!r}); known are {', '.join(expected)}")
+        if key not in found or found[key] != expected[key]:
+            _fail(
+                path,
+                f"key {key!r} must be {expected[key]!r}, found {found.get(key)!r}: {CONFIG} recommends temperature "
+                f"{temperature:g}; one of the two files was changed, fetch the artifact again",
+            )
 
 
 def read_tensors(folder: Path, record: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -158,12 +189,10 @@ def _stored_settings(data: bytes) -> str | None:
     return metadata.get("gate")
 
 
-def _read_json(folder: Path, path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ArtifactError(_absent(folder))
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
-            _fail(path, "larger than 16 MiB; this is not a gate configuration")
+            _fail(path, "larger than 16 MiB; this is not a configuration")
         record = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant, parse_int=_whole)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, ValueError) as error:
         raise ArtifactError(f"{path}: not valid JSON ({error})") from error

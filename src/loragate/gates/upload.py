@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from loragate.errors import ArtifactError, ConfigError
 from loragate.files import write_json, write_text
 from loragate.gates.card import plain, render_card
+from loragate.gates.recommended import SAMPLING
 from loragate.gates.schema import ADAPTER, CARD, CONFIG, EVIDENCE, GATES, read_gate_config, read_tensors
 from loragate.hub_names import is_hub_id
 from loragate.version import __version__
@@ -94,7 +95,7 @@ def stage(folder: str | Path, into: str | Path, *, name: str, base_id: str = "",
             "revision": None,
         }  # a commit of the other base means nothing here
         paths |= {recorded: base} if recorded else {}
-    for path in (GATES, f"{ADAPTER}/{_ADAPTER_WEIGHTS}"):
+    for path in (GATES, f"{ADAPTER}/{_ADAPTER_WEIGHTS}", *([SAMPLING] if record.get("sampling") else [])):
         _copy(folder, into, path)
     _copy(folder, into, CONFIG, shown)
     adapter = _object(folder / ADAPTER / _ADAPTER_CONFIG)
@@ -163,7 +164,7 @@ def push_gated(
                 folder_path=staged,
                 commit_message=message or f"Upload gated adapter (loragate {__version__})",
                 revision=revision,
-                delete_patterns=f"{ADAPTER}/*",  # an adapter of an earlier artifact must not mix with this one
+                delete_patterns=[f"{ADAPTER}/*", SAMPLING],  # those of an earlier artifact must not mix with this one
             )
         except HFValidationError as error:
             raise ConfigError(f"{repository} cannot be the name of a repository: {error}") from None

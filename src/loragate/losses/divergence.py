@@ -1,17 +1,18 @@
 """Exact KL to a frozen reference model, beside log-probability and entropy, without full logits.
 
-Objectives that hold a model near a reference (EKSFT) need KL(p ‖ r) over the whole vocabulary at every response token, and
-its gradient. Both models' hidden states are projected chunk by chunk, so that two chunks of fp32 logits are alive at a
-time; the backward projects them once more. Which tokens carry which term is decided between forward and backward, which
-is why nothing is folded into the forward. The reference carries no gradient, and neither does a head.
+Objectives that hold a model near a reference (EKSFT, and Stage II's anchors) need KL(p ‖ r) over the whole vocabulary at every
+response token, and its gradient. Both models' hidden states are projected chunk by chunk, so that two chunks of fp32 logits
+are alive at a time; the backward projects them once more. Which tokens carry which term is decided between forward and
+backward, which is why nothing is folded into the forward. The reference carries no gradient, and neither does a head.
 
-Shapes: T labelled tokens, D hidden, V vocabulary, C tokens of one chunk.
+Shapes: T labelled tokens, D hidden, V vocabulary, C tokens of one chunk, P passes of a model that make one reference.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,18 +23,22 @@ from loragate.losses.head import IGNORED, TokenStatistics
 from loragate.losses.projection import Head, Projection
 from loragate.losses.tiling import chunks, whole_rows
 
+Combine = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
 
 @dataclass(frozen=True)
 class Reference:
     """The reference's next-token distributions at the labelled positions of one batch, in row order.
 
     Attributes:
-        states: hidden states [T, D], or logits [T, V] where there is no head.
+        states: hidden states [T, D], or logits [T, V] where there is no head; with `combine` one more dimension, [P, T, …].
         head: the reference's own frozen head; None if `states` are logits.
+        combine: makes the reference of P passes: from the log-probabilities of each, [..., V], to its own; None for one pass.
     """
 
     states: torch.Tensor
     head: Head | None
+    combine: Combine | None = None
 
     @property
     def vocabulary(self) -> int:
@@ -79,13 +84,13 @@ def reference_statistics(
     mask = labels != IGNORED
     chosen_TD = hidden[mask]
     count = chosen_TD.shape[0]
-    if reference.states.shape[0] != count:
-        raise ConfigError(f"the reference holds {reference.states.shape[0]} positions, the batch has {count} labels")
+    if reference.states.shape[-2] != count:
+        raise ConfigError(f"the reference holds {reference.states.shape[-2]} positions, the batch has {count} labels")
     if count == 0:
         return TokenStatistics.without_labels(hidden, mask, vocabulary, kl=True)
     if chunk_tokens is None:
         chunk_tokens = whole_rows(vocabulary, hidden.device.type)
-    moved = Reference(reference.states.detach().to(hidden.device), reference.head)
+    moved = replace(reference, states=reference.states.detach().to(hidden.device))
     plan = _Plan(head, moved, chunk_tokens)
     log_prob_T, entropy_T, kl_T = _ReferenceStatistics.apply(chosen_TD, labels[mask], plan)
     values = TokenStatistics(log_prob_T, entropy_T, entropy_T / math.log(vocabulary), mask, vocabulary, kl_T)
@@ -124,7 +129,7 @@ class _ReferenceStatistics(torch.autograd.Function):
                         torch.linalg.vecdot(p_CV, log_p_CV - log_r_CV),
                     )
                 )
-        ctx.save_for_backward(hidden_TD, labels_T)
+        ctx.save_for_backward(hidden_TD, labels_T)  # no [T, V]: the backward projects both models again
         ctx.plan = plan
         return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
@@ -161,10 +166,16 @@ def _distributions(
 
 
 def _log_softmax_of(reference: Reference, rows: slice, projection: Projection | None) -> torch.Tensor:
-    states = reference.states[rows]
-    if projection is None:
-        return torch.log_softmax(states if states.dtype == torch.float64 else states.float(), -1)
-    return torch.log_softmax(projection.logits(states.to(projection.weight_VD.device))[0], -1).to(states.device)
+    """log r of some positions, [C, V]; a pass is normalised into memory of its own before the next is projected."""
+    states_PCD = reference.states[..., rows, :]
+    logs = []
+    for states_CD in states_PCD if reference.combine is not None else [states_PCD]:
+        if projection is None:
+            logs.append(torch.log_softmax(states_CD if states_CD.dtype == torch.float64 else states_CD.float(), -1))
+        else:
+            z_CV, _ = projection.logits(states_CD.to(projection.weight_VD.device))
+            logs.append(torch.log_softmax(z_CV, -1).to(states_CD.device))
+    return logs[0] if reference.combine is None else reference.combine(logs)
 
 
 def require_same_vocabulary(reference: int, model: int) -> None:

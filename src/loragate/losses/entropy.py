@@ -13,9 +13,9 @@ def support_size(k: int, vocabulary: int) -> int:
     """k limited to the vocabulary; 0 stands for the whole vocabulary.
 
     Raises:
-        ConfigError: for k = 1, whose entropy is identically zero, and for what is no count.
+        ConfigError: for k = 1, whose entropy is identically zero, and for a negative one.
     """
-    if isinstance(k, bool) or not isinstance(k, int) or k < 0 or k == 1:
+    if k < 0 or k == 1:
         raise ConfigError(
             f"k must be an integer of at least 2, or 0 for the whole vocabulary, found {k!r}; the paper uses 100, EAFT 20"
         )

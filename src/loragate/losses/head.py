@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 
 from loragate.errors import ConfigError
-from loragate.losses.entropy import support_size
+from loragate.losses.entropy import support_size, topk_entropy
 from loragate.losses.head_function import STATISTICS, Plan, TokenStatisticsFunction
-from loragate.losses.projection import Head
+from loragate.losses.projection import Head, needs_widening
 from loragate.losses.sharded_head import local_head
-from loragate.losses.tiling import BUDGET, needs_widening, tiling
+from loragate.losses.tiling import BUDGET, tiling
 
 IGNORED = -100
 _CHUNK_BYTES = BUDGET
@@ -99,15 +99,26 @@ def token_statistics(
         `TokenStatistics` shaped like `labels`, connected to `hidden` even when no label counts; differentiable once.
 
     Raises:
-        ConfigError: for mismatching shapes, a label outside the vocabulary, an unknown name in `outputs` or `gradients`, a
-            head that requires a gradient, or a DTensor spread in another way.
+        ConfigError: for labels that do not fit `hidden`, one outside the vocabulary, an unknown name in `outputs` or `gradients`,
+            a head that requires a gradient, or a DTensor spread in another way.
     """
-    _check(hidden, weight, labels, outputs, gradients)
-    _check_head(weight, bias, chunk_tokens)
+    if hidden.shape[:-1] != labels.shape:
+        raise ConfigError(
+            f"hidden {tuple(hidden.shape)} and labels {tuple(labels.shape)} must agree but for hidden's last dimension"
+        )
+    if unknown := sorted({*outputs, *(gradients or ())} - set(STATISTICS)):
+        raise ConfigError(f"unknown statistic {unknown[0]!r}; known: {', '.join(STATISTICS)}")
+    if absent := sorted(set(gradients or ()) - set(outputs)):
+        raise ConfigError(f"gradients names {absent[0]!r}, which is not among outputs")
+    if torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad)):
+        raise ConfigError(
+            "the output head is trainable, but token statistics carry gradients to the hidden states only; freeze it "
+            "(take lm_head out of modules_to_save)"
+        )
     vocabulary = weight.shape[0]
     k = support_size(k, vocabulary)
     mask = labels != IGNORED
-    chosen_TD, chosen_T = hidden[mask], labels[mask]
+    chosen_TD, chosen_T = hidden[mask], labels[mask]  # response positions alone: T is often a small part of B·S
     require_labels(chosen_T, vocabulary)
     weight, bias, shard = local_head(weight, bias)
     if shard is not None:
@@ -150,8 +161,6 @@ def statistics_of_logits(
 
     With the logits (or log-probabilities) of a reference, [..., V], `kl` is KL(p ‖ reference).
     """
-    from loragate.losses.entropy import topk_entropy
-
     working = logits if logits.dtype == torch.float64 else logits.float()
     mask = labels != IGNORED
     require_labels(labels[mask], logits.shape[-1])
@@ -172,41 +181,6 @@ def statistics_of_logits(
         support_size(k, logits.shape[-1]),
         kl,
     )
-
-
-def _check(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    outputs: tuple[str, ...],
-    gradients: tuple[str, ...] | None,
-) -> None:
-    if hidden.shape[:-1] != labels.shape:
-        raise ConfigError(
-            f"hidden {tuple(hidden.shape)} and labels {tuple(labels.shape)} must agree but for hidden's last dimension"
-        )
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ConfigError(
-            f"head weight {tuple(weight.shape)} does not project hidden states of width {hidden.shape[-1]}"
-        )
-    if labels.is_floating_point() or labels.is_complex():
-        raise ConfigError(f"labels are {labels.dtype}; give integer indices of the vocabulary")
-    if unknown := sorted({*outputs, *(gradients or ())} - set(STATISTICS)):
-        raise ConfigError(f"unknown statistic {unknown[0]!r}; known: {', '.join(STATISTICS)}")
-    if absent := sorted(set(gradients or ()) - set(outputs)):
-        raise ConfigError(f"gradients names {absent[0]!r}, which is not among outputs")
-
-
-def _check_head(weight: torch.Tensor, bias: torch.Tensor | None, chunk_tokens: int | None) -> None:
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ConfigError(f"head bias {tuple(bias.shape)} does not belong to a head of {weight.shape[0]} rows")
-    if torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad)):
-        raise ConfigError(
-            "the output head is trainable, but token statistics carry gradients to the hidden states only; freeze it "
-            "(take lm_head out of modules_to_save)"
-        )
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ConfigError(f"chunk_tokens must be at least 1, found {chunk_tokens}")
 
 
 def require_labels(labels_T: torch.Tensor, vocabulary: int) -> None:

@@ -80,19 +80,25 @@ class TokenStatisticsFunction(torch.autograd.Function):
         spans = plan.tiling.spans(weight_VD.shape[0])
         eager = plan.eager(planned, len(spans))
         recompute = eager is None and any(name in planned for name in _DENSE)
+        wanted = Wanted(
+            top=plan.k if "topk_entropy" in plan.outputs and not plan.full else 0,
+            log_prob="log_prob" in plan.outputs,
+            entropy="entropy" in plan.outputs or ("topk_entropy" in plan.outputs and plan.full),
+            direction=eager,
+            normaliser=recompute,
+        )
         found = _Found(hidden_TD.shape[0])
         with torch.autocast(hidden_TD.device.type, enabled=False):
             head = Head(weight_VD, bias_V, plan.scale, plan.softcap).projection()
             for rows in chunks(hidden_TD.shape[0], plan.tiling.tokens):
-                running = RunningRows(
-                    head, hidden_TD[rows], labels_T[rows], _wanted(plan, eager, recompute), plan.shard
-                )
+                running = RunningRows(head, hidden_TD[rows], labels_T[rows], wanted, plan.shard)
                 running.run(spans)
                 _collect(found, rows, running, plan, "topk_entropy" in planned, eager, recompute)
         kept = [found.get(name) for name in ("index", "slope", "log_z", "full entropy", "direction")]
+        # K indices and slopes a token; hidden states only where the logits are projected once more
         ctx.save_for_backward(hidden_TD if recompute else None, weight_VD, bias_V, labels_T, *kept)
         ctx.plan, ctx.spans, ctx.eager, ctx.hidden_dtype = plan, spans, eager, hidden_TD.dtype
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # None, not zeros, for a statistic that nobody differentiates
         values = [found.get(name) for name in STATISTICS]
         results = tuple(torch.empty(0, device=hidden_TD.device) if value is None else value for value in values)
         needed = plan.needed if hidden_TD.requires_grad else ()
@@ -107,6 +113,7 @@ class TokenStatisticsFunction(torch.autograd.Function):
         hidden_TD, weight_VD, bias_V, labels_T, index_TK, slope_TK, log_z_T, entropy_T, direction_TD = ctx.saved_tensors
         plan: Plan = ctx.plan
         if plan.full and grad_topk is not None:
+            # with k = V both entropies are one, up to the factor log V
             grad_entropy = grad_topk / math.log(plan.k) + (0 if grad_entropy is None else grad_entropy)
             grad_topk = None
         dense = {"log_prob": grad_log_prob, "entropy": grad_entropy}
@@ -138,16 +145,6 @@ class _Found:
         if name not in self.columns:
             self.columns[name] = value.new_empty((self.count, *value.shape[1:]))
         self.columns[name][rows] = value
-
-
-def _wanted(plan: Plan, eager: str | None, recompute: bool) -> Wanted:
-    return Wanted(
-        top=plan.k if "topk_entropy" in plan.outputs and not plan.full else 0,
-        log_prob="log_prob" in plan.outputs,
-        entropy="entropy" in plan.outputs or ("topk_entropy" in plan.outputs and plan.full),
-        direction=eager,
-        normaliser=recompute,
-    )
 
 
 def _collect(

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from loragate.losses.largest import largest as largest
 from loragate.losses.tiling import BUDGET, rows_within
 
 
@@ -50,7 +49,7 @@ class Projection:
         self.weight_VD = weight_VD = head.weight
         self.working = torch.float64 if weight_VD.dtype == torch.float64 else torch.float32
         self.direct = multiplies_directly(weight_VD)
-        self.widened = not self.direct and weight_VD.dtype != self.working
+        self.widened = needs_widening(weight_VD)
         self.bias_V = None if head.bias is None else head.bias.to(self.working)
         self.room: torch.Tensor | None = None
         self.wide_rows: torch.Tensor | None = None
@@ -114,6 +113,7 @@ class Projection:
         if self.weight_VD.dtype == self.working:
             return F.embedding_bag(indices_TK, self.weight_VD, per_sample_weights=coefficient_TK, mode="sum")
         # embedding_bag would round the coefficients to the rows' dtype
+        # K rows of D numbers for each of so many tokens are gathered at a time, within the budget
         total_TD = coefficient_TK.new_empty((indices_TK.shape[0], self.weight_VD.shape[1]))
         size = self.weight_VD.shape[1] * (self.weight_VD.element_size() + total_TD.element_size())
         count = rows_within(indices_TK.shape[1] * size, BUDGET)
@@ -157,8 +157,13 @@ class Projection:
 
 
 def multiplies_directly(weight_VD: torch.Tensor) -> bool:
-    """Whether low-precision weights are used as they are (CUDA); elsewhere they are widened tile by tile."""
+    """Whether low-precision weights are used as they are (CUDA)."""
     return weight_VD.is_cuda and weight_VD.dtype in (torch.bfloat16, torch.float16)
+
+
+def needs_widening(weight_VD: torch.Tensor) -> bool:
+    """Whether head rows are copied to fp32, tile by tile, to be multiplied in fp32: low precision off CUDA."""
+    return weight_VD.dtype in (torch.bfloat16, torch.float16) and not multiplies_directly(weight_VD)
 
 
 def product_in_fp32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from loragate.losses.largest import RunningLargest
 from loragate.losses.projection import Projection
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ class RunningRows:
         at_C, inside_C = label_columns(self.labels_C - self._first, start, stop)
         self.label_C += torch.where(inside_C, z_CV.gather(-1, at_C.unsqueeze(-1)).squeeze(-1), 0.0)
         slope = self.head.slope(z_CV) if self.pull_CD is not None else None
-        highest_C = torch.maximum(self.maximum_C, z_CV.amax(-1))
+        highest_C = torch.maximum(self.maximum_C, z_CV.amax(-1))  # the slope was taken before z is overwritten
         self._rescale(highest_C)
         below_CV = z_CV.sub_(highest_C.unsqueeze(-1))  # in place: the logits are not needed any more
         if self.wanted.entropy or self.wanted.direction == "entropy":
@@ -97,7 +96,7 @@ class RunningRows:
                 share_CV *= below_CV.sub_((self.weighted_C / self.total_C).unsqueeze(-1))
             if isinstance(slope, torch.Tensor):
                 share_CV *= slope
-            self.pull_CD += self.head.tile_back(share_CV, start, stop)
+            self.pull_CD += self.head.tile_back(share_CV, start, stop)  # [C, V]·[V, D], while the tile is there
 
     @property
     def _first(self) -> int:
@@ -108,7 +107,9 @@ class RunningRows:
         """State the sums relative to a new maximum."""
         gap_C = self.maximum_C - highest_C
         decay_C = gap_C.exp()
-        self.weighted_C += gap_C * self.total_C
+        self.weighted_C += (
+            gap_C * self.total_C
+        )  # before total_C decays: Σ e^(z−m)(z−m′) = Σ e^(z−m)(z−m) + (m−m′) Σ e^(z−m)
         self.weighted_C *= decay_C
         self.total_C *= decay_C
         if self.pull_CD is not None:
@@ -206,3 +207,49 @@ def recomputed_gradient(
         total_CD += head.tile_back(coefficient_CV, start, stop)
         del z_CV, log_p_CV, coefficient_CV, slope  # before the next tile is made
     return total_CD
+
+
+def largest(values_CV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest values of each row and their columns, in descending order; k ≤ V.
+
+    Two levels: a row is cut into groups of columns, and only the k groups with the largest maxima can hold any of the k
+    largest values. A group is a set of columns at equal distances, so that the maxima of all groups come from a few
+    element-wise maxima of contiguous memory. Among equal values at the boundary any may be returned, as with `torch.topk`.
+    """
+    width = values_CV.shape[1]
+    if width < 16 * k:
+        return torch.topk(values_CV, k, dim=-1)  # grouping would not pay
+    size = 16 if width >= 64 * k else 8  # columns per group; the least work is near √(width / k)
+    groups = width // size
+    grouped = values_CV[:, : groups * size].unflatten(-1, (size, groups))  # [C, size, groups]
+    chosen_CK = torch.topk(grouped.amax(1), k, dim=-1, sorted=False).indices
+    candidates = torch.gather(grouped, 2, chosen_CK.unsqueeze(1).expand(-1, size, -1)).flatten(1)
+    tail = values_CV[:, groups * size :]
+    top_CK, at_CK = torch.topk(torch.cat((candidates, tail), dim=-1) if tail.shape[1] else candidates, k, dim=-1)
+    inside = at_CK < candidates.shape[1]
+    member_CK = torch.div(at_CK, k, rounding_mode="floor")
+    column_CK = member_CK * groups + torch.gather(chosen_CK, 1, at_CK % k)
+    return top_CK, torch.where(inside, column_CK, at_CK - candidates.shape[1] + groups * size)
+
+
+class RunningLargest:
+    """The k largest of rows that come in pieces of columns."""
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+        self.found: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def add(self, values_CV: torch.Tensor, start: int) -> None:
+        """Take in columns `start`, `start` + 1, …"""
+        top_CK, column_CK = largest(values_CV, min(self.k, values_CV.shape[1]))
+        self.merge(top_CK, column_CK + start)
+
+    def merge(self, top_CK: torch.Tensor, column_CK: torch.Tensor) -> None:
+        """Take in values with their columns."""
+        if self.found is not None:
+            top_CK = torch.cat((self.found[0], top_CK), dim=-1)
+            column_CK = torch.cat((self.found[1], column_CK), dim=-1)
+        if self.found is not None or top_CK.shape[1] > self.k:
+            top_CK, at_CK = torch.topk(top_CK, min(self.k, top_CK.shape[1]), dim=-1)
+            column_CK = torch.gather(column_CK, 1, at_CK)
+        self.found = (top_CK, column_CK)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 BUDGET = 64 << 20
 """Bytes of one tile of logits, of the head rows widened for it, and of the rows that a sparse backward gathers at a time."""
 
@@ -54,7 +52,9 @@ def tiling(
         tokens: positions per tile where the caller insists.
         budget: bytes, see `BUDGET`.
     """
-    columns = max(_LEAST, budget // (4 * (tokens or preferred_tokens(device))))
+    columns = max(
+        _LEAST, budget // (4 * (tokens or preferred_tokens(device)))
+    )  # 64 MiB: 128 tokens × 131,072, or 512 × 32,768
     if widened:
         columns = min(columns, max(_LEAST, budget // (4 * width)))
     columns = min(columns, vocabulary)
@@ -74,11 +74,6 @@ def rows_within(bytes_per_row: int, budget: int) -> int:
 def whole_rows(vocabulary: int, device: str, budget: int = BUDGET) -> int:
     """Tokens per chunk where a chunk holds whole rows of fp32 logits: as many as the budget does, at most 128 on a CPU."""
     return min(128 if device == "cpu" else 1 << 20, max(_LEAST, budget // (4 * vocabulary)))
-
-
-def needs_widening(weight_VD: torch.Tensor) -> bool:
-    """Whether head rows must be copied to fp32 to be multiplied in fp32: low precision off CUDA."""
-    return weight_VD.dtype in (torch.bfloat16, torch.float16) and not weight_VD.is_cuda
 
 
 def chunks(count: int, size: int) -> list[slice]:

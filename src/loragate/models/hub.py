@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from loragate.errors import ArtifactError
+from loragate.gates.recommended import SAMPLING
 from loragate.gates.schema import ADAPTER, CARD, CONFIG, GATES
 from loragate.models.adapter_files import ADAPTER_CONFIG
 
-GATED = (CONFIG, GATES, CARD, f"{ADAPTER}/*")
+GATED = (CONFIG, GATES, SAMPLING, CARD, f"{ADAPTER}/*")
+BASE = ("*.json", "model*.safetensors", "*.model", "*.jinja", "merges.txt", "vocab.txt")
 PLAIN = ("adapter_*", "*token*.json", "tokenizer*", "vocab.*", "merges.txt", "*.jinja")
 
 
@@ -48,6 +50,15 @@ def download_adapter(name: str, revision: str = "") -> Path:
             ) from None
 
 
+def download_base(name: str, revision: str = "", code: bool = False) -> Path:
+    """Configuration, tokenizer and safetensors of a model in the hub cache; its own Python files too where `code` is set.
+
+    Raises:
+        NotThere, ArtifactError: as `download_gated`.
+    """
+    return download(name, revision, "config.json", [*BASE, *["*.py"] * code])
+
+
 def download(name: str, revision: str, first: str, patterns: Sequence[str]) -> Path:
     """The folder of the commit that holds the file `first`, with all files of `patterns`.
 
@@ -63,7 +74,7 @@ def download(name: str, revision: str, first: str, patterns: Sequence[str]) -> P
     except HFValidationError as error:
         raise NotThere(f"{_called(name, revision)} is neither a folder here nor a hub id ({error})") from None
     except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
-        raise _explained(name, revision, error) from error
+        raise _explained(name, revision, first, error) from error
 
 
 def _called(name: str, revision: str) -> str:
@@ -77,7 +88,7 @@ def _lacks_the_file(error: NotThere) -> bool:
     return isinstance(error.__cause__, EntryNotFoundError) and not isinstance(error.__cause__, LocalEntryNotFoundError)
 
 
-def _explained(name: str, revision: str, error: Any) -> ArtifactError:
+def _explained(name: str, revision: str, first: str, error: Any) -> ArtifactError:
     """The error of huggingface_hub as one sentence with the way out."""
     from huggingface_hub import errors
 
@@ -99,6 +110,8 @@ def _explained(name: str, revision: str, error: Any) -> ArtifactError:
     if isinstance(error, errors.RevisionNotFoundError):
         return ArtifactError(f"{name} has no revision {revision!r}; its page lists branches, tags and commits")
     if isinstance(error, errors.EntryNotFoundError):
+        if first != CONFIG:
+            return NotThere(f"{called} on the hub holds no {first}")
         return NotThere(
             f"{called} on the hub holds no {CONFIG}, so it is no gated adapter; a plain adapter is gated with "
             f"`loragate calibrate --adapter {name} --data FILE --out DIR`"

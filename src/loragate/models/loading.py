@@ -92,6 +92,11 @@ class Loaded:
         return find_endings(self.tokenizer, settings, self.stop_token_ids)
 
     @property
+    def recommended_temperature(self) -> float | None:
+        """Of sampling, see `Place.recommended_temperature`."""
+        return self.place.recommended_temperature
+
+    @property
     def told_endings(self) -> dict[str, Any]:
         """What an evaluation records of them: {} where the chat template adds no end to those that are declared."""
         added = self.endings.added
@@ -189,7 +194,8 @@ def load_gated(
 
     Returns:
         A gated PeftModel in eval mode with every parameter frozen; `generate`, KV cache, batches and padding work as
-        with any PeftModel. `loragate.gates.train_gates_only(model)` has the gates train again.
+        with any PeftModel. `generate` ends and samples as the artifact records, where it does (`model.generation_config`).
+        `loragate.gates.train_gates_only(model)` has the gates train again.
 
     Raises:
         ArtifactError: if the artifact is malformed, belongs to another base or adapter, or it or the base is not to be had.
@@ -213,6 +219,9 @@ def open_tokenizer(place: Place, how: Loading | None = None) -> Any:
         else:
             name, beside = pretrained(place.base) if chosen == place.base.name else (chosen, {})
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=how.trust, **beside)
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+        # transformers makes an empty one of a folder that has no file of it
+        raise ConfigError(f"tokenizer {chosen}: there is no tokenizer in this folder")
     if how.chat_template:
         try:
             tokenizer.chat_template = Path(how.chat_template).read_text(encoding="utf-8")

@@ -19,6 +19,7 @@ from loragate.errors import ArtifactError, ConfigError
 from loragate.gates.gate import Override
 from loragate.gates.override_names import parse_override, split_folder
 from loragate.gates.peft_saving import lost_gates
+from loragate.gates.recommended import recommended_temperature
 from loragate.gates.schema import ADAPTER, CONFIG, read_gate_config, read_tensors
 from loragate.hub_names import cached_commit, hub_name, hub_source, is_hub_id, split_revision
 from loragate.models.adapter_files import ADAPTER_CONFIG, read_adapter_config
@@ -143,6 +144,11 @@ class Place:
     def stop_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer, as the gated folder records them."""
         return tuple((self.gates or {}).get("stop_token_ids") or ())
+
+    @property
+    def recommended_temperature(self) -> float | None:
+        """At which a gated folder is to be sampled, its plain adapter where the gates are off; 0 is greedy, None for nothing."""
+        return recommended_temperature(self.gates)
 
     @property
     def is_dora(self) -> bool:

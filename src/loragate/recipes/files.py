@@ -25,9 +25,9 @@ from typing import Any
 
 import yaml
 
-from loragate import strict_yaml
 from loragate.errors import ConfigError, nearest
 from loragate.recipes.recipe import REFERENCE, Recipe, Stage, filled
+from loragate.strict_yaml import read_mapping
 from loragate.validate import validate
 
 HERE = Path(__file__).parent
@@ -143,7 +143,7 @@ class Library:
         """What the files of places have for this one; a place that there is not is an error."""
         for folder in (HERE, *self.folders):
             if (path := folder / "places.yaml").is_file():
-                for place, block in _content(path).items():
+                for place, block in read_mapping(path).items():
                     for kind, part in zip(KINDS, str(place).split("/"), strict=False):
                         if part not in (known := self.files(kind)):
                             raise ConfigError(f"{path}: '{place}': there is no {kind} '{part}'{nearest(part, known)}")
@@ -251,21 +251,7 @@ def read_file(path: Path) -> Layer:
 
 @lru_cache(maxsize=256)
 def _read(path: Path, changed: int) -> Layer:
-    return _layer(_content(path), _comments(path), str(path))
-
-
-def _content(path: Path) -> dict[str, Any]:
-    try:
-        content = strict_yaml.load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected keys and values, found {type(content).__name__}")
-    return content
+    return _layer(read_mapping(path), _comments(path), str(path))
 
 
 def _comments(path: Path) -> dict[tuple[str, ...], str]:

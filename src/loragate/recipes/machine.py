@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from loragate.analysis.cost import decoding, find_gpu
-from loragate.analysis.plan import FP32, Plan, Request, make_plan
+from loragate.analysis.plan import FP32, Plan, decoding, make_plan
 from loragate.analysis.plan_model import base_dtype, build_on_meta, count_parameters, read_config
+from loragate.analysis.plan_request import Request, find_gpu
 from loragate.evaluation.harness_rows import load_suite
 from loragate.evaluation.tasks import Task, load_task, suite
 from loragate.evaluation.variants import Kind, Variant, variants_for
@@ -151,7 +151,7 @@ def _plan(recipe: Recipe, kind: Literal["sft", "calibrate"], values: Mapping[str
 
 def _training(plan: Plan) -> tuple[float, float, str]:
     """(GiB, hours, note) of one training."""
-    option = plan.chosen or min(plan.options, key=lambda option: option.gib)
+    option = plan.least
     note = f"{option.gpus} × {plan.gpu.name}" + ("" if plan.chosen else ": does not fit")
     return option.gib, option.seconds / 3600, note
 

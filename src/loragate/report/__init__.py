@@ -1,1 +1,1 @@
-"""What a person sees of a run: the table, its reading in plain words, the figures. Takes plain data, knows no other room."""
+"""What a person sees of a run: tables, readings in plain words, figures, the page. Takes plain data, knows no other room."""

@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from loragate.report.table import ABSENT, p_value, percent, points
+from loragate.report.table import ABSENT, interval, or_absent, p_value, percent, points
 
 COLUMNS = ("Cell", "Probe %", "vs adapter, points", "Seeds %", "Entropy", "Ended %", "λ < 0 / > 1 %")
 ROWS = 15
@@ -66,12 +66,12 @@ def suite_table(record: Mapping[str, Any]) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for name in ("Cell", "Score %", "vs adapter, points"):
         table.add_column(name, justify="left" if name == "Cell" else "right", no_wrap=True)
-    table.add_row("adapter", _interval(choice["adapter_score"]), ABSENT)
+    table.add_row("adapter", interval(choice["adapter_score"]), ABSENT)
     for cell in sorted(record["cells"], key=lambda cell: -cell["score"]["mean"]):
         versus = cell["difference"]
         table.add_row(
             Text(cell["name"] + ("" if cell["complete"] else " (incomplete)")),
-            _interval(cell["score"]),
+            interval(cell["score"]),
             f"{points(versus['mean'])} (p{p_value(versus['p_holm'])})",
             style="bold" if cell["name"] == choice["picked"] else None,
         )
@@ -83,10 +83,10 @@ def _suite_sentence(record: Mapping[str, Any], choice: Mapping[str, Any]) -> str
     """What a suite says of the cells: the best one, read as an oracle, and the one that a probe had chosen."""
     oracle = choice["oracle"]
     if oracle["name"] == "adapter":
-        text = f"none of {choice['candidates']} cells is above the adapter's {_interval(oracle['score'])} % on {record['suite']}."
+        text = f"none of {choice['candidates']} cells is above the adapter's {interval(oracle['score'])} % on {record['suite']}."
     else:
         text = (
-            f"highest on {record['suite']}: {oracle['name']} with {_interval(oracle['score'])} %. It was found on these "
+            f"highest on {record['suite']}: {oracle['name']} with {interval(oracle['score'])} %. It was found on these "
             "questions themselves, so its mean is optimistic (an oracle)."
         )
     if oracle["regret"]:
@@ -108,7 +108,7 @@ def choice_sentence(record: Mapping[str, Any], choice: Mapping[str, Any]) -> str
         cell = next(c for c in record["cells"] if c["adapter"] == choice["adapter"] and c["name"] == choice["picked"])
         difference = cell["difference"]
         text = (
-            f"chosen: {choice['picked']}, {_interval(cell['probe'])} % on the probe ({size}) against {_interval(own)} % of the "
+            f"chosen: {choice['picked']}, {interval(cell['probe'])} % on the probe ({size}) against {interval(own)} % of the "
             f"adapter: {points(difference['mean'])} points, p{p_value(difference['p'])}, "
             f"{p_value(difference['p_holm']).lstrip('=')} after Holm's adjustment over {record['comparisons']} cells. "
         )
@@ -120,13 +120,13 @@ def choice_sentence(record: Mapping[str, Any], choice: Mapping[str, Any]) -> str
     elif not choice["candidates"]:
         text = "the adapter remains: no cell's training stayed finite in all its seeds."
     else:
-        text = f"the adapter remains: none of {choice['candidates']} cells is above its {_interval(own)} % on the probe ({size})."
+        text = f"the adapter remains: none of {choice['candidates']} cells is above its {interval(own)} % on the probe ({size})."
     oracle = choice["oracle"]
     if oracle is not None:
         regret = oracle["regret"]
         text += (
-            f" Oracle on the test set, not used to choose: {oracle['name']} with {_interval(oracle['test'])} %; the choice has "
-            f"{_interval(oracle['chosen_test'])} % there, a regret of {points(regret['mean']).lstrip('+')} points "
+            f" Oracle on the test set, not used to choose: {oracle['name']} with {interval(oracle['test'])} %; the choice has "
+            f"{interval(oracle['chosen_test'])} % there, a regret of {points(regret['mean']).lstrip('+')} points "
             f"({points(regret['low'])} to {points(regret['high'])}), and {points(oracle['chosen_minus_adapter']['mean'])} points "
             "from the adapter."
         )
@@ -135,7 +135,7 @@ def choice_sentence(record: Mapping[str, Any], choice: Mapping[str, Any]) -> str
 
 def _rows(choice: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
     ended = choice["adapter_signs"].get("finished")
-    own = [_interval(choice["adapter_probe"]), ABSENT, ABSENT, ABSENT, _share(ended), ABSENT]
+    own = [interval(choice["adapter_probe"]), ABSENT, ABSENT, ABSENT, or_absent(ended, percent), ABSENT]
     rows = [("adapter", own)]
     for cell in cells:
         gates, difference = cell["gates"], cell["difference"]
@@ -144,13 +144,13 @@ def _rows(choice: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> list
             (
                 name,
                 [
-                    _interval(cell["probe"]),
+                    interval(cell["probe"]),
                     points(difference["mean"]) + (f" (p{p_value(difference['p_holm'])})" if cell["complete"] else ""),
                     ", ".join(percent(mean) for mean in cell["by_seed"]) if len(cell["by_seed"]) > 1 else ABSENT,
                     f"{cell['entropy_before']:.3f} → {cell['entropy_after']:.3f}"
                     if cell["entropy_after"] is not None
                     else ABSENT,
-                    _share(cell["signs"].get("finished")),
+                    or_absent(cell["signs"].get("finished"), percent),
                     f"{percent(gates['below_zero'])} / {percent(gates['above_one'])}"
                     if "below_zero" in gates
                     else ABSENT,
@@ -175,11 +175,3 @@ def _caption(record: Mapping[str, Any]) -> str:
         f"adapter: paired by question, p after Holm's adjustment over {record['comparisons']} comparisons. Entropy: the training "
         "objective, no evidence of better answers. Ended: answers that the model ended itself."
     )
-
-
-def _interval(estimate: Mapping[str, float]) -> str:
-    return f"{percent(estimate['mean'])} ({percent(estimate['low'])}–{percent(estimate['high'])})"
-
-
-def _share(value: float | None) -> str:
-    return ABSENT if value is None else percent(value)

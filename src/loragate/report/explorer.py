@@ -43,6 +43,8 @@ def build_explorer(
     upper: float,
     modules: Sequence[str],
     prompt: str = "",
+    temperature: float = 1.0,
+    note: str = "",
     max_new_tokens: int = 128,
 ) -> Any:
     """The page as `gradio.Blocks`, not launched.
@@ -52,6 +54,8 @@ def build_explorer(
         lower, upper: the gates' range, the ends of the sliders.
         modules: paths of the gated modules.
         prompt: initial text of the prompt box.
+        temperature: what stands there at first.
+        note: a sentence about it.
         max_new_tokens: what stands in the token limit at first.
 
     Raises:
@@ -108,7 +112,7 @@ def build_explorer(
         with gradio.Row():
             low = gradio.Slider(lower, upper, value=lower, step=0.05, label="λ at least")
             high = gradio.Slider(lower, upper, value=upper, step=0.05, label="λ at most")
-            heat = gradio.Slider(0, 2, value=1.0, step=0.05, label="Temperature")
+            heat = gradio.Slider(0, 2, value=temperature, step=0.05, label="Temperature", info=note or None)
             limit = gradio.Slider(1, 1024, value=max_new_tokens, step=1, label="New tokens at most")
             seed = gradio.Number(value=0, precision=0, label="Seed")
         with gradio.Row():

@@ -8,7 +8,8 @@ when a figure is drawn, and its figures are used without pyplot: neither a displ
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,11 +53,7 @@ def accuracy_bars(rows: Sequence[Row], path: str | Path) -> None:
     """
     if not rows:
         raise DataError("accuracy_bars was given no rows; evaluate at least one method first.")
-    from matplotlib import rc_context
-    from matplotlib.patches import Patch
-
-    with rc_context(STYLE):
-        figure = _figure(7.4, 1.3 + 0.36 * len(rows))
+    with drawn(path, 7.4, 1.3 + 0.36 * len(rows)) as figure:
         axes = figure.subplots()
         for place, row in enumerate(rows):
             accuracy = None if row.get("not_run") else row.get("accuracy")
@@ -82,15 +79,9 @@ def accuracy_bars(rows: Sequence[Row], path: str | Path) -> None:
         axes.set_xticks(range(0, 101, 20))
         axes.tick_params(axis="y", length=0)
         axes.set_xlabel("accuracy, % (bars: mean; whiskers: 95 % interval over questions)")
-        _grid(axes, "x")
-        present = [group for group in GROUPS if any(row["group"] == group for row in rows)]
-        figure.legend(
-            handles=[Patch(color=GROUPS[group][1], label=GROUPS[group][0]) for group in present],
-            loc="outside upper center",
-            ncols=len(present),
-            frameon=False,
-        )
-        _save(figure, path)
+        grid(axes, "x")
+        present = dict(GROUPS[group] for group in GROUPS if any(row["group"] == group for row in rows))
+        legend(figure, present, len(present))
 
 
 def entropy_curve(histories: Mapping[str, Sequence[Mapping[str, Any]]], path: str | Path) -> None:
@@ -101,10 +92,8 @@ def entropy_curve(histories: Mapping[str, Sequence[Mapping[str, Any]]], path: st
     Raises `DataError` when no point is left and `ConfigError` for a file name of another kind than png, svg or pdf.
     """
     curves = _curves(histories)
-    from matplotlib import rc_context
 
-    with rc_context(STYLE):
-        figure = _figure(7.4, max(4.0, 0.8 + 0.24 * len(curves)))
+    with drawn(path, 7.4, max(4.0, 0.8 + 0.24 * len(curves))) as figure:
         axes = figure.subplots()
         for number, (label, points) in enumerate(curves.items()):
             steps, values = zip(*points)
@@ -122,9 +111,8 @@ def entropy_curve(histories: Mapping[str, Sequence[Mapping[str, Any]]], path: st
         axes.set_xlabel("step")
         axes.set_ylabel("top-k entropy / log k")
         axes.set_title("Training entropy (its fall does not show better answers)")
-        _grid(axes, "both")
+        grid(axes, "both")
         figure.legend(loc="outside right upper", frameon=False, title="range" if len(curves) > 1 else None)
-        _save(figure, path)
 
 
 def lambda_map(stats: Mapping[str, Mapping[str, float]], path: str | Path) -> None:
@@ -137,7 +125,6 @@ def lambda_map(stats: Mapping[str, Mapping[str, float]], path: str | Path) -> No
     """
     if not stats:
         raise DataError("lambda_map was given no modules; record gates on a gated model first.")
-    from matplotlib import rc_context
     from matplotlib.colors import Normalize
 
     cells: dict[tuple[int | None, str], list[Mapping[str, float]]] = {}
@@ -153,8 +140,8 @@ def lambda_map(stats: Mapping[str, Mapping[str, float]], path: str | Path) -> No
         means[layers.index(layer), kinds.index(kind)] = np.mean([values["mean"] for values in modules])
     reach = max(0.1, float(np.nanmax(np.abs(means - 1))))
 
-    with rc_context({**STYLE, "axes.spines.top": True, "axes.spines.right": True}):
-        figure = _figure(4.6 + 0.82 * len(kinds), 1.9 + 0.36 * max(len(layers), 3))
+    size = 4.6 + 0.82 * len(kinds), 1.9 + 0.36 * max(len(layers), 3)
+    with drawn(path, *size, {"axes.spines.top": True, "axes.spines.right": True}) as figure:
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=[max(len(kinds), 2), 2.6])
         left.patch.set(facecolor="white", hatch="////", edgecolor="#CCCCCC")  # seen where a layer has no such module
         image = left.imshow(means, cmap="PuOr_r", norm=Normalize(1 - reach, 1 + reach), aspect="auto")
@@ -184,7 +171,6 @@ def lambda_map(stats: Mapping[str, Mapping[str, float]], path: str | Path) -> No
         right.tick_params(axis="y", length=0, labelleft=False)
         right.spines[["top", "right", "left"]].set_visible(False)
         figure.legend(loc="outside lower right", ncols=3, frameon=False, fontsize=9)
-        _save(figure, path)
 
 
 def _curves(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[tuple[float, float]]]:
@@ -201,25 +187,37 @@ def _curves(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, l
     return curves
 
 
-def _figure(width: float, height: float) -> Figure:
+@contextmanager
+def drawn(path: str | Path, width: float, height: float, style: Any = None) -> Iterator[Figure]:
+    """A figure to draw on, in inches; it is written when the body ends, in the format of the suffix.
+
+    Raises:
+        ConfigError: for another kind of file than png, svg or pdf.
+    """
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _grid(axes: Axes, axis: Any) -> None:
-    axes.grid(axis=axis, color="#DDDDDD", linewidth=0.8)
-    axes.set_axisbelow(True)
-
-
-def _save(figure: Figure, path: str | Path) -> None:
-    """Write the figure in the format of the suffix."""
     path = Path(path)
     kind = path.suffix.lower().lstrip(".")
     if kind not in KINDS:
         raise ConfigError(f"A figure cannot be written to {path}: give a file name that ends in .png, .svg or .pdf.")
     metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-    write_atomically(path, lambda temporary: figure.savefig(temporary, format=kind, dpi=160, metadata=metadata))
+    with rc_context({**STYLE, **(style or {})}):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(figure)
+        yield figure
+        write_atomically(path, lambda temporary: figure.savefig(temporary, format=kind, dpi=160, metadata=metadata))
+
+
+def legend(figure: Figure, colours: Mapping[str, str], columns: int) -> None:
+    """A legend above the drawing, {label: colour}."""
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=colour, label=label) for label, colour in colours.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False)
+
+
+def grid(axes: Axes, axis: Any) -> None:
+    axes.grid(axis=axis, color="#DDDDDD", linewidth=0.8)
+    axes.set_axisbelow(True)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from loragate.errors import DataError
-from loragate.report.figures import STYLE, _figure, _save
+from loragate.report.figures import drawn
 from loragate.report.table import percent, points
 
 COLOURS = "PuOr"  # orange is worse than the adapter, purple better; told apart by all common kinds of colour vision
@@ -61,7 +61,6 @@ def heat_map(data: Mapping[str, Any], path: str | Path) -> None:
     for cell, (row, column) in zip(cells, places, strict=True):
         differences[row, column] = cell["mean"] - data["adapter"]
     reach = 1.3 * max(LEAST_REACH, float(np.nanmax(np.abs(differences))))  # the darkest shades hide frames
-    from matplotlib import rc_context
     from matplotlib.colors import Normalize
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
@@ -69,8 +68,7 @@ def heat_map(data: Mapping[str, Any], path: str | Path) -> None:
     width = max(1.3 + 1.02 * len(columns), 5.6)
     caption = textwrap.fill(data["caption"], int(width * 13.5))
     height = 1.5 + 0.72 * len(rows) + 0.17 * (caption.count("\n") + 1)
-    with rc_context({**STYLE, "axes.spines.left": False, "axes.spines.bottom": False}):
-        figure = _figure(width, height)
+    with drawn(path, width, height, {"axes.spines.left": False, "axes.spines.bottom": False}) as figure:
         axes = figure.subplots()
         axes.patch.set(facecolor="white", hatch="////", edgecolor="#DDDDDD")  # seen where a range was not tried
         image = axes.imshow(100 * differences, cmap=COLOURS, norm=Normalize(-100 * reach, 100 * reach), aspect="auto")
@@ -106,7 +104,6 @@ def heat_map(data: Mapping[str, Any], path: str | Path) -> None:
         bar.set_label("points above the adapter")
         bar.outline.set_visible(False)
         figure.supxlabel(caption, x=0.01, ha="left", fontsize=8, color="#333333")
-        _save(figure, path)
 
 
 def map_data(record: Mapping[str, Any], choice: Mapping[str, Any], adapter: str, objective: str) -> dict[str, Any]:

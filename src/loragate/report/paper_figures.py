@@ -1,4 +1,5 @@
-"""The paper's figures, drawn from our own runs: entropy before and after, where λ lies, training time.
+"""The paper's figures, drawn from our own runs: entropy before and after, where λ lies, training time; and which record gives
+which figure.
 
 Beside `figures.py` and `heatmap.py`, which draw scores, curves and ranges. The same rules: plain data in, one file out, no
 number that was not measured.
@@ -6,12 +7,15 @@ number that was not measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from loragate.errors import DataError
-from loragate.report.figures import SHARES, STYLE, _figure, _grid, _save
+from loragate.errors import ConfigError, DataError
+from loragate.report.figures import SHARES, accuracy_bars, drawn, entropy_curve, grid, lambda_map, legend
+from loragate.report.heatmap import heat_maps
+from loragate.report.sources import Source
 
 BEFORE, AFTER, TIME = "#999999", "#D55E00", "#56B4E9"
 
@@ -22,17 +26,8 @@ def entropy_bars(pairs: Mapping[str, tuple[float, float]], path: str | Path) -> 
     Args:
         pairs: {label: (before, after)}, each divided by log k, teacher-forced, on rows that were not trained on.
         path: .png, .svg or .pdf.
-
-    Raises:
-        DataError: without pairs.
-        ConfigError: for another kind of file.
     """
-    if not pairs:
-        raise DataError("entropy_bars was given no calibration with held-out rows; calibrate with --heldout first.")
-    from matplotlib import rc_context
-
-    with rc_context(STYLE):
-        figure = _figure(max(4.0, 1.4 + 1.1 * len(pairs)), 3.6)
+    with drawn(path, max(4.0, 1.4 + 1.1 * len(pairs)), 3.6) as figure:
         axes = figure.subplots()
         places = range(len(pairs))
         for offset, number, colour, label in ((-0.2, 0, BEFORE, "adapter"), (0.2, 1, AFTER, "gated")):
@@ -43,9 +38,8 @@ def entropy_bars(pairs: Mapping[str, tuple[float, float]], path: str | Path) -> 
         axes.set_ylabel("top-k entropy / log k")
         axes.set_title("Entropy of held-out rows before and after gating (its fall shows no better answers)")
         axes.margins(y=0.15)
-        _grid(axes, "y")
+        grid(axes, "y")
         figure.legend(loc="outside upper right", ncols=2, frameon=False)
-        _save(figure, path)
 
 
 def gate_shares(shares: Mapping[str, Mapping[str, float]], path: str | Path) -> None:
@@ -55,12 +49,7 @@ def gate_shares(shares: Mapping[str, Mapping[str, float]], path: str | Path) -> 
         shares: {label: {"below_zero", "zero_to_one", "above_one"}}, shares of 1.
         path: .png, .svg or .pdf.
     """
-    if not shares:
-        raise DataError("gate_shares was given no gates; record them on a gated model first.")
-    from matplotlib import rc_context
-
-    with rc_context(STYLE):
-        figure = _figure(7.0, 1.5 + 0.45 * len(shares))
+    with drawn(path, 7.0, 1.5 + 0.45 * len(shares)) as figure:
         axes = figure.subplots()
         reached = [0.0] * len(shares)
         for key, (label, colour) in SHARES.items():
@@ -77,7 +66,6 @@ def gate_shares(shares: Mapping[str, Mapping[str, float]], path: str | Path) -> 
         axes.set_xlabel("% of (token, module) pairs")
         axes.tick_params(axis="y", length=0)
         figure.legend(loc="outside upper center", ncols=3, frameon=False)
-        _save(figure, path)
 
 
 def time_bars(times: Sequence[tuple[str, str, float]], path: str | Path) -> None:
@@ -87,14 +75,8 @@ def time_bars(times: Sequence[tuple[str, str, float]], path: str | Path) -> None
         times: (label, "stage one" or "stage two", seconds), in the order to be drawn.
         path: .png, .svg or .pdf.
     """
-    if not times:
-        raise DataError("time_bars was given no training; train an adapter or gates first.")
-    from matplotlib import rc_context
-    from matplotlib.patches import Patch
-
     colours: dict[str, Any] = {"stage one": TIME, "stage two": AFTER}
-    with rc_context(STYLE):
-        figure = _figure(7.0, 1.5 + 0.4 * len(times))
+    with drawn(path, 7.0, 1.5 + 0.4 * len(times)) as figure:
         axes = figure.subplots()
         minutes = [seconds / 60 for _, _, seconds in times]
         bars = axes.barh(range(len(times)), minutes, height=0.7, color=[colours[stage] for _, stage, _ in times])
@@ -103,12 +85,72 @@ def time_bars(times: Sequence[tuple[str, str, float]], path: str | Path) -> None
         axes.invert_yaxis()
         axes.margins(x=0.12)
         axes.set_xlabel("minutes in the training loop (one run each; loading, checks and evaluation left out)")
-        _grid(axes, "x")
-        present = [stage for stage in colours if any(stage == at for _, at, _ in times)]
-        figure.legend(
-            handles=[Patch(color=colours[stage], label=stage) for stage in present],
-            loc="outside upper center",
-            ncols=2,
-            frameon=False,
-        )
-        _save(figure, path)
+        grid(axes, "x")
+        legend(figure, {stage: colour for stage, colour in colours.items() if stage in {at for _, at, _ in times}}, 2)
+
+
+def draw_figures(sources: Sequence[Source], folder: Path, *, overwrite: bool = False) -> list[Path]:
+    """Write every figure that the records allow, as SVG and PDF; returns the files.
+
+    Raises:
+        ConfigError: if one of them is there already and is not to be overwritten.
+        DataError: if no record allows a figure.
+    """
+    drawings = planned(sources)
+    if not drawings:
+        raise DataError("none of these runs holds what a figure shows: scores, calibrations, gates, a sweep")
+    written = {folder / f"{name}{suffix}": draw for name, draw in drawings.items() for suffix in (".svg", ".pdf")}
+    present = [path for path in written if path.exists()]
+    if present and not overwrite:
+        raise ConfigError(f"--figures {folder}: {present[0].name} exists; choose another folder, or give --overwrite")
+    for path, draw in written.items():
+        draw(path)
+    return list(written)
+
+
+def planned(sources: Sequence[Source]) -> dict[str, Callable[[Path], None]]:
+    """{file name without suffix: draws it}."""
+    drawings: dict[str, Callable[[Path], None]] = {}
+    entropy: dict[str, tuple[float, float]] = {}
+    shares: dict[str, Mapping[str, float]] = {}
+    times: list[tuple[str, str, float]] = []
+    # the artifact of a quickstart is one of its calibrations
+    studied = {source.path.parent for source in sources if source.kind == "quickstart"}
+
+    def add_calibration(name: str, training: Mapping[str, Any]) -> None:
+        if heldout := training.get("heldout"):
+            entropy[name] = (heldout["entropy_before"], heldout["entropy_after"])
+        if "below_zero" in training.get("gates", {}):
+            shares[name] = training["gates"]
+        if training.get("training_seconds"):  # the loop alone, as the log of a training has it
+            times.append((name, "stage two", training["training_seconds"]))
+
+    def add(source: Source, record: Any) -> None:
+        tag = source.name.replace("/", "_")
+        if source.kind == "quickstart":
+            histories = {name: value["history"] for name, value in record["calibrations"].items()}
+            drawings[f"scores_{tag}"] = partial(accuracy_bars, record["table"])
+            drawings[f"gates_{tag}"] = partial(lambda_map, record["realised_gates"])
+            drawings[f"training_{tag}"] = partial(entropy_curve, histories)
+            for name, value in record["calibrations"].items():
+                add_calibration(f"{source.name} {name}", value["training"])
+        elif source.kind == "artifact" and record.get("training") and source.path.parent.parent not in studied:
+            add_calibration(source.name, record["training"])
+        elif source.kind == "sweep":
+            drawings.update({f"{name}_{tag}": draw for name, draw in heat_maps(record).items()})
+        elif source.kind == "training":
+            runtime = next((r["train_runtime"] for r in reversed(record["history"]) if "train_runtime" in r), None)
+            stage = "stage two" if record["run"].get("stage") == "calibrate" else "stage one"
+            # an artifact tells the time of the training beside it
+            if runtime is not None and (source.name, stage) not in {time[:2] for time in times}:
+                times.append((source.name, stage, runtime))
+
+    for source in sources:
+        source.read(partial(add, source))
+    if entropy:
+        drawings["entropy"] = partial(entropy_bars, entropy)
+    if shares:
+        drawings["gate_shares"] = partial(gate_shares, shares)
+    if times:
+        drawings["training_time"] = partial(time_bars, times)
+    return drawings

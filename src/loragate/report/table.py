@@ -48,6 +48,12 @@ def p_value(p: float) -> str:
     return "<0.001" if p < 0.001 else f"={p:.3f}"
 
 
+def interval(estimate: Mapping[str, float] | None) -> str:
+    """Return a mean and its ends, as "41.0 (38.2–43.9)"."""
+    figure, ends = share_cell(estimate)
+    return f"{figure} ({ends})" if ends else figure
+
+
 def or_absent(value: Any, show: Callable[[Any], str]) -> str:
     """Return a value as `show` writes it, or the sign of what was not measured for None."""
     return ABSENT if value is None else show(value)
@@ -91,9 +97,9 @@ def _cells(row: Row) -> list[tuple[str, str]]:
         return [(NOT_RUN, ""), *((ABSENT, "") for _ in COLUMNS[2:])]
     versus = row.get("versus_lora")
     return [
-        _share(row.get("accuracy")),
+        share_cell(row.get("accuracy")),
         (ABSENT, "") if versus is None else _difference(versus),
-        _share(row.get("retention")),
+        share_cell(row.get("retention")),
         *(
             (ABSENT if row.get(key) is None else show(row[key]), "")
             for key, show in (("truncated", percent), ("entropy", "{:.2f}".format), ("tokens", "{:.1f}".format))
@@ -101,7 +107,8 @@ def _cells(row: Row) -> list[tuple[str, str]]:
     ]
 
 
-def _share(value: Mapping[str, float] | None) -> tuple[str, str]:
+def share_cell(value: Mapping[str, float] | None) -> tuple[str, str]:
+    """Return a mean, and its ends apart from it."""
     if value is None:
         return ABSENT, ""
     return percent(value["mean"]), f"{percent(value['low'])}–{percent(value['high'])}"

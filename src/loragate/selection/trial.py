@@ -24,6 +24,7 @@ from loragate.data import EncodedRows, Rows, find_endings
 from loragate.errors import TrainingError
 from loragate.files import held, write_json, write_text
 from loragate.gates import GateConfig, attach_gates, detach_gates, gate_parameters, save_gates
+from loragate.gates.artifact import write_sampling
 from loragate.gates.attach import active_adapter, is_gated
 from loragate.gates.card import render_card
 from loragate.gates.schema import ADAPTER as ADAPTER_FOLDER
@@ -231,14 +232,15 @@ def save_artifact(bench: Bench, folder: Path, evidence: dict[str, Any], k: int |
     bench.tokenizer.save_pretrained(str(folder / ADAPTER_FOLDER / "tokenizer"))
 
 
-def copy_artifact(source: Path, target: Path, selection: dict[str, Any]) -> None:
-    """Copy a trial's gated adapter, with the record of how it was chosen.
+def copy_artifact(source: Path, target: Path, selection: dict[str, Any], temperature: float | None = None) -> None:
+    """Copy a trial's gated adapter, with the record of how it was chosen, and the sampling that it is recommended at.
 
     Raises:
         ArtifactError: if the trial has left none.
     """
     record = {**read_gate_config(source), "selection": selection}
     shutil.copytree(source, target, ignore=shutil.ignore_patterns(CONFIG, CARD), dirs_exist_ok=True)
+    record |= write_sampling(target, temperature)
     write_text(target / CARD, render_card(target.resolve().name, record))
     write_json(target / CONFIG, record)  # last: without it there is no artifact
 

@@ -48,14 +48,14 @@ Unsupported = Annotated[Any, AfterValidator(_refuse)]
 
 
 class Asked(BaseModel):
-    """The settings of a request. Null is the same as leaving a field out; without a limit the backend takes its own."""
+    """The settings of a request. Null is the same as leaving a field out; what limits and samples has the backend's own values."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     model: str
     max_completion_tokens: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float = 1.0
+    temperature: float | None = None
     top_p: float = 1.0
     n: int = Field(1, ge=1, le=128)
     seed: int = Field(default_factory=lambda: secrets.randbelow(1 << 62))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.errors import LoragateError
+from loragate.gates.recommended import warn_elsewhere
 from loragate.serving.versions import missing_hook, vllm_version, why_unsupported
 from loragate.version import __version__
 
@@ -58,6 +59,7 @@ def _install() -> None:
     from vllm.lora.model_manager import LRUCacheLoRAModelManager
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
     from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -89,6 +91,7 @@ def _install() -> None:
     WorkerLoRAManager._load_adapter = _loading(WorkerLoRAManager._load_adapter)
     LRUCacheWorkerLoRAManager.add_adapter = _adding(LRUCacheWorkerLoRAManager.add_adapter)
     InputProcessor._validate_lora = _validating(InputProcessor._validate_lora)
+    AsyncLLM.generate = _warning(AsyncLLM.generate)
     VllmConfig.compute_hash = _hashing(VllmConfig.compute_hash)
     if os.environ.get(ADAPTERS):
         from loragate.serving.resolver import register_resolver
@@ -172,6 +175,39 @@ def _validating(original: Any) -> Any:
             raise ValueError(str(error)) from error
 
     return validate
+
+
+def _warning(original: Any) -> Any:
+    """A server's `generate` that warns where gates are sampled at another temperature than their folder recommends."""
+
+    @functools.wraps(original)
+    def generate(
+        self: Any, prompt: Any, sampling_params: Any, *args: Any, lora_request: Any = None, **kwargs: Any
+    ) -> Any:
+        if lora_request is not None:
+            records = self.__dict__.setdefault("_loragate_records", {})
+            if lora_request.lora_path not in records:
+                records[lora_request.lora_path] = _gate_config(lora_request.lora_path)
+            # vLLM's own loggers are silent in servers that `loragate serve` starts
+            told = logging.getLogger("loragate")
+            warn_elsewhere(lora_request.lora_name, records[lora_request.lora_path], sampling_params.temperature, told)
+        return original(self, prompt, sampling_params, *args, lora_request=lora_request, **kwargs)
+
+    return generate
+
+
+def _gate_config(path: str) -> dict[str, Any]:
+    """gate_config.json of a gated folder as it is; {} for any other adapter, and for a folder that will be refused."""
+    from loragate.gates.override_names import split_folder
+    from loragate.gates.schema import read_gate_config
+    from loragate.models.place import is_gated
+
+    try:
+        named, override = split_folder(path)
+        folder = Path(os.path.expanduser(named))
+        return read_gate_config(folder) if override is None and is_gated(folder) else {}
+    except LoragateError:
+        return {}
 
 
 def _hashing(original: Any) -> Any:

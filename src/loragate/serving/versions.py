@@ -53,6 +53,7 @@ _HOOKS = (
     ("vllm.lora.worker_manager", "LRUCacheWorkerLoRAManager.add_adapter", ("lora_request",)),
     ("vllm.lora.model_manager", "LRUCacheLoRAModelManager.activate_adapter", ("lora_id",)),
     ("vllm.v1.engine.input_processor", "InputProcessor._validate_lora", ("lora_request",)),
+    ("vllm.v1.engine.async_llm", "AsyncLLM.generate", ("prompt", "sampling_params", "lora_request")),
     ("vllm.config", "VllmConfig.compute_hash", ()),
 )
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,41 +11,29 @@ from loragate.data import Collator
 from loragate.errors import ConfigError, TrainingError
 from loragate.gates import Parity, record_gates
 from loragate.gates.eligibility import output_head
-from loragate.generation import Sample
 from loragate.losses import StatisticsRequest
-from loragate.training.guards import Guard
 from loragate.training.model_state import statistics_forward
-from loragate.training.rollouts import Reward, Sampler
 from loragate.training.strategy import launch_of
 
 MEASURED_ROWS = 64
 
 
-@dataclass(frozen=True)
-class Callables:
-    """The callables that a calibration is given, as in `calibrate`; None where none was."""
-
-    sampler: Sampler | None
-    reward: Reward | None
-    guard: Guard | None
-    probe: Callable[[], Sequence[Sample]] | None
-
-    def check(self, objective: str, on_policy: bool) -> None:
-        """Raises ConfigError for one without effect, and for a guard that has nothing to read."""
-        if self.reward is not None and objective != "reward":
-            raise ConfigError(f"a reward has no effect on the objective {objective!r}; set objective='reward'")
-        if self.sampler is not None and not on_policy:
-            raise ConfigError(f"a sampler has no effect on the objective {objective!r}, which trains on the given rows")
-        if self.probe is not None and (on_policy or self.guard is None):
-            why = "its guard reads the answers that it samples anyway" if on_policy else "no guard would read it"
-            raise ConfigError(f"a probe has no effect here: {why}")
-        if self.guard is not None and not on_policy and self.probe is None:
-            raise ConfigError(f"a guard of the objective {objective!r} needs a probe: a callable that returns samples")
-        if self.probe is not None and (launch := launch_of()).sharded:
-            raise ConfigError(
-                f"under {launch.strategy} no process holds a model that a guard's probe could sample from: launch with ddp, or "
-                "leave guard and probe out"
-            )
+def check_callables(objective: str, on_policy: bool, sampler: Any, reward: Any, guard: Any, probe: Any) -> None:
+    """Raises ConfigError for a callable without effect, and for a guard that has nothing to read; None is what was not given."""
+    if reward is not None and objective != "reward":
+        raise ConfigError(f"a reward has no effect on the objective {objective!r}; set objective='reward'")
+    if sampler is not None and not on_policy:
+        raise ConfigError(f"a sampler has no effect on the objective {objective!r}, which trains on the given rows")
+    if probe is not None and (on_policy or guard is None):
+        why = "its guard reads the answers that it samples anyway" if on_policy else "no guard would read it"
+        raise ConfigError(f"a probe has no effect here: {why}")
+    if guard is not None and not on_policy and probe is None:
+        raise ConfigError(f"a guard of the objective {objective!r} needs a probe: a callable that returns samples")
+    if probe is not None and (launch := launch_of()).sharded:
+        raise ConfigError(
+            f"under {launch.strategy} no process holds a model that a guard's probe could sample from: launch with ddp, or leave "
+            "guard and probe out"
+        )
 
 
 def check_parity(parity: Parity, dtype: torch.dtype) -> None:
@@ -88,16 +75,12 @@ def require_causal_model(model: Any) -> None:
 def require_only_gates_train(model: Any, trained: dict[str, Any]) -> None:
     """Raises TrainingError unless exactly the gates require a gradient, in fp32."""
     allowed = {id(parameter) for parameter in trained.values()}
-    extra = [
-        name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in allowed
-    ]
-    if extra:
-        raise TrainingError(f"{extra[0]} would train in Stage II, where only gates may")
-    wrong = [
-        name for name, parameter in trained.items() if parameter.dtype != torch.float32 or not parameter.requires_grad
-    ]
-    if wrong:
-        raise TrainingError(f"gate {wrong[0]} is {trained[wrong[0]].dtype} or frozen; gates must train in fp32")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in allowed:
+            raise TrainingError(f"{name} would train in Stage II, where only gates may")
+    for name, parameter in trained.items():
+        if parameter.dtype != torch.float32 or not parameter.requires_grad:
+            raise TrainingError(f"gate {name} is {parameter.dtype} or frozen; gates must train in fp32")
 
 
 @torch.no_grad()
@@ -131,8 +114,3 @@ def measure_entropy(
     if count == 0:
         raise ConfigError("no response token in the measured rows; the responses are empty or cut by max_length")
     return total / count, recording.statistics(), recording.total()
-
-
-def frozen_parameters(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """Everything that does not train, by name."""
-    return [(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad]

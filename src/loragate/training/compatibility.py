@@ -58,136 +58,122 @@ class Plan:
 
 @dataclass(frozen=True)
 class Rule:
-    """One impossible combination: its name, the test, and what to change."""
+    """One impossible combination: its name, the test, and what to change, with fields of the plan `p` in braces."""
 
     name: str
     forbids: Callable[[Plan], bool]
-    sentence: Callable[[Plan], str]
+    sentence: str
 
 
 _WITH_REFERENCE = ("eksft",)
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        "strategy known",
-        lambda p: p.launch.strategy not in ("single", *STRATEGIES),
-        lambda p: (
-            "FSDP version 1 is not supported: set fsdp_version: 2 in the launch configuration"
-            if p.launch.strategy.startswith("fsdp")
-            else f"DeepSpeed ZeRO stage {p.launch.strategy[4:]} is not supported: gates and LoRA factors are small, so that "
-            "sharding their optimiser alone saves nothing. Launch with ddp, or set zero_stage: 3"
-        ),
+        "FSDP version",
+        lambda p: p.launch.strategy.startswith("fsdp") and p.launch.strategy not in STRATEGIES,
+        "FSDP version 1 is not supported: set fsdp_version: 2 in the launch configuration",
+    ),
+    Rule(
+        "ZeRO stage",
+        lambda p: p.launch.strategy.startswith("zero") and p.launch.strategy not in STRATEGIES,
+        "DeepSpeed ZeRO is not supported as {p.launch.strategy}: gates and LoRA factors are small, so that sharding their "
+        "optimiser alone saves nothing. Launch with ddp, or set zero_stage: 3",
     ),
     Rule(
         "sharding needs processes",
         lambda p: p.launch.sharded and p.launch.processes < 2,
-        lambda p: (
-            f"{p.launch.strategy} shards over processes, and there is one: raise --num_processes, or leave it out"
-        ),
+        "{p.launch.strategy} shards over processes, and there is one: raise --num_processes, or leave it out",
     ),
     Rule(
         "FSDP offload",
         lambda p: p.launch.offload,
-        lambda p: (
-            "fsdp_offload_params is not supported: set it to false in the launch configuration, or use more processes"
-        ),
+        "fsdp_offload_params is not supported: set it to false in the launch configuration, or use more processes",
     ),
     Rule(
         "sharding × quantised base",
         lambda p: p.launch.sharded and p.quantization != "none",
-        lambda p: (
-            f"a {p.quantization} base cannot be sharded with {p.launch.strategy}: launch with ddp (a quantised base is small "
-            "enough to be whole on each GPU), or leave the quantisation out"
-        ),
+        "a {p.quantization} base cannot be sharded with {p.launch.strategy}: launch with ddp (a quantised base is small enough to "
+        "be whole on each GPU), or leave the quantisation out",
     ),
     Rule(
         "several processes × sampled answers",
         lambda p: p.launch.processes > 1 and p.objective in ON_POLICY,
-        lambda p: f"the objective {p.objective!r} runs in one process: start it without a distributed launcher",
+        "the objective {p.objective!r} runs in one process: start it without a distributed launcher",
     ),
     Rule(
         "sharding × probe",
         lambda p: p.launch.sharded and p.sampling and p.objective not in ON_POLICY,
-        lambda p: (
-            f"under {p.launch.strategy} no process holds a model that could sample answers, so a range cannot be chosen on a "
-            "probe here: add --unverified and compare with the plain adapter afterwards (loragate eval), or choose in one process"
-        ),
+        "under {p.launch.strategy} no process holds a model that could sample answers, so a range cannot be chosen on a probe "
+        "here: add --unverified and compare with the plain adapter afterwards (loragate eval), or choose in one process",
     ),
     Rule(
         "sharding × reference",
         lambda p: p.launch.sharded and (p.reference or p.objective in _WITH_REFERENCE),
-        lambda p: f"an objective with a reference model is not sharded with {p.launch.strategy}: launch with ddp",
+        "an objective with a reference model is not sharded with {p.launch.strategy}: launch with ddp",
     ),
     Rule(
         "sharding × DoRA",
         lambda p: p.launch.sharded and p.dora,
-        lambda p: f"DoRA reads whole weight matrices, which {p.launch.strategy} shards: launch with ddp, or train LoRA",
+        "DoRA reads whole weight matrices, which {p.launch.strategy} shards: launch with ddp, or train LoRA",
     ),
     Rule(
         "sharding × fp16",
         lambda p: p.launch.sharded and p.precision == "fp16",
-        lambda p: f"fp16 with its loss scaling is not combined with {p.launch.strategy}: use precision bf16, or ddp",
+        "fp16 with its loss scaling is not combined with {p.launch.strategy}: use precision bf16, or ddp",
     ),
     Rule(
         "ZeRO-3 × autocast",
         lambda p: p.launch.strategy == "zero3" and p.precision == "bf16",
-        lambda p: (
-            "under DeepSpeed, precision bf16 would cast everything that trains to bf16, and gates train in fp32: leave "
-            "precision at fp32 and load the base with --dtype bfloat16, or launch with fsdp2"
-        ),
+        "under DeepSpeed, precision bf16 would cast everything that trains to bf16, and gates train in fp32: leave precision at "
+        "fp32 and load the base with --dtype bfloat16, or launch with fsdp2",
     ),
     Rule(
         "fp16 needs CUDA",
         lambda p: p.precision == "fp16" and p.device not in ("", "cuda"),
-        lambda p: f"precision fp16 needs CUDA's loss scaling, and this run is on {p.device}: use fp32 or bf16",
+        "precision fp16 needs CUDA's loss scaling, and this run is on {p.device}: use fp32 or bf16",
     ),
     Rule(
         "several processes × mps",
         lambda p: p.launch.processes > 1 and p.device == "mps",
-        lambda p: "there is no exchange between processes on mps: run in one process",
+        "there is no exchange between processes on mps: run in one process",
     ),
     Rule(
         "offload needs a GPU",
         lambda p: p.activation_offload and p.device not in ("", "cuda"),
-        lambda p: (
-            f"activation_offload moves activations from a CUDA device to host memory and has no effect on {p.device}: leave "
-            "it out"
-        ),
+        "activation_offload moves activations from a CUDA device to host memory and has no effect on {p.device}: leave it out",
     ),
     Rule(
         "packing × grouping",
         lambda p: p.packing and p.group_by_length,
-        lambda p: "packing pads nothing, so group_by_length has no effect beside it: leave one of them out",
+        "packing pads nothing, so group_by_length has no effect beside it: leave one of them out",
     ),
     Rule(
         "arrangement × sampled answers",
         lambda p: (p.packing or p.group_by_length) and p.objective in ON_POLICY,
-        lambda p: (
-            f"{'packing' if p.packing else 'group_by_length'} arranges the given rows, and the objective {p.objective!r} trains "
-            "on answers that it samples: leave it out"
-        ),
+        "packing and group_by_length arrange the given rows, and the objective {p.objective!r} trains on answers that it samples: "
+        "leave them out",
     ),
     Rule(
         "offload × sampled answers",
         lambda p: p.activation_offload and p.objective in ON_POLICY,
-        lambda p: f"activation_offload has no effect on the objective {p.objective!r}: leave it out",
+        "activation_offload has no effect on the objective {p.objective!r}: leave it out",
     ),
     Rule(
         "fp16 × sampled answers",
         lambda p: p.precision == "fp16" and p.objective in ON_POLICY,
-        lambda p: f"the objective {p.objective!r} has no loss scaling: use precision fp32 or bf16",
+        "the objective {p.objective!r} has no loss scaling: use precision fp32 or bf16",
     ),
     Rule(
         "quantised base × mps",
         lambda p: p.quantization != "none" and p.device == "mps",
-        lambda p: f"a {p.quantization} base is not supported on mps: use cuda or cpu, or leave the quantisation out",
+        "a {p.quantization} base is not supported on mps: use cuda or cpu, or leave the quantisation out",
     ),
 )
 
 
 def impossible(plan: Plan) -> list[str]:
     """The sentences of all rules that forbid a plan."""
-    return [rule.sentence(plan) for rule in RULES if rule.forbids(plan)]
+    return [rule.sentence.format(p=plan) for rule in RULES if rule.forbids(plan)]
 
 
 def refuse_impossible(plan: Plan) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge
@@ -21,21 +21,12 @@ from loragate.data import Collator, EncodedRows
 from loragate.errors import ConfigError
 from loragate.gates import record_gates
 from loragate.generation import Sample
-from loragate.training.rollouts import as_answers
+from loragate.training.rollouts import Answer, as_answers
 from loragate.training.sharding import causal_model
 from loragate.validate import Count, Share, check
 
 READING = "guard_reading"  # key of a reading among the trainer's log records
 MARGIN = 0.01  # λ this near to a bound, as a share of the way there from 1, is at it
-
-
-class AnyAnswer(Protocol):
-    """What a guard reads of an answer; samples of any engine have more."""
-
-    @property
-    def token_ids(self) -> tuple[int, ...]: ...
-    @property
-    def finished(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -93,7 +84,7 @@ def repeats(token_ids: Sequence[int], n: int = 6, times: int = 3) -> bool:
     return max(counts.values(), default=0) >= times
 
 
-def take_reading(answers: Sequence[AnyAnswer], step: int, saturated: float | None = None) -> Reading:
+def take_reading(answers: Sequence[Answer], step: int, saturated: float | None = None) -> Reading:
     """The reading of some answers; a pure function.
 
     Raises:
@@ -142,12 +133,12 @@ class Guard:
     limits: GuardLimits = field(default_factory=GuardLimits)
     readings: list[Reading] = field(default_factory=list)
     verdict: str | None = None
-    waiting: list[AnyAnswer] = field(default_factory=list)
+    waiting: list[Answer] = field(default_factory=list)
 
     def observe(
         self,
         step: int,
-        answers: Sequence[AnyAnswer],
+        answers: Sequence[Answer],
         saturation: Callable[[], float | None] | None = None,
         *,
         complete: bool = False,

@@ -143,13 +143,15 @@ class LastLayer:
         inner, *rest = args
         self.shape = inner.shape[:-1]
         chosen_ND = inner.reshape(-1, inner.shape[-1]).index_select(0, self.rows.to(inner.device))
-        return (chosen_ND.unsqueeze(0), *rest)
+        return (chosen_ND.unsqueeze(0), *rest)  # [1, N, D] in place of [B, S, D]
 
     def _spread(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
         if self.rows is None:
             return None
         width = output.shape[-1]
-        whole = output.new_zeros(self.shape.numel(), width)
+        whole = output.new_zeros(
+            self.shape.numel(), width
+        )  # zeros where nothing reads: the residual stream passes there
         return whole.index_copy(0, self.rows.to(output.device), output.reshape(-1, width)).view(*self.shape, width)
 
 

@@ -3,32 +3,40 @@
 The trainer's data set is fixed before training and these objectives make theirs on the way, so they have a loop of their
 own; AdamW, schedules, clipping, log records, progress and Ctrl-C are those of the trainer. One process: several would
 have to share the sampling.
+
+A checkpoint holds what is trained, AdamW's moments and the answers in use, in safetensors and JSON under the trainer's own file
+names; `trainer_state.json` is written last and marks it as complete. There is no random state: what is sampled follows from
+seed, refresh and gates.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import TrainerControl, TrainerState
+from transformers import TrainerControl, TrainerState, get_scheduler
 
 from loragate.data import EncodedRows, Rows
-from loragate.errors import ConfigError, DivergenceError
+from loragate.errors import ConfigError, DivergenceError, TrainingError
+from loragate.files import write_atomically, write_json
 from loragate.gates import record_gates
 from loragate.generation import TransformersEngine
 from loragate.training.callbacks import FirstGradientCheck, JsonlLog, StepReporter, StopOnInterrupt, not_finite
-from loragate.training.checkpoint import LoopState, load_checkpoint, save_checkpoint
+from loragate.training.compatibility import Plan, refuse_impossible
 from loragate.training.guards import Guard, Reading, saturation
 from loragate.training.model_state import as_found, start_recomputing
-from loragate.training.on_policy_loss import Terms, losses
-from loragate.training.reference import cosine_factor
+from loragate.training.on_policy_loss import losses
 from loragate.training.rollouts import (
     Answer,
     Reward,
@@ -39,11 +47,14 @@ from loragate.training.rollouts import (
     training_prompts,
 )
 from loragate.training.run import OnStep, TrainingOutcome, collator_for, prepare_folder
+from loragate.training.run_folder import STATE, checkpoints
 from loragate.training.scoring import ResponseScorer
 from loragate.training.settings import CalibrationSettings
 from loragate.training.sharding import causal_model
 from loragate.training.strategy import launch_of
+from loragate.training.trainer import TRAINED
 
+OPTIMIZER, ANSWERS = "optimizer.safetensors", "answers.safetensors"
 BEFORE_TRAINING = -1  # number of the refresh whose answers are the guard's start
 SATURATION_ANSWERS = 64
 
@@ -56,7 +67,6 @@ class OnPolicyJob:
         sampler: None samples with transformers from the model in memory.
         reward: needed by the objective "reward".
         guard: watches the sampled answers; None watches nothing.
-        sampled: filled by the run: answers, tokens and seconds of sampling.
     """
 
     model: Any
@@ -70,7 +80,28 @@ class OnPolicyJob:
     sampler: Sampler | None = None
     reward: Reward | None = None
     guard: Guard | None = None
-    sampled: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class LoopState:
+    """Where a run stands between two steps.
+
+    Attributes:
+        step, total: optimiser steps taken, and in all.
+        answers: the answers in use (those of the current refresh).
+        before: log-probabilities at sampling time of each answer's tokens; empty where they are not needed.
+        history, sampled: log records, counts of what was sampled.
+        guard, waiting: guard readings, and answers that wait for the next one.
+    """
+
+    step: int = 0
+    total: int = 0
+    answers: list[Answer] = field(default_factory=list)
+    before: list[torch.Tensor] = field(default_factory=list)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    sampled: Any = field(default_factory=Counter)
+    guard: list[dict[str, Any]] = field(default_factory=list)
+    waiting: list[Answer] = field(default_factory=list)
 
 
 def run_on_policy(
@@ -82,10 +113,7 @@ def run_on_policy(
         ConfigError: under several processes, or without a reward where one is needed.
         TrainingError: non-finite loss or reward, a resume that does not fit, or a stop by Ctrl-C.
     """
-    if launch_of().processes > 1:
-        raise ConfigError(
-            f"the objective {job.settings.objective!r} runs in one process; start it without a distributed launcher"
-        )
+    refuse_impossible(Plan.of_settings(job.settings, launch_of(), next(job.model.parameters()).device.type))
     if job.settings.objective == "reward" and job.reward is None:
         raise ConfigError("the objective 'reward' needs a reward: a callable (row, text, finished) -> float")
     checkpoint = prepare_folder(job.identity, folder, resume) if folder is not None else None
@@ -105,23 +133,14 @@ def run_on_policy(
         if checkpoint is not None:
             loop.restore(Path(checkpoint))
         outcome = loop.run()
-    stopper.refuse_unfinished(outcome.steps, loop.total, folder)
+    stopper.refuse_unfinished(outcome.steps, loop.state.total, folder)
     return outcome
-
-
-def learning_rate_factor(schedule: str, step: int, warmup: int, total: int) -> float:
-    """Learning-rate factor of optimiser step `step` (from 0), as transformers' schedulers have it."""
-    if schedule == "cosine":
-        return cosine_factor(step, warmup, total)
-    if schedule != "constant" and step < warmup:
-        return step / max(1, warmup)
-    return max(0.0, (total - step) / max(1, total - warmup)) if schedule == "linear" else 1.0
 
 
 class _Loop:
     def __init__(self, job: OnPolicyJob, folder: Path | None, callbacks: Sequence[Any]) -> None:
-        self.job, self.folder, self.callbacks, self.settings = job, folder, callbacks, job.settings
-        settings = job.settings
+        self.job, self.folder, self.callbacks = job, folder, callbacks
+        self.settings = settings = job.settings
         self.device = next(job.model.parameters()).device
         self.collate = collator_for(job.tokenizer)
         self.scorer = ResponseScorer(job.model, job.adapter_name, settings.precision)
@@ -137,30 +156,24 @@ class _Loop:
             eps=1e-8,
             weight_decay=settings.weight_decay,
         )
-        self.total = settings.steps(len(job.encoded))
-        self.warmup = round(settings.warmup * self.total)
-        self.state = LoopState(total=self.total)
-        self.first_gradient: FirstGradientCheck | None = FirstGradientCheck(job.trained)
-        self.sums: dict[str, float] = {}
+        self.state = LoopState(total=settings.steps(len(job.encoded)))
+        warmup = round(settings.warmup * self.state.total)
+        # a factor by step, so that there is no state of the schedule to keep
+        (self.rate_factor,) = get_scheduler(settings.schedule, self.optimizer, warmup, self.state.total).lr_lambdas
+        self.first_gradient = FirstGradientCheck(job.trained)
+        self.sums: Any = Counter()
         self.gate_summary: dict[str, float] = {}
-
-    def restore(self, checkpoint: Path) -> None:
-        self.state = load_checkpoint(checkpoint, self.job.trained, self.optimizer)
-        self.first_gradient = None
-        if self.job.guard is not None:
-            self.job.guard.readings = [Reading(**record) for record in self.state.guard]
-            self.job.guard.waiting = list(self.state.waiting)
 
     def run(self) -> TrainingOutcome:
         state, settings, began = self.state, self.settings, time.monotonic()
         first = state.step
-        shown, control = TrainerState(global_step=state.step, max_steps=self.total), TrainerControl()
+        shown, control = TrainerState(global_step=state.step, max_steps=state.total), TrainerControl()
         self._tell("on_train_begin", shown, control)
         self.job.model.train()
-        while state.step < self.total and not control.should_training_stop:
+        while state.step < state.total and not control.should_training_stop:
             if state.step % settings.steps_per_refresh == 0 and self._refresh() is not None:
                 break
-            logged = self._logged(state.step + 1)
+            logged = state.step == 0 or (state.step + 1) % settings.logging_steps == 0
             loss, norm, rate = self._step(logged)
             state.step += 1
             shown.global_step = state.step
@@ -178,58 +191,112 @@ class _Loop:
             # the last line of the log, as the trainer writes it: it tells a run that ended from one that was killed
             self._tell("on_log", shown, control, logs={"train_runtime": round(seconds, 4)})
         self._tell("on_train_end", shown, control)
-        self.job.sampled.update(state.sampled)
-        return TrainingOutcome(state.history, state.step, seconds, self.scorer.fused)
+        return TrainingOutcome(state.history, state.step, seconds, self.scorer.fused, dict(state.sampled))
 
     def _tell(self, event: str, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(None, state, control, **more)
 
-    def _logged(self, step: int) -> bool:
-        return step == 1 or step % self.settings.logging_steps == 0
+    # checkpoints
 
     def _save(self, folder: Path) -> None:
-        guard = self.job.guard
-        if guard is not None:
-            self.state.guard, self.state.waiting = guard.as_records(), list(guard.waiting)  # type: ignore[arg-type]
-        save_checkpoint(folder, self.state, self.job.trained, self.optimizer, self.settings.keep_checkpoints)
+        """Write `folder`/checkpoint-<step> and remove all but the newest `keep_checkpoints`; 0 keeps all."""
+        state, keep = self.state, self.settings.keep_checkpoints
+        if self.job.guard is not None:
+            state.guard, state.waiting = self.job.guard.as_records(), list(self.job.guard.waiting)
+        target = folder / f"checkpoint-{state.step}"
+        tensors: dict[str, dict[str, Any]] = {
+            TRAINED: self.job.trained,
+            OPTIMIZER: {
+                f"{name}.{key}": torch.as_tensor(value)
+                for name, parameter in self.job.trained.items()
+                for key, value in self.optimizer.state.get(parameter, {}).items()
+            },
+            ANSWERS: {str(index): values for index, values in enumerate(state.before)},
+        }
+        for file, values in tensors.items():
+            held = {name: value.detach().cpu().contiguous() for name, value in values.items()}
+            write_atomically(target / file, lambda path, held=held: save_file(held, str(path)))  # type: ignore[misc]
+        record = {"global_step": state.step, "max_steps": state.total, "history": state.history, "guard": state.guard}
+        record |= {"sampled": state.sampled, "answers": [asdict(answer) for answer in state.answers]}
+        write_json(target / STATE, {**record, "waiting": [asdict(answer) for answer in state.waiting]})
+        for path in checkpoints(folder)[: -keep if keep else 0]:
+            shutil.rmtree(path)
+
+    def restore(self, checkpoint: Path) -> None:
+        """Put a checkpoint's weights, moments, answers and guard in place.
+
+        Raises:
+            TrainingError: if a file is missing, damaged or belongs to another run.
+        """
+        try:
+            record = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+            weights, moments, before = (load_file(str(checkpoint / name)) for name in (TRAINED, OPTIMIZER, ANSWERS))
+            answers, waiting = (
+                [Answer(**{**item, "token_ids": tuple(item["token_ids"])}) for item in record[key]]
+                for key in ("answers", "waiting")
+            )
+            self.state = LoopState(
+                step=record["global_step"],
+                total=record["max_steps"],
+                answers=answers,
+                before=[before[str(index)] for index in range(len(before))],
+                history=record["history"],
+                sampled=Counter(record["sampled"]),
+                guard=record["guard"],
+                waiting=waiting,
+            )
+        except Exception as error:  # safetensors has its own error types
+            raise TrainingError(
+                f"{checkpoint} cannot be read ({error}); the checkpoint is incomplete, remove its folder and resume again"
+            ) from error
+        if set(weights) != set(self.job.trained):
+            raise TrainingError(
+                f"{checkpoint / TRAINED} holds other parameters than this run trains; it belongs to another run"
+            )
+        with torch.no_grad():
+            for name, parameter in self.job.trained.items():
+                parameter.copy_(weights[name])
+                stored = {
+                    key: moments[f"{name}.{key}"].to("cpu" if key == "step" else parameter.device)
+                    for key in ("step", "exp_avg", "exp_avg_sq")
+                    if f"{name}.{key}" in moments
+                }
+                if stored:
+                    self.optimizer.state[parameter] = stored
+        self.first_gradient.checked = True
+        if self.job.guard is not None:
+            self.job.guard.readings = [Reading(**record) for record in self.state.guard]
+            self.job.guard.waiting = list(self.state.waiting)
 
     # sampling
 
     def _refresh(self) -> str | None:
         """Sample the answers of the next steps; returns the guard's verdict."""
-        state, settings, guard = self.state, self.settings, self.job.guard
-        steps = min(settings.steps_per_refresh, self.total - state.step)
-        needed = steps * settings.batch_size // settings.answers_per_prompt
-        per_step = settings.batch_size // settings.answers_per_prompt
-        if guard is not None and state.step == 0 and needed * settings.answers_per_prompt < guard.limits.answers:
-            count = math.ceil(guard.limits.answers / settings.answers_per_prompt)
-            self._watch(guard, self._draw(range(count), BEFORE_TRAINING))
+        state, settings, guard, group = self.state, self.settings, self.job.guard, self.settings.answers_per_prompt
+        steps = min(settings.steps_per_refresh, state.total - state.step)
+        per_step = settings.batch_size // group  # prompts
+        needed = steps * per_step
+        if guard is not None and state.step == 0 and needed * group < guard.limits.answers:
+            self._watch(guard, self._draw(range(math.ceil(guard.limits.answers / group)), BEFORE_TRAINING))
         chosen = range(state.step * per_step, state.step * per_step + needed)
         state.answers = self._draw(chosen, state.step // settings.steps_per_refresh)
         if self.job.reward is not None:
-            group = settings.answers_per_prompt
             state.answers = rewarded(
                 state.answers, self.prompts, self.job.rows, self.job.reward, group, settings.advantage
             )
         if guard is not None and self._watch(guard, state.answers) is not None:
             return guard.verdict
-        state.before = []
-        if settings.objective == "reward" and steps > 1:
-            state.before = self._log_probs(state.answers)
+        # answers that serve several steps are scored once by the gates that they were sampled with
+        state.before = self._log_probs(state.answers) if settings.objective == "reward" and steps > 1 else []
         return None
 
     def _draw(self, chosen: Sequence[int], refresh: int) -> list[Answer]:
         began = time.monotonic()
         indices = [index % len(self.prompts) for index in chosen]
         answers = draw_answers(self.prompts, indices, self.sampler, self.settings, refresh)
-        sampled = self.state.sampled
-        for name, value in (
-            ("answers", len(answers)),
-            ("tokens", sum(len(answer.token_ids) for answer in answers)),
-            ("seconds", time.monotonic() - began),
-        ):
-            sampled[name] = sampled.get(name, 0) + value
+        tokens = sum(len(answer.token_ids) for answer in answers)
+        self.state.sampled.update(answers=len(answers), tokens=tokens, seconds=time.monotonic() - began)
         return answers
 
     def _watch(self, guard: Guard, answers: Sequence[Answer]) -> str | None:
@@ -241,9 +308,10 @@ class _Loop:
 
     @torch.no_grad()
     def _log_probs(self, answers: Sequence[Answer]) -> list[torch.Tensor]:
+        """log p of each answer's tokens, [tokens]."""
         found: list[torch.Tensor] = [torch.empty(0)] * len(answers)
         for batch, indices in self._batches(answers):
-            log_prob_T = self.scorer.statistics(self.scorer.states(batch), batch, self._k).log_prob
+            log_prob_T = self.scorer.statistics(self.scorer.states(batch), batch, self.settings.k).log_prob
             parts = log_prob_T.split([len(answers[index].token_ids) for index in indices])
             for index, part in zip(indices, parts, strict=True):
                 found[index] = part.clone()
@@ -262,84 +330,58 @@ class _Loop:
         useful = self.loss.useful(answers)
         for batch, indices in self._batches([answers[index] for index in useful]):
             members = [useful[index] for index in indices]
-            earlier = [before[index] for index in members] if before else []
-            terms = self._terms(batch, [answers[index] for index in members], earlier, logged)
-            summed = terms.losses_T.sum()
+            before_T = torch.cat([before[index] for index in members]) if before else None
+            losses_T, sums = self.loss.terms(self.scorer, batch, [answers[index] for index in members], before_T)
+            summed = losses_T.sum()
             if not bool(torch.isfinite(summed)):
                 named = ", ".join(self.job.rows.where(self.prompts[answers[index].prompt].row) for index in members)
                 raise DivergenceError(
                     f"the loss is not finite at step {state.step + 1}, on answers to {named}. Nothing was updated in this "
                     "step. Lower the learning rate or train in fp32"
                 )
+            self.sums.update(sums, scored=losses_T.numel())
+            if logged and not self.gate_summary:
+                with torch.no_grad(), record_gates(self.job.model, self.job.adapter_name) as recording:
+                    recording.token_mask = batch["labels"].ne(-100)
+                    self.scorer.states(batch)
+                self.gate_summary = recording.total()
             (summed / denominator).backward()
             loss += float(summed.detach()) / denominator
-        self._count(answers)
-        parameters = list(self.job.trained.values())
-        if self.first_gradient is not None and useful:
+        self.sums.update(
+            answers=len(answers),
+            tokens=sum(len(answer.token_ids) for answer in answers),
+            finished=sum(answer.finished for answer in answers),
+            reward=sum(answer.reward for answer in answers),
+        )
+        if useful:
             self.first_gradient.on_pre_optimizer_step(None, None, None)
-            self.first_gradient = None
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm))
+        norm = float(torch.nn.utils.clip_grad_norm_(list(self.job.trained.values()), settings.max_grad_norm))
         if not math.isfinite(norm):
             raise DivergenceError(not_finite(state.step + 1))
-        rate = settings.learning_rate * learning_rate_factor(settings.schedule, state.step, self.warmup, self.total)
+        rate = settings.learning_rate * self.rate_factor(state.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss, norm, rate
 
-    def _terms(
-        self, batch: dict[str, torch.Tensor], answers: list[Answer], before: list[torch.Tensor], logged: bool
-    ) -> Terms:
-        before_T = torch.cat(before) if before else None
-        terms = self.loss.terms(self.scorer, batch, answers, before_T)
-        for name, value in terms.sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
-        self.sums["scored"] = self.sums.get("scored", 0.0) + terms.losses_T.numel()
-        if logged and not self.gate_summary:
-            with torch.no_grad(), record_gates(self.job.model, self.job.adapter_name) as recording:
-                recording.token_mask = batch["labels"].ne(-100)
-                self.scorer.states(batch)
-            self.gate_summary = recording.total()
-        return terms
-
     def _batches(self, answers: Sequence[Answer]) -> list[tuple[dict[str, torch.Tensor], list[int]]]:
         """Collated passes of similar lengths with the indices of their answers; order does not change a summed loss."""
-        order = sorted(range(len(answers)), key=lambda index: (-self._width(answers[index]), index))
-        size = self.settings.micro_batch_size
+        rows = [as_training_row(answer, self.prompts) for answer in answers]
+        order = sorted(range(len(rows)), key=lambda index: -len(rows[index]["input_ids"]))
         passes = []
-        for at in range(0, len(order), size):
-            indices = order[at : at + size]
-            batch = self.collate([as_training_row(answers[index], self.prompts) for index in indices])
+        for at in range(0, len(order), self.settings.micro_batch_size):
+            indices = order[at : at + self.settings.micro_batch_size]
+            batch = self.collate([rows[index] for index in indices])
             passes.append(({key: value.to(self.device) for key, value in batch.items()}, indices))
         return passes
 
-    def _width(self, answer: Answer) -> int:
-        return len(self.prompts[answer.prompt].ids) + len(answer.token_ids)
-
-    @property
-    def _k(self) -> int:
-        return min(self.settings.k, causal_model(self.job.model).get_output_embeddings().weight.shape[0])
-
-    def _count(self, answers: Sequence[Answer]) -> None:
-        for name, value in (
-            ("answers", len(answers)),
-            ("tokens", sum(len(answer.token_ids) for answer in answers)),
-            ("finished", sum(answer.finished for answer in answers)),
-            ("reward", sum(answer.reward for answer in answers)),
-        ):
-            self.sums[name] = self.sums.get(name, 0.0) + value
-
     def _log_values(self) -> dict[str, float]:
-        sums, self.sums = self.sums, {}
-        answers, scored = max(sums.pop("answers"), 1.0), max(sums.pop("scored", 0.0), 1.0)
-        tokens = sums.pop("tokens")
-        values = {
-            "response_tokens": tokens,
-            "answer_length": tokens / answers,
-            "finished": sums.pop("finished") / answers,
-        }
-        reward = sums.pop("reward")
+        sums, self.sums = self.sums, Counter()
+        answers, scored, tokens, finished, reward = (
+            sums.pop(name, 0.0) for name in ("answers", "scored", "tokens", "finished", "reward")
+        )
+        values = {"response_tokens": float(tokens), "answer_length": tokens / answers, "finished": finished / answers}
         if self.job.reward is not None:
             values["reward"] = reward / answers
         values |= {name: value / scored for name, value in sums.items()}

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from transformers import PrinterCallback, ProgressCallback
 
 from loragate.data import Collator, EncodedRows, Rows
-from loragate.errors import DataError, TrainingError
+from loragate.errors import ConfigError, DataError, TrainingError
 from loragate.gates.quantised import quantization_of
-from loragate.losses import StatisticsRequest
 from loragate.losses.head import IGNORED
-from loragate.losses.objectives.base import OverBatch
+from loragate.losses.objectives import Objective
 from loragate.training.arrangement import PackedCollator, require_separate_sequences
 from loragate.training.callbacks import (
     FiniteGradientCheck,
@@ -39,16 +39,10 @@ from loragate.training.guards import READING, GuardCallback
 from loragate.training.last_layer import read_positions_only
 from loragate.training.model_state import as_found, statistics_forward
 from loragate.training.run_folder import Past, explain_full_disk, explain_lost_process, prepare_folder
-from loragate.training.settings import TrainSettings
+from loragate.training.settings import GATE_OBJECTIVES, OBJECTIVES, CalibrationSettings, TrainSettings
 from loragate.training.sharding import causal_model, partitioned, target_device
 from loragate.training.strategy import launch_of
-from loragate.training.trainer import (
-    ReferenceOf,
-    StatisticsTrainer,
-    TokenLoss,
-    as_dataset,
-    trainer_arguments,
-)
+from loragate.training.trainer import ReferenceOf, StatisticsTrainer, as_dataset, trainer_arguments
 
 logger = logging.getLogger("loragate")
 
@@ -63,13 +57,12 @@ class TrainingJob:
         model, tokenizer: the model as it will be trained, and its tokenizer.
         encoded, rows: tokenised rows in training order, and the rows they came from (for error messages).
         settings: the stage's settings.
-        token_loss, request: the per-token loss and the statistics it reads.
+        objective: what trains it.
         trained: the parameters that train, by name.
         identity: what makes this run this run; stored in run.json and compared on resume.
         recorder: opens a λ recording on the model it is given, for the log line (Stage II).
         check_gradient: refuse a first gradient that is zero everywhere (Stage II).
         reference: from (model, inputs) to a frozen reference's distributions, for objectives with a KL to one.
-        over_batch, batch_reads: what the loss needs to know of a whole batch (see `loragate.losses.objectives.Objective`).
     """
 
     model: Any
@@ -77,26 +70,24 @@ class TrainingJob:
     encoded: EncodedRows
     rows: Rows
     settings: TrainSettings
-    token_loss: TokenLoss
-    request: StatisticsRequest
+    objective: Objective
     trained: dict[str, nn.Parameter]
     identity: dict[str, Any]
     recorder: Callable[[Any], Any] | None = None
     check_gradient: bool = False
     callbacks: Sequence[Any] = field(default_factory=tuple)
     reference: ReferenceOf | None = None
-    over_batch: OverBatch | None = None
-    batch_reads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """What a run leaves behind: its log records, steps and wall time."""
+    """What a run leaves behind: its log records, steps and wall time, and counts of what it sampled."""
 
     history: list[dict[str, Any]]
     steps: int
     seconds: float
     fused_head: bool
+    sampled: dict[str, float] = field(default_factory=dict)
 
 
 def run_training(
@@ -168,15 +159,12 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
         if last_layer.reason is not None:
             logger.info("the last layer runs on every position: %s", last_layer.reason)
         trainer = StatisticsTrainer(
-            token_loss=job.token_loss,
-            request=job.request,
+            objective=job.objective,
             trained=job.trained,
             where=job.rows.where,
             recorder=job.recorder,
             reference=job.reference,
             last_layer=last_layer,
-            over_batch=job.over_batch,
-            batch_reads=job.batch_reads,
             model=job.model,
             args=arguments,
             train_dataset=as_dataset(job.encoded, job.settings, arguments.world_size),
@@ -184,7 +172,8 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
             processing_class=job.tokenizer,
             callbacks=callbacks,
         )
-        _quiet(trainer)
+        for printer in (PrinterCallback, ProgressCallback):  # progress and metrics are shown by our own callbacks
+            trainer.remove_callback(printer)
         trainer.history = [
             {name: value for name, value in record.items() if name != "epoch"}
             for record in past.records
@@ -203,6 +192,50 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
     stopper.refuse_unfinished(trainer.state.global_step, trainer.state.max_steps, folder if keep else None)
     seconds = float(output.metrics.get("train_runtime", 0.0))
     return TrainingOutcome(trainer.history, trainer.state.global_step, seconds, fused)
+
+
+def require_own(objective: Objective, settings: TrainSettings) -> None:
+    """Refuse an objective of one's own that would train or be recorded as something else.
+
+    Run records hold its name and constants, so that another one is refused on resume; a changed rule under the same name and
+    constants cannot be seen.
+
+    Raises:
+        ConfigError: naming the objective and the setting.
+    """
+    name, chosen = objective.name, settings.objective  # type: ignore[attr-defined]
+    wrong = {
+        f"{name!r} is the name of a built-in objective: choose that one by settings.objective, or give yours another name": (
+            name in (*OBJECTIVES, *GATE_OBJECTIVES)
+        ),
+        f"the objective {name!r} is given, and settings.objective is {chosen!r}; leave one of them out": (
+            chosen != type(settings)().objective  # type: ignore[attr-defined]
+        ),
+        f"objective_options are constants of a named objective; leave them out, {name!r} has its own": bool(
+            getattr(settings, "objective_options", None)
+        ),
+        f"objective {name!r} requires 'reference_kl', and Stage II has no reference model": (
+            "reference_kl" in objective.requires and isinstance(settings, CalibrationSettings)
+        ),
+        f"objective {name!r} requires 'sequence_ids', which only packed rows have: set packing=True, or take each row of the "
+        "statistics as a sequence where they are None": "sequence_ids" in objective.requires and not settings.packing,
+    }
+    for sentence, holds in wrong.items():
+        if holds:
+            raise ConfigError(sentence)
+
+
+def require_mask_column(objective: Objective, encoded: EncodedRows, source: Rows) -> None:
+    """Refuse rows without the column that the objective reads.
+
+    Raises:
+        ConfigError: naming the data and the ways to a keep_mask.
+    """
+    if "keep_mask" in objective.requires and "keep_mask" not in encoded[0]:
+        raise ConfigError(
+            f"objective {objective.name!r} needs a keep_mask, and {source.source} has no such column: a list of 0 and 1, one "
+            "per response token. Make one with loragate mask --model BASE --reference MODEL --data IN --out OUT"
+        )
 
 
 def require_encoded(encoded: EncodedRows | None, rows: Rows) -> None:
@@ -270,11 +303,3 @@ def collator_for(tokenizer: Any) -> Collator:
     """Right-padding batches; a tokenizer without a pad token pads with EOS, which the attention mask hides."""
     pad = tokenizer.pad_token_id
     return Collator(int(pad if pad is not None else tokenizer.eos_token_id or 0))
-
-
-def _quiet(trainer: StatisticsTrainer) -> None:
-    """Progress and metrics are shown by our own callbacks; the default printer would repeat them."""
-    from transformers import PrinterCallback, ProgressCallback
-
-    for callback in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(callback)

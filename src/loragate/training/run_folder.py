@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from loragate.errors import ConfigError, TrainingError
 from loragate.files import first_difference, write_json
@@ -25,7 +26,7 @@ from loragate.training.strategy import Launch, process_state
 from loragate.training.trainer import TRAINED
 from loragate.version import __version__
 
-VERSION = "loragate"
+VERSION = "loragate"  # key of the package's version in run.json
 RECORD, STATE, LOG = "run.json", "trainer_state.json", "metrics.jsonl"
 # of an exchange between processes that failed, in the words of gloo, TCP and NCCL
 LOST_SIGNS = (
@@ -97,18 +98,25 @@ def prepare_folder(identity: dict[str, Any], folder: Path, resume: bool) -> str 
             "could compute the steps differently, so the run is not mixed of the two: go on with that version "
             f"(pip install 'loragate=={before or 'VERSION'}'), or begin again in another --out (run_folder)"
         )
-    _require_same(record, stored, json.loads(json.dumps(identity)))
+    wanted = json.loads(json.dumps(identity))
+    if stored.get("stage") != wanted.get("stage"):
+        raise TrainingError(
+            f"{record}: this is a run of {stored.get('stage')!r}, and {wanted.get('stage')!r} is to go on; choose another --out "
+            "(run_folder)"
+        )
+    if (difference := first_difference(stored, wanted)) is not None:
+        key, before, now = (f"{part:.160}" for part in (difference[0], *map(json.dumps, difference[1:])))
+        raise TrainingError(
+            f"{record}: this is another run: '{key}' was {before}, now {now}. "
+            "Repeat the original settings to resume, or choose another --out (run_folder)"
+        )
     if process_state().is_main_process:
-        _remove_torn(folder, last)
+        # half a checkpoint beyond the last whole one would count as the newest, and be kept in place of one written now
+        step = 0 if last is None else _step_of(Path(last))
+        for torn in checkpoints(folder):
+            if _step_of(torn) > step:
+                shutil.rmtree(torn, ignore_errors=True)
     return last
-
-
-def _remove_torn(folder: Path, last: str | None) -> None:
-    """Half a checkpoint beyond the last whole one would count as the newest, and be kept in place of one written now."""
-    step = 0 if last is None else _step_of(Path(last))
-    for torn in checkpoints(folder):
-        if _step_of(torn) > step:
-            shutil.rmtree(torn, ignore_errors=True)
 
 
 def is_finished(folder: Path, last: str | None) -> bool:
@@ -168,8 +176,6 @@ def is_complete(checkpoint: Path) -> bool:
     Raises:
         OSError: if a file is there and cannot be read. Such a checkpoint may be whole, and a torn one is removed.
     """
-    from safetensors import SafetensorError, safe_open
-
     try:
         state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
         with safe_open(str(checkpoint / TRAINED), framework="pt") as file:
@@ -183,27 +189,6 @@ def is_complete(checkpoint: Path) -> bool:
 def _step_of(checkpoint: Path) -> int:
     number = checkpoint.name.removeprefix("checkpoint-")
     return int(number) if number.isdigit() else 0
-
-
-def _require_same(record: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
-    if stored.get("stage") != wanted.get("stage"):
-        raise TrainingError(
-            f"{record}: this is a run of {stored.get('stage')!r}, and {wanted.get('stage')!r} is to go on; choose another --out "
-            "(run_folder)"
-        )
-    difference = first_difference(stored, wanted)
-    if difference is None:
-        return
-    key, before, now = difference
-    raise TrainingError(
-        f"{record}: this is another run: '{key}' was {_short(before)}, now {_short(now)}. "
-        "Repeat the original settings to resume, or choose another --out (run_folder)"
-    )
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 160 else text[:157] + "..."
 
 
 @contextmanager
@@ -227,9 +212,11 @@ def explain_full_disk(folder: Path | None) -> Iterator[None]:
                 shutil.rmtree(torn, ignore_errors=True)
         last = last_checkpoint(folder)
         kept = f"{Path(last).name} is complete and kept" if last else "no checkpoint had been written yet"
+        size = sum(path.stat().st_size for path in Path(last).rglob("*") if path.is_file()) if last else 0
+        needs = f"about {max(0.1, size / 1e6):.1f} MB" if last else "a few MB"
         raise TrainingError(
-            f"the disk that holds {folder} is full, so training stopped; {kept}. Free some space (a checkpoint needs about "
-            f"{_megabytes(last)} MB, and two are kept), then run the same command with --resume (resume=True)"
+            f"the disk that holds {folder} is full, so training stopped; {kept}. Free some space (a checkpoint needs {needs}, and "
+            "two are kept), then run the same command with --resume (resume=True)"
         ) from error
 
 
@@ -247,13 +234,6 @@ def _is_full(error: BaseException | None, folder: Path | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _megabytes(checkpoint: str | None) -> str:
-    if checkpoint is None:
-        return "a few"
-    size = sum(path.stat().st_size for path in Path(checkpoint).rglob("*") if path.is_file())
-    return f"{max(0.1, size / 1e6):.1f}"
 
 
 @contextmanager
@@ -275,7 +255,17 @@ def explain_lost_process(launch: Launch, folder: Path | None) -> Iterator[None]:
     except RuntimeError as error:
         if launch.processes < 2 or not is_lost(error):
             raise
-        raise TrainingError(_lost_sentence(error, launch, folder)) from error
+        first = str(error).strip().splitlines()[0][:200]
+        saved = None if folder is None else last_checkpoint(folder)
+        again = (
+            f"repeat the same command with --resume to go on from {Path(saved).name}"
+            if saved
+            else "no checkpoint was written yet, so remove the output folder and begin again; set save_steps to keep some"
+        )
+        raise TrainingError(
+            f"a process of this run is gone (this is process {launch.rank} of {launch.processes}, counted from 0; {first}). "
+            f"Look at the first error of the other processes: killed, out of memory, or a machine lost? Then {again}"
+        ) from error
 
 
 def is_lost(error: RuntimeError) -> bool:
@@ -283,17 +273,3 @@ def is_lost(error: RuntimeError) -> bool:
     known = getattr(torch.distributed, "DistError", None)
     text = str(error).lower()
     return (known is not None and isinstance(error, known)) or any(sign in text for sign in LOST_SIGNS)
-
-
-def _lost_sentence(error: RuntimeError, launch: Launch, folder: Path | None) -> str:
-    first = str(error).strip().splitlines()[0][:200]
-    saved = None if folder is None else last_checkpoint(folder)
-    again = (
-        f"repeat the same command with --resume to go on from {Path(saved).name}"
-        if saved
-        else "no checkpoint was written yet, so remove the output folder and begin again; set save_steps to keep some"
-    )
-    return (
-        f"a process of this run is gone (this is process {launch.rank} of {launch.processes}, counted from 0; {first}). Look at "
-        f"the first error of the other processes: killed, out of memory, or a machine lost? Then {again}"
-    )

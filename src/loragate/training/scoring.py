@@ -7,6 +7,7 @@ Shapes: B sequences, S positions, T response tokens of the batch in row order, D
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from loragate.errors import TrainingError
 from loragate.losses import verify_head
 from loragate.losses.causal_head import Head, read_head
+from loragate.losses.divergence import Combine, Reference, reference_statistics
 from loragate.losses.head import IGNORED, TokenStatistics, head_statistics, statistics_of_logits
 from loragate.training.sharding import causal_model
 
@@ -64,6 +66,18 @@ class ResponseScorer:
         head = self.head()
         device = head.weight.device
         return head_statistics(states.to(device), head, labels_T.to(device), k=k, outputs=outputs, gradients=gradients)
+
+    def against(
+        self, states: torch.Tensor, batch: Batch, passes: Sequence[torch.Tensor], combine: Combine
+    ) -> TokenStatistics:
+        """Statistics with the KL to a reference that is made of other `states` of the batch; all with a gradient."""
+        labels_T, together = batch["labels"][:, 1:][counted(batch)], torch.stack(list(passes))
+        if not self.fused:
+            log_r_TV = Reference(together, None, combine).log_probs(states.shape[-1])
+            return statistics_of_logits(states, labels_T.to(states.device), 0, log_r_TV)
+        head = self.head()
+        device = head.weight.device
+        return reference_statistics(states.to(device), head, labels_T.to(device), Reference(together, head, combine))
 
     def head(self) -> Head:
         """The frozen output head; raises TrainingError where it is none any more."""

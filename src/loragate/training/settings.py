@@ -221,8 +221,25 @@ class CalibrationSettings(TrainSettings):
         if self.k == 1:
             raise ConfigError("k must be at least 2, or 0 for the whole vocabulary, found 1")
         require_effect("calibration", self)
-        if self.on_policy:
-            self._check_on_policy()
+        if not self.on_policy:
+            return
+        if self.objective == "reward" and self.answers_per_prompt < 2:
+            raise ConfigError(
+                f"samples_per_prompt is {self.answers_per_prompt}; the objective 'reward' compares the answers of one "
+                "prompt with each other and needs at least 2"
+            )
+        if not self.batch_size:
+            self.fitted(1)  # the batch that will be taken, which does not depend on the rows here, is checked at once
+        if self.batch_size % self.answers_per_prompt:
+            raise ConfigError(
+                f"batch_size {self.batch_size} is not a multiple of samples_per_prompt {self.answers_per_prompt}; "
+                "the answers to one prompt belong into one step"
+            )
+        if self.report_to.strip() not in ("", "none"):
+            raise ConfigError(
+                f"report_to={self.report_to!r} works with the objectives entropy and ce; {self.objective!r} writes "
+                "metrics.jsonl only"
+            )
 
     @property
     def on_policy(self) -> bool:
@@ -252,22 +269,3 @@ class CalibrationSettings(TrainSettings):
     def read_by(objective: str) -> tuple[str, ...]:
         """The settings that an objective reads."""
         return acting("calibration", (field.name for field in fields(CalibrationSettings)), objective=objective)
-
-    def _check_on_policy(self) -> None:
-        if self.objective == "reward" and self.answers_per_prompt < 2:
-            raise ConfigError(
-                f"samples_per_prompt is {self.answers_per_prompt}; the objective 'reward' compares the answers of one "
-                "prompt with each other and needs at least 2"
-            )
-        if not self.batch_size:
-            self.fitted(1)  # the batch that will be taken, which does not depend on the rows here, is checked at once
-        if self.batch_size % self.answers_per_prompt:
-            raise ConfigError(
-                f"batch_size {self.batch_size} is not a multiple of samples_per_prompt {self.answers_per_prompt}; "
-                "the answers to one prompt belong into one step"
-            )
-        if self.report_to.strip() not in ("", "none"):
-            raise ConfigError(
-                f"report_to={self.report_to!r} works with the objectives entropy and ce; {self.objective!r} writes "
-                "metrics.jsonl only"
-            )

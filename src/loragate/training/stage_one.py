@@ -16,19 +16,21 @@ from torch import nn
 from loragate.data import EncodedRows, encode_rows, load_rows
 from loragate.data.loading import RowsGiven
 from loragate.errors import ConfigError, nearest
+from loragate.gates.artifact import write_adapter
 from loragate.gates.fingerprint import base_weight_samples, config_fingerprint, weights_checksum
 from loragate.gates.quantised import keep_unpacked
-from loragate.losses import StatisticsRequest, add_statistics_forward
+from loragate.losses import add_statistics_forward
 from loragate.losses.causal_head import ReferenceRequest
 from loragate.losses.divergence import Reference, require_same_vocabulary
 from loragate.losses.objectives import FACTORIES, Objective
-from loragate.models import resolve
-from loragate.training.own_objective import batch_needs, per_token, require_mask_column, require_own
+from loragate.models import ModelRef, resolve
 from loragate.training.run import (
     OnStep,
     TrainingJob,
     encoded_fingerprint,
     require_encoded,
+    require_mask_column,
+    require_own,
     require_short_enough,
     run_training,
 )
@@ -66,6 +68,19 @@ class StageOneResult:
     data: dict[str, Any]
     objective: str
     constants: dict[str, Any]
+
+    def save(self, folder: str | Path, tokenizer: Any, base: ModelRef) -> None:
+        """Write an ordinary PEFT adapter folder with its tokenizer.
+
+        Args:
+            folder: adapter_config.json names the base so that it is found from any other folder, with its commit on the hub.
+            tokenizer: of the training.
+            base: where the base was loaded from.
+        """
+        config = self.model.peft_config["default"]
+        config.base_model_name_or_path, config.revision = base.lasting, base.commit() or None
+        write_adapter(self.model, "default", Path(folder))
+        tokenizer.save_pretrained(str(folder))
 
 
 def objective_of(settings: StageOneSettings) -> Objective:
@@ -133,12 +148,6 @@ def require_plain_base(base_model: Any) -> None:
     )
 
 
-def continue_adapter(base_model: Any, settings: StageOneSettings) -> Any:
-    """The finished adapter of `settings.adapter` on `base_model`, ready to train; its folder is only read."""
-    place = resolve(settings.adapter, expect="adapter", base_later=True)
-    return PeftModel.from_pretrained(base_model, str(place.adapter), is_trainable=True)
-
-
 def build_adapter(base_model: Any, settings: StageOneSettings) -> Any:
     """A fresh adapter on `base_model`; the seed is set immediately before its factors are drawn."""
     targets: str | list[str] = settings.target_modules
@@ -159,61 +168,51 @@ def build_adapter(base_model: Any, settings: StageOneSettings) -> Any:
     except ValueError as error:
         if "arget modules" not in str(error):
             raise
-        names = sorted(
-            {name.rsplit(".", 1)[-1] for name, module in base_model.named_modules() if isinstance(module, nn.Linear)}
-        )
+        linear = (name for name, module in base_model.named_modules() if isinstance(module, nn.Linear))
+        names = sorted({name.rsplit(".", 1)[-1] for name in linear})
         raise ConfigError(
             f"target_modules {settings.target_modules!r} matches no module of the base; its linear layers end in "
             + ", ".join(names)
         ) from error
 
 
-class BaseReference:
-    """The base of a PeftModel, its adapter switched off for the pass; no second copy of the weights."""
-
-    @torch.no_grad()
-    def __call__(self, model: Any, inputs: dict[str, Any]) -> Reference:
-        """The base's distributions on a batch of the trainer."""
-        inner = getattr(model, "module", model)
-        was_training = model.training
-        model.eval()
-        try:
-            with inner.disable_adapter():
-                answer: Reference = model(**inputs, statistics=ReferenceRequest())
-        finally:
-            model.train(was_training)
-        return answer
+@torch.no_grad()
+def base_reference(model: Any, inputs: dict[str, Any]) -> Reference:
+    """The distributions of a PeftModel's base on a batch, its adapter switched off for the pass: no second copy of the weights."""
+    was_training = model.training
+    model.eval()
+    try:
+        with getattr(model, "module", model).disable_adapter():
+            answer: Reference = model(**inputs, statistics=ReferenceRequest())
+    finally:
+        model.train(was_training)
+    return answer
 
 
-class OtherReference:
-    """A model of its own, kept in memory beside the one that trains.
+def other_reference(reference: Any, trained: Any) -> ReferenceOf:
+    """From a batch of the trainer to the distributions of a model of its own, kept in memory beside the one that trains.
 
     Raises:
         ConfigError: if its vocabulary is not that of `trained`.
     """
-
-    def __init__(self, reference: Any, trained: Any) -> None:
-        vocabulary, own = (
-            causal_model(model).get_output_embeddings().weight.shape[0] for model in (reference, trained)
-        )
-        require_same_vocabulary(vocabulary, own)
-        self.model = reference.eval().requires_grad_(False)
-        add_statistics_forward(causal_model(reference))
+    heads = (causal_model(model).get_output_embeddings().weight for model in (reference, trained))
+    require_same_vocabulary(*(weight.shape[0] for weight in heads))
+    reference.eval().requires_grad_(False)
+    add_statistics_forward(causal_model(reference))
+    device = next(reference.parameters()).device
 
     @torch.no_grad()
-    def __call__(self, model: Any, inputs: dict[str, Any]) -> Reference:
-        """The reference's distributions on a batch of the trainer."""
-        device = next(self.model.parameters()).device
-        chosen = {
-            name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
-        }
-        answer: Reference = self.model(**chosen, statistics=ReferenceRequest())
+    def distributions(model: Any, inputs: dict[str, Any]) -> Reference:
+        moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+        answer: Reference = reference(**moved, statistics=ReferenceRequest())
         return answer
 
-    def identity(self) -> dict[str, Any]:
-        """What makes it this model, for run.json."""
-        causal = causal_model(self.model)
-        return {"config": config_fingerprint(causal), "weights": base_weight_samples(causal)}
+    return distributions
+
+
+def _known_again(model: Any) -> dict[str, Any]:
+    """What makes a model this one, for run.json."""
+    return {"config": config_fingerprint(model), "weights": base_weight_samples(model)}
 
 
 def train_adapter(
@@ -259,9 +258,8 @@ def train_adapter(
         require_own(objective, settings)
     require_plain_base(base_model)
     if settings.adapter:
-        settings = adapter_settings(
-            settings, resolve(settings.adapter, expect="adapter", base_later=True).peft_config()
-        )
+        place = resolve(settings.adapter, expect="adapter", base_later=True)
+        settings = adapter_settings(settings, place.peft_config())
     source = load_rows(rows)
     require_encoded(encoded, source)
     if encoded is None:
@@ -280,15 +278,14 @@ def train_adapter(
     for model in (base_model, reference_model):
         if model is not None:
             keep_unpacked(model)
-    base = {"config": config_fingerprint(base_model), "weights": base_weight_samples(base_model)}
-    reference: ReferenceOf | None = None
-    identity: dict[str, Any] = {}
-    if refers:
-        other = None if reference_model is None else OtherReference(reference_model, base_model)
-        reference = other or BaseReference()
-        identity["reference"] = "base" if other is None else other.identity()
+    base = _known_again(base_model)
+    reference: ReferenceOf | None = base_reference if refers else None
+    identity: dict[str, Any] = {"reference": "base"} if refers else {}
+    if reference_model is not None:
+        reference = other_reference(reference_model, base_model)
+        identity["reference"] = _known_again(causal_model(reference_model))
     if settings.adapter:
-        model = continue_adapter(base_model, settings)
+        model = PeftModel.from_pretrained(base_model, str(place.adapter), is_trainable=True)  # its folder is only read
         logger.info(
             "going on from the adapter %s (rank %d, α %g) with a warm-up of %g of the steps",
             settings.adapter, settings.rank, settings.alpha, settings.warmup,
@@ -304,11 +301,9 @@ def train_adapter(
         encoded=encoded,
         rows=source,
         settings=settings,
-        token_loss=chosen.loss if objective is None else per_token(objective),
-        request=StatisticsRequest(chosen.k, tuple(chosen.outputs), chosen.gradients and tuple(chosen.gradients)),
+        objective=chosen,
         trained=trained,
         reference=reference,
-        **batch_needs(chosen),
         identity={
             "stage": "sft",
             "settings": {**recorded(asdict(settings)), "objective": chosen.name},

@@ -8,13 +8,12 @@ hashed before and after, and the training loss is never taken as evidence of suc
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from loragate.data import EncodedRows, Rows, encode_rows, load_rows
 from loragate.data.loading import RowsGiven
@@ -34,14 +33,13 @@ from loragate.gates import (
     weights_checksum,
 )
 from loragate.generation import Sample
-from loragate.losses import ObjectiveContext, StatisticsRequest, TokenStatistics, verify_head
+from loragate.losses import verify_head
 from loragate.losses.entropy import support_size
-from loragate.losses.objectives import Objective
+from loragate.losses.objectives import EntropyMinimisation, Objective, sft
 from loragate.training.checks import (
     MEASURED_ROWS,
-    Callables,
+    check_callables,
     check_parity,
-    frozen_parameters,
     measure_entropy,
     require_causal_model,
     require_only_gates_train,
@@ -49,7 +47,6 @@ from loragate.training.checks import (
 from loragate.training.guards import Guard, GuardLimits, guard_callbacks
 from loragate.training.model_state import without_dropout
 from loragate.training.on_policy import OnPolicyJob, run_on_policy
-from loragate.training.own_objective import batch_needs, per_token, require_mask_column, require_own
 from loragate.training.rollouts import Reward, Sampler
 from loragate.training.run import (
     OnStep,
@@ -59,6 +56,8 @@ from loragate.training.run import (
     encoded_fingerprint,
     prepare_folder,
     require_encoded,
+    require_mask_column,
+    require_own,
     require_short_enough,
     run_training,
 )
@@ -66,7 +65,6 @@ from loragate.training.run_folder import run_folder_given
 from loragate.training.settings import GATE_OBJECTIVES, CalibrationSettings
 from loragate.training.sharding import causal_model, spread
 from loragate.training.strategy import launch_of
-from loragate.training.trainer import TokenLoss
 
 PARITY_ROWS, PARITY_TOKENS = 4, 256
 
@@ -146,14 +144,10 @@ class CalibrationResult:
         }
 
 
-def entropy_loss(stats: TokenStatistics, context: ObjectiveContext | None = None) -> torch.Tensor:
+class GateEntropy(EntropyMinimisation):
     """Normalised top-k entropy per response token, the whole Stage-II objective."""
-    return stats.topk_entropy
 
-
-def cross_entropy_loss(stats: TokenStatistics, context: ObjectiveContext | None = None) -> torch.Tensor:
-    """−log p of the response token: the paper's ablation "gate trained with CE"."""
-    return -stats.log_prob
+    outputs = ("topk_entropy",)
 
 
 def calibrate(
@@ -212,12 +206,13 @@ def calibrate(
         TrainingError: if the base is no causal language model, parity fails, a frozen weight changed, or the loss is not
             finite.
     """
-    settings = settings or CalibrationSettings()
+    began, settings = time.monotonic(), settings or CalibrationSettings()
     folder = run_folder_given(run_folder, resume)
     if objective is not None:
         require_own(objective, settings)
-    callables = Callables(sampler, reward, None if guard is None else Guard(guard), probe)
-    callables.check(settings.objective if objective is None else objective.name, settings.on_policy)
+    trained_by = settings.objective if objective is None else objective.name
+    check_callables(trained_by, settings.on_policy, sampler, reward, guard, probe)
+    watch = None if guard is None else Guard(guard)
     name = active_adapter(peft_model, adapter_name)
     require_causal_model(causal_model(peft_model))
     source = load_rows(rows)
@@ -227,27 +222,131 @@ def calibrate(
     settings = settings.fitted(len(encoded), launch_of().processes)
     if objective is not None:
         require_mask_column(objective, encoded, source)
+    with _gated(peft_model, config, name) as model:
+        require_short_enough(model, encoded, source.where)
+        if heldout is not None:
+            require_short_enough(model, heldout, "held-out row {}".format)
+        collator = collator_for(tokenizer)
+        batch = collator(
+            [
+                {key: row[key][:PARITY_TOKENS] for key in ("input_ids", "labels")} | {"row": row["row"]}
+                for row in encoded[:PARITY_ROWS]
+            ]
+        )
+        device = next(model.parameters()).device
+        parity = measure_parity(model, batch["input_ids"].to(device), batch["attention_mask"].to(device), name)
+        check_parity(parity, causal_model(model).dtype)
+        vocabulary = causal_model(model).get_output_embeddings().weight.shape[0]
+        k = support_size(settings.k, vocabulary)
+        measured = partial(measure_entropy, model, collator=collator, k=k, adapter_name=name)
+        before, _, _ = measured(encoded[:MEASURED_ROWS])
+        apart = {} if heldout is None else {"rows": len(heldout), "entropy_before": measured(heldout[:])[0]}
+
+        train_gates_only(model, name)
+        trained: dict[str, Any] = dict(gate_parameters(model, name))
+        require_only_gates_train(model, trained)
+        frozen = _frozen_checksum(model)
+        identity = {
+            "stage": "calibrate",
+            "settings": {**settings.as_record(), "objective": trained_by},
+            "gate": asdict(config),
+            "data": source.fingerprint,
+            "tokens": encoded_fingerprint(encoded),
+            "adapter_sha256": adapter_fingerprint(model, name),
+            "frozen_weights": frozen,
+            **({} if guard is None else {"guard": asdict(guard)}),
+            **({} if objective is None else {"constants": objective.settings}),
+        }
+        with without_dropout(model):
+            if settings.objective == "random":
+                if folder is not None:
+                    prepare_folder(identity, folder, resume)
+                draw_gates(model, settings.seed, settings.random_scale, name)
+                outcome = TrainingOutcome([], 0, 0.0, verify_head(causal_model(model)))
+            elif settings.on_policy:
+                own = OnPolicyJob(
+                    model=model,
+                    tokenizer=tokenizer,
+                    encoded=encoded,
+                    rows=source,
+                    settings=settings,
+                    adapter_name=name,
+                    trained=trained,
+                    identity=identity,
+                    sampler=sampler,
+                    reward=reward,
+                    guard=watch,
+                )
+                outcome = run_on_policy(own, folder, resume=resume, on_step=on_step)
+            else:
+                job = TrainingJob(
+                    model=model,
+                    tokenizer=tokenizer,
+                    encoded=encoded,
+                    rows=source,
+                    settings=settings,
+                    objective=objective or _objective_of(settings.objective, k),
+                    trained=trained,
+                    identity=identity,
+                    recorder=lambda running: record_gates(running, name),
+                    check_gradient=True,
+                    callbacks=guard_callbacks(watch, probe, model, collator, encoded, name),
+                )
+                outcome = run_training(job, folder, resume=resume, on_step=on_step)
+        if _frozen_checksum(model) != frozen:
+            raise TrainingError(
+                "a frozen weight of the base or the adapter changed during calibration; the result is not used"
+            )
+        after, statistics, total = measured(encoded[:MEASURED_ROWS])
+        apart |= {} if heldout is None else {"entropy_after": measured(heldout[:])[0]}
+        return CalibrationResult(
+            config=config,
+            settings=settings,
+            parity=parity,
+            entropy_before=before,
+            entropy_after=after,
+            gates=statistics,
+            gates_total=total,
+            history=outcome.history,
+            steps=outcome.steps,
+            seconds=time.monotonic() - began,
+            parameters=sum(parameter.numel() for parameter in trained.values()),
+            rows=len(encoded),
+            response_tokens=encoded.summary.response_tokens,
+            data={"source": source.source, "fingerprint": source.fingerprint},
+            fused_head=outcome.fused_head,
+            stopped=None if watch is None else watch.verdict,
+            guard=[] if watch is None else watch.as_records(),
+            sampled=outcome.sampled,
+            training_seconds=outcome.seconds,
+            heldout=apart,
+            objective=trained_by,
+            constants={} if objective is None else dict(objective.settings),
+            own_k=objective.k if objective is not None and "topk_entropy" in objective.outputs else None,
+        )
+
+
+@contextmanager
+def _gated(peft_model: Any, config: GateConfig, name: str) -> Iterator[Any]:
+    """The model to train, with gates; on an error they are taken off again."""
     attach_gates(peft_model, config, name)
     try:
         with spread(peft_model) as model:
-            return _calibrate(
-                model,
-                tokenizer,
-                source,
-                encoded,
-                config,
-                settings,
-                name,
-                folder,
-                resume,
-                on_step,
-                callables,
-                objective,
-                heldout,
-            )
+            yield model
     except BaseException:
         detach_gates(peft_model, name)
         raise
+
+
+def _frozen_checksum(model: Any) -> str:
+    return weights_checksum(
+        (name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad
+    )
+
+
+def _objective_of(name: str, k: int) -> Objective:
+    """What trains gates on the given rows: "entropy", or "ce", the paper's ablation, with the entropy in its log."""
+    return replace(sft(), name="ce", k=k, reads_entropy=True) if name == "ce" else GateEntropy(k)
 
 
 def calibration_rows(
@@ -261,137 +360,3 @@ def calibration_rows(
     if settings.max_rows:
         chosen = chosen.take(settings.max_rows)
     return chosen, encode_rows(chosen, tokenizer, max_length=settings.max_length, system=system, **how)
-
-
-def _calibrate(
-    model: Any,
-    tokenizer: Any,
-    rows: Rows,
-    encoded: EncodedRows,
-    config: GateConfig,
-    settings: CalibrationSettings,
-    name: str,
-    folder: Path | None,
-    resume: bool,
-    on_step: OnStep | None,
-    callables: Callables,
-    objective: Objective | None,
-    heldout: EncodedRows | None,
-) -> CalibrationResult:
-    began = time.monotonic()
-    require_short_enough(model, encoded, rows.where)
-    if heldout is not None:
-        require_short_enough(model, heldout, "held-out row {}".format)
-    collator = collator_for(tokenizer)
-    batch = collator([_cut(row, PARITY_TOKENS) for row in encoded[:PARITY_ROWS]])
-    device = next(model.parameters()).device
-    parity = measure_parity(model, batch["input_ids"].to(device), batch["attention_mask"].to(device), name)
-    check_parity(parity, causal_model(model).dtype)
-    vocabulary = causal_model(model).get_output_embeddings().weight.shape[0]
-    k = support_size(settings.k, vocabulary)
-    measured = partial(measure_entropy, model, collator=collator, k=k, adapter_name=name)
-    before, _, _ = measured(encoded[:MEASURED_ROWS])
-    apart = {} if heldout is None else {"rows": len(heldout), "entropy_before": measured(heldout[:])[0]}
-
-    train_gates_only(model, name)
-    trained: dict[str, Any] = dict(gate_parameters(model, name))
-    require_only_gates_train(model, trained)
-    frozen = weights_checksum(frozen_parameters(model))
-    guard = callables.guard
-    trained_by = settings.objective if objective is None else objective.name
-    identity = {
-        "stage": "calibrate",
-        "settings": {**settings.as_record(), "objective": trained_by},
-        "gate": asdict(config),
-        "data": rows.fingerprint,
-        "tokens": encoded_fingerprint(encoded),
-        "adapter_sha256": adapter_fingerprint(model, name),
-        "frozen_weights": frozen,
-        **({} if guard is None else {"guard": asdict(guard.limits)}),
-        **({} if objective is None else {"constants": objective.settings}),
-    }
-    sampled: dict[str, float] = {}
-    with without_dropout(model):
-        if settings.objective == "random":
-            if folder is not None:
-                prepare_folder(identity, folder, resume)
-            draw_gates(model, settings.seed, settings.random_scale, name)
-            outcome = TrainingOutcome([], 0, 0.0, verify_head(causal_model(model)))
-        elif settings.on_policy:
-            own = OnPolicyJob(
-                model=model,
-                tokenizer=tokenizer,
-                encoded=encoded,
-                rows=rows,
-                settings=settings,
-                adapter_name=name,
-                trained=trained,
-                identity=identity,
-                sampler=callables.sampler,
-                reward=callables.reward,
-                guard=guard,
-            )
-            outcome = run_on_policy(own, folder, resume=resume, on_step=on_step)
-            sampled = own.sampled
-        else:
-            token_loss, request = _loss_and_request(settings.objective, objective, k)
-            job = TrainingJob(
-                model=model,
-                tokenizer=tokenizer,
-                encoded=encoded,
-                rows=rows,
-                settings=settings,
-                token_loss=token_loss,
-                request=request,
-                trained=trained,
-                identity=identity,
-                recorder=lambda running: record_gates(running, name),
-                check_gradient=True,
-                callbacks=guard_callbacks(guard, callables.probe, model, collator, encoded, name),
-                **({} if objective is None else batch_needs(objective)),
-            )
-            outcome = run_training(job, folder, resume=resume, on_step=on_step)
-    if weights_checksum(frozen_parameters(model)) != frozen:
-        raise TrainingError(
-            "a frozen weight of the base or the adapter changed during calibration; the result is not used"
-        )
-    after, statistics, total = measured(encoded[:MEASURED_ROWS])
-    apart |= {} if heldout is None else {"entropy_after": measured(heldout[:])[0]}
-    return CalibrationResult(
-        config=config,
-        settings=settings,
-        parity=parity,
-        entropy_before=before,
-        entropy_after=after,
-        gates=statistics,
-        gates_total=total,
-        history=outcome.history,
-        steps=outcome.steps,
-        seconds=time.monotonic() - began,
-        parameters=sum(parameter.numel() for parameter in trained.values()),
-        rows=len(encoded),
-        response_tokens=encoded.summary.response_tokens,
-        data={"source": rows.source, "fingerprint": rows.fingerprint},
-        fused_head=outcome.fused_head,
-        stopped=None if guard is None else guard.verdict,
-        guard=[] if guard is None else guard.as_records(),
-        sampled=sampled,
-        training_seconds=outcome.seconds,
-        heldout=apart,
-        objective=trained_by,
-        constants={} if objective is None else dict(objective.settings),
-        own_k=objective.k if objective is not None and "topk_entropy" in objective.outputs else None,
-    )
-
-
-def _loss_and_request(name: str, own: Objective | None, k: int) -> tuple[TokenLoss, StatisticsRequest]:
-    """What trains gates on the given rows, and the statistics that it reads."""
-    if own is not None:
-        return per_token(own), StatisticsRequest(own.k, tuple(own.outputs), own.gradients and tuple(own.gradients))
-    if name == "ce":
-        return cross_entropy_loss, StatisticsRequest(k, ("log_prob", "topk_entropy"), ("log_prob",))
-    return entropy_loss, StatisticsRequest(k, ("topk_entropy",), ("topk_entropy",))
-
-
-def _cut(row: dict[str, Any], length: int) -> dict[str, Any]:
-    return {key: value[:length] if isinstance(value, list) else value for key, value in row.items()}

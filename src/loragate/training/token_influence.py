@@ -12,25 +12,171 @@ trained on the part before as the reference.
 
 from __future__ import annotations
 
+import gc
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from loragate.data import Collator
+from loragate.data import Collator, encode_rows, load_rows
+from loragate.display import Display
 from loragate.errors import ConfigError, DataError, nearest
-from loragate.files import write_json
+from loragate.files import write_json, write_text
 from loragate.losses import StatisticsRequest
 from loragate.losses.head import IGNORED
+from loragate.models import Loading, Place, open_tokenizer, open_weights, put_on, resolve
 from loragate.training.model_state import statistics_forward
 
 SCOPES = ("global", "row")
 WINDOW = 16  # forward passes whose rows are sorted by length before they are cut into passes
 
 Scores = list[np.ndarray]
+
+
+def mask_rows(
+    model: str,
+    reference: str,
+    data: str,
+    out: str | Path,
+    *,
+    keep: float = 0.6,
+    scope: str = "global",
+    split: str = "",
+    revision: str = "",
+    max_rows: int = 0,
+    max_length: int = 2048,
+    micro_batch_size: int = 8,
+    system: str = "none",
+    loading: Loading | None = None,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Score every response token under both models, keep the best share, and write the rows with a column keep_mask.
+
+    Args:
+        model: base model, folder or hub id.
+        reference: the base after finetuning on good data: a LoRA adapter of this base, or a full model.
+        data, split, revision, max_rows: the rows, as in `loragate.data.load_rows`; 0 rows are all.
+        out: JSONL file to write; OUT.record.json beside it says what was scored.
+        keep, scope: as in `keep_masks`.
+        max_length: token limit of a row; later tokens are not scored and not kept.
+        micro_batch_size: rows per forward pass.
+        system: "none" or "keep", see `loragate.data.Chat`.
+        loading: how the models are loaded.
+        resume: go on with the scores of an interrupted call.
+
+    Returns:
+        Counts and mean influences, as in OUT.record.json.
+
+    Raises:
+        ConfigError: for what cannot work, before anything is loaded, and for tokenizers that differ.
+        DataError: for rows that cannot be scored, or that carry a mask already.
+    """
+    check_choice(keep, scope)
+    out, how = Path(out), loading or Loading()
+    if out.suffix != ".jsonl":
+        raise ConfigError(f"--out {out}: the masked rows are written as JSONL; give a name that ends in .jsonl")
+    if out.exists():
+        raise ConfigError(f"--out {out} exists already; choose another name or remove it first")
+    base, other = resolve(model, expect="base"), resolve(reference, what="reference model", base_later=True)
+    if other.kind == "gated":
+        raise ConfigError(f"--reference {reference} is gated; its plain adapter is {other.adapter}")
+    if other.kind == "adapter":
+        other = replace(other, base=base.base)
+    elif base.folder.exists() and other.base.lasting == base.base.lasting:
+        raise ConfigError("--reference is the base itself, so every influence would be zero; give a finetuned model")
+    rows = load_rows(data, split=split or None, revision=revision or None, limit=max_rows or None)
+    if rows[0].get("keep_mask") is not None:
+        raise DataError(f"{rows.where(0)}: the rows carry a keep_mask already; take that column out to have one made")
+    tokenizer, display = open_tokenizer(base, how), Display()
+    with display.job("reading the data"):
+        whole = encode_rows(rows, tokenizer, max_length=None, system=system)
+        texts = [tokenizer.decode(row["input_ids"]) for row in whole[:20]]
+        require_same_tokens(tokenizer, open_tokenizer(other, how), texts)
+    # a mask has an entry for every response token, scored or not
+    scored = [{**row, **{key: row[key][:max_length] for key in ("input_ids", "labels")}} for row in whole]
+    lengths = response_lengths(scored)
+    if not sum(lengths):
+        raise DataError(f"{rows.source}: max_length={max_length} cuts the whole response of every row; raise it")
+    identity = {
+        "model": {"name": model, "files": base.fingerprint},
+        "reference": {"name": other.source, "files": other.fingerprint},
+        "data": rows.fingerprint,
+        "max_length": max_length,
+        "system": system,
+        "chat_template": how.chat_template,
+        "dtype": how.dtype,
+        **({} if how.quantization == "none" else {"quantization": how.quantization}),
+    }
+    partial = out.with_name(out.name + ".partial")
+    folder = ScoreFolder(partial, identity, lengths, resume=resume)
+    _score_both(base, other, how, folder, scored, tokenizer.pad_token_id, display, micro_batch_size)
+    influence = [under - alone for alone, under in zip(folder.read("base"), folder.read("reference"), strict=True)]
+    masks, full_lengths = keep_masks(influence, keep, scope), response_lengths(whole)
+    lines = []
+    for item, mask, length in zip(whole, masks, full_lengths, strict=True):
+        row = {**rows[item["row"]], "keep_mask": [*mask.tolist(), *[0] * (length - len(mask))]}
+        try:
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+        except TypeError as error:
+            raise DataError(f"{rows.where(item['row'])}: cannot be written as JSON ({error})") from error
+    write_text(out, "".join(lines))
+    values, kept = np.concatenate(influence), np.concatenate(masks).astype(bool)
+
+    def mean(chosen: np.ndarray) -> float | None:
+        return float(values[chosen].astype(np.float64).mean()) if chosen.any() else None
+
+    summary = {
+        "keep": keep,
+        "scope": scope,
+        "rows": len(masks),
+        "left_out": len(rows) - len(whole),
+        "tokens": sum(full_lengths),
+        "scored": len(values),
+        "kept": int(kept.sum()),
+        "rows_without_a_kept_token": sum(not mask.any() for mask in masks),
+        "influence_kept": mean(kept),
+        "influence_dropped": mean(~kept),
+        "lowest_kept": float(values[kept].min()) if kept.any() else None,
+    }
+    write_json(out.with_name(out.name + ".record.json"), {**identity, **summary})
+    shutil.rmtree(partial)
+    return summary
+
+
+def _score_both(
+    base: Place,
+    reference: Place,
+    how: Loading,
+    folder: ScoreFolder,
+    encoded: list[dict[str, Any]],
+    pad_token_id: int,
+    display: Display,
+    size: int,
+) -> None:
+    """One pass per model, one model in memory at a time; an adapter is put on the base that is there."""
+
+    def score(name: str, load: Callable[[], Any]) -> Any:
+        first = folder.finished(name)
+        if first == len(encoded):
+            return None
+        with display.job(f"scoring under the {name}", len(encoded), "row") as job:
+            model = load()
+            windows = response_log_probs(model, encoded, pad_token_id, micro_batch_size=size, first=first)
+            folder.append(name, windows, lambda done: job.advance_to(done))
+        return model
+
+    plain = score("base", lambda: open_weights(base, how))
+    if reference.kind == "adapter":
+        score("reference", lambda: put_on(plain or open_weights(base, how), reference))
+        return
+    plain = None
+    gc.collect()
+    score("reference", lambda: open_weights(reference, how))
 
 
 @torch.no_grad()
@@ -63,6 +209,7 @@ def response_log_probs(
         for start in range(first, len(encoded), step):
             rows = list(encoded[start : start + step])
             found: Scores = [np.empty(0, dtype=np.float32)] * len(rows)
+            # like lengths share a pass, which saves padding; scores go back in the order of the rows
             order = sorted(range(len(rows)), key=lambda index: (-len(rows[index]["input_ids"]), index))
             for at in range(0, len(order), micro_batch_size):
                 members = order[at : at + micro_batch_size]
@@ -70,7 +217,7 @@ def response_log_probs(
                 chosen = {name: batch[name].to(device) for name in ("input_ids", "attention_mask", "labels")}
                 stats = model(**chosen, statistics=request)
                 for index, values, mask in zip(members, stats.log_prob.float().cpu(), stats.mask.cpu(), strict=True):
-                    found[index] = values[mask].numpy().astype(np.float32)
+                    found[index] = values[mask].numpy().astype(np.float32)  # [response tokens], 4 bytes each on disk
             if not all(np.isfinite(values).all() for values in found):
                 bad = next(i for i, values in enumerate(found) if not np.isfinite(values).all())
                 raise DataError(f"row {rows[bad]['row']}: the model gives a response token no finite probability")

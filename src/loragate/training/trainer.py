@@ -1,7 +1,7 @@
 """A thin subclass of TRL's SFTTrainer whose loss comes from the token-statistics head.
 
 It overrides the loss, what is known of a whole batch before it, the log line, the checkpoint format and the telemetry, and
-nothing else of the training loop. The per-token loss arrives as a callable, so both stages use this class. Rows come
+nothing else of the training loop. Both stages use this class, with an objective each. Rows come
 tokenised and in their final order.
 """
 
@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from trl import SFTConfig, SFTTrainer
 
-from loragate.errors import DivergenceError, TrainingError
+from loragate.errors import ConfigError, DivergenceError, TrainingError
 from loragate.files import write_atomically
-from loragate.losses import ObjectiveContext, StatisticsRequest, TokenStatistics
+from loragate.losses import ObjectiveContext, StatisticsRequest, TokenStatistics, WeightedCrossEntropy
 from loragate.losses.divergence import Reference
 from loragate.losses.head import IGNORED
-from loragate.losses.objectives.base import OverBatch
+from loragate.losses.objectives import Objective
 from loragate.training.arrangement import arranged_steps
 from loragate.training.last_layer import LastLayer
 from loragate.training.model_state import recomputation_argument
@@ -39,7 +39,6 @@ from loragate.training.sharding import (
 )
 from loragate.training.strategy import launch_of
 
-TokenLoss = Callable[[TokenStatistics, ObjectiveContext], torch.Tensor]
 ReferenceOf = Callable[[Any, dict[str, Any]], Reference]
 TRAINED, OPTIMIZER, SCHEDULER = "trained.safetensors", "optimizer.pt", "scheduler.pt"
 ROWS_AT_A_TIME = 2048  # that are Python lists while a data set is made
@@ -50,8 +49,8 @@ _BATCH = "loragate_batch"
 class StatisticsTrainer(SFTTrainer):
     """SFTTrainer over `model(..., statistics=request)`.
 
-    Loss: sum of the per-token loss over response tokens ÷ number of response tokens of the global batch (all ranks, all
-    accumulation steps). With `over_batch` all forward passes of a step are first made without gradient, in evaluation mode, for
+    Loss: sum of the objective's loss over response tokens ÷ number of response tokens of the global batch (all ranks, all
+    accumulation steps). With an `over_batch` all forward passes of a step are first made without gradient, in evaluation mode, for
     the statistics named in `batch_reads` (none: not made at all); what it says of each is `ObjectiveContext.batch` in its loss.
     """
 
@@ -60,20 +59,20 @@ class StatisticsTrainer(SFTTrainer):
     def __init__(
         self,
         *,
-        token_loss: TokenLoss,
-        request: StatisticsRequest,
+        objective: Objective,
         trained: dict[str, nn.Parameter],
         where: Callable[[int], str] = lambda row: f"row {row}",
         recorder: Callable[[Any], Any] | None = None,
         reference: ReferenceOf | None = None,
         last_layer: LastLayer | None = None,
-        over_batch: OverBatch | None = None,
-        batch_reads: tuple[str, ...] = (),
         **kwargs: Any,
     ) -> None:
-        self.token_loss, self.request, self.trained, self.where = token_loss, request, trained, where
+        self.objective, self.trained, self.where = objective, trained, where
         self.recorder, self.reference = recorder, reference
-        self.over_batch, self.batch_reads = over_batch, batch_reads
+        gradients = None if objective.gradients is None else tuple(objective.gradients)
+        self.request = StatisticsRequest(objective.k, tuple(objective.outputs), gradients)
+        self.over_batch = getattr(objective, "over_batch", None)
+        self.batch_reads = tuple(getattr(objective, "batch_reads", ()))
         self.last_layer = last_layer or LastLayer("it was not asked for")
         self.sums: dict[str, torch.Tensor] = {}
         self.gate_summary: dict[str, float] = {}
@@ -164,7 +163,7 @@ class StatisticsTrainer(SFTTrainer):
             stats = self._statistics(model, inputs, self.request)
         if record is not None and (total := record.total()).get("tokens"):
             self.gate_summary = total
-        losses = self.token_loss(stats, context)
+        losses = token_losses(self.objective, stats, context)
         if num_items_in_batch is None:
             num_items_in_batch = stats.mask.sum()
         summed = losses.sum()
@@ -289,6 +288,27 @@ class StatisticsTrainer(SFTTrainer):
         """Every process's state is on disk before the file that marks the checkpoint as complete."""
         super()._save_rng_state(output_dir)
         self.accelerator.wait_for_everyone()
+
+
+def token_losses(objective: Objective, stats: TokenStatistics, context: ObjectiveContext) -> torch.Tensor:
+    """The objective's loss, shaped like the statistics; what it says of positions without a label does not count.
+
+    Raises:
+        ConfigError: for another shape, and for a negative weight of a `WeightedCrossEntropy`.
+    """
+    losses = objective.loss(stats, context)
+    if losses.shape != stats.mask.shape:
+        raise ConfigError(
+            f"objective {objective.name!r}: loss returned {list(losses.shape)}, expected one value per token, "
+            f"{list(stats.mask.shape)} like the statistics, neither summed nor averaged"
+        )
+    # the trainer waits for the device at this point in any case, to see whether the loss is finite
+    if isinstance(objective, WeightedCrossEntropy) and bool(((losses < 0) & (stats.log_prob < 0)).any()):
+        raise ConfigError(
+            f"objective {objective.name!r}: its rule gave a negative weight. A weighted cross-entropy has weights of at "
+            "least 0; write an objective of your own kind for signed terms"
+        )
+    return torch.where(stats.mask, losses, losses.new_zeros(()))
 
 
 def trainer_arguments(settings: TrainSettings, folder: Path, rows: int, device: str) -> SFTConfig:

@@ -11,15 +11,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from loragate import strict_yaml
 from loragate.effects import require_effect
 from loragate.errors import ConfigError, nearest
 from loragate.evaluation.tasks.generated import GENERATORS
 from loragate.evaluation.tasks.schema import check_schema
 from loragate.evaluation.tasks.task import EXTRACTORS_OF, SUITES, Task
 from loragate.evaluation.tasks.templates import is_template, variables
+from loragate.strict_yaml import read_mapping
 from loragate.validate import validate
 
 DEFINITIONS = Path(__file__).parent / "definitions"
@@ -60,29 +58,15 @@ def load_task(name_or_path: str | Path) -> Task:
     """
     path = Path(name_or_path).expanduser()
     if path.suffix.lower() in SUFFIXES:
-        return _task(_read(path), path)
+        return _task(read_mapping(path), path)
     known = task_names()
     if str(name_or_path) in known:
         path = DEFINITIONS / f"{name_or_path}.yaml"
-        return _task(_read(path), path)
+        return _task(read_mapping(path), path)
     raise ConfigError(
         f"unknown task '{name_or_path}'{nearest(str(name_or_path), known) or '.'} Known: {', '.join(known)}; a task of your own "
         "is given as the path of its .yaml file"
     )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = strict_yaml.load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"there is no task file {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected a block of keys such as name, dataset and prompt")
-    return content
 
 
 def _given(value: Any) -> Any:

@@ -1,8 +1,8 @@
 """Stage-I token objectives by name, small objects over token statistics; docs/methods.md derives each.
 
 weighted   sft, dft, profit, eaft, talr, mask: cross-entropies with a detached weight w_t ≥ 0
-signed     eksft, forgetting: with terms that no nonnegative weight gives
-controls   entropy, interleaved: the adapter itself trained on entropy
+signed     eksft, forgetting: with terms that no nonnegative weight gives; entropy, interleaved: the adapter itself trained
+           on entropy, as controls
 
 The names are fixed and `objectives` is read-only. An objective of one's own is given to the training itself:
 `train_adapter(..., objective=WeightedCrossEntropy("mine", rule))`, and likewise to `calibrate`.
@@ -18,8 +18,7 @@ from loragate.losses.objectives.base import (
     ObjectiveContext,
     WeightedCrossEntropy,
 )
-from loragate.losses.objectives.controls import EntropyMinimisation, Interleaved
-from loragate.losses.objectives.signed import EntropyKLSelective, Forgetting
+from loragate.losses.objectives.signed import EntropyKLSelective, EntropyMinimisation, Forgetting, Interleaved
 from loragate.losses.objectives.weighted import dft, eaft, mask, profit, sft, talr
 
 FACTORIES: dict[str, Callable[..., Objective]] = {

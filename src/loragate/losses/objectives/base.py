@@ -8,7 +8,7 @@ baseline).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -84,6 +84,15 @@ class Objective(Protocol):
     def loss(self, stats: TokenStatistics, context: ObjectiveContext | None = None) -> torch.Tensor:
         """Loss per token, shaped like the statistics, zero where the label is ignored."""
         ...
+
+
+class Constants:
+    """An objective that is a dataclass of its constants."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The constants, for run records."""
+        return asdict(self)  # type: ignore[call-overload]
 
 
 Rule = Callable[[TokenStatistics, ObjectiveContext], torch.Tensor]

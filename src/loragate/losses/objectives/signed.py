@@ -1,8 +1,12 @@
-"""The two objectives of the paper's catalogue that are no weighted cross-entropy: EKSFT and Forgetting. Re-implementations.
+"""The objectives that are no weighted cross-entropy: EKSFT and Forgetting, re-implemented, and two controls.
 
-Both average a term over the tokens it concerns ("sets"), as their own releases and texts do, so a rare kind of token counts
-as much as a frequent one; `reduction="all"` divides every term by all response tokens instead, as the paper does for its
-baselines. Sets and their sizes are those of the whole batch, whatever forward passes it is cut into.
+EKSFT and Forgetting average a term over the tokens it concerns ("sets"), as their own releases and texts do, so a rare kind of
+token counts as much as a frequent one; `reduction="all"` divides every term by all response tokens instead, as the paper does
+for its baselines. Sets and their sizes are those of the whole batch, whatever forward passes it is cut into.
+
+The controls train an adapter's own weights on entropy: does it take gates, or would the loss alone have done it? "entropy" is
+Stage II's objective put on LoRA factors. "interleaved" takes cross-entropy and entropy steps in turn, so that each objective's
+fixed point moves under the other (eq:rw-drift); freezing the delta removes that.
 """
 
 from __future__ import annotations
@@ -10,21 +14,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Lt
 
 from loragate.errors import ConfigError
+from loragate.losses.entropy import support_size
 from loragate.losses.head import TokenStatistics
-from loragate.losses.objectives.base import Gather, ObjectiveContext, require, within_batch
-from loragate.validate import Amount, check
+from loragate.losses.objectives.base import Constants, Gather, ObjectiveContext, require, within_batch
+from loragate.validate import Amount, Count, check
 
 Reduction = Literal["sets", "all"]
 
 
 @dataclass(frozen=True)
-class EntropyKLSelective:
+class EntropyKLSelective(Constants):
     """EKSFT: cross-entropy where the model is neither uncertain nor far from a reference, regularised where it is.
 
     With S_H the `ratio` of the batch's response tokens of the highest entropy H and S_K that of the highest
@@ -59,12 +64,6 @@ class EntropyKLSelective:
     def __post_init__(self) -> None:
         check(self)
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The constants, for run records."""
-        names = ("ratio", "entropy_weight", "kl_weight", "combine", "reduction")
-        return {name: getattr(self, name) for name in names}
-
     def loss(self, stats: TokenStatistics, context: ObjectiveContext | None = None) -> torch.Tensor:
         """The loss per token, shaped like the statistics.
 
@@ -93,7 +92,7 @@ class EntropyKLSelective:
 
 
 @dataclass(frozen=True)
-class Forgetting:
+class Forgetting(Constants):
     """Forgetting: learn the tokens that were judged useful, unlearn those that were judged harmful.
 
         L = mean over kept tokens of −log p_t  −  λ · mean over the others of −log p_t
@@ -124,11 +123,6 @@ class Forgetting:
         check(self)
         if self.t_min > self.t_max:
             raise ConfigError(f"Forgetting's t_min is at most its t_max ({self.t_max!r}), found {self.t_min!r}")
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The constants, for run records."""
-        return {name: getattr(self, name) for name in ("t_max", "t_min", "schedule", "reduction")}
 
     def strength(self, context: ObjectiveContext) -> float:
         """λ at this point of the run."""
@@ -181,3 +175,55 @@ def mean_weights(
     counts = [torch.stack([mask.sum(), member.sum()]) for mask, member in zip(masks, members, strict=True)]
     tokens, chosen = gather(torch.stack(counts)).sum(0)
     return [weight * (tokens / chosen.clamp(min=1)) for weight in weights]
+
+
+@dataclass(frozen=True)
+class EntropyMinimisation(Constants):
+    """Normalised top-k entropy of the next-token distribution (eq:rw-topk), on whatever trains.
+
+    Attributes:
+        k: support; 0 for the whole vocabulary.
+    """
+
+    k: int = 100
+
+    name = "entropy"
+    requires = frozenset[str]()
+    outputs: ClassVar[tuple[str, ...]] = ("log_prob", "topk_entropy")
+    gradients = ("topk_entropy",)
+
+    def __post_init__(self) -> None:
+        support_size(self.k, 1 << 30)
+
+    def loss(self, stats: TokenStatistics, context: ObjectiveContext | None = None) -> torch.Tensor:
+        """H(q_t) / log k."""
+        return stats.topk_entropy
+
+
+@dataclass(frozen=True)
+class Interleaved(Constants):
+    """`ce_steps` optimiser steps on cross-entropy, then `entropy_steps` on entropy, and so on.
+
+    Attributes:
+        ce_steps, entropy_steps: length of each turn, at least 1.
+        k: support of the entropy; 0 for the whole vocabulary.
+    """
+
+    ce_steps: Count = 1
+    entropy_steps: Count = 1
+    k: int = 100
+
+    name = "interleaved"
+    requires = frozenset[str]()
+    outputs = ("log_prob", "topk_entropy")
+    gradients = None
+
+    def __post_init__(self) -> None:
+        support_size(self.k, 1 << 30)
+        check(self)
+
+    def loss(self, stats: TokenStatistics, context: ObjectiveContext | None = None) -> torch.Tensor:
+        """−log p_t, or H(q_t) / log k, by the step."""
+        step = 0 if context is None else context.step
+        on_entropy = step % (self.ce_steps + self.entropy_steps) >= self.ce_steps
+        return stats.topk_entropy if on_entropy else -stats.log_prob

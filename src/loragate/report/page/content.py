@@ -15,8 +15,8 @@ Numbers arrive as text where they are only shown; "estimate" carries shares of 1
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 KINDS = ("text", "scores", "table", "curves", "map", "tokens")
@@ -47,4 +47,30 @@ class Section:
 
     anchor: str
     title: str
-    blocks: tuple[Block, ...] = field(default_factory=tuple)
+    blocks: Sequence[Block] = ()
+
+
+def text(*paragraphs: str) -> Block:
+    """Paragraphs."""
+    return Block("text", {"paragraphs": list(paragraphs)})
+
+
+def score(
+    name: str, group: str, estimate: Mapping[str, float] | None, cells: Sequence[str] = (), not_run: bool = False
+) -> dict[str, Any]:
+    """One row of a block of scores; its group gives the bar its colour."""
+    return {"name": name, "group": group, "estimate": estimate, "not_run": not_run, "cells": list(cells)}
+
+
+def scores(rows: Sequence[Any], columns: Sequence[str] = (), caption: str = "", title: str = "") -> Block:
+    """Rows of `score`, with further columns."""
+    return Block("scores", {"rows": rows, "columns": list(columns), "caption": caption}, title)
+
+
+def table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "", title: str = "", **more: Any
+) -> Block:
+    """A table; `folded` is what a long one says while it is closed, `plain` that all its cells are words."""
+    return Block(
+        "table", {"columns": list(columns), "rows": [list(row) for row in rows], "caption": caption, **more}, title
+    )

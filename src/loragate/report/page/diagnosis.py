@@ -1,4 +1,4 @@
-"""Sections of diagnoses, from the records of `loragate diagnose` (plain data; `docs/diagnostics.md` has their schemas)."""
+"""Diagnoses as blocks, from the records of `loragate diagnose` (plain data; `docs/diagnostics.md` has their schemas)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from loragate.report.page.charts import column_chart
-from loragate.report.page.content import Block, Section
-from loragate.report.page.training import gates_section
+from loragate.report.page.content import Block, score, scores, table, text
+from loragate.report.page.training import gates_blocks
 from loragate.report.table import ABSENT, or_absent, p_value, percent, points
 
 Record = Mapping[str, Any]
@@ -19,15 +19,9 @@ TITLES = {
 }
 
 
-def diagnosis_section(record: Record, anchor: str, title: str) -> Section:
+def diagnosis_blocks(record: Record) -> list[Block]:
     """What one diagnosis found; its conclusion in words first."""
-    blocks = [Block("text", {"paragraphs": list(record["conclusion"])}), *_BLOCKS[record["kind"]](record)]
-    return Section(anchor, title, tuple(blocks))
-
-
-def diagnosis_statements(record: Record) -> list[str]:
-    """Its first conclusion, for the summary."""
-    return list(record["conclusion"][:1])
+    return [text(*record["conclusion"]), *_BLOCKS[record["kind"]](record)]
 
 
 def _entropy(record: Record) -> list[Block]:
@@ -48,7 +42,7 @@ def _entropy(record: Record) -> list[Block]:
         ]
         columns = ["tokens", "number", "H base", "H adapter", "H gated", "ΔH", "ΔH < 0, %", "ΔH > 0, %"]
         blocks.append(
-            _table(columns, rows, "Entropy in nats per token, with 95 % intervals over rows", "By token class")
+            table(columns, rows, "Entropy in nats per token, with 95 % intervals over rows", "By token class")
         )
     if record["distribution"]:
         blocks.append(_histogram(record["distribution"], "ΔH, nats", "Distribution of ΔH"))
@@ -59,7 +53,7 @@ def _entropy(record: Record) -> list[Block]:
 
 def _gates(record: Record) -> list[Block]:
     stats = {item["module"]: {"tokens": item["all"]["count"], **item["all"]} for item in record["modules"]}
-    blocks = list(gates_section(stats, record["lower"], record["upper"], "", "").blocks)
+    blocks = gates_blocks(stats, record["lower"], record["upper"])
     rows = [
         [
             name,
@@ -70,7 +64,7 @@ def _gates(record: Record) -> list[Block]:
         for name, shares in {"all": record["all"], **record["by_class"]}.items()
     ]
     columns = ["tokens", "coefficients", "mean λ", "λ < 0, %", "0 to 1, %", "λ > 1, %", "at L, %", "at U, %"]
-    blocks.append(_table(columns, rows, "", "By token class"))
+    blocks.append(table(columns, rows, "", "By token class"))
     blocks.append(_histogram(record["histogram"], "λ", "Distribution of λ"))
     return blocks
 
@@ -78,7 +72,7 @@ def _gates(record: Record) -> list[Block]:
 def _interventions(record: Record) -> list[Block]:
     blocks = _scores(record["rows"], "versus the gates as they are, points")
     if record["left_out"]:
-        blocks.append(Block("text", {"paragraphs": [f"Left out: {', '.join(map(str, record['left_out']))}."]}))
+        blocks.append(text(f"Left out: {', '.join(map(str, record['left_out']))}."))
     return blocks
 
 
@@ -88,13 +82,13 @@ def _alignment(record: Record) -> list[Block]:
         f"Direction of gate training against the direction of the task value ({record['value_of']}); {record['tokens']:,} "
         f"tokens of {record['rows']} rows, k = {record['k']}"
     )
-    blocks = [_table(columns, [_alignment_row(record["all"])], caption, "All gates")]
+    blocks = [table(columns, [_alignment_row(record["all"])], caption, "All gates")]
     if record["checkpoints"]:
         steps = [_alignment_row(item) for item in record["checkpoints"]]
-        blocks.append(_table(["point", *columns[1:]], steps, "", "Over training"))
+        blocks.append(table(["point", *columns[1:]], steps, "", "Over training"))
     modules = [_alignment_row(item) for item in record["modules"]]
     if modules:
-        blocks.append(_table(columns, modules, caption, "By module", folded=f"{len(modules)} modules"))
+        blocks.append(table(columns, modules, caption, "By module", folded=f"{len(modules)} modules"))
     names = ["where", "number of λ", "right way, %", "weighted by what they matter, %"]
     caption = "Single λ for which entropy and task value agree on the sign"
     known = {item["name"] for item in record["modules"]}
@@ -105,7 +99,7 @@ def _alignment(record: Record) -> list[Block]:
             if (item["name"] in known) == inside
         ]
         if rows:
-            blocks.append(_table(names, rows, caption, title, folded=f"{len(rows)} modules" if inside else ""))
+            blocks.append(table(names, rows, caption, title, **({"folded": f"{len(rows)} modules"} if inside else {})))
     return blocks
 
 
@@ -135,18 +129,12 @@ def _scores(rows: Sequence[Record], versus: str) -> list[Block]:
     """One block of bars per task, from rows with score, low, high, difference, …"""
     blocks = []
     for task in dict.fromkeys(row["task"] for row in rows):
-        shown = [
-            {
-                "name": row["name"],
-                "group": {"base": "control", "adapter": "baseline", "gated": "scale"}.get(row["name"], "intervention"),
-                "estimate": {"mean": row["score"], "low": row["low"], "high": row["high"]},
-                "not_run": False,
-                "cells": [_difference(row), row.get("verdict") or ABSENT],
-            }
-            for row in rows
-            if row["task"] == task
-        ]
-        blocks.append(Block("scores", {"rows": shown, "columns": [versus, "verdict"], "caption": ""}, task))
+        shown = []
+        for row in (row for row in rows if row["task"] == task):
+            group = {"base": "control", "adapter": "baseline", "gated": "scale"}.get(row["name"], "intervention")
+            estimate = {"mean": row["score"], "low": row["low"], "high": row["high"]}
+            shown.append(score(row["name"], group, estimate, [_difference(row), row.get("verdict") or ABSENT]))
+        blocks.append(scores(shown, (versus, "verdict"), title=task))
     return blocks
 
 
@@ -165,12 +153,6 @@ def _histogram(data: Record, label: str, title: str) -> Block:
     return Block(
         "curves", {"chart": column_chart(edges, counts, label), "columns": [label, "number"], "rows": rows}, title
     )
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str, title: str, folded: str = "") -> Block:
-    """A table; `folded` is what a long one says while it is closed."""
-    data = {"columns": list(columns), "rows": [list(row) for row in rows], "caption": caption}
-    return Block("table", data | ({"folded": folded} if folded else {}), title)
 
 
 def _nats(value: Mapping[str, float | None] | None, form: str = ".3f") -> str:

@@ -1,4 +1,4 @@
-"""Sections of scores: of an evaluation, of a quickstart, of a sweep; and what stands beside a score."""
+"""Scores as blocks: of an evaluation, of a quickstart, of a sweep; and what stands beside a score."""
 
 from __future__ import annotations
 
@@ -8,47 +8,28 @@ from typing import Any
 from loragate.report.cells import choice_sentence
 from loragate.report.heatmap import LEAST_REACH, layout_of, map_data, map_groups
 from loragate.report.page.charts import difference_colour
-from loragate.report.page.content import Block, Section
+from loragate.report.page.content import Block, score, scores, text
 from loragate.report.scores import COLUMNS as SCORE_COLUMNS
 from loragate.report.scores import caption, metric, row_name, rows_of, score_cells, suites_of
-from loragate.report.table import ABSENT, or_absent, p_value, percent, points
+from loragate.report.table import ABSENT, interval, or_absent, p_value, percent, points
 
 Record = Mapping[str, Any]
 
 
-def evaluation_section(record: Record, anchor: str, title: str) -> Section:
+def evaluation_blocks(record: Record) -> list[Block]:
     """Scores per task of an evaluation's record, with intervals, controls, termination and how answers were judged."""
     blocks = []
     columns = [column.replace("\n", " ") for column in SCORE_COLUMNS[2:]]
     for task in record["tasks"]:
         rows = [
-            {
-                "name": row_name(row),
-                "group": _group(row["variant"], row["control"]),
-                "estimate": row["avg_at_k"],
-                "not_run": False,
-                "cells": score_cells(row)[1:],
-            }
+            score(row_name(row), _group(row), row["avg_at_k"], score_cells(row)[1:])
             for row in rows_of(record, task["name"])
         ]
-        blocks.append(
-            Block("scores", {"rows": rows, "columns": columns, "caption": metric(record, task)}, task["name"])
-        )
+        blocks.append(scores(rows, columns, metric(record, task), task["name"]))
     for heading, averages in suites_of(record):
-        rows = [
-            {
-                "name": row_name(row),
-                "group": _group(row["variant"], row["control"]),
-                "estimate": row["average"],
-                "not_run": False,
-                "cells": [_difference(row["comparison"])],
-            }
-            for row in averages
-        ]
-        heading = heading[0].upper() + heading[1:]
-        blocks.append(Block("scores", {"rows": rows, "columns": columns[:1], "caption": ""}, heading))
-    blocks.append(Block("text", {"paragraphs": caption(record).split("\n")}))
-    return Section(anchor, title, tuple(blocks))
+        rows = [score(row_name(row), _group(row), row["average"], [_difference(row["comparison"])]) for row in averages]
+        blocks.append(scores(rows, columns[:1], title=heading[0].upper() + heading[1:]))
+    return [*blocks, text(*caption(record).split("\n"))]
 
 
 def evaluation_statements(record: Record) -> list[str]:
@@ -85,30 +66,25 @@ def evaluation_statements(record: Record) -> list[str]:
     return statements
 
 
-def quickstart_section(rows: Sequence[Record], anchor: str, title: str) -> Section:
+def quickstart_blocks(rows: Sequence[Record]) -> list[Block]:
     """The table of a quickstart (rows as `report/table.py` describes them)."""
-    shown = [
-        {
-            "name": row["name"],
-            "group": row["group"],
-            "estimate": row.get("accuracy"),
-            "not_run": bool(row.get("not_run")),
-            "cells": [
-                _difference(row.get("versus_lora")),
-                _estimate(row.get("retention")),
-                or_absent(row.get("truncated"), percent),
-                or_absent(row.get("entropy"), lambda value: f"{value:.2f}"),
-                or_absent(row.get("tokens"), lambda value: f"{value:.0f}"),
-            ],
-        }
-        for row in rows
-    ]
-    columns = ["vs LoRA, points", "Retention %", "Cut off %", "Entropy, nats", "Tokens"]
-    return Section(anchor, title, (Block("scores", {"rows": shown, "columns": columns, "caption": ""}),))
+    shown = []
+    for row in rows:
+        cells = [
+            _difference(row.get("versus_lora")),
+            interval(row.get("retention")),
+            or_absent(row.get("truncated"), percent),
+            or_absent(row.get("entropy"), "{:.2f}".format),
+            or_absent(row.get("tokens"), "{:.0f}".format),
+        ]
+        shown.append(score(row["name"], row["group"], row.get("accuracy"), cells, bool(row.get("not_run"))))
+    return [scores(shown, ("vs LoRA, points", "Retention %", "Cut off %", "Entropy, nats", "Tokens"))]
 
 
-def selection_section(selection: Record, anchor: str, title: str) -> Section:
+def selection_blocks(selection: Record) -> list[Block]:
     """The evidence on which a range was chosen, as the artifact's record keeps it: scores of candidates, or a sentence."""
+    if not selection:
+        return []
     evidence = selection.get("evidence") or {}
     sentences = [f"Method: {selection.get('method', 'not recorded')}."]
     if isinstance(evidence, str):
@@ -117,25 +93,19 @@ def selection_section(selection: Record, anchor: str, title: str) -> Section:
     references = selection.get("references")
     references = references if isinstance(references, Mapping) else {}
     rows = [
-        {
-            "name": name + (" (chosen)" if name == selection.get("picked") else ""),
-            "group": "control" if name in references else "baseline" if name == "adapter" else "scale",
-            "estimate": value,
-            "not_run": False,
-            "cells": [],
-        }
+        score(
+            name + (" (chosen)" if name == selection.get("picked") else ""),
+            "control" if name in references else "baseline" if name == "adapter" else "scale",
+            value,
+        )
         for name, value in {**evidence, **references}.items()
         if isinstance(value, Mapping) and {"mean", "low", "high"} <= set(value)
     ]
-    blocks = [Block("text", {"paragraphs": sentences})]
-    if rows:
-        blocks.append(
-            Block("scores", {"rows": rows, "columns": [], "caption": "On the probe; the chosen one is optimistic."})
-        )
-    return Section(anchor, title, tuple(blocks))
+    caption = "On the probe; the chosen one is optimistic."
+    return [text(*sentences), *([scores(rows, caption=caption)] if rows else [])]
 
 
-def sweep_section(record: Record, anchor: str, title: str) -> Section:
+def sweep_blocks(record: Record) -> list[Block]:
     """Heat maps of a sweep's record and what was chosen."""
     blocks = []
     for adapter, objective, choice in map_groups(record):
@@ -156,14 +126,14 @@ def sweep_section(record: Record, anchor: str, title: str) -> Section:
         rows = [{"name": name, "cells": cells} for name, cells in zip(names, grid, strict=True)]
         block = {"columns": columns, "rows": rows, "caption": data["caption"], "corner": "U ↓ · L →"}
         blocks.append(Block("map", block, data["title"]))
-        blocks.append(Block("text", {"paragraphs": [choice_sentence(record, choice)]}))
-    return Section(anchor, title, tuple(blocks))
+        blocks.append(text(choice_sentence(record, choice)))
+    return blocks
 
 
-def _group(variant: str, control: str | None) -> str:
-    if control is not None or variant == "base":
+def _group(row: Record) -> str:
+    if row["control"] is not None or row["variant"] == "base":
         return "control"
-    return {"adapter": "baseline", "gated": "scale"}.get(variant, "intervention")
+    return {"adapter": "baseline", "gated": "scale"}.get(row["variant"], "intervention")
 
 
 def _verdict_words(verdict: str | None) -> str:
@@ -175,7 +145,3 @@ def _difference(versus: Mapping[str, float] | None) -> str:
     if versus is None:
         return ABSENT
     return f"{points(versus['mean'])} ({points(versus['low'])} to {points(versus['high'])}), p{p_value(versus['p'])}"
-
-
-def _estimate(value: Mapping[str, float] | None) -> str:
-    return ABSENT if value is None else f"{percent(value['mean'])} ({percent(value['low'])}–{percent(value['high'])})"

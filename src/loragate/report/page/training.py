@@ -1,4 +1,4 @@
-"""Sections of training and of gates: curves over the steps, λ by layer and kind of module, where a run came from."""
+"""Training and gates as blocks: curves over the steps, λ by layer and kind of module."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loragate.report.page.charts import lambda_colour, line_chart
-from loragate.report.page.content import Block, Section
+from loragate.report.page.content import Block, text
 from loragate.report.table import percent
 
 History = Sequence[Mapping[str, Any]]
@@ -20,7 +20,7 @@ CURVES = {
 SHARES = {"gate_below_zero": "λ < 0", "gate_above_one": "λ > 1", "gate_saturated": "at a bound"}
 
 
-def training_section(histories: Mapping[str, History], anchor: str, title: str) -> Section:
+def training_blocks(histories: Mapping[str, History]) -> list[Block]:
     """Curves of one or several trainings, {label: log records}."""
     blocks = []
     for key, label in CURVES.items():
@@ -34,12 +34,10 @@ def training_section(histories: Mapping[str, History], anchor: str, title: str) 
         if shares:
             blocks.append(_curves(shares, "share of tokens", f"Where λ lies, {name}"))
     note = "The training loss says that the objective was met. It does not say that answers improved."
-    return Section(anchor, title, (Block("text", {"paragraphs": [note]}), *blocks))
+    return [text(note), *blocks]
 
 
-def gates_section(
-    stats: Mapping[str, Mapping[str, float]], lower: float, upper: float, anchor: str, title: str
-) -> Section:
+def gates_blocks(stats: Mapping[str, Mapping[str, float]], lower: float, upper: float) -> list[Block]:
     """Mean λ by layer and kind, and the shares below 0, between, above 1, of {module path: statistics}."""
     cells: dict[tuple[str, str], list[Mapping[str, float]]] = {}
     for path, values in stats.items():
@@ -67,13 +65,7 @@ def gates_section(
         f"Range [{lower:g}, {upper:g}]. λ = 1 leaves the adapter as it is, 0 to 1 suppresses it, below 0 reverses it, above 1 "
         "extrapolates it."
     )
-    return Section(anchor, title, (Block("text", {"paragraphs": [note]}), *blocks))
-
-
-def provenance_section(facts: Sequence[tuple[str, str]], anchor: str, title: str) -> Section:
-    """Where things came from: (name, value) pairs."""
-    data = {"columns": ["What", "Value"], "rows": [list(pair) for pair in facts], "caption": "", "plain": True}
-    return Section(anchor, title, (Block("table", data),))
+    return [text(note), *blocks]
 
 
 def layer_of(path: str) -> str:

@@ -6,9 +6,9 @@ import re
 import pytest
 
 from loragate.cli.main import main
-from loragate.cli.report_figures import planned
-from loragate.cli.report_sources import all_sources, find_sources
 from loragate.errors import DataError
+from loragate.report.paper_figures import planned
+from loragate.report.sources import all_sources, find_sources
 from pages import quickstart_record, traces
 
 

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from loragate.cli import display
-from loragate.cli.display import Display, Parts, time_left
+from loragate import display
+from loragate.display import Display, Parts, time_left
 
 
 @pytest.fixture

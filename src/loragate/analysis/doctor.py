@@ -1,0 +1,111 @@
+"""What is installed, on what it can run, which optional parts are present, and what is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from loragate.evaluation.sandbox import available_tiers, probe
+from loragate.version import __version__
+
+REQUIRED = {
+    "torch": "2.8",
+    "transformers": "5.19",
+    "peft": "0.21",
+    "trl": "1.16",
+    "accelerate": "1.12",
+    "datasets": "4.7",
+}
+OPTIONAL = {
+    "math_verify": 'math answers in eval and calibrate (pip install "loragate[math]")',
+    "lm_eval": 'retention suites (pip install "loragate[eval]")',
+    "ray": 'sweeps on several processes, replicas (pip install "loragate[sweep]")',
+    "vllm": 'fast sampling and serving (pip install "loragate[vllm]", in an environment of its own)',
+    "tensorboard": "logging to TensorBoard (--report-to tensorboard)",
+    "trackio": "logging to Trackio",
+    "wandb": "logging to Weights & Biases",
+    "bitsandbytes": '4- and 8-bit bases (pip install "loragate[quantization]")',
+    "gguf": 'bases in one GGUF file (pip install "loragate[gguf]")',
+    "gradio": 'loragate explore (pip install "loragate[explore]")',
+    "deepspeed": "--strategy zero3",
+}
+
+
+def findings() -> dict[str, Any]:
+    """Versions, devices, optional parts and problems as plain data."""
+    versions = {name: _version(name) for name in [*REQUIRED, "safetensors", "tokenizers", "matplotlib"]}
+    devices = [f"cpu ({os.cpu_count()} cores, {torch.get_num_threads()} threads)"]
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            memory = torch.cuda.get_device_properties(index).total_memory / 2**30
+            devices.append(f"cuda:{index} ({torch.cuda.get_device_name(index)}, {memory:.0f} GiB)")
+    if torch.backends.mps.is_available():
+        devices.append("mps")
+    problems = []
+    for name, lowest in REQUIRED.items():
+        found = versions[name]
+        if found is None:
+            problems.append(f"{name} is missing; pip install '{name}>={lowest}'")
+        elif _numbers(found) < _numbers(lowest):
+            problems.append(f"{name} {found} is older than {lowest}; pip install -U {name}")
+    free = shutil.disk_usage(os.getcwd()).free / 2**30
+    if free < 1:
+        problems.append(f"only {free:.1f} GiB free on the disk of the current folder")
+    return {
+        "loragate": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": versions,
+        "devices": devices,
+        "instructions": _instructions(),
+        "optional": {name: _version(name) for name in OPTIONAL},
+        "sandbox": available_tiers(),
+        "sandbox_problem": probe("bubblewrap"),
+        "free_disk_gib": round(free, 1),
+        "offline": os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"),
+        "problems": problems,
+    }
+
+
+def _instructions() -> list[str]:
+    """What of the CPU's instruction set decides which kernels run: torch's level, then AVX512-BF16 and AMX where they are."""
+    # torch.cpu.get_capabilities() says the same in public, but is younger than the lowest torch
+    extensions = {
+        "AVX512-BF16": torch.cpu._is_avx512_bf16_supported(),
+        "AMX": torch.cpu._is_amx_tile_supported(),
+    }
+    return [torch.backends.cpu.get_cpu_capability(), *(name for name, there in extensions.items() if there)]
+
+
+def consequences(instructions: list[str]) -> list[str]:
+    """What follows from the CPU's "instructions" for a run on the CPU, a sentence each."""
+    if "AVX512-BF16" in instructions:
+        four_bit = (
+            "4-bit bases: bitsandbytes would pack their weights here at the first forward; loragate keeps them unpacked, so "
+            "that training, evaluation and other processors compute the same"
+        )
+    else:
+        four_bit = "4-bit bases: bitsandbytes does not pack their weights here"
+    if {"AVX512-BF16", "AMX"} & set(instructions) or not instructions[0].startswith("AVX"):
+        return [four_bit]
+    return [four_bit, "bfloat16 on the CPU: no instructions for it here, so --dtype float32 is faster"]
+
+
+def _version(name: str) -> str | None:
+    if importlib.util.find_spec(name) is None:
+        return None
+    try:
+        return metadata.version(name.replace("_", "-"))
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = version.split("+")[0].split(".")[:3]
+    return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in parts)

@@ -1,0 +1,143 @@
+"""An adapter's prospects in seconds, without the base model's weights: what can be gated, what it costs, where answers end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import get_peft_model
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM
+
+from loragate.analysis.plan_model import count_parameters
+from loragate.data import ending_health
+from loragate.errors import ConfigError, GateError, LoragateError
+from loragate.gates import examine_adapter
+from loragate.gates.eligibility import require_trainable
+from loragate.gates.schema import read_tensors
+from loragate.models import Loading, base_config, explained, generation_config, open_tokenizer, require_here, resolve
+from loragate.models.place import Place
+
+
+def inspect_adapter(
+    adapter: str, base: str = "", *, target_modules: Sequence[str] = (), trust_remote_code: bool = False
+) -> dict[str, Any]:
+    """Findings as plain data: modules with verdicts, parameters, cost, endings, problems.
+
+    Args:
+        adapter: PEFT LoRA adapter or gated folder, or owner/name[@revision] of one on the hub.
+        base: base model instead of the one that the adapter names; only its configuration is read.
+        target_modules: gate only these; all that can be gated where there are none.
+
+    Returns:
+        "modules" ({path, status, reason, …} each), "counts" by status, "trainable", "problems", "endings"; "cost" where
+        something can be gated; "gates" for a gated folder.
+
+    Raises:
+        ConfigError: for a place that holds no adapter, or files that cannot be read.
+    """
+    place = resolve(adapter, base)
+    if place.kind == "base":
+        resolve(adapter, base, expect="adapter")  # says what it holds instead
+    require_here("base model", place.base.name)
+    gates, place = _gates(place), place.plain
+    with explained("base model", place.base.name):
+        config = base_config(place.base, trust_remote_code)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    record = place.peft_config()
+    # initialisations that read the base's weights cannot run without them
+    initialised, record.init_lora_weights = record.init_lora_weights, True
+    with explained("adapter", adapter), torch.device("meta"):
+        model = get_peft_model(model, record)
+    record.init_lora_weights = initialised
+    verdicts = examine_adapter(model, "default", list(target_modules) or None)
+    untrained = _untrained(place.adapter)
+    problems = [f"{len(untrained)} modules have B = 0 (never trained): nothing to gate there"] if untrained else []
+    trainable = True
+    try:
+        require_trainable(verdicts)
+    except GateError as error:
+        trainable = False
+        problems.append(str(error))
+    findings: dict[str, Any] = {
+        "adapter": adapter,
+        **({"gates": gates} if gates else {}),
+        "base": place.base.name,
+        "rank": record.r,
+        "alpha": record.lora_alpha,
+        "modules": [asdict(verdict) for verdict in verdicts],
+        "counts": dict(Counter(verdict.status for verdict in verdicts)),
+        "base_parameters": total,
+        "whole_copies": sorted(record.modules_to_save or []),
+        "trainable": trainable,
+        "problems": problems,
+    }
+    modules = [(verdict.d_in, verdict.d_out, verdict.rank) for verdict in verdicts if verdict.status == "gate"]
+    if modules:
+        model.unload()  # a head under LoRA and whole copies of modules are not weights of the base
+        counted = replace(count_parameters(model, config), base=total, modules=modules)
+        gate_parameters, lora_parameters = counted.sizes
+        step = counted.flops("calibrate", 512)
+        findings["cost"] = {
+            "gate_parameters": gate_parameters,
+            "gate_share": gate_parameters / total,
+            "lora_parameters": lora_parameters,
+            "tflop_per_million_tokens": step / 1e6,
+            "ratio_to_lora_step": step / counted.flops("sft", 512, response_share=1.0),
+            "base_gib": total * (2 if str(getattr(config, "dtype", "")).endswith("16") else 4) / 2**30,
+            "optimizer_mib": gate_parameters * 16 / 2**20,
+        }
+    findings["endings"] = _endings(place, trust_remote_code)
+    problems.extend(findings["endings"].get("problems", []))
+    return findings
+
+
+def _gates(place: Place) -> dict[str, Any]:
+    """What a gated folder says of its gates; {} for a plain adapter."""
+    if place.kind != "gated":
+        return {}
+    record: Any = place.gates
+    read_tensors(place.folder, record)
+    selection = record.get("selection") or {}
+    return {
+        "source": place.source,
+        "lower": record["gate"]["lower"],
+        "upper": record["gate"]["upper"],
+        "granularity": record["gate"]["granularity"],
+        "modules": len(record["modules"]),
+        "accepted": selection.get("accepted") if isinstance(selection, dict) else None,
+        "temperature": place.recommended_temperature,
+    }
+
+
+def _endings(place: Place, trust: bool) -> dict[str, Any]:
+    try:
+        tokenizer = open_tokenizer(place, Loading(trust=trust))
+    except LoragateError as error:
+        return {"problems": [f"the tokenizer could not be read, so endings were not checked: {error}"]}
+    report = ending_health(tokenizer, None, generation_config(place.base, trust))
+    return {
+        "end_tokens": list(report.end_tokens),
+        "stop_ids": list(report.stop_ids),
+        "stops": report.stops,
+        "problems": report.problems,
+    }
+
+
+def _untrained(adapter: Path) -> list[str]:
+    """Modules whose B factor is exactly zero, read from the adapter's file where it is local."""
+    path = adapter / "adapter_model.safetensors"
+    if not path.is_file():
+        return []
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            names = [name for name in file.keys() if ".lora_B." in name]  # noqa: SIM118
+            return [name for name in names if not bool(file.get_tensor(name).any())]
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path}: not a readable safetensors file ({error})") from error

@@ -1,0 +1,221 @@
+"""Progress for people: a live display on a terminal, plain lines in a log.
+
+A `Display` is told which jobs will come and roughly how long each takes, so that it can say how long is left altogether.
+rich is imported when something is drawn: half the commands import this file, and their help needs none of it. Low, so that
+the rooms that do a command's work can show how far they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from loragate.printable import escape_controls
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.text import Text
+
+PLAIN_SECONDS = 10.0
+FILE_WIDTH = 120  # columns of a table that goes into a file or a pipe: room for names and intervals in one line
+_KEPT = "\n\t\u200c\u200d"  # the joiners are letters' own in Persian, Hindi and others
+
+
+def printable(text: str) -> str:
+    """A text of others with what a terminal would act on written out, as in `\\x1b`; line ends, tabs and joiners stay."""
+    return "\r\n".join(escape_controls(part, keep=_KEPT) for part in text.split("\r\n"))
+
+
+def console() -> Console:
+    """The console that results are printed to; no text that it is given can move the cursor or set a title."""
+    from rich.console import Console
+
+    class Plain(Console):
+        def render_str(self, text: str, **how: Any) -> Text:
+            return super().render_str(printable(text), **how)
+
+    terminal = sys.stdout.isatty()
+    width = None if terminal or "COLUMNS" in os.environ else FILE_WIDTH  # None: rich asks the terminal, or COLUMNS
+    return Plain(highlight=False, soft_wrap=not terminal, width=width, quiet=_is_other_process())
+
+
+def quiet_logging() -> None:
+    """Our own warnings to stderr, one line each; other libraries' only from error upwards."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+
+    class Plain(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return printable(super().format(record))
+
+    own = logging.getLogger("loragate")
+    if not own.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(Plain("loragate: %(message)s"))
+        own.addHandler(handler)
+        own.propagate = False
+
+
+def next_evaluation(model: object, out: str) -> str:
+    """The line that says how what a command made is evaluated; what it is for, only its owner knows."""
+    command = shlex.join(["loragate", "eval", "--model", str(model), "--suite", "math", "--out", out])
+    return f"next: {command}, with the --suite that it is for, or --tasks FILE.yaml with questions of your own"
+
+
+def _is_other_process() -> bool:
+    """Of several processes of a run only the first one talks."""
+    return os.environ.get("RANK", "0") not in ("", "0")
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words: "8 s", "2 min 05 s", "1 h 03 min"."""
+    seconds = max(0, round(seconds))
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60:02d} s"
+    return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
+
+
+def time_left(seconds: float) -> str:
+    """An estimate in words, no finer than it is: "about 40 s left", "about 9 min left"."""
+    if seconds < 90:
+        return f"about {duration(math.ceil(seconds / 10) * 10)} left"
+    minutes = math.ceil(seconds / 60)
+    return f"about {minutes} min left" if minutes < 60 else f"about {duration(60 * minutes)} left"
+
+
+class Display:
+    """Shows one job after the other.
+
+    Args:
+        plan: (job name, expected seconds or any weight) in order; unknown jobs may still be shown.
+        out: console to draw on; stderr by default, so that results on stdout stay clean.
+    """
+
+    def __init__(self, plan: Sequence[tuple[str, float]] = (), out: Console | None = None) -> None:
+        from rich.console import Console
+
+        self.out = out or Console(stderr=True, highlight=False, quiet=_is_other_process())
+        self.weights = dict(plan)
+        self.total = sum(self.weights.values())
+        self.done = 0.0
+        self.began = time.monotonic()
+        self.count = 0
+        self.live = self.out.is_terminal
+
+    @contextmanager
+    def job(self, name: str, total: int = 0, unit: str = "") -> Iterator[Job]:
+        """Show a job; the yielded `Job` takes `advance_to(done, note=...)`, and `unit` is what it counts ("step", "answer")."""
+        self.count += 1
+        weight = self.weights.get(name, 0.0)
+        numbered = f"[{self.count}/{len(self.weights)}] {name}" if name in self.weights else name
+        job = Job(self, numbered, weight, total, unit)
+        if self.live:
+            from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+            columns = (
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[note]}"),
+            )
+            with Progress(*columns, TimeElapsedColumn(), console=self.out, transient=True) as progress:
+                job.progress = progress
+                job.task = progress.add_task(numbered, total=total or None, note="")
+                yield job
+        else:
+            yield job
+        self.done += weight
+        self.out.print(
+            f"{numbered}: {duration(time.monotonic() - job.began)}{job.closing}", markup=False, soft_wrap=True
+        )
+
+    def left(self, share: float, weight: float) -> str:
+        """How long all planned jobs will still take, judged from the pace so far; empty before that is known."""
+        done = self.done + share * weight
+        elapsed = time.monotonic() - self.began
+        if self.total <= 0 or done < 0.04 * self.total or elapsed < 2:
+            return ""
+        return time_left(elapsed / done * (self.total - done))
+
+
+class Job:
+    """One running job of a `Display`."""
+
+    def __init__(self, display: Display, name: str, weight: float, total: int, unit: str) -> None:
+        self.display, self.name, self.weight, self.total, self.unit = display, name, weight, total, unit
+        self.progress: Progress | None = None
+        self.task: int | None = None
+        self.closing = ""
+        self.began = self.printed = time.monotonic()
+
+    def advance_to(self, done: int, total: int | None = None, note: str = "") -> None:
+        """`done` of `total` units are finished; `note` is shown beside the bar."""
+        self.total = total or self.total
+        share = done / self.total if self.total else 0.0
+        count = f"{self.unit} {done:,}".lstrip() + (f" of {self.total:,}" if self.total else "")
+        self.show(share, count, note, self.display.left(share, self.weight) or self._own_left(share))
+
+    def show(self, share: float, *parts: str) -> None:
+        """`share` of the job is done; the parts say what it is at, empty ones are left out."""
+        text = " · ".join(part for part in parts if part)
+        if self.progress is not None and self.task is not None:
+            self.progress.update(self.task, completed=share, total=1.0 if share else None, note=text)  # type: ignore[arg-type]
+        elif time.monotonic() - self.printed >= PLAIN_SECONDS:
+            self.printed = time.monotonic()
+            self.display.out.print(f"{self.name}: {text}", markup=False, soft_wrap=True)
+
+    def _own_left(self, share: float) -> str:
+        elapsed = time.monotonic() - self.began
+        return time_left(elapsed / share * (1 - share)) if share > 0.02 and elapsed > 2 else ""
+
+    def close_with(self, text: str) -> None:
+        """Text for the line that stays when the job ends."""
+        self.closing = f" · {text}" if text else ""
+
+
+class Parts:
+    """What is left of a job whose parts are of a few kinds, such as trainings and probes.
+
+    Parts of one kind take about equally long and each kind has its own pace, so a slow kind after a fast one is no surprise.
+    Nothing is said before every kind that is still to come has been seen.
+
+    Args:
+        parts: (name, kind) of every part, in the order in which they run.
+    """
+
+    def __init__(self, parts: Sequence[tuple[str, str]]) -> None:
+        self.parts = list(parts)
+        self.first: dict[Any, tuple[float, float]] = {}  # by part: when it was first heard of, and its share then
+        self.paces: dict[str, dict[Any, tuple[float, float]]] = {}  # by kind and part: seconds and share since then
+
+    def at(self, name: str, kind: str, share: float) -> tuple[float, str]:
+        """The share of the whole job that is done now that `share` of one part is, and how long is left in words."""
+        part, now = (name, kind), time.monotonic()
+        began, before = self.first.setdefault(part, (now, share))
+        self.paces.setdefault(kind, {})[part] = (now - began, share - before)
+        index = self.parts.index(part)
+        ahead = [(kind, 1 - share), *((other, 1.0) for _, other in self.parts[index + 1 :])]
+        paces = {kind: self._seconds(kind) for kind, rest in ahead if rest}
+        done = (index + share) / len(self.parts)
+        if None in paces.values():
+            return done, ""
+        return done, time_left(sum(rest * (paces[kind] or 0.0) for kind, rest in ahead if rest))
+
+    def _seconds(self, kind: str) -> float | None:
+        """What a whole part of a kind takes; None before a twentieth of one was seen."""
+        seen = self.paces.get(kind, {}).values()
+        seconds, share = sum(one for one, _ in seen), sum(one for _, one in seen)
+        return seconds / share if share >= 0.05 else None

@@ -1,0 +1,97 @@
+"""The sampling that a gated folder recommends: the temperature at which its setting was shown to be best.
+
+Gates that help at one temperature may harm at another. `gate_config.json` holds the temperature, and `generation_config.json`
+beside it says the same to programs that know transformers' own file. Whoever samples from the folder takes this temperature
+unless told another one, and says which. Records go in, numbers and sentences come out; nothing here reads a file.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+SAMPLING = "generation_config.json"
+USUAL = 1.0
+"""The temperature where nobody asks for one and no folder recommends one."""
+
+_SCORE = ("temperature", "mean", "low", "high")
+_warned: set[str] = set()
+
+
+def generation_settings(temperature: float) -> dict[str, Any]:
+    """Settings of `transformers.GenerationConfig` that draw as the probe drew: from all tokens, with no penalty; 0 is greedy."""
+    settings: dict[str, Any] = {"do_sample": temperature > 0, "repetition_penalty": 1.0}
+    return {**settings, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else settings
+
+
+def recommended_temperature(record: Mapping[str, Any] | None) -> float | None:
+    """What the checked gate_config.json of a folder recommends; None for nothing, 0 for greedy decoding."""
+    sampling = (record or {}).get("sampling")
+    return None if sampling is None else float(sampling["temperature"])
+
+
+def chosen_temperature(record: Mapping[str, Any] | None, asked: float | None, usual: float = USUAL) -> float:
+    """What was asked for, else what the folder recommends, else what is usual."""
+    if asked is not None:
+        return asked
+    recommended = recommended_temperature(record)
+    return usual if recommended is None else recommended
+
+
+def sampling_note(name: str, record: Mapping[str, Any] | None, asked: float | None = None) -> str:
+    """One sentence on the sampling of a folder, with figures where it departs; empty where nothing is recommended.
+
+    Args:
+        name: of the folder or served adapter.
+        record: gate_config.json.
+        asked: the temperature that was asked for; None takes the recommended one.
+    """
+    recommended = recommended_temperature(record)
+    if recommended is None:
+        return ""
+    if asked is None or asked == recommended:
+        return f"sampling {at(recommended)}, as {name} recommends"
+    scores = scores_by_temperature(record)
+    figures = "; ".join(f"{_score(scores.get(heat))} {at(heat)}" for heat in (recommended, asked))
+    return f"sampling {at(asked)}, but {name} is recommended {at(recommended)} (score: {figures})"
+
+
+def warn_elsewhere(name: str, record: Mapping[str, Any] | None, asked: float, logger: logging.Logger) -> None:
+    """Warn where a folder is sampled at another temperature than it recommends; once in this process for each name."""
+    if name not in _warned and recommended_temperature(record) not in (None, asked):
+        _warned.add(name)
+        logger.warning("%s", sampling_note(name, record, asked))
+
+
+def at(temperature: float) -> str:
+    """As printed."""
+    return f"at temperature {temperature:g}" if temperature else "greedily"
+
+
+def scores_by_temperature(record: Mapping[str, Any] | None) -> dict[float, tuple[float, float, float]]:
+    """{temperature: (mean, low, high)} of what the folder holds on the probe of its choice, as far as that was recorded.
+
+    Read from the free-form evidence: `selection.settings` lists all settings that were asked, by name and temperature.
+    """
+    selection = (record or {}).get("selection")
+    selection = selection if isinstance(selection, dict) else {}
+    rows = selection.get("settings")
+    return {
+        row["temperature"]: (row["mean"], row["low"], row["high"])
+        for row in (rows if isinstance(rows, list) else [])
+        if isinstance(row, dict)
+        and row.get("name") == selection.get("picked")
+        and all(map(_number, map(row.get, _SCORE)))
+    }
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _score(score: tuple[float, float, float] | None) -> str:
+    if score is None:
+        return "not recorded"
+    mean, low, high = (100 * value for value in score)
+    return f"{mean:.1f} % ({low:.1f}–{high:.1f})"

@@ -1,0 +1,144 @@
+"""What a folder given to `loragate report` holds: recognised by its files, read into plain records.
+
+One folder may hold several things (a quickstart has results, trainings and an artifact), and every one of them becomes a
+source. A folder that holds nothing known is an error that says what was looked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from loragate.errors import DataError, LoragateError
+
+T = TypeVar("T")
+DIAGNOSES = ("entropy.json", "gates.json", "interventions.json", "alignment.json")
+NAMES = ("results*.json", "sweep_results.json", "cells_*.json", "gate_config.json", *DIAGNOSES)
+PATTERNS = [depth + name for name in (*NAMES, "tokens.json", "metrics.jsonl") for depth in ("", "*/", "*/*/", "*/*/*/")]
+KNOWN = (
+    "an artifact (gate_config.json), an evaluation or a quickstart (results.json), a sweep (sweep_results.json) or its "
+    "evaluation (cells_*.json), a training (run/metrics.jsonl), a diagnosis (entropy.json, gates.json, interventions.json, "
+    "alignment.json, tokens.json)"
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One record found.
+
+    Attributes:
+        kind: artifact, evaluation, quickstart, sweep, training, diagnosis or traces.
+        path: the file it came from.
+        record: its content; for a training {"run": run.json or {}, "history": [log records]}.
+        name: what to call it.
+    """
+
+    kind: str
+    path: Path
+    record: Any
+    name: str
+
+    def read(self, make: Callable[[Any], T]) -> T:
+        """What `make` makes of the record.
+
+        Raises:
+            DataError: naming the file, for a record that was changed, or written by another version.
+        """
+        try:
+            return make(self.record)
+        except LoragateError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise DataError(
+                f"{self.path}: not the {self.kind} record that this version writes ({type(error).__name__}: {error}); make it "
+                "anew with the command that wrote it, or leave it out"
+            ) from error
+
+
+def all_sources(places: Sequence[str]) -> list[Source]:
+    """Everything known in some places, each read once; places of one name are told apart by the folders above them.
+
+    Raises:
+        DataError: as `find_sources`.
+    """
+    given: dict[Path, Path] = {}
+    for text in places:
+        given.setdefault(Path(text).resolve(), Path(text))
+    parts = {place: (place.with_suffix("") if place.is_file() else place).parts for place in given}
+    found: list[Source] = []
+    for place, own in parts.items():
+        others = [other for there, other in parts.items() if there != place]
+        count = next((n for n in range(1, len(own)) if all(other[-n:] != own[-n:] for other in others)), len(own))
+        found += find_sources(given[place], "/".join(own[-count:]))
+    return found
+
+
+def find_sources(place: Path, name: str = "") -> list[Source]:
+    """Everything known in a folder and three folders down; or the one file that was named.
+
+    Args:
+        name: of the place in the report; by default its own.
+
+    Raises:
+        DataError: for a place that does not exist, holds nothing known, or holds a file that cannot be read.
+    """
+    if not place.exists():
+        raise DataError(f"{place} does not exist; give folders that loragate commands have written")
+    if place.is_file():
+        found = [_file(place, name or place.stem)]
+    else:
+        name = name or place.resolve().name
+        files = [file for pattern in PATTERNS for file in sorted(place.glob(pattern))]
+        inside = [file.parent.relative_to(place) for file in files]
+        found = [_file(file, name if at == Path() else f"{name}/{at}") for file, at in zip(files, inside, strict=True)]
+    if not any(found):
+        raise DataError(f"{place} holds nothing that a report can show; looked for {KNOWN}")
+    return [source for source in found if source is not None]
+
+
+def _file(file: Path, name: str) -> Source | None:
+    """The source that a file is; None for a file of another program, and for a cell of a sweep, whose results speak for it."""
+    if file.name == "metrics.jsonl":
+        run = file.with_name("run.json")
+        record = {"run": _json(run) if run.is_file() else {}, "history": _lines(file)}
+        return Source("training", file, record, name.removesuffix("/run"))
+    if not any(file.match(pattern) for pattern in (*NAMES, "tokens.json")):
+        return None
+    record = _json(file)
+    keys = set(record) if isinstance(record, dict) else set()
+    if file.name == "gate_config.json":
+        return None if file.parent.parent.parent.name == "trials" else Source("artifact", file, record, name)
+    if file.name.startswith("cells_"):
+        return Source("sweep", file, record, f"{name} ({file.stem.removeprefix('cells_')})")
+    if file.name in ("sweep_results.json", "tokens.json"):
+        return Source("sweep" if file.name.startswith("sweep") else "traces", file, record, name)
+    if file.name in DIAGNOSES:
+        return Source("diagnosis", file, record, name) if {"kind", "conclusion"} <= keys else None
+    if {"table", "calibrations"} <= keys:
+        return Source("quickstart", file, record, name)
+    if {"results", "tasks", "suites"} <= keys:
+        return Source("evaluation", file, record, name if file.name == "results.json" else f"{name} ({file.stem})")
+    return None
+
+
+def _json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} cannot be read as JSON ({error}); was it written to its end?") from error
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """The log's records; a torn last line of a run that still goes on is left out."""
+    records = []
+    lines = file.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise DataError(f"{file} line {number} is not JSON ({error})") from error
+    return records

@@ -1,0 +1,189 @@
+"""Every command samples a folder as it recommends unless told otherwise, and says which."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import loragate as lg
+from loragate.cli.evaluate import EvalOptions, recommended_note, recommended_row
+from loragate.cli.explore import ExploreOptions, explorer_of
+from loragate.cli.main import main
+from loragate.cli.serve import ServeOptions, print_sampling, vllm_arguments
+from loragate.cli.serve_transformers import Row, transformers_backend
+from loragate.evaluation.variants import Variant, variants_for
+from loragate.gates import recommended
+from loragate.gates.schema import read_gate_config
+from loragate.models import resolve
+from loragate.serving.http_app import CompletionRequest
+from loragate.serving.plugin import _warning
+from tiny import tiny_adapter, tiny_base, tiny_tokenizer
+
+SETTINGS = [
+    {"name": "[-3,2]", "temperature": 0.3, "mean": 0.521, "low": 0.48, "high": 0.562},
+    {"name": "[-3,2]", "temperature": 1.0, "mean": 0.382, "low": 0.341, "high": 0.42},
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """cool/ recommends temperature 0.3, greedy/ greedy decoding, plain/ nothing; one λ for each module, so all can be exported."""
+    root = tmp_path_factory.mktemp("recommended")
+    tiny_base().save_pretrained(root / "base")
+    tiny_tokenizer().save_pretrained(root / "base")
+    model = lg.attach_gates(tiny_adapter(base=tiny_base()), lg.GateConfig(-3, 2, granularity="module"))
+    with torch.no_grad():
+        for parameter in lg.gate_parameters(model).values():
+            parameter.fill_(0.4)
+    evidence = {"selection": {"accepted": True, "picked": "[-3,2]", "settings": SETTINGS}}
+    for name, temperature in (("cool", 0.3), ("greedy", 0.0), ("plain", None)):
+        lg.save_gates(model, root / name, base_id=str(root / "base"), evidence=evidence, temperature=temperature)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def nobody_was_warned(monkeypatch):
+    monkeypatch.setattr(recommended, "_warned", set())
+
+
+def generated(capsys, folder, *more):
+    capsys.readouterr()
+    argv = ["generate", "--model", str(folder), "--prompt", "w1 w2 w3", "--max-new-tokens", "8", *more]
+    assert main(argv) == 0
+    return capsys.readouterr()
+
+
+def test_generate(place, capsys):
+    samples = ["--samples", "3"]
+    cool, usual = (generated(capsys, place / "plain", *samples, "--temperature", heat) for heat in ("0.3", "1"))
+    assert cool.out != usual.out, "or the temperature shows nowhere"
+    assert generated(capsys, place / "plain", *samples).out == usual.out
+    assert "recommend" not in usual.err
+    found = generated(capsys, place / "cool", *samples)
+    assert found.out == cool.out
+    assert "sampling at temperature 0.3, as" in found.err
+    told = generated(capsys, place / "cool", *samples, "--temperature", "1")
+    assert told.out == usual.out
+    assert "38.2 % (34.1–42.0) at temperature 1" in told.err
+    greedy = generated(capsys, place / "greedy")
+    assert greedy.out == generated(capsys, place / "plain", "--temperature", "0").out
+    assert "sampling greedily, as" in greedy.err
+
+
+def test_inspect_and_export(place, tmp_path, capsys):
+    assert main(["inspect", str(place / "cool"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gates"]["temperature"] == 0.3
+    assert main(["inspect", str(place / "greedy")]) == 0
+    assert "recommended sampling: greedily" in capsys.readouterr().out
+    for name, more, wanted in (("cool", [], True), ("cool", ["--constant", "0.5"], False), ("plain", [], False)):
+        out = tmp_path / f"{name}{len(more)}"
+        assert main(["export", str(place / name), "--out", str(out), *more]) == 0
+        printed, card = capsys.readouterr().out, (out / "README.md").read_text()
+        assert [
+            (out / "generation_config.json").exists(),
+            "generation_config.json" in printed,
+            "temperature 0.3" in card,
+        ] == [wanted] * 3
+
+
+def drawn(backend, name, temperature=None):
+    asked = CompletionRequest(model=name, prompt=["w5 w9 w20"], n=1, max_tokens=12, seed=5, temperature=temperature)
+    return backend.answer(asked)[1][0].text
+
+
+def test_the_server_without_vllm(place, caplog):
+    record, greedy = (read_gate_config(place / name) for name in ("cool", "greedy"))
+    model = lg.load_gated(place / "cool")
+    plain = transformers_backend(model, tiny_tokenizer(), "gated")
+    backend = transformers_backend(
+        model, tiny_tokenizer(), "gated", gates=record, more={"other": Row("gated", "gated", gates=greedy)}
+    )
+    assert drawn(plain, "gated") == drawn(plain, "gated", 1.0) != drawn(plain, "gated", 0.3)
+    for name in ("gated", "adapter", "base", "gated@unit"):
+        assert drawn(backend, name) == drawn(plain, name, 0.3), "all names of a server are sampled alike"
+    assert drawn(backend, "other") == drawn(plain, "gated", 0.0)
+    assert drawn(backend, "adapter", 1.0) == drawn(plain, "adapter", 1.0)
+    assert drawn(backend, "gated@unit", 1.0) == drawn(plain, "gated@unit", 1.0)
+    assert not caplog.messages
+    assert drawn(backend, "gated", 1.0) == drawn(backend, "gated", 1.0) == drawn(plain, "gated", 1.0)
+    assert caplog.messages == [recommended.sampling_note("gated", record, 1.0)]
+
+
+def test_the_server_says_it_and_tells_vllm(place, tmp_path, capsys):
+    found = {}
+    for name in ("cool", "greedy", "plain"):
+        one = resolve(place / name)
+        arguments = vllm_arguments(ServeOptions(model=str(place / name)), one, {"gated": one}, tmp_path)
+        flag = "--override-generation-config"
+        found[name] = json.loads(arguments[arguments.index(flag) + 1]) if flag in arguments else None
+    assert found["plain"] is None
+    assert [found[name]["temperature"] for name in ("cool", "greedy")] == [0.3, 0.0]
+    assert (found["cool"]["top_k"], found["cool"]["top_p"], found["cool"]["repetition_penalty"]) == (0, 1.0, 1.0)
+    print_sampling({"gated": resolve(place / "cool"), "more": resolve(place / "plain")})
+    out = capsys.readouterr().out
+    assert "sampling at temperature 0.3, as gated recommends" in out
+    assert "more" not in out
+
+
+def test_vllm_warns_once(place, tmp_path, caplog):
+    class Server:
+        def generate(self, prompt, sampling_params, request_id, *, lora_request=None):
+            return request_id
+
+    generate, server = _warning(Server.generate), Server()
+    (tmp_path / "gate_config.json").write_text("{")
+
+    def ask(path, temperature):
+        lora = None if path is None else SimpleNamespace(lora_name="g", lora_path=str(path))
+        assert generate(server, "w1", SimpleNamespace(temperature=temperature), "id", lora_request=lora) == "id"
+
+    ask(place / "cool", 0.3)
+    for path in (None, place / "plain", place / "cool" / "adapter", f"{place / 'cool'}@unit", tmp_path, "owner/name"):
+        ask(path, 1.0)
+    assert not caplog.messages
+    ask(place / "cool", 1.0)
+    ask(place / "cool", 0.0)
+    assert [message.count("52.1 %") for message in caplog.messages] == [1]
+
+
+def test_the_explorer_begins_there(place):
+    pytest.importorskip("gradio", reason="gradio is not installed (pip install loragate[explore])")
+    for name, value, says in (("cool", 0.3, True), ("plain", 1.0, False)):
+        page = explorer_of(ExploreOptions(model=str(place / name)))
+        (heat,) = (one for one in page.blocks.values() if getattr(one, "label", "") == "Temperature")
+        assert heat.value == value
+        assert ("recommends" in (heat.info or "")) == says
+
+
+def test_rows_of_an_evaluation():
+    assert variants_for("gated", "none", recommended=0.45)[3:] == [
+        Variant("adapter", "T=0.45", temperature=0.45),
+        Variant("gated", "T=0.45", temperature=0.45),
+    ]
+    assert variants_for("gated", "alone", recommended=0.0)[1:] == [Variant("gated", "greedy", temperature=0.0)]
+    assert variants_for("gated", "cheap", recommended=0.3) == variants_for("gated", "cheap")
+    names = [row.name for row in variants_for("adapter", "cheap", [], recommended=0.8)]
+    assert names == ["adapter", "base", "adapter T=0.6", "adapter T=0.3", "adapter greedy", "adapter T=0.8"]
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "tasks", "row", "words"),
+    [
+        ("cool", None, [1.0], 0.3, "among the controls"),
+        ("greedy", None, [0.0, 1.0], 0.0, "among the controls"),
+        ("cool", None, [0.3], None, "sampling at temperature 0.3, as"),
+        ("cool", 1.0, [1.0], None, "38.2 %"),
+        ("cool", None, [], None, ""),
+        ("plain", None, [1.0], None, ""),
+    ],
+)
+def test_what_an_evaluation_adds_and_says(place, name, asked, tasks, row, words):
+    options = EvalOptions(model=str(place / name), temperature=asked)
+    found = resolve(place / name)
+    loaded = SimpleNamespace(place=found, recommended_temperature=found.recommended_temperature)
+    prepared = [SimpleNamespace(sampling=SimpleNamespace(temperature=heat)) for heat in tasks]
+    assert recommended_row(options, loaded, prepared) == row
+    note = recommended_note(options, loaded, prepared)
+    assert words in note
+    assert bool(words) == bool(note)

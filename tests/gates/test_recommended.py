@@ -1,0 +1,174 @@
+"""The recommended sampling of an artifact: written, read closed, set where the folder is loaded, and said with figures."""
+
+import json
+import logging
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+import loragate as lg
+from loragate.errors import ArtifactError, ConfigError
+from loragate.gates import recommended
+from loragate.gates.card import render_card
+from loragate.gates.recommended import SAMPLING
+from loragate.gates.schema import read_gate_config
+from loragate.gates.upload import stage
+from loragate.models import resolve
+from tiny import tiny_adapter, tiny_base
+
+SETTINGS = [
+    {"kind": "adapter", "name": "adapter", "temperature": 0.3, "mean": 0.6, "low": 0.5, "high": 0.7},
+    {"kind": "gates", "name": "[-3,1]", "temperature": 0.3, "mean": 0.521, "low": 0.48, "high": 0.562},
+    {"kind": "gates", "name": "[-3,1]", "temperature": 1.0, "mean": 0.382, "low": 0.341, "high": 0.42},
+    {"kind": "gates", "name": "[-3,1]", "temperature": 0.0, "mean": "high"},
+]
+
+
+def gated():
+    return lg.attach_gates(tiny_adapter(base=tiny_base()), lg.GateConfig(-3, 1))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A base whose own generation config samples otherwise and stops at two tokens."""
+    folder = tmp_path_factory.mktemp("recommended") / "base"
+    model = tiny_base()
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=0.7, top_k=20, top_p=0.8, min_p=0.1, repetition_penalty=1.1, eos_token_id=[1, 3]
+    )
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, base):
+    evidence = {"selection": {"accepted": True, "picked": "[-3,1]", "settings": SETTINGS}}
+    more = {"base_id": str(base), "stop_token_ids": [1, 9], "evidence": evidence}
+    return lg.save_gates(gated(), tmp_path / "gated", temperature=0.3, **more)
+
+
+def test_written_as_transformers_writes_it_and_set_where_the_folder_is_loaded(folder):
+    theirs = GenerationConfig.from_pretrained(folder)
+    assert (theirs.do_sample, theirs.temperature, theirs.top_k, theirs.top_p) == (True, 0.3, 0, 1.0)
+    assert resolve(folder).recommended_temperature == resolve(folder).plain.recommended_temperature == 0.3
+    model = lg.load_gated(folder)
+    told = model.generation_config
+    assert (told.do_sample, told.temperature, told.top_k, told.top_p) == (True, 0.3, 0, 1.0)
+    assert (told.min_p, told.repetition_penalty) == (None, 1.0), "what was not measured with must not act"
+    assert told.eos_token_id == [1, 3, 9]
+    assert model.get_base_model().generation_config is told
+
+
+def test_greedy_decoding_can_be_recommended(tmp_path, base):
+    folder = lg.save_gates(gated(), tmp_path / "gated", temperature=0, base_id=str(base))
+    assert GenerationConfig.from_pretrained(folder).do_sample is False
+    assert resolve(folder).recommended_temperature == 0.0
+    model = lg.load_gated(folder)
+    assert model.generation_config.do_sample is False
+    prompt = torch.tensor([[5, 9, 20]])
+    more = {"max_new_tokens": 6, "pad_token_id": 0}
+    assert model.generate(prompt, **more).equal(model.generate(prompt, do_sample=False, repetition_penalty=1.0, **more))
+
+
+def test_without_a_recommendation_nothing_is_written(tmp_path, base):
+    folder = lg.save_gates(gated(), tmp_path / "gated", base_id=str(base))
+    assert not (folder / SAMPLING).exists()
+    assert "sampling" not in read_gate_config(folder)
+    assert resolve(folder).recommended_temperature is None
+    assert lg.load_gated(folder).generation_config.temperature == 0.7
+    (folder / SAMPLING).write_text('{"temperature": 0.3, "do_sample": true}')
+    with pytest.raises(ArtifactError, match=r"generation_config\.json: .*recommends no sampling.* delete it"):
+        resolve(folder)
+    (folder / "gate_config.json").unlink()
+    with pytest.raises(ArtifactError, match="would not be that of these gates"):
+        lg.save_gates(gated(), folder)
+    assert (folder / SAMPLING).exists(), "somebody's file, which may be the base's"
+
+
+@pytest.mark.parametrize("wrong", [-0.1, float("nan"), float("inf"), True, "hot"])
+def test_what_is_no_temperature_is_refused_before_anything_is_written(tmp_path, wrong):
+    with pytest.raises(ConfigError, match="temperature"):
+        lg.save_gates(gated(), tmp_path / "gated", temperature=wrong)
+    assert not (tmp_path / "gated").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"temperature": 0.6}, r"'temperature' must be 0\.3, found 0\.6"),
+        ({"temperature": None}, r"'temperature' must be 0\.3, found None"),
+        ({"do_sample": False}, "'do_sample' must be True, found False"),
+        ({"top_k": 50}, "'top_k' must be 0, found 50"),
+        ({"num_beams": 4}, r"unknown key 'num_beams' \(4\)"),
+    ],
+)
+def test_a_file_that_says_something_else_is_refused(folder, change, words):
+    path = folder / SAMPLING
+    told = {**json.loads(path.read_text()), **change}
+    path.write_text(json.dumps({key: value for key, value in told.items() if value is not None}))
+    with pytest.raises(ArtifactError, match=rf"generation_config\.json: .*{words}"):
+        lg.load_gated(folder)
+
+
+def test_a_record_that_says_something_else_is_refused(folder):
+    path = folder / "gate_config.json"
+    right = json.loads(path.read_text())
+    for sampling, words in (
+        ({"temperature": 1.0}, r"'temperature' must be 1\.0, found 0\.3"),
+        ({"temperature": 0}, "'do_sample' must be False"),
+        ({"temperature": -1}, r"sampling\.temperature must be at least 0"),
+        ({}, r"sampling\.temperature"),
+        (0.3, "sampling"),
+        (None, "recommends no sampling"),
+    ):
+        path.write_text(json.dumps({**right, "sampling": sampling}))
+        with pytest.raises(ArtifactError, match=words):
+            resolve(folder)
+    path.write_text(json.dumps(right))
+    (folder / SAMPLING).write_text("[]")
+    with pytest.raises(ArtifactError, match="JSON object"):
+        resolve(folder)
+    (folder / SAMPLING).unlink()
+    with pytest.raises(ArtifactError, match=r"generation_config\.json: is missing"):
+        resolve(folder)
+
+
+def test_it_is_sent_and_stands_in_the_card(folder, tmp_path):
+    stage(folder, tmp_path / "sent", name="r", base_id="someone/base")
+    assert (tmp_path / "sent" / SAMPLING).read_bytes() == (folder / SAMPLING).read_bytes()
+    assert read_gate_config(tmp_path / "sent")["sampling"] == {"temperature": 0.3}
+    assert "| recommended sampling | at temperature 0.3" in (folder / "README.md").read_text()
+    record = read_gate_config(folder)
+    assert "| recommended sampling | greedily" in render_card("x", {**record, "sampling": {"temperature": 0}})
+    assert "recommended sampling" not in render_card("x", {**record, "sampling": None})
+
+
+def test_what_is_said(folder):
+    record = read_gate_config(folder)
+    assert recommended.scores_by_temperature(record) == {0.3: (0.521, 0.48, 0.562), 1.0: (0.382, 0.341, 0.42)}
+    assert recommended.sampling_note("gated", record) == "sampling at temperature 0.3, as gated recommends"
+    assert recommended.sampling_note("gated", record, 0.3) == recommended.sampling_note("gated", record)
+    other = recommended.sampling_note("gated", record, 1.0)
+    assert "recommended at temperature 0.3" in other
+    assert "52.1 % (48.0–56.2) at temperature 0.3;" in other
+    assert "38.2 % (34.1–42.0) at temperature 1" in other
+    assert "not recorded greedily" in recommended.sampling_note("gated", record, 0.0)
+    for selection in (None, "by hand", {"picked": "[-3,1]", "settings": {"a": 1}}, {"settings": [1, {}]}):
+        assert recommended.scores_by_temperature({**record, "selection": selection}) == {}
+    assert recommended.sampling_note("gated", None, 1.0) == ""
+    assert [recommended.chosen_temperature(record, asked) for asked in (None, 0.0, 1.0)] == [0.3, 0.0, 1.0]
+    assert [recommended.chosen_temperature({}, None, *usual) for usual in ((), (0.6,))] == [1.0, 0.6]
+
+
+def test_one_warning_for_each_name(folder, caplog, monkeypatch):
+    monkeypatch.setattr(recommended, "_warned", set())
+    record, logger = read_gate_config(folder), logging.getLogger("loragate")
+    recommended.warn_elsewhere("gated", record, 0.3, logger)
+    recommended.warn_elsewhere("gated", {}, 1.0, logger)
+    assert not caplog.messages
+    for asked in (1.0, 0.0, 1.0):
+        recommended.warn_elsewhere("gated", record, asked, logger)
+    assert caplog.messages == [recommended.sampling_note("gated", record, 1.0)]
+    recommended.warn_elsewhere("other", record, 1.0, logger)
+    assert len(caplog.messages) == 2
