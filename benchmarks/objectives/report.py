@@ -1,15 +1,18 @@
 """The tables of the trials, from the verdicts that `trial.py` kept; no model is loaded.
 
-    python benchmarks/objectives/report.py [--cache CACHE --pack] [--readme]
+    python benchmarks/objectives/report.py [--cache CACHE] [--diagnostic FOLDER] [--readme]
 
-reads benchmarks/results/objectives_verdicts.jsonl.gz. The best cheap setting of a cell is chosen on its development
-questions among base, adapter, one λ and the contrast, each at every temperature. A contender is compared with it at every
-temperature on the same test questions; fixes and breaks are counted against the adapter at the same temperature, answer by
-answer on the same random streams. Intervals are Student's over training seeds within a situation, and over all cells.
-`--readme` puts the tables between the markers of README.md.
+reads benchmarks/results/objectives_verdicts.jsonl.gz and objectives_diagnostic.json. `--cache` and `--diagnostic` first pack
+what `trial.py` and `diagnostic.py` have left into them (the diagnostic's answers too, without their tokens). `--readme` puts
+the tables between the markers of README.md.
 
-The first table is the diagnostic on the adapters of the study (benchmarks/results/study_verdicts.jsonl.gz), whose greedy
-answers and samples are on file: four at T = 1 and four at T = 0.6 make the eight.
+The best cheap setting of a cell is chosen on its development questions among base, adapter, one λ and the contrast, each at
+every temperature. A contender is compared with it at every temperature on the same test questions; fixes and breaks are
+counted against the adapter at the same temperature, answer by answer on the same random streams. Intervals are Student's
+over training seeds within a situation, and over all cells.
+
+The diagnostic is also read from the adapters of the study (benchmarks/results/study_verdicts.jsonl.gz), whose greedy
+answers and samples are on file; four at T = 1 and four at T = 0.6 make the eight there.
 """
 
 from __future__ import annotations
@@ -25,10 +28,11 @@ from typing import Any
 import numpy as np
 from scipy.stats import t as student
 
-from loragate.files import write_text
+from loragate.files import write_json, write_text
 
 HERE = Path(__file__).parent
 VERDICTS = HERE.parent / "results" / "objectives_verdicts.jsonl.gz"
+DIAGNOSTIC = HERE.parent / "results" / "objectives_diagnostic.json"
 STUDY = HERE.parent / "results" / "study_verdicts.jsonl.gz"
 MARKERS = ("<!-- tables: begin -->", "<!-- tables: end -->")
 HEATS = ("0", "0.3", "0.6", "1")
@@ -50,6 +54,37 @@ def pack(cache: Path, path: Path = VERDICTS) -> None:
     records = [json.loads(one.read_text(encoding="utf-8")) for one in sorted((cache / "answers").glob("*/*/*.json"))]
     lines = "".join(json.dumps(record, ensure_ascii=False, sort_keys=True) + "\n" for record in records)
     path.write_bytes(gzip.compress(lines.encode(), mtime=0))
+
+
+def pack_diagnostic(folder: Path, path: Path = DIAGNOSTIC) -> None:
+    """The summaries of a folder of `diagnostic.py` as one file, and its answers beside it."""
+    found, answers = {}, []
+    for place in sorted(one.parent for one in folder.rglob("summary.json")):
+        name = str(place.relative_to(folder))
+        found[name] = json.loads((place / "summary.json").read_text(encoding="utf-8"))
+        for kind in ("greedy", "sampled"):
+            for line in (place / f"{kind}.jsonl").read_text(encoding="utf-8").splitlines():
+                sample = json.loads(line)
+                kept = {key: sample[key] for key in ("question", "sample", "text", "finish_reason")}
+                answers.append(json.dumps({"of": name, "kind": kind, **kept}, ensure_ascii=False) + "\n")
+    write_json(path, found)
+    path.with_suffix(".jsonl.gz").write_bytes(gzip.compress("".join(answers).encode(), mtime=0))
+
+
+def diagnosed(path: Path = DIAGNOSTIC) -> str:
+    """The table of the diagnostic on development questions."""
+    parts = [
+        "| | questions | greedy | single at T = 0.8 | majority of 8 | wrong greedily | of them reached | by chance |",
+        f"|---|{'---:|' * 7}",
+    ]
+    for name, one in json.loads(path.read_text(encoding="utf-8")).items():
+        share, low, high = one["share"]
+        parts.append(
+            f"| {name} | {one['questions']} | {one['greedy']:.1f} | {one['single at T=0.8']:.1f} | {one['majority of 8']:.1f} "
+            f"| {one['wrong greedily']} | {one['of them reached']}: {share:.0f} % ({low:.0f} to {high:.0f}) "
+            f"| {one['share by chance']:.0f} % |"
+        )
+    return "\n".join(parts)
 
 
 def scores(record: dict[str, Any], split: str, heat: str) -> np.ndarray:
@@ -142,7 +177,10 @@ def reached_in_study(path: Path = STUDY) -> str:
 def tables() -> str:
     """Everything between the markers."""
     trials = ledger(load()) if VERDICTS.is_file() else "No cell has been measured yet."
-    return f"## The diagnostic on the study's adapters\n\n{reached_in_study()}\n\n## Trials\n\n{trials}".strip()
+    asked = f"## The diagnostic on development questions\n\n{diagnosed()}"
+    return (
+        f"{asked}\n\n## The diagnostic on the study's adapters\n\n{reached_in_study()}\n\n## Trials\n\n{trials}".strip()
+    )
 
 
 def ordered(cells: Cells, members: Sequence[str]) -> list[str]:
@@ -154,12 +192,14 @@ def ordered(cells: Cells, members: Sequence[str]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", type=Path, help="of trial.py, with --pack")
-    parser.add_argument("--pack", action="store_true")
+    parser.add_argument("--cache", type=Path, help="of trial.py, to pack")
+    parser.add_argument("--diagnostic", type=Path, help="of diagnostic.py, to pack")
     parser.add_argument("--readme", action="store_true")
     options = parser.parse_args()
-    if options.pack:
+    if options.cache:
         pack(options.cache)
+    if options.diagnostic:
+        pack_diagnostic(options.diagnostic)
     if options.readme:
         page = (HERE / "README.md").read_text(encoding="utf-8")
         before, after = page.split(MARKERS[0])[0], page.split(MARKERS[1])[1]

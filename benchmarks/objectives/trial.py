@@ -158,10 +158,14 @@ class Cell:
         sampled = self.draw(self.frozen, prompts, 0.8, GROUP, self.seed)
         return [(one, sampled[GROUP * at : GROUP * (at + 1)]) for at, one in enumerate(greedy)]
 
+    @cached_property
+    def practice_ids(self) -> list[list[int]]:
+        """Token ids of the unseen prompts."""
+        return self.tokenizer(self.prompts(self.practice), add_special_tokens=False)["input_ids"]
+
     def row(self, question: int, sample: Sample) -> dict[str, Any]:
         """An answer to an unseen prompt, encoded."""
-        prompt = self.tokenizer(self.prompts(self.practice)[question], add_special_tokens=False)["input_ids"]
-        answer = list(sample.token_ids)
+        prompt, answer = self.practice_ids[question], list(sample.token_ids)
         return {"input_ids": [*prompt, *answer], "labels": [IGNORED] * len(prompt) + answer, "row": question}
 
     def score(self, model: Any, rows: list[dict[str, Any]]) -> Scored:
