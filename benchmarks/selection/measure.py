@@ -248,17 +248,22 @@ def solved(prompt: str) -> Problem:
     return Problem(prompt, letter, "commands", len(commands))
 
 
-class _Average(LogitsProcessor):
-    """The geometric mean of base and adapter: rows come in pairs, first half adapter, second half base."""
+class _Mixed(LogitsProcessor):
+    """p_adapter^w · p_base^(1 − w), normalised where it is drawn from: first half adapter rows, second half base rows."""
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         adapter, base = scores.float().log_softmax(dim=-1).chunk(2)
-        return ((adapter + base) / 2).repeat(2, 1)
+        return (self.weight * adapter + (1 - self.weight) * base).repeat(2, 1)
 
 
 @torch.no_grad()
-def ensemble_answers(model: Any, tokenizer: Any, prompts: list[str], config: SamplingConfig) -> list[tuple[Any, ...]]:
-    """Answers of the product of base and adapter: both run in one batch, on the same tokens."""
+def ensemble_answers(
+    model: Any, tokenizer: Any, prompts: list[str], config: SamplingConfig, weight: float = 0.5
+) -> list[tuple[Any, ...]]:
+    """Answers of a product of base and adapter, or with weight > 1 of their contrast: both in one batch, on the same tokens."""
     stop = {tokenizer.eos_token_id}
     pairs = [(question, sample) for question in range(len(prompts)) for sample in range(config.samples)]
     drawn = []
@@ -274,7 +279,7 @@ def ensemble_answers(model: Any, tokenizer: Any, prompts: list[str], config: Sam
             input_ids=rows,
             attention_mask=mask,
             adapter_names=["default"] * len(part) + ["__base__"] * len(part),
-            logits_processor=LogitsProcessorList([_Average(), sampler]),
+            logits_processor=LogitsProcessorList([_Mixed(weight), sampler]),
             generation_config=GenerationConfig(
                 do_sample=False,
                 max_new_tokens=config.max_new_tokens,
