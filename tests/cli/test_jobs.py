@@ -323,6 +323,14 @@ def test_resume_through_the_command(place, tmp_path, capsys, monkeypatch):
         assert torch.equal(gates[name], value), name
 
 
+def test_a_training_stopped_while_the_model_loaded_is_resumed_from_the_start(place, tmp_path):
+    line = ["sft", "--model", str(place / "base"), "--data", str(place / "plain.jsonl"), "--out", str(tmp_path / "out")]
+    (tmp_path / "out" / "run").mkdir(parents=True)
+    (tmp_path / "out" / "run" / "config.yaml").touch()
+    assert main([*line, "--max-rows", "4", "--batch-size", "4", "--micro-batch-size", "4", "--resume"]) == 0
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
 def test_a_folder_that_is_not_empty_is_left_alone(place, tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "README.md").write_text("mine")

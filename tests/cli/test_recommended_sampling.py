@@ -72,6 +72,8 @@ def test_generate(place, capsys):
     greedy = generated(capsys, place / "greedy")
     assert greedy.out == generated(capsys, place / "plain", "--temperature", "0").out
     assert "sampling greedily, as" in greedy.err
+    assert main(["generate", "--model", str(place / "greedy"), "--prompt", "w1", *samples]) == 2
+    assert "give --temperature" in " ".join(capsys.readouterr().err.split())
 
 
 def test_inspect_and_export(place, tmp_path, capsys):

@@ -71,8 +71,13 @@ def run(options: GenerateOptions) -> int:
     from loragate.models import open_model, resolve
 
     place = resolve(options.model, options.base, overrides=True)
+    temperature = chosen_temperature(place.gates, options.temperature)
+    if options.temperature is None and temperature == 0 and options.samples > 1:
+        raise ConfigError(
+            f"--samples {options.samples}: {options.model} recommends greedy decoding, one answer each; give --temperature"
+        )
     sampling = SamplingConfig(
-        temperature=chosen_temperature(place.gates, options.temperature),
+        temperature=temperature,
         top_p=options.top_p,
         max_new_tokens=options.max_new_tokens or DEFAULT_NEW_TOKENS,
         samples=options.samples,

@@ -45,6 +45,7 @@ def run(options: SftOptions) -> int:
     from loragate.data import encode_rows
     from loragate.models import explained, open_base, open_tokenizer, resolve
     from loragate.training.run import require_mask_column
+    from loragate.training.run_folder import RECORD
     from loragate.training.stage_one import adapter_settings, objective_of, train_adapter
     from loragate.training.strategy import process_state
 
@@ -98,7 +99,8 @@ def run(options: SftOptions) -> int:
             rows,
             settings,
             run_folder=folder / "run",
-            resume=options.resume,
+            # stopped before its first step, a run has its configuration and nothing to go on with
+            resume=options.resume and (folder / "run" / RECORD).is_file(),
             encoded=encoded,
             reference_model=reference,
             on_step=lambda report: job.advance_to(
