@@ -46,9 +46,12 @@ REAL_NAMES = ("base", "adapter", "gated", "gated@unit", "gated@constant=0.5")
 class Server:
     """`loragate serve` as a child, ready when it prints its client lines."""
 
-    def __init__(self, gated: Path, second: Path | None, engine: str, port: int, blocks: int) -> None:
+    def __init__(
+        self, gated: Path, second: Path | None, engine: str, port: int, blocks: int, base: Path | None = None
+    ) -> None:
         command = [sys.executable, "-m", "loragate", "serve", str(gated), "--engine", engine]
         command += ["--adapters", f"second={second}"] if second else []
+        command += ["--base", str(base)] if base else []
         command += ["--dtype", "float32", "--port", str(port)]
         if engine == "vllm":
             overrides = "unit" if second else "unit,constant=0.5"
@@ -232,6 +235,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=18765)
     parser.add_argument("--prompts", type=int, default=20, help="different prompts")
     parser.add_argument("--gated", type=Path, help="gated folder to serve in place of random models")
+    parser.add_argument("--base", type=Path, help="its base as a plain folder, where it is a GGUF file (vLLM)")
     parser.add_argument("--speed-rounds", type=int, default=0, help="turns of plain and gated adapter, afterwards")
     parser.add_argument("--models", nargs="+", choices=sorted({*NAMES, *REAL_NAMES}), help="ask only these")
     parser.add_argument("--out", type=Path)
@@ -242,7 +246,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         gated, second = (options.gated, None) if options.gated else (make_models(place) / "gated", place / "second")
-        server = Server(gated, second, options.engine, options.port, options.blocks)
+        server = Server(gated, second, options.engine, options.port, options.blocks, options.base)
         try:
             found = measure(server, names, prompts, options.clients, options.rounds, options.per_client, options.tokens)
             if options.speed_rounds:
