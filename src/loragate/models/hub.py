@@ -13,7 +13,7 @@ from loragate.models.adapter_files import ADAPTER_CONFIG
 
 GATED = (CONFIG, GATES, SAMPLING, CARD, f"{ADAPTER}/*")
 BASE = ("*.json", "model*.safetensors", "*.model", "*.jinja", "merges.txt", "vocab.txt")
-PLAIN = ("adapter_*", "*token*.json", "tokenizer*", "vocab.*", "merges.txt", "*.jinja")
+PLAIN = ("adapter_*", SAMPLING, "*token*.json", "tokenizer*", "vocab.*", "merges.txt", "*.jinja")
 
 
 class NotThere(ArtifactError):
