@@ -197,7 +197,8 @@ class EvaluationRecord:
         usual = {task.name: task.sampling.temperature for task in self.tasks}
         for row in self.results:
             heat = usual[row.task] if row.temperature is None else row.temperature
-            if row.control is None or row.control in ("greedy", f"T={row.temperature:g}"):
+            sharper = None if row.temperature is None else f"T={row.temperature:g}" if row.temperature else "greedy"
+            if row.control == sharper:  # a row that differs in its temperature alone, if at all
                 asked.setdefault((row.task, row.variant), {})[heat] = row
         results = list(self.results)
         for index, row in enumerate(results):
