@@ -87,6 +87,19 @@ def test_files_stay_readable():
         assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path} does not say what lives there"
 
 
+def test_imports_stand_at_the_top():
+    """Inside a function they are for what is optional, or too heavy for `--help`. The bound may only fall."""
+    inside = {
+        (path, node.lineno)
+        for path in SOURCE.rglob("*.py")
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    assert len(inside) <= 185
+
+
 def test_importing_the_package_loads_nothing_heavy():
     code = (
         "import sys, loragate, loragate.cli.main, loragate.cli.serve;"
