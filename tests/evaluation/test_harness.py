@@ -6,7 +6,6 @@ import re
 import socket
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,10 +13,10 @@ import torch
 
 import loragate as lg
 from loragate.errors import ConfigError, DataError
-from loragate.evaluation.harness import Answer, greedy_answers, run_harness
-from loragate.evaluation.retention import Measured, retention_averages
+from loragate.evaluation.harness import Answer, HarnessScores, greedy_answers, run_harness
+from loragate.evaluation.retention import retention_averages
 from loragate.evaluation.tasks import load_questions, load_task
-from loragate.evaluation.tasks.retention import COLUMNS
+from loragate.evaluation.tasks.questions import COLUMNS
 from loragate.generation import SamplingConfig, TransformersEngine
 from loragate.recipes.standins import QUESTIONS
 from loragate.report.scores import suites_of
@@ -84,7 +83,7 @@ def test_a_folder_with_one_file_per_subtask_gives_the_same_questions(tmp_path):
     [
         ("mmlu_pro", {"answer": "Z"}, "found answer 'Z', expected one of A, B, C, D, E"),
         ("mmlu_pro", {"answer_index": 0}, "answer 'D' and answer_index 0 name different options"),
-        ("mmlu_pro", {"options": "A or B"}, "column 'options' holds 'A or B'"),
+        ("mmlu_pro", {"options": "A or B"}, "column 'options' holds .*A or B"),
         ("mmlu_pro", {"options": ["x"] * 11}, "options has 11 entries"),
         ("mmlu_pro", {"category": "biologie"}, "found category 'biologie'.*did you mean 'biology'"),
         ("mmlu_pro", {"question_id": 9000}, "the id '9000' .*:1 already"),
@@ -94,7 +93,7 @@ def test_a_folder_with_one_file_per_subtask_gives_the_same_questions(tmp_path):
         ("bbh", {"subtask": "boolean_expression"}, "found subtask .*did you mean 'boolean_expressions'"),
         ("bbh", {"subtask": ...}, "found subtask None"),
         ("bbh", {"subtask": "word_sorting"}, "input has no 'List:'"),
-        ("bbh", {"target": 3}, "column 'target' holds '3' .whole number"),
+        ("bbh", {"target": 3}, "column 'target' holds '3'"),
         ("openbookqa", {"answerKey": "E"}, "found answerKey 'E', expected one of A, B, C, D"),
         ("openbookqa", {"choices": ["a", "b"]}, "column 'choices' holds"),
         ("openbookqa", {"choices": {"text": ["a", "b"], "label": ["A", "B", "C"]}}, "found choices"),
@@ -447,18 +446,16 @@ def test_the_strict_filter_and_the_subsets_are_still_the_harnesss_own(harness):
 
 
 def test_bbh_counts_by_its_subsets_and_every_suite_the_same_in_the_average():
-    def measured(variant, scores, subsets=None):
-        row = SimpleNamespace(variant=variant)
-        return Measured(None, row, np.array(scores, dtype=float)[:, None], subsets or ("",) * len(scores), ())
+    def measured(name, scores):
+        names = tuple(map(str, range(len(scores))))
+        own = subsets[name] or ("",) * len(scores)
+        return HarnessScores(name, "1", "acc,none", tuple(scores), names, own, "", (), {}, ())
 
     kinds = ("adapter", "base")
     rows = {"mmlu_pro": [1, 1, 0, 0, 0, 0, 0, 0], "bbh": [1, 1, 1, 1, 0, 1], "openbookqa": [1, 0]}
     subsets = {"mmlu_pro": ("law",) * 2 + ("math",) * 6, "bbh": ("a",) * 4 + ("b",) * 2, "openbookqa": None}
     found = {
-        name: {
-            kind: measured(kind, [1 - score for score in scores] if kind == "base" else scores, subsets[name])
-            for kind in kinds
-        }
+        name: {kind: measured(name, [1 - score for score in scores] if kind == "base" else scores) for kind in kinds}
         for name, scores in rows.items()
     }
     averages = retention_averages(found)
@@ -504,7 +501,7 @@ def test_suites_are_read_at_the_commit_of_their_task(monkeypatch):
         asked.append((source, revision))
         raise DataError("no connection.")
 
-    monkeypatch.setattr("loragate.evaluation.tasks.retention.load_rows", refuse)
+    monkeypatch.setattr("loragate.evaluation.tasks.questions.load_rows", refuse)
     for name in COLUMNS:
         task = load_task(name)
         with pytest.raises(DataError, match=rf"{name}: no connection\. .*--data {name}=FILE.* columns"):

@@ -160,9 +160,9 @@ def prepare(options: SweepOptions) -> tuple[Sweep, tuple[Candidate, ...]]:
     Raises:
         ConfigError: for seeds or objectives that there cannot be, and adapters that cannot be swept together.
     """
-    from loragate.cli.run_rows import read_rows
     from loragate.models import Loading
     from loragate.selection.sweep import Sweep, absolute, settings_of_each
+    from loragate.training.rows import read_rows
 
     objectives = comma_list(options.objectives)
     try:
@@ -173,7 +173,7 @@ def prepare(options: SweepOptions) -> tuple[Sweep, tuple[Candidate, ...]]:
         ) from None
     sweep = Sweep.over(
         comma_list(options.adapters or options.adapter),
-        partial(read_rows, replace(options, data=absolute(options.data))),
+        partial(read_rows, replace(options, data=absolute(options.data)), options.max_rows),
         settings_of_each(options, objectives),
         base=options.base,
         how=Loading.of(options),

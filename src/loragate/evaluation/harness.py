@@ -28,7 +28,7 @@ import yaml
 from loragate.data import Chat, template_hash
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.tasks import Harness, Questions, Task
-from loragate.evaluation.tasks.retention import SUBSET
+from loragate.evaluation.tasks.questions import SUBSET
 from loragate.files import write_text
 from loragate.generation import Engine, OnProgress, SamplingConfig, ScoringEngine
 from loragate.generation.requests import FinishReason

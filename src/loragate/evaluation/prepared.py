@@ -3,6 +3,7 @@ grading can be repeated."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +18,6 @@ from loragate.evaluation.tasks import (
     Task,
     load_questions,
     load_task,
-    prompts_hash,
     suite,
     task_names,
 )
@@ -143,8 +143,8 @@ class Prepared:
 
     @property
     def prompts_sha256(self) -> str:
-        """Hash over all rendered prompts."""
-        return prompts_hash(list(self.prompts))
+        """SHA-256 (hex) over the rendered prompts in their order, chat template included."""
+        return hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()
 
     def as_dict(self) -> dict[str, Any]:
         """What must be the same for a run to be resumed."""

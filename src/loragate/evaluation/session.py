@@ -168,13 +168,13 @@ class Session:
         return Evaluation(
             request.out,
             self.prepared,
-            variants,
+            list(variants),
             models=loaded.sources,
             canary=figures,
-            notes=notes,
-            left_out=left_out,
+            notes=list(notes),
+            left_out=left_out or {},
             seed=request.tasks.seed,
-            identity={
+            facts={
                 "engine": request.engine.engine,
                 "dtype": loaded.dtype,
                 "limit": request.tasks.limit,

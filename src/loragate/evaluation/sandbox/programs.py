@@ -1,4 +1,4 @@
-"""Running programs that a model has written: one alone, one against tests that it cannot reach, or many at once.
+"""Running programs that a model has written: one alone, or one against tests that it cannot reach.
 
 A tier is tried once per process, with a program that does nothing; what it holds is proved by the tests, attack by attack.
 """
@@ -9,13 +9,10 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from typing import Any
 
-from loragate.evaluation.sandbox.child import Child
-from loragate.evaluation.sandbox.supervise import watch
+from loragate.evaluation.sandbox.processes import Child, watch
 from loragate.evaluation.sandbox.tiers import (
     TIERS,
     Limits,
@@ -23,7 +20,6 @@ from loragate.evaluation.sandbox.tiers import (
     SandboxError,
     launch,
     missing,
-    namespaces_forbidden,
 )
 
 # The tests of one HumanEval+ problem hold thousands of expected values, and numpy to compare them with.
@@ -93,29 +89,6 @@ def run_tests(
     return _two_processes(program, checks, limits or Limits(), tier, root_style_of(tier), cancel)
 
 
-def run_many(
-    work: Callable[[Any], Any],
-    items: Sequence[Any],
-    workers: int,
-    on_progress: Callable[[int, int], None] | None,
-    cancel: threading.Event,
-) -> list[Any]:
-    """Map `work` over `items` in threads; whatever ends this early sets `cancel` and waits for the threads."""
-    with ThreadPoolExecutor(max_workers=max(workers, 1)) as pool:
-        jobs = [pool.submit(work, item) for item in items]
-        try:
-            for done, job in enumerate(as_completed(jobs), start=1):
-                job.result()
-                if on_progress is not None:
-                    on_progress(done, len(jobs))
-        except BaseException:
-            cancel.set()
-            for job in jobs:
-                job.cancel()
-            raise
-    return [job.result() for job in jobs]
-
-
 _lock = threading.Lock()
 _answers: dict[str, tuple[str | None, str]] = {}
 
@@ -160,9 +133,8 @@ def _probe(tier: str) -> tuple[str | None, str]:
         if result.passed:
             return None, style
         reasons.append(f"a program that does nothing ended with {result.reason}: {result.detail}")
-    forbidden = namespaces_forbidden() if tier != "rlimits" else None
-    if forbidden is not None:
-        reasons.append(f'{forbidden}; docs/sandbox.md, "Where it does not start", has the ways out')
+    if tier == "bubblewrap":
+        reasons.append('docs/sandbox.md, "Where it does not start", has the ways out')
     return "; ".join(dict.fromkeys(reasons)), ""
 
 

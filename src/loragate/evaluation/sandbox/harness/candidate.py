@@ -8,8 +8,18 @@ import builtins
 import sys
 import types
 
-from loragate.evaluation.sandbox.harness.confine import confine, describe, flush_output, reason_of, report
-from loragate.evaluation.sandbox.harness.wire import Closed, decode, encode, receive, send
+from loragate.evaluation.sandbox.harness.wire import (
+    Closed,
+    confine,
+    decode,
+    describe,
+    encode,
+    flush_output,
+    reason_of,
+    receive,
+    report,
+    send,
+)
 
 
 class Server:

@@ -8,8 +8,18 @@ import builtins
 import sys
 import types
 
-from loragate.evaluation.sandbox.harness.confine import confine, describe, reason_of, report
-from loragate.evaluation.sandbox.harness.wire import Closed, WireError, decode, encode, receive, send
+from loragate.evaluation.sandbox.harness.wire import (
+    Closed,
+    WireError,
+    confine,
+    decode,
+    describe,
+    encode,
+    reason_of,
+    receive,
+    report,
+    send,
+)
 
 BATCH = 256
 

@@ -8,8 +8,7 @@ prints or looks around in frames cannot.
 import sys
 import types
 
-from loragate.evaluation.sandbox.harness.confine import confine, flush_output, report
-from loragate.evaluation.sandbox.harness.wire import receive, send
+from loragate.evaluation.sandbox.harness.wire import confine, flush_output, receive, report, send
 
 
 def main(control):
