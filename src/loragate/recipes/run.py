@@ -86,8 +86,12 @@ def run_recipe(recipe: Recipe, run: Run) -> dict[str, float]:
         if ahead:
             run.say("checking that every stage can run here: data, graders, engine, disk")
             require_parts(recipe, ahead, run, evaluator)
-            for sentence in _tight(recipe, ahead):
-                run.say(sentence)
+            if torch.cuda.is_available():
+                # with rows as long as their limit, so that it is said and refuses nothing
+                with contextlib.suppress(LoragateError):  # no configuration of the base, which has been missed above
+                    found = tight(recipe, torch.cuda.get_device_properties(0).total_memory / 2**30)
+                    for stage in (stage for stage in ahead if stage.name in found):
+                        run.say(found[stage.name])
         if evaluator:  # later runs in this folder go by it
             folder.note(eval_python=evaluator)
         run.say(f"{recipe.name} in {run.folder}: {', '.join(stage.name for stage in stages)}")
@@ -214,14 +218,6 @@ def _require_earlier(stages: Sequence[Stage], wanted: Sequence[Stage], folder: R
                     f"--stages {chosen}: stage '{stage.name}' reads what '{done.name}' leaves in {out}, and that has not been "
                     f"run there; give --stages {done.name},{chosen} or leave --stages out"
                 )
-
-
-def _tight(recipe: Recipe, stages: Sequence[Stage]) -> Iterator[str]:
-    """What `loragate plan` finds too large for this GPU. It plans for the longest rows, so that this refuses nothing."""
-    if torch.cuda.is_available():
-        with contextlib.suppress(LoragateError):  # no configuration of the base, which has been missed above
-            found = tight(recipe, torch.cuda.get_device_properties(0).total_memory / 2**30)
-            yield from (found[stage.name] for stage in stages if stage.name in found)
 
 
 def _disk(recipe: Recipe, folder: Path) -> Iterator[str]:
