@@ -24,7 +24,7 @@ COMMANDS = {
     "quickstart": ("cli.quickstart", "the whole method on a tiny world, offline, with a table of results"),
     "inspect": ("cli.inspect", "which modules of an adapter can be gated, what it costs, and whether answers can end"),
     "plan": ("cli.plan", "memory, time and launch command of a training, from the configuration alone"),
-    "sft": ("cli.sft", "Stage I: train a LoRA or DoRA adapter with one of ten token objectives"),
+    "sft": ("cli.sft", "Stage I: train a LoRA or DoRA adapter with a token objective"),
     "mask": ("cli.mask", "a mask of the response tokens on which a reference model gains most over the base"),
     "extract": ("cli.extract", "a LoRA adapter of chosen rank from a fine-tuned model and its base"),
     "calibrate": ("cli.calibrate", "Stage II: gate a finished adapter by entropy, from prompts and responses"),
