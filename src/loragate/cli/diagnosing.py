@@ -97,9 +97,10 @@ def terminal(block: Block) -> Table | None:
         columns, rows = data["columns"], data["rows"]
     else:
         return None
-    table = terminal_table(block.title, columns, data["caption"])
+    # words and the ends of intervals under one another, or 80 columns would not hold it
+    table = terminal_table(block.title, [name.replace(" ", "\n") for name in columns], data["caption"])
     for row in rows:
-        table.add_row(*stacked([(cell.replace(" (", "\n("),) for cell in row]))
+        table.add_row(*stacked([(cell.replace(" (", "\n(").replace(" to ", "\nto "),) for cell in row]))
     return table
 
 
