@@ -13,7 +13,11 @@ from rich.table import Table
 
 from loragate.report.table import (
     ABSENT,
+    AT_BEST,
+    HOW,
     Cell,
+    at_best_cell,
+    at_best_line,
     difference_cell,
     markdown_table,
     percent,
@@ -37,6 +41,8 @@ def caption(record: Record) -> str:
         "differs, no EOS: answers without an end of sequence. No answer: nothing that could be judged was found, for "
         "whatever reason."
     )
+    if any(row.get("at_best") for row in record["results"]):
+        text += f" {AT_BEST}: {HOW}."
     if record["sandbox"]:
         text += f" Programs ran in the tier {record['sandbox']}."
     return "\n".join([text, *(f"warning: {warning}" for warning in record["warnings"])])
@@ -45,8 +51,9 @@ def caption(record: Record) -> str:
 def score_tables(record: Record) -> list[Table]:
     """One table per task and, for several tasks of a suite, their average."""
     tables = []
-    for title, columns, rows in _tables(record):
-        table = terminal_table(title, columns)
+    for title, columns, rows, of_record in _tables(record):
+        best = at_best_line([(row_name(row), row.get("at_best")) for row in of_record])
+        table = terminal_table(title, columns, best)
         for name, cells, bold in rows:
             table.add_row(*stacked([(name.replace(", ", "\n"),), *cells]), style="bold" if bold else None)
         tables.append(table)
@@ -54,23 +61,36 @@ def score_tables(record: Record) -> list[Table]:
 
 
 def score_markdown(record: Record) -> str:
-    """The same as Markdown, ending in a line end."""
-    parts = [
-        f"### {title}\n\n{markdown_table(columns, [(name, cells) for name, cells, _ in rows])}"
-        for title, columns, rows in _tables(record)
-    ]
+    """The same as Markdown, ending in a line end; scores at the best temperature are a column of their own."""
+    parts = []
+    for title, columns, rows, of_record in _tables(record):
+        lines = [(name, cells) for name, cells, _ in rows]
+        if any(row.get("at_best") for row in of_record):
+            columns = [*columns, f"{AT_BEST} %"]
+            best = [at_best_cell(row.get("at_best")) for row in of_record]
+            best += [(ABSENT,)] * (len(lines) - len(best))
+            lines = [(name, [*cells, cell]) for (name, cells), cell in zip(lines, best, strict=True)]
+        parts.append(f"### {title}\n\n{markdown_table(columns, lines)}")
     return "\n\n".join([*parts, *caption(record).split("\n")]) + "\n"
 
 
-def _tables(record: Record) -> Iterator[tuple[str, Sequence[str], list[tuple[str, list[Cell], bool]]]]:
-    """(title, columns, rows) of each task, then of each average; a row is (name, cells, whether it is the gated model)."""
+Line = tuple[str, list[Cell], bool]
+
+
+def _tables(record: Record) -> Iterator[tuple[str, Sequence[str], list[Line], list[Mapping[str, Any]]]]:
+    """(title, columns, lines, rows of the record) of each task, then of each average.
+
+    A line is (name, cells, whether it is the gated model). Lines of what was left out come last and have no row.
+    """
     for task in record["tasks"]:
-        rows = [(row_name(row), cells_of(row), row["variant"] == "gated") for row in rows_of(record, task["name"])]
+        found = rows_of(record, task["name"])
+        lines = [(row_name(row), cells_of(row), row["variant"] == "gated") for row in found]
         absent: list[Cell] = [(ABSENT,) for _ in COLUMNS[1:]]
-        rows += [(name, absent, False) for name in left_out(record, task)]
-        yield f"{task['name']} v{task['version']} · {metric(record, task)}", COLUMNS, rows
+        lines += [(name, absent, False) for name in left_out(record, task)]
+        yield f"{task['name']} v{task['version']} · {metric(record, task)}", COLUMNS, lines, found
     for title, averages in suites_of(record):
-        yield title, SUITE_COLUMNS, [(row_name(row), suite_cells(row), row["variant"] == "gated") for row in averages]
+        lines = [(row_name(row), suite_cells(row), row["variant"] == "gated") for row in averages]
+        yield title, SUITE_COLUMNS, lines, averages
 
 
 def row_name(row: Mapping[str, Any]) -> str:

@@ -5,7 +5,8 @@ A row is a plain dictionary, written by whoever measured it:
     {"name": str, "group": "control" | "baseline" | "scale" | "intervention",
      "accuracy": {"mean", "low", "high"} | None, "retention": {"mean", "low", "high"} | None,
      "truncated": float, "entropy": float, "tokens": float,
-     "versus_lora": {"mean", "low", "high", "p"} | None, "not_run": bool}
+     "versus_lora": {"mean", "low", "high", "p"} | None, "not_run": bool,
+     "at_best": {"temperature", "score": {"mean", "low", "high"}} | None}
 
 Accuracy, retention, truncation and differences are shares of 1, entropy is in nats per token, tokens are per answer; None
 stands for what was not measured. The table shows what it is given: a control that was not run has its line and says so,
@@ -30,6 +31,8 @@ Cell = tuple[str, ...]
 
 NOT_RUN = "not run"
 ABSENT = "–"
+AT_BEST = "At its best temperature"
+HOW = "each picked on one half of the questions and scored on the other"
 COLUMNS = ("Method", "Accuracy %", "vs LoRA points", "Retention %", "Cut off %", "Entropy nats", "Tokens")
 CAPTION = (
     "Ranges are 95 % intervals over questions; vs LoRA is paired by question. Cut off: answers that met the length limit. "
@@ -73,6 +76,20 @@ def difference_cell(versus: Mapping[str, float] | None, verdict: str | None = ""
     return f"{points(versus['mean'])}, p{p_value(versus['p'])}", ends, verdict or ""
 
 
+def at_best_cell(value: Mapping[str, Any] | None) -> Cell:
+    """Return a score at the best temperature, its ends, and that temperature."""
+    if value is None:
+        return (ABSENT,)
+    heat = value["temperature"]
+    return *share_cell(value["score"]), f"T = {heat:g}" if heat else "greedy"
+
+
+def at_best_line(rows: Sequence[tuple[str, Mapping[str, Any] | None]]) -> str:
+    """Return the scores of rows (name, value) at their best temperatures as one sentence; empty where there are none."""
+    said = "; ".join(f"{name} {joined(at_best_cell(value))}" for name, value in rows if value is not None)
+    return f"{AT_BEST} in %, {HOW}: {said}." if said else ""
+
+
 def joined(cell: Sequence[str]) -> str:
     """Return a cell on one line, as "41.0 (38.2–43.9)"."""
     first, *rest = cell
@@ -88,7 +105,7 @@ def terminal_table(title: str, columns: Sequence[str], caption: str = "") -> Tab
     """Return a table without rows that fits 80 columns: the unit goes under the name, as the ends under a mean."""
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True, show_edge=False)
     table.title_justify = table.caption_justify = "left"
-    table.caption = caption or None
+    table.caption = Text(caption) if caption else None
     table.add_column(columns[0], min_width=12, overflow="fold")
     for column in columns[1:]:
         lines = column.split(", ") if ", " in column else column.rsplit(" ", 1)
@@ -111,7 +128,8 @@ def markdown_table(columns: Sequence[str], rows: Iterable[tuple[str, Sequence[Ce
 
 def results_table(rows: Sequence[Row]) -> Table:
     """Return the rows in their order as a table for the terminal, with a gap between groups."""
-    table = terminal_table("Results", COLUMNS, CAPTION)
+    best = at_best_line([(row["name"], row.get("at_best")) for row in rows])
+    table = terminal_table("Results", COLUMNS, "\n".join(filter(None, (best, CAPTION))))
     table.title_justify = "center"
     for row, following in zip(rows, [*rows[1:], None]):
         ends_group = following is not None and following["group"] != row["group"]
@@ -122,7 +140,8 @@ def results_table(rows: Sequence[Row]) -> Table:
 
 def results_markdown(rows: Sequence[Row]) -> str:
     """Return the rows in their order as a Markdown table with its caption, ending in a line end."""
-    return f"{markdown_table(COLUMNS, [(row['name'], result_cells(row)) for row in rows])}\n\n{CAPTION}\n"
+    lines = [(row["name"], [*result_cells(row), at_best_cell(row.get("at_best"))]) for row in rows]
+    return f"{markdown_table([*COLUMNS, f'{AT_BEST} %'], lines)}\n\n{CAPTION} {AT_BEST}: {HOW}.\n"
 
 
 def result_cells(row: Row) -> list[Cell]:
