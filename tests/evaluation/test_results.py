@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from records import ADAPTER, GATED, make_record, make_result
+from records import ADAPTER, GATED, IDS, make_record, make_result
 from rich.console import Console
 
 from loragate.errors import DataError, LoragateError
