@@ -18,7 +18,7 @@ from loragate.models import Loading, resolve
 from loragate.serving.backend import Row, transformers_backend
 from loragate.serving.explore import explorer_of
 from loragate.serving.http_app import CompletionRequest
-from loragate.serving.plugin import _recommending, _warning
+from loragate.serving.plugin import recommending, warning
 from loragate.serving.server import print_sampling, served_places
 from loragate.serving.settings import ServerSettings
 from tiny import tiny_adapter, tiny_base, tiny_tokenizer
@@ -148,7 +148,7 @@ def test_vllm_samples_each_name_as_its_own_folder_recommends(place):
     def look_up(_, request):
         return SimpleNamespace(lora_path=str(paths[request.model])) if request.model in paths else None
 
-    adapters = _recommending(look_up)
+    adapters = recommending(look_up)
 
     def asked(model, **given):
         request = Request(model=model, **{"temperature": None, "top_p": None, "top_k": None, **given})
@@ -170,7 +170,7 @@ def test_vllm_warns_once(place, tmp_path, caplog):
         def generate(self, prompt, sampling_params, request_id, *, lora_request=None):
             return request_id
 
-    generate, server = _warning(Server.generate), Server()
+    generate, server = warning(Server.generate), Server()
     (tmp_path / "gate_config.json").write_text("{")
 
     def ask(path, temperature):

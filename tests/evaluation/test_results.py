@@ -14,7 +14,6 @@ from records import ADAPTER, GATED, IDS, make_record, make_result
 from rich.console import Console
 
 from loragate.errors import DataError, LoragateError
-from loragate.evaluation.aggregates import SuiteEstimate, compare_suites, suite_average
 from loragate.evaluation.evaluate import Evaluation, open_evaluation
 from loragate.evaluation.results import (
     SuiteResult,
@@ -23,7 +22,14 @@ from loragate.evaluation.results import (
     verdict,
     write_record,
 )
-from loragate.evaluation.statistics import Difference, average_at_k, compare
+from loragate.evaluation.statistics import (
+    Difference,
+    SuiteEstimate,
+    average_at_k,
+    compare,
+    compare_suites,
+    suite_average,
+)
 from loragate.evaluation.variants import Variant
 from loragate.records import package_versions
 from loragate.report.reading import read_results
@@ -112,7 +118,7 @@ def test_the_best_temperature_is_scored_where_it_was_not_picked() -> None:
     cool = task_result("sums", "adapter", np.ones((3, 1)), **answers, control="greedy", temperature=0.0)
     (best, _) = dataclasses.replace(record, results=(warm, cool)).with_best_temperatures().results
     assert best.at_best is not None
-    assert (best.at_best.temperature, best.at_best.score.mean) == (0.0, 1.0)
+    assert (best.at_best.temperature, best.at_best.score.mean) == (0.0, pytest.approx(1.0))
     assert "At its best temperature" in score_markdown(record.to_json())
 
 
@@ -195,9 +201,7 @@ def changed(**changes: object) -> dict:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema": 2}, "found schema 2"),
-        ({"schema": True}, "found schema True"),
-        ({"schema": None}, "found schema None"),
+        ({"schema": 2}, "schema must be one of 1, found 2"),
         ({"secnods": 1.0}, "unknown key 'secnods'; did you mean 'seconds'"),
         ({"seed": None}, "the key 'seed' is missing"),
         ({"seed": "0"}, "seed must be a whole number, found '0'"),
@@ -210,13 +214,13 @@ def changed(**changes: object) -> dict:
 def test_a_record_is_read_strictly(tmp_path: Path, changes: dict, message: str) -> None:
     path = tmp_path / "r.json"
     path.write_text(json.dumps(changed(**changes)))
-    with pytest.raises(DataError, match=f"r.json: {message}"):
+    with pytest.raises(DataError, match=f"r.json: .*{message}"):
         read_record(path)
 
 
 def test_files_that_are_no_records(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    for text, message in ((None, "cannot be read"), ("{", "is not JSON"), ("[]", "found schema None")):
+    for text, message in ((None, "cannot be read"), ("{", "is not JSON"), ("[]", "expected a block of keys")):
         if text is not None:
             path.write_text(text)
         with pytest.raises(DataError, match=rf"results\.json.*{message}"):

@@ -27,7 +27,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from loragate.errors import ConfigError, DataError
-from loragate.evaluation.aggregates import compare_suites, suite_average
 from loragate.evaluation.answers import Grade
 from loragate.evaluation.harness import HarnessScores
 from loragate.evaluation.judging import (
@@ -53,6 +52,7 @@ from loragate.evaluation.results import (
     task_result,
 )
 from loragate.evaluation.retention import retention_averages, retention_info, retention_result
+from loragate.evaluation.statistics import compare_suites, suite_average
 from loragate.evaluation.tasks import Questions, load_task
 from loragate.evaluation.variants import Kind, Variant
 from loragate.files import first_difference, write_json, write_text

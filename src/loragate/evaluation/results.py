@@ -22,21 +22,22 @@ from numpy.typing import ArrayLike
 
 from loragate import records
 from loragate.errors import DataError
-from loragate.evaluation.aggregates import SuiteEstimate, dft_rounded_mean, majority_at_k, pass_at_k
 from loragate.evaluation.statistics import (
     Difference,
     Estimate,
+    SuiteEstimate,
     average_at_k,
     check_scores,
     compare,
+    dft_rounded_mean,
     holm,
+    majority_at_k,
     out_of_fold,
+    pass_at_k,
 )
 from loragate.files import write_json
 from loragate.generation import Engine, OnProgress, Sample, SamplingConfig
-from loragate.validate import validate
 
-SCHEMA = 1
 Verdict = Literal["better", "worse", "no difference shown"]
 
 
@@ -175,7 +176,7 @@ class EvaluationRecord:
     suites: tuple[SuiteResult, ...] = ()
     warnings: tuple[str, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
-    schema: int = SCHEMA
+    schema: Literal[1] = 1
 
     def find(self, task: str, variant: str = "gated", control: str | None = None) -> TaskResult:
         """Return a result; raises `DataError`, naming those there are, when it is absent."""
@@ -223,14 +224,7 @@ def write_record(record: EvaluationRecord, path: str | Path) -> None:
 
 def read_record(path: str | Path) -> EvaluationRecord:
     """Return the record in a file; raises `DataError`, naming file and key, for anything else."""
-    remedy = "make a record with `loragate eval`"
-    value = records.read_value(Path(path), remedy)
-    schema = value.get("schema") if isinstance(value, dict) else None
-    if type(schema) is not int or schema != SCHEMA:
-        raise DataError(
-            f"{path}: found schema {schema!r} of an evaluation record, this version reads {SCHEMA}; {remedy}"
-        )
-    return validate(EvaluationRecord, value, str(path), DataError, remedy)
+    return records.read(EvaluationRecord, Path(path), "make a record with `loragate eval`")
 
 
 def task_result(

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from loragate.analysis.plan import FP32, Plan, decoding, make_plan
-from loragate.analysis.plan_model import base_dtype, build_on_meta, count_parameters, read_config
-from loragate.analysis.settings import Request, find_gpu
+import torch
+
+from loragate.analysis.plan import FP32, GIB, UTILISATION, Plan, make_plan
+from loragate.analysis.plan_step import Parameters, base_dtype, build_on_meta, count_parameters, head_size, read_config
+from loragate.analysis.settings import Gpu, Request, find_gpu
 from loragate.evaluation.tasks import Task, load_task, suite
 from loragate.evaluation.variants import Kind, Variant, variants_for
 from loragate.gates.range import parse_ranges
@@ -23,6 +25,7 @@ from loragate.training.settings import TrainSettings
 
 STAGE_OF: dict[str, Literal["sft", "calibrate"]] = {"sft": "sft", "calibrate": "calibrate", "sweep": "calibrate"}
 DIRECT = ("precision", "dtype", "rank", "target_modules", "quantization", "k", "epochs")
+DRAWN, FILLED = 256, 0.9  # answers drawn together, and the share of the memory that is filled: vLLM's defaults
 TOGETHER = 64  # answers that transformers draws at a time where a stage does not say; the default of eval and diagnose
 LAYER_SECONDS = 1e-3  # for each token and layer, transformers' Python and kernel launches alone: an estimate
 
@@ -151,7 +154,7 @@ def _plan(recipe: Recipe, kind: Literal["sft", "calibrate"], values: Mapping[str
 def _training(plan: Plan) -> tuple[float, float, str]:
     """(GiB, hours, note) of one training."""
     option = plan.least
-    note = f"{option.gpus} × {plan.gpu.name}" + ("" if plan.chosen else ": does not fit")
+    note = f"{option.way.gpus} × {plan.gpu.name}" + ("" if plan.chosen else ": does not fit")
     return option.gib, option.seconds / 3600, note
 
 
@@ -170,8 +173,32 @@ def _decoding(recipe: Recipe, stage: Stage, asked: list[tuple[Task, int, int]]) 
         together = count if stage.vllm else min(count, stage.values.get("batch_size", TOGETHER))
         gib, once = decoding(parameters, config, gpu, dtype, together, tokens)
         once = once if stage.vllm else max(once, tokens * layers * LAYER_SECONDS)
-        memory, seconds = max(memory, gib / 2**30), seconds + math.ceil(count / together) * once
+        memory, seconds = max(memory, gib / GIB), seconds + math.ceil(count / together) * once
     return memory, seconds / 3600
+
+
+def decoding(
+    parameters: Parameters, config: Any, gpu: Gpu, dtype: torch.dtype, answers: int, tokens: int
+) -> tuple[float, float]:
+    """(bytes, seconds) of `answers` answers of `tokens` tokens each on one GPU; prompts are not counted.
+
+    A step adds one token to each answer of a batch. It reads every weight and the keys and values of all contexts, and sends
+    as many tokens as there are answers through the weights; the longer of the two is its time. That is an engine which keeps
+    its batch full, as vLLM does; batches that wait for their longest answer take longer.
+
+    Args:
+        config: of the model; its key and value heads give the size of a context.
+        dtype: of weights, keys and values.
+    """
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads  # GPT-2 has no fewer of the former
+    context = 2 * text.num_hidden_layers * heads * head_size(text) * dtype.itemsize * tokens
+    weights = (parameters.base + parameters.lora) * dtype.itemsize
+    batch = max(1, min(DRAWN, answers, int((FILLED * gpu.memory * GIB - weights) // context)))
+    # a context is half full on average
+    reading = (weights + batch * context / 2) / (gpu.bandwidth * 1e9)
+    multiplying = 2 * batch * (parameters.active + parameters.head + parameters.lora) / (gpu.half * 1e12)
+    return weights + batch * context, math.ceil(answers / batch) * tokens * max(reading, multiplying) / UTILISATION
 
 
 def _trials(stage: Stage) -> int:
