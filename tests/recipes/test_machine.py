@@ -4,13 +4,10 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
-import torch
-from transformers import GPT2Config, Qwen2Config
 
-from loragate.analysis.settings import Gpu
 from loragate.errors import ConfigError
 from loragate.recipes import Library, every_name, read_recipe
-from loragate.recipes.machine import decoding, needs, plans
+from loragate.recipes.machine import disk, needs, plans, tight
 
 LIBRARY = Library()
 SCALE = "math/qwen2.5-math-1.5b/scale"
@@ -37,8 +34,6 @@ def test_every_training_stage_fits_the_machine_that_is_named(backbone):
 
 
 def test_a_training_that_this_gpu_may_not_hold_is_named(monkeypatch):
-    from loragate.recipes.machine import tight
-
     def planned(request, config):
         fits = float(request.gpu_memory) > 40
         option = SimpleNamespace(way=SimpleNamespace(gpus=1), gib=40.0, seconds=1.0)
@@ -65,8 +60,6 @@ def test_what_is_planned_is_what_the_recipe_sets(monkeypatch):
 
 
 def test_room_on_the_disk_that_a_run_needs():
-    from loragate.recipes.machine import disk
-
     def gib(method):
         run, hub = disk(read_recipe(f"math/qwen2.5-math-1.5b/{method}", LIBRARY))
         return run / 2**30, hub / 2**30
@@ -108,8 +101,8 @@ def found(monkeypatch):
     monkeypatch.setattr("loragate.recipes.machine.make_plan", lambda request, config: request)
     monkeypatch.setattr("loragate.recipes.machine._training", lambda request: (1.0, request.rows / 1000, ""))
 
-    def of(method, **values):
-        recipe = read_recipe(f"math/qwen2.5-math-1.5b/{method}", LIBRARY).with_values(values, lambda *_: True)
+    def of(method):
+        recipe = read_recipe(f"math/qwen2.5-math-1.5b/{method}", LIBRARY)
         recipe = dataclasses.replace(recipe, architecture=dict.fromkeys(recipe.architecture, tiny))
         return {need.stage: need for need in needs(recipe)}
 
@@ -129,7 +122,7 @@ def test_what_every_stage_needs(found):
     assert look["diagnose"].note.startswith(f"{6 * MATH:,} answers")
     assert "transformers" in found("delta-entropy")["diagnose"].note
     assert "transformers" not in look["diagnose"].note
-    assert all(need.gib > 0 and need.hours > 0 for need in (*scale.values(), *grid.values(), *mask.values()))
+    assert scale["eval"].hours is None, "what answers take depends on their lengths"
 
 
 def test_a_row_is_answered_once_and_its_controls_are_not_asked_for_retention(found):
@@ -140,52 +133,3 @@ def test_a_row_is_answered_once_and_its_controls_are_not_asked_for_retention(fou
     # base, adapter, two lower temperatures and seven constants; greedy draws one answer a question
     assert controls["eval"].note.startswith(f"{11 * MATH + MATH // 16:,} answers")
     assert controls["retention"].note.startswith("18,543 answers")
-
-
-def test_transformers_draws_batch_after_batch_and_takes_its_time_for_each_layer(found):
-    full, slow = found("lora")["eval"], found("lora", **{"eval.engine": "transformers"})["eval"]
-    steps = sum(-(-16 * asked // 64) * 4096 for asked in (500, 272, 674, 30, 40))
-    assert slow.hours == pytest.approx(steps * 2 * 1e-3 / 3600), "two layers, a millisecond each"
-    assert slow.hours > 10 * full.hours
-    assert slow.gib < full.gib, "64 contexts at a time, and not 256"
-    wide = found("lora", **{"eval.engine": "transformers", "eval.batch_size": 640})["eval"]
-    assert wide.hours < slow.hours / 5
-
-
-# drawing answers, against the same sums written out by hand
-CONFIG = Qwen2Config(
-    intermediate_size=96,
-    vocab_size=100,
-    hidden_size=64,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    num_hidden_layers=3,
-)
-COUNTS = SimpleNamespace(base=10**9, lora=10**7, active=9 * 10**8, head=10**8)
-CONTEXT = 2 * 3 * 2 * 16 * 2  # keys and values of 3 layers, 2 heads of 16, in two bytes
-WEIGHTS = 2 * (COUNTS.base + COUNTS.lora)
-
-
-def drawing(gpu, answers, tokens, counts=COUNTS, config=CONFIG):
-    return decoding(counts, config, Gpu("any", *gpu), torch.bfloat16, answers, tokens)
-
-
-def test_memory_or_arithmetic_limits_the_drawing():
-    memory, seconds = drawing((10, 1000, 50, 100, 100), 512, 1000)
-    assert memory == WEIGHTS + 256 * CONTEXT * 1000
-    assert seconds == pytest.approx(2 * 1000 * (WEIGHTS + 256 * CONTEXT * 1000 / 2) / 100e9 / 0.4)
-    _, seconds = drawing((10, 0.1, 0.1, 100, 10**6), 256, 10)
-    assert seconds == pytest.approx(10 * 2 * 256 * (9 * 10**8 + 10**8 + 10**7) / 0.1e12 / 0.4)
-
-
-def test_contexts_that_do_not_fit_are_drawn_later():
-    """0.9 GiB hold 20 contexts beside no weights at all."""
-    tokens = int(0.9 * 2**30 / 20 / CONTEXT)
-    memory, _ = drawing((1, 1, 1, 1, 1), 100, tokens, SimpleNamespace(base=0, lora=0, active=1, head=1))
-    assert memory == 20 * CONTEXT * tokens
-
-
-def test_a_model_without_grouped_heads():
-    """GPT-2's configuration has no number of key and value heads: it is that of the queries."""
-    memory, _ = drawing((10, 1, 1, 1, 1), 1, 10, config=GPT2Config(n_embd=64, n_head=4, n_layer=3))
-    assert memory == WEIGHTS + 2 * 3 * 4 * 16 * 2 * 10

@@ -6,16 +6,15 @@ Nothing is fetched for a backbone whose file holds its architecture.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
+from transformers import AutoConfig
 
-from loragate.analysis.plan import FP32, GIB, UTILISATION, Plan, make_plan
-from loragate.analysis.plan_step import Parameters, base_dtype, build_on_meta, count_parameters, head_size, read_config
-from loragate.analysis.settings import Gpu, Request, find_gpu
+from loragate.analysis.plan import FP32, Plan, make_plan
+from loragate.analysis.plan_step import base_dtype, build_on_meta, count_parameters, read_config
+from loragate.analysis.settings import Request
 from loragate.evaluation.tasks import Task, load_task, suite
 from loragate.evaluation.variants import Kind, Variant, variants_for
 from loragate.gates.range import parse_ranges
@@ -25,9 +24,6 @@ from loragate.training.settings import TrainSettings
 
 STAGE_OF: dict[str, Literal["sft", "calibrate"]] = {"sft": "sft", "calibrate": "calibrate", "sweep": "calibrate"}
 DIRECT = ("precision", "dtype", "rank", "target_modules", "quantization", "k", "epochs")
-DRAWN, FILLED = 256, 0.9  # answers drawn together, and the share of the memory that is filled: vLLM's defaults
-TOGETHER = 64  # answers that transformers draws at a time where a stage does not say; the default of eval and diagnose
-LAYER_SECONDS = 1e-3  # for each token and layer, transformers' Python and kernel launches alone: an estimate
 
 # rows that a look scores on tasks by default: adapter, base and three overrides beside the gates; two signs beside the adapter
 ROWS_OF_LOOK = {"interventions": 6, "entropy": 4}
@@ -38,14 +34,14 @@ class Need:
     """What a stage needs on the machine that the recipe names.
 
     Attributes:
-        gib: of each GPU's memory at the peak.
-        hours: estimated, with every row and every answer as long as its limit.
+        gib: of each GPU's memory at the peak of a training; None for a stage that asks questions.
+        hours: of a training, estimated, with every row as long as its limit; None likewise.
         note: what is counted.
     """
 
     stage: str
-    gib: float
-    hours: float
+    gib: float | None
+    hours: float | None
     note: str
 
 
@@ -63,10 +59,9 @@ def plans(recipe: Recipe) -> dict[str, Plan]:
 
 
 def needs(recipe: Recipe) -> list[Need]:
-    """What each stage needs at most, in order: every row and every answer as long as its limit.
+    """What each stage needs at most, in order: every row of a training as long as its limit, and how many answers are drawn.
 
     A mask reads every row with two models, which counts as a step of Stage I does; what reads stored answers is left out.
-    Answers are drawn as `decoding` has it, on one GPU whatever the engine.
 
     Raises:
         ConfigError: for settings that cannot work at all; LoragateError where a base's configuration cannot be had.
@@ -86,10 +81,9 @@ def needs(recipe: Recipe) -> list[Need]:
             note += f", {trials} trials" if trials > 1 else ""
             found.append(Need(stage.name, gib, trials * hours, note))
         elif asked := [item for item in _asked(recipe, stage) if item[2]]:
-            gib, hours = _decoding(recipe, stage, asked)
             count, longest = sum(count for _, count, _ in asked), max(tokens for _, _, tokens in asked)
             engine = "" if stage.vllm else ", with transformers"
-            found.append(Need(stage.name, gib, hours, f"{count:,} answers of at most {longest} tokens{engine}"))
+            found.append(Need(stage.name, None, None, f"{count:,} answers of at most {longest} tokens{engine}"))
     return found
 
 
@@ -158,49 +152,6 @@ def _training(plan: Plan) -> tuple[float, float, str]:
     return option.gib, option.seconds / 3600, note
 
 
-def _decoding(recipe: Recipe, stage: Stage, asked: list[tuple[Task, int, int]]) -> tuple[float, float]:
-    """(GiB, hours) of drawing these answers, task after task.
-
-    vLLM keeps its batch full. transformers draws batch after batch, each as long as its longest answer, layer by layer.
-    """
-    config = _config(recipe)
-    dtype = base_dtype(config)
-    parameters = count_parameters(build_on_meta(config, stage="sft", dtype=dtype), config)
-    gpu = find_gpu(recipe.machine or Request.gpu_memory)
-    layers = config.get_text_config().num_hidden_layers
-    memory, seconds = 0.0, 0.0
-    for _, count, tokens in asked:
-        together = count if stage.vllm else min(count, stage.values.get("batch_size", TOGETHER))
-        gib, once = decoding(parameters, config, gpu, dtype, together, tokens)
-        once = once if stage.vllm else max(once, tokens * layers * LAYER_SECONDS)
-        memory, seconds = max(memory, gib / GIB), seconds + math.ceil(count / together) * once
-    return memory, seconds / 3600
-
-
-def decoding(
-    parameters: Parameters, config: Any, gpu: Gpu, dtype: torch.dtype, answers: int, tokens: int
-) -> tuple[float, float]:
-    """(bytes, seconds) of `answers` answers of `tokens` tokens each on one GPU; prompts are not counted.
-
-    A step adds one token to each answer of a batch. It reads every weight and the keys and values of all contexts, and sends
-    as many tokens as there are answers through the weights; the longer of the two is its time. That is an engine which keeps
-    its batch full, as vLLM does; batches that wait for their longest answer take longer.
-
-    Args:
-        config: of the model; its key and value heads give the size of a context.
-        dtype: of weights, keys and values.
-    """
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads  # GPT-2 has no fewer of the former
-    context = 2 * text.num_hidden_layers * heads * head_size(text) * dtype.itemsize * tokens
-    weights = (parameters.base + parameters.lora) * dtype.itemsize
-    batch = max(1, min(DRAWN, answers, int((FILLED * gpu.memory * GIB - weights) // context)))
-    # a context is half full on average
-    reading = (weights + batch * context / 2) / (gpu.bandwidth * 1e9)
-    multiplying = 2 * batch * (parameters.active + parameters.head + parameters.lora) / (gpu.half * 1e12)
-    return weights + batch * context, math.ceil(answers / batch) * tokens * max(reading, multiplying) / UTILISATION
-
-
 def _trials(stage: Stage) -> int:
     """Trainings that a stage makes one after another."""
     ranges = str(stage.values.get("ranges", ""))
@@ -245,8 +196,6 @@ def _rows(recipe: Recipe, stage: Stage) -> list[Variant]:
 
 def _config(recipe: Recipe) -> Any:
     """The configuration of the base."""
-    from transformers import AutoConfig
-
     if recipe.base not in recipe.architecture:
         return read_config(recipe.base)
     values = dict(recipe.architecture[recipe.base])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from loragate.files import write_text
+from loragate.report.heatmap import heat_maps
 from loragate.report.table import (
     ABSENT,
     Cell,
@@ -38,6 +41,16 @@ def sweep_tables(record: Mapping[str, Any]) -> list[Table]:
             table.add_row(*stacked(row[place] for place in SHOWN), style="bold" if name == choice["picked"] else None)
         tables.append(table)
     return tables
+
+
+def write_sweep(record: Mapping[str, Any], folder: Path) -> list[str]:
+    """Write `sweep_results.md` and the heat maps, .png and .svg; returns the names of the maps."""
+    write_text(folder / "sweep_results.md", sweep_markdown(record))
+    maps = heat_maps(record)
+    for name, draw in maps.items():
+        for suffix in ("png", "svg"):
+            draw(folder / f"{name}.{suffix}")
+    return list(maps)
 
 
 def sweep_markdown(record: Mapping[str, Any]) -> str:
