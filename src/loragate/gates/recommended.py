@@ -83,11 +83,12 @@ def scores_by_temperature(record: Mapping[str, Any] | None) -> dict[float, tuple
         for row in (rows if isinstance(rows, list) else [])
         if isinstance(row, dict)
         and row.get("name") == selection.get("picked")
-        and all(map(_number, map(row.get, _SCORE)))
+        and all(map(is_number, map(row.get, _SCORE)))
     }
 
 
-def _number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value of a free-form record is a figure."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
