@@ -23,7 +23,7 @@ from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.evaluation.canary import describe
 from loragate.evaluation.engines import load
-from loragate.evaluation.evaluate import Evaluation, OnEvent, open_evaluation
+from loragate.evaluation.evaluate import EngineFor, Evaluation, OnEvent, open_evaluation
 from loragate.evaluation.judging import JudgeSettings
 from loragate.evaluation.results import EvaluationRecord, write_record
 from loragate.evaluation.session import Request, Session, trained_controls
@@ -176,11 +176,13 @@ def begin(options: EvaluationInputs, session: Session, evaluation: Evaluation, o
     out.print(rows, markup=False)
 
 
-def sample(session: Session, evaluation: Evaluation, out: Console, display: Display) -> EvaluationRecord:
+def sample(
+    session: Session, evaluation: Evaluation, out: Console, display: Display, engine_for: EngineFor | None = None
+) -> EvaluationRecord:
     """Sample and judge behind one bar; Ctrl-C says how to go on."""
     try:
         with progress(display, evaluation.sample_count) as on_event:
-            return session.run(evaluation, on_event)
+            return session.run(evaluation, on_event, engine_for)
     except KeyboardInterrupt:
         where = evaluation.folder
         out.print(f"stopped; every answer so far is in {where}. The same command with --resume goes on", markup=False)

@@ -27,7 +27,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from loragate.errors import ConfigError, DataError
-from loragate.evaluation.aggregates import compare_suites, suite_average
 from loragate.evaluation.answers import Grade
 from loragate.evaluation.harness import HarnessScores
 from loragate.evaluation.judging import (
@@ -53,6 +52,7 @@ from loragate.evaluation.results import (
     task_result,
 )
 from loragate.evaluation.retention import retention_averages, retention_info, retention_result
+from loragate.evaluation.statistics import compare_suites, suite_average
 from loragate.evaluation.tasks import Questions, load_task
 from loragate.evaluation.variants import Kind, Variant
 from loragate.files import first_difference, write_json, write_text
@@ -166,20 +166,24 @@ class Evaluation:
             results += [retention_result(name, row, one, rows.get("adapter")) for row, one in rows.items()]
             warnings += [warning for one in rows.values() for warning in one.warnings]
         averages += retention_averages(measured)
-        return EvaluationRecord(
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            models=self.models,
-            tasks=tuple(infos),
-            results=tuple(results),
-            suites=tuple(averages),
-            seed=self.seed,
-            sandbox=self.judging.sandbox if any(self._grader(p) in CODE for p in self.tasks) else None,
-            versions=package_versions(),
-            seconds=sum(self.seconds.values()),
-            canary=self.canary,
-            warnings=tuple(dict.fromkeys(warnings)),
-            left_out=self.left_out,
-        ).with_adjusted_p()
+        return (
+            EvaluationRecord(
+                created=datetime.now(UTC).isoformat(timespec="seconds"),
+                models=self.models,
+                tasks=tuple(infos),
+                results=tuple(results),
+                suites=tuple(averages),
+                seed=self.seed,
+                sandbox=self.judging.sandbox if any(self._grader(p) in CODE for p in self.tasks) else None,
+                versions=package_versions(),
+                seconds=sum(self.seconds.values()),
+                canary=self.canary,
+                warnings=tuple(dict.fromkeys(warnings)),
+                left_out=self.left_out,
+            )
+            .with_adjusted_p()
+            .with_best_temperatures()
+        )
 
     def judge_again(
         self, again: bool = False, on_event: OnEvent = unheard

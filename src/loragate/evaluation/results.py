@@ -22,13 +22,22 @@ from numpy.typing import ArrayLike
 
 from loragate import records
 from loragate.errors import DataError
-from loragate.evaluation.aggregates import SuiteEstimate, dft_rounded_mean, majority_at_k, pass_at_k
-from loragate.evaluation.statistics import Difference, Estimate, average_at_k, check_scores, compare, holm
+from loragate.evaluation.statistics import (
+    Difference,
+    Estimate,
+    SuiteEstimate,
+    average_at_k,
+    check_scores,
+    compare,
+    dft_rounded_mean,
+    holm,
+    majority_at_k,
+    out_of_fold,
+    pass_at_k,
+)
 from loragate.files import write_json
 from loragate.generation import Engine, OnProgress, Sample, SamplingConfig
-from loragate.validate import validate
 
-SCHEMA = 1
 Verdict = Literal["better", "worse", "no difference shown"]
 
 
@@ -49,6 +58,19 @@ class TaskInfo:
     grader: str
     grader_version: str
     sampling: SamplingConfig
+
+
+@dataclass(frozen=True)
+class AtBest:
+    """A variant at its best temperature.
+
+    Attributes:
+        temperature: the best on all questions, 0 for greedy.
+        score: out of fold (`statistics.out_of_fold`), so that picking the temperature has not flattered it.
+    """
+
+    temperature: float
+    score: Estimate
 
 
 @dataclass(frozen=True)
@@ -76,6 +98,7 @@ class TaskResult:
         adjusted_p: the comparison's p after Holm's adjustment over all comparisons of the record.
         verdict: what the comparison shows, by `verdict` with the adjusted p.
         seconds: sampling and grading.
+        at_best: the variant at the best of the temperatures that were asked; None for controls, and where one was asked.
     """
 
     task: str
@@ -98,6 +121,7 @@ class TaskResult:
     adjusted_p: float | None = None
     verdict: Verdict | None = None
     seconds: float = 0.0
+    at_best: AtBest | None = None
 
     @property
     def name(self) -> str:
@@ -152,7 +176,7 @@ class EvaluationRecord:
     suites: tuple[SuiteResult, ...] = ()
     warnings: tuple[str, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
-    schema: int = SCHEMA
+    schema: Literal[1] = 1
 
     def find(self, task: str, variant: str = "gated", control: str | None = None) -> TaskResult:
         """Return a result; raises `DataError`, naming those there are, when it is absent."""
@@ -166,6 +190,24 @@ class EvaluationRecord:
     def with_adjusted_p(self) -> EvaluationRecord:
         """Return the record with Holm-adjusted p-values and verdicts: over all its results, and over all its averages."""
         return dataclasses.replace(self, results=_adjusted(self.results), suites=_adjusted(self.suites))
+
+    def with_best_temperatures(self) -> EvaluationRecord:
+        """Return the record with what every variant scores at its best temperature, where several were asked."""
+        asked: dict[tuple[str, str], dict[float, TaskResult]] = {}
+        usual = {task.name: task.sampling.temperature for task in self.tasks}
+        for row in self.results:
+            heat = usual[row.task] if row.temperature is None else row.temperature
+            if row.control is None or row.control in ("greedy", f"T={row.temperature:g}"):
+                asked.setdefault((row.task, row.variant), {})[heat] = row
+        results = list(self.results)
+        for index, row in enumerate(results):
+            heats = asked.get((row.task, row.variant), {})
+            if row.control is None and len(heats) > 1:
+                means_QS = np.array([one.question_scores for one in heats.values()]).T
+                best = list(heats)[int(np.argmax(means_QS.mean(axis=0)))]
+                at_best = AtBest(best, average_at_k(out_of_fold(means_QS)[:, None]))
+                results[index] = dataclasses.replace(row, at_best=at_best)
+        return dataclasses.replace(self, results=tuple(results))
 
     def to_json(self) -> dict[str, Any]:
         """Return what the file holds."""
@@ -182,14 +224,7 @@ def write_record(record: EvaluationRecord, path: str | Path) -> None:
 
 def read_record(path: str | Path) -> EvaluationRecord:
     """Return the record in a file; raises `DataError`, naming file and key, for anything else."""
-    remedy = "make a record with `loragate eval`"
-    value = records.read_value(Path(path), remedy)
-    schema = value.get("schema") if isinstance(value, dict) else None
-    if type(schema) is not int or schema != SCHEMA:
-        raise DataError(
-            f"{path}: found schema {schema!r} of an evaluation record, this version reads {SCHEMA}; {remedy}"
-        )
-    return validate(EvaluationRecord, value, str(path), DataError, remedy)
+    return records.read(EvaluationRecord, Path(path), "make a record with `loragate eval`")
 
 
 def task_result(

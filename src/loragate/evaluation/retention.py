@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from loragate.data import template_hash
-from loragate.evaluation.aggregates import compare_suites, suite_average
 from loragate.evaluation.harness import HarnessScores, answer_limit
 from loragate.evaluation.results import SuiteResult, TaskInfo, TaskResult, task_result
+from loragate.evaluation.statistics import compare_suites, suite_average
 from loragate.evaluation.tasks import Questions, Task, load_task
 from loragate.evaluation.variants import Kind
 from loragate.generation import SamplingConfig

@@ -103,6 +103,7 @@ def score_everything(study: Study, picked: str, job: Job, rows: int) -> dict[str
     score("LoRA", "baseline")
     for label, temperature in (("T = 0.6", 0.6), ("T = 0.3", 0.3), ("greedy", 0.0)):
         score(f"LoRA, {label}", "control", temperature=temperature)
+    study.at_best("LoRA", {1.0: "LoRA", 0.6: "LoRA, T = 0.6", 0.3: "LoRA, T = 0.3", 0.0: "LoRA, greedy"})
     constant = study.best_constant()
     score(f"LoRA, one λ = {constant:g}", "control", study.scaled(constant))
     for name in study.controls:
@@ -118,6 +119,7 @@ def score_everything(study: Study, picked: str, job: Job, rows: int) -> dict[str
             if name == picked:
                 statistics = study.realised_gates(f"SCALE {name}")
                 score(f"SCALE {name}, T = 0.3", "scale", temperature=0.3)
+                study.at_best(f"SCALE {name}", {1.0: f"SCALE {name}", 0.3: f"SCALE {name}, T = 0.3"})
 
     def reach(name: str) -> tuple[bool, bool, float]:
         """Orders ranges for the interventions: one that can reverse and extrapolate, the picked one if it can, the widest."""

@@ -17,10 +17,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from loragate.data import encode_rows, load_rows, render_prompt
-from loragate.evaluation import SuiteScores, compare, run_suite
+from loragate.evaluation import SuiteScores, average_at_k, compare, run_suite
+from loragate.evaluation.results import AtBest
+from loragate.evaluation.statistics import out_of_fold
 from loragate.gates import (
     GateConfig,
     attach_gates,
@@ -45,6 +48,7 @@ OnStep = Callable[[StepReport], None]
 MAX_NEW_TOKENS = 72
 BATCH = 480
 CONSTANTS = (-0.5, 0.5, 1.5)
+HEATS = (1.0, 0.6, 0.3, 0.0)
 BATCH_ROWS, GATE_ROWS, GATE_STEPS = 32, 2048, 157
 HELDOUT_ROWS = 64
 OTHER_ROWS = 1_000_003  # rows that are measured only are drawn with a seed so far from the study's
@@ -264,11 +268,7 @@ class Study:
         """One line of the table: Avg@k on the test questions and retention, at one temperature."""
         model = self.model if model is None else model
         engine = TransformersEngine(model, self.tokenizer, batch_size=BATCH)
-        samples = 1 if temperature == 0 else self.samples
-        config = SamplingConfig(
-            temperature=temperature, max_new_tokens=MAX_NEW_TOKENS, samples=samples, seed=self.seed + 2
-        )
-        suite = run_suite(engine, self.test.prompts, self.test.is_right, config)
+        suite = self.ask_test(engine, temperature)
         few = SamplingConfig(
             temperature=temperature, max_new_tokens=24, samples=1 if temperature == 0 else 4, seed=self.seed + 3
         )
@@ -285,9 +285,31 @@ class Study:
                 "entropy": suite.entropy,
                 "tokens": suite.tokens,
                 "versus_lora": None,
+                "at_best": None,
                 "not_run": False,
             }
         )
+
+    def ask_test(self, engine: TransformersEngine, temperature: float) -> SuiteScores:
+        """The test questions at one temperature."""
+        samples = 1 if temperature == 0 else self.samples
+        config = SamplingConfig(
+            temperature=temperature, max_new_tokens=MAX_NEW_TOKENS, samples=samples, seed=self.seed + 2
+        )
+        return run_suite(engine, self.test.prompts, self.test.is_right, config)
+
+    def at_best(self, name: str, rows: Mapping[float, str]) -> None:
+        """Fill in a row's score at the best of `HEATS`, out of fold, with the model as it stands.
+
+        Args:
+            rows: {temperature: the row that has its scores}; the others are asked now.
+        """
+        engine = TransformersEngine(self.model, self.tokenizer, batch_size=BATCH)
+        asked = {heat: self.scores[rows[heat]] if heat in rows else self.ask_test(engine, heat) for heat in HEATS}
+        means_QS = np.stack([suite.scores.mean(1) for suite in asked.values()], axis=1)
+        best = HEATS[int(np.argmax(means_QS.mean(axis=0)))]
+        score = average_at_k(out_of_fold(means_QS)[:, None])
+        next(row for row in self.table if row["name"] == name)["at_best"] = asdict(AtBest(best, score))
 
     def compare_with(self, adapter: str, gated: str) -> None:
         """Fill in every row's paired differences to the adapter's row and to the gated one."""

@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from loragate.report.table import ABSENT, p_value, percent, points
+from loragate.report.table import ABSENT, AT_BEST, HOW, at_best_cell, at_best_line, p_value, percent, points
 
 Record = Mapping[str, Any]
 COLUMNS = ("Model", "Score %", "vs adapter, points", "Majority %", "Cut off\nno EOS %", "No\nanswer %", "Tokens")
@@ -30,6 +30,8 @@ def caption(record: Record) -> str:
         "differs, no EOS: answers without an end of sequence. No answer: nothing that could be judged was found, for "
         "whatever reason."
     )
+    if any(row.get("at_best") for row in record["results"]):
+        text += f" {AT_BEST}: {HOW}."
     if record["sandbox"]:
         text += f" Programs ran in the tier {record['sandbox']}."
     return "\n".join([text, *(f"warning: {warning}" for warning in record["warnings"])])
@@ -43,6 +45,8 @@ def score_tables(record: Record) -> list[Table]:
         for row in rows_of(record, task["name"]):
             cells = [_stacked(cell) for cell in _cells(row)]
             table.add_row(Text(row_name(row)), *cells, style="bold" if row["variant"] == "gated" else None)
+        best = at_best_line([(row_name(row), row.get("at_best")) for row in rows_of(record, task["name"])])
+        table.caption, table.caption_justify = Text(best) if best else None, "left"
         for name in left_out(record, task):
             table.add_row(Text(name.replace(", ", "\n")), *[ABSENT] * (len(COLUMNS) - 1))
         tables.append(table)
@@ -59,9 +63,13 @@ def score_markdown(record: Record) -> str:
     """The same as Markdown, ending in a line end."""
     parts = []
     for task in record["tasks"]:
-        lines = [[row_name(row), *_joined(_cells(row))] for row in rows_of(record, task["name"])]
-        lines += [[name, *[ABSENT] * (len(COLUMNS) - 1)] for name in left_out(record, task)]
-        parts.append(f"### {task['name']} v{task['version']} · {metric(record, task)}\n\n{_markdown(COLUMNS, lines)}")
+        rows = rows_of(record, task["name"])
+        columns = [*COLUMNS, f"{AT_BEST} %"] if any(row.get("at_best") for row in rows) else COLUMNS
+        lines = [
+            [row_name(row), *_joined([*_cells(row), at_best_cell(row.get("at_best"))])][: len(columns)] for row in rows
+        ]
+        lines += [[name, *[ABSENT] * (len(columns) - 1)] for name in left_out(record, task)]
+        parts.append(f"### {task['name']} v{task['version']} · {metric(record, task)}\n\n{_markdown(columns, lines)}")
     for title, rows in suites_of(record):
         lines = [[row_name(row), *_joined(_suite_cells(row))] for row in rows]
         parts.append(f"### {title}\n\n{_markdown(SUITE_COLUMNS, lines)}")

@@ -5,7 +5,8 @@ A row is a plain dictionary, written by whoever measured it:
     {"name": str, "group": "control" | "baseline" | "scale" | "intervention",
      "accuracy": {"mean", "low", "high"} | None, "retention": {"mean", "low", "high"} | None,
      "truncated": float, "entropy": float, "tokens": float,
-     "versus_lora": {"mean", "low", "high", "p"} | None, "not_run": bool}
+     "versus_lora": {"mean", "low", "high", "p"} | None, "not_run": bool,
+     "at_best": {"temperature", "score": {"mean", "low", "high"}} | None}
 
 Accuracy, retention, truncation and differences are shares of 1, entropy is in nats per token, tokens are per answer; None
 stands for what was not measured. The table shows what it is given: a control that was not run has its line and says so,
@@ -25,6 +26,8 @@ Row = Mapping[str, Any]
 
 NOT_RUN = "not run"
 ABSENT = "–"
+AT_BEST = "At its best temperature"
+HOW = "each picked on one half of the questions and scored on the other"
 COLUMNS = ("Method", "Accuracy %", "vs LoRA points", "Retention %", "Cut off %", "Entropy nats", "Tokens")
 CAPTION = (
     "Ranges are 95 % intervals over questions; vs LoRA is paired by question. Cut off: answers that met the length limit. "
@@ -62,12 +65,13 @@ def or_absent(value: Any, show: Callable[[Any], str]) -> str:
 def results_table(rows: Sequence[Row]) -> Table:
     """Return the rows in their order as a table for the terminal, with a gap between groups.
 
-    Intervals stand under their means, so that it fits a terminal of 80 columns.
+    Intervals stand under their means, and the best temperatures under the table, so that it fits a terminal of 80 columns.
     """
     table = Table(
         title="Results", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True, show_edge=False
     )
-    table.caption, table.caption_justify = CAPTION, "left"
+    best = at_best_line([(row["name"], row.get("at_best")) for row in rows])
+    table.caption, table.caption_justify = Text("\n".join(filter(None, (best, CAPTION)))), "left"
     table.add_column(COLUMNS[0], min_width=12, overflow="fold")
     for column in COLUMNS[1:]:
         # The unit goes under the name.
@@ -83,12 +87,14 @@ def results_table(rows: Sequence[Row]) -> Table:
 
 def results_markdown(rows: Sequence[Row]) -> str:
     """Return the rows in their order as a Markdown table with its caption, ending in a line end."""
-    lines = [COLUMNS, ("---", *("---:" for _ in COLUMNS[1:]))]
+    columns = (*COLUMNS, f"{AT_BEST} %")
+    lines = [columns, ("---", *("---:" for _ in columns[1:]))]
     for row in rows:
-        values = (f"{figure} ({interval})" if interval else figure for figure, interval in _cells(row))
+        cells = [*_cells(row), at_best_cell(row.get("at_best"))]
+        values = (f"{figure} ({'; '.join(more)})" if any(more) else figure for figure, *more in cells)
         lines.append((row["name"].replace("|", "\\|"), *values))
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{table}\n\n{CAPTION}\n"
+    return f"{table}\n\n{CAPTION} {AT_BEST}: {HOW}.\n"
 
 
 def _cells(row: Row) -> list[tuple[str, str]]:
@@ -112,6 +118,21 @@ def share_cell(value: Mapping[str, float] | None) -> tuple[str, str]:
     if value is None:
         return ABSENT, ""
     return percent(value["mean"]), f"{percent(value['low'])}–{percent(value['high'])}"
+
+
+def at_best_line(rows: Sequence[tuple[str, Mapping[str, Any] | None]]) -> str:
+    """Return the scores of rows (name, value) at their best temperatures as one sentence; empty where there are none."""
+    found = [(name, at_best_cell(value)) for name, value in rows if value is not None]
+    said = "; ".join(f"{name} {figure} % ({', '.join(more)})" for name, (figure, *more) in found)
+    return f"{AT_BEST}, {HOW}: {said}." if said else ""
+
+
+def at_best_cell(value: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Return a score at the best temperature, its ends, and that temperature."""
+    if value is None:
+        return ABSENT, ""
+    heat = value["temperature"]
+    return *share_cell(value["score"]), f"T = {heat:g}" if heat else "greedy"
 
 
 def _difference(value: Mapping[str, float]) -> tuple[str, str]:

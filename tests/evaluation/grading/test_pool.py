@@ -18,7 +18,7 @@ BAD = MathGrader("bad", lambda response, gold, tolerance: Job(gold, response), "
 
 @pytest.fixture(autouse=True)
 def _findable(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]))
 
 
 def is_alive(pid):

@@ -66,9 +66,7 @@ def alive(mark: str) -> list[int]:
         ("import os\nos._exit(0)", "exit"),
         ("raise SystemExit(0)", "exit"),
         ("import threading\nthreading.Thread(target=__import__('time').sleep, args=(30,)).start()", "ok"),
-        ("import sys\nnonces = [v for f in sys._current_frames().values() for v in f.f_back.f_locals.values()]\n"
-         "assert not [v for v in nonces if type(v) is str and len(v) == 32]", "ok"),
-        ("import os, json\nfor fd in range(3, 256):\n    try:\n        data = json.dumps(['nonce', '0' * 32]).encode()\n"
+        ("import os, json\nfor fd in range(3, 256):\n    try:\n        data = json.dumps(['passed']).encode()\n"
          "        os.write(fd, len(data).to_bytes(4, 'big') + data)\n    except OSError: pass\nassert False", "protocol"),
     ],
     ids=lambda value: value.split("\n")[-1][:40] if isinstance(value, str) else None,
@@ -76,7 +74,7 @@ def alive(mark: str) -> list[int]:
 def test_one_program(tier: str, source: str, reason: str) -> None:
     result = run_program(source, tier=need(tier))
     assert (result.reason, result.passed) == (reason, reason == "ok"), result
-    assert (result.tier, result.mode) == (tier, "one process")
+    assert result.tier == tier
 
 
 @pytest.mark.parametrize("tier", EACH)
@@ -249,7 +247,7 @@ def test_a_tier_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) ->
     room = "loragate.evaluation.sandbox.programs"
     monkeypatch.setattr(f"{room}._answers", {})
     monkeypatch.setattr(f"{room}.missing", lambda tier: None)
-    monkeypatch.setattr(f"{room}._one_process", lambda *_: failed)
+    monkeypatch.setattr(f"{room}._run", lambda *_: failed)
     with pytest.raises(SandboxError, match=r"uid map: Permission denied; docs/sandbox.md") as refused:
         run_program("pass")
     assert '"Where it does not start"' in str(refused.value)

@@ -131,7 +131,7 @@ def test_more_rows_that_do_not_fit(jsonl):
     renamed = [{**{key: value for key, value in rows[0].items() if key != "answer"}, "anwser": "1"}]
     with pytest.raises(DataError, match=r"no column 'answer'; did you mean 'anwser'\?"):
         load_questions(task, file=jsonl(renamed))
-    with pytest.raises(DataError, match=r"column 'level' holds '3.5', expected integer"):
+    with pytest.raises(DataError, match=r"column 'level' holds 3.5, expected integer"):
         load_questions(task, file=jsonl([{**rows[0], "level": 3.5}]))
     with pytest.raises(DataError, match=r"rows.jsonl:1: 'gold' is empty, taken from answer"):
         load_questions(task, file=jsonl([{**rows[0], "answer": " "}]))

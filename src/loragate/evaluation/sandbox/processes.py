@@ -9,7 +9,6 @@ import contextlib
 import functools
 import json
 import os
-import secrets
 import select
 import selectors
 import signal
@@ -31,26 +30,25 @@ MAX_REPORT = 64 * 1024  # a frame to the host is a word and a line; more is not 
 
 
 class Child:
-    """A process that serves one role of the harness ("program", "candidate" or "checker").
+    """A process that serves one side of the harness.
 
     Args:
-        role: the harness module whose `main` it runs.
+        role: the harness module whose `main` it runs ("candidate" or "checker").
         launch: how it is confined.
-        channel: a socket for it to keep besides the one to the host; the caller closes its own copy.
         request: the first frame sent to it; `confine` is added.
-        limits: its limits.
+        channel: a socket to the other side; the caller closes its own copy.
     """
 
     def __init__(
-        self, role: str, launch: Launch, limits: Limits, request: dict[str, Any], channel: socket.socket | None = None
+        self, role: str, launch: Launch, limits: Limits, request: dict[str, Any], channel: socket.socket
     ) -> None:
-        self.role, self.limits = role, limits
+        self.limits = limits
         self.written, self.tail, self.closed = 0, b"", False
         self._inbox = b""
         # The top tier has a /tmp of its own; below it a program gets a folder that goes with it.
         self._folder = None if launch.filter else tempfile.TemporaryDirectory(prefix="loragate-program-")
         self.control, theirs = socket.socketpair()
-        kept = [theirs.fileno()] + ([channel.fileno()] if channel else [])
+        kept = [theirs.fileno(), channel.fileno()]
         words = list(launch.command)
         filter_end = None
         if launch.filter is not None:
@@ -204,35 +202,32 @@ Found = tuple[str, str] | None
 """Why a program stopped, in one word and one line, where it has; "ok" is the only word that passes."""
 
 
-def watch(children: list[Child], nonce: str, tier: str, cancel: threading.Event | None) -> ProgramResult:
+def watch(candidate: Child, checker: Child, tier: str, cancel: threading.Event | None) -> ProgramResult:
     """The last word on one program, whose processes have ended when it is said.
 
     Args:
-        children: its process; where its tests have one of their own, that is the second. The last one is the judge, whose
-            "nonce" frame is the sign of success.
-        nonce: what that frame must hold. A program alone is told it only in answer to "ended".
+        candidate: runs the program.
+        checker: runs its tests; "passed" counts from it alone.
         cancel: set by another thread to give up.
     """
     try:
-        run = Watch(children, nonce, cancel)
+        run = Watch(candidate, checker, cancel)
         reason, detail = run.verdict()
         seconds = time.monotonic() - run.started
     finally:
-        for child in children:
-            child.kill()
-    tail = children[0].tail.decode("utf-8", "replace")
-    mode = "one process" if len(children) == 1 else "two processes"
-    return ProgramResult(reason == "ok", reason, tier, mode, seconds, detail, tail)
+        candidate.kill()
+        checker.kill()
+    tail = candidate.tail.decode("utf-8", "replace")
+    return ProgramResult(reason == "ok", reason, tier, seconds, detail, tail)
 
 
 class Watch:
     """What is known of a program that runs; see `watch`."""
 
-    def __init__(self, children: list[Child], nonce: str, cancel: threading.Event | None) -> None:
-        self.children, self.judge, self.nonce, self.cancel = children, children[-1], nonce, cancel
+    def __init__(self, candidate: Child, checker: Child, cancel: threading.Event | None) -> None:
+        self.candidate, self.checker, self.children, self.cancel = candidate, checker, (candidate, checker), cancel
         self.ready: set[Child] = set()
-        self.ended = False
-        self.seconds = max(child.limits.seconds for child in children)
+        self.seconds = candidate.limits.seconds
         self.started = self.born = time.monotonic()
 
     def verdict(self) -> tuple[str, str]:
@@ -272,6 +267,18 @@ class Watch:
     def _output(self, child: Child, selector: selectors.BaseSelector) -> Found:
         if not child.drain():
             selector.unregister(child.output)
+        return self._too_much(child)
+
+    def _passed(self) -> Found:
+        """The verdict once what the program printed before its end has been read too."""
+        seen, candidate = -1, self.candidate
+        while seen < candidate.written <= candidate.limits.output_kb * 1024:
+            seen = candidate.written
+            candidate.drain()
+        return self._too_much(candidate) or ("ok", "")
+
+    @staticmethod
+    def _too_much(child: Child) -> Found:
         if child.written > child.limits.output_kb * 1024:
             return "output", f"more than {child.limits.output_kb} KiB of output"
         return None
@@ -283,10 +290,10 @@ class Watch:
         if not child.closed:
             return None
         selector.unregister(child.control)
-        if child is not self.judge:
+        if child is self.candidate:
             # The program's process ends when the checker has; the checker's last word is then already there.
-            for frame in self.judge.frames():
-                if found := self._frame(self.judge, frame):
+            for frame in self.checker.frames():
+                if found := self._frame(self.checker, frame):
                     return found
         return self._gone(child)
 
@@ -298,36 +305,28 @@ class Watch:
                     self.started = time.monotonic()
             case ["failed", str(reason), str(detail)]:
                 return self._failed(child, reason, detail[:500])
-            case ["ended"] if len(self.children) == 1 and not self.ended:
-                self.ended = True
-                child.say({"nonce": self.nonce})
-            case ["nonce", str(nonce)] if child is self.judge and secrets.compare_digest(
-                nonce.encode(errors="replace"), self.nonce.encode()
-            ):
-                return "ok", ""
+            case ["passed"] if child is self.checker:
+                return self._passed()
             case _:
                 return "protocol", "the program spoke for the harness"
         return None
 
     def _failed(self, child: Child, reason: str, detail: str) -> tuple[str, str]:
-        if reason == "exit" and child.role == "checker":
-            # It only saw the line go dead; the program's own process knows more.
-            for other in self.children:
-                if other is not child:
-                    return self._last_words(other)
+        if reason == "exit" and child is self.checker:
+            return self._last_words()  # it only saw the line go dead; the program's own process knows more
         if reason not in ("wrong", "error", "syntax", "memory", "exit", "output", "protocol"):
             return "protocol", "a report of no known form"
         return reason, detail
 
-    def _last_words(self, candidate: Child) -> tuple[str, str]:
-        candidate.control.settimeout(2)
-        for frame in candidate.frames():
+    def _last_words(self) -> tuple[str, str]:
+        self.candidate.control.settimeout(2)
+        for frame in self.candidate.frames():
             match frame:
                 case ["ready"]:
                     continue
-                case ["failed", str(reason), str(detail)] if reason != "ok":
-                    return self._failed(candidate, reason, detail[:500])
-        return self._gone(candidate) or ("exit", "the program ended before its end")
+                case ["failed", str(reason), str(detail)]:
+                    return self._failed(self.candidate, reason, detail[:500])
+        return self._gone(self.candidate) or ("exit", "the program ended before its end")
 
     def _gone(self, child: Child) -> Found:
         if child not in self.ready:
@@ -340,6 +339,6 @@ class Watch:
             if name == "SIGXCPU":
                 return "timeout", "the limit on processor time"
             return "killed", f"ended by {name}"
-        if child.role == "checker":
+        if child is self.checker:
             return "error", "the process of the tests ended early"
         return "exit", "the program ended before its end"

@@ -6,7 +6,6 @@ A tier is tried once per process, with a program that does nothing; what it hold
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import threading
 from dataclasses import dataclass, replace
@@ -52,9 +51,8 @@ def run_program(
 ) -> ProgramResult:
     """Run a program that contains its own asserts; it passes only if it ran to its end.
 
-    The exit code says nothing. A random number, fresh per run and not in the program's process until its last
-    statement is done, has to come back. A program that exits, prints or looks for the number does not pass; one that
-    sets out to imitate the harness, or whose objects claim to equal everything, can: use `run_tests` where it matters.
+    The exit code says nothing: a second process, which the program cannot reach, says that it ran to its end. A program that
+    sets out to imitate the harness, or whose objects claim to equal everything, can pass: use `run_tests` where it matters.
 
     Args:
         source: Python.
@@ -66,8 +64,8 @@ def run_program(
         SandboxError: when the tier does not work here.
         ConfigError: for an unknown tier or a limit that makes no sense.
     """
-    style = root_style_of(tier)
-    return _one_process(source, replace(limits or Limits(), seconds=timeout_s), tier, style)
+    own = replace(limits or Limits(), seconds=timeout_s)
+    return _run(source, Checks("", ()), own, tier, root_style_of(tier), None, name="__main__")
 
 
 def run_tests(
@@ -86,7 +84,7 @@ def run_tests(
 
     Raises as `run_program`.
     """
-    return _two_processes(program, checks, limits or Limits(), tier, root_style_of(tier), cancel)
+    return _run(program, checks, limits or Limits(), tier, root_style_of(tier), cancel)
 
 
 _lock = threading.Lock()
@@ -126,7 +124,7 @@ def _probe(tier: str) -> tuple[str | None, str]:
     # a container's root may not change to a user of its own, and enters as other users do
     for style in ("drop", "namespace") if os.geteuid() == 0 else ("namespace",):
         try:
-            result = _one_process("assert sum(range(10)) == 45", Limits(seconds=20), tier, style)
+            result = _run("assert sum(range(10)) == 45", Checks("", ()), Limits(seconds=20), tier, style, None)
         except OSError as error:
             reasons.append(f"it could not be started ({error.strerror or error})")
             continue
@@ -138,26 +136,26 @@ def _probe(tier: str) -> tuple[str | None, str]:
     return "; ".join(dict.fromkeys(reasons)), ""
 
 
-def _one_process(source: str, limits: Limits, tier: str, style: str) -> ProgramResult:
-    nonce = secrets.token_hex(16)
-    child = Child("program", launch(tier, limits, root_style=style), limits, {"source": source})
-    return watch([child], nonce, tier, None)
-
-
-def _two_processes(
-    program: str, checks: Checks, limits: Limits, tier: str, style: str, cancel: threading.Event | None
+def _run(
+    program: str,
+    checks: Checks,
+    limits: Limits,
+    tier: str,
+    style: str,
+    cancel: threading.Event | None,
+    name: str = "candidate",
 ) -> ProgramResult:
-    nonce = secrets.token_hex(16)
     checker_limits = replace(limits, memory_mb=max(limits.memory_mb, CHECKER_MEMORY_MB))
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        candidate = Child("candidate", launch(tier, limits, root_style=style), limits, {"source": program}, ours)
+        way = launch(tier, limits, root_style=style)
+        candidate = Child("candidate", way, limits, {"source": program, "name": name}, ours)
         try:
             request: dict[str, Any] = {"before": checks.before, "names": checks.names, "required": checks.required}
-            request |= {"tests": checks.source, "nonce": nonce}
+            request["tests"] = checks.source
             way = launch(tier, checker_limits, root_style=style)
             checker = Child("checker", way, checker_limits, request, theirs)
         except BaseException:
             candidate.kill()
             raise
-    return watch([candidate, checker], nonce, tier, cancel)
+    return watch(candidate, checker, tier, cancel)

@@ -74,7 +74,6 @@ class ProgramResult:
             "output" (too much of it), "exit" (it ended before its end), "killed" (by a signal), "processes" (too many),
             "protocol" (it tried to speak for the harness), or "cancelled".
         tier: the tier it ran in.
-        mode: "one process", or "two processes" with the tests out of the program's reach.
         seconds: wall time that it ran.
         detail: one line on the failure, at most 500 characters; written by the program where it raised.
         output: the last 2,000 characters of its output and error stream.
@@ -83,7 +82,6 @@ class ProgramResult:
     passed: bool
     reason: str
     tier: str
-    mode: str = "one process"
     seconds: float = 0.0
     detail: str = ""
     output: str = ""

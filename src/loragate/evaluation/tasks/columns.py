@@ -78,8 +78,8 @@ def found_columns(row: Mapping[str, Any], limit: int = 12) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as JSON writes it, cut and escaped for a message."""
-    return excerpt(json.dumps(value, ensure_ascii=False, default=str))
+    """A text between quotes, any other value as JSON writes it; cut and escaped for a message."""
+    return excerpt(value) if isinstance(value, str) else excerpt(json.dumps(value, default=str)).strip("'")
 
 
 def _words(type_name: str) -> str:

@@ -29,7 +29,6 @@ from loragate.evaluation.tasks.columns import (
     variables,
 )
 from loragate.evaluation.tasks.task import Harness, Task
-from loragate.printable import excerpt
 from loragate.world.problems import problems, retention_items
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
@@ -251,7 +250,7 @@ def _refuse_repeated_ids(questions: list[Question]) -> None:
     for question in questions:
         first = seen.setdefault(question.id, question)
         if first is not question:
-            raise DataError(f"{question.place}: the id {excerpt(question.id)} was used at {first.place} already")
+            raise DataError(f"{question.place}: the id {shown(question.id)} was used at {first.place} already")
 
 
 def render_questions(task: Task, questions: Sequence[Question], tokenizer: Any, system: str = "none") -> list[str]:
