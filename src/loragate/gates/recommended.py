@@ -38,7 +38,7 @@ def exported_sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     temperature = settings.get("temperature", 0.0) if settings.get("do_sample") else 0.0
     found = {key: value for key, value in settings.items() if key != "transformers_version"}
-    if not _number(temperature) or found != generation_settings(temperature):
+    if not is_number(temperature) or found != generation_settings(temperature):
         return {}
     return {"sampling": {"temperature": temperature}}
 
