@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,7 @@ from loragate.gates import (
     record_gates,
     sizes_of,
 )
-from loragate.gates.range import Range
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
-from loragate.selection import Choice, choose
 from loragate.training import CalibrationResult, CalibrationSettings, StageOneSettings, calibrate, train_adapter
 from loragate.training.callbacks import StepReport
 from loragate.training.settings import GateObjective, StageOneObjective
@@ -144,11 +142,6 @@ class Study:
         else:
             self.dft = model
 
-    def calibrate_range(self, name: str, bounds: Range, on_step: OnStep) -> None:
-        """Gates for one range on the frozen SFT adapter; kept, then taken off."""
-        config = GateConfig(bounds.lower, bounds.upper, seed=self.seed)
-        self.calibrations[name] = self._train_gates(name, config, "entropy", on_step)
-
     def train_control(self, name: str, picked: str, adapter: Path, on_step: OnStep) -> str:
         """Make one of `CONTROLS` for the range that was picked; returns a remark for the progress line.
 
@@ -163,7 +156,7 @@ class Study:
             return f"as large as those of {picked}, module by module"
         if name in (PER_MODULE, CE):
             config = replace(config, granularity="module") if name == PER_MODULE else config
-            result = self._train_gates(name, config, "ce" if name == CE else "entropy", on_step)
+            result = self.train_gates(name, config, "ce" if name == CE else "entropy", on_step)
             self.controls[name] = result.evidence()["training"]
             return f"top-100 entropy {result.entropy_before:.3f} → {result.entropy_after:.3f}"
         own: dict[str, Any] = {"objective": "sft", "learning_rate": STAGE_ONE_RATE}
@@ -193,7 +186,7 @@ class Study:
         }
         return f"{trained.steps} more steps"
 
-    def _train_gates(
+    def train_gates(
         self, name: str, config: GateConfig, objective: GateObjective, on_step: OnStep
     ) -> CalibrationResult:
         """Gates on the frozen SFT adapter, kept under their name and taken off again.
@@ -238,31 +231,18 @@ class Study:
         finally:
             detach_gates(self.model)
 
-    def scaled(self, constant: float) -> AbstractContextManager[None]:
-        """The adapter at one constant λ inside the context (0 is the base)."""
-        return constant_gate(self.model, constant)
-
     def score_dev(self, name: str) -> None:
         """Avg@4 on the development questions, of a range, of "adapter", or of a constant λ ("λ=0.5")."""
         if name == "adapter":
             context: Any = nullcontext()
         elif name.startswith("λ="):
-            context = self.scaled(float(name[2:]))
+            context = constant_gate(self.model, float(name[2:]))
         else:
             context = self.gated(name)
         with context:
             config = SamplingConfig(max_new_tokens=MAX_NEW_TOKENS, samples=4, seed=self.seed + 1)
             engine = TransformersEngine(self.model, self.tokenizer, batch_size=BATCH)
             self.dev_scores[name] = run_suite(engine, self.dev.prompts, self.dev.is_right, config)
-
-    def choose_range(self) -> Choice:
-        """The best range on the development questions, the untouched adapter among the candidates."""
-        names = ["adapter", *self.calibrations]
-        return choose({name: self.dev_scores[name].scores for name in names}, "adapter")
-
-    def best_constant(self) -> float:
-        """The best constant λ on the development questions."""
-        return max(CONSTANTS, key=lambda value: float(self.dev_scores[f"λ={value:g}"].scores.mean()))
 
     def score_test(self, name: str, group: str, *, temperature: float = 1.0, model: Any = None) -> None:
         """One line of the table: Avg@k on the test questions and retention, at one temperature."""
