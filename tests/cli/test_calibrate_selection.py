@@ -505,8 +505,8 @@ def test_the_command_that_accepts_is_one_that_can_be_typed():
 
 SCORE = {"mean": 0.5, "low": 0.4, "high": 0.6}
 STEPS = [
-    {"kind": "base", "against": "adapter", "mean": -0.1, "low": -0.2, "high": 0.0, "shown": False},
-    {"kind": "gates", "against": "adapter", "mean": 0.05, "low": -0.02, "high": 0.12, "shown": False},
+    {"kind": "base", "against": "adapter", "mean": -0.1, "low": -0.2, "high": 0.0, "taken": False},
+    {"kind": "gates", "against": "adapter", "mean": 0.05, "low": -0.02, "high": 0.12, "taken": False},
 ]
 
 
@@ -522,9 +522,10 @@ def recorded(kind="adapter", picked="adapter", temperature=0.0, steps=STEPS, que
             "temperature": temperature,
             "steps": steps,
             "level": 0.9,
-            "out_of_fold": scores,
+            "expected": scores,
             "tried": 40,
         },
+        "cost": {"answers": 2400},
         "evidence": {name: SCORE},
         "signs": {name: {"finished": 1.0, "tokens": 9.0}},
         "picked": picked,
@@ -538,7 +539,7 @@ def test_the_first_line_says_what_to_use_and_what_the_other_way_would_have_given
     assert headline(recorded()) == (
         "Use the adapter alone, greedily: 40.0 %; the gates would have given 45.0 % (+5.0 points, 90 % interval -2.0 to +12.0)."
     )
-    shown = [{**STEPS[1], "low": 0.01, "against": "constant", "shown": True}]
+    shown = [{**STEPS[1], "low": 0.01, "against": "constant", "taken": True}]
     assert headline(recorded("gates", "[0,6]", 0.3, shown)) == (
         "Use the gates [0,6], at T = 0.3: 45.0 %; one λ for all modules would have given 42.0 % "
         "(+5.0 points for the gates, 90 % interval +1.0 to +12.0)."

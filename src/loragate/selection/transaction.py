@@ -160,7 +160,7 @@ def choose_gates(
         system: "none" leaves out a default system message that the template injects, "keep" keeps it.
         unverified: take the gates of the one range as they come; `probe` must be None.
         resume: go on with what an interrupted call left in `folder`.
-        on_event: called with (candidate, stage, done, total, entropy).
+        on_event: see `trial.OnEvent`.
         origin: `adapter_source`, `base_id`, `base_revision` and `adapter_id` of `loragate.save_gates`.
 
     Returns:
@@ -301,6 +301,8 @@ class Transaction:
         store = self._store(settings, asked)
         with self._begun(store, resume):
             comparison = Comparison(store, self.bench, settings, on_event)
+            if on_event is not None:
+                on_event(Candidate(None, ADAPTER), "planned", 0, comparison.most_answers(), None)
             setting = comparison.run().setting
             record = comparison.as_record()
         return self._write(store, setting, record)
