@@ -29,6 +29,7 @@ from .training import (
     CalibrationSettings as CalibrationSettings,
     StageOneSettings as StageOneSettings,
     calibrate as calibrate,
+    make_adapter as make_adapter,
     train_adapter as train_adapter,
 )
 from .version import (

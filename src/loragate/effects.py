@@ -91,7 +91,6 @@ TABLE: dict[str, tuple[Acts, ...]] = {
         Acts(("system",), "raw", (None,)),
     ),
     "dataset": (Acts(("config", "split", "revision"), "hub"),),
-    "sft": (Acts(("reference",), "objective", ("eksft",)),),
     "diagnose": (
         Acts(("rows", "max_rows"), "what", ("entropy", "alignment")),
         Acts(("max_length",), "what", ("entropy", "alignment", "tokens")),

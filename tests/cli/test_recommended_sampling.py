@@ -17,7 +17,7 @@ from loragate.models import Loading, resolve
 from loragate.serving.backend import Row, transformers_backend
 from loragate.serving.explore import explorer_of
 from loragate.serving.http_app import CompletionRequest
-from loragate.serving.plugin import _warning
+from loragate.serving.plugin import warning
 from loragate.serving.server import print_sampling
 from loragate.serving.settings import ServerSettings
 from loragate.serving.vllm_arguments import vllm_arguments
@@ -138,7 +138,7 @@ def test_vllm_warns_once(place, tmp_path, caplog):
         def generate(self, prompt, sampling_params, request_id, *, lora_request=None):
             return request_id
 
-    generate, server = _warning(Server.generate), Server()
+    generate, server = warning(Server.generate), Server()
     (tmp_path / "gate_config.json").write_text("{")
 
     def ask(path, temperature):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 
+import datasets
 import pytest
 
 from loragate.data.rows import Rows
@@ -57,3 +58,12 @@ def test_a_row_nested_too_deeply_is_a_data_error():
         deep = [deep]
     with pytest.raises(DataError, match=r"f.jsonl:1: the row is nested too deeply"):
         _ = rows_of([{"a": deep}]).fingerprint
+
+
+def test_a_column_store_gives_the_same_rows_and_hashes():
+    items = [{"messages": [{"role": "user", "content": f"What is {n}?"}]} for n in range(8)]
+    given = rows_of(items).shuffled(3)
+    stored = Rows(datasets.Dataset.from_list(items), source="hub", place="hub row ").shuffled(3)
+    assert list(stored) == list(given)
+    assert (stored.fingerprint, stored.content) == (given.fingerprint, given.content)
+    assert given.content == rows_of(items).content != rows_of(items[1:]).content

@@ -13,7 +13,9 @@ import torch
 
 from loragate.cli.main import main
 from loragate.errors import ConfigError
+from loragate.models import Loading
 from loragate.training import CalibrationSettings, launching
+from loragate.training.settings import LaunchSettings
 
 
 @pytest.fixture(autouse=True)
@@ -37,21 +39,19 @@ def started(monkeypatch):
     return calls
 
 
-def options(**changes):
-    return SimpleNamespace(**{"strategy": "auto", "processes": 0, "device": "cpu", "quantization": "none", **changes})
-
-
-SETTINGS = CalibrationSettings(batch_size=8, micro_batch_size=2)
+def begin(quantization="none", **asked):
+    settings = CalibrationSettings(batch_size=8, micro_batch_size=2)
+    return launching.begin(settings, LaunchSettings(**asked), Loading(device="cpu", quantization=quantization))
 
 
 def test_one_process_goes_on(started):
-    assert launching.begin(options(), SETTINGS) is None
+    assert begin() is None
     assert started == []
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
 def test_the_command_is_started_again_on_several_processes(started, strategy):
-    assert launching.begin(options(strategy=strategy, processes=2), SETTINGS) == 7
+    assert begin(strategy=strategy, processes=2) == 7
     ((command, environment),) = started
     assert command[1:3] == ["-m", "torch.distributed.run"]
     assert "--nproc-per-node=2" in command
@@ -62,20 +62,18 @@ def test_the_command_is_started_again_on_several_processes(started, strategy):
 
 
 def test_processes_alone_mean_ddp(started):
-    assert launching.begin(options(processes=2), SETTINGS) == 7
+    assert begin(processes=2) == 7
     assert started[0][1]["LORAGATE_STRATEGY"] == "ddp"
 
 
 def test_under_a_launcher_nothing_is_started(started, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert launching.begin(options(strategy="ddp", processes=2), SETTINGS) is None
-    assert not launching.loads_into_host()
+    assert begin(strategy="ddp", processes=2) is None
     monkeypatch.setenv("LORAGATE_STRATEGY", "ddp")  # so that monkeypatch takes away what `begin` writes
     monkeypatch.delenv("LORAGATE_STRATEGY")
-    assert launching.begin(options(strategy="fsdp2"), SETTINGS) is None
+    assert begin(strategy="fsdp2") is None
     assert launching.launch_of().strategy == "fsdp2"
-    assert launching.loads_into_host(), "shards come from host memory"
     assert started == []
 
 
@@ -96,13 +94,13 @@ def test_what_does_not_fit_is_refused(monkeypatch, given, environment, words):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=words):
-        launching.begin(options(**given), SETTINGS)
+        begin(**given)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="this machine has several GPUs to take")
 def test_a_strategy_needs_a_number_of_processes_where_there_are_no_gpus():
     with pytest.raises(ConfigError, match="--processes"):
-        launching.begin(options(strategy="ddp"), SETTINGS)
+        begin(strategy="ddp")
 
 
 def test_the_commands_refuse_before_they_look_for_a_model(capsys):

@@ -11,7 +11,6 @@ from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.selection.candidate import Candidate, parse_candidates
 from loragate.selection.settings import SelectionSettings, require_one_process
-from loragate.training.launching import begin
 from loragate.training.preflight import check_loading
 from loragate.training.settings import ON_POLICY, CalibrationSettings
 from loragate.validate import comma_list
@@ -73,12 +72,13 @@ def run(options: CalibrateOptions) -> int:
     """Refuse what cannot work, start further processes where they are asked for, and calibrate."""
     require_given(COMMAND, options)
     candidates = candidates_of(options)
-    check_loading(options)
-    if (
-        status := begin(options, taken_from(options, CalibrationSettings), sampling=not options.unverified)
-    ) is not None:
-        return status
+    how = check_loading(options)
     from loragate.cli.calibration_report import calibrate
+    from loragate.training.launching import begin
+
+    settings = taken_from(options, CalibrationSettings)
+    if (status := begin(settings, options, how, sampling=not options.unverified)) is not None:
+        return status
 
     return calibrate(options, candidates)
 

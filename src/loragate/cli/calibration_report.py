@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from loragate.cli.calibrate import CalibrateOptions, gate_config, taken_from
-from loragate.cli.run_rows import encode_run, keep_configuration, keep_rows_record, read_rows, say_steps
-from loragate.data import ending_health, load_rows, mask_as_text, preview
+from loragate.cli.training_report import keep_configuration, say_steps, show_data, warn_about_endings
+from loragate.data import load_rows
 from loragate.display import Display, Parts, console, duration, next_evaluation, quiet_logging
 from loragate.gates import examine_adapter, require_gateable
 from loragate.gates.eligibility import require_trainable
@@ -23,8 +23,9 @@ from loragate.selection.transaction import Plan, Transaction
 from loragate.selection.trial import origin_of
 from loragate.selection.unverified import accept_gates, is_unaccepted
 from loragate.training import CalibrationSettings
-from loragate.training.launching import loads_into_host
 from loragate.training.preflight import require_free_out, require_reporters
+from loragate.training.rows import encode_run, keep_rows_record, read_rows
+from loragate.training.strategy import launch_of
 
 
 def calibrate(options: CalibrateOptions, candidates: tuple[Candidate, ...]) -> int:
@@ -58,7 +59,7 @@ def choose(options: CalibrateOptions, place: Place, candidates: tuple[Candidate,
     probe, retention = options.probe or None, options.retention_probe or None
     config, asking = gate_config(options), taken_from(options, SelectionSettings)
     require_evidence(asking, probe, retention)
-    rows = read_rows(options)
+    rows = read_rows(options, options.max_rows, begun=folder / "run" if options.resume else None)
     tokenizer = open_tokenizer(place, Loading.of(options))
     heldout = None
     if options.heldout or options.heldout_split:
@@ -76,17 +77,24 @@ def choose(options: CalibrateOptions, place: Place, candidates: tuple[Candidate,
     )
     with display.job("reading the data", unit="row") as job:
         one = Transaction(
-            tokenizer, rows, probe, folder, plan, lambda given, encode: encode_run(options, given, job, encode)
+            tokenizer,
+            rows,
+            probe,
+            folder,
+            plan,
+            lambda given, encode: encode_run(options, folder, given, encode, job.advance_to),
         )
     show_data(out, one.encoded, tokenizer)
     with display.job("loading the model"):
-        model = open_weights(place, Loading.of(options, host_memory=loads_into_host()))
+        model = open_weights(place, Loading.of(options, host_memory=launch_of().sharded))
     warn_about_endings(out, tokenizer, one.encoded, model.get_base_model())
     drawn = {candidate.objective for candidate in candidates} == {"random"}
     show_work(out, model, plan.config.target_modules, drawn)
     if not drawn:
         say_steps(out, plan.settings, len(one.encoded), " for each range")
-    keep_rows_record(options, folder, one.rows, one.encoded, plan.settings.max_rows)
+    keep_rows_record(
+        options, plan.settings, plan.settings.max_rows, folder / "run", one.rows, one.encoded, options.resume
+    )
     keep_configuration(options, folder)
     one.take(model, **origin_of(place, options.base_id))
     found = None
@@ -137,48 +145,6 @@ def accept_line(options: CalibrateOptions, trained: Candidate | None) -> str:
         return ""
     words = ["loragate", "calibrate", "--adapter", options.adapter, "--data", options.data, "--out", options.out]
     return shlex.join([*words, f"--range={trained.range.typed}", "--unverified", "--resume"])
-
-
-def show_data(out: Any, encoded: Any, tokenizer: Any) -> None:
-    """The account of the rows, and one row with its response mask coloured."""
-    summary = encoded.summary
-    out.print(
-        f"data: {len(encoded)} rows ({summary.format}), {summary.response_tokens:,} response tokens of "
-        f"{summary.response_tokens + summary.prompt_tokens:,}"
-        + (
-            f"; {summary.dropped} dropped, {summary.truncated} cut by max_length"
-            if summary.dropped or summary.truncated
-            else ""
-        )
-        + (f"; {summary.empty} without a response left out" if summary.empty else "")
-        + ("; tokens read from the cache" if summary.cached else "")
-    )
-    if summary.last_turn_only:
-        out.print(f"in {summary.last_turn_only} rows only the last answer counts: the template rewrites earlier turns")
-    if summary.plain and tokenizer.chat_template is not None:
-        out.print(
-            "note: prompt and completion are used as plain text, without the chat template; generate with --raw to match, or "
-            "give the rows as messages"
-        )
-    unknown = tokenizer.unk_token_id
-    if unknown is not None:
-        share = sum(row["input_ids"].count(unknown) for row in encoded) / max(
-            1, summary.response_tokens + summary.prompt_tokens
-        )
-        if share > 0.01:
-            out.print(f"warning: {100 * share:.0f} % of the tokens are unknown to the tokenizer; is it the right one?")
-    if out.is_terminal:
-        out.print("first row, response bright:")
-        out.print(preview(encoded[0], tokenizer))
-    else:
-        out.print("first row, response between ⟦ and ⟧:")
-        out.print(mask_as_text(encoded[0], tokenizer), markup=False)
-
-
-def warn_about_endings(out: Any, tokenizer: Any, encoded: Any, base: Any) -> None:
-    """Say so if trained turns end where generation would not stop."""
-    for problem in ending_health(tokenizer, list(encoded), base.generation_config).problems:
-        out.print(f"warning: {problem}", markup=False)
 
 
 def show_work(out: Any, model: Any, modules: Any, drawn: bool) -> None:

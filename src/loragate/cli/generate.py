@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,10 @@ def run(options: GenerateOptions) -> int:
     how = check_loading(options)
     prompts = read_prompts(options)
     quiet_logging()
-    from contextlib import nullcontext
-
-    from loragate.data import prompt_ids, render_prompt
     from loragate.gates import gate_override
     from loragate.gates.recommended import chosen_temperature, sampling_note
     from loragate.generation import SamplingConfig, TransformersEngine
+    from loragate.generation.requests import begun, rendered
     from loragate.models import open_model, resolve
 
     place = resolve(options.model, options.base, overrides=True)
@@ -96,14 +95,9 @@ def run(options: GenerateOptions) -> int:
             raise ConfigError(f"--lambda-…: {options.model} has an override of λ already; give one of the two")
         overriding = gate_override(model, options.lambda_min, options.lambda_max, options.lambda_constant)
     if options.raw:
-        begin = tokenizer.bos_token_id
-        prompts = [tokenizer.bos_token + text if begin in prompt_ids(text, tokenizer)[:1] else text for text in prompts]
+        prompts = [begun(text, tokenizer) for text in prompts]
     else:
-        if tokenizer.chat_template is None:
-            raise ConfigError("the tokenizer has no chat template; give one with --chat-template FILE, or use --raw")
-        prompts = [
-            render_prompt([{"role": "user", "content": prompt}], tokenizer, system=options.system) for prompt in prompts
-        ]
+        prompts = [rendered([{"role": "user", "content": text}], tokenizer, options.system) for text in prompts]
     engine = TransformersEngine(model, tokenizer, batch_size=options.batch_size)
     with overriding:
         samples = engine.generate(prompts, sampling)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from loragate.validate import Count, Positive, Size
+from loragate.training.settings import LaunchSettings, RowsSettings
+from loragate.validate import Count, Positive
 
 
 @dataclass(frozen=True)
@@ -58,37 +59,7 @@ class DataOptions:
 
 
 @dataclass(frozen=True)
-class RowsOptions(DataOptions):
-    """Which rows a training takes, and how they are prepared.
-
-    Attributes:
-        select: which rows --max-rows takes: the first ones, or a subset drawn with a seed.
-        select_seed: seed of the shuffled subset; by default --seed.
-        cache: folder that caches tokenised rows, none, or auto: ~/.cache/loragate from 10,000 rows on.
-        data_workers: processes that tokenise; 0 takes one, and up to 8 from 10,000 rows on.
-    """
-
-    select: Literal["first", "shuffled"] = "first"
-    select_seed: int | None = None
-    cache: str = "auto"
-    data_workers: Size = 0
-
-
-@dataclass(frozen=True)
-class LaunchOptions:
-    """On how many processes a training runs.
-
-    Attributes:
-        strategy: on several processes; auto follows the launcher, and is one process without a launcher.
-        processes: processes on this machine; 0 takes one, or one per GPU if a strategy is given.
-    """
-
-    strategy: Literal["auto", "ddp", "fsdp2", "zero3"] = "auto"
-    processes: Size = 0
-
-
-@dataclass(frozen=True)
-class RunOptions(RowsOptions, ModelOptions, LaunchOptions, OutputOptions):
+class RunOptions(RowsSettings, ModelOptions, LaunchSettings, OutputOptions):
     """What every training takes beside the settings of its stage."""
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from loragate.cli.arguments import Command, require_given
 from loragate.cli.options import RunOptions
 from loragate.display import Display, console, duration, next_evaluation, quiet_logging
-from loragate.effects import require_effect
-from loragate.training.launching import begin, loads_into_host
-from loragate.training.preflight import check_loading, require_free_out, require_reporters
 from loragate.training.settings import StageOneSettings
 
 
@@ -30,60 +27,50 @@ class SftOptions(RunOptions, StageOneSettings):
 
 
 def run(options: SftOptions) -> int:
-    """Load, show a sample, train, write the adapter."""
+    """What `loragate.make_adapter` does, with what is read shown before the model is loaded, and progress."""
     require_given(COMMAND, options)
+    from loragate.cli.training_report import keep_configuration, say_steps, show_data, warn_about_endings
+    from loragate.training.launching import begin
+    from loragate.training.make_adapter import AdapterRun
+    from loragate.training.preflight import check_loading, require_free_out, require_reporters
+    from loragate.training.strategy import process_state
+
     folder = Path(options.out)
     settings = StageOneSettings(**{field.name: getattr(options, field.name) for field in fields(StageOneSettings)})
     require_free_out(folder, options.resume)
     how = check_loading(options)
-    if (status := begin(options, settings, reference=bool(options.reference))) is not None:
+    if (status := begin(settings, options, how, reference=bool(options.reference))) is not None:
         return status
     require_reporters(options.report_to)
     quiet_logging()
-    from loragate.cli.calibration_report import show_data, warn_about_endings
-    from loragate.cli.run_rows import encode_run, keep_configuration, keep_rows_record, read_rows, say_steps
-    from loragate.data import encode_rows
-    from loragate.models import explained, open_base, open_tokenizer, resolve
-    from loragate.training.run import require_mask_column
-    from loragate.training.run_folder import RECORD
-    from loragate.training.stage_one import adapter_settings, objective_of, train_adapter
-    from loragate.training.strategy import process_state
-
-    place = resolve(options.model, expect="base")
-    note = ""
-    if settings.adapter:
-        adapter = resolve(settings.adapter, expect="adapter", base_later=True)
-        settings = adapter_settings(replace(settings, adapter=adapter.source), adapter.peft_config())
-        warmup = f"a warm-up of {100 * settings.warmup:g} % of the steps" if settings.warmup else "no new warm-up"
-        note = (
-            f"going on from {options.adapter}, which is only read: {'DoRA' if settings.dora else 'LoRA'}, rank {settings.rank}, "
-            f"α {settings.alpha:g}; {warmup}"
-        )
-    objective = objective_of(settings)
-    require_effect("sft", options, flags=True)
-    other = resolve(options.reference, expect="base", what="reference model") if options.reference else None
     out, display = console(), Display()
-    rows = read_rows(options, settings.seed)
-    tokenizer = open_tokenizer(place, how)
     with display.job("reading the data", unit="row") as job:
-        rows = rows.shuffled(settings.seed)
-        encoded = encode_run(
+        training = AdapterRun(
+            options.model,
             options,
-            rows,
-            job,
-            lambda **how: encode_rows(rows, tokenizer, max_length=settings.max_length, system=options.system, **how),
+            folder,
+            settings,
+            reference=options.reference,
+            max_rows=options.max_rows,
+            loading=how,
+            system=options.system,
+            resume=options.resume,
+            on_progress=job.advance_to,
         )
-    require_mask_column(objective, encoded, rows)
-    show_data(out, encoded, tokenizer)
-    if "keep_mask" in encoded[0] and "keep_mask" not in objective.requires:
+    settings, encoded = training.settings, training.encoded
+    show_data(out, encoded, training.tokenizer)
+    if "keep_mask" in encoded[0] and "keep_mask" not in training.objective.requires:
         out.print(f"note: the keep_mask column is not read by the objective {settings.objective}", markup=False)
-    if note:
-        out.print(note, markup=False)
-    with display.job("loading the model"), explained("base model", options.model):
-        base = open_base(place.base, replace(how, host_memory=loads_into_host()))
-        reference = open_base(other.base, how) if other else None
-    warn_about_endings(out, tokenizer, encoded, base)
-    keep_rows_record(options, folder, rows, encoded, options.max_rows)
+    if settings.adapter:
+        warmup = f"a warm-up of {100 * settings.warmup:g} % of the steps" if settings.warmup else "no new warm-up"
+        out.print(
+            f"going on from {options.adapter}, which is only read: {'DoRA' if settings.dora else 'LoRA'}, rank {settings.rank}, "
+            f"α {settings.alpha:g}; {warmup}",
+            markup=False,
+        )
+    with display.job("loading the model"):
+        training.load()
+    warn_about_endings(out, training.tokenizer, encoded, training.base)
     keep_configuration(options, folder)
     say_steps(out, settings, len(encoded))
     if options.learning_rate == StageOneSettings.learning_rate:
@@ -93,26 +80,14 @@ def run(options: SftOptions) -> int:
             markup=False,
         )
     with display.job(f"training ({settings.objective})", unit="step") as job:
-        result = train_adapter(
-            base,
-            tokenizer,
-            rows,
-            settings,
-            run_folder=folder / "run",
-            # stopped before its first step, a run has its configuration and nothing to go on with
-            resume=options.resume and (folder / "run" / RECORD).is_file(),
-            encoded=encoded,
-            reference_model=reference,
-            on_step=lambda report: job.advance_to(
+        result = training.train(
+            lambda report: job.advance_to(
                 report.step, report.total, f"nll {report.values['nll']:.3f}" if "nll" in report.values else ""
-            ),
+            )
         )
     if process_state().is_main_process:
-        result.save(folder, tokenizer, place.base)
-        first, last = (
-            next((r["nll"] for r in order if "nll" in r), None) for order in (result.history, result.history[::-1])
-        )
-        fall = f"; log loss per token {first:.3f} → {last:.3f}" if first is not None and last is not None else ""
+        logged = [record["nll"] for record in result.history if "nll" in record]
+        fall = f"; log loss per token {logged[0]:.3f} → {logged[-1]:.3f}" if logged else ""
         out.print(f"done in {duration(result.seconds)}: {result.steps} steps of {settings.objective}{fall}")
         out.print(f"written to {folder}")
         gating = f"next: loragate calibrate --adapter {folder} --data {options.data} --probe FILE --out {folder}-gated"

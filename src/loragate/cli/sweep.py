@@ -141,9 +141,9 @@ def prepare(options: SweepOptions) -> tuple[Any, Any]:
     Raises:
         ConfigError, DataError: naming what cannot be used.
     """
-    from loragate.cli.run_rows import read_rows
     from loragate.models import Loading, resolve
     from loragate.selection.sweep import Sweep, common_base, settings_of_each
+    from loragate.training.rows import read_rows
 
     options = with_absolute_paths(options)
     labels = label_adapters(comma_list(options.adapters or options.adapter))
@@ -154,7 +154,7 @@ def prepare(options: SweepOptions) -> tuple[Any, Any]:
         adapters,
         common_base(list(adapters.values()), options.base),
         Loading.of(options),
-        partial(read_rows, options),
+        partial(read_rows, options, options.max_rows),
         settings_of_each(options, objectives),
         gate_config(options),
         taken_from(options, ProbeSettings),

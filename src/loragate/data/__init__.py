@@ -7,7 +7,6 @@ Names in the order in which a row meets them:
 - chat: chat templates as text; rendering: turns to ids and labels, and the mask to look at
 - encoding: a whole dataset and its account, in one process or several
 - packed: its items as arrays, in a cache file and as padded batches
-- record: what a run was trained on, and whether it is still there
 - endings: what ends an answer, and will the model stop?
 """
 

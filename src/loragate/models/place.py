@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from loragate.errors import ArtifactError, ConfigError
+from loragate.gates.adapter_files import ADAPTER_CONFIG, read_adapter_config
 from loragate.gates.gate import Override
 from loragate.gates.override_names import parse_override, split_folder
 from loragate.gates.peft_saving import lost_gates
 from loragate.gates.recommended import recommended_temperature
 from loragate.gates.schema import ADAPTER, CONFIG, read_gate_config, read_tensors
 from loragate.hub_names import cached_commit, hub_name, hub_source, is_hub_id, split_revision
-from loragate.models.adapter_files import ADAPTER_CONFIG, read_adapter_config
 from loragate.models.gguf import only_file
+from loragate.models.hub import NotThere, download
 
 Kind = Literal["base", "adapter", "gated"]
 _WHAT = {"any": "model", "base": "base model", "adapter": "adapter", "gated": "gated adapter"}
@@ -283,8 +284,6 @@ def folder_sha256(folder: str | Path) -> str:
 
 def _folder_of(ref: ModelRef, what: str, expect: str, *, base_given: bool) -> Path | None:
     """The folder that must or may hold an adapter, downloaded where it is on the hub; None for a base on the hub."""
-    from loragate.models.hub import NotThere, download_adapter, download_gated
-
     if not ref.on_hub:
         folder = Path(ref.name)
         if expect != "gated":  # whose reader says best what a folder is instead
@@ -297,7 +296,7 @@ def _folder_of(ref: ModelRef, what: str, expect: str, *, base_given: bool) -> Pa
             read_gate_config(folder)  # says what the folder is instead
         return folder
     try:
-        folder = (download_gated if expect == "gated" else download_adapter)(ref.name, ref.revision)
+        folder = download(ref.name, ref.revision, CONFIG, *[ADAPTER_CONFIG] * (expect != "gated"))
     except NotThere:
         if expect == "any" and not base_given:
             return None  # perhaps a base, which has its own loader, and errors

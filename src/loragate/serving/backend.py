@@ -11,14 +11,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from loragate import data
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.variants import Variant, acting
 from loragate.gates import constant_gate, gate_override, load_gates
 from loragate.gates.override_names import split_name
 from loragate.gates.recommended import chosen_temperature, warn_elsewhere
 from loragate.generation import SamplingConfig, TransformersEngine
-from loragate.generation.requests import tokenize_prompts
+from loragate.generation.requests import begun, rendered, tokenize_prompts
 from loragate.models import Place, explained
 from loragate.serving.http_app import Answer, Backend, ChatRequest, CompletionRequest
 
@@ -89,7 +88,10 @@ def transformers_backend(
     usual = chosen_temperature(gates, None)
 
     def answer(asked: CompletionRequest | ChatRequest) -> tuple[int, list[Answer]]:
-        prompts = [begin(text) for text in asked.prompt] if isinstance(asked, CompletionRequest) else [render(asked)]
+        if isinstance(asked, CompletionRequest):
+            prompts = [begun(text, tokenizer) for text in asked.prompt]
+        else:
+            prompts = [rendered([message.model_dump() for message in asked.messages], tokenizer, system)]
         limit = asked.limit or NEW_TOKENS
         prompt_ids, limits = tokenize_prompts(tokenizer, prompts, limit, positions)
         if asked.limit and min(limits) < limit:
@@ -107,18 +109,6 @@ def transformers_backend(
         reasons = {"length": "length"}
         answers = [Answer(one.text, reasons.get(one.finish_reason, "stop"), len(one.token_ids)) for one in samples]
         return sum(map(len, prompt_ids)), answers
-
-    def begin(prompt: str) -> str:
-        start = tokenizer.bos_token_id
-        starts = start is not None and start in data.prompt_ids(prompt, tokenizer)[:1]
-        return tokenizer.bos_token + prompt if starts and not prompt.startswith(tokenizer.bos_token) else prompt
-
-    def render(asked: ChatRequest) -> str:
-        if tokenizer.chat_template is None:
-            raise ConfigError(
-                "the tokenizer has no chat template; start with --chat-template FILE, or use /v1/completions"
-            )
-        return data.render_prompt([message.model_dump() for message in asked.messages], tokenizer, system=system)
 
     return Backend(tuple(rows), answer)
 

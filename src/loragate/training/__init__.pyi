@@ -4,12 +4,16 @@ from .callbacks import (
 from .guards import (
     GuardLimits as GuardLimits,
 )
+from .make_adapter import (
+    make_adapter as make_adapter,
+)
 from .rollouts import (
     Reward as Reward,
     Sampler as Sampler,
 )
 from .settings import (
     CalibrationSettings as CalibrationSettings,
+    RowsSettings as RowsSettings,
     StageOneSettings as StageOneSettings,
     TrainSettings as TrainSettings,
 )

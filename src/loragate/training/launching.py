@@ -13,17 +13,22 @@ import sys
 import threading
 from typing import Any
 
+import torch
+
 from loragate.errors import ConfigError
+from loragate.models import Loading
 from loragate.training.compatibility import Plan, refuse_impossible
+from loragate.training.settings import LaunchSettings, TrainSettings
 from loragate.training.strategy import ASKED, Launch, launch_of
 
 
-def begin(options: Any, settings: Any, **more: Any) -> int | None:
+def begin(settings: TrainSettings, asked: LaunchSettings, how: Loading, **more: bool) -> int | None:
     """What a training command does first.
 
     Args:
-        options: the command's options, with `strategy`, `processes`, `device` and `quantization`.
-        settings: its training settings.
+        settings: of the training.
+        asked: on how many processes.
+        how: its models are loaded.
         more: further fields of the `Plan`, such as sampling=True.
 
     Returns:
@@ -32,68 +37,50 @@ def begin(options: Any, settings: Any, **more: Any) -> int | None:
     Raises:
         ConfigError: for a combination that cannot work, or a strategy that is not the launcher's.
     """
-    if options.device == "cpu":
+    if how.device == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
     launch = launch_of()
     launched = "LOCAL_RANK" in os.environ or launch.processes > 1
     if launched:
-        launch = _agreed(options, launch)
-    elif options.strategy != "auto" or options.processes > 1:
-        launch = Launch("ddp" if options.strategy == "auto" else options.strategy, _processes(options), cpu=launch.cpu)
-    plan = Plan.of_settings(
-        settings, launch, _device(options.device), quantization=options.quantization, **{"reference": False, **more}
-    )
-    refuse_impossible(plan)
+        launch = _agreed(asked, launch)
+    elif asked.strategy != "auto" or asked.processes > 1:
+        strategy = "ddp" if asked.strategy == "auto" else asked.strategy
+        launch = Launch(strategy, asked.processes or _devices(asked.strategy, how), cpu=launch.cpu)
+    # a GPU that is named is not looked at here: this process may only start the others
+    device = (how.torch_device if how.device == "auto" else how.device).partition(":")[0]
+    refuse_impossible(Plan.of_settings(settings, launch, device, quantization=how.quantization, **more))
     settings.accumulation(launch.processes)
     if launched or launch.processes < 2:
         return None
     return _start(launch)
 
 
-def loads_into_host() -> bool:
-    """Whether the base is loaded into host memory, from where its shards go to the devices."""
-    return bool(launch_of().sharded)
-
-
-def _agreed(options: Any, launch: Launch) -> Launch:
+def _agreed(asked: LaunchSettings, launch: Launch) -> Launch:
     """The launcher's word; --strategy may add fsdp2 to a bare torchrun, and must not say otherwise."""
-    if options.strategy == "fsdp2" and launch.strategy == "ddp":
+    if asked.strategy == "fsdp2" and launch.strategy == "ddp":
         os.environ[ASKED] = "fsdp2"
         return launch_of()
-    if options.strategy not in ("auto", launch.strategy):
+    if asked.strategy not in ("auto", launch.strategy):
         raise ConfigError(
-            f"--strategy {options.strategy}, but the launcher started this run as {launch.strategy}: leave --strategy out, or "
+            f"--strategy {asked.strategy}, but the launcher started this run as {launch.strategy}: leave --strategy out, or "
             "start the command without a launcher"
         )
-    if options.processes not in (0, launch.processes):
+    if asked.processes not in (0, launch.processes):
         raise ConfigError(
-            f"--processes {options.processes}, but the launcher started {launch.processes}: leave --processes out"
+            f"--processes {asked.processes}, but the launcher started {launch.processes}: leave --processes out"
         )
     return launch
 
 
-def _processes(options: Any) -> int:
-    if options.processes:
-        return int(options.processes)
-    import torch
-
-    found = torch.cuda.device_count() if options.device != "cpu" else 0
+def _devices(strategy: str, how: Loading) -> int:
+    """GPUs of this machine, one for each process."""
+    found = torch.cuda.device_count() if how.device != "cpu" else 0
     if found < 2:
         raise ConfigError(
-            f"--strategy {options.strategy} needs several processes, and this machine has {found or 'no'} CUDA device"
+            f"--strategy {strategy} needs several processes, and this machine has {found or 'no'} CUDA device"
             f"{'' if found == 1 else 's'}; say how many with --processes, or leave --strategy out"
         )
     return found
-
-
-def _device(wanted: str) -> str:
-    if wanted != "auto":
-        return wanted.split(":")[0]
-    import torch
-
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def _start(launch: Launch) -> int:

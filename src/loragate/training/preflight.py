@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from loragate.errors import ConfigError
+from loragate.training.compatibility import Plan, refuse_impossible
+from loragate.training.strategy import launch_of
 from loragate.validate import comma_list
+
+if TYPE_CHECKING:
+    from loragate.models import Loading
 
 
 def require_free_out(folder: Path, resume: bool | None) -> None:
@@ -54,21 +59,20 @@ def require_reporters(names: str) -> None:
             raise ConfigError(f"--report-to {name}: the package is not installed; pip install {name}")
 
 
-def check_loading(options: Any) -> Any:
+def check_loading(options: object) -> Loading:
     """The `Loading` that a command's options ask for, refused here where it is impossible.
 
     Args:
-        options: of any command that loads a model, with `engine` where it has one.
+        options: of any command that loads a model, with those of the settings dtype, device, quantization, trust_remote_code,
+            chat_template and engine that it has.
 
     Raises:
         ConfigError: naming the flag, and what to change.
     """
-    from loragate.models.bases import QUANTIZATIONS, Loading
-    from loragate.training.compatibility import Plan, refuse_impossible
-    from loragate.training.strategy import launch_of
+    from loragate.models import Loading
 
     how = Loading.of(options)
-    if how.quantization in QUANTIZATIONS[1:] and getattr(options, "engine", "") == "vllm":
+    if how.quantization != "none" and getattr(options, "engine", "") == "vllm":
         raise ConfigError(
             f"--quantization {how.quantization} has no effect with vLLM, which loads the base itself; leave it out, or use "
             "--engine transformers"

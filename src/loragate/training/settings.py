@@ -1,4 +1,4 @@
-"""Settings of the two training stages: frozen dataclasses whose fields are the configuration keys of the commands."""
+"""Settings of a training: of its rows, its processes and the two stages. Fields are configuration keys of the commands."""
 
 from __future__ import annotations
 
@@ -32,6 +32,42 @@ _UNRECORDED = ("keep_checkpoints",)
 def recorded(values: dict[str, Any]) -> dict[str, Any]:
     """Settings without those that no number depends on: what records hold, and what a resumed run must share."""
     return {name: value for name, value in values.items() if name not in _UNRECORDED}
+
+
+@dataclass(frozen=True)
+class RowsSettings:
+    """Which rows a training takes, and how they are prepared.
+
+    Attributes:
+        data: prompts and responses: .jsonl, .json, .parquet or a hub id; any chat format.
+        split: split of a hub data set.
+        revision: branch, tag or commit of a hub data set.
+        select: which rows --max-rows takes: the first ones, or a subset drawn with a seed.
+        select_seed: seed of the shuffled subset; by default --seed.
+        cache: folder that caches tokenised rows, none, or auto: ~/.cache/loragate from 10,000 rows on.
+        data_workers: processes that tokenise; 0 takes one, and up to 8 from 10,000 rows on.
+    """
+
+    data: str = ""
+    split: str = ""
+    revision: str = ""
+    select: Literal["first", "shuffled"] = "first"
+    select_seed: int | None = None
+    cache: str = "auto"
+    data_workers: Size = 0
+
+
+@dataclass(frozen=True)
+class LaunchSettings:
+    """On how many processes a training runs.
+
+    Attributes:
+        strategy: on several processes; auto follows the launcher, and is one process without a launcher.
+        processes: processes on this machine; 0 takes one, or one per GPU if a strategy is given.
+    """
+
+    strategy: Literal["auto", "ddp", "fsdp2", "zero3"] = "auto"
+    processes: Size = 0
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,15 @@ def adapter_settings(settings: StageOneSettings, record: Any) -> StageOneSetting
     return replace(settings, **own)
 
 
+def require_reference_read(objective: Objective) -> None:
+    """Raises ConfigError for an objective that reads no reference model."""
+    if "reference_kl" not in objective.requires:
+        raise ConfigError(
+            f"a reference model has no effect on the objective {objective.name!r}, only on eksft and on an objective of your own "
+            "that requires 'reference_kl'"
+        )
+
+
 def require_plain_base(base_model: Any) -> None:
     """Refuse a base that wears an adapter: a second one would share its layers, and overwrite one of the same name.
 
@@ -269,11 +278,8 @@ def train_adapter(
     chosen = objective_of(settings) if objective is None else objective
     require_mask_column(chosen, encoded, source)
     refers = "reference_kl" in chosen.requires
-    if reference_model is not None and not refers:
-        raise ConfigError(
-            f"a reference model has no effect on the objective {chosen.name!r}, only on eksft and on an objective of your own "
-            "that requires 'reference_kl'"
-        )
+    if reference_model is not None:
+        require_reference_read(chosen)
     require_short_enough(base_model, encoded, source.where)
     for model in (base_model, reference_model):
         if model is not None:

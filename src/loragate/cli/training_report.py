@@ -1,0 +1,85 @@
+"""What the commands that train say of their rows and steps before they begin, and the settings that they keep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from loragate.cli.arguments import resolved_yaml
+from loragate.cli.options import RunOptions
+from loragate.data import EncodedRows, ending_health, mask_as_text, preview
+from loragate.files import write_text
+from loragate.training.settings import STEPS, TrainSettings
+from loragate.training.strategy import launch_of, process_state
+
+FEW_STEPS = 20
+
+
+def say_steps(out: Console, asked: TrainSettings, rows: int, of: str = "") -> None:
+    """How many steps `rows` rows give, and what was chosen where the settings `asked` leave it to the rows."""
+    settings = asked.fitted(rows, launch_of().processes)
+    times = "one epoch" if settings.epochs == 1 else f"{settings.epochs:g} epochs"
+    steps = settings.steps(rows)
+    text = f"{rows:,} rows in batches of {min(settings.batch_size, rows)}, {times}: {steps:,} steps{of}"
+    if settings.max_steps:
+        text = f"{rows:,} rows in batches of {min(settings.batch_size, rows)}: {steps:,} steps{of}, as --max-steps asks"
+    elif not asked.batch_size:
+        set_by = "--batch-size" if asked.epochs else "--batch-size and --epochs"
+        text += f" (chosen for about {STEPS} steps or more; {set_by} change it)"
+    out.print(text, markup=False)
+    if steps < FEW_STEPS:
+        out.print(
+            f"note: fewer than {FEW_STEPS} steps hardly change a model; more rows, more --epochs or a smaller --batch-size help",
+            markup=False,
+        )
+
+
+def show_data(out: Console, encoded: EncodedRows, tokenizer: Any) -> None:
+    """The account of the rows, and one row with its response mask coloured."""
+    summary = encoded.summary
+    out.print(
+        f"data: {len(encoded)} rows ({summary.format}), {summary.response_tokens:,} response tokens of "
+        f"{summary.response_tokens + summary.prompt_tokens:,}"
+        + (
+            f"; {summary.dropped} dropped, {summary.truncated} cut by max_length"
+            if summary.dropped or summary.truncated
+            else ""
+        )
+        + (f"; {summary.empty} without a response left out" if summary.empty else "")
+        + ("; tokens read from the cache" if summary.cached else "")
+    )
+    if summary.last_turn_only:
+        out.print(f"in {summary.last_turn_only} rows only the last answer counts: the template rewrites earlier turns")
+    if summary.plain and tokenizer.chat_template is not None:
+        out.print(
+            "note: prompt and completion are used as plain text, without the chat template; generate with --raw to match, or "
+            "give the rows as messages"
+        )
+    unknown = tokenizer.unk_token_id
+    if unknown is not None:
+        share = sum(row["input_ids"].count(unknown) for row in encoded) / max(
+            1, summary.response_tokens + summary.prompt_tokens
+        )
+        if share > 0.01:
+            out.print(f"warning: {100 * share:.0f} % of the tokens are unknown to the tokenizer; is it the right one?")
+    if out.is_terminal:
+        out.print("first row, response bright:")
+        out.print(preview(encoded[0], tokenizer))
+    else:
+        out.print("first row, response between ⟦ and ⟧:")
+        out.print(mask_as_text(encoded[0], tokenizer), markup=False)
+
+
+def warn_about_endings(out: Console, tokenizer: Any, encoded: EncodedRows, base: Any) -> None:
+    """Say so if trained turns end where generation would not stop."""
+    for problem in ending_health(tokenizer, list(encoded), base.generation_config).problems:
+        out.print(f"warning: {problem}", markup=False)
+
+
+def keep_configuration(options: RunOptions, folder: Path) -> None:
+    """The resolved settings, as a file that `--config` reads; a run that goes on keeps the file that it began with."""
+    path = folder / "run" / "config.yaml"
+    if process_state().is_main_process and not (options.resume and path.is_file()):
+        write_text(path, resolved_yaml(options))

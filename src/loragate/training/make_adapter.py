@@ -1,0 +1,160 @@
+"""Stage I from names to a finished adapter folder: the whole of `loragate sft`; `make_adapter` is the call.
+
+folder/          the adapter, written last, with its tokenizer
+folder/run/      what is trained on what (run.json, data.json), the log and checkpoints to go on from
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from loragate.data import encode_rows
+from loragate.generation import OnProgress
+from loragate.models import Loading, explained, open_base, open_tokenizer, resolve
+from loragate.training.preflight import require_free_out
+from loragate.training.rows import encode_run, keep_rows_record, read_rows
+from loragate.training.run import OnStep, require_mask_column
+from loragate.training.run_folder import RECORD
+from loragate.training.settings import RowsSettings, StageOneSettings
+from loragate.training.stage_one import (
+    StageOneResult,
+    adapter_settings,
+    objective_of,
+    require_reference_read,
+    train_adapter,
+)
+from loragate.training.strategy import launch_of, process_state
+
+
+def make_adapter(
+    model: str,
+    data: str | RowsSettings,
+    folder: str | Path,
+    settings: StageOneSettings | None = None,
+    *,
+    reference: str = "",
+    max_rows: int = 0,
+    loading: Loading | None = None,
+    system: str = "none",
+    resume: bool = False,
+    on_step: OnStep | None = None,
+) -> StageOneResult:
+    """Train an adapter on a base and rows that are given by name, and write it as an ordinary PEFT folder.
+
+    The command `loragate sft` is this call. `train_adapter` does the same with a base in memory, and writes nothing.
+
+    Args:
+        model: base model, folder or hub id.
+        data: the rows, a file or hub id; or `RowsSettings`, for a split, a revision, a subset or a cache.
+        folder: where the adapter is written; must be new or empty, or hold the run to resume.
+        settings: the paper's values by default; with `adapter` a finished adapter is trained on.
+        reference: frozen model for the KL of eksft, folder or hub id; by default the base itself, adapter off.
+        max_rows: number of rows to use (0: all); see `RowsSettings.select`.
+        loading: how the models are loaded.
+        system: "none" leaves out a default system message that the template injects, "keep" keeps it.
+        resume: go on with what an interrupted call left in `folder`.
+        on_step: called after every optimiser step.
+
+    Raises:
+        ConfigError: for settings that cannot be used together, rows without a keep_mask that the objective needs, or a folder
+            that holds something else.
+        DataError: for rows that cannot be used, or that have changed since the run to resume began.
+        TrainingError: as in `train_adapter`.
+    """
+    require_free_out(Path(folder), resume)
+    asked = RowsSettings(data=data) if isinstance(data, str) else data
+    run = AdapterRun(
+        model,
+        asked,
+        folder,
+        settings,
+        reference=reference,
+        max_rows=max_rows,
+        loading=loading,
+        system=system,
+        resume=resume,
+    )
+    run.load()
+    return run.train(on_step)
+
+
+class AdapterRun:
+    """`make_adapter` in three steps: what needs no model is read and checked here; `load` the base; `train`.
+
+    Attributes:
+        settings: of the training; with those of the adapter that is continued.
+        objective: what trains it.
+        tokenizer, rows, encoded: the base's tokenizer, the rows in training order, and their tokens.
+        base: after `load`, the model that is trained.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        asked: RowsSettings,
+        folder: str | Path,
+        settings: StageOneSettings | None = None,
+        *,
+        reference: str = "",
+        max_rows: int = 0,
+        loading: Loading | None = None,
+        system: str = "none",
+        resume: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        """As in `make_adapter`; `on_progress` is called with the rows that are tokenised, and all rows."""
+        self.settings = settings = settings or StageOneSettings()
+        self.folder, self.resume, self.loading = Path(folder), resume, loading or Loading()
+        self.asked, self.max_rows = asked, max_rows
+        self.place = resolve(model, expect="base")
+        if settings.adapter:
+            adapter = resolve(settings.adapter, expect="adapter", base_later=True)
+            self.settings = settings = adapter_settings(
+                replace(settings, adapter=adapter.source), adapter.peft_config()
+            )
+        self.objective = objective_of(settings)
+        self.other = None
+        if reference:
+            require_reference_read(self.objective)
+            self.other = resolve(reference, expect="base", what="reference model")
+        rows = read_rows(asked, max_rows, settings.seed, self.folder / "run" if resume else None)
+        self.rows = rows = rows.shuffled(settings.seed)
+        self.tokenizer = open_tokenizer(self.place, self.loading)
+        self.encoded = encode_run(
+            asked,
+            self.folder,
+            rows,
+            lambda **how: encode_rows(rows, self.tokenizer, max_length=settings.max_length, system=system, **how),
+            on_progress,
+        )
+        require_mask_column(self.objective, self.encoded, rows)
+
+    def load(self) -> None:
+        """The base, and the reference where there is one."""
+        # under a launcher that shards, the base lies in host memory and its shards go to the devices
+        how = replace(self.loading, host_memory=launch_of().sharded)
+        with explained("base model", self.place.base.name):
+            self.base = open_base(self.place.base, how)
+            self.reference: Any = open_base(self.other.base, self.loading) if self.other else None
+
+    def train(self, on_step: OnStep | None = None) -> StageOneResult:
+        """Train, and write the adapter; on several processes only the main one writes."""
+        run = self.folder / "run"
+        keep_rows_record(self.asked, self.settings, self.max_rows, run, self.rows, self.encoded, self.resume)
+        result = train_adapter(
+            self.base,
+            self.tokenizer,
+            self.rows,
+            self.settings,
+            run_folder=run,
+            # stopped before its first step, a run has its configuration and nothing to go on with
+            resume=self.resume and (run / RECORD).is_file(),
+            encoded=self.encoded,
+            reference_model=self.reference,
+            on_step=on_step,
+        )
+        if process_state().is_main_process:
+            result.save(self.folder, self.tokenizer, self.place.base)
+        return result
