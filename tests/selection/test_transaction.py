@@ -88,7 +88,7 @@ def trainings(monkeypatch):
 
 
 def test_the_adapter_wins_ties_and_answers_bit_for_bit(tmp_path):
-    one = begin(tmp_path, {None: 20, (-3, 1): 20, (0, 1): 19, (None, 0.3): 21})
+    one = begin(tmp_path, {None: 20, (-3, 1): 20, (0, 1): 19, (None, 0.3): 26})
     model = model_of(one)
     before = logits(model)
     chosen = one.run()
@@ -108,7 +108,7 @@ def test_the_adapter_wins_ties_and_answers_bit_for_bit(tmp_path):
 
 
 def test_gates_that_are_shown_to_help_are_written_exactly_as_trained(tmp_path):
-    one = begin(tmp_path, {None: 10, (-3, 1): 11, (0, 1): 22, ((0, 1), 0.0): 3})
+    one = begin(tmp_path, {None: 10, (-3, 1): 11, (0, 1): 18, ((0, 1), 1.0): 24, ((0, 1), 0.0): 3})
     events = []
     chosen = one.run(on_event=lambda *event: events.append(event))
     assert chosen.candidate.model == TWO
@@ -123,7 +123,7 @@ def test_gates_that_are_shown_to_help_are_written_exactly_as_trained(tmp_path):
     assert trained == ["[-3,1]", "[0,1]"]
     record = record_of(chosen)
     assert (record["picked"], record["recommendation"]["setting"]) == ("[0,1]", "[0,1] T=1")
-    assert record["evidence"]["[0,1] T=1"]["mean"] == pytest.approx(22 / 32)
+    assert record["evidence"]["[0,1] T=1"]["mean"] == pytest.approx(24 / 32)
     assert record["cost"]["trainings"] == 1, "the weaker range stops after a quarter of its steps"
     assert record["stopped"]["[-3,1]"]["steps"] == 1
     assert record["stopped"]["[-3,1]"]["score"] < record["stopped"]["[-3,1]"]["weakest_kept"]

@@ -30,7 +30,6 @@ FINALISTS, PARTS, FEWEST, HOPE = 4, 32, 4, 1.0
 # how far scores are expected to lie apart, as standard deviations of shares: between models, temperatures, kinds, kinds at one
 # temperature, and what is left of a single setting; and the common level, of which nothing is known
 _MODEL, _HEAT, _KIND, _KIND_HEAT, _OWN, _LEVEL = 0.15, 0.1, 0.05, 0.05, 0.015, 1.0
-_SCALES = (0.1, 0.3, 1.0)  # of what models differ by
 
 # of the variance of one verdict: what the question, the model's way with it, the setting's way with it, and chance each have;
 # where there are few questions, it stands in for what they show, with the weight of so many of them
@@ -233,22 +232,13 @@ def believe(scores: Mapping[Candidate, np.ndarray]) -> Belief:
             _numbered([one.kind for one in settings]),
         )
     )
-    common = _LEVEL**2 + _HEAT**2 * same_heat
-    between = _MODEL**2 * same_model + _KIND**2 * same_kind + _KIND_HEAT**2 * (same_kind & same_heat)
-    between = between + _OWN**2 * np.eye(len(settings))
+    prior = _LEVEL**2 + _MODEL**2 * same_model + _HEAT**2 * same_heat + _KIND**2 * same_kind
+    prior = prior + _KIND_HEAT**2 * (same_kind & same_heat) + _OWN**2 * np.eye(len(settings))
     question, way, own_S = _noise([scores[one] for one in settings], means_S, same_model)
     noise = (question + way * same_model) / np.maximum.outer(counts_S, counts_S) + np.diag(own_S / counts_S)
-    centre = means_S.mean()
-    # where models lie close together, the best of them is probably lucky: as far apart as makes these means likeliest
-    priors = [common + scale**2 * between for scale in _SCALES]
-    prior = max(priors, key=lambda prior: _likelihood(means_S - centre, prior + noise))
     weights = np.linalg.solve(prior + noise, prior)
+    centre = means_S.mean()
     return Belief(settings, centre + weights.T @ (means_S - centre), prior - prior @ weights)
-
-
-def _likelihood(values_S: np.ndarray, covariance_SS: np.ndarray) -> float:
-    """Log-likelihood of a normal distribution around 0, less a constant."""
-    return -float(np.linalg.slogdet(covariance_SS)[1] + values_S @ np.linalg.solve(covariance_SS, values_S))
 
 
 def _noise(
