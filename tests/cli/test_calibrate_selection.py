@@ -552,8 +552,27 @@ def test_a_range_that_dropped_out_is_named_with_its_reason(capsys):
     text = capsys.readouterr().out
     assert text.startswith("Use the adapter alone")
     assert "drops out" not in text
-    assert "are few" not in text
-    report_selection(console(), {**recorded(questions=64), "failed": {"[-6,3]": "the loss is not finite at step 4"}})
+    stopped = {"[0,6]": {"steps": 49, "score": 0.31, "weakest_kept": 0.4}}
+    report_selection(
+        console(), {**recorded(), "failed": {"[-6,3]": "the loss is not finite at step 4"}, "stopped": stopped}
+    )
     text = capsys.readouterr().out
     assert "[-6,3] could not be trained and drops out: the loss is not finite at step 4" in text
-    assert "64 questions are few" in text
+    assert "[0,6] was stopped after 49 steps: 31.0 % then, the others at least 40.0 %" in text
+
+
+def test_a_gain_on_untouched_questions_is_the_one_that_is_said():
+    taken = [{**STEPS[1], "taken": True}]
+    gain = {
+        "questions": 256,
+        "setting": "[0,6] T=0.3",
+        "against": "adapter greedy",
+        "difference": {"mean": 0.04, "low": 0.01, "high": 0.07},
+        "confirmed": True,
+    }
+    assert headline({**recorded("gates", "[0,6]", 0.3, taken), "confirmation": gain}) == (
+        "Use the gates [0,6], at T = 0.3: 45.0 %; +4.0 points more than adapter greedy on 256 questions that chose nothing "
+        "(95 % interval +1.0 to +7.0)."
+    )
+    lost = {**gain, "difference": {"mean": -0.01, "low": -0.04, "high": 0.02}, "confirmed": False}
+    assert "[0,6] T=0.3 gained -1.0 points" in headline({**recorded(steps=taken), "confirmation": lost})

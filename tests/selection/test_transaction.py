@@ -14,9 +14,8 @@ from loragate.errors import ArtifactError, ConfigError, DataError, DivergenceErr
 from loragate.gates.range import Range
 from loragate.models import resolve
 from loragate.selection import Candidate, SelectionSettings, choose, trial
-from loragate.selection.comparison import CONFIRMING, ELSEWHERE, LARGE, settings_on
+from loragate.selection.comparison import CONFIRMING, ELSEWHERE, LARGE, settings_on, vetoes
 from loragate.selection.outcome import unread
-from loragate.selection.retention import vetoes
 from loragate.selection.transaction import Plan, Transaction, gates_all
 from loragate.selection.unverified import accept_gates, is_unaccepted
 from loragate.training import CalibrationSettings
@@ -210,8 +209,9 @@ def test_one_scale_for_all_is_written_as_gates_that_hold_it(tmp_path, scale, kin
 
 
 def test_the_artifact_cannot_be_told_from_one_of_the_same_training_alone(tmp_path):
-    one = begin(tmp_path / "chosen", {None: 10, (0, 1): 22}, [TWO])
-    one.run()
+    """Though the training paused after its first step, until the other range had been asked."""
+    one = begin(tmp_path / "chosen", {None: 10, (0, 1): 22})
+    assert "[-3,1]" in record_of(one.run())["stopped"]
     model = tiny_adapter()
     result = lg.calibrate(model, tiny_tokenizer(), ROWS, lg.GateConfig(0.0, 1.0, seed=3), SETTINGS)
     lg.save_gates(model, tmp_path / "alone", evidence=result.evidence())

@@ -212,7 +212,7 @@ def report_training(out: Any, evidence: dict[str, Any]) -> None:
 
 
 def headline(record: dict[str, Any]) -> str:
-    """What to use, and what the other way would have given: by expected scores, which picking has not flattered."""
+    """What to use, and what the other way would have given: by expected scores."""
     found, scores = record["recommendation"], record["recommendation"]["expected"]
     kind, steps = found["kind"], found["steps"]
     words = {

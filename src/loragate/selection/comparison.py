@@ -7,7 +7,7 @@ nothing is asked twice, also after an interruption.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -21,7 +21,6 @@ from loragate.selection.candidate import ADAPTER, BASE, CONSTANT, Candidate
 from loragate.selection.outcome import WARN, unread
 from loragate.selection.probe import COOL, Probe
 from loragate.selection.recommend import Recommendation, halve, most_answers, recommend
-from loragate.selection.retention import retention_record, vetoes
 from loragate.selection.store import PART, TRAINED, Scored, Store, TrialResult, read_json
 from loragate.selection.trial import PART_QUESTIONS, Bench, OnEvent, run_trial, train_part, train_trial
 from loragate.training.guards import breaches
@@ -35,6 +34,9 @@ ELSEWHERE = 4
 
 LARGE, CONFIRMING = 512, 256
 """Questions from which a probe keeps the last ones untouched, to confirm on them what the others recommend."""
+
+LOSS = 0.02
+"""What a setting may lose on the retention probe; a clear loss rules it out, a gain counts for nothing."""
 
 SCALES = (0.25, 0.5, 0.75, 1.25, 1.5)
 
@@ -281,3 +283,35 @@ class Comparison:
     def _retention_record(self) -> dict[str, Any]:
         assert self.bench.retention is not None, "it was asked"
         return retention_record(self.retained, next(iter(self.retained)), self.bench.retention.as_dict())
+
+
+def vetoes(scores: Mapping[str, np.ndarray], fallback: str) -> dict[str, str]:
+    """{candidate: reason} of those that lose more than 2 points with a 95 % interval entirely below 0.
+
+    Args:
+        scores: {name: scores [questions, samples]} on the retention probe, the fallback among them.
+        fallback: the untouched adapter.
+    """
+    found = {}
+    for name, values in scores.items():
+        if name == fallback:
+            continue
+        difference = compare(values, scores[fallback])
+        if difference.mean < -LOSS and difference.high < 0:
+            found[name] = (
+                f"loses {-100 * difference.mean:.1f} points on the retention probe (95 % interval "
+                f"{100 * difference.low:+.1f} to {100 * difference.high:+.1f})"
+            )
+    return found
+
+
+def retention_record(scores: Mapping[str, np.ndarray], fallback: str, probe: dict[str, Any]) -> dict[str, Any]:
+    """The evidence for the artifact: each score, and each difference from the adapter."""
+    return {
+        "probe": probe,
+        "rule": f"a candidate that loses more than {100 * LOSS:g} points, its paired 95 % interval below 0, is not picked",
+        "evidence": {name: asdict(average_at_k(values)) for name, values in scores.items()},
+        "against_adapter": {
+            name: asdict(compare(values, scores[fallback])) for name, values in scores.items() if name != fallback
+        },
+    }

@@ -92,7 +92,7 @@ class Bench:
     base_loads: int = 1
 
 
-def settings_by_objective(options: Any, objectives: Iterable[str]) -> dict[str, CalibrationSettings]:
+def settings_by_objective(options: CalibrationSettings, objectives: Iterable[str]) -> dict[str, CalibrationSettings]:
     """{objective: its training settings}: those of the options that it reads.
 
     Args:
