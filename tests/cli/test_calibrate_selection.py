@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -141,7 +142,8 @@ def test_a_range_is_picked_on_labels(place, tmp_path, capsys):
     assert record["evidence"]["[-3,1] greedy"]["mean"] == 1.0, "its own answers are the labels"
     assert record["evidence"]["adapter greedy"]["mean"] < 1.0
     assert (record["accepted"], record["picked"]) == (True, "[-3,1]")
-    assert record["cost"]["trainings"] == 2
+    assert record["cost"]["trainings"] == 1
+    assert set(record["stopped"]) == {"[0,1]"}
     assert len(lines) == 1
     assert lines[0].startswith("Use the gates [-3,1], greedily: ")
     assert "the adapter alone would have given" in lines[0]
@@ -153,9 +155,10 @@ def test_a_range_is_picked_on_labels(place, tmp_path, capsys):
     assert json.loads((out / "gate_config.json").read_text())["training"]["steps"] == 2
     labels = {row["prompt"]: row["answer"] for row in map(json.loads, (place / "gated.jsonl").read_text().splitlines())}
     base = dict(zip(POOL, first_words(tiny_base()), strict=True))
-    right = sum(base[prompt] == answer for prompt, answer in labels.items()) / len(labels)
-    assert 0 < right < 1
-    assert record["evidence"]["base greedy"]["mean"] == pytest.approx(right)
+    (asked,) = [row for row in record["settings"] if row["kind"] == "base"]
+    right = [base[prompt] == answer for prompt, answer in labels.items()]
+    assert 0 < sum(right) < len(right)
+    assert asked["mean"] == pytest.approx(sum(right[: asked["questions"]]) / asked["questions"])
 
 
 @pytest.mark.parametrize("probe", ["gated.jsonl", "adapter.jsonl"])
@@ -230,8 +233,8 @@ def test_the_adapter_stays_where_nothing_beats_it(place, tmp_path, capsys):
     out = tmp_path / "gated"
     assert calibrate(place, out, "--probe", place / "adapter.jsonl", *GREEDY, "--range=-3,1") == 0
     text = said(capsys)
-    assert "Use the adapter alone, greedily: 100.0 %; the gates would have given" in text
-    assert "nothing is shown to beat the adapter" in text
+    assert re.search(r"Use the adapter alone, greedily: 9\d\.\d %; the gates would have given", text)
+    assert "nothing is probably better than the adapter" in text
     record = selection_of(out)
     assert (record["accepted"], record["picked"]) == (False, "adapter")
     assert record["evidence"]["adapter greedy"]["mean"] == 1.0
@@ -432,7 +435,7 @@ def test_ctrl_c_says_the_step_and_how_to_go_on(place, tmp_path, capsys, monkeypa
     monkeypatch.setattr(Probe, "score", score)
     assert calibrate(place, tmp_path / "out", *probe, "--resume") == 0
     record = selection_of(tmp_path / "out")
-    assert (record["cost"]["trainings"], record["settings"][-1]["questions"]) == (1, 40)
+    assert (record["cost"]["trainings"], max(row["questions"] for row in record["settings"])) == (1, 40)
 
 
 def test_several_processes_are_refused_before_anything_is_loaded(place, tmp_path, capsys, monkeypatch):

@@ -1,8 +1,8 @@
 """Find the best way to use an adapter: train gates, ask everything on a probe, and write what is recommended.
 
 The whole of `loragate calibrate`, as one transaction that is resumable at every point; `choose_gates` is the call. It ends in
-one of four ways: gates, or one λ for all, that a probe showed to be better than the adapter at its best temperature; the
-adapter (zero gates) where nothing did; gates that were trained but stay off because there was no evidence; and gates that the
+one of four ways: gates, one λ for all, or the base, that do probably better on a probe than the adapter at its best
+temperature; the adapter (zero gates) where nothing does; gates that were trained but stay off because there was no evidence; and gates that the
 user accepted without any. What a probe showed is written with the sampling temperature at which it did. Zero gates are λ = 1
 everywhere, bit for bit the adapter, in every program that can load gates. Nothing here prints, and training's own loss is
 never looked at.
@@ -137,9 +137,10 @@ def choose_gates(
 ) -> Chosen:
     """Find the best way to use an adapter on a probe: as it is, with gates, under one λ, or not at all; and how to sample it.
 
-    The command `loragate calibrate` is this call. Gates are trained in a few ranges, one pass each. Everything is sampled at
-    T = 1, 0.6, 0.3 and greedily. What is more complicated than the adapter alone is recommended only where it is shown to be
-    better than the best of what is simpler (`recommend.py`). Scores are shares of right answers, 0 to 1.
+    The command `loragate calibrate` is this call. Gates are trained in a few ranges, the weaker half of them for a quarter
+    of their steps. Everything is sampled at T = 1, 0.6, 0.3 and greedily. What is more complicated than the adapter alone is
+    recommended only where it is probably better than the best of what is simpler (`recommend.py`). Scores are shares of right
+    answers, 0 to 1.
 
     Args:
         peft_model: base with a plain LoRA adapter in memory. It is left gated with what was written: λ = 1 everywhere
