@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from records import ADAPTER, GATED, make_record, make_result
+from records import ADAPTER, GATED, IDS, make_record, make_result
 from rich.console import Console
 
 from loragate.errors import DataError, LoragateError
@@ -107,6 +107,19 @@ def test_p_values_are_adjusted_over_the_record() -> None:
     for result in record.results:
         expected = result.comparison and verdict(result.comparison, p=result.adjusted_p)
         assert result.verdict == expected
+
+
+def test_the_best_temperature_is_scored_where_it_was_not_picked() -> None:
+    record = make_record().with_best_temperatures()
+    assert [row.at_best is not None for row in record.results] == [False, True, False, False]
+    # where one temperature is best on every half, nothing is lost by picking it
+    answers = {"question_ids": IDS, "reasons": ["ok"] * 3, "finish_reasons": ["stop"] * 3, "tokens": [1] * 3}
+    warm = task_result("sums", "adapter", np.zeros((3, 1)), **answers)
+    cool = task_result("sums", "adapter", np.ones((3, 1)), **answers, control="greedy", temperature=0.0)
+    (best, _) = dataclasses.replace(record, results=(warm, cool)).with_best_temperatures().results
+    assert best.at_best is not None
+    assert (best.at_best.temperature, best.at_best.score.mean) == (0.0, pytest.approx(1.0))
+    assert "At its best temperature" in score_markdown(record.to_json())
 
 
 def test_averages_are_adjusted_among_themselves() -> None:

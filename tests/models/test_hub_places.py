@@ -207,7 +207,8 @@ def test_sweep_pins_its_adapters(place, hub, tmp_path):
         ranges="-1,1",
         device="cpu",
     )
-    sweep, study = prepare(options)
+    sweep, candidates = prepare(options)
+    study = sweep.study(candidates)
     assert sweep.adapters == {"plain-v1": f"user/plain@{OLD}", "plain": f"user/plain@{NEW}"}
     assert study.identity["adapters"]["plain"] == f"user/plain@{NEW}"
     bench = Workshop(sweep).bench("plain-v1")

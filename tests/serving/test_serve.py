@@ -217,8 +217,16 @@ def test_vllm_samples_as_the_folder_recommends(vllm_server: Running) -> None:
     printed = "".join(vllm_server.lines)
     assert "sampling greedily, as gated recommends" in printed
     assert "is recommended" not in printed
-    for _ in range(2):
-        assert vllm_server.call("/v1/completions", body)[1]["choices"][0]["text"].strip() == expected("gated")[0]
+    for name in ("gated", "same", "gated"):
+        asked = {**body, "model": name}
+        assert vllm_server.call("/v1/completions", asked)[1]["choices"][0]["text"].strip() == expected("gated")[0]
+    for name in ("base", "adapter", "gated@unit"):
+        warm = {**body, "model": name, "seed": 5}
+        texts = [
+            vllm_server.call("/v1/completions", {**warm, **more})[1]["choices"][0]["text"]
+            for more in ({}, {"temperature": 1.0}, {"temperature": 0.0})
+        ]
+        assert texts[0] == texts[1] != texts[2], f"{name} was not asked when the temperature was found"
     for _ in range(2):
         assert vllm_server.call("/v1/completions", {**body, "temperature": 2.0})[0] == 200
     assert "".join(vllm_server.lines).count("sampling at temperature 2, but gated is recommended greedily") == 1

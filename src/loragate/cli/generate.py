@@ -29,7 +29,7 @@ class GenerateOptions(ModelOptions):
         prompts: file with one prompt per line, instead of prompt.
         raw: pass the prompt to the model unchanged, without the chat template.
         samples: answers per prompt.
-        temperature: sampling temperature; 0 is greedy. Without it that which the gated folder recommends, or 1.
+        temperature: sampling temperature; 0 is greedy. Without it that which the folder recommends, or 1.
         top_p: nucleus sampling threshold.
         max_new_tokens: token limit of an answer; 0 takes 512. An answer ends at the model's last position, too.
         seed: seed of the sampling.
@@ -70,7 +70,7 @@ def run(options: GenerateOptions) -> int:
     from loragate.models import open_model, resolve
 
     place = resolve(options.model, options.base, overrides=True)
-    temperature = chosen_temperature(place.gates, options.temperature)
+    temperature = chosen_temperature(place.sampling, options.temperature)
     if options.temperature is None and temperature == 0 and options.samples > 1:
         raise ConfigError(
             f"--samples {options.samples}: {options.model} recommends greedy decoding, one answer each; give --temperature"
@@ -82,7 +82,7 @@ def run(options: GenerateOptions) -> int:
         samples=options.samples,
         seed=options.seed,
     )
-    if note := sampling_note(options.model, place.gates, options.temperature):
+    if note := sampling_note(options.model, place.sampling, options.temperature):
         print(f"loragate: {note}", file=sys.stderr)
     loaded = open_model(place, how)
     model, tokenizer = loaded.model, loaded.tokenizer

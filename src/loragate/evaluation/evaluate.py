@@ -166,20 +166,24 @@ class Evaluation:
             results += [retention_result(name, row, one, rows.get("adapter")) for row, one in rows.items()]
             warnings += [warning for one in rows.values() for warning in one.warnings]
         averages += retention_averages(measured)
-        return EvaluationRecord(
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            models=self.models,
-            tasks=tuple(infos),
-            results=tuple(results),
-            suites=tuple(averages),
-            seed=self.seed,
-            sandbox=self.judging.sandbox if any(self._grader(p) in CODE for p in self.tasks) else None,
-            versions=package_versions(),
-            seconds=sum(self.seconds.values()),
-            canary=self.canary,
-            warnings=tuple(dict.fromkeys(warnings)),
-            left_out=self.left_out,
-        ).with_adjusted_p()
+        return (
+            EvaluationRecord(
+                created=datetime.now(UTC).isoformat(timespec="seconds"),
+                models=self.models,
+                tasks=tuple(infos),
+                results=tuple(results),
+                suites=tuple(averages),
+                seed=self.seed,
+                sandbox=self.judging.sandbox if any(self._grader(p) in CODE for p in self.tasks) else None,
+                versions=package_versions(),
+                seconds=sum(self.seconds.values()),
+                canary=self.canary,
+                warnings=tuple(dict.fromkeys(warnings)),
+                left_out=self.left_out,
+            )
+            .with_adjusted_p()
+            .with_best_temperatures()
+        )
 
     def judge_again(
         self, again: bool = False, on_event: OnEvent = unheard

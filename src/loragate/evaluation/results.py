@@ -32,6 +32,7 @@ from loragate.evaluation.statistics import (
     dft_rounded_mean,
     holm,
     majority_at_k,
+    out_of_fold,
     pass_at_k,
 )
 from loragate.files import write_json
@@ -60,6 +61,19 @@ class TaskInfo:
 
 
 @dataclass(frozen=True)
+class AtBest:
+    """A variant at its best temperature.
+
+    Attributes:
+        temperature: the best on all questions, 0 for greedy.
+        score: out of fold (`statistics.out_of_fold`), so that picking the temperature has not flattered it.
+    """
+
+    temperature: float
+    score: Estimate
+
+
+@dataclass(frozen=True)
 class TaskResult:
     """What one variant scored on one task.
 
@@ -84,6 +98,7 @@ class TaskResult:
         adjusted_p: the comparison's p after Holm's adjustment over all comparisons of the record.
         verdict: what the comparison shows, by `verdict` with the adjusted p.
         seconds: sampling and grading.
+        at_best: the variant at the best of the temperatures that were asked; None for controls, and where one was asked.
     """
 
     task: str
@@ -106,6 +121,7 @@ class TaskResult:
     adjusted_p: float | None = None
     verdict: Verdict | None = None
     seconds: float = 0.0
+    at_best: AtBest | None = None
 
     @property
     def name(self) -> str:
@@ -174,6 +190,24 @@ class EvaluationRecord:
     def with_adjusted_p(self) -> EvaluationRecord:
         """Return the record with Holm-adjusted p-values and verdicts: over all its results, and over all its averages."""
         return dataclasses.replace(self, results=_adjusted(self.results), suites=_adjusted(self.suites))
+
+    def with_best_temperatures(self) -> EvaluationRecord:
+        """Return the record with what every variant scores at its best temperature, where several were asked."""
+        asked: dict[tuple[str, str], dict[float, TaskResult]] = {}
+        usual = {task.name: task.sampling.temperature for task in self.tasks}
+        for row in self.results:
+            heat = usual[row.task] if row.temperature is None else row.temperature
+            if row.control is None or row.control in ("greedy", f"T={row.temperature:g}"):
+                asked.setdefault((row.task, row.variant), {})[heat] = row
+        results = list(self.results)
+        for index, row in enumerate(results):
+            heats = asked.get((row.task, row.variant), {})
+            if row.control is None and len(heats) > 1:
+                means_QS = np.array([one.question_scores for one in heats.values()]).T
+                best = list(heats)[int(np.argmax(means_QS.mean(axis=0)))]
+                at_best = AtBest(best, average_at_k(out_of_fold(means_QS)[:, None]))
+                results[index] = dataclasses.replace(row, at_best=at_best)
+        return dataclasses.replace(self, results=tuple(results))
 
     def to_json(self) -> dict[str, Any]:
         """Return what the file holds."""

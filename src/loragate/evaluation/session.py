@@ -116,7 +116,7 @@ class Session:
         """One sentence on the sampling that the folder recommends and the rows that have it; empty where it recommends none."""
         model, asked = self.request.model, self.request.tasks.temperature
         if (heat := self.recommended) is None:
-            return sampling_note(model, self.loaded.place.gates, asked) if self.prepared else ""
+            return sampling_note(model, self.loaded.place.sampling, asked) if self.prepared else ""
         return (
             f"{model} recommends sampling {at(heat)}: rows of that temperature are among the controls; the first rows are sampled "
             "as their tasks say"

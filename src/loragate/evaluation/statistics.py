@@ -26,6 +26,7 @@ EXACT_QUESTIONS = 12
 DRAWS = 10_000
 _CHUNK = 4_000_000
 """Question draws held in memory at once by the bootstrap."""
+HALVINGS = 10
 
 Array = NDArray[np.float64]
 
@@ -75,6 +76,22 @@ def average_at_k(scores: ArrayLike) -> Estimate:
         half = stdtrit(len(array) - 1, (1 + CONFIDENCE) / 2) * stderr / (mean * (1 - mean))
         low, high = float(expit(logit(mean) - half)), float(expit(logit(mean) + half))
     return Estimate(mean, stderr, low, high, *array.shape)
+
+
+def out_of_fold(means_QS: Array, seed: int = 0) -> Array:
+    """The score of every question [Q] by the column that is best on the other half of the questions.
+
+    The mean of the best column on the very questions that picked it is flattered; the mean of these is not. Averaged over
+    `HALVINGS` random halvings, so that it does not hang on one of them.
+    """
+    count, generator = len(means_QS), np.random.default_rng(seed)
+    found = np.zeros(count)
+    for _ in range(HALVINGS):
+        order = generator.permutation(count)
+        for here, there in ((order[: count // 2], order[count // 2 :]), (order[count // 2 :], order[: count // 2])):
+            pick = int(np.argmax(means_QS[here].mean(axis=0))) if len(here) else 0
+            found[there] += means_QS[there, pick] / HALVINGS
+    return found
 
 
 def compare(scores_a: ArrayLike, scores_b: ArrayLike, *, seed: int = 0) -> Difference:

@@ -15,7 +15,7 @@ BASE_CONFIG = "config.json"
 # what is downloaded, by the file that tells what is in a repository
 FILES: dict[str, tuple[str, ...]] = {
     CONFIG: (CONFIG, GATES, SAMPLING, CARD, f"{ADAPTER}/*"),
-    ADAPTER_CONFIG: ("adapter_*", "*token*.json", "tokenizer*", "vocab.*", "merges.txt", "*.jinja"),
+    ADAPTER_CONFIG: ("adapter_*", SAMPLING, "*token*.json", "tokenizer*", "vocab.*", "merges.txt", "*.jinja"),
     BASE_CONFIG: ("*.json", "model*.safetensors", "*.model", "*.jinja", "merges.txt", "vocab.txt"),
 }
 

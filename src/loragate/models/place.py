@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from loragate.gates.adapter_files import ADAPTER_CONFIG, read_adapter_config
 from loragate.gates.gate import Override
 from loragate.gates.override_names import parse_override, split_folder
 from loragate.gates.peft_saving import lost_gates
-from loragate.gates.recommended import recommended_temperature
+from loragate.gates.recommended import SAMPLING, exported_sampling, recommended_temperature
 from loragate.gates.schema import ADAPTER, CONFIG, read_gate_config, read_tensors
 from loragate.hub_names import cached_commit, hub_name, hub_source, is_hub_id, split_revision
 from loragate.models.gguf import only_file
@@ -146,10 +147,15 @@ class Place:
         """Tokens that end an answer, as the gated folder records them."""
         return tuple((self.gates or {}).get("stop_token_ids") or ())
 
+    @cached_property
+    def sampling(self) -> Mapping[str, Any] | None:
+        """The record that may recommend a temperature: gate_config.json, or what `sampling_of` finds beside a plain adapter."""
+        return sampling_of(self.folder) if self.gates is None and self.kind == "adapter" else self.gates
+
     @property
     def recommended_temperature(self) -> float | None:
-        """At which a gated folder is to be sampled, its plain adapter where the gates are off; 0 is greedy, None for nothing."""
-        return recommended_temperature(self.gates)
+        """At which an adapter's folder is to be sampled; 0 is greedy, None for nothing."""
+        return recommended_temperature(self.sampling)
 
     @property
     def is_dora(self) -> bool:
@@ -250,6 +256,21 @@ def is_gated(folder: str | Path) -> bool:
 def is_adapter(folder: str | Path) -> bool:
     """Whether a folder is an adapter, gated or plain."""
     return is_gated(folder) or (Path(folder) / ADAPTER_CONFIG).is_file()
+
+
+def sampling_of(folder: Path) -> dict[str, Any]:
+    """The record that may recommend a temperature: gate_config.json, or what `loragate export` wrote beside a plain adapter.
+
+    Raises:
+        ArtifactError: for a gated folder that cannot be read.
+    """
+    if is_gated(folder):
+        return read_gate_config(folder)
+    try:
+        settings = json.loads((folder / SAMPLING).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return exported_sampling(settings) if isinstance(settings, dict) else {}
 
 
 def require_here(what: str, name: str) -> None:

@@ -28,14 +28,14 @@ NAMES = {"base": ("base",), "adapter": ("base", "adapter"), "gated": ("base", "a
 
 @dataclass(frozen=True)
 class Row:
-    """A served name: what acts, on which of the model's adapters, of which kind, an override that it always has, and the
-    gate_config.json of its folder."""
+    """A served name: what acts, on which of the model's adapters, of which kind, an override that it always has, and
+    `Place.sampling` of its folder."""
 
     acts: Any
     kind: Any
     adapter: str = "default"
     override: Any = None
-    gates: Mapping[str, Any] | None = None
+    sampling: Mapping[str, Any] | None = None
 
 
 def add_adapters(model: Any, places: Mapping[str, Place]) -> dict[str, Row]:
@@ -56,7 +56,7 @@ def add_adapters(model: Any, places: Mapping[str, Place]) -> dict[str, Row]:
                 model.load_adapter(str(place.adapter), adapter_name=loaded[folder])
             if place.kind == "gated":
                 load_gates(model, folder, loaded[folder])
-        rows[name] = Row(place.kind, place.kind, loaded[folder], place.override, place.gates)
+        rows[name] = Row(place.kind, place.kind, loaded[folder], place.override, place.sampling)
     return rows
 
 
@@ -67,11 +67,12 @@ def transformers_backend(
     *,
     system: str = "none",
     more: Mapping[str, Row] | None = None,
-    gates: Mapping[str, Any] | None = None,
+    sampling: Mapping[str, Any] | None = None,
 ) -> Backend:
     """The answers of a loaded model.
 
-    A request without a temperature is sampled as the asked adapter's folder recommends, else as that of the model does.
+    A request without a temperature is sampled as the folder that it names recommends. The base, the plain adapter beside gates
+    and a name with an override of λ were not asked when that was found; they keep temperature 1.
 
     Args:
         model: base, PeftModel or gated PeftModel.
@@ -79,13 +80,14 @@ def transformers_backend(
         kind: "base", "adapter" or "gated"; decides the names that can be asked for.
         system: "none" leaves out a default system message that the template injects, "keep" keeps it.
         more: rows of further adapters, from `add_adapters`.
-        gates: gate_config.json of the model's folder, where it is gated.
+        sampling: `Place.sampling` of the model's folder.
     """
 
     engine = TransformersEngine(model, tokenizer, batch_size=16)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    rows = {name: Row(name, kind, gates=gates) for name in NAMES[kind]} | dict(more or {})
-    usual = chosen_temperature(gates, None)
+    rows = {name: Row(name, kind, sampling=sampling if name == kind else None) for name in NAMES[kind]} | dict(
+        more or {}
+    )
 
     def answer(asked: CompletionRequest | ChatRequest) -> tuple[int, list[Answer]]:
         if isinstance(asked, CompletionRequest):
@@ -98,10 +100,10 @@ def transformers_backend(
             raise DataError(
                 f"max_tokens={limit} would pass the model's {positions} positions: set max_tokens to {min(limits)} or less"
             )
-        row = rows.get(asked.model) or rows[split_name(asked.model)[0]]
-        temperature = chosen_temperature(row.gates, asked.temperature, usual)
-        if asked.model in rows and row.acts == "gated" and row.override is None:
-            warn_elsewhere(asked.model, row.gates, temperature, logger)
+        row = rows.get(asked.model)
+        shown = row.sampling if row is not None and row.override is None else None
+        temperature = chosen_temperature(shown, asked.temperature)
+        warn_elsewhere(asked.model, shown, temperature, logger)
         config = SamplingConfig(temperature, asked.top_p, limit, asked.n, asked.seed, tuple(asked.stop))
         with answering(model, rows, asked.model):
             samples = engine.generate(prompts, config)

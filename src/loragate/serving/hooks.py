@@ -9,6 +9,7 @@ from typing import Any
 import vllm.lora.utils as lora_utils
 from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group
+from vllm.entrypoints.serve.engine.serving import OpenAIServing
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.request import LoRARequest
 from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
@@ -21,7 +22,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from loragate.gates.override_names import virtual_place
 from loragate.serving.head import head_class, scoring_prompts
 from loragate.serving.layers import gated_class
-from loragate.serving.plugin import ADAPTERS, adding, hashing, loading, validating, warning
+from loragate.serving.plugin import ADAPTERS, adding, hashing, loading, recommending, validating, warning
 
 
 class GatedLoRAModelManager(LRUCacheLoRAModelManager):
@@ -73,5 +74,6 @@ def install() -> None:
     )
     LRUCacheWorkerLoRAManager.add_adapter = adding(LRUCacheWorkerLoRAManager.add_adapter)
     InputProcessor._validate_lora = validating(InputProcessor._validate_lora)
+    OpenAIServing._maybe_get_adapters = recommending(OpenAIServing._maybe_get_adapters)
     AsyncLLM.generate = warning(AsyncLLM.generate)
     VllmConfig.compute_hash = hashing(VllmConfig.compute_hash)

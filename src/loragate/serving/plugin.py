@@ -25,9 +25,8 @@ from typing import Any
 from loragate.errors import LoragateError
 from loragate.gates.gate import Override
 from loragate.gates.override_names import split_folder
-from loragate.gates.recommended import warn_elsewhere
-from loragate.gates.schema import read_gate_config
-from loragate.models.place import is_gated
+from loragate.gates.recommended import generation_settings, recommended_temperature, warn_elsewhere
+from loragate.models.place import is_gated, sampling_of
 from loragate.serving.versions import missing_hook, vllm_version, why_unsupported
 from loragate.version import __version__
 
@@ -145,31 +144,52 @@ def validating(original: Any) -> Any:
     return validate
 
 
+def recommending(original: Any) -> Any:
+    """The server's look-up of a request's adapter; what the request leaves open is sampled as the adapter's folder recommends.
+
+    vLLM's own defaults are one for all names, and base and plain adapter keep those.
+    """
+
+    @functools.wraps(original)
+    def adapters(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        lora_request = original(self, request, *args, **kwargs)
+        if lora_request is None or getattr(request, "temperature", 0.0) is not None:
+            return lora_request
+        temperature = recommended_temperature(_sampling(lora_request.lora_path))
+        if temperature is not None:
+            # vLLM reads no do_sample: greedy decoding is a temperature of 0 there
+            for key, value in {**generation_settings(temperature), "temperature": temperature}.items():
+                if getattr(request, key, value) is None:
+                    setattr(request, key, value)
+        return lora_request
+
+    return adapters
+
+
 def warning(original: Any) -> Any:
-    """A server's `generate` that warns where gates are sampled at another temperature than their folder recommends."""
+    """A server's `generate` that warns where an adapter is sampled at another temperature than its folder recommends."""
 
     @functools.wraps(original)
     def generate(
         self: Any, prompt: Any, sampling_params: Any, *args: Any, lora_request: Any = None, **kwargs: Any
     ) -> Any:
         if lora_request is not None:
-            records = self.__dict__.setdefault("_loragate_records", {})
-            if lora_request.lora_path not in records:
-                records[lora_request.lora_path] = _gate_config(lora_request.lora_path)
             told = logging.getLogger("loragate")
             # in servers that `loragate serve` starts, vLLM's loggers and the root tell of errors alone
             told.setLevel(logging.WARNING)
-            warn_elsewhere(lora_request.lora_name, records[lora_request.lora_path], sampling_params.temperature, told)
+            record = _sampling(lora_request.lora_path)
+            warn_elsewhere(lora_request.lora_name, record, sampling_params.temperature, told)
         return original(self, prompt, sampling_params, *args, lora_request=lora_request, **kwargs)
 
     return generate
 
 
-def _gate_config(path: str) -> dict[str, Any]:
-    """gate_config.json of a gated folder as it is; {} for any other adapter, and for a folder that will be refused."""
+@functools.lru_cache(maxsize=1024)
+def _sampling(path: str) -> dict[str, Any]:
+    """The record of an adapter's folder as it is served, see `sampling_of`; {} for a folder that will be refused."""
     try:
-        found = _needs_lambda(path)
-        return read_gate_config(found[0]) if found is not None and found[1] is None else {}
+        named, override = split_folder(path)
+        return sampling_of(Path(named).expanduser()) if override is None else {}
     except LoragateError:
         return {}
 
