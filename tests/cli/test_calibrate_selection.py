@@ -146,7 +146,7 @@ def test_a_range_is_picked_on_labels(place, tmp_path, capsys):
     assert set(record["stopped"]) == {"[0,1]"}
     assert len(lines) == 1
     assert lines[0].startswith("Use the gates [-3,1], greedily: ")
-    assert "the adapter alone would have given" in lines[0]
+    assert "would have given" in lines[0]
     assert "| [-3,1] greedy | 100.0 |" in (out / "README.md").read_text()
     assert json.loads((out / "generation_config.json").read_text())["do_sample"] is False
     trained = load_file(out / "run" / "candidates" / "trials" / "entropy_-3_1_seed42" / "gated" / "gates.safetensors")

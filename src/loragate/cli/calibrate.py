@@ -10,7 +10,7 @@ from loragate.cli.options import RunOptions
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.selection.candidate import Candidate, parse_candidates
-from loragate.selection.settings import SelectionSettings, require_one_process
+from loragate.selection.settings import ProbeSettings, SelectionSettings, require_one_process
 from loragate.training.preflight import check_loading
 from loragate.training.settings import ON_POLICY, CalibrationSettings
 from loragate.validate import comma_list
@@ -18,7 +18,7 @@ from loragate.validate import comma_list
 if TYPE_CHECKING:
     from loragate.gates.config import GateConfig
 
-Settings = TypeVar("Settings")
+Settings = TypeVar("Settings", bound=ProbeSettings | CalibrationSettings)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """Find the best way to use an adapter: train gates, ask everything on a probe, and write what is recommended.
 
 The whole of `loragate calibrate`, as one transaction that is resumable at every point; `choose_gates` is the call. It ends in
-one of four ways: gates, one λ for all, or the base, that do probably better on a probe than the adapter at its best
-temperature; the adapter (zero gates) where nothing does; gates that were trained but stay off because there was no evidence; and gates that the
-user accepted without any. What a probe showed is written with the sampling temperature at which it did. Zero gates are λ = 1
-everywhere, bit for bit the adapter, in every program that can load gates. Nothing here prints, and training's own loss is
-never looked at.
+one of four ways: gates, one λ for all, or the base, that do probably better on a probe than the adapter at its best temperature;
+the adapter (zero gates) where nothing does; gates that were trained but stay off because there was no evidence; and gates that
+the user accepted without any. What a probe showed is written with the sampling temperature at which it did. Zero gates are
+λ = 1 everywhere, bit for bit the adapter, in every program that can load gates. Nothing here prints, and training's own loss
+is never looked at.
 
     folder/                        the gated adapter, written last
     folder/run/candidates/         the study and its trials (`store.py`); majority.json holds answers of the adapter
