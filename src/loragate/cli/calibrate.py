@@ -12,13 +12,13 @@ from loragate.errors import ConfigError
 from loragate.selection.candidate import Candidate, parse_candidates
 from loragate.selection.settings import ProbeSettings, SelectionSettings, require_one_process
 from loragate.training.preflight import check_loading
-from loragate.training.settings import ON_POLICY, CalibrationSettings
+from loragate.training.settings import ON_POLICY, CalibrationSettings, TrainSettings
 from loragate.validate import comma_list
 
 if TYPE_CHECKING:
     from loragate.gates.config import GateConfig
 
-Settings = TypeVar("Settings", bound=ProbeSettings | CalibrationSettings)
+Settings = TypeVar("Settings", bound=ProbeSettings | TrainSettings)
 
 
 @dataclass(frozen=True)
