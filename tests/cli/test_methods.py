@@ -80,7 +80,7 @@ def test_another_reference_model(place, tmp_path, capsys):
     logged = [json.loads(line) for line in (tmp_path / "a" / "run" / "metrics.jsonl").read_text().splitlines()]
     assert logged[0]["reference_kl"] > 0.01, "another model is not where the base is"
     said = fails(capsys, *sft(place, tmp_path / "b", "--reference", place / "other"))
-    assert "--reference has no effect with objective sft, only with eksft" in said
+    assert "a reference model has no effect on the objective 'sft', only on eksft" in said
     said = fails(capsys, *sft(place, tmp_path / "b", "--objective", "eksft", "--reference", place / "wide"))
     assert "vocabulary of 170" in said
     said = fails(capsys, *sft(place, tmp_path / "b", "--objective", "eksft", "--reference", place / "adapter"))
