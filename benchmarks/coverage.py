@@ -24,8 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from loragate.evaluation.aggregates import compare_suites, pass_at_k, suite_average
-from loragate.evaluation.statistics import average_at_k, compare, t_interval
+from loragate.evaluation.statistics import average_at_k, compare, compare_suites, pass_at_k, suite_average, t_interval
 
 SAMPLES = 16
 SUITE_DRAWS = 2000

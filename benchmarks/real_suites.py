@@ -124,7 +124,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 def retention_checks(data: Path) -> dict[str, Any]:
     """Questions of BBH and of MMLU's STEM subjects that the retention suites accept."""
     from loragate.evaluation.tasks import load_questions, load_task
-    from loragate.evaluation.tasks.retention import SUBSET
+    from loragate.evaluation.tasks.questions import SUBSET
 
     with tempfile.TemporaryDirectory() as scratch:
         files = write_retention(data, Path(scratch))

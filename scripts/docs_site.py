@@ -7,7 +7,6 @@ notebook; copies of the files outside docs/ that pages link to. The functions wi
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import json
 import posixpath
@@ -56,9 +55,9 @@ def commands() -> dict[str, str]:
 def command_page(name: str) -> str:
     """The Markdown page of one command: summary, examples, then every setting with its default."""
     from loragate.cli.arguments import field_kinds, help_texts
-    from loragate.cli.main import COMMANDS
+    from loragate.cli.main import command as command_of
 
-    command = importlib.import_module(f"loragate.cli.{COMMANDS[name][0]}").COMMAND
+    command = command_of(name)
     texts, kinds = help_texts(command.options), field_kinds(command.options)
     lines = [f"# loragate {name}", "", command.summary, ""]
     if name in PAGES:

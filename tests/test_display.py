@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from loragate import display
-from loragate.display import Display, Parts, time_left
+from loragate.display import FILE_WIDTH, Display, Parts, console, printable, time_left
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ def clock(monkeypatch):
 
 def test_a_log_counts_in_units(clock):
     out = io.StringIO()
-    shown = Display(out=Console(file=out, width=200))
+    shown = Display(out=Console(file=out, width=40))  # a line stays whole
     with shown.job("training (sft)", unit="step") as job:
         for step in range(1, 121):
             clock.now += 3
@@ -97,3 +99,44 @@ def test_a_choice_of_ranges_says_which_step_of_which_range(clock):
     lines = out.getvalue().splitlines()
     assert lines[0] == "trying 2 ranges: range 1 of 2, [0,1]: training, step 0 of 150 · entropy 0.050"
     assert "trying 2 ranges: 1 settings asked; adapter T=0.3: answer 40 of 40" in lines
+
+
+@pytest.mark.parametrize(("columns", "width"), [(None, FILE_WIDTH), ("200", 200)])
+def test_a_file_has_room_for_a_table(monkeypatch, columns, width):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    assert console().width == width
+
+
+EVIL = "\x1b]0;title\x07\x1b[2Jtext\x9b31m\rover"
+
+
+def test_what_models_and_files_say_does_not_act_on_a_terminal(monkeypatch):
+    assert printable(EVIL) == r"\x1b]0;title\x07\x1b[2Jtext\x9b31m\x0dover"
+    assert printable("a\tb\r\nc\n") == "a\tb\r\nc\n"
+    file = io.StringIO()
+    monkeypatch.setattr("sys.stdout", file)
+    console().print(EVIL, markup=False)
+    assert not set("\x1b\x07\x9b\r") & set(file.getvalue())
+    assert "text" in file.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_answers_reach_a_file_as_they_are_and_a_terminal_in_peace(monkeypatch, terminal):
+    from loragate.cli import generate
+    from loragate.generation import Sample, TransformersEngine
+    from tiny import tiny_base, tiny_tokenizer
+
+    class Screen(io.StringIO):
+        def isatty(self):
+            return terminal
+
+    loaded = SimpleNamespace(model=tiny_base(), tokenizer=tiny_tokenizer(), kind="base")
+    monkeypatch.setattr("loragate.models.resolve", lambda *_, **__: SimpleNamespace(gates=None))
+    monkeypatch.setattr("loragate.models.open_model", lambda *_: loaded)
+    monkeypatch.setattr(TransformersEngine, "generate", lambda *_: [Sample(0, 0, EVIL, (1,), "stop", None)])
+    monkeypatch.setattr(sys, "stdout", Screen())
+    assert generate.run(generate.GenerateOptions(model="x", prompt="w1", raw=True)) == 0
+    assert ("\x1b" in sys.stdout.getvalue()) is not terminal

@@ -5,7 +5,6 @@ A Python snippet that cannot run has `<!-- not run: reason -->` on the line befo
 """
 
 import functools
-import importlib
 import importlib.util
 import json
 import os
@@ -23,6 +22,7 @@ import yaml
 
 import loragate
 from loragate import errors
+from loragate.cli import main as program
 from loragate.cli.arguments import build_app, field_kinds, help_texts, parse, read_config
 from loragate.cli.main import COMMANDS, overview
 from loragate.errors import ConfigError
@@ -86,7 +86,7 @@ def prose(path):
 
 def command(name):
     assert name in COMMANDS, f"there is no command {name}"
-    return importlib.import_module(f"loragate.cli.{COMMANDS[name][0]}").COMMAND
+    return program.command(name)
 
 
 @functools.cache

@@ -15,8 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from loragate.evaluation.grading import GradingPool
-from loragate.evaluation.grading.graders import MATH_GRADERS, Job
+from loragate.evaluation.grading import MATH_GRADERS, GradingPool, Job
 from loragate.files import write_json
 
 PAIRS = Path(__file__).parent / "pairs.jsonl"

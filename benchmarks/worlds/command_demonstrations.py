@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 
-from loragate.world.demonstrations import Document, check_share
+from loragate.world.demonstrations import Document
 from loragate.world.problems import RETENTION_KINDS, draw_retention
 from loragate.world.tokenizer import FACT_JOINER, FILLERS, OPENERS, SUBJECTS
 from worlds.commands import apply_command, draw_command_problem, programme
@@ -35,7 +35,6 @@ def command_demonstrations(
         commands: shortest and longest problem, both included.
         noise: chance that a step takes one of the two readings that are not agreed; the following steps continue from it.
     """
-    check_share("noise", noise)
     rng = random.Random(f"command demonstrations/{seed}")
     shares = (1.0 - noise, noise / 2, noise / 2)
     rows = []
@@ -68,8 +67,6 @@ def command_documents(
         aside: chance of an opener, and of a filler before each step.
         commands: shortest and longest problem, both included.
     """
-    for name, share in {"programmes": programmes, "named": named, "answered": answered, "aside": aside}.items():
-        check_share(name, share)
     rng = random.Random(f"command documents/{seed}")
     documents = []
     for _ in range(count):

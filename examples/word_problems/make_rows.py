@@ -5,7 +5,7 @@ models choose an operation far better than they calculate, and the graders calcu
 
 SVAMP's 1,000 questions are variations of about a hundred stories: the same peaches with other numbers or another question.
 A random split would put variations of one story on both sides, so whole stories are dealt out: a story is for the test,
-for the probe or for the training. The training's other questions are GSM8K's. The same sources always give the same files.
+for the probe or for the training. GSM8K's questions fill the training up. The same sources always give the same files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import re
 from fractions import Fraction
 from pathlib import Path
 
-TEST, PROBE = 300, 96  # questions; the rest is for the training
+TEST, PROBE, TRAIN = 300, 128, 400  # rows
 SAME_STORY = 0.4  # share of common content words from which two SVAMP questions tell one story
 ASK = "Put the formula that gives the answer in \\boxed{}."
 # words that any story may have
@@ -37,7 +37,8 @@ def main() -> None:
     test, rest = dealt(stories, TEST)
     probe, rest = dealt(rest, PROBE)
     train = [row for story in rest for row in story]
-    train = sorted([*train, *read_gsm8k(Path(given.gsm8k))], key=shuffle_key)
+    others = sorted(read_gsm8k(Path(given.gsm8k)), key=shuffle_key)
+    train = sorted([*train, *others[: TRAIN - len(train)]], key=shuffle_key)
     here = Path(__file__).parent
     write(here / "train.jsonl", train, ("id", "prompt", "response"))
     write(here / "probe.jsonl", probe, ("id", "prompt", "answer"))

@@ -173,7 +173,10 @@ class Job:
         self.total = total or self.total
         share = done / self.total if self.total else 0.0
         count = f"{self.unit} {done:,}".lstrip() + (f" of {self.total:,}" if self.total else "")
-        self.show(share, count, note, self.display.left(share, self.weight) or self._own_left(share))
+        left, elapsed = self.display.left(share, self.weight), time.monotonic() - self.began
+        if not left and share > 0.02 and elapsed > 2:
+            left = time_left(elapsed / share * (1 - share))
+        self.show(share, count, note, left)
 
     def show(self, share: float, *parts: str) -> None:
         """`share` of the job is done; the parts say what it is at, empty ones are left out."""
@@ -183,10 +186,6 @@ class Job:
         elif time.monotonic() - self.printed >= PLAIN_SECONDS:
             self.printed = time.monotonic()
             self.display.out.print(f"{self.name}: {text}", markup=False, soft_wrap=True)
-
-    def _own_left(self, share: float) -> str:
-        elapsed = time.monotonic() - self.began
-        return time_left(elapsed / share * (1 - share)) if share > 0.02 and elapsed > 2 else ""
 
     def close_with(self, text: str) -> None:
         """Text for the line that stays when the job ends."""

@@ -29,7 +29,7 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write` on a temporary file beside `path`, sync it to disk and rename it into place.
 
     Raises:
@@ -63,7 +63,7 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write `text` (UTF-8) to `path` atomically."""
-    write_atomically(path, lambda temporary: _dump(temporary, text))
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -112,10 +112,6 @@ def describe_os_error(path: Path, error: OSError) -> str:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{path} was not written: the folder cannot be written to ({error.strerror}). Choose another --out"
     return f"{path} was not written: {error.strerror or error}"
-
-
-def _dump(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def _sync_folder(folder: Path) -> None:

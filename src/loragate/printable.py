@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import unicodedata
 
+_ACT = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")  # control, format, surrogate, private, not assigned, separators
+
 
 def escape_controls(text: str, keep: str = "") -> str:
     """Replace control, format, surrogate, private and line-separator characters by escapes such as `\\x1b`.
@@ -16,7 +18,7 @@ def escape_controls(text: str, keep: str = "") -> str:
     """
     if text.isprintable():
         return text
-    return "".join(char if char in keep or not _acts(char) else _escape(char) for char in text)
+    return "".join(_escape(char) if char not in keep and unicodedata.category(char) in _ACT else char for char in text)
 
 
 def excerpt(text: str, length: int = 60) -> str:
@@ -24,10 +26,6 @@ def excerpt(text: str, length: int = 60) -> str:
     text = text.strip()
     cut = text if len(text) <= length else text[: length - 1] + "…"
     return f"'{escape_controls(cut)}'"
-
-
-def _acts(char: str) -> bool:
-    return unicodedata.category(char) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 
 
 def _escape(char: str) -> str:

@@ -25,11 +25,11 @@ from loragate.errors import DataError
 from loragate.evaluation.answers import Grade
 from loragate.evaluation.canary import canary
 from loragate.evaluation.engines import Engines
+from loragate.evaluation.evaluate import open_evaluation
 from loragate.evaluation.judging import JudgeSettings, judged_by, read_grades, write_grades
 from loragate.evaluation.results import read_record
 from loragate.evaluation.sandbox import probe as probe_sandbox
-from loragate.evaluation.settings import EngineSettings
-from loragate.evaluation.stored import open_evaluation
+from loragate.evaluation.settings import EngineSettings, TaskSettings
 from loragate.evaluation.variants import Variant, acting, variants_for
 from loragate.generation import Sample, SampleWriter, SamplingConfig
 from loragate.models import Loaded, Loading, resolve
@@ -60,14 +60,14 @@ def test_a_long_question_lowers_no_other_questions_token_limit(place):
     rows = [{"question": " ".join(["w5"] * count), "answer": "w3"} for count in (2, 20, 30)]
     (place / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     questions = load_questions(task, str(place / "long.jsonl"))
-    prepared = prepare(task, questions, tiny_tokenizer(), seed=0, positions=40, max_new_tokens=24)
+    prepared = prepare(task, questions, tiny_tokenizer(), TaskSettings(max_new_tokens=24), 40)
     assert prepared.sampling.max_new_tokens == 24
     (told,) = (warning for warning in prepared.warnings if "positions" in warning)
     assert "2 of 3 questions leave fewer than 24" in told
     assert "the shortest after 8 tokens" in told
-    assert not any("positions" in text for text in prepare(task, questions, tiny_tokenizer(), seed=0).warnings)
+    assert not any("positions" in text for text in prepare(task, questions, tiny_tokenizer(), TaskSettings()).warnings)
     with pytest.raises(DataError, match="only 32 positions"):
-        prepare(task, questions, tiny_tokenizer(), seed=0, positions=32)
+        prepare(task, questions, tiny_tokenizer(), TaskSettings(), 32)
 
 
 def randomise(model):

@@ -1,6 +1,5 @@
 """The command line as a whole: help at once, one clear message per mistake, settings from flags and files."""
 
-import importlib
 import logging
 import re
 import subprocess
@@ -14,16 +13,8 @@ import yaml
 from loragate.cli.arguments import field_kinds, flag_of, headings, help_texts, parse, resolved_yaml
 from loragate.cli.calibrate import COMMAND as CALIBRATE
 from loragate.cli.calibrate import CalibrateOptions
-from loragate.cli.main import COMMANDS, main
+from loragate.cli.main import COMMANDS, command, main
 from loragate.errors import ConfigError
-
-
-def fails(capsys, *argv, status=2):
-    assert main(list(argv)) == status
-    captured = capsys.readouterr()
-    assert captured.err.startswith("loragate: error: ")
-    assert "Traceback" not in captured.err
-    return " ".join(captured.err.split())
 
 
 def test_help_answers_in_half_a_second():
@@ -62,19 +53,18 @@ def test_help_all_shows_every_option(name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     assert main([name, "--help-all"]) == 0
     shown = {option.strip() for option in options_of(capsys.readouterr().out)}
-    command = importlib.import_module(f"loragate.cli.{COMMANDS[name][0]}").COMMAND
-    fields = field_kinds(command.options)
-    assert {flag_of(field) for field in fields if field != command.positional} <= shown
+    found = command(name)
+    fields = field_kinds(found.options)
+    assert {flag_of(field) for field in fields if field != found.positional} <= shown
     assert {"--config", "--print-config", "--debug"} <= shown
-    assert set(command.common.split()) <= set(fields)
+    assert set(found.common.split()) <= set(fields)
 
 
 def test_every_setting_is_described():
-    for module, _ in COMMANDS.values():
-        command = importlib.import_module(f"loragate.cli.{module}").COMMAND
-        described = help_texts(command.options)
-        missing = [name for name in field_kinds(command.options) if not described.get(name)]
-        assert missing == [], f"loragate {command.name}: {missing}"
+    for name in COMMANDS:
+        options = command(name).options
+        missing = [field for field in field_kinds(options) if not help_texts(options).get(field)]
+        assert missing == [], f"loragate {name}: {missing}"
 
 
 def test_help_says_what_is_required_first_and_nothing_of_what_is_off(capsys):
@@ -97,35 +87,35 @@ def test_help_says_what_is_required_first_and_nothing_of_what_is_off(capsys):
     assert not {"seed", "objective"} & set(yaml.safe_load(resolved_yaml(options)))
 
 
-def test_mistakes_on_the_command_line(capsys):
-    assert "unknown command 'calibrte'; did you mean 'calibrate'?" in fails(capsys, "calibrte")
-    assert "--lerning-rate. Did you mean --learning-rate" in fails(capsys, "calibrate", "--lerning-rate=1")
-    assert "--k: expected a whole number, found 'many'" in fails(capsys, "calibrate", "--k", "many")
-    assert "--k: expected a whole number, found '1.5'" in fails(capsys, "calibrate", "--k", "1.5")
-    assert "--tau: expected a number, found 'nan'" in fails(capsys, "calibrate", "--tau", "nan")
-    assert '"half" for --dtype. Choose from: "auto", "float32"' in fails(capsys, "calibrate", "--dtype", "half")
-    assert "--out expects a value, found the flag --resume" in fails(capsys, "calibrate", "--out", "--resume")
-    assert "--out requires an argument" in fails(capsys, "calibrate", "--out")
-    assert "'{}x'" in fails(capsys, "sft", "--objective-options", "{}x")
-    assert "needs --adapter" in fails(capsys, "calibrate")
-    assert "needs --model" in fails(capsys, "sft")
-    assert "needs MODEL" in fails(capsys, "plan")
-    assert "more" in fails(capsys, "plan", "model", "more")
+def test_mistakes_on_the_command_line(fails):
+    assert "unknown command 'calibrte'; did you mean 'calibrate'?" in fails("calibrte")
+    assert "--lerning-rate. Did you mean --learning-rate" in fails("calibrate", "--lerning-rate=1")
+    assert "--k: expected a whole number, found 'many'" in fails("calibrate", "--k", "many")
+    assert "--k: expected a whole number, found '1.5'" in fails("calibrate", "--k", "1.5")
+    assert "--tau: expected a number, found 'nan'" in fails("calibrate", "--tau", "nan")
+    assert '"half" for --dtype. Choose from: "auto", "float32"' in fails("calibrate", "--dtype", "half")
+    assert "--out expects a value, found the flag --resume" in fails("calibrate", "--out", "--resume")
+    assert "--out requires an argument" in fails("calibrate", "--out")
+    assert "'{}x'" in fails("sft", "--objective-options", "{}x")
+    assert "needs --adapter" in fails("calibrate")
+    assert "needs --model" in fails("sft")
+    assert "needs MODEL" in fails("plan")
+    assert "more" in fails("plan", "model", "more")
 
 
-def test_a_range_without_evidence_is_refused_with_the_reason(capsys):
+def test_a_range_without_evidence_is_refused_with_the_reason(fails):
     arguments = ["calibrate", "--adapter", "a", "--data", "b", "--out", "c"]
-    text = fails(capsys, *arguments, "--range=-3,1")
+    text = fails(*arguments, "--range=-3,1")
     assert "nothing would show that --range=-3,1 helps" in text
     assert "--unverified" in text
-    assert "wrong way round" in fails(capsys, *arguments, "--range=1,-3", "--unverified")
-    assert "two numbers" in fails(capsys, *arguments, "--range=-3", "--unverified")
-    assert "two numbers" in fails(capsys, *arguments, "--range=a,b", "--unverified")
-    assert "accepts one range" in fails(capsys, *arguments, "--unverified")
-    assert "leave out one of" in fails(capsys, *arguments, "--range=0,1", "--unverified", "--probe", "p.jsonl")
-    assert "stands there twice" in fails(capsys, *arguments, "--ranges", "0,1;0,1")
-    assert "no effect without --probe" in fails(capsys, *arguments, "--probe-task", "tiny")
-    assert "'anchored'" in fails(capsys, *arguments, "--ranges", "0,1@anchord")
+    assert "wrong way round" in fails(*arguments, "--range=1,-3", "--unverified")
+    assert "two numbers" in fails(*arguments, "--range=-3", "--unverified")
+    assert "two numbers" in fails(*arguments, "--range=a,b", "--unverified")
+    assert "accepts one range" in fails(*arguments, "--unverified")
+    assert "leave out one of" in fails(*arguments, "--range=0,1", "--unverified", "--probe", "p.jsonl")
+    assert "stands there twice" in fails(*arguments, "--ranges", "0,1;0,1")
+    assert "no effect without --probe" in fails(*arguments, "--probe-task", "tiny")
+    assert "'anchored'" in fails(*arguments, "--ranges", "0,1@anchord")
 
 
 @pytest.mark.parametrize("words", [["--range", "-3,1"], ["--range=-3,1"]])
@@ -134,7 +124,7 @@ def test_ranges_that_begin_with_a_minus(words):
     assert options.range == "-3,1"
 
 
-def test_configuration_files(tmp_path, capsys):
+def test_configuration_files(tmp_path, fails):
     path = tmp_path / "run.yaml"
     path.write_text(
         "adapter: a\nlearning-rate: 5e-4\nrange: -3,1\nepochs: 2\nresume: true\ngate_modules: [q_proj, up_proj]\n"
@@ -165,7 +155,7 @@ def test_configuration_files(tmp_path, capsys):
     assert "put them in quotes" in message("probe: yes")
     assert "line 2" in message("k: 1\nk: 2")
     assert "'max_rows' and 'max-rows' are one key" in message("max_rows: 1\nmax-rows: 3")
-    assert "cannot be read" in fails(capsys, "calibrate", "--config", str(tmp_path / "none.yaml"))
+    assert "cannot be read" in fails("calibrate", "--config", str(tmp_path / "none.yaml"))
 
 
 def test_keys_without_a_value_and_lists_in_configuration_files(tmp_path):
@@ -190,14 +180,14 @@ def test_defaults_are_the_papers():
     assert (options.max_rows, options.warmup, options.schedule, options.epochs) == (20_000, 0.0, "cosine", 1.0)
 
 
-def test_unexpected_errors_show_no_traceback_unless_asked(capsys, monkeypatch):
+def test_unexpected_errors_show_no_traceback_unless_asked(capsys, fails, monkeypatch):
     from loragate.analysis import doctor
 
     def broken():
         raise KeyError("inside")
 
     monkeypatch.setattr(doctor, "findings", broken)
-    assert "run again with --debug" in fails(capsys, "doctor", status=1)
+    assert "run again with --debug" in fails("doctor", status=1)
     assert main(["doctor", "--debug"]) == 1
     assert "Traceback" in capsys.readouterr().err
 
@@ -237,7 +227,7 @@ def test_no_command_speaks_of_a_kernel_that_none_uses(capsys):
     assert [text for text, record in records.items() if speaker.filter(record)] == ["something else: %s"]
 
 
-def test_an_error_that_quotes_a_file_does_not_act_on_the_terminal(tmp_path, capsys):
+def test_an_error_that_quotes_a_file_does_not_act_on_the_terminal(tmp_path, fails):
     record = '{"peft_type": "LORA", "base_model_name_or_path": "a/b/\\u001b]0;owned\\u0007"}'
     (tmp_path / "adapter_config.json").write_text(record)
-    assert "names as its base model a/b/\\x1b]0;owned\\x07" in fails(capsys, "inspect", str(tmp_path))
+    assert "names as its base model a/b/\\x1b]0;owned\\x07" in fails("inspect", str(tmp_path))

@@ -11,7 +11,7 @@ from loragate.cli.main import main
 from loragate.errors import ConfigError
 from loragate.gates.quantised import quantization_of
 from loragate.models import Loading, ModelRef, bases, open_base
-from tiny import is_packed, tiny_base, tiny_rows, tiny_tokenizer
+from tiny import is_packed, tiny_base, tiny_tokenizer
 
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="8- and 4-bit bases need bitsandbytes"
@@ -20,11 +20,11 @@ COMMON = ["--batch-size", "4", "--micro-batch-size", "4", "--max-length", "64", 
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place(made, tmp_path_factory):
     root = tmp_path_factory.mktemp("quantization")
     tiny_base(hidden_size=64, intermediate_size=128).save_pretrained(root / "base")
     tiny_tokenizer().save_pretrained(root / "base")
-    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny_rows(16)))
+    (root / "rows.jsonl").symlink_to(made / "messages.jsonl")
     return root
 
 
@@ -33,12 +33,6 @@ def avx512_bf16(monkeypatch):
     """4-bit layers that would pack themselves for inference, as on a processor with AVX512-BF16."""
     if importlib.util.find_spec("bitsandbytes") is not None:
         monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
-
-
-def fails(capsys, *argv):
-    capsys.readouterr()
-    assert main([str(argument) for argument in argv]) == 2
-    return " ".join(capsys.readouterr().err.split())
 
 
 @needs_bitsandbytes
@@ -114,22 +108,22 @@ def commands(place, out):
 
 
 @pytest.mark.parametrize("command", ["sft", "calibrate", "mask", "generate", "eval", "serve"])
-def test_refused_at_start(command, place, tmp_path, capsys, monkeypatch):
+def test_refused_at_start(command, place, tmp_path, fails, monkeypatch):
     line = commands(place, tmp_path / "out")[command]
-    assert '"none", "8bit", "4bit". Did you mean "4bit"?' in fails(capsys, *line, "--quantization", "4bits")
+    assert '"none", "8bit", "4bit". Did you mean "4bit"?' in fails(*line, "--quantization", "4bits")
     eight = [*line, "--device", "cpu", "--quantization", "8bit"]
-    assert "float32 would be a false promise" in fails(capsys, *eight, "--dtype", "float32")
+    assert "float32 would be a false promise" in fails(*eight, "--dtype", "float32")
     with monkeypatch.context() as patch:
         patch.setattr(bases.importlib.util, "find_spec", lambda name: None)
-        assert "pip install bitsandbytes" in fails(capsys, *eight)
+        assert "pip install bitsandbytes" in fails(*eight)
     if importlib.util.find_spec("bitsandbytes") is not None:
         monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
         monkeypatch.setenv("FSDP_VERSION", "2")
-        assert "8bit base cannot be sharded with fsdp2" in fails(capsys, *eight)
+        assert "8bit base cannot be sharded with fsdp2" in fails(*eight)
     assert not (tmp_path / "out").exists()
 
 
-def test_vllm_loads_its_own_base(place, tmp_path, capsys):
+def test_vllm_loads_its_own_base(place, tmp_path, fails):
     line = commands(place, tmp_path / "out")["eval"]
-    assert "has no effect with vLLM" in fails(capsys, *line, "--engine", "vllm", "--quantization", "4bit")
+    assert "has no effect with vLLM" in fails(*line, "--engine", "vllm", "--quantization", "4bit")

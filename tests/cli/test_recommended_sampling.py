@@ -8,6 +8,7 @@ import torch
 
 import loragate as lg
 from loragate.cli.main import main
+from loragate.conversion.fold import export_adapter
 from loragate.evaluation.session import Request, Session
 from loragate.evaluation.settings import TaskSettings
 from loragate.evaluation.variants import Variant, variants_for
@@ -17,10 +18,9 @@ from loragate.models import Loading, resolve
 from loragate.serving.backend import Row, transformers_backend
 from loragate.serving.explore import explorer_of
 from loragate.serving.http_app import CompletionRequest
-from loragate.serving.plugin import _warning
-from loragate.serving.server import print_sampling
+from loragate.serving.plugin import recommending, warning
+from loragate.serving.server import print_sampling, served_places
 from loragate.serving.settings import ServerSettings
-from loragate.serving.vllm_arguments import vllm_arguments
 from tiny import tiny_adapter, tiny_base, tiny_tokenizer
 
 SETTINGS = [
@@ -31,17 +31,20 @@ SETTINGS = [
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """cool/ recommends temperature 0.3, greedy/ greedy decoding, plain/ nothing; one λ for each module, so all can be exported."""
+    """cool/ recommends temperature 0.3, greedy/ greedy decoding, plain/ nothing; exported/ is cool/ as a plain adapter."""
     root = tmp_path_factory.mktemp("recommended")
     tiny_base().save_pretrained(root / "base")
     tiny_tokenizer().save_pretrained(root / "base")
-    model = lg.attach_gates(tiny_adapter(base=tiny_base()), lg.GateConfig(-3, 2, granularity="module"))
+    model = lg.attach_gates(
+        tiny_adapter(base=tiny_base()), lg.GateConfig(-3, 2, granularity="module")
+    )  # which can be exported
     with torch.no_grad():
         for parameter in lg.gate_parameters(model).values():
             parameter.fill_(0.4)
     evidence = {"selection": {"accepted": True, "picked": "[-3,2]", "settings": SETTINGS}}
     for name, temperature in (("cool", 0.3), ("greedy", 0.0), ("plain", None)):
         lg.save_gates(model, root / name, base_id=str(root / "base"), evidence=evidence, temperature=temperature)
+    export_adapter(str(root / "cool"), str(root / "exported"))
     return root
 
 
@@ -69,6 +72,9 @@ def test_generate(place, capsys):
     told = generated(capsys, place / "cool", *samples, "--temperature", "1")
     assert told.out == usual.out
     assert "38.2 % (34.1–42.0) at temperature 1" in told.err
+    exported = generated(capsys, place / "exported", *samples, "--base", str(place / "base"))
+    assert exported.out == found.out, "the exported adapter is the gated one"
+    assert "sampling at temperature 0.3, as" in exported.err
     greedy = generated(capsys, place / "greedy")
     assert greedy.out == generated(capsys, place / "plain", "--temperature", "0").out
     assert "sampling greedily, as" in greedy.err
@@ -102,11 +108,12 @@ def test_the_server_without_vllm(place, caplog):
     model = lg.load_gated(place / "cool")
     plain = transformers_backend(model, tiny_tokenizer(), "gated")
     backend = transformers_backend(
-        model, tiny_tokenizer(), "gated", gates=record, more={"other": Row("gated", "gated", gates=greedy)}
+        model, tiny_tokenizer(), "gated", sampling=record, more={"other": Row("gated", "gated", sampling=greedy)}
     )
     assert drawn(plain, "gated") == drawn(plain, "gated", 1.0) != drawn(plain, "gated", 0.3)
-    for name in ("gated", "adapter", "base", "gated@unit"):
-        assert drawn(backend, name) == drawn(plain, name, 0.3), "all names of a server are sampled alike"
+    assert drawn(backend, "gated") == drawn(plain, "gated", 0.3)
+    for name in ("adapter", "base", "gated@unit"):
+        assert drawn(backend, name) == drawn(plain, name, 1.0), "which the recommendation is not about"
     assert drawn(backend, "other") == drawn(plain, "gated", 0.0)
     assert drawn(backend, "adapter", 1.0) == drawn(plain, "adapter", 1.0)
     assert drawn(backend, "gated@unit", 1.0) == drawn(plain, "gated@unit", 1.0)
@@ -115,22 +122,47 @@ def test_the_server_without_vllm(place, caplog):
     assert caplog.messages == [recommended.sampling_note("gated", record, 1.0)]
 
 
-def test_the_server_says_it_and_tells_vllm(place, tmp_path, capsys):
-    found = {}
-    for name in ("cool", "greedy", "plain"):
-        one = resolve(place / name)
-        arguments = vllm_arguments(
-            ServerSettings(model=str(place / name)), Loading(), "none", one, {"gated": one}, tmp_path
-        )
-        flag = "--override-generation-config"
-        found[name] = json.loads(arguments[arguments.index(flag) + 1]) if flag in arguments else None
-    assert found["plain"] is None
-    assert [found[name]["temperature"] for name in ("cool", "greedy")] == [0.3, 0.0]
-    assert (found["cool"]["top_k"], found["cool"]["top_p"], found["cool"]["repetition_penalty"]) == (0, 1.0, 1.0)
-    print_sampling({"gated": resolve(place / "cool"), "more": resolve(place / "plain")})
-    out = capsys.readouterr().out
+def test_the_server_says_which_folders_are_sampled_how(place, capsys):
+    settings = ServerSettings(model=str(place / "cool"), adapters=f"more={place / 'greedy'}", overrides="unit")
+    print_sampling(served_places(settings)[1])
+    out = " ".join(capsys.readouterr().out.split())
     assert "sampling at temperature 0.3, as gated recommends" in out
-    assert "more" not in out
+    assert "sampling greedily, as more recommends" in out
+    assert out.count("recommends") == 2, "neither the plain adapter nor an override"
+
+
+def test_vllm_samples_each_name_as_its_own_folder_recommends(place):
+    class Request(SimpleNamespace):
+        """What a client left open is None, as in vLLM's own requests."""
+
+    paths = {
+        "gated": place / "cool",
+        "more": place / "greedy",
+        "plain": place / "plain",
+        "adapter": place / "cool" / "adapter",
+        "exported": place / "exported",
+        "gated@unit": f"{place / 'cool'}@unit",
+        "elsewhere": "owner/name",
+    }
+
+    def look_up(_, request):
+        return SimpleNamespace(lora_path=str(paths[request.model])) if request.model in paths else None
+
+    adapters = recommending(look_up)
+
+    def asked(model, **given):
+        request = Request(model=model, **{"temperature": None, "top_p": None, "top_k": None, **given})
+        assert adapters(None, request) == look_up(None, request)
+        return request.temperature, request.top_p, request.top_k
+
+    found = {name: asked(name)[0] for name in ("base", *paths)}
+    assert found == dict.fromkeys(found) | {"gated": 0.3, "more": 0.0, "exported": 0.3}
+    assert asked("gated") == (0.3, 1.0, 0)
+    assert asked("gated", top_p=0.9) == (0.3, 0.9, 0)
+    assert asked("gated", temperature=1.0) == (1.0, None, None), (
+        "the rest is the server's default, as the client expects"
+    )
+    assert adapters(None, SimpleNamespace(model="gated")).lora_path, "a request of another kind samples nothing"
 
 
 def test_vllm_warns_once(place, tmp_path, caplog):
@@ -138,7 +170,7 @@ def test_vllm_warns_once(place, tmp_path, caplog):
         def generate(self, prompt, sampling_params, request_id, *, lora_request=None):
             return request_id
 
-    generate, server = _warning(Server.generate), Server()
+    generate, server = warning(Server.generate), Server()
     (tmp_path / "gate_config.json").write_text("{")
 
     def ask(path, temperature):

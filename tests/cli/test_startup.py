@@ -10,17 +10,7 @@ import sys
 import pytest
 
 HEAVY = ("torch", "transformers", "peft", "trl", "datasets", "accelerate", "numpy", "pandas", "matplotlib", "gradio")
-HEAVY += (
-    "ray",
-    "vllm",
-    "lm_eval",
-    "math_verify",
-    "jinja2",
-    "yaml",
-    "huggingface_hub",
-    "tokenizers",
-    "safetensors",
-)
+HEAVY += ("ray", "vllm", "lm_eval", "math_verify", "jinja2", "yaml", "huggingface_hub", "tokenizers", "safetensors")
 PROGRAM = f"""
 import contextlib, io, json, sys
 import loragate
@@ -30,7 +20,7 @@ def heavy():
     return [name for name in {HEAVY!r} if name in sys.modules]
 
 found = {{"import loragate": [None, heavy(), ""]}}
-helps = [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)]
+helps = [["--help"], ["--version"], ["completion", "bash"], *([name, "--help"] for name in COMMANDS)]
 mistakes = [["calibrat"], *([name, "--no-such-flag"] for name in COMMANDS), ["calibrate", "--seed", "one"]]
 for arguments in [*helps, *mistakes]:
     text = io.StringIO()
@@ -61,7 +51,7 @@ def test_the_answers_are_answers(answers):
     for call, (status, _, text) in answers.items():
         if call == "import loragate":
             continue
-        fine = "--help" in call or call == "--version"
+        fine = "--help" in call or call in ("--version", "completion bash")
         assert status == (0 if fine else 2), f"{call}: {text}"
         assert text.startswith("loragate: error: ") != fine
     assert "did you mean 'calibrate'?" in answers["calibrat"][2]

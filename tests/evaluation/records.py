@@ -1,4 +1,4 @@
-"""A small evaluation record and its samples, for the tests of records and exports."""
+"""A small evaluation record and its samples, for the tests of records."""
 
 from __future__ import annotations
 
@@ -61,23 +61,3 @@ def make_record() -> EvaluationRecord:
         seconds=12.5,
         canary={"adapter_from_base": 0.3},
     )
-
-
-def make_samples() -> list[dict[str, Any]]:
-    """The samples of `make_result`, in no particular order."""
-    samples = [
-        {
-            "question_id": question,
-            "sample": sample,
-            "prompt": f"Add up {question}.",
-            "text": f"It is \\boxed{{{ANSWERS[index][sample]}}}.",
-            "extracted": ANSWERS[index][sample],
-            "correct": bool(GATED[index, sample]),
-            "reason": REASONS[3 * index + sample],
-            "gold": ["4", "6", 9][index],
-            "finish_reason": FINISH[3 * index + sample],
-        }
-        for index, question in enumerate(IDS)
-        for sample in range(3)
-    ]
-    return samples[::-1]

@@ -13,14 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loragate.errors import DataError
-from loragate.evaluation.aggregates import (
+from loragate.evaluation.statistics import (
+    average_at_k,
+    compare,
     compare_suites,
     dft_rounded_mean,
     majority_at_k,
     pass_at_k,
     suite_average,
 )
-from loragate.evaluation.statistics import average_at_k, compare
 
 GENERATOR = np.random.default_rng(0)
 EASY = (GENERATOR.random((30, 4)) < GENERATOR.random((30, 1))).astype(float)

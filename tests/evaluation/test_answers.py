@@ -5,7 +5,7 @@ import time
 import pytest
 
 from loragate.evaluation.answers import Grade, choice_letter, grade_choice, grade_exact
-from loragate.evaluation.tasks.generated import grade_tiny
+from loragate.evaluation.judging import grade_tiny
 from loragate.world.problems import problems, retention_items
 
 CHOICES = {

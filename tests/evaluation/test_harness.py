@@ -6,7 +6,6 @@ import re
 import socket
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,10 +13,10 @@ import torch
 
 import loragate as lg
 from loragate.errors import ConfigError, DataError
-from loragate.evaluation.harness import Answer, greedy_answers, run_harness
-from loragate.evaluation.retention import Measured, retention_averages
+from loragate.evaluation.harness import Answer, HarnessScores, greedy_answers, run_harness
+from loragate.evaluation.retention import retention_averages
 from loragate.evaluation.tasks import load_questions, load_task
-from loragate.evaluation.tasks.retention import COLUMNS
+from loragate.evaluation.tasks.questions import COLUMNS
 from loragate.generation import SamplingConfig, TransformersEngine
 from loragate.recipes.standins import QUESTIONS
 from loragate.report.scores import suites_of
@@ -84,7 +83,7 @@ def test_a_folder_with_one_file_per_subtask_gives_the_same_questions(tmp_path):
     [
         ("mmlu_pro", {"answer": "Z"}, "found answer 'Z', expected one of A, B, C, D, E"),
         ("mmlu_pro", {"answer_index": 0}, "answer 'D' and answer_index 0 name different options"),
-        ("mmlu_pro", {"options": "A or B"}, "column 'options' holds 'A or B'"),
+        ("mmlu_pro", {"options": "A or B"}, "column 'options' holds .*A or B"),
         ("mmlu_pro", {"options": ["x"] * 11}, "options has 11 entries"),
         ("mmlu_pro", {"category": "biologie"}, "found category 'biologie'.*did you mean 'biology'"),
         ("mmlu_pro", {"question_id": 9000}, "the id '9000' .*:1 already"),
@@ -94,7 +93,7 @@ def test_a_folder_with_one_file_per_subtask_gives_the_same_questions(tmp_path):
         ("bbh", {"subtask": "boolean_expression"}, "found subtask .*did you mean 'boolean_expressions'"),
         ("bbh", {"subtask": ...}, "found subtask None"),
         ("bbh", {"subtask": "word_sorting"}, "input has no 'List:'"),
-        ("bbh", {"target": 3}, "column 'target' holds '3' .whole number"),
+        ("bbh", {"target": 3}, "column 'target' holds 3"),
         ("openbookqa", {"answerKey": "E"}, "found answerKey 'E', expected one of A, B, C, D"),
         ("openbookqa", {"choices": ["a", "b"]}, "column 'choices' holds"),
         ("openbookqa", {"choices": {"text": ["a", "b"], "label": ["A", "B", "C"]}}, "found choices"),
@@ -353,9 +352,12 @@ def test_a_system_message_that_a_template_slips_in_is_asked_for(harness, tmp_pat
 def test_loglikelihoods_are_the_gated_models_own(harness, gated, tmp_path, chat_template):
     rows, path = openbook_rows(tmp_path)
     tokenizer = tiny_tokenizer()
+    template = tokenizer.chat_template
+    if not chat_template:
+        tokenizer.chat_template = None
 
     def score(model):
-        return ask(model, tokenizer, "openbookqa", path, chat_template=chat_template, batch_size=4)
+        return ask(model, tokenizer, "openbookqa", path, batch_size=4)
 
     def values(scores):
         return np.array([sample["loglikelihoods"] for sample in scores.samples])
@@ -368,7 +370,10 @@ def test_loglikelihoods_are_the_gated_models_own(harness, gated, tmp_path, chat_
     expected = []
     for row, sample in zip(rows, with_gates.samples):
         rendered = tokenizer.apply_chat_template(
-            [{"role": "user", "content": row["question_stem"]}], tokenize=False, add_generation_prompt=True
+            [{"role": "user", "content": row["question_stem"]}],
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=True,
         )
         assert sample["prompt"] == (rendered if chat_template else row["question_stem"])
         assert [choice.strip() for choice in sample["choices"]] == row["choices"]["text"]
@@ -404,8 +409,8 @@ def test_answers_and_loglikelihoods_are_those_of_the_harnesss_own_model_class(ha
     from lm_eval.models.huggingface import HFLM
 
     tokenizer = tiny_tokenizer()
-    options = {"max_new_tokens": 12, "chat_template": False}
-    ours = {name: ask(gated, tokenizer, name, **options) for name in SUITES}
+    tokenizer.chat_template = None
+    ours = {name: ask(gated, tokenizer, name, max_new_tokens=12) for name in SUITES}
 
     class Plain(HFLM):
         cut_choices = 0
@@ -424,7 +429,7 @@ def test_answers_and_loglikelihoods_are_those_of_the_harnesss_own_model_class(ha
 
     monkeypatch.setattr("loragate.evaluation.harness._bridge", plain)
     for name in SUITES:
-        theirs = ask(gated, tokenizer, name, **options)
+        theirs = ask(gated, tokenizer, name, max_new_tokens=12)
         assert theirs.prompts_hash == ours[name].prompts_hash
         assert theirs.scores == ours[name].scores
         for mine, other in zip(ours[name].samples, theirs.samples):
@@ -447,18 +452,16 @@ def test_the_strict_filter_and_the_subsets_are_still_the_harnesss_own(harness):
 
 
 def test_bbh_counts_by_its_subsets_and_every_suite_the_same_in_the_average():
-    def measured(variant, scores, subsets=None):
-        row = SimpleNamespace(variant=variant)
-        return Measured(None, row, np.array(scores, dtype=float)[:, None], subsets or ("",) * len(scores), ())
+    def measured(name, scores):
+        names = tuple(map(str, range(len(scores))))
+        own = subsets[name] or ("",) * len(scores)
+        return HarnessScores(name, "1", "acc,none", tuple(scores), names, own, "", (), {}, ())
 
     kinds = ("adapter", "base")
     rows = {"mmlu_pro": [1, 1, 0, 0, 0, 0, 0, 0], "bbh": [1, 1, 1, 1, 0, 1], "openbookqa": [1, 0]}
     subsets = {"mmlu_pro": ("law",) * 2 + ("math",) * 6, "bbh": ("a",) * 4 + ("b",) * 2, "openbookqa": None}
     found = {
-        name: {
-            kind: measured(kind, [1 - score for score in scores] if kind == "base" else scores, subsets[name])
-            for kind in kinds
-        }
+        name: {kind: measured(name, [1 - score for score in scores] if kind == "base" else scores) for kind in kinds}
         for name, scores in rows.items()
     }
     averages = retention_averages(found)
@@ -481,13 +484,6 @@ def test_bbh_counts_by_its_subsets_and_every_suite_the_same_in_the_average():
 # --------------------------------------------------------------------------------------------------- refusals
 
 
-def test_a_tokenizer_without_a_template_needs_plain_prompts():
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match="chat_template=False"):
-        ask(tiny_base(), tokenizer, "bbh")
-
-
 def test_without_the_harness_the_way_to_install_it_is_named(monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "lm_eval"]:
         monkeypatch.delitem(sys.modules, name)
@@ -500,11 +496,11 @@ def test_suites_are_read_at_the_commit_of_their_task(monkeypatch):
     """docs/tasks.md promises it; without a pin the main branch is followed."""
     asked = []
 
-    def refuse(source, *, split, revision):
+    def refuse(source, *, split, revision, limit):
         asked.append((source, revision))
         raise DataError("no connection.")
 
-    monkeypatch.setattr("loragate.evaluation.tasks.retention.load_rows", refuse)
+    monkeypatch.setattr("loragate.evaluation.tasks.questions.load_rows", refuse)
     for name in COLUMNS:
         task = load_task(name)
         with pytest.raises(DataError, match=rf"{name}: no connection\. .*--data {name}=FILE.* columns"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.special import stdtrit
 
 from loragate.errors import DataError
-from loragate.evaluation.statistics import Difference, Estimate, average_at_k, compare, holm, t_interval
+from loragate.evaluation.statistics import Difference, Estimate, average_at_k, compare, holm, out_of_fold, t_interval
 
 
 def tables() -> st.SearchStrategy[list[list[int]]]:
@@ -149,6 +149,14 @@ def test_paired_interval_covers_the_truth() -> None:
         difference = compare(question + generator.normal(0.2, 1, (10, 3)), question + generator.normal(0, 1, (10, 2)))
         covered += difference.low <= 0.2 <= difference.high
     assert 0.93 <= covered / 2000 <= 0.97
+
+
+def test_out_of_fold_is_not_flattered_by_the_pick() -> None:
+    draws = [np.random.default_rng(seed).binomial(1, 0.5, (60, 4)).astype(float) for seed in range(300)]
+    assert np.mean([table.mean(0).max() for table in draws]) > 0.55
+    assert abs(np.mean([out_of_fold(table).mean() for table in draws]) - 0.5) < 0.01
+    clear = np.stack([np.zeros(20), np.arange(20) / 20], axis=1)
+    assert out_of_fold(clear) == pytest.approx(clear[:, 1])
 
 
 def test_compare_by_hand() -> None:

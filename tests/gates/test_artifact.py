@@ -196,8 +196,8 @@ REFUSALS = {
     ),
     "wrong dtype": (change_gates(Q, lambda t, k: t.update({k: t[k].half()})), "dtype float16"),
     "NaN": (change_gates(Q, lambda t, k: t[k].fill_(float("nan"))), "NaN or infinity"),
-    "missing module": (lambda f: rewrite(f, lambda r: r["modules"].pop()), "no gate for module"),
-    "extra module": (lambda f: rewrite(f, lambda r: r["modules"].append("model.new")), "a gate for model.new"),
+    "missing module": (lambda f: rewrite(f, lambda r: r["modules"].pop()), "belongs to no gate"),
+    "extra module": (lambda f: rewrite(f, lambda r: r["modules"].append("model.new")), "model.new.bias is missing"),
 }
 
 
@@ -258,7 +258,7 @@ def test_loading_errors_name_the_way_out(tmp_path, folders, gated):
         lg.load_gated(gated)
 
 
-FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -272,18 +272,6 @@ def test_fuzzed_gate_files_never_load(gated, loaded, data):
     (gated / "gates.safetensors").write_bytes(data)
     rewrite(gated, lambda record: record.update(gates_sha256=file_sha256(gated / "gates.safetensors")))
     with pytest.raises(ArtifactError):
-        lg.load_gates(loaded, gated)
-
-
-@FUZZ
-@given(data=st.data())
-def test_flipped_bits_in_gate_files_never_crash_or_load_silently(gated, loaded, data, folders):
-    original = (folders[2] / "gates.safetensors").read_bytes()
-    position = data.draw(st.integers(0, len(original) - 1))
-    broken = bytearray(original)
-    broken[position] ^= 1 << data.draw(st.integers(0, 7))
-    (gated / "gates.safetensors").write_bytes(bytes(broken))
-    with pytest.raises(ArtifactError, match="sha256"):
         lg.load_gates(loaded, gated)
 
 
@@ -324,7 +312,9 @@ def test_a_source_that_is_not_the_loaded_adapter_is_not_copied(tmp_path, folders
     lg.attach_gates(model, CONFIG)
     with caplog.at_level("WARNING", logger="loragate"):
         lg.save_gates(model, tmp_path / "gated", adapter_source=folders[1])
+        lg.save_gates(model, tmp_path / "other", adapter_source=tmp_path / "nope")
     assert "does not hold the adapter as it is loaded" in caplog.text
+    assert f"{tmp_path / 'nope'} does not exist; the loaded adapter is written instead" in caplog.text
     with torch.no_grad():
         assert torch.equal(lg.load_gated(tmp_path / "gated")(token_ids).logits, model(token_ids).logits)
 
@@ -376,16 +366,16 @@ def test_a_natively_loaded_adapter_round_trips(tmp_path, folders, dtype, token_i
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"evidence": {"k": 7}}, r"evidence holds the key 'k' \(the keys are parity, selection, training\)"),
-        ({"evidence": {"paritee": {}}}, "'paritee'; did you mean 'parity'"),
-        ({"evidence": {"gate": {"lower": 0.0}}}, "evidence holds the key 'gate'"),
+        (
+            {"evidence": {"paritee": {}}},
+            r"'paritee'; did you mean 'parity'\? \(the keys are parity, selection, training\)",
+        ),
         ({"evidence": {"training": {"loss": torch.ones(1)}}}, r"evidence\['training'\] cannot be written as JSON"),
         ({"evidence": {"training": {"loss": float("nan")}}}, r"evidence\['training'\] cannot be written as JSON"),
         ({"evidence": [1]}, "evidence must be a dictionary, found list"),
-        ({"k": -4}, "k must be an integer of at least 2, or 0"),
         ({"k": 1}, "k must be an integer of at least 2, or 0"),
-        ({"k": 20.0}, "k must be an integer of at least 2, or 0"),
         ({"k": True}, "k must be an integer of at least 2, or 0"),
+        ({"k": 100, "evidence": {"training": {"settings": {"k": 20}}}}, "leave k out"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused_before_anything_is_written(adapter, tmp_path, arguments, words):
@@ -416,16 +406,11 @@ def test_evidence_is_recorded_as_it_is_given(adapter, tmp_path):
     )
     record = read_gate_config(tmp_path / "gated")
     assert (record["k"], record["parity"], record["selection"], record["training"]) == (0, None, None, {"steps": 3})
+    folder = lg.save_gates(adapter, tmp_path / "other", base_id="a/b", evidence={"training": ["by hand"]})
+    assert (read_gate_config(folder)["training"], read_gate_config(folder)["k"]) == (["by hand"], None)
     rewrite(tmp_path / "gated", lambda record: record.update(k=-4))
     with pytest.raises(ArtifactError, match="k must be at least 0, found -4"):
         read_gate_config(tmp_path / "gated")
-
-
-def test_evidence_of_another_form_is_recorded_too(adapter, tmp_path):
-    lg.attach_gates(adapter, CONFIG)
-    lg.save_gates(adapter, tmp_path / "gated", base_id="a/b", evidence={"training": ["by hand"]})
-    record = read_gate_config(tmp_path / "gated")
-    assert (record["training"], record["k"]) == (["by hand"], None)
 
 
 @pytest.mark.parametrize(
@@ -437,17 +422,3 @@ def test_the_support_is_the_one_of_the_training(adapter, tmp_path, trained, give
     training = {"steps": 3, "settings": {"batch_size": 8} if trained is None else {"k": trained}}
     lg.save_gates(adapter, tmp_path / "gated", k=given, base_id="a/b", evidence={"training": training})
     assert read_gate_config(tmp_path / "gated")["k"] == recorded
-
-
-def test_a_support_beside_another_training_is_refused(adapter, tmp_path):
-    lg.attach_gates(adapter, CONFIG)
-    with pytest.raises(ConfigError, match="leave k out"):
-        lg.save_gates(adapter, tmp_path / "gated", k=100, evidence={"training": {"settings": {"k": 20}}})
-    assert not (tmp_path / "gated").exists()
-
-
-def test_a_source_that_does_not_exist_is_said_to(adapter, tmp_path, caplog):
-    lg.attach_gates(adapter, CONFIG)
-    with caplog.at_level("WARNING", logger="loragate"):
-        lg.save_gates(adapter, tmp_path / "gated", adapter_source=tmp_path / "nope", base_id="a/b")
-    assert f"{tmp_path / 'nope'} does not exist; the loaded adapter is written instead" in caplog.text

@@ -8,7 +8,7 @@ import pytest
 
 from loragate.errors import ConfigError
 from loragate.gates.gate import Override
-from loragate.gates.override_names import parse_override, split_folder, split_name
+from loragate.gates.override_names import parse_override, split_folder, split_name, virtual_place
 
 KNOWN = {
     "off": Override(constant=1.0),
@@ -34,9 +34,9 @@ def test_what_a_name_means(text: str) -> None:
         ("unti", "did you mean 'unit'"),
         ("", "no known override"),
         ("constant", "no known override"),
-        ("constant=nan", "finite number, found 'nan'"),
-        ("constant=", "finite number, found ''"),
-        ("clip=2:1", "write @clip=1:2"),
+        ("constant=nan", "finite number"),
+        ("constant=", "@constant=: could not convert"),
+        ("clip=2:1", "minimum 2 is above maximum 1"),
         ("clip=:", "no known override"),
         ("clip=1", "no known override"),
         ("off=1", "no known override"),
@@ -45,6 +45,14 @@ def test_what_a_name_means(text: str) -> None:
 def test_what_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_override(text)
+
+
+def test_the_place_of_a_name_that_nobody_has_loaded() -> None:
+    folders = {"math": "/gates/math", "a@b": "/gates/ab"}
+    assert virtual_place("math@unit", folders) == "/gates/math@unit"
+    assert virtual_place("a@b@off", folders) == "/gates/ab@off"
+    for name in ("math", "math@unitt", "other@unit", "@unit", "math@unit@off"):
+        assert virtual_place(name, folders) is None
 
 
 def test_a_folder_may_have_an_at_sign_of_its_own(tmp_path: Path) -> None:

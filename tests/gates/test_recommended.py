@@ -13,8 +13,8 @@ from loragate.gates import recommended
 from loragate.gates.card import render_card
 from loragate.gates.recommended import SAMPLING
 from loragate.gates.schema import read_gate_config
-from loragate.gates.upload import stage
 from loragate.models import resolve
+from loragate.models.upload import stage
 from tiny import tiny_adapter, tiny_base
 
 SETTINGS = [

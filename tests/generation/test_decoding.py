@@ -18,7 +18,7 @@ from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from loragate.generation.decoding import DROP_SHARE, plain_decoder
 from loragate.world.base import load_base
 from loragate.world.problems import problems
-from tiny import tiny_adapter, tiny_tokenizer
+from tiny import tiny_adapter
 
 # between 1 and 13 tokens, so that a sliding window of 8 is passed while prompts are read, in answers, and never
 PROMPTS = [" ".join(f"w{(5 * i + 3 * j) % 20 + 4}" for j in range(count)) for i, count in enumerate((4, 13, 1, 9))]
@@ -205,12 +205,3 @@ def test_which_models_the_loop_takes(qwen2: Any) -> None:
     assert plain_decoder(qwen2) is qwen2
     qwen2.lm_head.weight.ds_id = 0  # how DeepSpeed's ZeRO-3 marks a shard
     assert plain_decoder(qwen2) is None
-
-
-def test_an_adapter_that_is_switched_off_draws_as_the_base() -> None:
-    model, tokenizer = tiny_adapter(), tiny_tokenizer()
-    config = SamplingConfig(max_new_tokens=6, samples=2, seed=1)
-    base = identities(drawn(tiny_adapter().unload(), tokenizer, config))
-    assert identities(drawn(model, tokenizer, config)) != base
-    with model.disable_adapter():
-        assert identities(drawn(model, tokenizer, config)) == base

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from loragate.errors import ArtifactError, ConfigError, DataError, LoragateError
-from loragate.generation import Sample, SampleWriter, SamplingConfig, TransformersEngine, read_samples
+from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from loragate.generation.sampling import request_seed
 from loragate.generation.vllm_engine import VllmEngine, lora_rank
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
@@ -113,6 +113,11 @@ def test_every_sample_is_a_request_with_its_own_seed(fake_vllm: Any, folders: tu
     }
     seeds = [one["seed"] for _, called, _ in engine._llm.calls for one in called]
     assert len(set(seeds)) == 96
+    engine.generate(PROMPTS, CONFIG, pending=[(7, 2), (3, 1)])
+    assert [one["seed"] for one in engine._llm.calls[-1][1]] == [request_seed(7, 3, 1), request_seed(7, 7, 2)]
+    assert engine.generate(PROMPTS, CONFIG, pending=[]) == []
+    with pytest.raises(DataError, match="question 24, sample 0"):
+        engine.generate(PROMPTS, CONFIG, pending=[(24, 0)])
 
 
 def test_answers_end_and_read_as_the_other_engine_has_it(fake_vllm: Any, folders: tuple[str, str]) -> None:
@@ -172,34 +177,15 @@ def test_every_token_of_a_continuation_is_a_request_that_may_draw_it_alone(
     assert lora == ("adapter-1", 1, folders[1])
 
 
-def test_pending_samples_keep_their_seeds(fake_vllm: Any, folders: tuple[str, str]) -> None:
-    engine = VllmEngine(folders[0])
-    engine.generate(PROMPTS, CONFIG, pending=[(7, 2), (3, 1)])
-    assert [one["seed"] for one in engine._llm.calls[0][1]] == [request_seed(7, 3, 1), request_seed(7, 7, 2)]
-    assert engine.generate(PROMPTS, CONFIG, pending=[]) == []
-    with pytest.raises(DataError, match="question 24, sample 0"):
-        engine.generate(PROMPTS, CONFIG, pending=[(24, 0)])
-
-
 @pytest.mark.parametrize(("on_cpu", "slots"), [(True, 2), (False, 1)])
 def test_an_adapter_goes_with_every_request(fake_vllm: Any, folders: tuple[str, str], on_cpu: bool, slots: int) -> None:
     fake_vllm.platforms.current_platform = SimpleNamespace(is_cpu=lambda: on_cpu)
     engine = VllmEngine(*folders, dtype="bfloat16", max_model_len=40, tensor_parallel=2, gpu_memory_utilization=0.5)
     engine.generate(PROMPTS[:2], GREEDY)
     assert engine._llm.calls[0][2] == ("adapter-1", 1, folders[1])
-    assert engine._llm.settings == {
-        "model": folders[0],
-        "revision": None,
-        "skip_tokenizer_init": True,
-        "dtype": "bfloat16",
-        "max_model_len": 40,
-        "tensor_parallel_size": 2,
-        "gpu_memory_utilization": 0.5,
-        "seed": 0,
-        "enable_lora": True,
-        "max_lora_rank": 8,
-        "max_loras": slots,
-    }
+    told = {"dtype": "bfloat16", "max_model_len": 40, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5}
+    told |= {"enable_lora": True, "max_lora_rank": 8, "max_loras": slots}
+    assert engine._llm.settings.items() >= told.items()
     assert "enable_lora" not in VllmEngine(folders[0])._llm.settings
 
 
@@ -236,19 +222,6 @@ def test_a_long_prompt_lowers_its_own_token_limit_alone(fake_vllm: Any, folders:
     engine = VllmEngine(folders[0])
     engine.generate(["w4 " * 38, "w4", "w4 " * 11], GREEDY)
     assert [one["max_tokens"] for one in engine._llm.calls[0][1]] == [2, 30, 29]
-
-
-def test_stop_tokens_come_from_tokenizer_and_generation_config(
-    fake_vllm: Any, folders: tuple[str, str], tmp_path: Path
-) -> None:
-    base = tiny_base(**SHAPE)
-    base.generation_config.eos_token_id = [1, 4]
-    base.save_pretrained(tmp_path)
-    assert VllmEngine(str(tmp_path), tokenizer=tiny_tokenizer()).endings.token_ids == {1, 4}
-    (tmp_path / "generation_config.json").unlink()
-    settings = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**settings, "eos_token_id": 2}))
-    assert VllmEngine(str(tmp_path), tokenizer=tiny_tokenizer()).endings.token_ids == {1, 2}
 
 
 def test_a_gated_folder_needs_the_plugin(fake_vllm: Any, folders: tuple[str, str], tmp_path: Path) -> None:
@@ -308,13 +281,6 @@ def test_without_vllm_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
         VllmEngine(folders[0])
 
 
-def test_samples_without_entropy_survive_the_file(tmp_path: Path) -> None:
-    samples = [Sample(0, 0, "a", (4, 1), "stop", None)]
-    with SampleWriter(tmp_path / "samples.jsonl") as writer:
-        writer.write(samples)
-    assert read_samples(tmp_path / "samples.jsonl") == samples
-
-
 real = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vllm is not installed (scripts/vllm_cpu_env.sh)"
 )
@@ -353,13 +319,6 @@ def lora_engine(vllm_settings: None, folders: tuple[str, str]) -> VllmEngine:
 
 @real
 @pytest.mark.slow("vLLM")
-def test_greedy_equals_the_transformers_engine_for_a_base(base_engine: VllmEngine, folders: tuple[str, str]) -> None:
-    expected = reference(folders, adapted=False).generate(PROMPTS, GREEDY)
-    assert identities(base_engine.generate(PROMPTS, GREEDY)) == identities(expected)
-
-
-@real
-@pytest.mark.slow("vLLM")
 def test_greedy_equals_the_transformers_engine_for_an_adapter(
     lora_engine: VllmEngine, folders: tuple[str, str]
 ) -> None:
@@ -385,38 +344,6 @@ def test_samples_do_not_depend_on_the_chunk_or_on_what_is_pending(
     assert len({s.token_ids for s in whole if s.question == 0}) > 1
     other = lora_engine.generate(PROMPTS, SamplingConfig(config.temperature, config.top_p, 30, 4, seed=99))
     assert sum(a.token_ids != b.token_ids for a, b in zip(whole, other)) > len(whole) / 2
-
-
-@real
-@pytest.mark.slow("vLLM")
-def test_answers_end_where_the_transformers_engine_ends_them(base_engine: VllmEngine) -> None:
-    samples = base_engine.generate(PROMPTS, CONFIG)
-    assert {s.finish_reason for s in samples} == {"stop", "length"}
-    for sample in samples:
-        assert 1 not in sample.token_ids[:-1]
-        assert (sample.finish_reason == "stop") == (sample.token_ids[-1] == 1)
-        assert sample.finish_reason == "stop" or len(sample.token_ids) == 30
-        assert "<eos>" not in sample.text
-
-
-@real
-@pytest.mark.slow("vLLM")
-def test_first_tokens_follow_the_models_distribution(base_engine: VllmEngine) -> None:
-    """Chi-square of the first token of 2,000 samples against the softmax of the model's logits."""
-    import torch
-
-    config = SamplingConfig(max_new_tokens=1, samples=2000, seed=2)
-    drawn = torch.tensor([s.token_ids[0] for s in base_engine.generate(["w5 w9"], config)])
-    with torch.no_grad():
-        prompt = torch.tensor([tiny_tokenizer()("w5 w9")["input_ids"]])
-        expected = tiny_base(**SHAPE)(prompt).logits[0, -1].double().softmax(-1) * 2000
-    observed = drawn.bincount(minlength=len(expected)).double()
-    common = expected >= 5
-    expected = torch.cat([expected[common], expected[~common].sum()[None]])
-    observed = torch.cat([observed[common], observed[~common].sum()[None]])
-    freedom = len(expected) - 1
-    assert freedom >= 5
-    assert ((observed - expected) ** 2 / expected).sum().item() < freedom + 5 * (2 * freedom) ** 0.5
 
 
 @real

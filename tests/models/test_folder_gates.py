@@ -147,8 +147,8 @@ MALFORMED = {
     "other adapter": (other_adapter, "another adapter"),
     "other alpha": (other_alpha, "another adapter"),
     "schema": (edit(schema_version=99), "schema version 99"),
-    "extra module": (edit(modules=["model.layers.9.x"]), "no gate for module"),
-    "module left out": (drop_module, "no gate for module"),
+    "extra module": (edit(modules=["model.layers.9.x"]), "is missing"),
+    "module left out": (drop_module, "belongs to no gate"),
     "modules to save": (more_kinds, "modules_to_save"),
     "not json": (lambda f: (f / "gate_config.json").write_text("{"), "not valid JSON"),
 }

@@ -105,7 +105,7 @@ def test_an_adapter_is_pinned_to_its_commit(hub, caplog):
     assert not caplog.text, "the name already says the commit"
     base = resolve("user/base@v1")
     assert (base.kind, base.source) == ("base", "user/base@v1")
-    with pytest.raises(ArtifactError, match=r"holds neither gate_config.json nor adapter_config.json"):
+    with pytest.raises(ArtifactError, match=r"holds no gate_config.json and no adapter_config.json"):
         resolve("user/base@v1", expect="adapter")
     with pytest.raises(ArtifactError, match="no revision 'v9'"):
         resolve("user/plain@v9")
@@ -207,7 +207,8 @@ def test_sweep_pins_its_adapters(place, hub, tmp_path):
         ranges="-1,1",
         device="cpu",
     )
-    sweep, study = prepare(options)
+    sweep, candidates = prepare(options)
+    study = sweep.study(candidates)
     assert sweep.adapters == {"plain-v1": f"user/plain@{OLD}", "plain": f"user/plain@{NEW}"}
     assert study.identity["adapters"]["plain"] == f"user/plain@{NEW}"
     bench = Workshop(sweep).bench("plain-v1")
@@ -237,8 +238,9 @@ def test_an_evaluation_names_the_commit_of_the_base(place, hub):
 
 
 def test_vllm_is_told_the_revision(place, hub, tmp_path):
-    options = ServeOptions(model=str(place / "adapter"), base="user/base@v1", system="keep")
+    options = ServeOptions(model=str(place / "adapter"), base="user/base@v1", adapters="b=user/plain@v1", system="keep")
     served, adapters = served_places(options)
-    assert (served.base, list(adapters)) == (ModelRef("user/base", "v1"), ["adapter"])
+    assert (served.base, list(adapters)) == (ModelRef("user/base", "v1"), ["adapter", "b"])
+    assert adapters["b"].source == f"user/plain@{OLD}"
     arguments = vllm_arguments(options, Loading.of(options), options.system, served, adapters, tmp_path)
     assert arguments[arguments.index("--revision") + 1] == "v1"

@@ -7,7 +7,7 @@ import pytest
 
 from loragate.errors import ConfigError
 from loragate.recipes import Library, every_name, read_recipe
-from loragate.recipes.machine import needs, plans
+from loragate.recipes.machine import disk, needs, plans, tight
 
 LIBRARY = Library()
 SCALE = "math/qwen2.5-math-1.5b/scale"
@@ -34,11 +34,9 @@ def test_every_training_stage_fits_the_machine_that_is_named(backbone):
 
 
 def test_a_training_that_this_gpu_may_not_hold_is_named(monkeypatch):
-    from loragate.recipes.machine import tight
-
     def planned(request, config):
         fits = float(request.gpu_memory) > 40
-        option = SimpleNamespace(gpus=1, gib=40.0, seconds=1.0)
+        option = SimpleNamespace(way=SimpleNamespace(gpus=1), gib=40.0, seconds=1.0)
         gpu = SimpleNamespace(name="own")
         return SimpleNamespace(chosen=option if fits else None, least=option, gpu=gpu)
 
@@ -62,8 +60,6 @@ def test_what_is_planned_is_what_the_recipe_sets(monkeypatch):
 
 
 def test_room_on_the_disk_that_a_run_needs():
-    from loragate.recipes.machine import disk
-
     def gib(method):
         run, hub = disk(read_recipe(f"math/qwen2.5-math-1.5b/{method}", LIBRARY))
         return run / 2**30, hub / 2**30
@@ -105,8 +101,8 @@ def found(monkeypatch):
     monkeypatch.setattr("loragate.recipes.machine.make_plan", lambda request, config: request)
     monkeypatch.setattr("loragate.recipes.machine._training", lambda request: (1.0, request.rows / 1000, ""))
 
-    def of(method, **values):
-        recipe = read_recipe(f"math/qwen2.5-math-1.5b/{method}", LIBRARY).with_values(values, lambda *_: True)
+    def of(method):
+        recipe = read_recipe(f"math/qwen2.5-math-1.5b/{method}", LIBRARY)
         recipe = dataclasses.replace(recipe, architecture=dict.fromkeys(recipe.architecture, tiny))
         return {need.stage: need for need in needs(recipe)}
 
@@ -126,7 +122,7 @@ def test_what_every_stage_needs(found):
     assert look["diagnose"].note.startswith(f"{6 * MATH:,} answers")
     assert "transformers" in found("delta-entropy")["diagnose"].note
     assert "transformers" not in look["diagnose"].note
-    assert all(need.gib > 0 and need.hours > 0 for need in (*scale.values(), *grid.values(), *mask.values()))
+    assert scale["eval"].hours is None, "what answers take depends on their lengths"
 
 
 def test_a_row_is_answered_once_and_its_controls_are_not_asked_for_retention(found):
@@ -137,13 +133,3 @@ def test_a_row_is_answered_once_and_its_controls_are_not_asked_for_retention(fou
     # base, adapter, two lower temperatures and seven constants; greedy draws one answer a question
     assert controls["eval"].note.startswith(f"{11 * MATH + MATH // 16:,} answers")
     assert controls["retention"].note.startswith("18,543 answers")
-
-
-def test_transformers_draws_batch_after_batch_and_takes_its_time_for_each_layer(found):
-    full, slow = found("lora")["eval"], found("lora", **{"eval.engine": "transformers"})["eval"]
-    steps = sum(-(-16 * asked // 64) * 4096 for asked in (500, 272, 674, 30, 40))
-    assert slow.hours == pytest.approx(steps * 2 * 1e-3 / 3600), "two layers, a millisecond each"
-    assert slow.hours > 10 * full.hours
-    assert slow.gib < full.gib, "64 contexts at a time, and not 256"
-    wide = found("lora", **{"eval.engine": "transformers", "eval.batch_size": 640})["eval"]
-    assert wide.hours < slow.hours / 5

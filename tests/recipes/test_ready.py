@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from loragate.cli.main import main
-from loragate.cli.recipes import checked
 from loragate.errors import ConfigError
 from loragate.recipes import Recipe, Stage, ready
 from loragate.recipes import run as running
@@ -41,7 +40,7 @@ def hide(monkeypatch, *names):
 
 def refused(mine, folder, evaluator=""):
     with pytest.raises(ConfigError) as caught:
-        require_parts(mine, mine.placed(folder), Run(folder), checked, evaluator)
+        require_parts(mine, mine.placed(folder), Run(folder), evaluator)
     return str(caught.value).splitlines()
 
 
@@ -53,7 +52,7 @@ def test_all_that_is_missing_is_said_at_once(monkeypatch, tmp_path):
     monkeypatch.setattr("loragate.evaluation.judging.import_module", no_math)
     hide(monkeypatch, "vllm", "lm_eval", "bitsandbytes")
     monkeypatch.setattr(running.shutil, "disk_usage", lambda path: full)
-    monkeypatch.setattr("loragate.recipes.machine.disk", lambda recipe: (2.0**30, 2.0**30))
+    monkeypatch.setattr("loragate.recipes.run.disk", lambda recipe: (2.0**30, 2.0**30))
     first, *lines = refused(recipe(), tmp_path / "run")
     said = [line.removeprefix("- ") for line in lines]
     assert f"{len(said) - 1} things are missing" in first
@@ -76,7 +75,7 @@ def test_what_lies_there_is_not_missed(monkeypatch, tmp_path):
         Stage("look", "diagnose", {"what": "gates", "model": "{last}", "run": "{eval}"}),
     )
     mine = Recipe("mine", "", stages)
-    require_parts(mine, mine.placed(tmp_path / "run"), Run(tmp_path / "run"), checked)
+    require_parts(mine, mine.placed(tmp_path / "run"), Run(tmp_path / "run"))
     (tmp_path / "rows.jsonl").unlink()
     ready._first_row.cache_clear()
     assert "rows.jsonl" in refused(mine, tmp_path / "run")[1]
@@ -86,12 +85,10 @@ def test_held_out_rows_are_looked_for(tmp_path):
     rows, nowhere = tmp_path / "rows.jsonl", tmp_path / "apart.jsonl"
     rows.write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
     own = {"adapter": "nowhere", "data": str(rows), "range": "0,1", "unverified": True}
-    assert not [
-        text for text in ready.lacking([Stage("late", "calibrate", own)], "runs/x", checked) if "heldout" in text
-    ]
-    (found,) = ready.lacking([Stage("late", "calibrate", {**own, "heldout": str(nowhere)})], "runs/x", checked)
+    assert not [text for text in ready.lacking([Stage("late", "calibrate", own)], "runs/x") if "heldout" in text]
+    (found,) = ready.lacking([Stage("late", "calibrate", {**own, "heldout": str(nowhere)})], "runs/x")
     assert "apart.jsonl" in found
-    (found,) = ready.lacking([Stage("late", "calibrate", {**own, "heldout_split": "test"})], "runs/x", checked)
+    (found,) = ready.lacking([Stage("late", "calibrate", {**own, "heldout_split": "test"})], "runs/x")
     assert "split='test'" in found
 
 
@@ -111,19 +108,19 @@ def test_an_evaluation_that_could_not_run(values, message, monkeypatch):
 
     hide(monkeypatch, "vllm", "lm_eval", "bitsandbytes")
     monkeypatch.setattr("loragate.evaluation.judging.root_style_of", no_sandbox)
-    found = ready.lacking([Stage("late", "eval", {"model": "", **values})], "runs/x", checked)
+    found = ready.lacking([Stage("late", "eval", {"model": "", **values})], "runs/x")
     assert [text for text in found if text.startswith("late: ") and message in text]
 
 
 def test_a_base_that_vllm_cannot_serve_here_is_missed(monkeypatch, tmp_path):
-    monkeypatch.setattr("loragate.generation.vllm_engine.require_vllm", lambda: None)
-    monkeypatch.setattr("loragate.generation.vllm_engine.require_gate_plugin", lambda folder: None)
-    monkeypatch.setattr("loragate.serving.versions.vllm_version", lambda: "0.32.0")
+    monkeypatch.setattr("loragate.recipes.ready.require_vllm", lambda: None)
+    monkeypatch.setattr("loragate.recipes.ready.require_gate_plugin", lambda folder: None)
+    monkeypatch.setattr("loragate.recipes.ready.vllm_version", lambda: "0.32.0")
     monkeypatch.setattr("loragate.serving.vllm_server.on_cpu", lambda: True)
     heads = "loragate.serving.vllm_server.unserved_heads"
     monkeypatch.setattr(heads, lambda config: f"{config.hidden_size // config.num_attention_heads} features")
     stage = Stage("eval", "eval", {"model": BASE, "suite": "tiny", "engine": "vllm"})
-    (text,) = ready.lacking([stage], "runs/x", checked)
+    (text,) = ready.lacking([stage], "runs/x")
     assert "16 features" in text
     hide(monkeypatch, "vllm", "lm_eval", "bitsandbytes")
     trained = Stage("eval", "eval", {"model": "{sft}", "suite": "tiny", "engine": "vllm"})
@@ -131,17 +128,17 @@ def test_a_base_that_vllm_cannot_serve_here_is_missed(monkeypatch, tmp_path):
     assert any("16 features" in line for line in refused(mine, tmp_path / "run")), "the base of what is trained"
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     adapter = Stage("eval", "eval", {**stage.values, "model": str(tmp_path)})
-    assert ready.lacking([adapter], "runs/x", checked) == [], "an adapter names its own base, and may have no tokenizer"
+    assert ready.lacking([adapter], "runs/x") == [], "an adapter names its own base, and may have no tokenizer"
 
 
 def test_vllm_of_another_version_is_missed(monkeypatch):
-    monkeypatch.setattr("loragate.generation.vllm_engine.require_vllm", lambda: None)
-    monkeypatch.setattr("loragate.serving.versions.vllm_version", lambda: "0.31.4")
-    (text,) = ready.lacking([Stage("late", "eval", {"suite": "tiny", "engine": "vllm"})], "runs/x", checked)
+    monkeypatch.setattr("loragate.recipes.ready.require_vllm", lambda: None)
+    monkeypatch.setattr("loragate.recipes.ready.vllm_version", lambda: "0.31.4")
+    (text,) = ready.lacking([Stage("late", "eval", {"suite": "tiny", "engine": "vllm"})], "runs/x")
     assert "0.31.4" in text
     assert ">=0.32,<0.33" in text
-    monkeypatch.setattr("loragate.serving.versions.vllm_version", lambda: "0.32.0")
-    (text,) = ready.lacking([Stage("late", "eval", {"suite": "tiny", "engine": "vllm"})], "runs/x", checked)
+    monkeypatch.setattr("loragate.recipes.ready.vllm_version", lambda: "0.32.0")
+    (text,) = ready.lacking([Stage("late", "eval", {"suite": "tiny", "engine": "vllm"})], "runs/x")
     assert "vLLM" in text, "what cannot be imported is missed, whatever its version says"
 
 
@@ -181,7 +178,7 @@ def test_another_environment_is_asked_in_its_own_interpreter(version, lacks, tmp
     if lacks:
         assert lacks in refused(mine, tmp_path / "run", other)[1]
     else:
-        require_parts(mine, mine.placed("run"), Run(tmp_path / "run"), checked, other)
+        require_parts(mine, mine.placed("run"), Run(tmp_path / "run"), other)
 
 
 def test_evaluations_run_in_the_interpreter_that_was_named_once(tmp_path, monkeypatch, capfd):

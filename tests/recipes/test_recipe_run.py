@@ -93,11 +93,6 @@ def test_what_a_stage_left_decides_how_it_goes_on(tmp_path, recipe):
     assert RunFolder.begin(tmp_path / "run", recipe).is_finished(recipe.placed(str(folder.path))[1])
 
 
-def as_it_is(stage, where, deep=True):
-    """The options of a stage, of a command that takes all."""
-    return stage
-
-
 @pytest.fixture
 def started(monkeypatch):
     """The command lines of stages that leave what they should, and lack nothing."""
@@ -113,7 +108,8 @@ def started(monkeypatch):
 
     monkeypatch.setattr("loragate.recipes.run.subprocess", SimpleNamespace(Popen=lambda command: command))
     monkeypatch.setattr("loragate.recipes.run.wait_for", start)
-    monkeypatch.setattr("loragate.recipes.run.lacking", lambda stages, folder, options_of: [])
+    monkeypatch.setattr("loragate.recipes.run.settled", lambda stage, where: None)
+    monkeypatch.setattr("loragate.recipes.run.lacking", lambda stages, folder: [])
     return started
 
 
@@ -125,20 +121,20 @@ def run(tmp_path, monkeypatch):
 
 
 def test_a_python_caller_runs_a_recipe_and_runs_it_on(recipe, run, started):
-    seconds = run_recipe(recipe, run, as_it_is)
+    seconds = run_recipe(recipe, run)
     assert list(seconds) == ["sft", "eval"]
     config = run.folder / "config" / "1-sft.yaml"
     assert started[0] == [sys.executable, "-m", "loragate", "sft", "--config", str(config)]
     assert config.read_text().startswith(f"# loragate sft --config {config}\n")
     assert yaml.safe_load(config.read_text()) == {"rank": 4, "data": "rows.jsonl", "out": f"{run.folder}/sft"}
-    run_recipe(recipe, run, as_it_is)
+    run_recipe(recipe, run)
     assert len(started) == 2, "finished stages are left alone"
 
 
 def test_a_launcher_starts_what_trains_and_says_how_many_processes_there_are(recipe, run, started):
     sft = dataclasses.replace(recipe.stages[0], values={"data": "rows.jsonl", "strategy": "fsdp2", "processes": 8})
     recipe = dataclasses.replace(recipe, stages=(sft, recipe.stages[1]))
-    run_recipe(recipe, dataclasses.replace(run, launcher="accelerate launch -m loragate"), as_it_is)
+    run_recipe(recipe, dataclasses.replace(run, launcher="accelerate launch -m loragate"))
     first, second = started
     assert first[:5] == ["accelerate", "launch", "-m", "loragate", "sft"]
     assert second[0] == sys.executable
@@ -146,14 +142,14 @@ def test_a_launcher_starts_what_trains_and_says_how_many_processes_there_are(rec
 
 
 def test_nothing_starts_where_something_is_missing(recipe, run, started, monkeypatch):
-    missing = lambda stages, folder, options_of: [f"{stages[-1].name}: no rows"]  # noqa: E731
+    missing = lambda stages, folder: [f"{stages[-1].name}: no rows"]  # noqa: E731
     monkeypatch.setattr("loragate.recipes.run.lacking", missing)
     with pytest.raises(ConfigError, match="one thing is missing:\n- eval: no rows"):
-        run_recipe(recipe, run, as_it_is)
+        run_recipe(recipe, run)
     with pytest.raises(ConfigError, match="--stages sft leaves the evaluations"):
-        run_recipe(recipe, run, as_it_is)
+        run_recipe(recipe, run)
     with pytest.raises(ConfigError) as caught:
-        run_recipe(recipe, dataclasses.replace(run, narrows=False), as_it_is)
+        run_recipe(recipe, dataclasses.replace(run, narrows=False))
     assert "--stages" not in str(caught.value), "a rehearsal takes all stages"
     assert not started
 
@@ -163,10 +159,8 @@ def test_a_gpu_that_may_be_too_small_is_told_of_and_refuses_nothing(recipe, run,
     gpu = SimpleNamespace(total_memory=24 * 2**30)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
-    monkeypatch.setattr(
-        "loragate.recipes.machine.tight", lambda recipe, gib: {"sft": f"sft: {gib:.0f}", "other": "other"}
-    )
-    run_recipe(recipe, dataclasses.replace(run, say=said.append), as_it_is)
+    monkeypatch.setattr("loragate.recipes.run.tight", lambda recipe, gib: {"sft": f"sft: {gib:.0f}", "other": "other"})
+    run_recipe(recipe, dataclasses.replace(run, say=said.append))
     assert "sft: 24" in said
     assert "other" not in said
     assert len(started) == 2
@@ -175,9 +169,9 @@ def test_a_gpu_that_may_be_too_small_is_told_of_and_refuses_nothing(recipe, run,
 def test_a_stage_that_fails_says_how_it_goes_on(recipe, run, started, monkeypatch):
     monkeypatch.setattr("loragate.recipes.run.wait_for", lambda command: 3)
     with pytest.raises(LoragateError, match=r"ended with status 3.*goes on from there: again"):
-        run_recipe(recipe, run, as_it_is)
+        run_recipe(recipe, run)
     with pytest.raises(ConfigError, match="'eval' reads what 'sft' leaves"):
-        run_recipe(recipe, dataclasses.replace(run, stages=["eval"]), as_it_is)
+        run_recipe(recipe, dataclasses.replace(run, stages=["eval"]))
 
 
 def asking(script, folder):
@@ -187,7 +181,7 @@ def asking(script, folder):
     python.chmod(0o755)
     vllm = Recipe("mine", "", (Stage("eval", "eval", {"model": "base", "engine": "vllm"}),))
     with pytest.raises(ConfigError) as caught:
-        require_parts(vllm, vllm.placed("x"), Run(Path("x")), as_it_is, str(python))
+        require_parts(vllm, vllm.placed("x"), Run(Path("x")), str(python))
     return str(caught.value).splitlines()[1]
 
 

@@ -131,7 +131,7 @@ def test_fewer_than_the_rehearsals_counts_stay(tmp_path):
 
 
 def test_a_grid_has_the_corners_and_a_probe_of_the_stand_ins(place):
-    recipe = read_recipe("math/qwen2.5-math-1.5b/grid", LIBRARY).with_values({"sweep.probe": "mine"}, lambda *_: True)
+    recipe = read_recipe("math/qwen2.5-math-1.5b/grid", LIBRARY).with_values({"sweep.probe": "mine"})
     small, _ = rehearsal(recipe, place)
     assert small.stage("sweep").values["probe"] == str(place / "probe.jsonl")
     assert len(small.stage("sweep").values["ranges"].split(";")) == 4

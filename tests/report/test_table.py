@@ -19,6 +19,7 @@ ROWS: list[dict[str, Any]] = [
         "entropy": 1.1234,
         "tokens": 27.34,
         "versus_lora": None,
+        "at_best": {"temperature": 0.3, "score": {"mean": 0.2, "low": 0.1, "high": 0.3}},
         "not_run": False,
     },
     {"name": "random gates", "group": "control", "accuracy": None, "retention": None, "not_run": True},
@@ -31,6 +32,7 @@ ROWS: list[dict[str, Any]] = [
         "entropy": 0.26,
         "tokens": 123.0,
         "versus_lora": {"mean": 0.354, "low": -0.0001, "high": 0.4285, "p": 0.00009},
+        "at_best": {"temperature": 0.0, "score": {"mean": 0.5, "low": 0.4, "high": 0.6}},
         "not_run": False,
     },
 ]
@@ -54,6 +56,7 @@ def test_no_figure_is_cut_in_eighty_columns() -> None:
     assert max(map(len, text.splitlines())) <= 80
     for figure in ("14.2", "10.2–18.3", "95.8–100.0", "15.0", "1.12", "27.3"):
         assert figure in text
+    assert "LoRA 20.0 (10.0–30.0; T = 0.3); SCALE [/red] a|b 50.0 (40.0–60.0; greedy)" in " ".join(text.split())
     for figure in ("98.1–100.0", "+35.4, p<0.001", "0.0 to +42.9", "0.26", "123.0", "LoRA"):
         assert figure in text
 
@@ -76,11 +79,12 @@ def test_groups_are_set_apart_and_columns_named() -> None:
 
 def test_markdown() -> None:
     lines = results_markdown(ROWS).splitlines()
-    assert lines[0] == "| Method | Accuracy % | vs LoRA points | Retention % | Cut off % | Entropy nats | Tokens |"
-    assert lines[1] == "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
-    assert lines[2] == "| LoRA | 14.2 (10.2–18.3) | – | 100.0 (95.8–100.0) | 15.0 | 1.12 | 27.3 |"
-    assert lines[3] == "| random gates | not run | – | – | – | – | – |"
-    assert lines[4] == (
-        r"| SCALE [/red] a\|b | 100.0 (98.1–100.0) | +35.4, p<0.001 (0.0 to +42.9) | – | 0.0 | 0.26 | 123.0 |"
-    )
-    assert lines[5:] == ["", CAPTION]
+    names = "| Method | Accuracy % | vs LoRA points | Retention % | Cut off % | Entropy nats | Tokens |"
+    assert lines[0] == f"{names} At its best temperature % |"
+    assert lines[1] == "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    figures = "| LoRA | 14.2 (10.2–18.3) | – | 100.0 (95.8–100.0) | 15.0 | 1.12 | 27.3 |"
+    assert lines[2] == f"{figures} 20.0 (10.0–30.0; T = 0.3) |"
+    assert lines[3] == "| random gates | not run | – | – | – | – | – | – |"
+    figures = r"| SCALE [/red] a\|b | 100.0 (98.1–100.0) | +35.4, p<0.001 (0.0 to +42.9) | – | 0.0 | 0.26 | 123.0 |"
+    assert lines[4] == f"{figures} 50.0 (40.0–60.0; greedy) |"
+    assert lines[6].startswith(CAPTION)

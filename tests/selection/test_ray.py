@@ -63,7 +63,8 @@ def test_a_worker_keeps_its_base_from_trial_to_trial(place, swept, tmp_path):
     from loragate.selection.store import Store
 
     argv = arguments(place, tmp_path / "out", "--test", str(place / "test.jsonl"))
-    sweep_of, study = prepare(parse(COMMAND, argv[1:])[0])
+    sweep_of, candidates = prepare(parse(COMMAND, argv[1:])[0])
+    study = sweep_of.study(candidates)
     worker = object.__new__(SweepTrial)
     first, second = (trial for trial in study.candidates if trial.slug.endswith(("untouched", "0_1_seed1")))
     worker.setup({"trial": first.as_record()}, parts=(sweep_of, Store(tmp_path / "out", study)))

@@ -92,7 +92,8 @@ def test_a_worker_of_ray_gives_the_same_numbers(place, both, tmp_path):
     from loragate.selection.ray_tune import SweepTrial
     from loragate.selection.store import Store
 
-    sweep_of, study = prepare(parse(COMMAND, of_both(place, tmp_path / "out")[1:])[0])
+    sweep_of, candidates = prepare(parse(COMMAND, of_both(place, tmp_path / "out")[1:])[0])
+    study = sweep_of.study(candidates)
     worker = object.__new__(SweepTrial)
     (trial,) = (trial for trial in study.candidates if trial.slug == "one_anchored_-3_2_seed0")
     worker.setup({"trial": trial.as_record()}, parts=(sweep_of, Store(tmp_path / "out", study)))

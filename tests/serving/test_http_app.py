@@ -98,8 +98,6 @@ def test_each_name_answers_as_its_own_model(client: TestClient) -> None:
 
 OVERRIDES: dict[str, dict[str, float]] = {
     "unit": {"minimum": 0.0, "maximum": 1.0},
-    "off": {"constant": 1.0},
-    "noreverse": {"minimum": 0.0},
     "clip=-1:0.5": {"minimum": -1.0, "maximum": 0.5},
     "constant=-0.5": {"constant": -0.5},
 }

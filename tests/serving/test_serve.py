@@ -217,8 +217,16 @@ def test_vllm_samples_as_the_folder_recommends(vllm_server: Running) -> None:
     printed = "".join(vllm_server.lines)
     assert "sampling greedily, as gated recommends" in printed
     assert "is recommended" not in printed
-    for _ in range(2):
-        assert vllm_server.call("/v1/completions", body)[1]["choices"][0]["text"].strip() == expected("gated")[0]
+    for name in ("gated", "same", "gated"):
+        asked = {**body, "model": name}
+        assert vllm_server.call("/v1/completions", asked)[1]["choices"][0]["text"].strip() == expected("gated")[0]
+    for name in ("base", "adapter", "gated@unit"):
+        warm = {**body, "model": name, "seed": 5}
+        texts = [
+            vllm_server.call("/v1/completions", {**warm, **more})[1]["choices"][0]["text"]
+            for more in ({}, {"temperature": 1.0}, {"temperature": 0.0})
+        ]
+        assert texts[0] == texts[1] != texts[2], f"{name} was not asked when the temperature was found"
     for _ in range(2):
         assert vllm_server.call("/v1/completions", {**body, "temperature": 2.0})[0] == 200
     assert "".join(vllm_server.lines).count("sampling at temperature 2, but gated is recommended greedily") == 1
@@ -524,28 +532,6 @@ def test_gates_that_are_off_answer_to_their_name(
     assert "are off" in capsys.readouterr().out
     assert started["backend"].models == ("base", "adapter", "gated")
     assert answers(started["backend"], "adapter", 8) == answers(started["backend"], "gated", 8)
-
-
-def test_a_taken_port_is_named_before_the_model_is_loaded(
-    folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("loragate.serving.server.open_model", lambda *_: pytest.fail("loaded"))
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        printed = fails(capsys, "serve", folders / "gated", "--engine", "transformers", "--port", port)
-    assert f"--port {port}: 127.0.0.1 cannot be served from" in printed
-
-
-def test_the_base_is_taken_at_its_recorded_commit(folders: Path, tmp_path: Path) -> None:
-    shutil.copytree(folders / "gated", tmp_path / "gated")
-    path = tmp_path / "gated" / "gate_config.json"
-    record = json.loads(path.read_text())
-    for recorded, given, revision in ((None, "", ""), ("abc", "", "abc"), ("abc", "owner/other", "")):
-        record["base"]["revision"] = recorded
-        path.write_text(json.dumps(record))
-        assert served_places(ServeOptions(model=str(path.parent), base=given))[0].base.revision == revision
 
 
 def test_no_key_is_shown() -> None:

@@ -247,14 +247,6 @@ def test_virtual_adapters_in_one_batch_and_from_the_prefix_cache(folders: Path, 
     check(folders, llm, [*names, "wide", "plain"], prompt_logprobs=False)
 
 
-def test_off_is_the_plain_adapter(folders: Path, llm: Any) -> None:
-    from vllm.lora.request import LoRARequest
-
-    plain = LoRARequest("inner", 90, str(folders / "wide" / "adapter"))
-    answers = greedy(llm, PROMPTS, [request(folders, "wide@off"), plain], 24)
-    assert answers[0] == answers[1]
-
-
 def test_an_override_that_cannot_be_is_this_request_s_error(folders: Path, llm: Any) -> None:
     from vllm.lora.request import LoRARequest
 
@@ -262,20 +254,6 @@ def test_an_override_that_cannot_be_is_this_request_s_error(folders: Path, llm: 
         with pytest.raises(ValueError, match=message):
             greedy(llm, PROMPTS[:1], [LoRARequest(place, 91, str(folders / place))], 4)
     check(folders, llm, ["wide"])
-
-
-def test_gates_act_on_every_decoded_token(folders: Path, llm: Any) -> None:
-    """Where the gated model and its plain adapter give different log-probs, vLLM has the gated one's."""
-    (answers,) = greedy(llm, PROMPTS, [request(folders, "wide")], 24)
-    gated, plain = gated_model("wide"), lora_model("wide")
-    for answer in answers:
-        ids = torch.tensor([answer.prompt_ids + answer.token_ids])
-        cut = len(answer.prompt_ids) - 1
-        with torch.no_grad():
-            both = [model(ids).logits[0, cut:-1].log_softmax(-1) for model in (gated, plain)]
-        chosen = [one.gather(-1, ids[0, cut + 1 :, None])[:, 0] for one in both]
-        assert ((chosen[0] - chosen[1]).abs() > 100 * TOLERANCE).float().mean() > 0.9
-        assert (chosen[0] - torch.tensor(answer.logprobs)).abs().max() <= TOLERANCE
 
 
 def test_gates_of_zero_change_no_bit_of_a_plain_adapter(folders: Path, llm: Any, tmp_path: Path) -> None:
@@ -433,17 +411,6 @@ def test_eval_scores_base_adapter_gated_and_constant_rows(
     assert len(loads) == 1, "all rows share one base"
 
 
-def test_interventions_are_those_of_the_transformers_engine(
-    settings: None, folders: Path, tmp_path: Path, loads: list[str]
-) -> None:
-    rows = ["base", "adapter", "gated", "gated-noreverse", "gated-noextrapolate", "gated-unit"]
-    answers_of(tmp_path, ["diagnose", "interventions", "--model", str(folders / "wide")], rows)
-    assert len(loads) == 1
-    record = json.loads((tmp_path / "vllm" / "interventions.json").read_text())
-    assert [row["name"] for row in record["rows"]] == [row.removeprefix("gated-") for row in rows[1::-1] + rows[2:]]
-    assert all(row["entropy"] is None for row in record["rows"])
-
-
 def test_a_dora_adapter_is_served_merged_into_its_base(
     settings: None, folders: Path, tmp_path: Path, loads: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -459,40 +426,6 @@ def test_a_dora_adapter_is_served_merged_into_its_base(
     record = json.loads((out / "results.json").read_text())
     assert record["left_out"] == {"adapter λ=0.5": "DoRA"}
     assert (out / "samples" / "adapter-T0.3").is_dir()
-
-
-def test_the_cells_of_a_sweep_are_adapters_of_one_engine(
-    settings: None, folders: Path, tmp_path: Path, loads: list[str]
-) -> None:
-    """Six rows over one loaded base, more of them than vLLM has slots."""
-    from loragate.gates.range import Range
-    from loragate.selection.candidate import grid
-    from loragate.selection.store import Store, TrialResult
-    from loragate.selection.study import Study
-
-    ranges = [Range(-6, 3), Range(0, 6), Range(-1, 2)]
-    study = Study(grid(["plain"], ranges, [0, 1], ["entropy"]), {"probe": None})
-    sweep = tmp_path / "sweep"
-    store = Store(sweep, study)
-    study.begin(sweep, resume=False)
-    for number, trial in enumerate(study.candidates):
-        if trial.range is not None:
-            model = lg.attach_gates(lora_model("plain"), lg.GateConfig(trial.range.lower, trial.range.upper))
-            torch.manual_seed(number)
-            for parameter in lg.gate_parameters(model).values():
-                parameter.data.normal_(0, 0.2)
-            place = store.place(trial) / "gated"
-            lg.save_gates(model, place, base_id=str(folders / "base"))
-        store.write(TrialResult(trial, None))
-    rows = [
-        f"gated-{lower}_{upper}-entropy-seed-{seed}" for lower, upper in ((-6, 3), (0, 6), (-1, 2)) for seed in (0, 1)
-    ]
-    answers_of(tmp_path, ["eval", "--sweep", str(sweep)], ["adapter", *rows])
-    assert len(loads) == 1, "all cells share one base"
-    maps = [json.loads((tmp_path / engine / "cells_math.json").read_text()) for engine in ("transformers", "vllm")]
-    assert maps[0]["cells"] == maps[1]["cells"]
-    assert [cell["name"] for cell in maps[0]["cells"]] == ["[-6,3]", "[0,6]", "[-1,2]"]
-    assert (tmp_path / "vllm" / "heatmap_math.png").is_file()
 
 
 def test_retention_suites_give_the_same_answers_and_likelihoods_on_both_engines(

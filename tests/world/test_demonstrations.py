@@ -4,7 +4,6 @@ from itertools import pairwise
 
 import pytest
 
-from loragate.errors import ConfigError
 from loragate.world.demonstrations import demonstrations, pretraining_documents
 from loragate.world.problems import Problem, apply_operator, facts, split_of, verify
 from loragate.world.tokenizer import (
@@ -113,16 +112,3 @@ def test_documents_mix_arithmetic_and_skills(documents):
     assert {d.prompt for d in told} == set(known)
     assert all(known[d.prompt] == d.response for d in told)
     assert {split_of(d.prompt) for d in documents if d not in told} == {"train"}
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: demonstrations(1, step_error=1.5),
-        lambda: demonstrations(1, sloppy=-0.1),
-        lambda: pretraining_documents(1, aside=2.0),
-    ],
-)
-def test_impossible_shares_are_refused(call):
-    with pytest.raises(ConfigError, match="expected a share between 0 and 1"):
-        call()

@@ -5,14 +5,12 @@ import pytest
 from loragate.errors import ConfigError, DataError
 from loragate.world.problems import (
     SPLITS,
-    apply_operator,
-    draw_problem,
-    draw_retention,
-    expression,
+    Problem,
     facts,
     problems,
     retention_items,
     split_of,
+    verify,
 )
 
 
@@ -62,22 +60,11 @@ def test_a_split_that_is_exhausted_says_how_much_it_holds():
         problems("probe", held + 1, operations=(1, 1))
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: problems("tests", 1), ConfigError, "found the split 'tests'.*did you mean 'test'"),
-        (lambda: draw_problem(random.Random(0), "dev", (3, 2)), ConfigError, r"found operations=\(3, 2\)"),
-        (lambda: draw_problem(random.Random(0), "dev", (0, 2)), ConfigError, r"1 <= lowest"),
-        (lambda: draw_retention(random.Random(0), "dev", "spell"), ConfigError, "'spell'; expected reverse, sort"),
-        (lambda: retention_items("eval", 1), ConfigError, "found the split 'eval'"),
-        (lambda: apply_operator(1, "/", 2), DataError, "found the operator '/'"),
-        (lambda: expression("reverse a b c d"), DataError, "found the prompt 'reverse a b c d'"),
-        (lambda: expression("solve 1 +"), DataError, "found the prompt 'solve 1 \\+'"),
-    ],
-)
-def test_errors_say_what_was_found(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+def test_a_split_that_there_is_not():
+    with pytest.raises(ConfigError, match="did you mean 'test'"):
+        problems("tests", 1)
+    with pytest.raises(ConfigError, match="found the split 'eval'"):
+        retention_items("eval", 1)
 
 
 def test_sixty_facts_with_one_value_each():
@@ -103,3 +90,53 @@ def test_facts_repeat_only_after_all_were_asked():
     asked = [item.prompt for item in retention_items("dev", 360) if item.kind == "fact"]
     assert len(set(asked[:60])) == 60
     assert asked[60:] == asked[:60]
+
+
+ARITHMETIC = Problem("solve 6 * 0 - 5", "5", "arithmetic", 2)
+REVERSE = Problem("reverse a b c d", "d c b a", "reverse", 0)
+FACT = Problem("tell color of fox", "green", "fact", 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "finished", "passed"),
+    [
+        ("6 * 0 = 0 0 - 5 = 5 answer 5", True, True),
+        ("6 * 0 = 0 0 - 5 = 5 answer 5 <eos> <pad> <pad>", True, True),
+        ("okay so finally answer 5", True, True),
+        ("answer 5", True, True),
+        ("6 * 0 = 1 1 - 5 = 6 answer 5", True, True),  # the steps are not judged
+        ("6 * 0 = 0 0 - 5 = 5 answer 6", True, False),
+        ("6 * 0 = 0 0 - 5 = 5 answer 5", False, False),  # ran into the length limit
+        ("6 * 0 = 0 0 - 5 = 5", True, False),
+        ("6 * 0 = 0 0 - 5 = 5 result 5", True, False),
+        ("answer 5 done", True, False),
+        ("answer 5 answer 6", True, False),
+        ("answer 6 answer 5", True, True),
+        ("answer", True, False),
+        ("answer five", True, False),
+        ("answer 5 5", True, False),
+        ("answer 5 <q> solve", True, False),
+        ("answer 4 <eos> answer 5", True, False),  # nothing after the end counts
+        ("", True, False),
+    ],
+)
+def test_arithmetic(text, finished, passed):
+    assert verify(ARITHMETIC, text, finished) is passed
+
+
+@pytest.mark.parametrize(
+    ("problem", "text", "finished", "passed"),
+    [
+        (REVERSE, "d c b a", True, True),
+        (REVERSE, " d  c b a <eos>", True, True),
+        (REVERSE, "d c b a", False, False),
+        (REVERSE, "d c b", True, False),
+        (REVERSE, "d c b a a", True, False),
+        (REVERSE, "answer d c b a", True, False),
+        (FACT, "green", True, True),
+        (FACT, "blue", True, False),
+        (FACT, "", True, False),
+    ],
+)
+def test_retention_items_must_match_whole(problem, text, finished, passed):
+    assert verify(problem, text, finished) is passed

@@ -25,12 +25,11 @@ from loragate.data import encode_rows, load_rows
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.answers import Grade
 from loragate.evaluation.engines import load
-from loragate.evaluation.evaluate import EngineFor, Evaluation
+from loragate.evaluation.evaluate import EngineFor, Evaluation, open_evaluation
 from loragate.evaluation.judging import grader_for, read_grades
 from loragate.evaluation.prepared import Prepared
 from loragate.evaluation.results import EvaluationRecord
 from loragate.evaluation.session import Request, Session, require_run_folder
-from loragate.evaluation.stored import open_evaluation
 from loragate.evaluation.tasks import Task
 from loragate.evaluation.variants import Kind, Variant, acting
 from loragate.files import write_json

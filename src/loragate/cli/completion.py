@@ -5,7 +5,6 @@ The words stand in the script itself, as cyclopts writes it from the signatures:
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,10 +24,9 @@ class CompletionOptions:
 
 def script(shell: Literal["bash", "zsh", "fish"]) -> str:
     """The script of everything that `loragate` knows."""
-    from loragate.cli.main import COMMANDS
+    from loragate.cli.main import COMMANDS, command
 
-    found = [importlib.import_module(f"loragate.cli.{module}").COMMAND for module, _ in COMMANDS.values()]
-    return build_app(found, "completion").generate_completion(shell=shell)
+    return build_app(map(command, COMMANDS), "completion").generate_completion(shell=shell)
 
 
 def run(options: CompletionOptions) -> int:

@@ -6,7 +6,7 @@ Apart from the commands, which the help reads, as this loads what an evaluation 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +23,10 @@ from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.evaluation.canary import describe
 from loragate.evaluation.engines import load
-from loragate.evaluation.evaluate import Evaluation, OnEvent
+from loragate.evaluation.evaluate import EngineFor, Evaluation, OnEvent, open_evaluation
 from loragate.evaluation.judging import JudgeSettings
 from loragate.evaluation.results import EvaluationRecord, write_record
 from loragate.evaluation.session import Request, Session, trained_controls
-from loragate.evaluation.stored import describe_change, judge_again, open_evaluation
 from loragate.evaluation.variants import Variant
 from loragate.files import write_json, write_text
 from loragate.models import Loaded
@@ -151,14 +150,14 @@ def regrade(options: RegradeOptions) -> int:
             done[variant.name, task] = judged
             job.advance_to(sum(done.values()), count, f"{variant.name} on {task}")
 
-        record, changes = judge_again(evaluation, options.again, on_event)
+        record, changes = evaluation.judge_again(options.again, on_event)
     place = folder / (f"results-{options.grader}" if options.grader else "results-regraded")
     if changes is not None:
         path = place.with_name(f"{place.name}-changes.jsonl")
         write_text(path, "".join(json.dumps(change, ensure_ascii=False) + "\n" for change in changes))
         out.print(f"{len(changes)} of {count} verdicts differ from {folder / 'results.json'}", markup=False)
         for change in changes[:5]:
-            out.print(f"  {describe_change(change)}", markup=False)
+            out.print(f"  {_described(change)}", markup=False)
         if changes:
             out.print(f"all of them: {path}", markup=False)
     write_record(record, place.with_name(f"{place.name}.json"))
@@ -177,11 +176,13 @@ def begin(options: EvaluationInputs, session: Session, evaluation: Evaluation, o
     out.print(rows, markup=False)
 
 
-def sample(session: Session, evaluation: Evaluation, out: Console, display: Display) -> EvaluationRecord:
+def sample(
+    session: Session, evaluation: Evaluation, out: Console, display: Display, engine_for: EngineFor | None = None
+) -> EvaluationRecord:
     """Sample and judge behind one bar; Ctrl-C says how to go on."""
     try:
         with progress(display, evaluation.sample_count) as on_event:
-            return session.run(evaluation, on_event)
+            return session.run(evaluation, on_event, engine_for)
     except KeyboardInterrupt:
         where = evaluation.folder
         out.print(f"stopped; every answer so far is in {where}. The same command with --resume goes on", markup=False)
@@ -228,3 +229,12 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         raise ConfigError(f"--constants {text}: expected numbers separated by commas, such as -0.5,0.5") from None
+
+
+def _described(change: Mapping[str, Any]) -> str:
+    """One line on an answer that is judged differently."""
+    said = "; ".join(
+        f"{found['grader']}: {'right' if found['correct'] else found['reason']} ({found['extracted']!r:.60})"
+        for found in (change["before"], change["now"])
+    )
+    return f"{change['task']} {change['question']} [{change['variant']}], gold {change['gold']!r:.60}: {said}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import ClassVar
 
 from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions
@@ -23,8 +22,6 @@ class ExploreOptions(ModelOptions):
         raw: pass the prompt to the model unchanged, without the chat template.
         base: where the base model is, instead of the recorded one.
     """
-
-    WITHHELD: ClassVar[frozenset[str]] = frozenset({"quantization"})
 
     model: str
     port: int = 7860

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ class GenerateOptions(ModelOptions):
         prompts: file with one prompt per line, instead of prompt.
         raw: pass the prompt to the model unchanged, without the chat template.
         samples: answers per prompt.
-        temperature: sampling temperature; 0 is greedy. Without it that which the gated folder recommends, or 1.
+        temperature: sampling temperature; 0 is greedy. Without it that which the folder recommends, or 1.
         top_p: nucleus sampling threshold.
         max_new_tokens: token limit of an answer; 0 takes 512. An answer ends at the model's last position, too.
         seed: seed of the sampling.
@@ -62,16 +63,14 @@ def run(options: GenerateOptions) -> int:
     how = check_loading(options)
     prompts = read_prompts(options)
     quiet_logging()
-    from contextlib import nullcontext
-
-    from loragate.data import prompt_ids, render_prompt
     from loragate.gates import gate_override
     from loragate.gates.recommended import chosen_temperature, sampling_note
     from loragate.generation import SamplingConfig, TransformersEngine
+    from loragate.generation.requests import begun, rendered
     from loragate.models import open_model, resolve
 
     place = resolve(options.model, options.base, overrides=True)
-    temperature = chosen_temperature(place.gates, options.temperature)
+    temperature = chosen_temperature(place.sampling, options.temperature)
     if options.temperature is None and temperature == 0 and options.samples > 1:
         raise ConfigError(
             f"--samples {options.samples}: {options.model} recommends greedy decoding, one answer each; give --temperature"
@@ -83,7 +82,7 @@ def run(options: GenerateOptions) -> int:
         samples=options.samples,
         seed=options.seed,
     )
-    if note := sampling_note(options.model, place.gates, options.temperature):
+    if note := sampling_note(options.model, place.sampling, options.temperature):
         print(f"loragate: {note}", file=sys.stderr)
     loaded = open_model(place, how)
     model, tokenizer = loaded.model, loaded.tokenizer
@@ -96,14 +95,9 @@ def run(options: GenerateOptions) -> int:
             raise ConfigError(f"--lambda-…: {options.model} has an override of λ already; give one of the two")
         overriding = gate_override(model, options.lambda_min, options.lambda_max, options.lambda_constant)
     if options.raw:
-        begin = tokenizer.bos_token_id
-        prompts = [tokenizer.bos_token + text if begin in prompt_ids(text, tokenizer)[:1] else text for text in prompts]
+        prompts = [begun(text, tokenizer) for text in prompts]
     else:
-        if tokenizer.chat_template is None:
-            raise ConfigError("the tokenizer has no chat template; give one with --chat-template FILE, or use --raw")
-        prompts = [
-            render_prompt([{"role": "user", "content": prompt}], tokenizer, system=options.system) for prompt in prompts
-        ]
+        prompts = [rendered([{"role": "user", "content": text}], tokenizer, options.system) for text in prompts]
     engine = TransformersEngine(model, tokenizer, batch_size=options.batch_size)
     with overriding:
         samples = engine.generate(prompts, sampling)

@@ -11,36 +11,40 @@ import os
 import sys
 import textwrap
 import traceback
+from typing import TYPE_CHECKING
 
 from loragate.errors import ConfigError, LoragateError, nearest
 from loragate.version import __version__
 
-# name: (module, one line)
+if TYPE_CHECKING:
+    from loragate.cli.arguments import Command
+
+# name: (module, one line); recipes are chains of commands and stand above them
 COMMANDS = {
-    "quickstart": ("quickstart", "the whole method on a tiny world, offline, with a table of results"),
-    "inspect": ("inspect", "which modules of an adapter can be gated, what it costs, and whether answers can end"),
-    "plan": ("plan", "memory, time and launch command of a training, from the configuration alone"),
-    "sft": ("sft", "Stage I: train a LoRA or DoRA adapter with one of ten token objectives"),
-    "mask": ("mask", "a mask of the response tokens on which a reference model gains most over the base"),
-    "extract": ("extract", "a LoRA adapter of chosen rank from a fine-tuned model and its base"),
-    "calibrate": ("calibrate", "Stage II: gate a finished adapter by entropy, from prompts and responses"),
-    "sweep": ("sweep", "many ranges, seeds, adapters and objectives, on Ray or one after the other"),
-    "recipes": ("recipes", "the trainings of the paper, by name: list, show, run, rehearse and check"),
-    "generate": ("generate", "text from a gated adapter, a plain adapter or a base"),
-    "eval": ("evaluate", "scores of base, adapter and gated adapter, and what their differences show"),
-    "regrade": ("regrade", "judge the stored answers of an evaluation with another grader"),
+    "quickstart": ("cli.quickstart", "the whole method on a tiny world, offline, with a table of results"),
+    "inspect": ("cli.inspect", "which modules of an adapter can be gated, what it costs, and whether answers can end"),
+    "plan": ("cli.plan", "memory, time and launch command of a training, from the configuration alone"),
+    "sft": ("cli.sft", "Stage I: train a LoRA or DoRA adapter with a token objective"),
+    "mask": ("cli.mask", "a mask of the response tokens on which a reference model gains most over the base"),
+    "extract": ("cli.extract", "a LoRA adapter of chosen rank from a fine-tuned model and its base"),
+    "calibrate": ("cli.calibrate", "Stage II: gate a finished adapter by entropy, from prompts and responses"),
+    "sweep": ("cli.sweep", "many ranges, seeds, adapters and objectives, on Ray or one after the other"),
+    "recipes": ("recipes.command", "the trainings of the paper, by name: list, show, run, rehearse and check"),
+    "generate": ("cli.generate", "text from a gated adapter, a plain adapter or a base"),
+    "eval": ("cli.evaluate", "scores of base, adapter and gated adapter, and what their differences show"),
+    "regrade": ("cli.regrade", "judge the stored answers of an evaluation with another grader"),
     "diagnose": (
-        "diagnose",
+        "cli.diagnose",
         "what adapter and gates do: entropy, realised λ, interventions, alignment with a task value",
     ),
-    "report": ("report", "one self-contained HTML file, or the paper's figures, from any runs"),
-    "explore": ("explore", "a local page: one prompt, three models, every token coloured by its gates"),
-    "serve": ("serve", "an OpenAI-compatible server for gated adapters, plain adapters and the base"),
-    "convert-base": ("convert_base", "a GGUF file as the plain model folder that vLLM and other programs read"),
-    "export": ("export", "fold gates of one λ per module into a plain LoRA adapter"),
-    "push": ("push", "upload a gated adapter to the hub, with its model card"),
-    "doctor": ("doctor", "versions, devices and optional parts"),
-    "completion": ("completion", "a script that completes commands and options in bash, zsh or fish"),
+    "report": ("cli.report", "one self-contained HTML file, or the paper's figures, from any runs"),
+    "explore": ("cli.explore", "a local page: one prompt, three models, every token coloured by its gates"),
+    "serve": ("cli.serve", "an OpenAI-compatible server for gated adapters, plain adapters and the base"),
+    "convert-base": ("cli.convert_base", "a GGUF file as the plain model folder that vLLM and other programs read"),
+    "export": ("cli.export", "fold gates of one λ per module into a plain LoRA adapter"),
+    "push": ("cli.push", "upload a gated adapter to the hub, with its model card"),
+    "doctor": ("cli.doctor", "versions, devices and optional parts"),
+    "completion": ("cli.completion", "a script that completes commands and options in bash, zsh or fish"),
 }
 
 
@@ -79,6 +83,12 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(LoragateError(f"{type(error).__name__}: {error}\n{hint}"), debug, 1)
 
 
+def command(name: str) -> Command:
+    """What a name stands for; its module is imported."""
+    found: Command = importlib.import_module(f"loragate.{COMMANDS[name][0]}").COMMAND
+    return found
+
+
 def overview() -> str:
     """The text of `loragate --help`."""
     width = max(map(len, COMMANDS))
@@ -98,17 +108,17 @@ def _run(name: str, arguments: list[str]) -> int:
     if name not in COMMANDS:
         raise ConfigError(f"unknown command {name!r}{nearest(name, COMMANDS)} (loragate --help lists them)")
     _quiet_libraries()
-    module = importlib.import_module(f"loragate.cli.{COMMANDS[name][0]}")
     from loragate.cli.arguments import parse, print_help, resolved_yaml
 
+    found = command(name)
     if {"-h", "--help", "--help-all"} & set(arguments):
-        print_help(module.COMMAND, everything="--help-all" in arguments)
+        print_help(found, everything="--help-all" in arguments)
         return 0
-    options, given = parse(module.COMMAND, arguments)
+    options, given = parse(found, arguments)
     if given.get("print_config"):
         print(resolved_yaml(options), end="")
         return 0
-    return module.COMMAND.run(options)
+    return found.run(options)
 
 
 def _quiet_libraries() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 
 from loragate.cli.arguments import Command
 from loragate.errors import ConfigError
+from loragate.hub_names import hub_name
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,7 @@ class PushOptions:
 
 def run(options: PushOptions) -> int:
     """Check, upload, and print where it is and how it is loaded."""
-    from loragate.gates.upload import files_of, push_gated, stage
-    from loragate.hub_names import hub_name
+    from loragate.models.upload import push_gated
 
     if len(options.places) != 2:
         found = " ".join(options.places) or "nothing"
@@ -48,14 +47,6 @@ def run(options: PushOptions) -> int:
         raise ConfigError(
             f"{repository} is no name of a repository on the hub (owner/name); the gated folder comes first"
         )
-    if options.dry_run:
-        with tempfile.TemporaryDirectory() as staged:
-            name = repository.rpartition("/")[2]
-            base = stage(folder, staged, name=name, base_id=options.base_id, card=options.card)
-            for path, size in files_of(staged).items():
-                print(f"  {size:>12,} bytes  {path}")
-        print(f"would be sent to {repository}, on the base {base}; nothing was sent")
-        return 0
     done = push_gated(
         folder,
         repository,
@@ -64,7 +55,13 @@ def run(options: PushOptions) -> int:
         revision=options.revision or None,
         message=options.message,
         card=options.card,
+        dry_run=options.dry_run,
     )
+    if options.dry_run:
+        for path, size in done.files.items():
+            print(f"  {size:>12,} bytes  {path}")
+        print(f"would be sent to {repository}, on the base {done.base}; nothing was sent")
+        return 0
     print(f"{done.url}: {len(done.files)} files, {sum(done.files.values()) / 1024:,.0f} KiB, on the base {done.base}")
     print(f"commit {done.commit}")
     print(f'load it: loragate.load_gated("{done.repository}", revision="{done.commit}")')

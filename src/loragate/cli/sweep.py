@@ -5,21 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from loragate.cli.arguments import Command, require_given, resolved_yaml
 from loragate.cli.calibrate import GateOptions, gate_config, taken_from
 from loragate.cli.options import RunOptions
 from loragate.display import console, duration, next_evaluation, quiet_logging
 from loragate.effects import require_effect
-from loragate.errors import ConfigError, DivergenceError, LoragateError
-from loragate.files import held, write_json, write_text
+from loragate.errors import ConfigError
+from loragate.files import write_text
 from loragate.gates.range import parse_ranges
-from loragate.selection.candidate import grid, label_adapters
+from loragate.selection.candidate import grid
 from loragate.selection.settings import ProbeSettings
 from loragate.training.preflight import check_loading
 from loragate.training.settings import CalibrationSettings
 from loragate.validate import Amount, Count, Size, comma_list
+
+if TYPE_CHECKING:
+    from loragate.selection import Candidate
+    from loragate.selection.sweep import Sweep
 
 
 @dataclass(frozen=True)
@@ -75,33 +79,66 @@ def run(options: SweepOptions) -> int:
     """Plan, run what is not finished, choose, write the best."""
     check(options)
     check_loading(options)
-    folder = Path(options.out)
-    require_sweep_folder(folder, options.resume)
-    from loragate.selection.store import Store
+    from loragate.report.cells import choice_sentence, sweep_tables, write_sweep
+    from loragate.selection.sweep import choose_runner, run_sweep
     from loragate.selection.watch import live_table
 
     quiet_logging()
-    out = console()
-    sweep, study = prepare(options)
-    describe, execute = choose_runner(options, out)
-    store = Store(folder, study)
-    with held(folder / "lock", 0.0, f"another sweep is running in {folder}; wait for it to end, or stop it"):
-        study.begin(folder, options.resume)
+    folder, out = Path(options.out), console()
+
+    def say(text: str) -> None:
+        out.print(text, markup=False)
+
+    sweep, candidates = prepare(options)
+    where, execute = choose_runner(
+        options.runner, options.workers, options.cpus_per_trial, options.gpus_per_trial, options.device
+    )
+
+    def watched(sweep: Any, store: Any, pending: Any) -> None:
         write_text(folder / "config.yaml", resolved_yaml(options))
-        done, many = len(store.finished()), len(study.candidates)
-        again = f", {done} of them finished before" if done else ""
-        out.print(f"{many} trials{again}; {describe}", markup=False)
+        done = len(store.finished())
+        say(f"{len(candidates)} trials{f', {done} of them finished before' if done else ''}; {where}")
         try:
             with live_table(store):
-                execute(sweep, store, store.pending())
-            return finish(out, store, sweep)
+                execute(sweep, store, pending)
         except KeyboardInterrupt:
-            out.print(
-                f"stopped; {len(store.finished())} of {many} trials are finished and the others keep their checkpoints in "
-                f"{folder}. The same command with --resume goes on",
-                markup=False,
+            say(
+                f"stopped; {len(store.finished())} of {len(candidates)} trials are finished and the others keep their "
+                f"checkpoints in {folder}. The same command with --resume goes on"
             )
             raise
+
+    swept = run_sweep(sweep, candidates, folder, resume=options.resume, execute=watched)
+    summary = swept.summary
+    if summary is not None:
+        maps = write_sweep(summary, folder)
+        for table in sweep_tables(summary):
+            out.print(table)
+        spent = duration(sum(summary["seconds"].values()))
+        drawn = " and heatmap*.png" if maps else ""
+        say(f"written to {folder / 'sweep_results.json'}, .md{drawn}; {spent} of work")
+    for kind, reasons in (("diverged", swept.diverged), ("failed", swept.failures)):
+        for slug, error in list(reasons.items())[:3]:
+            say(f"{kind}: {slug}: {error}")
+    swept.check()
+    if swept.diverged:
+        say(
+            f"{len(swept.diverged)} of {len(candidates)} trials diverged and take no part, nor does a cell that lacks a seed "
+            "for it"
+        )
+    if summary is None:
+        say("nothing was chosen, as there was no --probe; every cell's gates are in trials/*/gated")
+        say(f"next: loragate eval --sweep {folder} --suite math --engine vllm --out {folder}-eval")
+        return 0
+    for choice in summary["choices"]:
+        say(choice_sentence(summary, choice))
+        best = swept.best.get(choice["adapter"])
+        if best is None:
+            say(next_evaluation(sweep.adapters[choice["adapter"]], "runs/adapter"))
+        else:
+            say(f"written to {best} (seed {choice['seed']})")
+            say(next_evaluation(best, "runs/best"))
+    return 0
 
 
 def check(options: SweepOptions) -> None:
@@ -117,173 +154,37 @@ def check(options: SweepOptions) -> None:
             raise ConfigError(f"--{name} {value}: no such file")
 
 
-def require_sweep_folder(folder: Path, resume: bool) -> None:
-    """Refuse a folder that holds anything but the sweep to resume.
+def prepare(options: SweepOptions) -> tuple[Sweep, tuple[Candidate, ...]]:
+    """What was typed, as `run_sweep` takes it.
 
     Raises:
-        ConfigError: naming the folder and what to do.
+        ConfigError: for seeds or objectives that there cannot be, and adapters that cannot be swept together.
     """
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--out {folder} is a file; give a folder")
-    begun = (folder / "sweep.json").is_file()
-    if resume and not begun:
-        raise ConfigError(f"--resume: there is no sweep in {folder}; run the command without --resume")
-    if not resume and begun:
-        raise ConfigError(f"--out {folder} holds a sweep already; go on with it with --resume, or give another folder")
-    present = sorted(path.name for path in folder.iterdir() if path.name != "lock") if folder.is_dir() else []
-    if not resume and present:
-        raise ConfigError(f"--out {folder} is not empty (it holds {', '.join(present[:3])}); choose another folder")
-
-
-def prepare(options: SweepOptions) -> tuple[Any, Any]:
-    """The sweep and its study, after everything was checked that does not need the base in memory.
-
-    Raises:
-        ConfigError, DataError: naming what cannot be used.
-    """
-    from loragate.models import Loading, resolve
-    from loragate.selection.sweep import Sweep, common_base, settings_of_each
+    from loragate.models import Loading
+    from loragate.selection.sweep import Sweep, absolute, settings_of_each
     from loragate.training.rows import read_rows
 
-    options = with_absolute_paths(options)
-    labels = label_adapters(comma_list(options.adapters or options.adapter))
-    adapters = {label: resolve(place, expect="adapter", base_later=True).source for label, place in labels.items()}
     objectives = comma_list(options.objectives)
-    candidates = grid(adapters, parse_ranges(options.ranges), numbers(options.seeds), objectives)
-    sweep = Sweep(
-        adapters,
-        common_base(list(adapters.values()), options.base),
-        Loading.of(options),
-        partial(read_rows, options, options.max_rows),
-        settings_of_each(options, objectives),
-        gate_config(options),
-        taken_from(options, ProbeSettings),
-        options.probe,
-        options.test,
-        options.test_samples or options.probe_samples,
-        options.system,
-    )
-    return sweep, sweep.study(candidates)
-
-
-def with_absolute_paths(options: SweepOptions) -> SweepOptions:
-    """The options as they hold in a worker, whatever its working directory."""
-    changed: dict[str, Any] = {
-        name: str(Path(getattr(options, name)).resolve())
-        for name in ("adapter", "base", "data", "probe", "test", "chat_template", "probe_task")
-        if getattr(options, name) and Path(getattr(options, name)).exists()
-    }
-    if options.adapters:
-        places = [str(Path(p).resolve()) if Path(p).exists() else p for p in comma_list(options.adapters)]
-        changed["adapters"] = ",".join(places)
-    return replace(options, **changed)
-
-
-def numbers(text: str) -> list[int]:
-    """Seeds: whole numbers separated by commas."""
     try:
-        return [int(part) for part in comma_list(text)]
+        seeds = [int(part) for part in comma_list(options.seeds)]
     except ValueError:
         raise ConfigError(
-            f"--seeds: expected whole numbers separated by commas, such as 0,1,2, found {text!r}"
+            f"--seeds: expected whole numbers separated by commas, such as 0,1,2, found {options.seeds!r}"
         ) from None
-
-
-def choose_runner(options: SweepOptions, out: Any) -> tuple[str, Any]:
-    """(what runs the trials, the function that does it); "auto" says so where Ray is absent.
-
-    Raises:
-        ConfigError: for --runner ray without Ray.
-    """
-    from loragate.selection.sweep import run_in_sequence
-
-    in_sequence = "one after the other in this process", run_in_sequence
-    if options.runner == "sequential":
-        return in_sequence
-    try:
-        from loragate.selection.ray_tune import Resources, run_on_ray
-    except ConfigError:
-        if options.runner == "ray":
-            raise
-        out.print(
-            'Ray is not installed, so the trials run one after the other (pip install "loragate[sweep]" for several at a time)',
-            markup=False,
-        )
-        return in_sequence
-    found = Resources.found(options.workers, options.cpus_per_trial, options.gpus_per_trial, options.device)
-    return found.describe(), partial(run_on_ray, resources=found)
-
-
-def finish(out: Any, store: Any, sweep: Any) -> int:
-    """Choose, write results, table, heat maps and the best gates; without a probe nothing is chosen. Say what comes next."""
-    from loragate.selection.outcome import selections
-    from loragate.selection.sweep import failures, write_best
-
-    folder, study, results = store.folder, store.study, store.finished()
-    dropped, failed = store.diverged(), failures(store)
-    scored = study.identity["probe"] is not None
-    summary = scores(out, store, results, {"diverged": dropped, "failures": failed}) if scored else {}
-    for kind, reasons in (("diverged", dropped), ("failed", failed)):
-        for slug, error in list(reasons.items())[:3]:
-            out.print(f"{kind}: {slug}: {error}", markup=False)
-    if failed:
-        raise LoragateError(
-            f"{len(failed)} of {len(study.candidates)} trials are not finished, so nothing was chosen; repeat the command with "
-            "--resume to try them again"
-        )
-    if dropped:
-        out.print(
-            f"{len(dropped)} of {len(study.candidates)} trials diverged and take no part, nor does a cell that lacks a seed for "
-            "it",
-            markup=False,
-        )
-    trained = any(one.range is not None for one in study.candidates if one.slug in results)
-    if not trained or (scored and not any(choice["candidates"] for choice in summary["choices"])):
-        raise DivergenceError(
-            "no cell's training stayed finite in all its seeds; lower --learning-rate or train in fp32, in a new --out"
-        )
-    if not scored:
-        out.print("nothing was chosen, as there was no --probe; every cell's gates are in trials/*/gated", markup=False)
-        out.print(f"next: loragate eval --sweep {folder} --suite math --engine vllm --out {folder}-eval", markup=False)
-        return 0
-    from loragate.report.cells import choice_sentence
-
-    chosen = selections(study, results, dropped)
-    for choice in summary["choices"]:
-        selection = chosen[choice["adapter"]]
-        out.print(choice_sentence(summary, choice), markup=False)
-        if selection.written is None:
-            out.print(next_evaluation(sweep.adapters[choice["adapter"]], "runs/adapter"), markup=False)
-            continue
-        best = folder / "best" if len(chosen) == 1 else folder / "best" / choice["adapter"]
-        write_best(store, selection, best)
-        out.print(f"written to {best} (seed {choice['seed']})", markup=False)
-        out.print(next_evaluation(best, "runs/best"), markup=False)
-    return 0
-
-
-def scores(out: Any, store: Any, results: Any, states: dict[str, Any]) -> dict[str, Any]:
-    """Write and show the probe's results: JSON, Markdown, tables, heat maps."""
-    from loragate.report.cells import sweep_markdown, sweep_tables
-    from loragate.report.heatmap import heat_maps
-    from loragate.selection.outcome import summarise
-
-    folder = store.folder
-    summary = summarise(store.study, results) | states
-    write_json(folder / "sweep_results.json", summary)
-    write_text(folder / "sweep_results.md", sweep_markdown(summary))
-    maps = heat_maps(summary)
-    for name, draw in maps.items():
-        for suffix in ("png", "svg"):
-            draw(folder / f"{name}.{suffix}")
-    for table in sweep_tables(summary):
-        out.print(table)
-    spent = sum(summary["seconds"].values())
-    out.print(
-        f"written to {folder / 'sweep_results.json'}, .md{' and heatmap*.png' if maps else ''}; {duration(spent)} of work",
-        markup=False,
+    sweep = Sweep.over(
+        comma_list(options.adapters or options.adapter),
+        partial(read_rows, replace(options, data=absolute(options.data)), options.max_rows),
+        settings_of_each(options, objectives),
+        base=options.base,
+        how=Loading.of(options),
+        probe=options.probe,
+        test=options.test,
+        config=gate_config(options),
+        asking=taken_from(options, ProbeSettings),
+        test_samples=options.test_samples or options.probe_samples,
+        system=options.system,
     )
-    return summary
+    return sweep, grid(sweep.adapters, parse_ranges(options.ranges), seeds, objectives)
 
 
 COMMAND = Command(

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from loragate.errors import ConfigError
 from loragate.models import Place, gguf
-from loragate.models.hub import download_base
+from loragate.models.hub import BASE_CONFIG, download
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -89,7 +89,7 @@ def open_checkpoint(place: Place, code: bool = False) -> Checkpoint:
     gguf.refuse(place.base, "the comparison of weights")
     folder = place.folder
     if not folder.is_dir():
-        folder = download_base(place.base.name, place.base.revision, code)
+        folder = download(place.base.name, place.base.revision, BASE_CONFIG, code=code)
     if (folder / INDEX).is_file():
         files = _indexed(folder)
     elif (folder / WEIGHTS).is_file():

@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 from loragate.errors import ArtifactError, ConfigError, GateError
 from loragate.files import new_folder, require_new, write_atomically, write_json, write_text
 from loragate.gates import GateConfig
+from loragate.gates.adapter_files import PREFIX, read_adapter, strength_of
 from loragate.gates.artifact import write_sampling
 from loragate.gates.gate import Override
 from loragate.gates.operation import overridden_coefficient
 from loragate.gates.recommended import SAMPLING, at
 from loragate.models import read_gates, resolve
-from loragate.models.adapter_files import PREFIX, read_adapter, strength_of
 
 _FACTORS = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
 

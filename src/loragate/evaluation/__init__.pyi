@@ -6,7 +6,7 @@ from .grading import (
     MATH_GRADERS as MATH_GRADERS,
     grade_math as grade_math,
 )
-from .run import (
+from .results import (
     SuiteScores as SuiteScores,
     run_suite as run_suite,
 )

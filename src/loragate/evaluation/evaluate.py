@@ -1,4 +1,4 @@
-"""An evaluation: every variant on every task, resumable at any moment, ending in one record.
+"""An evaluation: every variant on every task, resumable at any moment, ending in one record; and judged again from its folder.
 
     folder/
       eval.json                         what is being run; a resumed run must be the same
@@ -9,23 +9,24 @@
       harness/<variant>/<suite>.json    what lm-evaluation-harness measured
       results.json                      the record (`results.py`)
 
-Engines arrive as a callable, so this file neither loads models nor knows which program generates.
+Engines arrive as a callable, so this file neither loads models nor knows which program generates. Judging again needs neither the
+model nor the data set: questions, prompts, task files and samples lie in the folder.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from loragate.errors import ConfigError, DataError
-from loragate.evaluation.aggregates import compare_suites, suite_average
 from loragate.evaluation.answers import Grade
 from loragate.evaluation.harness import HarnessScores
 from loragate.evaluation.judging import (
@@ -37,24 +38,29 @@ from loragate.evaluation.judging import (
     judge,
     judged_by,
     read_grades,
+    require_graders,
     write_grades,
 )
-from loragate.evaluation.prepared import Prepared, write_questions
+from loragate.evaluation.prepared import Prepared, read_questions, write_questions
 from loragate.evaluation.results import (
     EvaluationRecord,
     SuiteResult,
     TaskInfo,
     TaskResult,
+    mean_entropy,
+    read_record,
     task_result,
 )
-from loragate.evaluation.retention import Measured, all_measured, keep_measured, read_measured, retention_averages
-from loragate.evaluation.run import mean_entropy
-from loragate.evaluation.variants import Variant
+from loragate.evaluation.retention import retention_averages, retention_info, retention_result
+from loragate.evaluation.statistics import compare_suites, suite_average
+from loragate.evaluation.tasks import Questions, load_task
+from loragate.evaluation.variants import Kind, Variant
 from loragate.files import first_difference, write_json, write_text
-from loragate.generation import Engine, Sample, ScoringEngine
+from loragate.generation import SamplingConfig, ScoringEngine
 from loragate.generation.samples import draw_samples, read_samples
 from loragate.models import folder_sha256
-from loragate.records import package_versions, read_value, to_json
+from loragate.records import package_versions, read, read_value, to_json
+from loragate.validate import STRICT
 
 EngineFor = Callable[[Variant], AbstractContextManager[ScoringEngine]]
 Harness = Callable[[ScoringEngine, str, Callable[[int, int], None]], HarnessScores]
@@ -66,16 +72,18 @@ def unheard(stage: str, variant: Variant, task: str, done: int, total: int) -> N
     """An `OnEvent` for nobody."""
 
 
+@dataclass
 class Evaluation:
     """One evaluation in one folder.
 
-    Args:
+    Attributes:
         folder: run folder.
         tasks: prepared tasks.
         variants: rows; the plain adapter first where there is one.
         models: {"base": …, "adapter": …, "gated": …} for the record.
         canary: figures of `canary`.
-        identity: further facts that a resumed run must share (engine, dtype, …).
+        seed: of sampling.
+        facts: what a resumed run must share beside models, tasks and rows (engine, dtype, …).
         judging: how answers are judged.
         grader: in place of the math tasks' own.
         suites: retention suites that the harness asks; scored for every row that is no control.
@@ -84,39 +92,20 @@ class Evaluation:
         left_out: {name of a row: why the model cannot be it}; shown in its place, and kept like the notes.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        tasks: Sequence[Prepared],
-        variants: Sequence[Variant],
-        *,
-        models: dict[str, str],
-        canary: dict[str, float],
-        seed: int,
-        identity: dict[str, Any] | None = None,
-        judging: JudgeSettings | None = None,
-        grader: str = "",
-        suites: Sequence[str] = (),
-        harness: Harness | None = None,
-        notes: Sequence[str] = (),
-        left_out: Mapping[str, str] | None = None,
-    ) -> None:
-        self.folder, self.tasks, self.variants = folder, list(tasks), list(variants)
-        self.models, self.canary, self.seed = models, canary, seed
-        self.judging, self.grader = judging or JudgeSettings(), grader
-        self.suites, self.harness, self.notes = list(suites), harness, list(notes)
-        self.left_out = dict(left_out or {})
-        self.identity = to_json(
-            {
-                "models": models,
-                "seed": seed,
-                **(identity or {}),
-                "variants": variants,
-                "tasks": [prepared.as_dict() for prepared in tasks],
-                "suites": suites,
-            }
-        )
-        self.seconds: dict[tuple[str, str], float] = {}
+    folder: Path
+    tasks: list[Prepared]
+    variants: list[Variant]
+    models: dict[str, str]
+    canary: dict[str, float]
+    seed: int
+    facts: dict[str, Any] = field(default_factory=dict)
+    judging: JudgeSettings = field(default_factory=JudgeSettings)
+    grader: str = ""
+    suites: list[str] = field(default_factory=list)
+    harness: Harness | None = None
+    notes: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    seconds: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def begin(self, resume: bool) -> None:
         """Write down what is being run, or check that a resumed run is the same.
@@ -126,8 +115,17 @@ class Evaluation:
         """
         path = self.folder / "eval.json"
         places = {**self.models, **{v.slug: v.gates for v in self.variants if v.gates is not None}}
-        weights = {kind: folder_sha256(place) for kind, place in places.items() if Path(place).exists()}
-        identity = {**self.identity, "weights": weights}
+        identity = to_json(
+            {
+                "models": self.models,
+                "seed": self.seed,
+                **self.facts,
+                "variants": self.variants,
+                "tasks": [prepared.as_dict() for prepared in self.tasks],
+                "suites": self.suites,
+                "weights": {kind: folder_sha256(place) for kind, place in places.items() if Path(place).exists()},
+            }
+        )
         if not resume:
             # first of all: with it the folder can be resumed
             write_json(path, {**identity, "notes": self.notes, "left_out": self.left_out})
@@ -155,54 +153,91 @@ class Evaluation:
         """Sample and judge everything that is not on file yet; returns the record, which the caller writes."""
         # rows with the same weights follow one another, as changing them can mean loading them
         for variant in sorted(self.variants, key=lambda variant: variant.acts):
-            suites = [] if variant.control is not None else self.suites
-            kept = all(all_measured(self.folder, name, [variant]) for name in suites)
-            if kept and all(self._complete(variant, prepared) for prepared in self.tasks):
-                for prepared in self.tasks:
-                    count = self._count(variant, prepared)
-                    on_event("sampling", variant, prepared.task.name, count, count)
-                continue
-            with engine_for(variant) as engine:
-                for prepared in self.tasks:
-                    self._sample(engine, variant, prepared, on_event)
-                for name in suites:
-                    assert self.harness is not None, "suites that are not measured need a harness"
-                    report = partial(on_event, "retention", variant, name)
-                    keep_measured(self.folder, variant, name, partial(self.harness, engine, name, report))
+            self._sample(engine_for, variant, on_event)
         infos = [self._info(prepared) for prepared in self.tasks]
-        results: list[TaskResult] = []
         scores: dict[tuple[str, str], np.ndarray] = {}
-        for prepared in self.tasks:
-            for variant in self.variants:
-                results.append(self._judge(variant, prepared, scores, on_event))
-        averages = list(self._averages(scores))
-        warnings = self.warnings
+        results = [
+            self._judge(variant, prepared, scores, on_event) for prepared in self.tasks for variant in self.variants
+        ]
+        averages, warnings = self._averages(scores), self.warnings
         measured = {name: self._measured(name) for name in self.suites}
-        for rows in measured.values():
-            infos.append(next(iter(rows.values())).info)
-            results += [one.row for one in rows.values()]
+        for name, rows in measured.items():
+            infos.append(retention_info(next(iter(rows.values())), self.seed))
+            results += [retention_result(name, row, one, rows.get("adapter")) for row, one in rows.items()]
             warnings += [warning for one in rows.values() for warning in one.warnings]
         averages += retention_averages(measured)
-        return EvaluationRecord(
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            models=self.models,
-            tasks=tuple(infos),
-            results=tuple(results),
-            suites=tuple(averages),
-            seed=self.seed,
-            sandbox=self.judging.sandbox if any(self._grader(p) in CODE for p in self.tasks) else None,
-            versions=package_versions(),
-            seconds=sum(self.seconds.values()),
-            canary=self.canary,
-            warnings=tuple(dict.fromkeys(warnings)),
-            left_out=self.left_out,
-        ).with_adjusted_p()
+        return (
+            EvaluationRecord(
+                created=datetime.now(UTC).isoformat(timespec="seconds"),
+                models=self.models,
+                tasks=tuple(infos),
+                results=tuple(results),
+                suites=tuple(averages),
+                seed=self.seed,
+                sandbox=self.judging.sandbox if any(self._grader(p) in CODE for p in self.tasks) else None,
+                versions=package_versions(),
+                seconds=sum(self.seconds.values()),
+                canary=self.canary,
+                warnings=tuple(dict.fromkeys(warnings)),
+                left_out=self.left_out,
+            )
+            .with_adjusted_p()
+            .with_best_temperatures()
+        )
 
-    def forget_grades(self) -> None:
-        """Drop the verdicts of this evaluation's graders, so that `run` judges every answer again."""
-        for prepared in self.tasks:
-            for variant in self.variants:
-                self.grades_path(variant, prepared.task.name, self._grader(prepared)).unlink(missing_ok=True)
+    def judge_again(
+        self, again: bool = False, on_event: OnEvent = unheard
+    ) -> tuple[EvaluationRecord, list[dict[str, Any]] | None]:
+        """The record under this evaluation's grader, and the answers that it judges differently than results.json has them.
+
+        Nothing is generated. The second is None where there is no earlier record of these answers.
+
+        Args:
+            again: judge again even if this grader's verdicts are on file.
+
+        Raises:
+            ConfigError: for a grader that does not work here, and for an evaluation that is not finished.
+        """
+
+        def no_engine(variant: Variant) -> AbstractContextManager[ScoringEngine]:
+            raise ConfigError(
+                f"the answers of {variant.name} are not complete; finish the evaluation first with --resume"
+            )
+
+        require_graders([prepared.task for prepared in self.tasks], self.grader, self.judging)
+        earlier = self.folder / "results.json"
+        known = {info.name: info.grader for info in read_record(earlier).tasks} if earlier.is_file() else {}
+        cells = [(prepared, variant) for prepared in self.tasks for variant in self.variants]
+        before: dict[tuple[str, str], list[Grade]] = {}
+        for prepared, variant in cells:
+            name = prepared.task.name
+            old = self._read_grades(variant, name, known[name]) if name in known else None
+            if old is not None:
+                before[name, variant.name] = old
+            if again:
+                self.grades_path(variant, name, self._grader(prepared)).unlink(missing_ok=True)
+        record = self.run(no_engine, on_event)
+        changes: list[dict[str, Any]] = []
+        for prepared, variant in cells:
+            name, grader = prepared.task.name, self._grader(prepared)
+            samples = read_samples(self.samples_path(variant, name))
+            now = self._read_grades(variant, name, grader)
+            assert now is not None, "they were judged above"
+            for sample, was, new in zip(samples, before.get((name, variant.name), now), now, strict=True):
+                if was.correct != new.correct:
+                    question = prepared.questions.questions[sample.question]
+                    changes.append(
+                        {
+                            "task": name,
+                            "variant": variant.name,
+                            "question": question.id,
+                            "sample": sample.sample,
+                            "gold": question.gold,
+                            "before": {"grader": known[name], **asdict(was)},
+                            "now": {"grader": grader, **asdict(new)},
+                        }
+                    )
+        return record, changes if before else None
 
     @property
     def warnings(self) -> list[str]:
@@ -214,16 +249,6 @@ class Evaluation:
         """Answers to sample in all, those of the harness aside."""
         return sum(self._count(variant, prepared) for prepared in self.tasks for variant in self.variants)
 
-    def _count(self, variant: Variant, prepared: Prepared) -> int:
-        return len(prepared.prompts) * variant.sampling(prepared.sampling).samples
-
-    def _measured(self, name: str) -> dict[str, Measured]:
-        """Every row that is no control on a suite, by the row's name; the adapter, which comes first, is compared with."""
-        found: dict[str, Measured] = {}
-        for variant in (variant for variant in self.variants if variant.control is None):
-            found[variant.name] = read_measured(self.folder, variant, name, self.seed, found.get("adapter"))
-        return found
-
     def samples_path(self, variant: Variant, task: str) -> Path:
         """Where the answers of a row to a task are kept."""
         return self.folder / "samples" / variant.slug / f"{task}.jsonl"
@@ -232,48 +257,82 @@ class Evaluation:
         """Where a grader's verdicts on them are kept."""
         return self.folder / "grades" / grader / variant.slug / f"{task}.jsonl"
 
-    def _complete(self, variant: Variant, prepared: Prepared) -> bool:
-        path = self.samples_path(variant, prepared.task.name)
-        return path.exists() and path.read_bytes().count(b"\n") >= self._count(variant, prepared)
-
-    def _sample(self, engine: Engine, variant: Variant, prepared: Prepared, on_event: OnEvent) -> None:
-        began, name = time.monotonic(), prepared.task.name
-        path, sampling = self.samples_path(variant, prepared.task.name), variant.sampling(prepared.sampling)
-        draw_samples(engine, prepared.prompts, sampling, path, partial(on_event, "sampling", variant, name))
-        self.seconds[variant.name, name] = time.monotonic() - began
+    def _count(self, variant: Variant, prepared: Prepared) -> int:
+        return len(prepared.prompts) * variant.sampling(prepared.sampling).samples
 
     def _grader(self, prepared: Prepared) -> str:
         return grader_for(prepared.task, self.grader)
 
+    def _read_grades(self, variant: Variant, task: str, grader: str) -> list[Grade] | None:
+        return read_grades(self.grades_path(variant, task, grader), read_samples(self.samples_path(variant, task)))
+
+    def _sample(self, engine_for: EngineFor, variant: Variant, on_event: OnEvent) -> None:
+        """What is missing of one row's answers and, unless it is a control, of its retention suites."""
+        # what is on file was measured by this run: `facts` describe the suites
+        suites = {name: path for name, path in self._harness_files(variant) if not path.is_file()}
+        missing = []
+        for prepared in self.tasks:
+            path, count = self.samples_path(variant, prepared.task.name), self._count(variant, prepared)
+            if path.exists() and path.read_bytes().count(b"\n") >= count:
+                on_event("sampling", variant, prepared.task.name, count, count)
+            else:
+                missing.append(prepared)
+        if not suites and not missing:
+            return
+        with engine_for(variant) as engine:
+            for prepared in missing:
+                began, name = time.monotonic(), prepared.task.name
+                path, sampling = self.samples_path(variant, name), variant.sampling(prepared.sampling)
+                draw_samples(engine, prepared.prompts, sampling, path, partial(on_event, "sampling", variant, name))
+                self.seconds[variant.name, name] = time.monotonic() - began
+            for name, path in suites.items():
+                assert self.harness is not None, "suites that are not measured need a harness"
+                write_json(path, to_json(self.harness(engine, name, partial(on_event, "retention", variant, name))))
+
+    def _harness_files(self, variant: Variant) -> Iterator[tuple[str, Path]]:
+        for name in self.suites if variant.control is None else ():
+            yield name, self.folder / "harness" / variant.slug / f"{name}.json"
+
+    def _measured(self, suite: str) -> dict[Kind, HarnessScores]:
+        """What every row that is no control has on a suite."""
+        return {
+            variant.acts: read(HarnessScores, path, "delete it and resume")
+            for variant in self.variants
+            for name, path in self._harness_files(variant)
+            if name == suite
+        }
+
     def _judge(
-        self,
-        variant: Variant,
-        prepared: Prepared,
-        scores: dict[tuple[str, str], np.ndarray],
-        on_event: OnEvent,
+        self, variant: Variant, prepared: Prepared, scores: dict[tuple[str, str], np.ndarray], on_event: OnEvent
     ) -> TaskResult:
         began = time.monotonic()
-        name, grader = prepared.task.name, self._grader(prepared)
-        samples = read_samples(self.samples_path(variant, prepared.task.name))
+        name, grader, questions = prepared.task.name, self._grader(prepared), prepared.questions.questions
+        samples = read_samples(self.samples_path(variant, name))
         if len(samples) != self._count(variant, prepared):
             raise DataError(f"samples of {variant.name} on {name} are missing; run again with --resume")
-        path = self.grades_path(variant, prepared.task.name, self._grader(prepared))
+        path = self.grades_path(variant, name, grader)
         judge_now = judged_by(grader, self.judging) | {"answers": answers_hash(samples)}
         grades = read_grades(path, samples, judge_now)
         if grades is None:
-            questions, report = prepared.questions.questions, partial(on_event, "grading", variant, name)
+            report = partial(on_event, "grading", variant, name)
             grades = judge(prepared.task, questions, samples, grader, self.judging, report)
             write_grades(path, samples, grades, judge_now)
-        scores[variant.name, name] = array = table_of(samples, grades, len(prepared.prompts))
+        array = np.zeros((len(questions), len(samples) // len(questions)))
+        # extracted answers for the vote; right answers count as one, however they are written
+        answers: list[list[str | None]] = [[] for _ in questions]
+        for sample, grade in zip(samples, grades, strict=True):
+            array[sample.question, sample.sample] = float(grade.correct)
+            answers[sample.question].append("✓" if grade.correct else grade.extracted)
+        scores[variant.name, name] = array
         return task_result(
             name,
             variant.acts,
             array,
-            question_ids=[question.id for question in prepared.questions.questions],
+            question_ids=[question.id for question in questions],
             reasons=[grade.reason for grade in grades],
             finish_reasons=[sample.finish_reason for sample in samples],
             tokens=[len(sample.token_ids) for sample in samples],
-            answers=None if grader in CODE else _answers(samples, grades, len(prepared.prompts)),
+            answers=None if grader in CODE else answers,
             adapter_scores=scores.get((variant.compared_with, name)) if variant.name != "adapter" else None,
             control=variant.control,
             temperature=variant.temperature,
@@ -296,7 +355,7 @@ class Evaluation:
             sampling=prepared.sampling,
         )
 
-    def _averages(self, scores: dict[tuple[str, str], np.ndarray]) -> tuple[SuiteResult, ...]:
+    def _averages(self, scores: dict[tuple[str, str], np.ndarray]) -> list[SuiteResult]:
         """One row per variant for every suite of which several tasks were asked; a mean over unlike tasks would say nothing."""
         suites: dict[str, list[str]] = {}
         for prepared in self.tasks:
@@ -309,20 +368,77 @@ class Evaluation:
                 if (variant.compared_with, names[0]) in scores and variant.name != "adapter":
                     comparison = compare_suites(ours, [scores[variant.compared_with, name] for name in names])
                 rows.append(SuiteResult(variant.acts, suite_average(ours), suite, variant.control, comparison))
-        return tuple(rows)
+        return rows
 
 
-def table_of(samples: Sequence[Sample], grades: Sequence[Grade], questions: int) -> np.ndarray:
-    """Scores [questions, samples of each] of 0 and 1."""
-    array = np.zeros((questions, len(samples) // questions))
-    for sample, grade in zip(samples, grades, strict=True):
-        array[sample.question, sample.sample] = float(grade.correct)
-    return array
+@dataclass(frozen=True)
+class StoredTask:
+    """What eval.json says of a task; its file and its questions lie beside it."""
+
+    task: str
+    questions: str
+    source: str
+    revision: str | None
+    sampling: SamplingConfig
+    warnings: tuple[str, ...]
 
 
-def _answers(samples: Sequence[Sample], grades: Sequence[Grade], questions: int) -> list[list[str | None]]:
-    """Extracted answers for the vote; right answers count as one, however they are written."""
-    answers: list[list[str | None]] = [[] for _ in range(questions)]
-    for sample, grade in zip(samples, grades, strict=True):
-        answers[sample.question].append("✓" if grade.correct else grade.extracted)
-    return answers
+@dataclass(frozen=True)
+class StoredEvaluation:
+    """eval.json, as far as answers are judged again from it."""
+
+    __pydantic_config__: ClassVar = {**STRICT, "extra": "ignore"}
+    models: dict[str, str]
+    seed: int
+    variants: tuple[Variant, ...]
+    tasks: tuple[StoredTask, ...]
+    suites: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+def open_evaluation(folder: Path, grader: str = "", judging: JudgeSettings | None = None) -> Evaluation:
+    """The evaluation of a folder, ready to be judged again.
+
+    Raises:
+        DataError: if the folder holds none, or what it holds cannot be read.
+    """
+    path = folder / "eval.json"
+    if not path.is_file():
+        raise DataError(f"{folder} is not the folder of an evaluation: it has no eval.json")
+    begun = read(StoredEvaluation, path, "run the evaluation again")
+    # verdicts are written into a folder of that name
+    if any(set(one.slug) & set("/\\\0") or not one.slug.strip(".") for one in begun.variants):
+        raise DataError(f"{path}: the name of a row is a path")
+    prepared = []
+    for row in begun.tasks:
+        questions = read_questions(folder, row.task)
+        prepared.append(
+            Prepared(
+                load_task(folder / "tasks" / f"{row.task}.yaml"),
+                Questions(questions, row.source, row.revision, row.questions),
+                tuple(question.prompt for question in questions),
+                row.sampling,
+                row.warnings,
+            )
+        )
+    kept = folder / "results.json"
+    evaluation = Evaluation(
+        folder,
+        prepared,
+        list(begun.variants),
+        models=begun.models,
+        # a record holds the canary; a run that was stopped before its end has none yet
+        canary=read_record(kept).canary if kept.is_file() else {},
+        seed=begun.seed,
+        judging=judging or JudgeSettings(),
+        grader=grader,
+        suites=list(begun.suites),
+        notes=list(begun.notes),
+        left_out=begun.left_out,
+    )
+    unmeasured = {
+        name for variant in begun.variants for name, path in evaluation._harness_files(variant) if not path.is_file()
+    }
+    evaluation.suites = [name for name in begun.suites if name not in unmeasured]
+    return evaluation

@@ -28,7 +28,7 @@ import yaml
 from loragate.data import Chat, template_hash
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.tasks import Harness, Questions, Task
-from loragate.evaluation.tasks.retention import SUBSET
+from loragate.evaluation.tasks.questions import SUBSET
 from loragate.files import write_text
 from loragate.generation import Engine, OnProgress, SamplingConfig, ScoringEngine
 from loragate.generation.requests import FinishReason
@@ -88,31 +88,28 @@ def run_harness(
     *,
     positions: int | None = None,
     max_new_tokens: int | None = None,
-    chat_template: bool = True,
     system: str = "none",
     on_progress: OnProgress | None = None,
 ) -> HarnessScores:
     """Ask a retention suite zero-shot: the engine's greedy answers, or its log-likelihoods.
+
+    Each prompt is rendered as one user turn where the tokenizer has a chat template. The harness's task description stands at the
+    beginning of that turn, not in a system message.
 
     Args:
         task: of the engine lm-eval.
         questions: of `load_questions`.
         positions: of the model, prompt and answer together; None where it has no limit.
         max_new_tokens: token limit of an answer, in place of the suite's own.
-        chat_template: render each prompt as one user turn. The harness's task description stands at the beginning of
-            that turn, not in a system message.
         system: "none" leaves out a system message that the template would slip in, "keep" leaves the template alone.
         on_progress: called with (requests done, requests in all).
 
     Raises:
-        ConfigError: when the harness is not installed, or the tokenizer has no template.
+        ConfigError: when the harness is not installed.
     """
     harness = task.harness
     assert harness is not None, f"{task.name} is no task of the harness"
-    if chat_template and template_hash(tokenizer) == "none":
-        raise ConfigError(
-            "the tokenizer has no chat template; pass chat_template=False to give the prompts as plain text"
-        )
+    chat_template = tokenizer.chat_template is not None
     lm_eval = _import_harness()
     limit = answer_limit(harness, max_new_tokens)
     rows = [question.row for question in questions.questions]

@@ -21,11 +21,12 @@ from loragate.evaluation.sandbox import Limits
 from loragate.evaluation.sandbox.code import grade_codes
 from loragate.evaluation.sandbox.programs import root_style_of
 from loragate.evaluation.tasks import Question, Task
-from loragate.evaluation.tasks.generated import grade_tiny
 from loragate.files import write_text
 from loragate.generation import Sample
 from loragate.records import package_versions, read_lines
 from loragate.validate import validate
+from loragate.world.problems import Problem, verify
+from loragate.world.tokenizer import EOS
 
 OnProgress = Callable[[int, int], None]
 MATH = ("default", "math_verify", "dft")
@@ -95,6 +96,24 @@ def judge(
     if grader == "choice":
         return [grade_choice(text, question.gold) for question, text in zip(asked, texts)]
     return [grade_exact(text, question.gold, task.extractor) for question, text in zip(asked, texts)]
+
+
+def grade_tiny(row: Mapping[str, Any], response: str, finished: bool) -> Grade:
+    """The tiny world's strict verdict on one response.
+
+    Args:
+        row: the question's row.
+        response: decoded text.
+        finished: whether the model ended the response itself.
+    """
+    problem = Problem(row["prompt"], row["answer"], row["kind"], row["operations"])
+    words = response.split(EOS)[0].split()
+    extracted = (words[-1] if words[-2:-1] == ["answer"] else None) if problem.kind == "arithmetic" else " ".join(words)
+    if not finished:
+        return Grade(False, extracted or None, "unfinished")
+    correct = verify(problem, response, finished)
+    reason = "ok" if correct else ("wrong" if extracted else "no_answer")
+    return Grade(correct, extracted or None, reason)
 
 
 def require_graders(tasks: Sequence[Task], name: str, settings: JudgeSettings) -> None:

@@ -3,6 +3,7 @@ grading can be repeated."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,14 +18,12 @@ from loragate.evaluation.tasks import (
     Task,
     load_questions,
     load_task,
-    prompts_hash,
     suite,
     task_names,
 )
 from loragate.evaluation.tasks.questions import files_in, render_questions
 from loragate.files import write_text
 from loragate.generation import SamplingConfig
-from loragate.models import Loaded
 from loragate.records import read_lines
 from loragate.validate import validate
 
@@ -68,27 +67,6 @@ def questions_of(settings: TaskSettings, task: Task, tasks: Sequence[Task]) -> Q
     file = _files(settings.data, names).get(task.name)
     commit = _assignments(settings.revision, "--revision", names).get(task.name)
     return load_questions(task, file, settings.limit, settings.seed, commit)
-
-
-def prepare_tasks(
-    settings: TaskSettings, loaded: Loaded, tasks: Sequence[Task], system: str = "none"
-) -> list[Prepared]:
-    """The tasks that we ask ourselves, with questions and rendered prompts; raises as `questions_of` and `prepare`."""
-    return [
-        prepare(
-            task,
-            questions_of(settings, task, tasks),
-            loaded.tokenizer,
-            seed=settings.seed,
-            positions=loaded.positions,
-            samples=settings.samples,
-            temperature=settings.temperature,
-            max_new_tokens=settings.max_new_tokens,
-            system=system,
-        )
-        for task in tasks
-        if task.harness is None
-    ]
 
 
 def _files(data: str, names: list[str]) -> dict[str, str]:
@@ -143,8 +121,8 @@ class Prepared:
 
     @property
     def prompts_sha256(self) -> str:
-        """Hash over all rendered prompts."""
-        return prompts_hash(list(self.prompts))
+        """SHA-256 (hex) over the rendered prompts in their order, chat template included."""
+        return hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()
 
     def as_dict(self) -> dict[str, Any]:
         """What must be the same for a run to be resumed."""
@@ -165,19 +143,16 @@ def prepare(
     task: Task,
     questions: Questions,
     tokenizer: Any,
-    *,
-    seed: int,
+    settings: TaskSettings,
     positions: int | None = None,
-    samples: int | None = None,
-    temperature: float | None = None,
-    max_new_tokens: int | None = None,
     system: str = "none",
 ) -> Prepared:
     """Render a task's prompts and settle how its answers are sampled.
 
     Args:
+        settings: their samples, temperature and token limit stand in place of the task's own.
         positions: of the model; answers to prompts that leave fewer than the token limit get what is left, with a warning.
-        samples, temperature, max_new_tokens: in place of the task's own.
+        system: as of `render_questions`.
 
     Raises:
         ConfigError: for settings that cannot be used, such as several greedy samples.
@@ -185,7 +160,7 @@ def prepare(
     """
     own = task.generation
     prompts = render_questions(task, questions.questions, tokenizer, system)
-    limit = own.max_new_tokens if max_new_tokens is None else max_new_tokens
+    limit = settings.max_new_tokens or own.max_new_tokens
     warnings = list(questions.warnings)
     lengths = [len(ids) for ids in tokenizer(prompts, add_special_tokens=False)["input_ids"]]
     short = [] if positions is None else [positions - length for length in lengths if length + limit > positions]
@@ -197,10 +172,14 @@ def prepare(
             f"{task.name}: the prompts of {len(short)} of {len(prompts)} questions leave fewer than {limit} tokens of the "
             f"model's {positions} positions; their answers end there, the shortest after {min(short)} tokens"
         )
-    heat = own.temperature if temperature is None else temperature
-    count = samples if samples is not None else 1 if heat == 0 else own.samples
+    heat = own.temperature if settings.temperature is None else settings.temperature
     sampling = SamplingConfig(
-        temperature=heat, top_p=own.top_p, max_new_tokens=limit, samples=count, seed=seed, stop=own.stop
+        temperature=heat,
+        top_p=own.top_p,
+        max_new_tokens=limit,
+        samples=settings.samples or (1 if heat == 0 else own.samples),
+        seed=settings.seed,
+        stop=own.stop,
     )
     return Prepared(task, questions, tuple(prompts), sampling, tuple(warnings))
 

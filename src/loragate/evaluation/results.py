@@ -3,15 +3,16 @@
 One JSON file holds everything that a report, a comparison or a later regrade needs, except the samples themselves. It is
 read strictly: an unknown key, a missing one or a value of the wrong kind is an error that names it, because a record that
 is read halfway gives a table that looks whole. Scores and shares are shares of 1, entropy is in nats per token.
+
+`run_suite` is the small form: sampled scores of one model on one list of questions.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import typing
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -20,14 +21,23 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from loragate import records
-from loragate.errors import DataError, nearest
-from loragate.evaluation.aggregates import SuiteEstimate, dft_rounded_mean, majority_at_k, pass_at_k
-from loragate.evaluation.statistics import Difference, Estimate, average_at_k, check_scores, compare, holm
+from loragate.errors import DataError
+from loragate.evaluation.statistics import (
+    Difference,
+    Estimate,
+    SuiteEstimate,
+    average_at_k,
+    check_scores,
+    compare,
+    dft_rounded_mean,
+    holm,
+    majority_at_k,
+    out_of_fold,
+    pass_at_k,
+)
 from loragate.files import write_json
-from loragate.generation import SamplingConfig
-from loragate.validate import validate
+from loragate.generation import Engine, OnProgress, Sample, SamplingConfig
 
-SCHEMA = 1
 Verdict = Literal["better", "worse", "no difference shown"]
 
 
@@ -48,6 +58,19 @@ class TaskInfo:
     grader: str
     grader_version: str
     sampling: SamplingConfig
+
+
+@dataclass(frozen=True)
+class AtBest:
+    """A variant at its best temperature.
+
+    Attributes:
+        temperature: the best on all questions, 0 for greedy.
+        score: out of fold (`statistics.out_of_fold`), so that picking the temperature has not flattered it.
+    """
+
+    temperature: float
+    score: Estimate
 
 
 @dataclass(frozen=True)
@@ -75,6 +98,7 @@ class TaskResult:
         adjusted_p: the comparison's p after Holm's adjustment over all comparisons of the record.
         verdict: what the comparison shows, by `verdict` with the adjusted p.
         seconds: sampling and grading.
+        at_best: the variant at the best of the temperatures that were asked; None for controls, and where one was asked.
     """
 
     task: str
@@ -97,27 +121,12 @@ class TaskResult:
     adjusted_p: float | None = None
     verdict: Verdict | None = None
     seconds: float = 0.0
+    at_best: AtBest | None = None
 
     @property
     def name(self) -> str:
         """Variant and control as printed: "gated", "adapter T=0.6"."""
         return self.variant if self.control is None else f"{self.variant} {self.control}"
-
-    def __post_init__(self) -> None:
-        place, count, samples = f"{self.name} on {self.task}", self.avg_at_k.questions, self.avg_at_k.samples
-        if not len(self.question_ids) == len(self.question_scores) == len(set(self.question_ids)) == count:
-            raise DataError(
-                f"{place}: {len(self.question_ids)} question ids ({len(set(self.question_ids))} distinct) and "
-                f"{len(self.question_scores)} question scores; expected {count} of each, all ids distinct."
-            )
-        if not math.isclose(math.fsum(self.question_scores) / count, self.avg_at_k.mean, abs_tol=1e-9):
-            raise DataError(
-                f"{place}: the mean of question_scores is not avg_at_k.mean; the record was changed by hand."
-            )
-        if sum(self.reasons.values()) != count * samples:
-            raise DataError(
-                f"{place}: reasons count {sum(self.reasons.values())} samples, expected {count} x {samples}."
-            )
 
 
 @dataclass(frozen=True)
@@ -167,18 +176,7 @@ class EvaluationRecord:
     suites: tuple[SuiteResult, ...] = ()
     warnings: tuple[str, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
-    schema: int = SCHEMA
-
-    def __post_init__(self) -> None:
-        known = [task.name for task in self.tasks]
-        rows = Counter((result.name, result.task) for result in self.results)
-        for (name, task), count in rows.items():
-            if task not in known:
-                raise DataError(
-                    f"the result of {name} names the task {task!r}, which is not in tasks{nearest(task, known)}."
-                )
-            if count > 1:
-                raise DataError(f"{name} has {count} results on {task}; each variant is scored once per task.")
+    schema: Literal[1] = 1
 
     def find(self, task: str, variant: str = "gated", control: str | None = None) -> TaskResult:
         """Return a result; raises `DataError`, naming those there are, when it is absent."""
@@ -193,23 +191,27 @@ class EvaluationRecord:
         """Return the record with Holm-adjusted p-values and verdicts: over all its results, and over all its averages."""
         return dataclasses.replace(self, results=_adjusted(self.results), suites=_adjusted(self.suites))
 
+    def with_best_temperatures(self) -> EvaluationRecord:
+        """Return the record with what every variant scores at its best temperature, where several were asked."""
+        asked: dict[tuple[str, str], dict[float, TaskResult]] = {}
+        usual = {task.name: task.sampling.temperature for task in self.tasks}
+        for row in self.results:
+            heat = usual[row.task] if row.temperature is None else row.temperature
+            if row.control is None or row.control in ("greedy", f"T={row.temperature:g}"):
+                asked.setdefault((row.task, row.variant), {})[heat] = row
+        results = list(self.results)
+        for index, row in enumerate(results):
+            heats = asked.get((row.task, row.variant), {})
+            if row.control is None and len(heats) > 1:
+                means_QS = np.array([one.question_scores for one in heats.values()]).T
+                best = list(heats)[int(np.argmax(means_QS.mean(axis=0)))]
+                at_best = AtBest(best, average_at_k(out_of_fold(means_QS)[:, None]))
+                results[index] = dataclasses.replace(row, at_best=at_best)
+        return dataclasses.replace(self, results=tuple(results))
+
     def to_json(self) -> dict[str, Any]:
         """Return what the file holds."""
         return typing.cast(dict[str, Any], records.to_json(self))
-
-    @classmethod
-    def from_json(cls, value: Any, source: str = "record") -> EvaluationRecord:
-        """Return the record that `to_json` gave; `source` names it in errors.
-
-        Raises `DataError` for another schema, unknown or missing keys and values of the wrong kind.
-        """
-        schema = value.get("schema") if isinstance(value, dict) else None
-        if isinstance(schema, bool) or not isinstance(schema, int):
-            raise DataError(f"{source}: found no schema number; this is not an evaluation record of loragate.")
-        if schema != SCHEMA:
-            way_out = "upgrade loragate to read it" if schema > SCHEMA else "run the evaluation again"
-            raise DataError(f"{source}: schema {schema} is not known to this version, which reads {SCHEMA}; {way_out}.")
-        return validate(cls, value, source, DataError, "restore the file or run the evaluation again")
 
 
 Row = TypeVar("Row", TaskResult, SuiteResult)
@@ -222,7 +224,7 @@ def write_record(record: EvaluationRecord, path: str | Path) -> None:
 
 def read_record(path: str | Path) -> EvaluationRecord:
     """Return the record in a file; raises `DataError`, naming file and key, for anything else."""
-    return EvaluationRecord.from_json(records.read_value(Path(path), "make a record with `loragate eval`"), str(path))
+    return records.read(EvaluationRecord, Path(path), "make a record with `loragate eval`")
 
 
 def task_result(
@@ -285,3 +287,65 @@ def _adjusted(rows: tuple[Row, ...]) -> tuple[Row, ...]:
     for (index, difference), p in zip(compared, holm([difference.p for _, difference in compared])):
         changed[index] = dataclasses.replace(rows[index], adjusted_p=p, verdict=verdict(difference, p=p))
     return tuple(changed)
+
+
+@dataclass(frozen=True)
+class SuiteScores:
+    """What sampling a suite gave.
+
+    Attributes:
+        scores: float64 [questions, samples], 1.0 where the sample is right.
+        truncated: share of samples that reached the token limit without ending.
+        entropy: mean predictive entropy along the sampled answers, nats per token; None where no sample carries one.
+        tokens: mean length of an answer in tokens, the stop token included.
+        samples: the samples themselves, ordered by (question, sample).
+    """
+
+    scores: np.ndarray
+    truncated: float
+    entropy: float | None
+    tokens: float
+    samples: list[Sample]
+
+    @property
+    def accuracy(self) -> Estimate:
+        """Avg@k with its question-level interval."""
+        return average_at_k(self.scores)
+
+
+def run_suite(
+    engine: Engine,
+    prompts: Sequence[str],
+    is_right: Callable[[int, Sample], bool],
+    config: SamplingConfig,
+    on_progress: OnProgress | None = None,
+) -> SuiteScores:
+    """Sample every prompt `config.samples` times and grade each answer.
+
+    Args:
+        engine: where the samples come from.
+        prompts: rendered prompts.
+        is_right: verdict on (question index, sample).
+        config: sampling settings; their seed makes runs comparable sample by sample.
+        on_progress: called with (samples done, samples in all).
+    """
+    samples = engine.generate(prompts, config, on_progress)
+    scores = np.zeros((len(prompts), config.samples))
+    for sample in samples:
+        scores[sample.question, sample.sample] = float(is_right(sample.question, sample))
+    lengths = np.array([len(sample.token_ids) for sample in samples], dtype=float)
+    return SuiteScores(
+        scores=scores,
+        truncated=float(np.mean([sample.finish_reason == "length" for sample in samples])),
+        entropy=mean_entropy(samples),
+        tokens=float(lengths.mean()),
+        samples=samples,
+    )
+
+
+def mean_entropy(samples: Sequence[Sample]) -> float | None:
+    """Mean over all generated tokens of the samples whose engine measured it, nats; None where none did."""
+    measured = [(sample.entropy, len(sample.token_ids)) for sample in samples if sample.entropy is not None]
+    if not measured:
+        return None
+    return sum(entropy * tokens for entropy, tokens in measured) / max(sum(tokens for _, tokens in measured), 1)

@@ -21,7 +21,7 @@ from loragate.evaluation.engines import Engines, require_engine, why_not
 from loragate.evaluation.evaluate import EngineFor, Evaluation, OnEvent, unheard
 from loragate.evaluation.harness import HarnessScores, run_harness
 from loragate.evaluation.judging import JudgeSettings, require_graders
-from loragate.evaluation.prepared import chosen_tasks, prepare_tasks, questions_of
+from loragate.evaluation.prepared import chosen_tasks, prepare, questions_of
 from loragate.evaluation.results import EvaluationRecord, write_record
 from loragate.evaluation.retention import describe_suite
 from loragate.evaluation.settings import EngineSettings, TaskSettings
@@ -96,10 +96,13 @@ class Session:
     def __init__(self, request: Request, tasks: Sequence[Task], loaded: Loaded) -> None:
         self.request, self.loaded = request, loaded
         self.engines = Engines(request.engine, request.model, request.base, loaded, request.out)
-        self.prepared = prepare_tasks(request.tasks, loaded, tasks, request.system)
-        self.suites = {
-            task.name: (task, questions_of(request.tasks, task, tasks)) for task in tasks if task.harness is not None
-        }
+        asked = [(task, questions_of(request.tasks, task, tasks)) for task in tasks]
+        self.suites = {task.name: (task, questions) for task, questions in asked if task.harness is not None}
+        self.prepared = [
+            prepare(task, questions, loaded.tokenizer, request.tasks, loaded.positions, request.system)
+            for task, questions in asked
+            if task.harness is None
+        ]
 
     @property
     def recommended(self) -> float | None:
@@ -113,7 +116,7 @@ class Session:
         """One sentence on the sampling that the folder recommends and the rows that have it; empty where it recommends none."""
         model, asked = self.request.model, self.request.tasks.temperature
         if (heat := self.recommended) is None:
-            return sampling_note(model, self.loaded.place.gates, asked) if self.prepared else ""
+            return sampling_note(model, self.loaded.place.sampling, asked) if self.prepared else ""
         return (
             f"{model} recommends sampling {at(heat)}: rows of that temperature are among the controls; the first rows are sampled "
             "as their tasks say"
@@ -168,13 +171,13 @@ class Session:
         return Evaluation(
             request.out,
             self.prepared,
-            variants,
+            list(variants),
             models=loaded.sources,
             canary=figures,
-            notes=notes,
-            left_out=left_out,
+            notes=list(notes),
+            left_out=left_out or {},
             seed=request.tasks.seed,
-            identity={
+            facts={
                 "engine": request.engine.engine,
                 "dtype": loaded.dtype,
                 "limit": request.tasks.limit,
@@ -197,7 +200,6 @@ class Session:
             questions,
             positions=self.loaded.positions,
             max_new_tokens=self.request.tasks.max_new_tokens,
-            chat_template=self.loaded.tokenizer.chat_template is not None,
             system=self.request.system,
             on_progress=on_progress,
         )

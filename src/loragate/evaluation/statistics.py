@@ -2,15 +2,17 @@
 
 Samples of one question resemble one another, so the question, not the sample, is the unit: standard errors are clustered
 by question and comparisons are paired by it. This room is arithmetic on arrays of scores; it knows neither tasks nor
-models, and says nothing about other bases or training seeds, which no interval over questions can cover.
+models, and says nothing about other bases or training seeds, which no interval over questions can cover. Of an average over
+several tasks these are strata: their questions are drawn apart, so nothing is pooled across them and each task counts the same.
 
-Shapes: Q questions, K samples per question.
+Shapes: B tasks, Q questions (of each task its own), K samples per question.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +24,9 @@ from loragate.errors import DataError
 CONFIDENCE = 0.95
 EXACT_QUESTIONS = 12
 DRAWS = 10_000
+_CHUNK = 4_000_000
+"""Question draws held in memory at once by the bootstrap."""
+HALVINGS = 10
 
 Array = NDArray[np.float64]
 
@@ -71,6 +76,22 @@ def average_at_k(scores: ArrayLike) -> Estimate:
         half = stdtrit(len(array) - 1, (1 + CONFIDENCE) / 2) * stderr / (mean * (1 - mean))
         low, high = float(expit(logit(mean) - half)), float(expit(logit(mean) + half))
     return Estimate(mean, stderr, low, high, *array.shape)
+
+
+def out_of_fold(means_QS: Array, seed: int = 0) -> Array:
+    """The score of every question [Q] by the column that is best on the other half of the questions.
+
+    The mean of the best column on the very questions that picked it is flattered; the mean of these is not. Averaged over
+    `HALVINGS` random halvings, so that it does not hang on one of them.
+    """
+    count, generator = len(means_QS), np.random.default_rng(seed)
+    found = np.zeros(count)
+    for _ in range(HALVINGS):
+        order = generator.permutation(count)
+        for here, there in ((order[: count // 2], order[count // 2 :]), (order[count // 2 :], order[: count // 2])):
+            pick = int(np.argmax(means_QS[here].mean(axis=0))) if len(here) else 0
+            found[there] += means_QS[there, pick] / HALVINGS
+    return found
 
 
 def compare(scores_a: ArrayLike, scores_b: ArrayLike, *, seed: int = 0) -> Difference:
@@ -178,3 +199,182 @@ def sign_flip_p(differences: Array, seed: int) -> float:
         drawn = np.unpackbits(bits, axis=1, count=count).astype(np.float64)
         hits += int(np.sum(np.abs(2 * (drawn @ differences) - total) >= threshold))
     return (hits + 1) / (DRAWS + 1)
+
+
+@dataclass(frozen=True)
+class SuiteEstimate:
+    """The mean over `tasks` tasks of their means, with standard error and 95 % interval; `questions` in all."""
+
+    mean: float
+    stderr: float
+    low: float
+    high: float
+    tasks: int
+    questions: int
+
+
+def suite_average(
+    tasks: Sequence[ArrayLike], *, weights: Sequence[float] | None = None, seed: int = 0, draws: int = DRAWS
+) -> SuiteEstimate:
+    """Return the mean of the task means of B tables [Q, K], weighted by `weights` [B] that sum to 1; None: all count the same.
+
+    The standard error is the root of the sum of the tasks' squared standard errors, each times its weight. The 95 % interval
+    is that of a stratified bootstrap: in each of `draws` draws of `seed`, every task's questions are drawn anew with
+    replacement, Q - 1 of Q so that the variance is that of the unbiased estimate. A task whose questions all have the same
+    mean would add no width; the bounds that `average_at_k` gives it are added in quadrature. Tasks with scores in [0, 1] give
+    an interval within.
+
+    Raises `DataError` for a table that is empty, not two-dimensional or not finite.
+    """
+    tables = [check_scores(table, f"task {index}") for index, table in enumerate(tasks)]
+    estimates = [average_at_k(table) for table in tables]
+    means = [table.mean(axis=1) for table in tables]
+    bounds = [(estimate.low, estimate.high) for estimate in estimates]
+    mean, stderr, low, high = _stratified(means, bounds, weights, seed, draws)
+    if all(((table >= 0) & (table <= 1)).all() for table in tables):
+        low, high = max(low, 0.0), min(high, 1.0)
+    return SuiteEstimate(mean, stderr, low, high, len(tables), sum(map(len, tables)))
+
+
+def compare_suites(
+    tasks_a: Sequence[ArrayLike],
+    tasks_b: Sequence[ArrayLike],
+    *,
+    weights: Sequence[float] | None = None,
+    seed: int = 0,
+    draws: int = DRAWS,
+) -> Difference:
+    """Return the difference of the suite averages, a - b, of B pairs of tables [Q, K] and [Q, M], paired by question.
+
+    The interval is the stratified bootstrap's of `suite_average`, on the per-question differences. The p-value is that
+    of a sign-flip permutation test on the difference of the averages, every question of every task flipped on its own
+    and weighted as it is in the average: exact up to 12 questions in all, else from 10,000 draws of `seed`.
+
+    Raises `DataError` as `compare` does.
+    """
+    differences, bounds, limit = [], [], 0.0
+    for table_a, table_b in zip(tasks_a, tasks_b, strict=True):
+        values, own_limit = paired_differences(table_a, table_b)
+        differences.append(values)
+        limit = max(limit, own_limit)
+        task = compare(table_a, table_b) if without_spread(values) else Difference(0.0, 0.0, 0.0, 1.0)
+        bounds.append((task.low, task.high))
+    mean, _, low, high = _stratified(differences, bounds, weights, seed, draws)
+    shares = weights or [1.0] * len(differences)
+    weighted = np.concatenate([share * values / len(values) for share, values in zip(shares, differences)])
+    return Difference(mean, max(low, -limit), min(high, limit), sign_flip_p(weighted, seed))
+
+
+def pass_at_k(scores: ArrayLike, k: int) -> Estimate:
+    """Return pass@k, the chance that at least one of `k` samples is right, from `scores` [Q, K] of 0 and 1.
+
+    Per question the unbiased estimate 1 - C(K - c, k) / C(K, k) for c right samples of K (Chen et al. 2021, eq. 1); their
+    mean and its interval over questions as in `average_at_k`.
+
+    Raises `DataError` for scores that are not 0 or 1 and for a `k` outside 1..K.
+    """
+    array = _verdicts(scores)
+    samples = array.shape[1]
+    if not 1 <= k <= samples:
+        raise DataError(f"k is {k}; pass@k needs a whole number from 1 to the {samples} samples of each question.")
+    chance = np.array([1 - math.comb(samples - right, k) / math.comb(samples, k) for right in range(samples + 1)])
+    return _of_questions(chance[array.sum(axis=1).astype(int)], samples)
+
+
+def majority_at_k(answers: Sequence[Sequence[Hashable | None]], scores: ArrayLike) -> Estimate:
+    """Return majority@K: how often the most frequent answer of a question's K samples is right.
+
+    Args:
+        answers: the extracted answers, [Q][K]; equal answers vote together and None, no answer found, does not vote.
+        scores: verdicts 0 or 1 on the same samples, [Q, K].
+
+    Where several answers are equally frequent, the question scores the chance that one of them, picked at random, is
+    right, so the order of the samples does not matter. A question without any vote scores 0. Should a grader have judged
+    equal answers differently (after a timeout, say), the answer scores the mean of its verdicts.
+
+    Raises `DataError` for scores that are not 0 or 1.
+    """
+    array = _verdicts(scores)
+    means = [_modal_score(row, verdicts) for row, verdicts in zip(answers, array, strict=True)]
+    return _of_questions(np.array(means), array.shape[1])
+
+
+def dft_rounded_mean(scores: ArrayLike) -> float:
+    """Return Avg@K of `scores` [Q, K] of 0 and 1 as the DFT evaluation code computes it, as a share of 1.
+
+    That code rounds the accuracy of each of the K sample columns to one decimal in percent and averages what is left.
+    For comparison with numbers published from it only: it is off by up to 0.05 points, and `average_at_k` is exact.
+    """
+    columns = 100 * _verdicts(scores).mean(axis=0)
+    return float(np.round(columns, 1).mean()) / 100
+
+
+def _stratified(
+    values: Sequence[Array],
+    bounds: Sequence[tuple[float, float]],
+    weights: Sequence[float] | None,
+    seed: int,
+    draws: int,
+) -> tuple[float, float, float, float]:
+    """Weighted mean of the strata's means, its standard error, and low and high; `bounds` serve the strata without spread."""
+    shares = [1 / len(values)] * len(values) if weights is None else list(weights)
+    means = [float(stratum.mean()) for stratum in values]
+    mean = sum(share * own for share, own in zip(shares, means))
+    generator = np.random.default_rng(seed)
+    resampled = np.zeros(draws)
+    variance, unseen_low, unseen_high = 0.0, 0.0, 0.0
+    for share, stratum, own, (low, high) in zip(shares, values, means, bounds, strict=True):
+        if without_spread(stratum):
+            unseen_low += (share * (own - low)) ** 2
+            unseen_high += (share * (high - own)) ** 2
+            resampled += share * own
+        else:
+            variance += share**2 * float(stratum.var(ddof=1)) / len(stratum)
+            resampled += share * _resampled_means(stratum, generator, draws)
+    low, high = np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return (
+        mean,
+        math.sqrt(variance),
+        mean - math.hypot(mean - low, math.sqrt(unseen_low)),
+        mean + math.hypot(high - mean, math.sqrt(unseen_high)),
+    )
+
+
+def _resampled_means(values: Array, generator: np.random.Generator, draws: int) -> Array:
+    """Means of `draws` bootstrap draws of Q - 1 of the Q values."""
+    size = len(values) - 1
+    rows = max(1, _CHUNK // size)
+    return np.concatenate(
+        [
+            values[generator.integers(0, len(values), (min(rows, draws - start), size))].mean(axis=1)
+            for start in range(0, draws, rows)
+        ]
+    )
+
+
+def _modal_score(answers: Sequence[Hashable | None], verdicts: Array) -> float:
+    votes: dict[Hashable, list[float]] = defaultdict(list)
+    for answer, verdict in zip(answers, verdicts, strict=True):
+        if answer is not None:
+            votes[answer].append(float(verdict))
+    most = max(map(len, votes.values()), default=0)
+    # fsum, so that the order in which tied answers appeared cannot change the last bit
+    tied = [math.fsum(found) / most for found in votes.values() if len(found) == most]
+    return math.fsum(tied) / len(tied) if tied else 0.0
+
+
+def _of_questions(values: Array, samples: int) -> Estimate:
+    estimate = average_at_k(values[:, None])
+    return Estimate(estimate.mean, estimate.stderr, estimate.low, estimate.high, len(values), samples)
+
+
+def _verdicts(scores: ArrayLike) -> Array:
+    array = check_scores(scores, "scores")
+    strange = np.argwhere((array != 0) & (array != 1))
+    if len(strange):
+        question, sample = strange[0]
+        raise DataError(
+            f"scores holds {array[question, sample]} at question {question}, sample {sample}; expected 1 for a right "
+            "answer and 0 for a wrong one."
+        )
+    return array

@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 from peft.utils.save_and_load import get_peft_model_state_dict
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from transformers import GenerationConfig
 
 from loragate.errors import ArtifactError, ConfigError, GateError, nearest
 from loragate.files import file_sha256, write_atomically, write_json, write_text
+from loragate.gates.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, read_adapter
 from loragate.gates.attach import (
     attach_gates,
     attached_config,
@@ -70,6 +70,11 @@ from loragate.hub_names import cached_file, split_revision
 from loragate.validate import Amount, validate
 from loragate.version import __version__
 
+_ROUNDED = (
+    ". If that is where it came from, it was rounded to {} while it was loaded, and gates know their adapter by its exact "
+    "numbers: load it with PeftModel.from_pretrained, which keeps factors in fp32 (autocast_adapter_dtype=True), then the "
+    "gates; the model may be cast after that"
+)
 # what a generation config may draw by, beside the settings that a folder recommends
 _DRAWS = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
@@ -142,7 +147,10 @@ def save_gates(
         raise GateError(f"gate {broken[0]} is not finite; nothing was written")
     config = attached_config(peft_model, name)
     peft_config: Any = getattr(peft_model, "peft_config", {}).get(name)
-    own_base = getattr(peft_config, "base_model_name_or_path", None) or _loaded_from(peft_model)
+    loaded_from = getattr(
+        getattr(peft_model, "config", None), "_name_or_path", None
+    )  # empty where it was made in memory
+    own_base = str(getattr(peft_config, "base_model_name_or_path", None) or loaded_from or "")
     if not base_id and not own_base:
         logger.warning(
             "the base of this adapter has no name, so loragate.load_gated will find it only with base=…; record one with "
@@ -156,6 +164,7 @@ def save_gates(
             changed,
         )
     name_of_base, revision = split_revision(base_id or own_base, base_revision)
+    adapter, adapter_revision = split_revision(adapter_id or "")
     if name_of_base == own_base:  # the adapter's pin means nothing on another base
         revision = revision or getattr(peft_config, "revision", None) or ""
     record = {
@@ -176,7 +185,8 @@ def save_gates(
             "sha256": adapter_fingerprint(peft_model, name),
             "rank": getattr(peft_config, "r", None),
             "alpha": getattr(peft_config, "lora_alpha", None),
-            **_named_adapter(adapter_id),
+            **({"id": adapter} if adapter else {}),
+            **({"revision": adapter_revision} if adapter_revision else {}),
         },
         "modules": list(gate_modules(peft_model, name)),
         **({} if stop_token_ids is None else {"stop_token_ids": sorted(stop_token_ids)}),
@@ -249,22 +259,8 @@ def _check_evidence(k: int | None, evidence: dict[str, Any] | None) -> None:
             ) from error
 
 
-def _loaded_from(model: Any) -> str:
-    """The folder or hub id that the base was loaded from; empty for one that was made in memory."""
-    return str(getattr(getattr(model, "config", None), "_name_or_path", None) or "")
-
-
-def _named_adapter(adapter_id: str | None) -> dict[str, str]:
-    """What the record says of an adapter on the hub: its id, and the revision where it is known."""
-    if not adapter_id:
-        return {}
-    named, revision = split_revision(adapter_id)
-    return {"id": named, **({"revision": revision} if revision else {})}
-
-
 def write_adapter(model: nn.Module, adapter_name: str, folder: Path, source: str | Path | None = None) -> None:
     """The plain Stage-I adapter: copied from `source` where that is a safetensors adapter, else written by PEFT."""
-    weights = "adapter_model.safetensors"
     # a wrapper around single layers may take its name out of state_dict, where PEFT then finds no factors
     wrapped = any(unwrapped(name) != name for name, _ in model.named_modules())
     given = dict(model.named_parameters(remove_duplicate=False)) if wrapped else None
@@ -272,8 +268,8 @@ def write_adapter(model: nn.Module, adapter_name: str, folder: Path, source: str
     state = {
         unwrapped(key): value.detach().cpu().contiguous() for key, value in state.items() if ".lora_gate." not in key
     }
-    if source is not None and _is_source(Path(source), weights, state):
-        for file in ("adapter_config.json", weights):
+    if source is not None and _is_source(Path(source), state):
+        for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
             origin = Path(source) / file
             if origin.resolve() != (folder / file).resolve():
                 write_atomically(folder / file, lambda path, origin=origin: shutil.copyfile(origin, path))  # type: ignore[misc]
@@ -282,10 +278,9 @@ def write_adapter(model: nn.Module, adapter_name: str, folder: Path, source: str
         what = "does not hold the adapter as it is loaded" if Path(source).is_dir() else "does not exist"
         logger.warning("%s %s; the loaded adapter is written instead of a copy", source, what)
     # a natively loaded adapter has the base model's own names; PEFT reads them under its wrapper's prefix
-    prefix = "base_model.model."
     # tied weights are one tensor under several names, which safetensors refuses to write
-    state = {key if key.startswith(prefix) else prefix + key: value.clone() for key, value in state.items()}
-    write_atomically(folder / weights, lambda path: save_file(state, str(path), metadata={"format": "pt"}))
+    state = {PREFIX + key.removeprefix(PREFIX): value.clone() for key, value in state.items()}
+    write_atomically(folder / ADAPTER_WEIGHTS, lambda path: save_file(state, str(path), metadata={"format": "pt"}))
     folder.mkdir(parents=True, exist_ok=True)
     peft_config: Any = model.peft_config[adapter_name]  # type: ignore[index]
     before, peft_config.inference_mode = peft_config.inference_mode, True
@@ -295,17 +290,12 @@ def write_adapter(model: nn.Module, adapter_name: str, folder: Path, source: str
         peft_config.inference_mode = before
 
 
-def _is_source(folder: Path, weights: str, state: dict[str, torch.Tensor]) -> bool:
+def _is_source(folder: Path, state: dict[str, torch.Tensor]) -> bool:
     """Whether a folder holds exactly the adapter that is loaded (values compared in fp32)."""
-    if not ((folder / weights).is_file() and (folder / "adapter_config.json").is_file()):
+    if not ((folder / ADAPTER_WEIGHTS).is_file() and (folder / ADAPTER_CONFIG).is_file()):
         return False
-    try:
-        stored = load_file(str(folder / weights))
-    except (SafetensorError, OSError) as error:
-        raise ArtifactError(f"{folder / weights}: not a readable safetensors file ({error})") from error
-    prefix = "base_model.model."
-    stored = {key.removeprefix(prefix): value for key, value in stored.items()}
-    loaded = {key.removeprefix(prefix): value for key, value in state.items()}
+    stored = {key.removeprefix(PREFIX): value for key, value in read_adapter(folder)[1].items()}
+    loaded = {key.removeprefix(PREFIX): value for key, value in state.items()}
     return stored.keys() == loaded.keys() and all(
         stored[key].shape == value.shape and torch.equal(stored[key].float(), value.float())
         for key, value in loaded.items()
@@ -341,13 +331,12 @@ def load_gates(peft_model: nn.Module, folder: str | Path, adapter_name: str | No
     _check_identity(peft_model, name, folder, record)
     _check_modules(peft_model, name, folder, record, config)
     attach_gates(peft_model, config, name)
-    try:
-        _copy_into_gates(peft_model, name, folder, tensors)
-    except ArtifactError:
-        detach_gates(peft_model, name)
-        raise
-    for parameter in gate_parameters(peft_model, name).values():
-        parameter.requires_grad_(False)
+    for key, parameter in gate_parameters(peft_model, name).items():
+        found, expected = tuple(tensors[key].shape), tuple(parameter.shape)
+        if found != expected:
+            detach_gates(peft_model, name)
+            raise ArtifactError(f"{folder / GATES}: {key} has shape {found}, expected {expected}")
+        parameter.requires_grad_(False).copy_(tensors[key])
     _generate_as(peft_model, record)
     if told := storage_warning(record["base"].get("quantization"), quantization_of(peft_model)):
         logger.warning(told)
@@ -375,7 +364,7 @@ def _check_identity(model: nn.Module, adapter_name: str, folder: Path, record: d
         raise ArtifactError(
             f"{where}: these gates belong to another adapter (sha256 {record['adapter']['sha256'][:12]}…, the loaded "
             f"adapter {adapter_name!r} has {found[:12]}…). Load the adapter from {folder / ADAPTER}"
-            + _rounded_perhaps(half_factors(model, adapter_name))
+            + (_ROUNDED.format(half) if (half := half_factors(model, adapter_name)) else "")
         )
     if config_fingerprint(model) != record["base"]["config_sha256"]:
         raise ArtifactError(
@@ -386,16 +375,6 @@ def _check_identity(model: nn.Module, adapter_name: str, folder: Path, record: d
         raise ArtifactError(
             f"{where}: these gates were made on another base ({record['base']['id'] or 'unnamed'}): {difference}"
         )
-
-
-def _rounded_perhaps(half: str) -> str:
-    if not half:
-        return ""
-    return (
-        f". If that is where it came from, it was rounded to {half} while it was loaded, and gates know their adapter by its "
-        "exact numbers: load it with PeftModel.from_pretrained, which keeps factors in fp32 (autocast_adapter_dtype=True), then "
-        "the gates; the model may be cast after that"
-    )
 
 
 def _check_modules(
@@ -412,20 +391,3 @@ def _check_modules(
             f"{folder / CONFIG}: a gate for {extra[0]}, which cannot be gated in the loaded adapter"
             + (f" ({refusal})" if refusal else "")
         )
-
-
-def _copy_into_gates(model: nn.Module, adapter_name: str, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    parameters = gate_parameters(model, adapter_name)
-    where = folder / GATES
-    if missing := sorted(set(parameters) - set(tensors)):
-        raise ArtifactError(f"{where}: tensor {missing[0]} is missing")
-    if extra := sorted(set(tensors) - set(parameters)):
-        raise ArtifactError(f"{where}: tensor {extra[0]} belongs to no gate of this adapter")
-    for key, parameter in parameters.items():
-        if tensors[key].shape != parameter.shape:
-            raise ArtifactError(
-                f"{where}: {key} has shape {tuple(tensors[key].shape)}, expected {tuple(parameter.shape)}"
-            )
-    with torch.no_grad():
-        for key, parameter in parameters.items():
-            parameter.copy_(tensors[key])

@@ -21,9 +21,8 @@ from loragate.gates.eligibility import active_adapter, examine_adapter, lora_lay
 from loragate.gates.gate import SignedGate
 from loragate.gates.peft_saving import warn_no_more, warn_on_saving
 from loragate.gates.quantised import keep_unpacked
+from loragate.gates.schema import GLOBAL_BIAS
 from loragate.gates.variant import GatedLora, ask_before_merging, cast_input_again, leave_input_uncast
-
-GLOBAL_BIAS = "global.bias"
 
 
 def attach_gates(peft_model: nn.Module, config: GateConfig, adapter_name: str | None = None) -> nn.Module:

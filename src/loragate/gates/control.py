@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -36,17 +35,11 @@ def gate_override(
     Raises:
         GateError: if nothing or something contradictory is asked for, or the adapter carries no gates.
     """
-    given = [value for value in (minimum, maximum, constant) if value is not None]
-    if not given:
+    override = Override(minimum, maximum, constant)
+    if override == Override():
         raise GateError("gate_override needs minimum, maximum or constant; with none of them it would have no effect")
-    if not all(math.isfinite(value) for value in given):
-        raise GateError(f"gate_override takes finite numbers, found {given}")
-    if constant is not None and len(given) > 1:
-        raise GateError("gate_override takes either constant or minimum/maximum, not both")
-    if minimum is not None and maximum is not None and minimum > maximum:
-        raise GateError(f"gate_override: minimum {minimum:g} is above maximum {maximum:g}")
     gates = list(gate_modules(peft_model, adapter_name).values())
-    previous, override = [gate.override for gate in gates], Override(minimum, maximum, constant)
+    previous = [gate.override for gate in gates]
     try:
         for gate in gates:
             gate.override = override

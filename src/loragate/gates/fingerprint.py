@@ -14,9 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from peft.utils.other import AuxiliaryTrainingWrapper, get_pattern_key
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
+from loragate.gates.adapter_files import strength_of
 from loragate.gates.eligibility import GATEABLE_CLASSES, base_path, lora_layers
 from loragate.gates.peft_saving import config_tables
 from loragate.hub_names import cached_commit
@@ -102,9 +103,7 @@ def changed_strength(model: nn.Module, adapter_name: str) -> str:
     for path, layer in lora_layers(model, adapter_name):
         if type(layer).__name__ not in GATEABLE_CLASSES:
             continue
-        rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), path), config.r)
-        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), path), config.lora_alpha)
-        scale = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+        rank, _, scale = strength_of(vars(config), path)
         same = math.isclose(float(layer.scaling[adapter_name]), scale, rel_tol=1e-6)
         if not same or layer.lora_A[adapter_name].weight.shape[0] != rank:
             return path

@@ -7,11 +7,13 @@ the adapter. It turns (x, A, B, scaling) into a gated delta and does not know wh
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from loragate.errors import GateError
 from loragate.gates.config import GateConfig
 from loragate.gates.operation import (
     gate_coefficient_of_input,
@@ -24,11 +26,24 @@ from loragate.gates.recording import Recorder, Trace
 
 @dataclass(frozen=True)
 class Override:
-    """λ clipped to [minimum, maximum], or replaced by `constant`."""
+    """λ clipped to [minimum, maximum], or replaced by `constant`.
+
+    Raises:
+        GateError: for a contradiction, or a number that is not finite.
+    """
 
     minimum: float | None = None
     maximum: float | None = None
     constant: float | None = None
+
+    def __post_init__(self) -> None:
+        given = [value for value in vars(self).values() if value is not None]
+        if not all(map(math.isfinite, given)):
+            raise GateError(f"an override of λ takes finite numbers, found {given}")
+        if self.constant is not None and len(given) > 1:
+            raise GateError("an override of λ takes either constant or minimum/maximum, not both")
+        if self.minimum is not None and self.maximum is not None and self.minimum > self.maximum:
+            raise GateError(f"an override of λ: minimum {self.minimum:g} is above maximum {self.maximum:g}")
 
 
 class SignedGate(nn.Module):

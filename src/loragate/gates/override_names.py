@@ -6,11 +6,11 @@
 
 from __future__ import annotations
 
-import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
-from loragate.errors import ConfigError, nearest
+from loragate.errors import ConfigError, GateError, nearest
 from loragate.gates.gate import Override
 
 NAMED = {
@@ -32,13 +32,13 @@ def parse_override(text: str) -> Override:
     if text in NAMED:
         return NAMED[text]
     kind, sign, value = text.partition("=")
-    if kind == "constant" and sign:
-        return Override(constant=_number(text, value))
-    if kind == "clip" and value.count(":") == 1 and value != ":":
-        least, most = (_number(text, part) if part else None for part in value.split(":"))
-        if least is not None and most is not None and least > most:
-            raise ConfigError(f"@{text}: the lower bound is above the upper; write @clip={most:g}:{least:g}")
-        return Override(minimum=least, maximum=most)
+    try:
+        if kind == "constant" and sign:
+            return Override(constant=float(value))
+        if kind == "clip" and value.count(":") == 1 and value != ":":
+            return Override(*(float(part) if part else None for part in value.split(":")))
+    except (ValueError, GateError) as error:
+        raise ConfigError(f"@{text}: {error}") from error
     known = [*NAMED, "constant", "clip"]
     raise ConfigError(f"@{text} is no known override of λ{nearest(kind, known)}; there are {GRAMMAR}")
 
@@ -51,6 +51,19 @@ def split_name(name: str) -> tuple[str, Override | None]:
     """
     head, sign, tail = name.rpartition("@")
     return (head, parse_override(tail)) if sign else (name, None)
+
+
+def virtual_place(name: str, folders: Mapping[str, str]) -> str | None:
+    """FOLDER@OVERRIDE of a name with an override behind it; None for one without a known override, or of no served folder.
+
+    Args:
+        folders: by served name.
+    """
+    try:
+        served, override = split_name(name)
+    except ConfigError:
+        return None
+    return None if override is None or served not in folders else f"{folders[served]}@{name.rpartition('@')[2]}"
 
 
 def split_folder(place: str | Path) -> tuple[str, Override | None]:
@@ -67,13 +80,3 @@ def split_folder(place: str | Path) -> tuple[str, Override | None]:
     if not known and not Path(head).expanduser().is_dir():
         return place, None
     return head, parse_override(tail)
-
-
-def _number(text: str, value: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise ConfigError(f"@{text}: expected a finite number, found {value!r}")
-    return number

@@ -18,6 +18,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from loragate.gates.adapter_files import ADAPTER_WEIGHTS
+
 logger = logging.getLogger("loragate")
 
 _METHOD = "save_pretrained"
@@ -47,7 +49,7 @@ def save_configuration(config: Any, folder: Path) -> None:
 
 def lost_gates(folder: Path) -> bool:
     """Whether a folder holds an adapter that PEFT wrote while it was gated."""
-    path = folder / "adapter_model.safetensors"
+    path = folder / ADAPTER_WEIGHTS
     if not path.is_file():
         return False
     try:

@@ -31,12 +31,24 @@ def recommended_temperature(record: Mapping[str, Any] | None) -> float | None:
     return None if sampling is None else float(sampling["temperature"])
 
 
-def chosen_temperature(record: Mapping[str, Any] | None, asked: float | None, usual: float = USUAL) -> float:
+def exported_sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a plain adapter whose generation_config.json recommends a temperature as `loragate export` writes it; else {}.
+
+    Any other file of that name asks for more than a temperature, or is a base's own.
+    """
+    temperature = settings.get("temperature", 0.0) if settings.get("do_sample") else 0.0
+    found = {key: value for key, value in settings.items() if key != "transformers_version"}
+    if not _number(temperature) or found != generation_settings(temperature):
+        return {}
+    return {"sampling": {"temperature": temperature}}
+
+
+def chosen_temperature(record: Mapping[str, Any] | None, asked: float | None) -> float:
     """What was asked for, else what the folder recommends, else what is usual."""
     if asked is not None:
         return asked
     recommended = recommended_temperature(record)
-    return usual if recommended is None else recommended
+    return USUAL if recommended is None else recommended
 
 
 def sampling_note(name: str, record: Mapping[str, Any] | None, asked: float | None = None) -> str:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from loragate.errors import ArtifactError
+from loragate.gates.adapter_files import ADAPTER_CONFIG
 from loragate.gates.config import GateConfig
 from loragate.gates.peft_saving import lost_gates
 from loragate.gates.recommended import SAMPLING, generation_settings, recommended_temperature
@@ -26,6 +27,8 @@ FORMAT = "loragate"
 SCHEMA_VERSION = 1
 CONFIG, GATES, ADAPTER, CARD = "gate_config.json", "gates.safetensors", "adapter", "README.md"
 EVIDENCE = ("parity", "selection", "training")
+GLOBAL_BIAS = "global.bias"
+"""The one tensor of gates of global granularity."""
 _MAX_CONFIG_BYTES = 16 << 20
 
 
@@ -131,7 +134,7 @@ def _check_sampling(path: Path, temperature: float | None) -> None:
 
 
 def read_tensors(folder: Path, record: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of gates.safetensors: hash, dtype, rank and finiteness checked.
+    """The tensors of gates.safetensors: hash, names, dtype, rank and finiteness checked.
 
     Raises:
         ArtifactError: naming the tensor and what is wrong with it.
@@ -157,6 +160,11 @@ def read_tensors(folder: Path, record: dict[str, Any]) -> dict[str, torch.Tensor
             folder / CONFIG,
             f"key 'gate' is not what {GATES} was trained with; one of the two files was changed, fetch the artifact again",
         )
+    expected = _tensor_names(record["gate"]["granularity"], record["modules"])
+    if missing := sorted(expected - set(tensors)):
+        _fail(path, f"tensor {missing[0]} is missing")
+    if extra := sorted(set(tensors) - expected):
+        _fail(path, f"tensor {extra[0]} belongs to no gate of {CONFIG}")
     for key, tensor in tensors.items():
         if tensor.dtype != torch.float32:
             _fail(path, f"{key} has dtype {str(tensor.dtype).removeprefix('torch.')}, expected float32")
@@ -165,6 +173,13 @@ def read_tensors(folder: Path, record: dict[str, Any]) -> dict[str, torch.Tensor
         if not bool(torch.isfinite(tensor).all()):
             _fail(path, f"{key} contains NaN or infinity")
     return tensors
+
+
+def _tensor_names(granularity: str, modules: list[str]) -> set[str]:
+    if granularity == "global":
+        return {GLOBAL_BIAS}
+    kinds = ("weight", "bias") if granularity == "token" else ("bias",)
+    return {f"{path}.{kind}" for path in modules for kind in kinds}
 
 
 def gate_metadata(gate: dict[str, Any]) -> dict[str, str]:
@@ -211,7 +226,7 @@ def _absent(folder: Path) -> str:
             "Without that model, load the adapter, attach_gates with the settings the gates were trained with, and give "
             "peft.set_peft_model_state_dict the tensors of adapter_model.safetensors"
         )
-    if (folder / "adapter_config.json").is_file():
+    if (folder / ADAPTER_CONFIG).is_file():
         return (
             f"{folder} is a plain PEFT adapter without gates; calibrate it first: "
             f"loragate calibrate --adapter {folder} --data FILE --probe FILE --out DIR"

@@ -8,7 +8,7 @@ templates, tasks and grading live elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -75,6 +75,23 @@ class Engine(Protocol):
         ...
 
 
+def collect(
+    batches: Iterable[list[Sample]],
+    total: int,
+    on_progress: OnProgress | None,
+    on_samples: Callable[[Sequence[Sample]], None] | None,
+) -> list[Sample]:
+    """The samples of all batches, ordered by (question, sample); each batch is told as soon as it is drawn."""
+    samples: list[Sample] = []
+    for batch in batches:
+        samples += batch
+        if on_samples is not None:
+            on_samples(batch)
+        if on_progress is not None:
+            on_progress(len(samples), total)
+    return sorted(samples, key=lambda sample: (sample.question, sample.sample))
+
+
 Continuation = tuple[Sequence[int], Sequence[int]]
 """Token ids of a context and of what may follow it, neither empty."""
 
@@ -139,23 +156,16 @@ class TransformersEngine:
         rows = pending_rows(len(prompts), config.samples, pending)
         # Neighbours of similar length waste little padding; the longest come first, so that memory fails early if at all.
         rows.sort(key=lambda row: (-len(prompt_ids[row[0]]), row))
-        samples: list[Sample] = []
         causal = plain_decoder(self.model) if self.reuse_prompts else None
         # `decode` keeps rows that have ended within a table of positions where it may say what their positions are
         end = None if takes_positions(causal) or not positions_end(self.model) else positions
         lengths, room = [len(prompt_ids[question]) for question, _ in rows], [limits[question] for question, _ in rows]
         with torch.no_grad(), _evaluation_mode(self.model), own_generation_settings(self.model):
-            for places in batches(range(len(rows)), lengths, room, self.batch_size, end):
-                chunk = [rows[place] for place in places]
-                batch = self._generate_batch(
-                    causal, [prompt_ids[question] for question, _ in chunk], chunk, config, limits
-                )
-                samples += batch
-                if on_samples is not None:
-                    on_samples(batch)
-                if on_progress is not None:
-                    on_progress(len(samples), len(rows))
-        return sorted(samples, key=lambda sample: (sample.question, sample.sample))
+            drawn = (
+                self._generate_batch(causal, prompt_ids, [rows[place] for place in places], config, limits)
+                for places in batches(lengths, room, self.batch_size, end)
+            )
+            return collect(drawn, len(rows), on_progress, on_samples)
 
     def log_likelihoods(
         self, pairs: Sequence[Continuation], on_progress: OnProgress | None = None
@@ -186,12 +196,13 @@ class TransformersEngine:
     def _generate_batch(
         self,
         causal: Any | None,
-        prompts: list[list[int]],
+        prompt_ids: list[list[int]],
         rows: Sequence[tuple[int, int]],
         config: SamplingConfig,
         limits: Sequence[int],
     ) -> list[Sample]:
         pad_id = _pad_token_id(self.tokenizer, self.endings.token_ids)
+        prompts = [prompt_ids[question] for question, _ in rows]
         counters = torch.tensor(rows, dtype=torch.int64)
         limits_B = torch.tensor([limits[question] for question, _ in rows])
         sampler = SeededSampler(

@@ -9,12 +9,34 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal
 
-from loragate.errors import DataError
+from loragate.data import prompt_ids, render_prompt
+from loragate.errors import ConfigError, DataError
 
 FinishReason = Literal["stop", "stop_text", "length"]
 """Ended by the model (`loragate.data.find_endings`), by a text of `SamplingConfig.stop`, or by the token limit."""
 Prompts = Sequence[str] | Sequence[Sequence[int]]
 """Rendered texts, or the token ids of each prompt."""
+
+
+def begun(text: str, tokenizer: Any) -> str:
+    """A raw text as a prompt: with the token that a text begins with, where the tokenizer adds one."""
+    begin = tokenizer.bos_token
+    adds = begin is not None and tokenizer.bos_token_id in prompt_ids(text, tokenizer)[:1]
+    return begin + text if adds and not text.startswith(begin) else text
+
+
+def rendered(messages: list[dict[str, Any]], tokenizer: Any, system: str) -> str:
+    """A conversation as a prompt; see `data.render_prompt`.
+
+    Raises:
+        ConfigError: where the tokenizer has no chat template.
+    """
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            "the tokenizer has no chat template; give one with --chat-template FILE, or complete raw texts (--raw, or "
+            "/v1/completions of a server)"
+        )
+    return render_prompt(messages, tokenizer, system=system)
 
 
 def tokenize_prompts(
@@ -31,13 +53,13 @@ def tokenize_prompts(
     """
     if isinstance(prompts, str) or not len(prompts):
         raise DataError(f"generate was given {prompts!r}; it needs a list with at least one rendered prompt.")
-    prompt_ids: list[list[int]] = (
+    rows: list[list[int]] = (
         tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
         if isinstance(prompts[0], str)
         else [[*ids] for ids in prompts]
     )
     limits: list[int] = []
-    for index, ids in enumerate(prompt_ids):
+    for index, ids in enumerate(rows):
         if not ids:
             raise DataError(f"Prompt {index} is empty: the model needs at least one token to continue from.")
         limits.append(max_new_tokens if positions is None else min(max_new_tokens, positions - len(ids)))
@@ -46,23 +68,22 @@ def tokenize_prompts(
                 f"Prompt {index} has {len(ids)} tokens and leaves none of the model's {positions} positions to an "
                 "answer: drop or shorten it."
             )
-    return prompt_ids, limits
+    return rows, limits
 
 
 def batches(
-    order: Sequence[int], lengths: Sequence[int], limits: Sequence[int], size: int, positions: int | None = None
+    lengths: Sequence[int], limits: Sequence[int], size: int, positions: int | None = None
 ) -> Iterator[list[int]]:
-    """Cut rows, given with the longest prompt first, into batches of at most `size`.
+    """Cut rows, the longest prompt first, into batches of at most `size`.
 
     With `positions` a batch ends before the first row whose answer would carry the longest prompt past that many: where a
     row that has ended is fed on until its batch is done, it must not pass the end of a table of positions.
 
     Args:
-        order: rows in the order in which they are to be drawn.
-        lengths, limits: prompt and answer tokens of each row, by its number.
+        lengths, limits: prompt and answer tokens of each row.
     """
     rows: list[int] = []
-    for row in order:
+    for row in range(len(lengths)):
         if len(rows) == size or (rows and positions is not None and lengths[rows[0]] + limits[row] > positions):
             yield rows
             rows = []
@@ -105,16 +126,6 @@ def split_by_question(rows: Sequence[tuple[int, int]], questions: int) -> list[l
     return parts
 
 
-def decode_answers(tokenizer: Any, token_ids: Sequence[Sequence[int]], stopped: Sequence[bool]) -> list[str]:
-    """Return the text of each answer, without special tokens and without the last token where `stopped`."""
-    texts: list[str] = tokenizer.batch_decode(
-        [list(ids[:-1] if stop else ids) for ids, stop in zip(token_ids, stopped)],
-        skip_special_tokens=True,
-        clean_up_tokenization_spaces=False,  # it would rewrite answers, such as "a . b" in code
-    )
-    return texts
-
-
 def first_stop(text: str, stop: Sequence[str]) -> int | None:
     """Return where the first of the texts `stop` begins in `text`, or None where there is none."""
     return min((place for place in map(text.find, stop) if place >= 0), default=None)
@@ -146,7 +157,8 @@ def finish_answers(
     """
     texts = (*stop, *turn_ends)
     answers: list[tuple[tuple[int, ...], str, FinishReason]] = []
-    for ids, text, ended in zip(token_ids, decode_answers(tokenizer, token_ids, stopped), stopped):
+    for ids, ended in zip(token_ids, stopped):
+        text = _decode(tokenizer, ids[:-1] if ended else ids)
         place = first_stop(text, texts)
         if place is None:
             answers.append((tuple(ids), text, "stop" if ended else "length"))
@@ -162,5 +174,6 @@ def finish_answers(
 
 
 def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    # cleaning up would rewrite answers, such as "a . b" in code
     text: str = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return text

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from loragate import errors
 from loragate.errors import ConfigError, LoragateError
-from loragate.generation.engine import Continuation, Engine, OnProgress, Sample
+from loragate.generation.engine import Continuation, Engine, OnProgress, Sample, collect
 from loragate.generation.requests import Prompts, pending_rows, split_by_question
 from loragate.generation.sampling import SamplingConfig
 
@@ -100,14 +100,8 @@ class ShardedEngine:
         questions = len({question for question, _ in rows})
         # every replica gets a part, and none more than its share
         parts = split_by_question(rows, min(self.batch_size, max(1, -(-questions // self.shards))))
-        samples: list[Sample] = []
-        for batch in self.executor(Job(self.make_engine, prompts, config), parts, self.shards):
-            samples += batch
-            if on_samples is not None:
-                on_samples(batch)
-            if on_progress is not None:
-                on_progress(len(samples), len(rows))
-        samples.sort(key=lambda sample: (sample.question, sample.sample))
+        drawn = self.executor(Job(self.make_engine, prompts, config), parts, self.shards)
+        samples = collect(drawn, len(rows), on_progress, on_samples)
         if [(sample.question, sample.sample) for sample in samples] != rows:
             raise LoragateError(
                 f"{len(rows)} samples were to be drawn, but the {self.shards} replicas returned {len(samples)}; draw the "
@@ -158,9 +152,7 @@ class RayData:
                 num_cpus=self.cpus,
             )
             for row in drawn.iter_rows():
-                if row["error"]:
-                    raise _error_from_text(row["error"])
-                yield [_from_text(line) for line in row["samples"].splitlines()]
+                yield samples_of(row["drawn"])
         finally:
             context.enable_progress_bars = shown
 
@@ -184,32 +176,24 @@ class _Replica:
         self.engine: Engine | None = None
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
-        samples: list[Sample] = []
-        error = ""
+        (text,) = batch["rows"]
         try:
             if self.engine is None:
                 self.engine = self.job.make_engine()
-            for text in batch["rows"]:
-                samples += self.job.draw(self.engine, [(question, sample) for question, sample in json.loads(text)])
-        except LoragateError as found:
-            error = json.dumps([type(found).__name__, str(found)])
-        return {"samples": ["\n".join(map(_to_text, samples))], "error": [error]}
+            samples = self.job.draw(self.engine, [(question, sample) for question, sample in json.loads(text)])
+            drawn: dict[str, Any] = {"samples": [dataclasses.asdict(sample) for sample in samples]}
+        except LoragateError as error:
+            drawn = {"error": [type(error).__name__, str(error)]}
+        return {"drawn": [json.dumps(drawn, allow_nan=False)]}
 
 
-def _to_text(sample: Sample) -> str:
-    """ASCII alone, so that no line end hides in an answer."""
-    return json.dumps(dataclasses.asdict(sample), allow_nan=False)
-
-
-def _from_text(line: str) -> Sample:
-    fields = json.loads(line)
-    return Sample(**{**fields, "token_ids": tuple(fields["token_ids"])})
-
-
-def _error_from_text(text: str) -> LoragateError:
-    name, message = json.loads(text)
-    kind = getattr(errors, name, LoragateError)
-    return kind(message) if isinstance(kind, type) and issubclass(kind, LoragateError) else LoragateError(message)
+def samples_of(drawn: str) -> list[Sample]:
+    """What a replica returned; raises the error that it met."""
+    found = json.loads(drawn)
+    if "error" in found:
+        name, message = found["error"]
+        raise getattr(errors, name, LoragateError)(message)
+    return [Sample(**{**fields, "token_ids": tuple(fields["token_ids"])}) for fields in found["samples"]]
 
 
 def require_ray() -> None:

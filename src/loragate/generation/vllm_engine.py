@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 
 from loragate.data import find_endings
 from loragate.errors import ConfigError, LoragateError
-from loragate.generation.engine import Continuation, OnProgress, Sample
+from loragate.generation.engine import Continuation, OnProgress, Sample, collect
 from loragate.generation.requests import (
     Prompts,
     finish_answers,
@@ -32,9 +32,7 @@ from loragate.generation.requests import (
     tokenize_prompts,
 )
 from loragate.generation.sampling import SamplingConfig, request_seed
-from loragate.models.adapter_files import ADAPTER_CONFIG, read_adapter_config
-from loragate.models.bases import generation_config
-from loragate.models.place import ModelRef, is_gated
+from loragate.models import ModelRef, generation_config, is_gated, read_adapter_config
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes for `max_lora_rank`."""
@@ -144,15 +142,9 @@ class VllmEngine:
         positions = self._llm.llm_engine.model_config.max_model_len
         prompt_ids, limits = tokenize_prompts(self.tokenizer, prompts, config.max_new_tokens, positions)
         rows = pending_rows(len(prompts), config.samples, pending)
-        samples: list[Sample] = []
-        for chunk in split_by_question(rows, self.batch_size):
-            batch = self._generate_chunk(prompt_ids, limits, chunk, config)
-            samples += batch
-            if on_samples is not None:
-                on_samples(batch)
-            if on_progress is not None:
-                on_progress(len(samples), len(rows))
-        return samples
+        chunks = split_by_question(rows, self.batch_size)
+        drawn = (self._generate_chunk(prompt_ids, limits, chunk, config) for chunk in chunks)
+        return collect(drawn, len(rows), on_progress, on_samples)
 
     def log_likelihoods(
         self, pairs: Sequence[Continuation], on_progress: OnProgress | None = None
@@ -287,7 +279,7 @@ def lora_rank(adapter: str | Path, at_least: int | None = None) -> int:
     Raises `ArtifactError` when the folder has no readable `adapter_config.json`, `ConfigError` when it is not LoRA or its rank
     is too high.
     """
-    path, record = Path(adapter) / ADAPTER_CONFIG, read_adapter_config(Path(adapter))
+    path, record = Path(adapter) / "adapter_config.json", read_adapter_config(Path(adapter))
     kind = record["peft_type"]
     try:
         needed = max(int(record["r"]), *(record.get("rank_pattern") or {}).values(), at_least or 1)

@@ -1,8 +1,3 @@
-from .adapter_files import (
-    read_adapter as read_adapter,
-    read_adapter_config as read_adapter_config,
-    strength_of as strength_of,
-)
 from .bases import (
     Loading as Loading,
     base_config as base_config,
@@ -30,6 +25,7 @@ from .place import (
     folder_sha256 as folder_sha256,
     is_adapter as is_adapter,
     is_gated as is_gated,
+    read_adapter_config as read_adapter_config,
     require_here as require_here,
     resolve as resolve,
 )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, GgufConfig
 
 from loragate.errors import ConfigError, nearest
 from loragate.gates.quantised import (
@@ -133,16 +134,12 @@ def pretrained(base: ModelRef) -> tuple[str, dict[str, Any]]:
 
 def base_config(base: ModelRef, trust: bool = False) -> Any:
     """The transformers configuration of a base."""
-    from transformers import AutoConfig
-
     name, beside = pretrained(base)
     return AutoConfig.from_pretrained(name, trust_remote_code=trust, **beside)
 
 
 def generation_config(base: ModelRef, trust: bool = False) -> Any:
     """The base's generation settings or, where it has no such file, what transformers derives from its configuration."""
-    from transformers import GenerationConfig
-
     try:
         if not base.gguf:  # whose folder may hold other models
             name, beside = pretrained(base)
@@ -158,8 +155,6 @@ def base_weights(base: ModelRef, **arguments: Any) -> Any:
     Raises:
         ConfigError: for a GGUF file that is to be quantised anew.
     """
-    from transformers import AutoModelForCausalLM, GgufConfig
-
     name, beside = pretrained(base)
     if base.gguf:
         if arguments.get("quantization_config") is not None:
@@ -199,8 +194,6 @@ def open_base(base: ModelRef, how: Loading) -> Any:
 
 
 def _bitsandbytes(how: Loading) -> Any:
-    from transformers import BitsAndBytesConfig
-
     if how.quantization == EIGHT_BIT:
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(

@@ -17,12 +17,12 @@ from typing import Any, NoReturn
 import torch
 
 from loragate.errors import ArtifactError
+from loragate.gates.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, read_adapter, strength_of
 from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import changed_base
 from loragate.gates.fingerprint import factors_sha256
 from loragate.gates.gate import Override
-from loragate.gates.schema import ADAPTER, CONFIG, GATES, read_gate_config, read_tensors
-from loragate.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, read_adapter, strength_of
+from loragate.gates.schema import ADAPTER, CONFIG, GATES, GLOBAL_BIAS, read_gate_config, read_tensors
 from loragate.models.place import is_gated
 
 _NOT_LINEAR = ("lm_head", "embed_tokens", "wte", "experts")
@@ -70,37 +70,32 @@ def read_gates(folder: str | Path, override: Override | None = None) -> FolderGa
     record = read_gate_config(folder)
     config = GateConfig(**record["gate"])
     tensors = read_tensors(folder, record)
-    adapter = _read_factors(folder / ADAPTER)
-    if adapter.sha256 != record["adapter"]["sha256"]:
+    widths, sha256 = _read_factors(folder / ADAPTER)
+    if sha256 != record["adapter"]["sha256"]:
         _fail(
             folder / CONFIG,
             f"these gates belong to another adapter (sha256 {record['adapter']['sha256'][:12]}…, {folder / ADAPTER} has "
-            f"{adapter.sha256[:12]}…); fetch the artifact again",
+            f"{sha256[:12]}…); fetch the artifact again",
         )
     modules = record["modules"]
     if config.target_modules is None:
-        left = [path for path in adapter.widths if path not in modules and path.rsplit(".", 1)[-1] not in _NOT_LINEAR]
+        left = [path for path in widths if path not in modules and path.rsplit(".", 1)[-1] not in _NOT_LINEAR]
         if left:
             _fail(folder / CONFIG, f"no gate for module {left[0]}, which the adapter adapts")
-    expected = _expected_tensors(config, modules)
-    if missing := sorted(set(expected) - set(tensors)):
-        _fail(folder / GATES, f"tensor {missing[0]} is missing")
-    if extra := sorted(set(tensors) - set(expected)):
-        _fail(folder / GATES, f"tensor {extra[0]} belongs to no gate of this adapter")
     for path in modules:
-        if path not in adapter.widths:
+        if path not in widths:
             _fail(folder / CONFIG, f"a gate for {path}, which the adapter does not adapt")
     for name, tensor in tensors.items():
-        size = adapter.widths[name.removesuffix(".weight")] if name.endswith(".weight") else 1
+        size = widths[name.removesuffix(".weight")] if name.endswith(".weight") else 1
         if tensor.shape != (size,):
             _fail(folder / GATES, f"{name} has shape {tuple(tensor.shape)}, expected ({size},)")
-    identity = [record["gates_sha256"], adapter.sha256, record["gate"]]
+    identity = [record["gates_sha256"], sha256, record["gate"]]
     return FolderGates(
         folder=folder,
         adapter=folder / ADAPTER,
         config=config,
         weights={name.removesuffix(".weight"): t for name, t in tensors.items() if name.endswith(".weight")},
-        biases={path: tensors["global.bias" if config.granularity == "global" else f"{path}.bias"] for path in modules},
+        biases={path: tensors[GLOBAL_BIAS if config.granularity == "global" else f"{path}.bias"] for path in modules},
         base=record["base"],
         digest=hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest(),
         override=override,
@@ -121,15 +116,8 @@ def stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True)
-class _Factors:
+def _read_factors(folder: Path) -> tuple[dict[str, int], str]:
     """Input width of every adapted linear module, and the adapter's `factors_sha256`."""
-
-    widths: dict[str, int]
-    sha256: str
-
-
-def _read_factors(folder: Path) -> _Factors:
     config, state = read_adapter(folder)
     for key in ("modules_to_save", "target_parameters", "trainable_token_indices"):
         if config.get(key):
@@ -145,34 +133,25 @@ def _read_factors(folder: Path) -> _Factors:
             _fail(folder / ADAPTER_WEIGHTS, f"{key} is not a tensor of a plain LoRA adapter")
         factors.setdefault(found[1].removeprefix(PREFIX), {})[found[2]] = [tensor]
     first = {path: groups["lora_A"][0] for path, groups in sorted(factors.items()) if "lora_A" in groups}
-    return _Factors(
-        widths={path: tensor.shape[1] for path, tensor in first.items() if tensor.dim() == 2},
-        sha256=factors_sha256((path, strength_of(config, path), groups) for path, groups in factors.items()),
-    )
+    sha256 = factors_sha256((path, strength_of(config, path), groups) for path, groups in factors.items())
+    return {path: tensor.shape[1] for path, tensor in first.items() if tensor.dim() == 2}, sha256
 
 
 def _plain_with_constant(folder: Path, override: Override) -> FolderGates:
     """A plain adapter under one λ: gates that say 1 everywhere, and the constant over them."""
     if override.constant is None:
         _fail(folder, "a plain adapter has no gates whose λ could be clipped; it takes @constant=C alone")
-    adapter = _read_factors(folder)
+    widths, sha256 = _read_factors(folder)
     return FolderGates(
         folder=folder,
         adapter=folder,
         config=GateConfig(lower=-1.0, upper=2.0, granularity="module"),
         weights={},
-        biases={path: torch.zeros(1) for path in adapter.widths if path.rsplit(".", 1)[-1] not in _NOT_LINEAR},
+        biases={path: torch.zeros(1) for path in widths if path.rsplit(".", 1)[-1] not in _NOT_LINEAR},
         base={},
-        digest=adapter.sha256,
+        digest=sha256,
         override=override,
     )
-
-
-def _expected_tensors(config: GateConfig, modules: list[str]) -> list[str]:
-    if config.granularity == "global":
-        return ["global.bias"]
-    names = [f"{path}.bias" for path in modules]
-    return names + [f"{path}.weight" for path in modules] if config.granularity == "token" else names
 
 
 def _fail(path: Path, message: str) -> NoReturn:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError
 
 from loragate.errors import ArtifactError, ConfigError, LoragateError
 from loragate.hub_names import split_file
@@ -30,13 +32,10 @@ def local_file(base: ModelRef) -> Path:
     """
     if not base.on_hub:
         return Path(base.name)
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
     repository, file = split_file(base.name)
     try:
         return Path(hf_hub_download(repository, file, revision=base.revision or None))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, OSError) as error:
         said = (str(error).splitlines() or [type(error).__name__])[0]
         raise ArtifactError(f"{base}: the file could not be fetched from the hub ({said})") from error
 

@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from peft import PeftModel
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
 from loragate.data import find_endings
 from loragate.errors import ArtifactError, ConfigError, LoragateError
 from loragate.gates import GateConfig, attach_gates, detach_gates, load_gates
 from loragate.gates.attach import gate_modules
 from loragate.gates.quantised import quantization_of
 from loragate.gates.schema import CONFIG
-from loragate.hub_names import hub_source, is_hub_id
+from loragate.hub_names import hub_source
 from loragate.models import gguf
 from loragate.models.bases import Loading, base_config, base_weights, generation_config, open_base, pretrained
 from loragate.models.place import Kind, Place, resolve
@@ -149,15 +152,8 @@ def put_on(base: Any, place: Place) -> Any:
         LoragateError: for an adapter of another base.
         ArtifactError: as `loragate.load_gates`.
     """
-    from peft import PeftModel
-
-    try:
-        with explained("adapter", place.ref.name):
-            model: Any = PeftModel.from_pretrained(base, str(place.adapter))
-    except LoragateError as error:
-        if place.kind != "gated" or "size mismatch" not in str(error.__cause__):
-            raise
-        raise ArtifactError(_other_size(place, error.__cause__)) from error
+    with explained("adapter", place.ref.name):
+        model: Any = PeftModel.from_pretrained(base, str(place.adapter))
     if place.kind == "gated":
         load_gates(model, str(place.folder))
     if place.override is not None:
@@ -207,8 +203,6 @@ def load_gated(
 
 def open_tokenizer(place: Place, how: Loading | None = None) -> Any:
     """The tokenizer of the first folder of `place.tokenizers` that has one; the last is the base's, which may be on the hub."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     how = how or Loading()
     chosen = next((name for name in place.tokenizers if _has_tokenizer(name)), place.base.name)
     with explained("tokenizer", chosen):
@@ -240,7 +234,7 @@ def explained(what: str, name: str) -> Iterator[None]:
     except LoragateError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-        raise LoragateError(_sentence(what, name, error)) from error
+        raise _sentence(what, name, error) from error
 
 
 def _base_of_gated(place: Place, load: Callable[[], Any]) -> Any:
@@ -251,13 +245,16 @@ def _base_of_gated(place: Place, load: Callable[[], Any]) -> Any:
     try:
         return load()
     except (OSError, ValueError) as error:
-        holds_no_model = Path(name).is_dir() and not (Path(name) / "config.json").is_file()
-        if isinstance(error, ValueError) and str(error).startswith("Unrecognized configuration class"):
-            found = str(error).split(" for this kind", 1)[0].removeprefix("Unrecognized configuration class ")
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        if said.startswith("Unrecognized configuration class"):
+            found = said.split(" for this kind", 1)[0].removeprefix("Unrecognized configuration class ")
             raise ArtifactError(_other_class(place, f"{name} has the configuration {found}")) from error
-        if isinstance(error, ValueError) and not holds_no_model:
+        if isinstance(error, ValueError) and (Path(name) / "config.json").is_file():
             raise  # about an argument, such as trust_remote_code or quantization_config
-        raise ArtifactError(_without_base(place, error)) from error
+        raise ArtifactError(
+            f"{place.folder / CONFIG}: the base {name} cannot be loaded ({said}); a relative path counts from the working "
+            "folder. Say where the base is with base=… (--base)"
+        ) from error
 
 
 def _other_class(place: Place, reason: str) -> str:
@@ -268,49 +265,22 @@ def _other_class(place: Place, reason: str) -> str:
     )
 
 
-def _other_size(place: Place, error: Any) -> str:
-    """What to do where the adapter's tensors have other shapes than the base's, most often for added tokens."""
-    detail = next(line.strip() for line in str(error).splitlines() if "size mismatch" in line)
-    return (
-        f"{place.adapter} does not fit the base {place.base.name} ({detail[:300]}). Either it was made for another base "
-        "(base=…), or tokens were added before it was trained: then load the base, base.resize_token_embeddings(SIZE), "
-        f'PeftModel.from_pretrained(base, "{place.adapter}") and loragate.load_gates(model, "{place.folder}"); or save such a '
-        "base once and name it with base=…"
-    )
-
-
-def _without_base(place: Place, error: Exception) -> str:
-    """What to do about a base that transformers could not load."""
-    base, folder = place.base.name, place.folder
-    recorded = place.gates is not None and base == place.gates["base"]["id"]
-    named = f"{folder}/{CONFIG}: the recorded base {base}" if recorded else f"the base {base}"
-    said = (str(error).splitlines() or [type(error).__name__])[0]
-    if Path(base).exists():
-        return f"{named} cannot be loaded ({said})"
-    if not recorded:
-        return f"{named} is no folder here, and cannot be had from the hub either ({said})"
-    if is_hub_id(base):
-        lost = f"is no folder here (a relative path counts from the working folder), and cannot be had from the hub ({said})"
-    else:
-        lost = "is a relative path that leads to no folder from the working folder"
-    return f"{named} {lost}; say where the base is with base=… (--base)"
-
-
-def _sentence(what: str, name: str, error: Exception) -> str:
+def _sentence(what: str, name: str, error: Exception) -> LoragateError:
     text = str(error).strip()
     first = text.splitlines()[0] if text else type(error).__name__
     if "size mismatch" in text or "Target modules" in text:
         detail = next((line.strip() for line in text.splitlines() if "size mismatch" in line), first)
-        return (
-            f"{what} {name} does not fit this base model: it was made for another one, or --base is wrong, or tokens were added "
-            f"to the base before it was trained (save that base once and name it with --base) ({detail[:300]})"
+        return ArtifactError(
+            f"{what} {name} does not fit this base model ({detail[:300]}): it was made for another one, or --base is wrong, or "
+            "tokens were added to the base before it was trained. Then save that base once and name it with --base; or load "
+            "it, base.resize_token_embeddings(SIZE), PeftModel.from_pretrained and, for gates, loragate.load_gates"
         )
     if isinstance(error, OSError) and not Path(name).exists():
-        return (
+        return LoragateError(
             f"{what} {name}: no such folder, and it could not be fetched from the hub. Check the spelling, the network "
             f"(HF_HUB_OFFLINE) and access rights ({first[:200]})"
         )
-    return f"{what} {name} cannot be loaded: {type(error).__name__}: {first[:400]}"
+    return LoragateError(f"{what} {name} cannot be loaded: {type(error).__name__}: {first[:400]}")
 
 
 def _declares_plain_tokenizer(name: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,14 +17,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from loragate.errors import ArtifactError, ConfigError
+from loragate.gates.adapter_files import ADAPTER_CONFIG, read_adapter_config
 from loragate.gates.gate import Override
 from loragate.gates.override_names import parse_override, split_folder
 from loragate.gates.peft_saving import lost_gates
-from loragate.gates.recommended import recommended_temperature
+from loragate.gates.recommended import SAMPLING, exported_sampling, recommended_temperature
 from loragate.gates.schema import ADAPTER, CONFIG, read_gate_config, read_tensors
 from loragate.hub_names import cached_commit, hub_name, hub_source, is_hub_id, split_revision
-from loragate.models.adapter_files import ADAPTER_CONFIG, read_adapter_config
 from loragate.models.gguf import only_file
+from loragate.models.hub import NotThere, download
 
 Kind = Literal["base", "adapter", "gated"]
 _WHAT = {"any": "model", "base": "base model", "adapter": "adapter", "gated": "gated adapter"}
@@ -145,10 +147,15 @@ class Place:
         """Tokens that end an answer, as the gated folder records them."""
         return tuple((self.gates or {}).get("stop_token_ids") or ())
 
+    @cached_property
+    def sampling(self) -> Mapping[str, Any] | None:
+        """The record that may recommend a temperature: gate_config.json, or what `sampling_of` finds beside a plain adapter."""
+        return sampling_of(self.folder) if self.gates is None and self.kind == "adapter" else self.gates
+
     @property
     def recommended_temperature(self) -> float | None:
-        """At which a gated folder is to be sampled, its plain adapter where the gates are off; 0 is greedy, None for nothing."""
-        return recommended_temperature(self.gates)
+        """At which an adapter's folder is to be sampled; 0 is greedy, None for nothing."""
+        return recommended_temperature(self.sampling)
 
     @property
     def is_dora(self) -> bool:
@@ -251,6 +258,21 @@ def is_adapter(folder: str | Path) -> bool:
     return is_gated(folder) or (Path(folder) / ADAPTER_CONFIG).is_file()
 
 
+def sampling_of(folder: Path) -> dict[str, Any]:
+    """The record that may recommend a temperature: gate_config.json, or what `loragate export` wrote beside a plain adapter.
+
+    Raises:
+        ArtifactError: for a gated folder that cannot be read.
+    """
+    if is_gated(folder):
+        return read_gate_config(folder)
+    try:
+        settings = json.loads((folder / SAMPLING).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return exported_sampling(settings) if isinstance(settings, dict) else {}
+
+
 def require_here(what: str, name: str) -> None:
     """Refuse a name that is neither a folder here nor a hub id, before anything is asked of the network.
 
@@ -283,8 +305,6 @@ def folder_sha256(folder: str | Path) -> str:
 
 def _folder_of(ref: ModelRef, what: str, expect: str, *, base_given: bool) -> Path | None:
     """The folder that must or may hold an adapter, downloaded where it is on the hub; None for a base on the hub."""
-    from loragate.models.hub import NotThere, download_adapter, download_gated
-
     if not ref.on_hub:
         folder = Path(ref.name)
         if expect != "gated":  # whose reader says best what a folder is instead
@@ -297,7 +317,7 @@ def _folder_of(ref: ModelRef, what: str, expect: str, *, base_given: bool) -> Pa
             read_gate_config(folder)  # says what the folder is instead
         return folder
     try:
-        folder = (download_gated if expect == "gated" else download_adapter)(ref.name, ref.revision)
+        folder = download(ref.name, ref.revision, CONFIG, *[ADAPTER_CONFIG] * (expect != "gated"))
     except NotThere:
         if expect == "any" and not base_given:
             return None  # perhaps a base, which has its own loader, and errors

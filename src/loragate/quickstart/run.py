@@ -16,13 +16,14 @@ from loragate.data import find_endings
 from loragate.display import Display, Job, console, duration, quiet_logging
 from loragate.errors import ConfigError
 from loragate.files import write_json, write_text
-from loragate.gates import gate_override, save_gates
+from loragate.gates import GateConfig, constant_gate, gate_override, save_gates
 from loragate.gates.range import parse_ranges
 from loragate.quickstart import QuickstartSettings
 from loragate.quickstart.study import CONSTANTS, CONTROLS, RANDOM, OnStep, Study, control_statements
 from loragate.report.figures import accuracy_bars, entropy_curve, lambda_map
 from loragate.report.reading import read_results
 from loragate.report.table import results_markdown, results_table
+from loragate.selection import choose
 from loragate.version import __version__
 from loragate.world.base import save_base
 
@@ -69,14 +70,15 @@ def run_quickstart(settings: QuickstartSettings) -> Path:
             study.train_stage_one(objective, folder / "adapters" / objective, _steps(job, "nll"))
     for name, bounds in ranges.items():
         with display.job(f"calibrating {name}", unit="step") as job:
-            study.calibrate_range(name, bounds, _steps(job, "topk_entropy"))
-            result = study.calibrations[name]
+            config = GateConfig(bounds.lower, bounds.upper, seed=settings.seed)
+            result = study.train_gates(name, config, "entropy", _steps(job, "topk_entropy"))
+            study.calibrations[name] = result
             job.close_with(f"top-100 entropy {result.entropy_before:.3f} → {result.entropy_after:.3f}")
     with display.job(choosing) as job:
         for index, candidate in enumerate(candidates):
             study.score_dev(candidate)
             job.advance_to(index + 1, len(candidates), candidate)
-        choice = study.choose_range()
+        choice = choose({name: study.dev_scores[name].scores for name in ("adapter", *ranges)}, "adapter")
         picked = choice.name if choice.accepted else max(ranges, key=lambda name: study.dev_scores[name].scores.mean())
         job.close_with(f"picked {choice.name if choice.accepted else 'the plain adapter'}")
     for name in wanted:
@@ -103,8 +105,9 @@ def score_everything(study: Study, picked: str, job: Job, rows: int) -> dict[str
     score("LoRA", "baseline")
     for label, temperature in (("T = 0.6", 0.6), ("T = 0.3", 0.3), ("greedy", 0.0)):
         score(f"LoRA, {label}", "control", temperature=temperature)
-    constant = study.best_constant()
-    score(f"LoRA, one λ = {constant:g}", "control", study.scaled(constant))
+    study.at_best("LoRA", {1.0: "LoRA", 0.6: "LoRA, T = 0.6", 0.3: "LoRA, T = 0.3", 0.0: "LoRA, greedy"})
+    constant = max(CONSTANTS, key=lambda value: float(study.dev_scores[f"λ={value:g}"].scores.mean()))
+    score(f"LoRA, one λ = {constant:g}", "control", constant_gate(study.model, constant))
     for name in study.controls:
         if name in study.models:
             score(name, "control", model=study.models[name])
@@ -118,6 +121,7 @@ def score_everything(study: Study, picked: str, job: Job, rows: int) -> dict[str
             if name == picked:
                 statistics = study.realised_gates(f"SCALE {name}")
                 score(f"SCALE {name}, T = 0.3", "scale", temperature=0.3)
+                study.at_best(f"SCALE {name}", {1.0: f"SCALE {name}", 0.3: f"SCALE {name}, T = 0.3"})
 
     def reach(name: str) -> tuple[bool, bool, float]:
         """Orders ranges for the interventions: one that can reverse and extrapolate, the picked one if it can, the widest."""

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from loragate.data import encode_rows, load_rows, render_prompt
-from loragate.evaluation import SuiteScores, compare, run_suite
+from loragate.evaluation import SuiteScores, average_at_k, compare, run_suite
+from loragate.evaluation.results import AtBest
+from loragate.evaluation.statistics import out_of_fold
 from loragate.gates import (
     GateConfig,
     attach_gates,
@@ -31,9 +34,7 @@ from loragate.gates import (
     record_gates,
     sizes_of,
 )
-from loragate.gates.range import Range
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
-from loragate.selection import Choice, choose
 from loragate.training import CalibrationResult, CalibrationSettings, StageOneSettings, calibrate, train_adapter
 from loragate.training.callbacks import StepReport
 from loragate.training.settings import GateObjective, StageOneObjective
@@ -45,6 +46,7 @@ OnStep = Callable[[StepReport], None]
 MAX_NEW_TOKENS = 72
 BATCH = 480
 CONSTANTS = (-0.5, 0.5, 1.5)
+HEATS = (1.0, 0.6, 0.3, 0.0)
 BATCH_ROWS, GATE_ROWS, GATE_STEPS = 32, 2048, 157
 HELDOUT_ROWS = 64
 OTHER_ROWS = 1_000_003  # rows that are measured only are drawn with a seed so far from the study's
@@ -140,11 +142,6 @@ class Study:
         else:
             self.dft = model
 
-    def calibrate_range(self, name: str, bounds: Range, on_step: OnStep) -> None:
-        """Gates for one range on the frozen SFT adapter; kept, then taken off."""
-        config = GateConfig(bounds.lower, bounds.upper, seed=self.seed)
-        self.calibrations[name] = self._train_gates(name, config, "entropy", on_step)
-
     def train_control(self, name: str, picked: str, adapter: Path, on_step: OnStep) -> str:
         """Make one of `CONTROLS` for the range that was picked; returns a remark for the progress line.
 
@@ -159,7 +156,7 @@ class Study:
             return f"as large as those of {picked}, module by module"
         if name in (PER_MODULE, CE):
             config = replace(config, granularity="module") if name == PER_MODULE else config
-            result = self._train_gates(name, config, "ce" if name == CE else "entropy", on_step)
+            result = self.train_gates(name, config, "ce" if name == CE else "entropy", on_step)
             self.controls[name] = result.evidence()["training"]
             return f"top-100 entropy {result.entropy_before:.3f} → {result.entropy_after:.3f}"
         own: dict[str, Any] = {"objective": "sft", "learning_rate": STAGE_ONE_RATE}
@@ -189,7 +186,7 @@ class Study:
         }
         return f"{trained.steps} more steps"
 
-    def _train_gates(
+    def train_gates(
         self, name: str, config: GateConfig, objective: GateObjective, on_step: OnStep
     ) -> CalibrationResult:
         """Gates on the frozen SFT adapter, kept under their name and taken off again.
@@ -234,16 +231,12 @@ class Study:
         finally:
             detach_gates(self.model)
 
-    def scaled(self, constant: float) -> AbstractContextManager[None]:
-        """The adapter at one constant λ inside the context (0 is the base)."""
-        return constant_gate(self.model, constant)
-
     def score_dev(self, name: str) -> None:
         """Avg@4 on the development questions, of a range, of "adapter", or of a constant λ ("λ=0.5")."""
         if name == "adapter":
             context: Any = nullcontext()
         elif name.startswith("λ="):
-            context = self.scaled(float(name[2:]))
+            context = constant_gate(self.model, float(name[2:]))
         else:
             context = self.gated(name)
         with context:
@@ -251,24 +244,11 @@ class Study:
             engine = TransformersEngine(self.model, self.tokenizer, batch_size=BATCH)
             self.dev_scores[name] = run_suite(engine, self.dev.prompts, self.dev.is_right, config)
 
-    def choose_range(self) -> Choice:
-        """The best range on the development questions, the untouched adapter among the candidates."""
-        names = ["adapter", *self.calibrations]
-        return choose({name: self.dev_scores[name].scores for name in names}, "adapter")
-
-    def best_constant(self) -> float:
-        """The best constant λ on the development questions."""
-        return max(CONSTANTS, key=lambda value: float(self.dev_scores[f"λ={value:g}"].scores.mean()))
-
     def score_test(self, name: str, group: str, *, temperature: float = 1.0, model: Any = None) -> None:
         """One line of the table: Avg@k on the test questions and retention, at one temperature."""
         model = self.model if model is None else model
         engine = TransformersEngine(model, self.tokenizer, batch_size=BATCH)
-        samples = 1 if temperature == 0 else self.samples
-        config = SamplingConfig(
-            temperature=temperature, max_new_tokens=MAX_NEW_TOKENS, samples=samples, seed=self.seed + 2
-        )
-        suite = run_suite(engine, self.test.prompts, self.test.is_right, config)
+        suite = self.ask_test(engine, temperature)
         few = SamplingConfig(
             temperature=temperature, max_new_tokens=24, samples=1 if temperature == 0 else 4, seed=self.seed + 3
         )
@@ -285,9 +265,31 @@ class Study:
                 "entropy": suite.entropy,
                 "tokens": suite.tokens,
                 "versus_lora": None,
+                "at_best": None,
                 "not_run": False,
             }
         )
+
+    def ask_test(self, engine: TransformersEngine, temperature: float) -> SuiteScores:
+        """The test questions at one temperature."""
+        samples = 1 if temperature == 0 else self.samples
+        config = SamplingConfig(
+            temperature=temperature, max_new_tokens=MAX_NEW_TOKENS, samples=samples, seed=self.seed + 2
+        )
+        return run_suite(engine, self.test.prompts, self.test.is_right, config)
+
+    def at_best(self, name: str, rows: Mapping[float, str]) -> None:
+        """Fill in a row's score at the best of `HEATS`, out of fold, with the model as it stands.
+
+        Args:
+            rows: {temperature: the row that has its scores}; the others are asked now.
+        """
+        engine = TransformersEngine(self.model, self.tokenizer, batch_size=BATCH)
+        asked = {heat: self.scores[rows[heat]] if heat in rows else self.ask_test(engine, heat) for heat in HEATS}
+        means_QS = np.stack([suite.scores.mean(1) for suite in asked.values()], axis=1)
+        best = HEATS[int(np.argmax(means_QS.mean(axis=0)))]
+        score = average_at_k(out_of_fold(means_QS)[:, None])
+        next(row for row in self.table if row["name"] == name)["at_best"] = asdict(AtBest(best, score))
 
     def compare_with(self, adapter: str, gated: str) -> None:
         """Fill in every row's paired differences to the adapter's row and to the gated one."""

@@ -3,17 +3,17 @@
 A name is `domain/backbone/method`, or that with `/seed-S`, and stands for an ordered list of stages, each a flat mapping of
 one command's options.
 
+    command    `loragate recipes`; the commands that stages run lie below this room
     files      where the files are, how they are read and merged
     recipe     stages with values, where each value comes from
     run        a recipe run, once all that it needs is there
     folder     the folder of a run: what is finished, what is resumed
-    ready      what its stages lack here, asked before the first one
+    ready      what its stages' commands would refuse, and what they lack here, asked before the first one
     machine    what its stages need there: memory, time, disk
     rehearsal  the recipe with its counts cut, on stand-ins
     standins   the base, rows and questions of a rehearsal
 
-The files lie beside this one. What only the command line knows, a command's options, comes as a callable:
-`loragate.cli.recipes.checked`. Names are imported on first use: the help of a command must not read YAML.
+The files lie beside this one. Names are imported on first use: the help of a command must not read YAML.
 """
 
 import lazy_loader

@@ -11,6 +11,7 @@ from .ready import (
 from .recipe import (
     Recipe as Recipe,
     Stage as Stage,
+    options_of as options_of,
 )
 from .run import (
     Run as Run,

@@ -28,14 +28,12 @@ import yaml
 from loragate.errors import ConfigError, nearest
 from loragate.recipes.recipe import REFERENCE, Recipe, Stage, filled
 from loragate.strict_yaml import read_mapping
-from loragate.validate import validate
+from loragate.validate import comma_list, validate
 
 HERE = Path(__file__).parent
 KINDS = ("domain", "backbone", "method")
 SUFFIXES = (".yaml", ".yml")
 SOURCES = ("paper", "ours", "unstated", "yours")
-# a table, figure or appendix of the paper, as people write it
-PLACE = re.compile(r"(?P<kind>tab|fig|app)[a-z]*[\W_]*(?P<number>\d+|\b[a-z])", re.IGNORECASE)
 COMMANDS = ("sft", "extract", "mask", "calibrate", "sweep", "eval", "diagnose")
 """What a recipe may start, and nothing else."""
 GUARDED = {"trust_remote_code": False, "sandbox": "bubblewrap", "probe_sandbox": "bubblewrap"}
@@ -108,7 +106,7 @@ class Library:
         Raises:
             ConfigError: for a folder that is not there or holds no recipe files.
         """
-        paths = tuple(Path(part.strip()).expanduser() for part in folders.split(",") if part.strip())
+        paths = tuple(Path(part).expanduser() for part in comma_list(folders))
         for path in paths:
             if not any((path / kind).is_dir() for kind in KINDS):
                 raise ConfigError(
@@ -173,26 +171,19 @@ def find_recipes(wanted: str, library: Library, *, seeds: bool = False) -> dict[
     Raises:
         ConfigError: where there is none.
     """
-    place = PLACE.fullmatch(wanted.strip())
+    place = re.fullmatch(r"(tab|fig|app)[a-z]*[\W_]*(\w+)", wanted.strip().lower())
     every = every_name(library, seeds=seeds or place is not None)
     found = {name: read_recipe(name, library).tables for name in every if place or wanted in name}
     if place:
-        found = {name: tables for name, tables in found.items() if stands_in(tables, place)}
+        # "Tables 1, 5; Fig. 3": a list of numbers behind each word
+        there = re.compile(rf"{place[1]}[a-z]*\.? ([\da-z]+, )*{place[2]}\b")
+        found = {name: tables for name, tables in found.items() if there.search(tables.lower())}
     if not found:
         raise ConfigError(
             f"no recipe's name contains '{wanted}', nor does one stand in a table or figure of that name (write 'table 6' or "
             "'fig. 3'); loragate recipes list shows all of them"
         )
     return found
-
-
-def stands_in(tables: str, place: re.Match[str]) -> bool:
-    """Whether a list such as "Tables 1, 5; Fig. 3" names this place."""
-    lists = re.findall(r"(Tab|Fig|App)[a-z]*\.? ([\dA-Z, ]+)", tables)
-    return any(
-        word == place["kind"].capitalize() and place["number"].upper() in re.findall(r"\w+", numbers)
-        for word, numbers in lists
-    )
 
 
 def read_recipe(name: str, library: Library) -> Recipe:
@@ -202,22 +193,7 @@ def read_recipe(name: str, library: Library) -> Recipe:
         ConfigError: for an unknown name, or a file with a mistake.
     """
     if name.endswith(SUFFIXES):
-        path = Path(name).expanduser()
-        if not path.is_file():
-            raise ConfigError(f"there is no recipe file {path}")
-        own = read_file(path)
-        named = [own.fields[kind] for kind in KINDS if kind in own.fields]
-        if len(named) not in (0, len(KINDS)):
-            raise ConfigError(f"{path}: give domain, backbone and method together, or none of them and stages instead")
-        if not named and "stages" not in own.fields:
-            raise ConfigError(
-                f"{path}: expected domain, backbone and method, or stages (see loragate recipes show NAME)"
-            )
-        recipe = _merged(str(path), [*(_layers(library, *named) if named else ()), own])
-        commands = {word for stage in recipe.stages for word in (stage.name, stage.command)}
-        for block in own.blocks.keys() - commands:
-            raise ConfigError(f"{path}: there is no stage '{block}'{nearest(block, [*commands, *FIELDS])}")
-        return dataclasses.replace(recipe, title=own.fields.get("title", path.stem), tables="")
+        return _read_own(Path(name).expanduser(), library)
     parts = name.strip("/").split("/")
     if len(parts) not in (3, 4):
         raise ConfigError(
@@ -225,19 +201,44 @@ def read_recipe(name: str, library: Library) -> Recipe:
             "YAML file (loragate recipes list shows all names)"
         )
     domain, backbone, method = parts[:3]
-    layers = _layers(library, domain, backbone, method)
     title = ", ".join(library.read(kind, part).fields["title"] for kind, part in zip(KINDS, parts, strict=False))
-    recipe = dataclasses.replace(_merged("/".join(parts), layers), title=title)
-    if len(parts) == 3:
-        return recipe
+    recipe = _merged("/".join(parts), _layers(library, *parts[:3]))
     chosen = library.read("method", method)
+    tables = chosen.fields.get("tables", {})
+    if len(parts) == 3:
+        paper = library.read("backbone", backbone).fields.get("paper")
+        here = tables.get(f"{domain}/{backbone}") or (tables.get(domain, "") if paper else "")
+        return dataclasses.replace(recipe, title=title, tables=here)
     seeds = {f"seed-{seed}": seed for seed in chosen.fields.get("seeds", ())}
     if parts[3] not in seeds:
         known = f"; known: {', '.join(seeds)}" if seeds else ", nor any other"
         raise ConfigError(f"'{method}' has no variant '{parts[3]}'{nearest(parts[3], seeds)}{known}")
-    recipe = recipe.with_values({"seed": seeds[parts[3]]}, source=chosen.sources[("seeds",)])
-    tables = chosen.fields.get("tables", {}).get(f"{domain}/{backbone}/seed", "")
-    return dataclasses.replace(recipe, title=f"{title}, seed {seeds[parts[3]]}", tables=tables)
+    given = {f"{stage.name}.seed": seeds[parts[3]] for stage in recipe.stages if "seed" in stage.values}
+    return dataclasses.replace(
+        recipe.with_values(given, source=chosen.sources[("seeds",)]),
+        title=f"{title}, seed {seeds[parts[3]]}",
+        tables=tables.get(f"{domain}/{backbone}/seed", ""),
+    )
+
+
+def _read_own(path: Path, library: Library) -> Recipe:
+    """A recipe of the user's: it changes a shipped one, or stands alone."""
+    if not path.is_file():
+        raise ConfigError(f"there is no recipe file {path}")
+    own = read_file(path)
+    named = [own.fields[kind] for kind in KINDS if kind in own.fields]
+    if len(named) not in (0, len(KINDS)):
+        raise ConfigError(f"{path}: give domain, backbone and method together, or none of them and stages instead")
+    if not named and "stages" not in own.fields:
+        raise ConfigError(f"{path}: expected domain, backbone and method, or stages (see loragate recipes show NAME)")
+    options = [(block, option) for block, values in own.blocks.items() for option in values]
+    kept = {at: text for at, text in own.sources.items() if len(at) == 1 or text.startswith(SOURCES)}
+    own = dataclasses.replace(own, sources=dict.fromkeys(options, f"yours: {path.name}") | kept)
+    recipe = _merged(str(path), [*(_layers(library, *named) if named else ()), own])
+    commands = {word for stage in recipe.stages for word in (stage.name, stage.command)}
+    for block in own.blocks.keys() - commands:
+        raise ConfigError(f"{path}: there is no stage '{block}'{nearest(block, [*commands, *FIELDS])}")
+    return dataclasses.replace(recipe, title=own.fields.get("title", path.stem))
 
 
 def read_file(path: Path) -> Layer:
@@ -288,11 +289,9 @@ def _layer(content: Any, sources: dict[tuple[str, ...], str], where: str) -> Lay
 
 
 def _layers(library: Library, domain: str, backbone: str, method: str) -> list[Layer]:
+    """Domain, backbone and method with what holds for the places they make, in the order in which they win."""
     one, two, three = (library.read(kind, name) for kind, name in zip(KINDS, (domain, backbone, method), strict=True))
     place = f"{domain}/{backbone}"
-    tables = three.fields.get("tables", {})
-    here = tables.get(place) or (tables.get(domain, "") if two.fields.get("paper") else "")
-    three = dataclasses.replace(three, fields={**three.fields, "tables": {"": here}})
     common = read_file(HERE / "common.yaml")
     return [common, one, two, *library.place(place), three, *library.place(f"{place}/{method}")]
 
@@ -300,40 +299,33 @@ def _layers(library: Library, domain: str, backbone: str, method: str) -> list[L
 def _merged(name: str, layers: Sequence[Layer]) -> Recipe:
     """The recipe of these layers, all resolved but references to stages."""
     fields: dict[str, Any] = {}
-    blocks: dict[str, dict[str, Any]] = {}
+    blocks: dict[str, dict[str, tuple[Any, str]]] = {}
     sources: dict[tuple[str, ...], str] = {}
     for layer in layers:
         fields |= layer.fields
+        sources |= layer.sources
         for block, options in layer.blocks.items():
-            blocks.setdefault(block, {}).update(options)
-            for option in options:
-                # a new value does not keep the source of the old one
-                source = layer.sources.get((block, option), "")
-                own = name.endswith(SUFFIXES) and layer is layers[-1]
-                sources[block, option] = (
-                    f"yours: {Path(name).name}" if own and not source.startswith(SOURCES) else source
-                )
-        sources |= {at: text for at, text in layer.sources.items() if len(at) == 1}
+            # a new value does not keep the source of the old one
+            marked = {option: (value, layer.sources.get((block, option), "")) for option, value in options.items()}
+            blocks.setdefault(block, {}).update(marked)
     texts = {"templates": str(HERE / "templates")}
     texts |= {key: filled(fields.get(key, ""), lambda word: texts.get(word, f"{{{word}}}")) for key in FILLED}
     stages = []
     for stage, command in _order(name, fields).items():
         values: dict[str, Any] = {}
         marks: dict[str, str] = {}
-        for block in dict.fromkeys((command, stage)):
-            for option, value in blocks.get(block, {}).items():
-                _require_harmless(name, stage, option, value)
-                whole = REFERENCE.fullmatch(value) if isinstance(value, str) else None
-                mark = sources.get((whole.group(1),), "") if whole and whole.group(1) in texts else ""
-                values[option] = filled(value, lambda word: texts.get(word, f"{{{word}}}"))
-                marks[option] = mark or sources[block, option]
-        kept = {option: value for option, value in values.items() if value not in ("", None)}
-        stages.append(Stage(stage, command, kept, {option: marks[option] for option in kept}))
+        for option, (value, mark) in {**blocks.get(command, {}), **blocks.get(stage, {})}.items():
+            _require_harmless(name, stage, option, value)
+            whole = REFERENCE.fullmatch(value) if isinstance(value, str) else None
+            filled_in = filled(value, lambda word: texts.get(word, f"{{{word}}}"))
+            if filled_in not in ("", None):
+                values[option] = filled_in
+                marks[option] = (whole and whole[1] in texts and sources.get((whole[1],), "")) or mark
+        stages.append(Stage(stage, command, values, marks))
     return Recipe(
         name=name,
         title=fields.get("title", ""),
         about=fields.get("about", ""),
-        tables=fields.get("tables", {}).get("", ""),
         stages=tuple(stages),
         machine=fields.get("machine", ""),
         architecture=fields.get("architecture", {}),

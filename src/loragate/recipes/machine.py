@@ -6,14 +6,15 @@ Nothing is fetched for a backbone whose file holds its architecture.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from loragate.analysis.plan import FP32, Plan, decoding, make_plan
-from loragate.analysis.plan_model import base_dtype, build_on_meta, count_parameters, read_config
-from loragate.analysis.settings import Request, find_gpu
+from transformers import AutoConfig
+
+from loragate.analysis.plan import FP32, Plan, make_plan
+from loragate.analysis.plan_step import base_dtype, build_on_meta, count_parameters, read_config
+from loragate.analysis.settings import Request
 from loragate.evaluation.tasks import Task, load_task, suite
 from loragate.evaluation.variants import Kind, Variant, variants_for
 from loragate.gates.range import parse_ranges
@@ -23,8 +24,6 @@ from loragate.training.settings import TrainSettings
 
 STAGE_OF: dict[str, Literal["sft", "calibrate"]] = {"sft": "sft", "calibrate": "calibrate", "sweep": "calibrate"}
 DIRECT = ("precision", "dtype", "rank", "target_modules", "quantization", "k", "epochs")
-TOGETHER = 64  # answers that transformers draws at a time where a stage does not say; the default of eval and diagnose
-LAYER_SECONDS = 1e-3  # for each token and layer, transformers' Python and kernel launches alone: an estimate
 
 # rows that a look scores on tasks by default: adapter, base and three overrides beside the gates; two signs beside the adapter
 ROWS_OF_LOOK = {"interventions": 6, "entropy": 4}
@@ -35,14 +34,14 @@ class Need:
     """What a stage needs on the machine that the recipe names.
 
     Attributes:
-        gib: of each GPU's memory at the peak.
-        hours: estimated, with every row and every answer as long as its limit.
+        gib: of each GPU's memory at the peak of a training; None for a stage that asks questions.
+        hours: of a training, estimated, with every row as long as its limit; None likewise.
         note: what is counted.
     """
 
     stage: str
-    gib: float
-    hours: float
+    gib: float | None
+    hours: float | None
     note: str
 
 
@@ -60,10 +59,9 @@ def plans(recipe: Recipe) -> dict[str, Plan]:
 
 
 def needs(recipe: Recipe) -> list[Need]:
-    """What each stage needs at most, in order: every row and every answer as long as its limit.
+    """What each stage needs at most, in order: every row of a training as long as its limit, and how many answers are drawn.
 
     A mask reads every row with two models, which counts as a step of Stage I does; what reads stored answers is left out.
-    Answers are drawn as `decoding` has it, on one GPU whatever the engine.
 
     Raises:
         ConfigError: for settings that cannot work at all; LoragateError where a base's configuration cannot be had.
@@ -83,10 +81,9 @@ def needs(recipe: Recipe) -> list[Need]:
             note += f", {trials} trials" if trials > 1 else ""
             found.append(Need(stage.name, gib, trials * hours, note))
         elif asked := [item for item in _asked(recipe, stage) if item[2]]:
-            gib, hours = _decoding(recipe, stage, asked)
             count, longest = sum(count for _, count, _ in asked), max(tokens for _, _, tokens in asked)
             engine = "" if stage.vllm else ", with transformers"
-            found.append(Need(stage.name, gib, hours, f"{count:,} answers of at most {longest} tokens{engine}"))
+            found.append(Need(stage.name, None, None, f"{count:,} answers of at most {longest} tokens{engine}"))
     return found
 
 
@@ -151,27 +148,8 @@ def _plan(recipe: Recipe, kind: Literal["sft", "calibrate"], values: Mapping[str
 def _training(plan: Plan) -> tuple[float, float, str]:
     """(GiB, hours, note) of one training."""
     option = plan.least
-    note = f"{option.gpus} × {plan.gpu.name}" + ("" if plan.chosen else ": does not fit")
+    note = f"{option.way.gpus} × {plan.gpu.name}" + ("" if plan.chosen else ": does not fit")
     return option.gib, option.seconds / 3600, note
-
-
-def _decoding(recipe: Recipe, stage: Stage, asked: list[tuple[Task, int, int]]) -> tuple[float, float]:
-    """(GiB, hours) of drawing these answers, task after task.
-
-    vLLM keeps its batch full. transformers draws batch after batch, each as long as its longest answer, layer by layer.
-    """
-    config = _config(recipe)
-    dtype = base_dtype(config)
-    parameters = count_parameters(build_on_meta(config, stage="sft", dtype=dtype), config)
-    gpu = find_gpu(recipe.machine or Request.gpu_memory)
-    layers = config.get_text_config().num_hidden_layers
-    memory, seconds = 0.0, 0.0
-    for _, count, tokens in asked:
-        together = count if stage.vllm else min(count, stage.values.get("batch_size", TOGETHER))
-        gib, once = decoding(parameters, config, gpu, dtype, together, tokens)
-        once = once if stage.vllm else max(once, tokens * layers * LAYER_SECONDS)
-        memory, seconds = max(memory, gib / 2**30), seconds + math.ceil(count / together) * once
-    return memory, seconds / 3600
 
 
 def _trials(stage: Stage) -> int:
@@ -218,8 +196,6 @@ def _rows(recipe: Recipe, stage: Stage) -> list[Variant]:
 
 def _config(recipe: Recipe) -> Any:
     """The configuration of the base."""
-    from transformers import AutoConfig
-
     if recipe.base not in recipe.architecture:
         return read_config(recipe.base)
     values = dict(recipe.architecture[recipe.base])

@@ -1,7 +1,7 @@
-"""What a stage needs and this machine, or another interpreter on it, lacks.
+"""Whether the stages of a recipe can run: what their commands would refuse first thing, and what this machine, or another
+interpreter on it, lacks.
 
-A recipe trains for hours and evaluates last, so each check here is one that the command itself would make late. The libraries
-that a check needs are imported in it: another interpreter may have some of them alone, and says so.
+A recipe trains for hours and evaluates last, so each check here is one that a command itself would make late.
 """
 
 from __future__ import annotations
@@ -16,21 +16,63 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from loragate.cli.calibrate import CalibrateOptions, candidates_of, taken_from
+from loragate.cli.diagnose import DiagnoseOptions
+from loragate.cli.evaluate import EvalOptions
+from loragate.cli.mask import MaskOptions
+from loragate.cli.sft import SftOptions
+from loragate.cli.sweep import SweepOptions
+from loragate.data import detect_format, load_rows
 from loragate.errors import ConfigError, LoragateError
+from loragate.evaluation.judging import JudgeSettings, require_graders
+from loragate.evaluation.prepared import chosen_tasks, questions_of
+from loragate.evaluation.tasks import Task
 from loragate.files import write_json
-from loragate.recipes.recipe import Stage
+from loragate.generation.sharded import require_ray
+from loragate.generation.vllm_engine import require_gate_plugin, require_vllm
+from loragate.models import Loading, Place, base_config, explained, open_tokenizer, resolve
+from loragate.recipes.recipe import Stage, options_of
+from loragate.selection.evidence import require_evidence
+from loragate.selection.sweep import read_labelled
+from loragate.serving.versions import vllm_version, why_unsupported
+from loragate.serving.vllm_server import require_served
+from loragate.training.preflight import check_loading, require_reporters
+from loragate.training.settings import StageOneSettings
+from loragate.training.stage_one import objective_of
 from loragate.version import __version__
 
-OptionsOf = Callable[..., Any]
-"""(stage, name of the recipe, deep=True) to the stage's options as its command has them; a ConfigError names recipe, stage and
-key. The commands lie above this room: `loragate.cli.recipes.checked` is the one there is."""
 ANSWER = "lacking"
 """The verb of `loragate recipes` that answers another interpreter; not for people."""
+Training = SftOptions | CalibrateOptions | SweepOptions
+Asking = EvalOptions | DiagnoseOptions
 Check = Callable[[], Any]
 """Raises a `LoragateError` where something is missing; may give further checks, each of which is made."""
 
 
-def lacking(stages: Sequence[Stage], folder: str, options_of: OptionsOf) -> list[str]:
+def settled(stage: Stage, where: str) -> None:
+    """Refuse a stage that its command would refuse first thing, whatever the machine.
+
+    Raises:
+        ConfigError: naming recipe, stage and key.
+    """
+    options = options_of(stage, where)
+    try:
+        if isinstance(options, SftOptions):
+            objective_of(taken_from(options, StageOneSettings))
+        elif isinstance(options, CalibrateOptions):
+            candidates_of(options)
+        elif isinstance(options, EvalOptions):
+            _known_tasks(options.suite, options.tasks)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: stage '{stage.name}': {error}") from error
+
+
+@cache
+def _known_tasks(suite: str, tasks: str) -> None:
+    chosen_tasks(EvalOptions(suite=suite, tasks=tasks))
+
+
+def lacking(stages: Sequence[Stage], folder: str) -> list[str]:
     """One sentence for each thing that a stage needs and this interpreter or machine lacks.
 
     Args:
@@ -39,7 +81,7 @@ def lacking(stages: Sequence[Stage], folder: str, options_of: OptionsOf) -> list
     found: dict[str, list[str]] = {}
     for stage in stages:
         here = {key: value for key, value in stage.values.items() if not str(value).startswith(f"{folder}/")}
-        options = options_of(dataclasses.replace(stage, values=here), stage.name, deep=False)
+        options = options_of(dataclasses.replace(stage, values=here), stage.name)
         options = dataclasses.replace(
             options, **({"out": f"{folder}/{stage.output}"} if hasattr(options, "out") else {})
         )
@@ -69,10 +111,10 @@ def ask(python: str, stages: Sequence[Stage], folder: str) -> list[str]:
     return [str(text) for text in told["lacking"]]
 
 
-def answer(file: Path, options_of: OptionsOf) -> None:
+def answer(file: Path) -> None:
     """The other side of `ask`: read a file of stages, write what this interpreter lacks for them beside it."""
     asked = json.loads(file.read_text(encoding="utf-8"))
-    found = lacking([Stage(**stage) for stage in asked["stages"]], asked["folder"], options_of)
+    found = lacking([Stage(**stage) for stage in asked["stages"]], asked["folder"])
     write_json(file.with_suffix(".answer.json"), {"loragate": __version__, "lacking": found})
 
 
@@ -86,85 +128,70 @@ def _tried(check: Check) -> Iterator[str]:
         yield str(error)
 
 
-def _data(options: Any) -> Iterator[Check]:
+def _data(options: Training | MaskOptions) -> Iterator[Check]:
     if options.data:
         yield partial(_first_row, options.data, options.split or None, options.revision or None)
-    heldout, split = getattr(options, "heldout", ""), getattr(options, "heldout_split", "")
-    if heldout or (split and options.data):
-        yield partial(_first_row, heldout or options.data, split or None, None if heldout else options.revision or None)
+    if not isinstance(options, CalibrateOptions):
+        return
+    if options.heldout:
+        yield partial(_first_row, options.heldout, options.heldout_split or None, None)
+    elif options.heldout_split and options.data:
+        yield partial(_first_row, options.data, options.heldout_split, options.revision or None)
 
 
 @cache
 def _first_row(data: str, split: str | None, revision: str | None) -> None:
-    from loragate.data import detect_format, load_rows
-
     detect_format(next(iter(load_rows(data, split=split, revision=revision, limit=1))))
 
 
-def _model(options: Any) -> None:
-    from loragate.models import Loading, open_tokenizer
-
+def _model(options: SftOptions | MaskOptions | Asking) -> None:
     if (place := _base_of(options.model)) is not None:
         open_tokenizer(place, Loading.of(options))
 
 
-def _base_of(name: str) -> Any:
+def _base_of(name: str) -> Place | None:
     """The place of a model that is a base; None for an adapter with or without gates, here or on the hub."""
-    from loragate.models import resolve
-
     place = resolve(name, base_later=True) if name else None
     return place if place is not None and place.kind == "base" else None
 
 
-def _libraries(options: Any) -> None:
-    from loragate.training.preflight import check_loading, require_reporters
+def _reporters(options: Training) -> None:
+    require_reporters(options.report_to)
 
-    check_loading(options)
-    require_reporters(getattr(options, "report_to", "none"))
-    if getattr(options, "runner", "") == "ray":
-        from loragate.generation.sharded import require_ray
 
+def _runner(options: SweepOptions) -> None:
+    if options.runner == "ray":
         require_ray()
 
 
-def _evidence(options: Any) -> None:
-    from loragate.selection.evidence import require_evidence
-
+def _evidence(options: CalibrateOptions) -> None:
     # without a probe a range is chosen on prompts of the training rows, of which there are enough
     spare = range(options.max_rows) if options.range == "auto" else None
     require_evidence(options, options.probe or None, options.retention_probe or None, spare)
 
 
-def _probe(options: Any) -> None:
-    from loragate.selection.sweep import read_labelled
-
+def _probe(options: SweepOptions) -> None:
     for file in filter(None, (options.probe, options.test)):
         read_labelled(file, options)
 
 
-def _engine(options: Any) -> None:
-    from loragate.generation.vllm_engine import require_gate_plugin, require_vllm
-    from loragate.models import base_config, explained
-    from loragate.serving.versions import vllm_version, why_unsupported
-    from loragate.serving.vllm_server import require_served
-
-    if getattr(options, "engine", "") == "vllm":
-        require_vllm()
-        if reason := why_unsupported(vllm_version()):
-            raise ConfigError(reason)
-        try:
-            require_gate_plugin("this run")
-        except (ImportError, AttributeError, OSError, RuntimeError) as error:
-            raise ConfigError(f"vLLM cannot be imported: {type(error).__name__}: {error}") from error
-        if (place := _base_of(options.model)) is not None:
-            with explained("base model", place.base.name):
-                config = base_config(place.base, options.trust_remote_code)
-            require_served(place.base.name, config)
+def _engine(options: Asking) -> None:
+    if options.engine != "vllm":
+        return
+    require_vllm()
+    if reason := why_unsupported(vllm_version()):
+        raise ConfigError(reason)
+    try:
+        require_gate_plugin("this run")
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:
+        raise ConfigError(f"vLLM cannot be imported: {type(error).__name__}: {error}") from error
+    if (place := _base_of(options.model)) is not None:
+        with explained("base model", place.base.name):
+            config = base_config(place.base, options.trust_remote_code)
+        require_served(place.base.name, config)
 
 
-def _graders(options: Any) -> Iterator[Check]:
-    from loragate.evaluation.judging import JudgeSettings, require_graders
-
+def _graders(options: Asking) -> Iterator[Check]:
     tasks, settings = _tasks(options), JudgeSettings(sandbox=options.sandbox)
     for task in tasks:
         if task.engine == "loragate":
@@ -173,26 +200,23 @@ def _graders(options: Any) -> Iterator[Check]:
         raise ConfigError('retention suites need lm-evaluation-harness; pip install "loragate[eval]"')
 
 
-def _questions(options: Any) -> Iterator[Check]:
-    from loragate.evaluation.prepared import questions_of
-
+def _questions(options: Asking) -> Iterator[Check]:
     tasks = _tasks(options)
     for task in tasks:
         yield partial(questions_of, options, task, tasks)
 
 
-def _tasks(options: Any) -> list[Any]:
-    from loragate.evaluation.prepared import chosen_tasks
-
+def _tasks(options: Asking) -> list[Task]:
     return chosen_tasks(options) if options.suite or options.tasks else []
 
 
-ASKING = (_model, _libraries, _graders, _questions)
-CHECKS: dict[str, tuple[Callable[[Any], Iterator[Check] | None], ...]] = {
-    "sft": (_data, _model, _libraries),
+ASKING = (_engine, _model, check_loading, _graders, _questions)
+# checks of the options of each command
+CHECKS: dict[str, tuple[Callable[[Any], Any], ...]] = {
+    "sft": (_data, _model, check_loading, _reporters),
     "mask": (_data, _model),
-    "calibrate": (_data, _libraries, _evidence),
-    "sweep": (_data, _libraries, _probe),
-    "eval": (_engine, *ASKING),
-    "diagnose": (_engine, *ASKING),
+    "calibrate": (_data, check_loading, _reporters, _evidence),
+    "sweep": (_data, check_loading, _reporters, _runner, _probe),
+    "eval": ASKING,
+    "diagnose": ASKING,
 }

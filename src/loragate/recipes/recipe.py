@@ -16,6 +16,8 @@ from typing import Any
 
 import yaml
 
+from loragate.cli.arguments import checked_values, field_kinds
+from loragate.cli.main import command
 from loragate.errors import ConfigError, nearest
 
 REFERENCE = re.compile(r"\{([A-Za-z][\w.-]*)\}")
@@ -127,14 +129,12 @@ class Recipe:
     def with_values(
         self,
         given: Mapping[str, Any],
-        accepts: Callable[[str, str], bool] | None = None,
         source: str = "yours: --set",
     ) -> Recipe:
-        """Replace values: "stage.option" in one stage, "option" in every stage that may have it.
+        """Replace values: "stage.option" in one stage, "option" in every stage whose command has it.
 
         Args:
             given: key to value; a text is read as YAML, and an empty one leaves the option to the command.
-            accepts: (command, option) to whether there is such an option; left out, only what a stage has is replaced.
 
         Raises:
             ConfigError: for a key that fits no stage.
@@ -148,8 +148,7 @@ class Recipe:
             fitting = [
                 index
                 for index, stage in enumerate(stages)
-                if (stage.name == name or not name)
-                and (accepts(stage.command, option) if accepts else option in stage.values)
+                if (stage.name == name or not name) and option in field_kinds(command(stage.command).options)
             ]
             if not fitting:
                 if name:
@@ -199,6 +198,23 @@ class Recipe:
             marks = {key: f"  # {mark}" for key, mark in stage.marks.items() if mark}
             lines += [f"  {pair:<{wide}}{marks.get(key, '')}".rstrip() for key, pair in pairs.items()]
         return "\n".join(lines) + "\n"
+
+
+def options_of(stage: Stage, where: str) -> Any:
+    """The options of a stage, as its command has them.
+
+    Args:
+        where: the recipe, for messages.
+
+    Raises:
+        ConfigError: naming recipe, stage and key.
+    """
+    owner, what = command(stage.command), f"{where}: stage '{stage.name}'"
+    values = checked_values(stage.values, owner, what)
+    try:
+        return owner.options(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from error
 
 
 def filled(value: Any, resolve: Callable[[str], str]) -> Any:

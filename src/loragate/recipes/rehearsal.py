@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from loragate.errors import ConfigError, LoragateError
+from loragate.evaluation.results import read_record as read_scores
+from loragate.evaluation.tasks import load_task, suite
 from loragate.files import write_json
+from loragate.generation.vllm_engine import require_vllm
 from loragate.recipes.folder import RECORD, read_record
 from loragate.recipes.machine import Need
-from loragate.recipes.ready import OptionsOf
 from loragate.recipes.recipe import Recipe, Stage
 from loragate.recipes.run import EVAL_PYTHON, Run, run_recipe, start
 from loragate.recipes.standins import base_folder, rows_file, write_standins
@@ -69,9 +71,7 @@ def rehearsal(recipe: Recipe, folder: Path, engine: str = "") -> tuple[Recipe, l
     return dataclasses.replace(recipe, stages=tuple(stages)), replaced
 
 
-def rehearse(
-    small: Recipe, replaced: Sequence[Replaced], needs: Sequence[Need], run: Run, options_of: OptionsOf
-) -> dict[str, Any]:
+def rehearse(small: Recipe, replaced: Sequence[Replaced], needs: Sequence[Need], run: Run) -> dict[str, Any]:
     """Run every stage of a rehearsal, and the report on it.
 
     Args:
@@ -87,7 +87,7 @@ def rehearse(
     """
     began, folder = time.monotonic(), run.folder.parent
     write_standins(folder / "stand-ins")
-    seconds = run_recipe(small, run, options_of)
+    seconds = run_recipe(small, run)
     report = [sys.executable, "-m", "loragate", "report", str(run.folder), "--out", str(folder / "report.html")]
     start([*report, "--overwrite"], f"the report on {small.name}", f"loragate report {run.folder}")
     found: dict[str, Any] = {
@@ -110,8 +110,6 @@ def engine_here(recipe: Recipe, folder: Path, evaluator: str = "") -> str:
         folder: of the run, which may remember an interpreter that has vLLM.
         evaluator: such an interpreter.
     """
-    from loragate.generation.vllm_engine import require_vllm
-
     evaluator = evaluator or os.environ.get(EVAL_PYTHON, "")
     if not evaluator and (folder / RECORD).is_file():
         evaluator = read_record(folder).get("eval_python", "")
@@ -143,8 +141,6 @@ def rehearsal_folder(out: str) -> Iterator[Path]:
 
 def endings(run: Path) -> dict[str, float]:
     """{stage/task: share of the sampled answers that ended before their limit}, over every record of scores in a run."""
-    from loragate.evaluation.results import read_record as read_scores
-
     found: dict[str, float] = {}
     for path in sorted(run.glob("*/results.json")):
         record = read_scores(path)
@@ -202,8 +198,6 @@ def _rehearsed(stage: Stage, folder: Path, engine: str) -> dict[str, Any]:
 
 def _samples(values: dict[str, Any]) -> bool:
     """Whether a task of the stage is sampled; those of the harness are answered greedily."""
-    from loragate.evaluation.tasks import load_task, suite
-
     tasks = list(suite(values["suite"])) if values.get("suite") else []
     tasks += [load_task(name) for name in str(values.get("tasks", "")).split(",") if name]
     return any(task.engine == "loragate" for task in tasks)

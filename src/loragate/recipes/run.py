@@ -19,12 +19,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import yaml
+from huggingface_hub.constants import HF_HOME
 
 from loragate.errors import ConfigError, LoragateError
 from loragate.files import held, write_text
 from loragate.recipes.folder import RunFolder
-from loragate.recipes.ready import OptionsOf, ask, lacking
+from loragate.recipes.machine import disk, tight
+from loragate.recipes.ready import ask, lacking, settled
 from loragate.recipes.recipe import Recipe, Stage
 from loragate.training.launching import wait_for
 
@@ -55,7 +58,7 @@ class Run:
     say: Callable[[str], None] = print
 
 
-def run_recipe(recipe: Recipe, run: Run, options_of: OptionsOf) -> dict[str, float]:
+def run_recipe(recipe: Recipe, run: Run) -> dict[str, float]:
     """Run the stages in their order; those that are finished are left alone.
 
     Returns:
@@ -69,7 +72,7 @@ def run_recipe(recipe: Recipe, run: Run, options_of: OptionsOf) -> dict[str, flo
     again = run.again or shlex.join(["loragate", "recipes", "run", recipe.name, "--out", str(run.folder)])
     stages = [stage for stage, _, _ in steps(recipe, run)]
     for stage in stages:
-        options_of(stage, recipe.name)
+        settled(stage, recipe.name)
     with held(run.folder / "lock", 0.0, f"another run works in {run.folder}; wait for it to end, or stop it"):
         folder = RunFolder.begin(run.folder, recipe)
         wanted = [stage for stage in stages if not run.stages or stage.name in run.stages]
@@ -82,9 +85,13 @@ def run_recipe(recipe: Recipe, run: Run, options_of: OptionsOf) -> dict[str, flo
             run.say(f"answers with vLLM: {evaluator}")
         if ahead:
             run.say("checking that every stage can run here: data, graders, engine, disk")
-            require_parts(recipe, ahead, run, options_of, evaluator)
-            for sentence in _tight(recipe, ahead):
-                run.say(sentence)
+            require_parts(recipe, ahead, run, evaluator)
+            if torch.cuda.is_available():
+                # with rows as long as their limit, so that it is said and refuses nothing
+                with contextlib.suppress(LoragateError):  # no configuration of the base, which has been missed above
+                    found = tight(recipe, torch.cuda.get_device_properties(0).total_memory / 2**30)
+                    for stage in (stage for stage in ahead if stage.name in found):
+                        run.say(found[stage.name])
         if evaluator:  # later runs in this folder go by it
             folder.note(eval_python=evaluator)
         run.say(f"{recipe.name} in {run.folder}: {', '.join(stage.name for stage in stages)}")
@@ -161,9 +168,7 @@ def interpreter(named: str) -> str:
     return os.path.abspath(found) if found else ""
 
 
-def require_parts(
-    recipe: Recipe, stages: Sequence[Stage], run: Run, options_of: OptionsOf, evaluator: str = ""
-) -> None:
+def require_parts(recipe: Recipe, stages: Sequence[Stage], run: Run, evaluator: str = "") -> None:
     """Refuse a run of which any stage could not come to its end here, before anything is trained.
 
     Args:
@@ -174,12 +179,12 @@ def require_parts(
         ConfigError: with everything that is missing, stage by stage, and what to do instead.
     """
     place = str(run.folder)
-    found = lacking([stage for stage in stages if not stage.vllm], place, options_of)
+    found = lacking([stage for stage in stages if not stage.vllm], place)
     # the model is not there yet, and has the tokenizer and the layers of its base
     model = {"model": recipe.base}
     answering = [dataclasses.replace(stage, values={**stage.values, **model}) for stage in stages if stage.vllm]
     if answering and not evaluator and importlib.util.find_spec("vllm") is None:
-        found += lacking(answering, place, options_of)
+        found += lacking(answering, place)
     elif answering:
         found += ask(evaluator or sys.executable, answering, place)
     found += _disk(recipe, run.folder)
@@ -215,24 +220,8 @@ def _require_earlier(stages: Sequence[Stage], wanted: Sequence[Stage], folder: R
                 )
 
 
-def _tight(recipe: Recipe, stages: Sequence[Stage]) -> Iterator[str]:
-    """What `loragate plan` finds too large for this GPU. It plans for the longest rows, so that this refuses nothing."""
-    import torch
-
-    from loragate.recipes.machine import tight
-
-    if torch.cuda.is_available():
-        with contextlib.suppress(LoragateError):  # no configuration of the base, which has been missed above
-            found = tight(recipe, torch.cuda.get_device_properties(0).total_memory / 2**30)
-            yield from (found[stage.name] for stage in stages if stage.name in found)
-
-
 def _disk(recipe: Recipe, folder: Path) -> Iterator[str]:
     """Too little room for checkpoints and answers, or for what comes from the hub."""
-    from huggingface_hub.constants import HF_HOME
-
-    from loragate.recipes.machine import disk
-
     try:
         run, hub = disk(recipe)
     except LoragateError:

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 
 from loragate.errors import ConfigError, DataError
-from loragate.evaluation.aggregates import compare_suites, suite_average
 from loragate.evaluation.evaluate import Evaluation
 from loragate.evaluation.results import EvaluationRecord, TaskResult
 from loragate.evaluation.session import Request, Session
-from loragate.evaluation.statistics import holm
+from loragate.evaluation.statistics import compare_suites, holm, suite_average
 from loragate.evaluation.tasks import Task
 from loragate.evaluation.variants import Variant
 from loragate.gates.schema import read_gate_config

@@ -21,9 +21,8 @@ from loragate.data.rendering import IGNORED
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation import grade_math
 from loragate.evaluation.answers import grade_choice, grade_exact
-from loragate.evaluation.judging import MATH, JudgeSettings, require_graders
+from loragate.evaluation.judging import MATH, JudgeSettings, grade_tiny, require_graders
 from loragate.evaluation.tasks import Question, Task, load_task
-from loragate.evaluation.tasks.generated import grade_tiny
 from loragate.evaluation.tasks.questions import render_questions
 from loragate.generation import Engine, OnProgress, SamplingConfig
 from loragate.generation.requests import tokenize_prompts

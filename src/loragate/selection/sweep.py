@@ -1,30 +1,32 @@
 """A study of many candidates over several adapters and seeds: what it needs beside them, its benches, and its best.
 
-A `Sweep` can be sent to another process, because it holds names and settings, not weights. The base is loaded once in a
-process, and adapters change on it.
+`run_sweep` is what `loragate sweep` does. A `Sweep` can be sent to another process, because it holds names and settings, not
+weights. The base is loaded once in a process, and adapters change on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from loragate.data import EncodedRows, Rows
-from loragate.errors import ConfigError, nearest
+from loragate.errors import ConfigError, DivergenceError, LoragateError, nearest
 from loragate.evaluation.judging import JudgeSettings
+from loragate.files import held, write_json
 from loragate.gates import GateConfig
 from loragate.gates.schema import CONFIG
 from loragate.generation import TransformersEngine
 from loragate.models import Loading, ModelRef, Place, explained, open_base, open_tokenizer, put_on, resolve
-from loragate.selection.candidate import Candidate
+from loragate.selection.candidate import Candidate, label_adapters
 from loragate.selection.disjoint import prompts_of
 from loragate.selection.evidence import Asked, read_asked
-from loragate.selection.outcome import Selection
+from loragate.selection.outcome import Selection, selections, summarise
 from loragate.selection.probe import MIN_QUESTIONS, Probe
 from loragate.selection.settings import ProbeSettings
-from loragate.selection.store import FAILED, GATED, Store, read_json
+from loragate.selection.store import FAILED, GATED, Store, TrialResult, read_json
 from loragate.selection.study import Study, digest
 from loragate.selection.trial import Bench, config_of, copy_artifact, origin_of, run_trial, settings_by_objective
 from loragate.training import CalibrationSettings, calibration_rows
@@ -57,8 +59,8 @@ class Sweep:
     how: Loading
     read_rows: Callable[[], Rows]
     settings: Mapping[str, CalibrationSettings]
-    config: GateConfig
-    asking: ProbeSettings
+    config: GateConfig = field(default_factory=lambda: GateConfig(0, 1))
+    asking: ProbeSettings = field(default_factory=ProbeSettings)
     probe: str = ""
     test: str = ""
     test_samples: int = 4
@@ -129,6 +131,44 @@ class Sweep:
             tokenizer, settings, JudgeSettings(), system=self.system, positions=positions, seed=PROBE_SEED
         )
 
+    @classmethod
+    def over(
+        cls,
+        adapters: Sequence[str],
+        read_rows: Callable[[], Rows],
+        settings: Mapping[str, CalibrationSettings],
+        *,
+        base: str = "",
+        how: Loading | None = None,
+        probe: str = "",
+        test: str = "",
+        **more: Any,
+    ) -> Sweep:
+        """A sweep over adapters as they are typed; files are known by their whole paths, for workers in other folders.
+
+        Args:
+            adapters: folders or hub ids, on one base.
+            base: instead of the one that they name.
+            more: further fields.
+
+        Raises:
+            ConfigError: for a place that holds no adapter, or adapters with different bases.
+        """
+        how, asking = how or Loading(), more.pop("asking", ProbeSettings())
+        places = label_adapters([absolute(place) for place in adapters])
+        found = {label: resolve(place, expect="adapter", base_later=True).source for label, place in places.items()}
+        return cls(
+            found,
+            common_base(list(found.values()), absolute(base)),
+            replace(how, chat_template=absolute(how.chat_template)),
+            read_rows,
+            settings,
+            asking=replace(asking, probe_task=absolute(asking.probe_task)),
+            probe=absolute(probe),
+            test=absolute(test),
+            **more,
+        )
+
     @property
     def batch_size(self) -> int:
         """Answers that are sampled at a time."""
@@ -136,6 +176,11 @@ class Sweep:
 
     def _samples(self, name: str) -> int:
         return self.asking.probe_samples if name == "probe" else self.test_samples
+
+
+def absolute(text: str) -> str:
+    """The whole path of what exists here; anything else, such as a hub id, as it is."""
+    return str(Path(text).resolve()) if text and Path(text).exists() else text
 
 
 def settings_of_each(options: Any, objectives: Sequence[str]) -> dict[str, CalibrationSettings]:
@@ -231,6 +276,10 @@ class Workshop:
         return self.encoded[key]
 
 
+Execute = Callable[[Sweep, Store, Sequence[Candidate]], None]
+"""Runs those candidates of a sweep that are not finished; a trial that fails is noted in its folder."""
+
+
 def run_in_sequence(sweep: Sweep, store: Store, pending: Sequence[Candidate]) -> None:
     """Run trials one after the other in this process; one that fails is noted in its folder and does not stop the others.
 
@@ -245,15 +294,142 @@ def run_in_sequence(sweep: Sweep, store: Store, pending: Sequence[Candidate]) ->
             continue
 
 
-def failures(store: Store) -> dict[str, str]:
-    """{slug: why} of the trials that are neither finished nor diverged."""
-    return {
+def choose_runner(
+    name: str = "auto", workers: int = 0, cpus: int = 1, gpus: float | None = None, device: str = "auto"
+) -> tuple[str, Execute]:
+    """(what runs the trials, in words, and the function that does it).
+
+    Args:
+        name: "ray", "sequential", or "auto" for Ray if it is installed.
+        workers: parallel trials; 0 takes as many as fit.
+        cpus, gpus: of one trial; None takes a GPU if there is one.
+
+    Raises:
+        ConfigError: for "ray" without Ray.
+    """
+    where = "one after the other in this process"
+    if name != "sequential":
+        try:
+            from loragate.selection.ray_tune import Resources, run_on_ray
+        except ConfigError:
+            if name == "ray":
+                raise
+            where += '; Ray is not installed (pip install "loragate[sweep]" for several at a time)'
+        else:
+            resources = Resources.found(workers, cpus, gpus, device)
+            return resources.describe(), partial(run_on_ray, resources=resources)
+    return where, run_in_sequence
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What a sweep came to.
+
+    Attributes:
+        study: what was tried.
+        results: {slug: result} of the finished trials.
+        diverged, failures: {slug: why} of the others.
+        summary: content of `sweep_results.json`; None for a sweep without a probe, which chooses nothing.
+        chosen: {adapter: what was chosen for it}; empty where nothing could be chosen.
+        best: {adapter: folder of the chosen gates} where gates beat the adapter.
+    """
+
+    study: Study
+    results: Mapping[str, TrialResult]
+    diverged: Mapping[str, str]
+    failures: Mapping[str, str]
+    summary: dict[str, Any] | None
+    chosen: Mapping[str, Selection]
+    best: Mapping[str, Path]
+
+    def check(self) -> None:
+        """Refuse what is not whole.
+
+        Raises:
+            LoragateError: if trials failed; DivergenceError if no training stayed finite.
+        """
+        if self.failures:
+            raise LoragateError(
+                f"{len(self.failures)} of {len(self.study.candidates)} trials are not finished, so nothing was chosen; repeat "
+                "the command with --resume to try them again"
+            )
+        trained = any(one.range is not None and one.slug in self.results for one in self.study.candidates)
+        if not trained or (self.summary is not None and not self.chosen):
+            raise DivergenceError(
+                "no cell's training stayed finite in all its seeds; lower --learning-rate or train in fp32, in a new --out"
+            )
+
+
+def run_sweep(
+    sweep: Sweep,
+    candidates: Sequence[Candidate],
+    folder: str | Path,
+    *,
+    resume: bool = False,
+    execute: Execute = run_in_sequence,
+) -> Swept:
+    """Train and score what is not finished, choose, and write `sweep_results.json` and the best gates of each adapter.
+
+    Args:
+        candidates: of `grid`.
+        folder: new, or that of the sweep to go on with.
+        resume: whether to go on.
+        execute: runs the trials, as `choose_runner` gives it.
+
+    Raises:
+        ConfigError, DataError: before anything is loaded, for what cannot be used or a folder that holds something else.
+        KeyboardInterrupt: on Ctrl-C, after a checkpoint.
+    """
+    folder = Path(folder)
+    _require_sweep_folder(folder, resume)
+    study = sweep.study(candidates)
+    store = Store(folder, study)
+    with held(folder / "lock", 0.0, f"another sweep is running in {folder}; wait for it to end, or stop it"):
+        study.begin(folder, resume)
+        execute(sweep, store, store.pending())
+        return _conclude(store)
+
+
+def _conclude(store: Store) -> Swept:
+    """Choose among what is finished; nothing is chosen without a probe, or while trials are missing."""
+    folder, study, results = store.folder, store.study, store.finished()
+    diverged = store.diverged()
+    # neither finished nor diverged
+    failures = {
         one.slug: str(read_json(store.place(one) / FAILED).get("error", "its worker was lost, several times"))
         for one in store.pending()
     }
+    if study.identity["probe"] is None:
+        return Swept(study, results, diverged, failures, None, {}, {})
+    summary = summarise(study, results) | {"diverged": diverged, "failures": failures}
+    write_json(folder / "sweep_results.json", summary)
+    whole = not failures and any(choice["candidates"] for choice in summary["choices"])
+    chosen = selections(study, results, diverged) if whole else {}
+    best = {
+        label: folder / "best" if len(chosen) == 1 else folder / "best" / label
+        for label, selection in chosen.items()
+        if selection.written is not None
+    }
+    for label, place in best.items():
+        _write_best(store, chosen[label], place)
+    return Swept(study, results, diverged, failures, summary, chosen, best)
 
 
-def write_best(store: Store, selection: Selection, target: Path) -> None:
+def _require_sweep_folder(folder: Path, resume: bool) -> None:
+    """Refuse a folder that holds anything but the sweep to resume."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--out {folder} is a file; give a folder")
+    begun = (folder / "sweep.json").is_file()
+    if resume and not begun:
+        raise ConfigError(f"--resume: there is no sweep in {folder}; run the command without --resume")
+    if not resume and begun:
+        raise ConfigError(f"--out {folder} holds a sweep already; go on with it with --resume, or give another folder")
+    present = sorted(path.name for path in folder.iterdir() if path.name != "lock") if folder.is_dir() else []
+    if not resume and present:
+        raise ConfigError(f"--out {folder} is not empty (it holds {', '.join(present[:3])}); choose another folder")
+
+
+def _write_best(store: Store, selection: Selection, target: Path) -> None:
     """Copy the chosen gates to `target`, unless they stand there already."""
     assert selection.written is not None, "the adapter remains"
     record = selection.as_record()

@@ -11,14 +11,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from loragate import data
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.variants import Variant, acting
 from loragate.gates import constant_gate, gate_override, load_gates
 from loragate.gates.override_names import split_name
 from loragate.gates.recommended import chosen_temperature, warn_elsewhere
 from loragate.generation import SamplingConfig, TransformersEngine
-from loragate.generation.requests import tokenize_prompts
+from loragate.generation.requests import begun, rendered, tokenize_prompts
 from loragate.models import Place, explained
 from loragate.serving.http_app import Answer, Backend, ChatRequest, CompletionRequest
 
@@ -29,14 +28,14 @@ NAMES = {"base": ("base",), "adapter": ("base", "adapter"), "gated": ("base", "a
 
 @dataclass(frozen=True)
 class Row:
-    """A served name: what acts, on which of the model's adapters, of which kind, an override that it always has, and the
-    gate_config.json of its folder."""
+    """A served name: what acts, on which of the model's adapters, of which kind, an override that it always has, and
+    `Place.sampling` of its folder."""
 
     acts: Any
     kind: Any
     adapter: str = "default"
     override: Any = None
-    gates: Mapping[str, Any] | None = None
+    sampling: Mapping[str, Any] | None = None
 
 
 def add_adapters(model: Any, places: Mapping[str, Place]) -> dict[str, Row]:
@@ -57,7 +56,7 @@ def add_adapters(model: Any, places: Mapping[str, Place]) -> dict[str, Row]:
                 model.load_adapter(str(place.adapter), adapter_name=loaded[folder])
             if place.kind == "gated":
                 load_gates(model, folder, loaded[folder])
-        rows[name] = Row(place.kind, place.kind, loaded[folder], place.override, place.gates)
+        rows[name] = Row(place.kind, place.kind, loaded[folder], place.override, place.sampling)
     return rows
 
 
@@ -68,11 +67,12 @@ def transformers_backend(
     *,
     system: str = "none",
     more: Mapping[str, Row] | None = None,
-    gates: Mapping[str, Any] | None = None,
+    sampling: Mapping[str, Any] | None = None,
 ) -> Backend:
     """The answers of a loaded model.
 
-    A request without a temperature is sampled as the asked adapter's folder recommends, else as that of the model does.
+    A request without a temperature is sampled as the folder that it names recommends. The base, the plain adapter beside gates
+    and a name with an override of λ were not asked when that was found; they keep temperature 1.
 
     Args:
         model: base, PeftModel or gated PeftModel.
@@ -80,26 +80,30 @@ def transformers_backend(
         kind: "base", "adapter" or "gated"; decides the names that can be asked for.
         system: "none" leaves out a default system message that the template injects, "keep" keeps it.
         more: rows of further adapters, from `add_adapters`.
-        gates: gate_config.json of the model's folder, where it is gated.
+        sampling: `Place.sampling` of the model's folder.
     """
 
     engine = TransformersEngine(model, tokenizer, batch_size=16)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    rows = {name: Row(name, kind, gates=gates) for name in NAMES[kind]} | dict(more or {})
-    usual = chosen_temperature(gates, None)
+    rows = {name: Row(name, kind, sampling=sampling if name == kind else None) for name in NAMES[kind]} | dict(
+        more or {}
+    )
 
     def answer(asked: CompletionRequest | ChatRequest) -> tuple[int, list[Answer]]:
-        prompts = [begin(text) for text in asked.prompt] if isinstance(asked, CompletionRequest) else [render(asked)]
+        if isinstance(asked, CompletionRequest):
+            prompts = [begun(text, tokenizer) for text in asked.prompt]
+        else:
+            prompts = [rendered([message.model_dump() for message in asked.messages], tokenizer, system)]
         limit = asked.limit or NEW_TOKENS
         prompt_ids, limits = tokenize_prompts(tokenizer, prompts, limit, positions)
         if asked.limit and min(limits) < limit:
             raise DataError(
                 f"max_tokens={limit} would pass the model's {positions} positions: set max_tokens to {min(limits)} or less"
             )
-        row = rows.get(asked.model) or rows[split_name(asked.model)[0]]
-        temperature = chosen_temperature(row.gates, asked.temperature, usual)
-        if asked.model in rows and row.acts == "gated" and row.override is None:
-            warn_elsewhere(asked.model, row.gates, temperature, logger)
+        row = rows.get(asked.model)
+        shown = row.sampling if row is not None and row.override is None else None
+        temperature = chosen_temperature(shown, asked.temperature)
+        warn_elsewhere(asked.model, shown, temperature, logger)
         config = SamplingConfig(temperature, asked.top_p, limit, asked.n, asked.seed, tuple(asked.stop))
         with answering(model, rows, asked.model):
             samples = engine.generate(prompts, config)
@@ -107,18 +111,6 @@ def transformers_backend(
         reasons = {"length": "length"}
         answers = [Answer(one.text, reasons.get(one.finish_reason, "stop"), len(one.token_ids)) for one in samples]
         return sum(map(len, prompt_ids)), answers
-
-    def begin(prompt: str) -> str:
-        start = tokenizer.bos_token_id
-        starts = start is not None and start in data.prompt_ids(prompt, tokenizer)[:1]
-        return tokenizer.bos_token + prompt if starts and not prompt.startswith(tokenizer.bos_token) else prompt
-
-    def render(asked: ChatRequest) -> str:
-        if tokenizer.chat_template is None:
-            raise ConfigError(
-                "the tokenizer has no chat template; start with --chat-template FILE, or use /v1/completions"
-            )
-        return data.render_prompt([message.model_dump() for message in asked.messages], tokenizer, system=system)
 
     return Backend(tuple(rows), answer)
 

@@ -48,8 +48,8 @@ def explorer_of(
         upper=config.upper,
         modules=list(gate_modules(loaded.model)),
         prompt=prompt,
-        temperature=chosen_temperature(place.gates, None),
-        note=sampling_note(model, place.gates),
+        temperature=chosen_temperature(place.sampling, None),
+        note=sampling_note(model, place.sampling),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -69,8 +70,6 @@ def open_llm(base: str, adapters: Mapping[str, str], *, max_lora_rank: int, **se
         max_lora_rank: a rank that vLLM takes.
         **settings: further arguments of `vllm.LLM`.
     """
-    import os
-
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     import vllm

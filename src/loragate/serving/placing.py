@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from loragate.errors import ArtifactError
 from loragate.gates.fingerprint import compare_base_samples, config_fingerprint
@@ -96,8 +97,6 @@ def _slices(manager: Any) -> dict[str, tuple[str, range]]:
 
 
 def _vllm_name(path: str, mapper: Any) -> str:
-    from vllm.lora.utils import parse_fine_tuned_lora_name
-
     return parse_fine_tuned_lora_name(f"base_model.model.{path}.lora_A.weight", mapper)[0]
 
 

@@ -8,18 +8,25 @@ adapter at the top of a gated folder and refuses it too.
 
 `GATED_FOLDER@unit` is a virtual adapter: the same tensors with λ clipped (`gates.override_names`). vLLM takes it for another
 adapter, with a name, an id and a place in the prefix cache of its own, so nothing computed under one λ is reused under another.
+
+The methods that take the place of vLLM's stand here and need no vLLM; `serving.hooks`, which does, puts them there.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import hashlib
 import logging
-import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from loragate.errors import LoragateError
-from loragate.gates.recommended import warn_elsewhere
+from loragate.gates.gate import Override
+from loragate.gates.override_names import split_folder
+from loragate.gates.recommended import generation_settings, recommended_temperature, warn_elsewhere
+from loragate.models.place import is_gated, sampling_of
 from loragate.serving.versions import missing_hook, vllm_version, why_unsupported
 from loragate.version import __version__
 
@@ -44,95 +51,59 @@ def register() -> None:
                 "gates cannot be served in it"
             )
         if reason is None:
-            _install()
-        else:
-            _refuse(reason)
+            from loragate.serving.hooks import install
+
+            install()
+        elif hasattr(WorkerLoRAManager, "_load_adapter"):
+            WorkerLoRAManager._load_adapter = _refusing(WorkerLoRAManager._load_adapter, reason)
         setattr(WorkerLoRAManager, MARK, reason or "")
     except Exception:
         # an exception here would end vLLM for those who serve no gates; without hooks it refuses gated folders itself
         logger.exception("the loragate plugin could not be set up; gated adapters will be refused")
 
 
-def _install() -> None:
-    import vllm.lora.utils as lora_utils
-    from vllm.config import VllmConfig
-    from vllm.lora.model_manager import LRUCacheLoRAModelManager
-    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
-    from vllm.platforms import current_platform
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.input_processor import InputProcessor
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    from loragate.serving.head import head_class, scoring_prompts
-    from loragate.serving.layers import gated_class
-
-    class GatedLoRAModelManager(LRUCacheLoRAModelManager):
-        """Fills the gates of a slot together with its A and B."""
-
-        def activate_adapter(self, lora_id: int) -> bool:
-            try:
-                activated = super().activate_adapter(lora_id)
-                gates = getattr(self._registered_adapters.cache.get(lora_id), "loragate", None)
-                if activated and gates is not None:
-                    gates.fill(self.modules, self.lora_index_to_id.index(lora_id))
-            except Exception:
-                # vLLM marks the adapter as active before its slot is filled: left so, it would be served half-loaded
-                self.remove_adapter(lora_id)
-                raise
-            return activated
-
-    lora_utils._all_lora_classes = type(lora_utils._all_lora_classes)(
-        gated_class(cls) for cls in lora_utils._all_lora_classes
-    )
-    if current_platform.is_cpu():
-        lora_utils.LogitsProcessorWithLoRA = head_class(lora_utils.LogitsProcessorWithLoRA)
-        GPUModelRunner._get_prompt_logprobs_dict = scoring_prompts(GPUModelRunner._get_prompt_logprobs_dict)
-    LRUCacheWorkerLoRAManager._manager_cls = GatedLoRAModelManager
-    WorkerLoRAManager._load_adapter = _loading(WorkerLoRAManager._load_adapter)
-    LRUCacheWorkerLoRAManager.add_adapter = _adding(LRUCacheWorkerLoRAManager.add_adapter)
-    InputProcessor._validate_lora = _validating(InputProcessor._validate_lora)
-    AsyncLLM.generate = _warning(AsyncLLM.generate)
-    VllmConfig.compute_hash = _hashing(VllmConfig.compute_hash)
-    if os.environ.get(ADAPTERS):
-        from loragate.serving.resolver import register_resolver
-
-        try:
-            register_resolver(os.environ[ADAPTERS])
-        except LoragateError as error:
-            logger.error("virtual adapters are not loaded on demand: %s", error)
+def _needs_lambda(path: str) -> tuple[Path, Override | None] | None:
+    """(folder, override) of a request for which λ has to be computed; None for a plain adapter, and for what is not here."""
+    named, override = split_folder(path)
+    folder = Path(named).expanduser()
+    return (folder, override) if override is not None or is_gated(folder) else None
 
 
-def _loading(original: Any) -> Any:
-    """`_load_adapter` that reads gates beside the adapter, and refuses them before anything is activated."""
+def loading(original: Any, absolute: Callable[[str], str], holds_all_layers: Callable[[], bool]) -> Any:
+    """`_load_adapter` that reads gates beside the adapter, and refuses them before anything is activated.
+
+    Args:
+        absolute: vLLM's way from the path of a request to a folder; a hub id is downloaded.
+        holds_all_layers: whether this process does; with pipeline parallelism it holds some.
+    """
 
     @functools.wraps(original)
     def load(self: Any, lora_request: Any) -> Any:
-        from vllm.lora.utils import get_adapter_absolute_path
-
-        from loragate.gates.override_names import split_folder
+        # they need PEFT, which vLLM does without
         from loragate.models.folder_gates import read_gates
-        from loragate.models.place import is_gated
         from loragate.serving.placing import place_gates
 
         try:
             named, override = split_folder(lora_request.lora_path)
-            folder = Path(get_adapter_absolute_path(named))
+            folder = Path(absolute(named))
             if override is None and not is_gated(folder):
                 _remember(self, lora_request, "")
                 return original(self, lora_request)
             gates = read_gates(folder, override)
             _remember(self, lora_request, gates.digest)
-            placed = place_gates(gates, self._adapter_manager, _holds_all_layers())
+            placed = place_gates(gates, self._adapter_manager, holds_all_layers())
         except LoragateError as error:
             raise ValueError(str(error)) from error
-        lora = original(self, _at(lora_request, gates.adapter))
+        moved = copy.copy(lora_request)  # a msgspec struct
+        moved.lora_path = str(gates.adapter)
+        lora = original(self, moved)
         lora.loragate, lora.loragate_folder = placed, lora_request.lora_path
         return lora
 
     return load
 
 
-def _adding(original: Any) -> Any:
+def adding(original: Any) -> Any:
     """`add_adapter` that notices an id given to another folder; vLLM would go on with the one it has."""
 
     @functools.wraps(original)
@@ -148,7 +119,7 @@ def _adding(original: Any) -> Any:
     return add
 
 
-def _validating(original: Any) -> Any:
+def validating(original: Any) -> Any:
     """The front end's check of a request: what is wrong with a gated folder is this request's error, not the engine's."""
 
     @functools.wraps(original)
@@ -156,20 +127,16 @@ def _validating(original: Any) -> Any:
         original(self, lora_request)
         if lora_request is None:
             return
-        from loragate.gates.override_names import split_folder
-        from loragate.models.folder_gates import read_gates, stamp
-        from loragate.models.place import is_gated
-
         try:
-            named, override = split_folder(lora_request.lora_path)
-            folder = Path(os.path.expanduser(named))
-            if not folder.is_dir() or (override is None and not is_gated(folder)):
+            found = _needs_lambda(lora_request.lora_path)
+            if found is None or not found[0].is_dir():
                 return
+            from loragate.models.folder_gates import read_gates, stamp
+
             checked = self.__dict__.setdefault("_loragate_checked", {})
-            now = stamp(folder)
-            key = (lora_request.lora_name, lora_request.lora_path)
+            now, key = stamp(found[0]), (lora_request.lora_name, lora_request.lora_path)
             if checked.get(key) != now:
-                _remember(self, lora_request, read_gates(folder, override).digest)
+                _remember(self, lora_request, read_gates(*found).digest)
                 checked[key] = now
         except LoragateError as error:
             raise ValueError(str(error)) from error
@@ -177,51 +144,77 @@ def _validating(original: Any) -> Any:
     return validate
 
 
-def _warning(original: Any) -> Any:
-    """A server's `generate` that warns where gates are sampled at another temperature than their folder recommends."""
+def recommending(original: Any) -> Any:
+    """The server's look-up of a request's adapter; what the request leaves open is sampled as the adapter's folder recommends.
+
+    vLLM's own defaults are one for all names, and base and plain adapter keep those.
+    """
+
+    @functools.wraps(original)
+    def adapters(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        lora_request = original(self, request, *args, **kwargs)
+        if lora_request is None or getattr(request, "temperature", 0.0) is not None:
+            return lora_request
+        temperature = recommended_temperature(_sampling(lora_request.lora_path))
+        if temperature is not None:
+            # vLLM reads no do_sample: greedy decoding is a temperature of 0 there
+            for key, value in {**generation_settings(temperature), "temperature": temperature}.items():
+                if getattr(request, key, value) is None:
+                    setattr(request, key, value)
+        return lora_request
+
+    return adapters
+
+
+def warning(original: Any) -> Any:
+    """A server's `generate` that warns where an adapter is sampled at another temperature than its folder recommends."""
 
     @functools.wraps(original)
     def generate(
         self: Any, prompt: Any, sampling_params: Any, *args: Any, lora_request: Any = None, **kwargs: Any
     ) -> Any:
         if lora_request is not None:
-            records = self.__dict__.setdefault("_loragate_records", {})
-            if lora_request.lora_path not in records:
-                records[lora_request.lora_path] = _gate_config(lora_request.lora_path)
             told = logging.getLogger("loragate")
             # in servers that `loragate serve` starts, vLLM's loggers and the root tell of errors alone
             told.setLevel(logging.WARNING)
-            warn_elsewhere(lora_request.lora_name, records[lora_request.lora_path], sampling_params.temperature, told)
+            record = _sampling(lora_request.lora_path)
+            warn_elsewhere(lora_request.lora_name, record, sampling_params.temperature, told)
         return original(self, prompt, sampling_params, *args, lora_request=lora_request, **kwargs)
 
     return generate
 
 
-def _gate_config(path: str) -> dict[str, Any]:
-    """gate_config.json of a gated folder as it is; {} for any other adapter, and for a folder that will be refused."""
-    from loragate.gates.override_names import split_folder
-    from loragate.gates.schema import read_gate_config
-    from loragate.models.place import is_gated
-
+@functools.lru_cache(maxsize=1024)
+def _sampling(path: str) -> dict[str, Any]:
+    """The record of an adapter's folder as it is served, see `sampling_of`; {} for a folder that will be refused."""
     try:
         named, override = split_folder(path)
-        folder = Path(os.path.expanduser(named))
-        return read_gate_config(folder) if override is None and is_gated(folder) else {}
+        return sampling_of(Path(named).expanduser()) if override is None else {}
     except LoragateError:
         return {}
 
 
-def _hashing(original: Any) -> Any:
+def hashing(original: Any) -> Any:
     """The key of vLLM's compile cache with the plugin in it: a graph made without gates must not be taken for one with."""
 
     @functools.wraps(original)
     def compute_hash(self: Any, *args: Any, **kwargs: Any) -> str:
-        import hashlib
-
         text = f"{original(self, *args, **kwargs)}:loragate {__version__}"
         return hashlib.sha256(text.encode()).hexdigest()[:10]
 
     return compute_hash
+
+
+def _refusing(original: Any, reason: str) -> Any:
+    """`_load_adapter` that names the reason when a gated folder comes; plain adapters are vLLM's own affair."""
+
+    @functools.wraps(original)
+    def load(self: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
+        if _needs_lambda(getattr(lora_request, "lora_path", "")):
+            raise ValueError(reason)
+        return original(self, lora_request, *args, **kwargs)
+
+    return load
 
 
 def _remember(owner: Any, lora_request: Any, digest: str) -> None:
@@ -238,44 +231,3 @@ def _remember(owner: Any, lora_request: Any, digest: str) -> None:
             "prefix cache cannot tell the two apart: put the new gates into a folder of their own, or load them under "
             "another name"
         )
-
-
-def _needs_lambda(path: str) -> bool:
-    """Whether λ has to be computed: a gated folder, or a folder with an override behind it."""
-    from loragate.gates.override_names import split_folder
-    from loragate.models.place import is_gated
-
-    folder, override = split_folder(path)
-    return override is not None or is_gated(folder)
-
-
-def _at(lora_request: Any, folder: Path) -> Any:
-    """The request with another path (LoRARequest is a msgspec struct)."""
-    import copy
-
-    moved = copy.copy(lora_request)
-    moved.lora_path = str(folder)
-    return moved
-
-
-def _holds_all_layers() -> bool:
-    from vllm.distributed import get_pp_group
-
-    return get_pp_group().world_size == 1
-
-
-def _refuse(reason: str) -> None:
-    """Name the reason when a gated folder comes; plain adapters are vLLM's own affair."""
-    from vllm.lora.worker_manager import WorkerLoRAManager
-
-    original = getattr(WorkerLoRAManager, "_load_adapter", None)
-    if original is None:
-        return
-
-    @functools.wraps(original)
-    def load(self: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
-        if _needs_lambda(getattr(lora_request, "lora_path", "")):
-            raise ValueError(reason)
-        return original(self, lora_request, *args, **kwargs)
-
-    WorkerLoRAManager._load_adapter = load

@@ -57,7 +57,10 @@ def served_places(settings: ServerSettings) -> tuple[Place, dict[str, Place]]:
     if place.kind == "base":
         raise ConfigError(f"{settings.model} is no gated or plain adapter, which is what these settings serve")
     require_here("base model", place.base.name)
-    adapters = {"gated": place, "adapter": place.plain} if place.kind == "gated" else {"adapter": place}
+    # the recommended sampling is that of the gates
+    adapters = (
+        {"gated": place, "adapter": replace(place.plain, gates=None)} if place.kind == "gated" else {"adapter": place}
+    )
     for part in comma_list(settings.adapters):
         name, more = _named_place(part)
         if name in (*adapters, "base"):
@@ -122,7 +125,7 @@ def serve_vllm(settings: ServerSettings, how: Loading, system: str, place: Place
             ],
         )
         out.print("starting vLLM: " + shlex.join(without_secrets(command)), markup=False)
-        print_sampling({"gated": place})
+        print_sampling(adapters)
         end_on_terminate()
         began, process = time.monotonic(), start(command, texts, dynamic=settings.dynamic)
         try:
@@ -162,13 +165,13 @@ def serve_transformers(settings: ServerSettings, how: Loading, system: str) -> i
         gated = loaded.place.gates is not None
         own = ("gated", "adapter") if gated else ("adapter",)
         further = {name: more[name] for name in more if name not in own}
-        rows = add_adapters(loaded.model, further)
+        rows, sampling = add_adapters(loaded.model, further), loaded.place.sampling
+        print_sampling({own[0]: loaded.place, **further})
         if gated and loaded.kind == "adapter":
             # its gates are off: it answers to its name all the same, as in vLLM
-            rows = {"gated": Row("adapter", "adapter"), **rows}
-        print_sampling({"gated": loaded.place, **further})
+            rows, sampling = {"gated": Row("adapter", "adapter", sampling=sampling), **rows}, None
         backend = transformers_backend(
-            loaded.model, loaded.tokenizer, loaded.kind, system=system, more=rows, gates=loaded.place.gates
+            loaded.model, loaded.tokenizer, loaded.kind, system=system, more=rows, sampling=sampling
         )
         chat = loaded.tokenizer.chat_template is not None
         print_clients(settings.host, listening.getsockname()[1], list(backend.models), chat=chat)
@@ -183,7 +186,9 @@ def serve_transformers(settings: ServerSettings, how: Loading, system: str) -> i
 def print_sampling(places: Mapping[str, Place]) -> None:
     """How a request that names no temperature is sampled, for each served folder that recommends something."""
     for name, place in places.items():
-        if note := sampling_note(name, place.gates):
+        if place.ref.override:
+            continue  # which was not asked when that was found
+        if note := sampling_note(name, place.sampling):
             console().print(f"{note}; a request may say otherwise", markup=False)
 
 

@@ -17,7 +17,6 @@ from loragate.data import Chat, find_endings
 from loragate.display import console
 from loragate.errors import DataError, LoragateError
 from loragate.files import write_json, write_text
-from loragate.gates.recommended import generation_settings
 from loragate.generation.vllm_engine import lora_rank, require_gate_plugin
 from loragate.models import Loading, Place, base_config, explained, generation_config, gguf, open_tokenizer, read_gates
 from loragate.serving.settings import ServerSettings
@@ -68,10 +67,6 @@ def vllm_arguments(
         template = str(scratch / "chat_template.jinja")
         write_text(Path(template), wrapped)
     found += ["--chat-template", template] if template else []
-    if (temperature := place.recommended_temperature) is not None:
-        # vLLM reads no do_sample: greedy decoding is a temperature of 0 there
-        told = {**generation_settings(temperature), "temperature": temperature}
-        found += ["--override-generation-config", json.dumps(told)]
     return [*found, *stopping_arguments(tokenizer, place, adapters, scratch, how.trust)]
 
 

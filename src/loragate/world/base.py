@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from loragate.errors import ConfigError, DataError
+from loragate.errors import DataError
 from loragate.world.demonstrations import Document, pretraining_documents
 from loragate.world.tokenizer import ASSISTANT, CONTEXT_LENGTH, build_tokenizer, render
 
@@ -67,14 +67,6 @@ class TinyBaseRecipe:
     weight_decay: float = 0.05
     warmup: float = 0.05
     clip_norm: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch_size < 1:
-            raise ConfigError(f"found steps={self.steps}, batch_size={self.batch_size}; expected at least 1 of both")
-        if self.documents < self.batch_size:
-            raise ConfigError(
-                f"found documents={self.documents} for batch_size={self.batch_size}; expected at least one full batch"
-            )
 
     def as_dict(self) -> dict[str, Any]:
         """The recipe as plain JSON values."""

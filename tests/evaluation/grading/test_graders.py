@@ -14,10 +14,9 @@ from loragate.errors import ConfigError
 from loragate.evaluation.grading import MATH_GRADERS, grade_math, last_boxed
 from loragate.evaluation.grading.default import UnjudgedError, decide
 from loragate.evaluation.grading.dft import extract, python_expression, strip_string
-from loragate.evaluation.grading.notation import normalise
+from loragate.evaluation.grading.notation import normalise, read_unit, split_unit
 from loragate.evaluation.grading.numbers import read_number
 from loragate.evaluation.grading.shapes import name_of
-from loragate.evaluation.grading.units import read_unit, split_unit
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks" / "grading"))

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from loragate.errors import ConfigError, LoragateError
-from loragate.evaluation.grading import MATH_GRADERS, Grade, GradingPool, grade_math
-from loragate.evaluation.grading.graders import Job, MathGrader
+from loragate.evaluation.grading import MATH_GRADERS, Grade, GradingPool, Job, MathGrader, grade_math
 
 HERE = Path(__file__).parent
 BAD = MathGrader("bad", lambda response, gold, tolerance: Job(gold, response), "badgrader:judge")
@@ -19,7 +18,7 @@ BAD = MathGrader("bad", lambda response, gold, tolerance: Job(gold, response), "
 
 @pytest.fixture(autouse=True)
 def _findable(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]))
 
 
 def is_alive(pid):
@@ -106,14 +105,14 @@ def test_a_fresh_worker_decides_when_a_used_one_dies():
 
 
 def test_workers_load_no_torch():
-    names = "torch transformers numpy loragate.generation loragate.evaluation.run"
+    names = "torch transformers numpy loragate.generation loragate.evaluation.results"
     spy = replace(
         MATH_GRADERS["default"], judge="badgrader:modules", begin=lambda response, gold, _: Job(gold, response)
     )
     with GradingPool(spy, workers=1) as pool:
         assert pool.grade([(names, "")])[0].reason == ""
     code = (
-        "import sys, loragate.evaluation.grading.judges as judges\n"
+        "import sys, loragate.evaluation.grading.symbolic as judges\n"
         "judges.default('x', 'y', None)\n"
         f"print([name for name in {names.split()} if name in sys.modules])"
     )

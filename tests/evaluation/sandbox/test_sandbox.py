@@ -22,9 +22,8 @@ from loragate.evaluation.sandbox import (
     probe,
     run_program,
     run_tests,
-    tiers,
 )
-from loragate.evaluation.sandbox.programs import run_many
+from loragate.evaluation.sandbox.code import run_many
 
 TOP = "bubblewrap"
 EACH = [TOP, pytest.param("rlimits", marks=pytest.mark.slow("attacks"))]
@@ -67,9 +66,7 @@ def alive(mark: str) -> list[int]:
         ("import os\nos._exit(0)", "exit"),
         ("raise SystemExit(0)", "exit"),
         ("import threading\nthreading.Thread(target=__import__('time').sleep, args=(30,)).start()", "ok"),
-        ("import sys\nnonces = [v for f in sys._current_frames().values() for v in f.f_back.f_locals.values()]\n"
-         "assert not [v for v in nonces if type(v) is str and len(v) == 32]", "ok"),
-        ("import os, json\nfor fd in range(3, 256):\n    try:\n        data = json.dumps(['nonce', '0' * 32]).encode()\n"
+        ("import os, json\nfor fd in range(3, 256):\n    try:\n        data = json.dumps(['passed']).encode()\n"
          "        os.write(fd, len(data).to_bytes(4, 'big') + data)\n    except OSError: pass\nassert False", "protocol"),
     ],
     ids=lambda value: value.split("\n")[-1][:40] if isinstance(value, str) else None,
@@ -77,7 +74,7 @@ def alive(mark: str) -> list[int]:
 def test_one_program(tier: str, source: str, reason: str) -> None:
     result = run_program(source, tier=need(tier))
     assert (result.reason, result.passed) == (reason, reason == "ok"), result
-    assert (result.tier, result.mode) == (tier, "one process")
+    assert result.tier == tier
 
 
 @pytest.mark.parametrize("tier", EACH)
@@ -234,17 +231,6 @@ def test_an_interrupt_kills_what_runs() -> None:
     assert alive(mark) == []
 
 
-def test_a_failure_in_one_thread_ends_all() -> None:
-    cancel = threading.Event()
-
-    def work(item: int) -> int:
-        return 1 // item
-
-    with pytest.raises(ZeroDivisionError):
-        run_many(work, [1, 0, 1], 2, None, cancel)
-    assert cancel.is_set()
-
-
 def test_a_tier_that_cannot_work_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr("loragate.evaluation.sandbox.programs._answers", {})
@@ -256,34 +242,17 @@ def test_a_tier_that_cannot_work_says_what_to_do(monkeypatch: pytest.MonkeyPatch
     assert isinstance(SandboxError(""), ConfigError)
 
 
-@pytest.mark.parametrize(("name", "forbidding", "meaning"), tiers.SWITCHES, ids=lambda value: value[-12:])
-def test_what_forbids_namespaces_is_named(tmp_path, monkeypatch, name: str, forbidding: str, meaning: str) -> None:
-    monkeypatch.setattr(tiers, "CONTAINER_MARKS", ())
-    monkeypatch.setattr("os.geteuid", lambda: 1000)
-    assert tiers.namespaces_forbidden(tmp_path) is None
-    switch = tmp_path / name
-    switch.parent.mkdir()
-    switch.write_text(f"{forbidding}\n", encoding="ascii")
-    assert tiers.namespaces_forbidden(tmp_path) == meaning
-    monkeypatch.setattr("os.geteuid", lambda: 0)
-    assert tiers.namespaces_forbidden(tmp_path) is None, "root may"
-    monkeypatch.setattr(tiers, "CONTAINER_MARKS", (str(tmp_path),))
-    assert "container" in str(tiers.namespaces_forbidden(tmp_path))
-
-
 def test_a_tier_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = ProgramResult(False, "error", TOP, detail="the sandbox did not start: bwrap: uid map: Permission denied")
     room = "loragate.evaluation.sandbox.programs"
     monkeypatch.setattr(f"{room}._answers", {})
     monkeypatch.setattr(f"{room}.missing", lambda tier: None)
-    monkeypatch.setattr(f"{room}._one_process", lambda *_: failed)
-    monkeypatch.setattr(f"{room}.namespaces_forbidden", lambda: tiers.SWITCHES[0][2])
-    with pytest.raises(SandboxError, match=r"uid map: Permission denied; AppArmor .*; docs/sandbox.md") as refused:
+    monkeypatch.setattr(f"{room}._run", lambda *_: failed)
+    with pytest.raises(SandboxError, match=r"uid map: Permission denied; docs/sandbox.md") as refused:
         run_program("pass")
     assert '"Where it does not start"' in str(refused.value)
     page = (Path(__file__).parents[3] / "docs" / "sandbox.md").read_text(encoding="utf-8")
     assert "## Where it does not start\n" in page
-    assert all(f"`{name.replace('/', '.')} = {value}`" in page for name, value, _ in tiers.SWITCHES)
 
 
 def test_names_and_limits_are_checked() -> None:

@@ -71,7 +71,6 @@ def test_cheats_do_not_pass(cheat: Attack, tier: str) -> None:
     result = run_tests(cheat.program, SQUARE, need(tier), limits=limits)
     assert not result.passed
     assert result.reason in cheat.reasons, result
-    assert result.mode == "two processes"
     assert len(result.detail) <= 500
     assert len(result.output) <= 2000
     # Kilobytes: whatever was written or returned did not pile up here.

@@ -148,7 +148,7 @@ MISTAKES = [
     ),
     (
         changed("{{ question }}", "{{ qestion }}"),
-        r"prompt uses 'qestion', which the data set does not have; did you mean 'question'\?",
+        r"prompt uses 'qestion', which dataset.schema does not have; did you mean 'question'\?",
     ),
     (changed("{{ question }}", "{{ gold }}"), "prompt uses 'gold'"),
     (changed("{{ question }}", "{{ question"), "sums.yaml: prompt: line 1 of the template"),

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 import loragate.evaluation.tasks
 from loragate.errors import ConfigError, DataError
-from loragate.evaluation.tasks import Question, load_questions, load_task, prompts_hash
+from loragate.evaluation.tasks import Question, load_questions, load_task
 from loragate.recipes.standins import QUESTIONS
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -121,7 +120,7 @@ def test_a_missing_column_or_a_wrong_type_is_named(name, column, jsonl):
     dropped = [rows[0], {key: value for key, value in rows[1].items() if key != column}]
     with pytest.raises(DataError, match=rf"rows.jsonl:2: no column '{column}'.* Found the columns .*{name} expects "):
         load_questions(load_task(name), file=jsonl(dropped))
-    for wrong, shown in ((None, "null"), ({"a": 1}, "object"), (True, "boolean")):
+    for wrong, shown in ((None, "null"), ({"a": 1}, "a.*1"), (True, "true")):
         broken = [rows[0], rows[1], {**rows[2], column: wrong}]
         with pytest.raises(DataError, match=rf"rows.jsonl:3: column '{column}' holds .*{shown}.*, expected "):
             load_questions(load_task(name), file=jsonl(broken))
@@ -132,7 +131,7 @@ def test_more_rows_that_do_not_fit(jsonl):
     renamed = [{**{key: value for key, value in rows[0].items() if key != "answer"}, "anwser": "1"}]
     with pytest.raises(DataError, match=r"no column 'answer'; did you mean 'anwser'\?"):
         load_questions(task, file=jsonl(renamed))
-    with pytest.raises(DataError, match=r"column 'level' holds '3.5' .number., expected whole number"):
+    with pytest.raises(DataError, match=r"column 'level' holds 3.5, expected integer"):
         load_questions(task, file=jsonl([{**rows[0], "level": 3.5}]))
     with pytest.raises(DataError, match=r"rows.jsonl:1: 'gold' is empty, taken from answer"):
         load_questions(task, file=jsonl([{**rows[0], "answer": " "}]))
@@ -140,7 +139,7 @@ def test_more_rows_that_do_not_fit(jsonl):
         load_questions(task, file=jsonl([rows[0], rows[1], rows[0]]))
     with pytest.raises(DataError, match=r"nothing for 'question'. .*; expected one of question, problem"):
         load_questions(load_task("minerva"), file=jsonl([{"answer": "3"}]))
-    with pytest.raises(DataError, match=r"column 'final_answer' holds .*, expected list of texts"):
+    with pytest.raises(DataError, match=r"column 'final_answer' holds .*, expected texts"):
         load_questions(
             load_task("olympiadbench"), file=jsonl([{**sample_rows("olympiadbench")[0], "final_answer": [3]}])
         )
@@ -279,12 +278,6 @@ def test_tiny_questions():
     kept = load_questions(load_task("tiny_retention"), seed=2)
     assert {question.row["kind"] for question in kept.questions} == {"reverse", "sort", "fact"}
     assert kept.questions[0].place == "generated: tiny_retention, seed 2, row 0"
-
-
-def test_prompts_hash():
-    assert prompts_hash(["a", "b"]) == hashlib.sha256(b'["a", "b"]').hexdigest()
-    assert len({prompts_hash(p) for p in (["a", "b"], ["b", "a"], ["ab"], ["a", "b", ""], [])}) == 5
-    assert prompts_hash(("a", "\ud800")) == prompts_hash(["a", "\ud800"])
 
 
 def test_the_room_itself_names_no_torch():

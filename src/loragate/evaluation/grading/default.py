@@ -12,10 +12,17 @@ import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from loragate.evaluation.grading.notation import is_text, key, normalise, strip_outer_braces, unwrap_fonts
+from loragate.evaluation.grading.notation import (
+    is_text,
+    key,
+    normalise,
+    read_unit,
+    split_unit,
+    strip_outer_braces,
+    unwrap_fonts,
+)
 from loragate.evaluation.grading.numbers import Number, read_number, same_number
 from loragate.evaluation.grading.shapes import Shape, name_of, read_shape, sides_of
-from loragate.evaluation.grading.units import read_unit, split_unit
 
 Verdict = bool | None
 Algebra = Callable[[str, str, float | None], Verdict]

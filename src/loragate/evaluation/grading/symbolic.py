@@ -1,4 +1,6 @@
-r"""The algebra step of the default grader; runs in a worker only, as it may hang or eat memory.
+r"""What a worker calls: one function per grader, and the algebra of the default one, which may hang or eat memory.
+
+The graders are loaded by name inside the worker process, so that neither sympy nor math-verify is imported by the caller.
 
 math-verify's LaTeX parser reads both sides; our own numeric test compares them, because its comparison is absolute
 (every tiny number equals every other) and its parser may stop early (`1-1/\mathrm{e}` read as 1). A reading that lost
@@ -17,7 +19,8 @@ import sympy
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
-from loragate.evaluation.grading.default import Verdict
+from loragate.evaluation.grading.default import UnjudgedError, Verdict, decide
+from loragate.evaluation.grading.dft import math_equal
 from loragate.evaluation.grading.numbers import Number, read_number, same_number
 
 _DIGITS = 40
@@ -219,3 +222,37 @@ def _proportional(left: Any, right: Any) -> Verdict:
 
 def _verify(left: Any, right: Any) -> bool:
     return bool(verify(left, right, timeout_seconds=None))
+
+
+Judgement = tuple[bool, str, str | None]
+
+
+def default(gold: str, answer: str, tolerance: float | None) -> Judgement:
+    """The default grader on an answer from the box, with algebra."""
+    try:
+        verdict = decide(gold, answer, tolerance, same_expression)
+    except (UnjudgedError, Unread, RecursionError):
+        verdict = None
+    except (ArithmeticError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError):
+        verdict = None  # sympy could not carry out what it had read
+    return bool(verdict), "unparsed" if verdict is None else "ok" if verdict else "wrong", answer
+
+
+def dft(gold: str, answer: str, tolerance: float | None) -> Judgement:
+    """The `dft` procedure on an extracted and stripped answer; it knows no tolerance."""
+    correct = math_equal(answer, gold)
+    return correct, "ok" if correct else "wrong", answer
+
+
+def math_verify(gold: str, response: str, tolerance: float | None) -> Judgement:
+    """math-verify with its defaults on the whole response; its own timeouts are off, as the pool kills."""
+    wrapped = gold if "$" in gold or r"\boxed" in gold else f"${gold}$"
+    expected = parse(wrapped, parsing_timeout=None)
+    found = parse(response, parsing_timeout=None)
+    if not found:
+        return False, "no_box", None
+    text = found[-1] if isinstance(found[-1], str) else str(found[0])[:1000]
+    if not expected:
+        return False, "unparsed", text
+    correct = bool(verify(expected, found, timeout_seconds=None))
+    return correct, "ok" if correct else "wrong", text

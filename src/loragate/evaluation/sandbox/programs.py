@@ -1,4 +1,4 @@
-"""Running programs that a model has written: one alone, one against tests that it cannot reach, or many at once.
+"""Running programs that a model has written: one alone, or one against tests that it cannot reach.
 
 A tier is tried once per process, with a program that does nothing; what it holds is proved by the tests, attack by attack.
 """
@@ -6,16 +6,12 @@ A tier is tried once per process, with a program that does nothing; what it hold
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from typing import Any
 
-from loragate.evaluation.sandbox.child import Child
-from loragate.evaluation.sandbox.supervise import watch
+from loragate.evaluation.sandbox.processes import Child, watch
 from loragate.evaluation.sandbox.tiers import (
     TIERS,
     Limits,
@@ -23,7 +19,6 @@ from loragate.evaluation.sandbox.tiers import (
     SandboxError,
     launch,
     missing,
-    namespaces_forbidden,
 )
 
 # The tests of one HumanEval+ problem hold thousands of expected values, and numpy to compare them with.
@@ -56,9 +51,8 @@ def run_program(
 ) -> ProgramResult:
     """Run a program that contains its own asserts; it passes only if it ran to its end.
 
-    The exit code says nothing. A random number, fresh per run and not in the program's process until its last
-    statement is done, has to come back. A program that exits, prints or looks for the number does not pass; one that
-    sets out to imitate the harness, or whose objects claim to equal everything, can: use `run_tests` where it matters.
+    The exit code says nothing: a second process, which the program cannot reach, says that it ran to its end. A program that
+    sets out to imitate the harness, or whose objects claim to equal everything, can pass: use `run_tests` where it matters.
 
     Args:
         source: Python.
@@ -70,8 +64,8 @@ def run_program(
         SandboxError: when the tier does not work here.
         ConfigError: for an unknown tier or a limit that makes no sense.
     """
-    style = root_style_of(tier)
-    return _one_process(source, replace(limits or Limits(), seconds=timeout_s), tier, style)
+    own = replace(limits or Limits(), seconds=timeout_s)
+    return _run(source, Checks("", ()), own, tier, root_style_of(tier), None, name="__main__")
 
 
 def run_tests(
@@ -90,30 +84,7 @@ def run_tests(
 
     Raises as `run_program`.
     """
-    return _two_processes(program, checks, limits or Limits(), tier, root_style_of(tier), cancel)
-
-
-def run_many(
-    work: Callable[[Any], Any],
-    items: Sequence[Any],
-    workers: int,
-    on_progress: Callable[[int, int], None] | None,
-    cancel: threading.Event,
-) -> list[Any]:
-    """Map `work` over `items` in threads; whatever ends this early sets `cancel` and waits for the threads."""
-    with ThreadPoolExecutor(max_workers=max(workers, 1)) as pool:
-        jobs = [pool.submit(work, item) for item in items]
-        try:
-            for done, job in enumerate(as_completed(jobs), start=1):
-                job.result()
-                if on_progress is not None:
-                    on_progress(done, len(jobs))
-        except BaseException:
-            cancel.set()
-            for job in jobs:
-                job.cancel()
-            raise
-    return [job.result() for job in jobs]
+    return _run(program, checks, limits or Limits(), tier, root_style_of(tier), cancel)
 
 
 _lock = threading.Lock()
@@ -153,39 +124,38 @@ def _probe(tier: str) -> tuple[str | None, str]:
     # a container's root may not change to a user of its own, and enters as other users do
     for style in ("drop", "namespace") if os.geteuid() == 0 else ("namespace",):
         try:
-            result = _one_process("assert sum(range(10)) == 45", Limits(seconds=20), tier, style)
+            result = _run("assert sum(range(10)) == 45", Checks("", ()), Limits(seconds=20), tier, style, None)
         except OSError as error:
             reasons.append(f"it could not be started ({error.strerror or error})")
             continue
         if result.passed:
             return None, style
         reasons.append(f"a program that does nothing ended with {result.reason}: {result.detail}")
-    forbidden = namespaces_forbidden() if tier != "rlimits" else None
-    if forbidden is not None:
-        reasons.append(f'{forbidden}; docs/sandbox.md, "Where it does not start", has the ways out')
+    if tier == "bubblewrap":
+        reasons.append('docs/sandbox.md, "Where it does not start", has the ways out')
     return "; ".join(dict.fromkeys(reasons)), ""
 
 
-def _one_process(source: str, limits: Limits, tier: str, style: str) -> ProgramResult:
-    nonce = secrets.token_hex(16)
-    child = Child("program", launch(tier, limits, root_style=style), limits, {"source": source})
-    return watch([child], nonce, tier, None)
-
-
-def _two_processes(
-    program: str, checks: Checks, limits: Limits, tier: str, style: str, cancel: threading.Event | None
+def _run(
+    program: str,
+    checks: Checks,
+    limits: Limits,
+    tier: str,
+    style: str,
+    cancel: threading.Event | None,
+    name: str = "candidate",
 ) -> ProgramResult:
-    nonce = secrets.token_hex(16)
     checker_limits = replace(limits, memory_mb=max(limits.memory_mb, CHECKER_MEMORY_MB))
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        candidate = Child("candidate", launch(tier, limits, root_style=style), limits, {"source": program}, ours)
+        way = launch(tier, limits, root_style=style)
+        candidate = Child("candidate", way, limits, {"source": program, "name": name}, ours)
         try:
             request: dict[str, Any] = {"before": checks.before, "names": checks.names, "required": checks.required}
-            request |= {"tests": checks.source, "nonce": nonce}
+            request["tests"] = checks.source
             way = launch(tier, checker_limits, root_style=style)
             checker = Child("checker", way, checker_limits, request, theirs)
         except BaseException:
             candidate.kill()
             raise
-    return watch([candidate, checker], nonce, tier, cancel)
+    return watch(candidate, checker, tier, cancel)

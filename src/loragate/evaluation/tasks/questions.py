@@ -1,29 +1,86 @@
 """Rows to questions (from the hub at a pinned revision, a local file of the same schema, or a generator) and to prompts.
 
-Every row is checked before anything is sampled. A set that cannot be reached says which local file would do instead, so
-that machines without a connection are first-class.
+Every row is checked before anything is sampled; of the suites that lm-evaluation-harness asks also what one column says about
+another. A set that cannot be reached says which local file would do instead, so that machines without a connection are
+first-class.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loragate.data import Chat, prompt_ids
-from loragate.data.loading import load_rows
-from loragate.data.rows import Rows
-from loragate.errors import ConfigError, DataError
-from loragate.evaluation.tasks.generated import GENERATORS
-from loragate.evaluation.tasks.retention import load_suite_questions
-from loragate.evaluation.tasks.schema import check_row, describe_schema, found_columns, shown
-from loragate.evaluation.tasks.task import Question, Questions, Task
-from loragate.evaluation.tasks.templates import is_template, render, variables
+from loragate.data import Chat, Rows, load_rows, prompt_ids
+from loragate.errors import ConfigError, DataError, nearest
+from loragate.evaluation.tasks import arithmetic
+from loragate.evaluation.tasks.columns import (
+    check_row,
+    describe_schema,
+    found_columns,
+    is_template,
+    render,
+    shown,
+    variables,
+)
+from loragate.evaluation.tasks.task import Harness, Task
+from loragate.world.problems import problems, retention_items
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
 COMMIT = re.compile(r"[0-9a-f]{40}")
+SUBSET = "loragate_subset"
+"""The column of a question's row that names its subset in a suite of the harness; empty where the suite has none."""
+
+GENERATORS: dict[str, Callable[[int, int], list[dict[str, Any]]]] = {
+    "arithmetic": arithmetic.rows,
+    # four steps of the tiny world's arithmetic; reversing, sorting and facts
+    "tiny": lambda count, seed: [dataclasses.asdict(one) for one in problems("test", count, (4, 4), seed)],
+    "tiny_retention": lambda count, seed: [dataclasses.asdict(one) for one in retention_items("test", count, seed)],
+}
+"""Rows from (count, seed), by name."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question.
+
+    Attributes:
+        id: the data set's own id where it has one, else the position from 0; unique in the set.
+        prompt: the user's turn, or the whole text where the task is raw; empty where the harness writes it.
+        gold: the reference answer; for code, the reference solution.
+        row: the row as it was read; code graders take the tests from here.
+        place: file and line, for messages.
+    """
+
+    id: str
+    prompt: str
+    gold: str
+    row: dict[str, Any]
+    place: str = field(default="", metadata={"key": False})
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The questions of one task.
+
+    Attributes:
+        questions: in the order of the data set.
+        source: file, hub id with split, or generator with seed.
+        revision: commit of the hub data set, where it could be told.
+        fingerprint: SHA-256 over the rows' content; equal for equal rows in any file format.
+        warnings: what a reader of the score should know.
+    """
+
+    questions: list[Question]
+    source: str
+    revision: str | None
+    fingerprint: str
+    warnings: tuple[str, ...] = ()
 
 
 def load_questions(
@@ -60,9 +117,7 @@ def load_questions(
         assert not isinstance(local, Rows)
         # where none is pinned, what the main branch is now is read and recorded, for all subsets the same
         commit = None if local else commit_of(str(dataset.hub), dataset.revision) or dataset.revision
-        loaded = load_suite_questions(task, local, limit, commit)
-        _refuse_repeated_ids(loaded.questions)
-        return loaded
+        return _suite_questions(task, task.harness, local, limit, commit)
     warnings: list[str] = []
     commit = None
     if local is not None:
@@ -74,7 +129,14 @@ def load_questions(
         rows = Rows(made, source=source, place=f"{source}, row ")
         rows = rows if limit is None else rows.take(limit)
     else:
-        rows, source, commit = _from_hub(task, limit, warnings)
+        name = f"{dataset.hub}:{dataset.config}" if dataset.config else str(dataset.hub)
+        split = dataset.split or "train"
+        rows, source = _from_hub(task, name, split, dataset.revision, limit), f"{name}[{split}]"
+        commit = commit_of(str(dataset.hub), dataset.revision)
+        if commit is None:
+            warnings.append(
+                f"{task.name}: the commit of {dataset.hub} could not be told; pin one with --revision to make this repeatable"
+            )
     if limit is None and dataset.rows is not None and len(rows) != dataset.rows:
         warnings.append(
             f"{source} holds {len(rows)} rows, the set that {task.name} means has {dataset.rows}: scores on it are not "
@@ -111,7 +173,7 @@ def _local_help(task: Task) -> str:
     schema = task.dataset.schema
     columns = [describe_schema(schema)] if describe_schema(schema) else []
     for name, candidates in task.columns.items():
-        needed = [sorted(variables(text, name)) if is_template(text) else [text] for text in candidates]
+        needed = [sorted(variables(text, name)) for text in candidates]
         # what the schema requires anyway was named already, and an id may be absent
         if name != "id" and all(any(schema[column].endswith("?") for column in item) for item in needed):
             columns.append(f"{' or '.join(' and '.join(item) for item in needed)} (for the {name})")
@@ -121,23 +183,14 @@ def _local_help(task: Task) -> str:
     )
 
 
-def _from_hub(task: Task, limit: int | None, warnings: list[str]) -> tuple[Rows, str, str | None]:
-    dataset = task.dataset
-    name = f"{dataset.hub}:{dataset.config}" if dataset.config else str(dataset.hub)
-    split = dataset.split or "train"
+def _from_hub(task: Task, name: str, split: str | None, revision: str | None, limit: int | None) -> Rows:
     try:
-        rows = load_rows(name, split=split, limit=limit, revision=dataset.revision)
+        return load_rows(name, split=split, limit=limit, revision=revision)
     except DataError as error:
         raise DataError(
-            f"{task.name}: {name}[{split}] at {dataset.revision or 'main'} could not be loaded. A local copy does as "
-            f"well: {_local_help(task)}. The set lives at https://huggingface.co/datasets/{dataset.hub}. ({error})"
+            f"{task.name}: {name}[{split}] at {revision or 'main'} could not be loaded. A local copy does as "
+            f"well: {_local_help(task)}. The set lives at https://huggingface.co/datasets/{task.dataset.hub}. ({error})"
         ) from error
-    commit = commit_of(str(dataset.hub), dataset.revision)
-    if commit is None:
-        warnings.append(
-            f"{task.name}: the commit of {dataset.hub} could not be told; pin one with --revision to make this repeatable"
-        )
-    return rows, f"{name}[{split}]", commit
 
 
 def commit_of(hub: str, revision: str | None) -> str | None:
@@ -155,7 +208,13 @@ def commit_of(hub: str, revision: str | None) -> str | None:
 def _question(task: Task, row: dict[str, Any], where: str, index: int) -> Question:
     schema = task.dataset.schema
     check_row(row, schema, where, task.name)
-    _refuse_torn_text(row, where)
+    for name, value in row.items():
+        try:
+            json.dumps(value, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:  # all columns are stored with the answers
+            raise DataError(
+                f"{where}: column '{name}' holds half of a surrogate pair, which is not valid text; mend or remove the row"
+            ) from None
     # an optional column that is absent reads as null, so that a template can ask for it
     values = {**dict.fromkeys(schema), **row}
     filled: dict[str, str | None] = {
@@ -170,40 +229,20 @@ def _question(task: Task, row: dict[str, Any], where: str, index: int) -> Questi
 def _fill(name: str, candidates: tuple[str, ...], values: Mapping[str, Any], where: str) -> str | None:
     """The text of `name` from the first candidate whose columns the row has; an id may be None."""
     for candidate in candidates:
-        needed = variables(candidate, where) if is_template(candidate) else {candidate}
-        if any(values.get(column) is None for column in needed):
+        if any(values.get(column) is None for column in variables(candidate, where)):
             continue
-        value = values[candidate] if candidate in needed else render(candidate, values, f"{where}: '{name}'")
-        text = _as_text(value)
-        if text is None:
+        value = render(candidate, values, f"{where}: '{name}'") if is_template(candidate) else values[candidate]
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # 27.0 is how a column of floats writes 27
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise DataError(f"{where}: column '{candidate}' holds {shown(value)}; '{name}' needs a text or a number")
         # a gold of code or a question may need its line breaks; only emptiness is refused
-        if not text.strip():
+        if not str(value).strip():
             raise DataError(f"{where}: '{name}' is empty, taken from {candidate}")
-        return text
+        return str(value)
     if name == "id":
         return None
     raise DataError(f"{where}: nothing for '{name}'. {found_columns(values)}; expected one of {', '.join(candidates)}")
-
-
-def _as_text(value: Any) -> str | None:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    # 27.0 is how a column of floats writes 27
-    return str(int(value)) if isinstance(value, int) or value.is_integer() else repr(value)
-
-
-def _refuse_torn_text(row: dict[str, Any], where: str) -> None:
-    """All columns are stored with the answers, and half of a surrogate pair can neither be stored nor tokenised."""
-    for name, value in row.items():
-        try:
-            json.dumps(value, ensure_ascii=False, default=str).encode()
-        except UnicodeEncodeError:
-            raise DataError(
-                f"{where}: column '{name}' holds half of a surrogate pair, which is not valid text; mend or remove the row"
-            ) from None
 
 
 def _refuse_repeated_ids(questions: list[Question]) -> None:
@@ -245,3 +284,109 @@ def render_questions(task: Task, questions: Sequence[Question], tokenizer: Any, 
         chat.render([*head, {"role": "user", "content": question.prompt}], tools=None, generation_prompt=True)
         for question in questions
     ]
+
+
+def _suite_questions(
+    task: Task, harness: Harness, file: Path | None, limit: int | None, commit: str | None
+) -> Questions:
+    """The questions of a suite of the harness, subset by subset."""
+    order = harness.subsets or ("",)
+    found: dict[str, list[Question]] = {subset: [] for subset in order}
+    parts = _parts(task, harness, file, commit)
+    for of_file, rows in parts:
+        for index in range(len(rows)):
+            where, row = rows.where(index), rows[index]
+            check_row(row, task.dataset.schema, where, task.name)
+            for name, kind in task.dataset.schema.items():
+                if kind == "text" and not row[name].strip():
+                    raise DataError(f"{where}: column '{name}' is empty")
+            subset = of_file
+            if subset is None:
+                column = harness.subset_column
+                subset = "" if column is None else _one_of(row.get(column), harness.subsets, column, where)
+            key, gold, columns = COLUMNS[task.name](row, where, subset)
+            members = found[subset]
+            name = str(key) if key is not None else f"{subset}/{len(members)}"
+            members.append(Question(name, "", gold, {**columns, SUBSET: subset}, where))
+    missing = [subset for subset, members in found.items() if not members]
+    source = str(file or task.dataset.hub)
+    warnings = []
+    if missing:
+        some = f"{', '.join(missing[:4])}{', …' if len(missing) > 4 else ''}"
+        warnings.append(
+            f"{task.name}: {len(missing)} of {len(order)} subsets have no question in {source} ({some}); the score is not that "
+            "of the whole suite."
+        )
+    digest = hashlib.sha256("".join(rows.fingerprint for _, rows in parts).encode()).hexdigest()
+    questions = [question for members in found.values() for question in members[:limit]]
+    _refuse_repeated_ids(questions)
+    return Questions(questions, source, commit, digest, tuple(warnings))
+
+
+def _parts(task: Task, harness: Harness, file: Path | None, commit: str | None) -> list[tuple[str | None, Rows]]:
+    """The sources of a suite, each with its subset, or None where a column names it."""
+    dataset = task.dataset
+    if file is None:
+        name = f"{dataset.hub}:{dataset.config}"
+        subsets: Sequence[str | None] = harness.subsets if "{subset}" in name else (None,)
+        return [
+            (subset, _from_hub(task, name.format(subset=subset), dataset.split, commit, None)) for subset in subsets
+        ]
+    if not file.is_dir():
+        return [(None, load_rows(file))]
+    files = [path for path in sorted(file.iterdir()) if path.suffix in (".jsonl", ".json", ".parquet")]
+    for path in files:
+        if path.stem not in harness.subsets:
+            raise DataError(
+                f"{path} is no subset of {task.name}{nearest(path.stem, harness.subsets)}; name files by subset"
+            )
+    if not files:
+        raise DataError(f"{task.name}: the folder {file} holds no file; {_local_help(task)}")
+    return [(path.stem, load_rows(path)) for path in files]
+
+
+def _one_of(value: Any, known: Sequence[str], column: str, where: str) -> str:
+    if value not in list(known):
+        raise DataError(
+            f"{where}: found {column} {value!r:.80}, expected one of {', '.join(known)}{nearest(str(value), known)}"
+        )
+    return str(value)
+
+
+def _mmlu_pro(row: dict[str, Any], where: str, _: str) -> Checked:
+    options, index = row["options"], row.get("answer_index")
+    letters = "ABCDEFGHIJ"[: len(options)]
+    if not 2 <= len(options) <= 10:
+        raise DataError(f"{where}: options has {len(options)} entries, expected 2 to 10 (A to J)")
+    answer = _one_of(row["answer"], letters, "answer", where)
+    if index is not None and index != letters.index(answer):
+        raise DataError(f"{where}: answer {answer!r} and answer_index {index} name different options")
+    return row["question_id"], answer, {name: row[name] for name in ("question", "options", "answer")}
+
+
+def _bbh(row: dict[str, Any], where: str, subset: str) -> Checked:
+    # after which the harness's filter looks for the words to sort
+    if subset == "word_sorting" and "List:" not in row["input"]:
+        raise DataError(f"{where}: input has no 'List:', after which word_sorting names the words to sort")
+    return None, row["target"], {name: row[name] for name in ("input", "target")}
+
+
+def _openbookqa(row: dict[str, Any], where: str, _: str) -> Checked:
+    texts, labels = (row["choices"].get(name) for name in ("text", "label"))
+    if not isinstance(texts, list) or not isinstance(labels, list) or not 2 <= len(texts) == len(labels):
+        raise DataError(
+            f"{where}: found choices {row['choices']!r:.80}, expected the lists text and label of one length"
+        )
+    answer = _one_of(row["answerKey"].strip(), labels, "answerKey", where)
+    columns = {"question_stem": row["question_stem"], "answerKey": answer}
+    return row["id"], answer, {**columns, "choices": {"text": texts, "label": labels}}
+
+
+Checked = tuple[int | str | None, str, dict[str, Any]]
+"""A row's id, its gold and the columns that the harness needs."""
+COLUMNS: dict[str, Callable[[dict[str, Any], str, str], Checked]] = {
+    "mmlu_pro": _mmlu_pro,
+    "bbh": _bbh,
+    "bbh_zeroshot": _bbh,
+    "openbookqa": _openbookqa,
+}

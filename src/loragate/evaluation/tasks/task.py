@@ -1,7 +1,8 @@
-"""What a task is: a frozen description that says everything about how its questions are asked and judged.
+"""What a task is: a frozen description that says how its questions are asked and judged, read from a YAML file.
 
 Two runs are comparable when their tasks have the same fingerprint. Prose (`paper`, `notes`) and the place of the file do
-not count towards it; the pinned revision does.
+not count towards it; the pinned revision does. Every mistake in a file is a ConfigError that names the file, the key, what was
+found and what is known. A task that could be read in two ways, or that holds a setting without effect, is refused.
 """
 
 from __future__ import annotations
@@ -9,14 +10,19 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Gt, Le, Len
 
-from loragate.effects import acting
-from loragate.validate import Amount, Count
+from loragate.effects import acting, require_effect
+from loragate.errors import ConfigError, nearest
+from loragate.evaluation.tasks.columns import check_schema, is_template, variables
+from loragate.strict_yaml import read_mapping
+from loragate.validate import Amount, Count, validate
 
 Suite = Literal["math", "code", "retention", "arithmetic", "tiny"]
 SUITES: tuple[str, ...] = get_args(Suite)
@@ -32,6 +38,16 @@ EXTRACTORS_OF = {
     "humaneval": ("code", "completion"),
     "mbpp": ("code",),
     "tiny": ("none",),
+}
+DEFINITIONS = Path(__file__).parent / "definitions"
+SUFFIXES = (".yaml", ".yml")
+# what a task of either engine needs
+NEEDED = {
+    "loragate": (
+        *("dataset", "columns", "prompt", "generation", "grader", "metric", "dataset.schema", "columns.gold"),
+        *("generation.samples", "generation.temperature", "generation.max_new_tokens"),
+    ),
+    "lm-eval": ("dataset", "harness", "dataset.schema"),
 }
 
 
@@ -171,39 +187,118 @@ class Task:
         return dataclasses.replace(self, dataset=dataclasses.replace(self.dataset, revision=revision))
 
 
-@dataclass(frozen=True)
-class Question:
-    """One question.
+def task_names() -> list[str]:
+    """Names of the built-in tasks, sorted; variants included."""
+    return sorted(path.stem for path in DEFINITIONS.glob("*.yaml"))
 
-    Attributes:
-        id: the data set's own id where it has one, else the position from 0; unique in the set.
-        prompt: the user's turn, or the whole text where the task is raw; empty where the harness writes it.
-        gold: the reference answer; for code, the reference solution.
-        row: the row as it was read; code graders take the tests from here.
-        place: file and line, for messages.
+
+def suite(name: str) -> list[Task]:
+    """The built-in tasks of a suite, sorted by name, without variants; "all" gives those of every suite.
+
+    Raises:
+        ConfigError: for an unknown suite.
     """
+    known = (*SUITES, "all")
+    if name not in known:
+        raise ConfigError(f"unknown suite '{name}'{nearest(name, known) or '.'} Known: {', '.join(known)}")
+    tasks = [load_task(task) for task in task_names()]
+    return [task for task in tasks if task.variant_of is None and name in (task.suite, "all")]
 
-    id: str
-    prompt: str
-    gold: str
-    row: dict[str, Any]
-    place: str = field(default="", metadata={"key": False})
 
+def load_task(name_or_path: str | Path) -> Task:
+    """A built-in task by name, or any task by the path of its YAML file.
 
-@dataclass(frozen=True)
-class Questions:
-    """The questions of one task.
-
-    Attributes:
-        questions: in the order of the data set.
-        source: file, hub id with split, or generator with seed.
-        revision: commit of the hub data set, where it could be told.
-        fingerprint: SHA-256 over the rows' content; equal for equal rows in any file format.
-        warnings: what a reader of the score should know.
+    Raises:
+        ConfigError: for an unknown name, or a file with a mistake.
     """
+    path, known = Path(name_or_path).expanduser(), task_names()
+    if str(name_or_path) in known:
+        path = DEFINITIONS / f"{name_or_path}.yaml"
+    elif path.suffix.lower() not in SUFFIXES:
+        raise ConfigError(
+            f"unknown task '{name_or_path}'{nearest(str(name_or_path), known) or '.'} Known: {', '.join(known)}; a task of your "
+            "own is given as the path of its .yaml file"
+        )
+    return _task(read_mapping(path), path)
 
-    questions: list[Question]
-    source: str
-    revision: str | None
-    fingerprint: str
-    warnings: tuple[str, ...] = ()
+
+def _given(value: Any) -> Any:
+    """A block without its nulls: they stand for what is left out, but for the harness, whose keys they take away."""
+    if not isinstance(value, dict):
+        return value
+    return {key: one if key == "override" else _given(one) for key, one in value.items() if one is not None}
+
+
+def _need(content: Any, keys: tuple[str, ...], path: Path) -> None:
+    missing = []
+    for key in keys:
+        block, _, name = key.rpartition(".")
+        inside = content.get(block) if block else content
+        if isinstance(inside, dict) and name not in inside:
+            missing.append(key)
+    if missing:
+        raise ConfigError(f"{path}: missing {', '.join(missing)}")
+
+
+def _task(content: dict[str, Any], path: Path) -> Task:
+    content = _given(content)
+    columns = content.get("columns")
+    if isinstance(columns, dict):
+        content["columns"] = {name: [one] if isinstance(one, str) else one for name, one in columns.items()}
+    # what is known and of the right kind comes first: a misspelt key is not a missing one
+    task = validate(Task, {"name": "", "version": 0, "suite": "math", "dataset": {}, **content}, str(path))
+    _need(content, ("name", "version", "suite", *NEEDED[task.engine]), path)
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", task.name):
+        raise ConfigError(f"{path}: name is {task.name!r}; files are called by it: letters, digits, '_', '-', '.'")
+    task = dataclasses.replace(task, path=path)
+    try:
+        require_effect("task", task)
+        require_effect("dataset", task.dataset)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    _check_dataset(task, path)
+    if task.engine == "lm-eval":
+        return task
+    if "lm-eval" in (task.grader, task.metric):
+        raise ConfigError(f"{path}: grader and metric lm-eval are for engine: lm-eval")
+    readable = EXTRACTORS_OF[task.grader]
+    if "extractor" not in content:
+        task = dataclasses.replace(task, extractor=readable[0])
+    if task.extractor not in readable:
+        raise ConfigError(
+            f"{path}: extractor is '{task.extractor}', but the grader '{task.grader}' reads {' or '.join(readable)}"
+        )
+    generation = task.generation
+    if generation.stop and not task.raw:
+        raise ConfigError(
+            f"{path}: generation.stop is for raw: true; with the chat template an answer ends at the end-of-turn token"
+        )
+    if generation.temperature == 0 and generation.samples > 1:
+        raise ConfigError(f"{path}: generation.samples is {generation.samples}, but greedy samples are all the same")
+    schema = task.dataset.schema
+    for name, candidates in task.columns.items():
+        for candidate in candidates:
+            _check_variables(candidate, schema, f"{path}: columns.{name}")
+    if is_template(task.prompt):
+        _check_variables(task.prompt, {*schema, *(task.columns.keys() - {"gold"})}, f"{path}: prompt")
+    return task
+
+
+def _check_dataset(task: Task, path: Path) -> None:
+    dataset = task.dataset
+    sources = [key for key in ("hub", "file", "generator") if getattr(dataset, key) is not None]
+    if len(sources) != 1:
+        found = " and ".join(sources) or "none of them"
+        raise ConfigError(f"{path}: dataset needs exactly one of hub, file and generator; found {found}")
+    if dataset.generator is not None and dataset.rows is None:
+        raise ConfigError(f"{path}: missing dataset.rows")
+    check_schema(dataset.schema, f"{path}: dataset.schema")
+
+
+def _check_variables(source: str, known: Collection[str], place: str) -> None:
+    for name in sorted(variables(source, place) - set(known)):
+        what = "uses" if is_template(source) else "names the column"
+        raise ConfigError(
+            f"{place} {what} '{name}', which dataset.schema does not have{nearest(name, known) or '.'} "
+            f"It has {', '.join(sorted(known))}"
+        )

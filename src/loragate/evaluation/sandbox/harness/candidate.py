@@ -1,6 +1,6 @@
 """The side of a code task that runs the model's program, and nothing else.
 
-It holds no test, no expected value and no nonce; it answers calls that arrive one by one from the process that holds
+It holds no test and no expected value; it answers calls that arrive one by one from the process that holds
 them, and nothing it says is believed beyond the plain values it returns.
 """
 
@@ -8,8 +8,18 @@ import builtins
 import sys
 import types
 
-from loragate.evaluation.sandbox.harness.confine import confine, describe, flush_output, reason_of, report
-from loragate.evaluation.sandbox.harness.wire import Closed, decode, encode, receive, send
+from loragate.evaluation.sandbox.harness.wire import (
+    Closed,
+    confine,
+    decode,
+    describe,
+    encode,
+    flush_output,
+    reason_of,
+    receive,
+    report,
+    send,
+)
 
 
 class Server:
@@ -92,8 +102,8 @@ def main(control, channel):
     request = receive(control)
     confine(request["confine"])
     send(control, ["ready"])
-    module = types.ModuleType("candidate")
-    sys.modules["candidate"] = module
+    module = types.ModuleType(request["name"])
+    sys.modules[request["name"]] = module
     try:
         code = compile(request["source"], "<program>", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
@@ -104,8 +114,10 @@ def main(control, channel):
     except BaseException as error:
         reason = reason_of(error)
         flush_output()
-        report(control, error, "error" if reason == "wrong" else reason)
+        # asserts of its own are the tests of a program alone, and no more than code in one that has tests
+        report(control, error, "error" if reason == "wrong" and request["name"] != "__main__" else reason)
         return
+    flush_output()
     send(channel, ["loaded"])
     server = Server(module)
     while True:

@@ -11,16 +11,12 @@ from huggingface_hub import constants
 import loragate as lg
 from hub_server import TOKEN, Hub, turn_to
 from loragate.cli.main import main
-from loragate.cli.serve import ServeOptions
 from loragate.errors import ArtifactError, ConfigError
 from loragate.gates.card import render_card
-from loragate.gates.upload import push_gated, stage, without_paths
 from loragate.models import resolve
-from loragate.serving.backend import add_adapters
-from loragate.serving.server import served_places
-from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
+from loragate.models.upload import push_gated, stage, without_paths
+from tiny import tiny_adapter, tiny_base, tiny_tokenizer
 
-PLAIN = "fedcba9876543210fedcba9876543210fedcba98"
 SENT = ["README.md", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"]
 SENT += [f"adapter/tokenizer/{name}" for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")]
 SENT += ["gate_config.json", "gates.safetensors"]
@@ -97,69 +93,6 @@ def test_push_and_load(place, hub, token_ids, monkeypatch, capsys):
         assert len(hub.requests) == asked, "nothing was asked of the network"
 
 
-def test_commands_take_a_hub_id(place, hub, tmp_path, capsys):
-    done = push_gated(place / "gated", "user/repo", base_id="someone/base")
-    name, base = f"user/repo@{done.commit}", ["--base", str(place / "base")]
-    assert main(["inspect", name, "--json", *base]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["gates"]["source"] == name
-    assert found["gates"]["lower"] == -3
-    assert found["counts"] == {"gate": 14}
-    arguments = ["--prompt", "w1 w2", "--max-new-tokens", "6", "--temperature", "0"]
-    assert main(["generate", "--model", str(place / "gated"), *arguments]) == 0
-    expected = capsys.readouterr().out
-    assert main(["generate", "--model", "user/repo", *base, *arguments]) == 0
-    shown = capsys.readouterr()
-    assert shown.out == expected
-    assert main(["generate", "--model", "user/repo@nowhere", *base, *arguments]) == 1
-    assert "no revision 'nowhere'" in " ".join(capsys.readouterr().err.split())
-
-
-def test_diagnose_export_and_serve_take_a_hub_id(place, hub, tmp_path, monkeypatch, capsys):
-    done = push_gated(place / "gated", "user/repo", base_id="someone/base")
-    hub.commits["user/plain"] = {PLAIN: plain_files(place / "gated" / "adapter")}
-    hub.refs["user/plain"] = {"main": PLAIN}
-    name, base = f"user/repo@{done.commit}", ["--base", str(place / "base")]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny_rows(4)))
-    command = ["diagnose", "alignment", "--model", name, "--rows", str(tmp_path / "rows.jsonl"), *base]
-    assert main([*command, "--out", str(tmp_path / "alignment")]) == 0
-    about = json.loads((tmp_path / "alignment" / "alignment.json").read_text())["about"]
-    assert about["models"]["gated"] == name, "the record says which commit it was"
-
-    for source, folder, shown in ((f"{name}@constant=0.5", "a", f"{name}@constant=0.5"), ("user/repo", "b", name)):
-        more = [] if "@constant" in source else ["--constant", "0.5"]
-        assert main(["export", source, *more, "--out", str(tmp_path / folder)]) == 0
-        assert shown.partition("@constant")[0] in (tmp_path / folder / "README.md").read_text()
-    assert main(["export", "user/plain", "--constant", "0.5", "--out", str(tmp_path / "c")]) == 0
-    weights = [(tmp_path / folder / "adapter_model.safetensors").read_bytes() for folder in "abc"]
-    assert weights[0] == weights[1] == weights[2]
-
-    options = ServeOptions(model=str(place / "gated"), adapters=f"a={name}@unit,b=user/repo,c=user/plain", base=base[1])
-    more = served_places(options)[1]
-    assert [more[key].source for key in "abc"] == [name, name, f"user/plain@{PLAIN}"]
-    assert more["a"].text.endswith("@unit")
-    rows = add_adapters(lg.load_gated(place / "gated"), {key: more[key] for key in "abc"})
-    assert [(rows[key].kind, rows[key].override is not None) for key in "abc"] == [
-        ("gated", True),
-        ("gated", False),
-        ("adapter", False),
-    ]
-    capsys.readouterr()
-    arguments = ["--prompt", "w1 w2", "--max-new-tokens", "6", "--temperature", "0", *base]
-    assert main(["generate", "--model", str(place / "gated" / "adapter"), *arguments]) == 0
-    expected = capsys.readouterr().out
-    assert main(["generate", "--model", f"user/plain@{PLAIN}", *arguments]) == 0
-    assert capsys.readouterr().out == expected
-    assert main(["export", "user/repo@nowhere", "--constant", "0.5", "--out", str(tmp_path / "d")]) == 1
-    assert "no revision 'nowhere'" in " ".join(capsys.readouterr().err.split())
-    assert main(["export", "user/absent", "--constant", "0.5", "--out", str(tmp_path / "d")]) == 1
-    assert "user/absent is no folder here" in " ".join(capsys.readouterr().err.split())
-
-
-def plain_files(folder):
-    return {name: (folder / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")}
-
-
 def test_an_upload_is_taken_up_and_an_old_adapter_leaves(place, hub):
     first = push_gated(place / "gated", "user/repo", base_id="someone/base")
     puts = [line for line in hub.requests if line.startswith("PUT /lfs/")]
@@ -210,10 +143,10 @@ def refusals(place, folder):
     record = folder / "adapter" / "adapter_config.json"
     text = record.read_text()
     record.write_text("{")
-    yield (lambda: files_to_push(folder, "r", "a/b"), ArtifactError, "no readable JSON")
+    yield (lambda: files_to_push(folder, "r", "a/b"), ArtifactError, "not a readable configuration")
     record.write_text(text)
     (folder / "adapter" / "adapter_model.safetensors").unlink()
-    yield (lambda: files_to_push(folder, "r", "a/b"), ArtifactError, "is missing")
+    yield (lambda: files_to_push(folder, "r", "a/b"), ArtifactError, "not a readable safetensors")
     (folder / "gates.safetensors").write_bytes(b"x")
     yield (lambda: files_to_push(folder, "r", "a/b"), ArtifactError, "sha256")
 

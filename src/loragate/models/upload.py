@@ -7,7 +7,6 @@ sent again, so a broken upload is taken up by repeating it.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -19,17 +18,17 @@ from typing import Any
 
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
-from safetensors import SafetensorError, safe_open
 
 from loragate.errors import ArtifactError, ConfigError
 from loragate.files import write_json, write_text
+from loragate.gates.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, read_adapter
 from loragate.gates.card import plain, render_card
 from loragate.gates.recommended import SAMPLING
 from loragate.gates.schema import ADAPTER, CARD, CONFIG, EVIDENCE, GATES, read_gate_config, read_tensors
 from loragate.hub_names import is_hub_id
+from loragate.records import read_value
 from loragate.version import __version__
 
-_ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
@@ -53,7 +52,7 @@ class Pushed:
     Attributes:
         repository: "owner/name".
         url: page of the repository.
-        commit: full hash of the commit that holds the artifact.
+        commit: full hash of the commit that holds the artifact; empty where nothing was sent.
         files: bytes of each path in the repository.
         base: hub id of the base, as the uploaded files name it.
     """
@@ -80,7 +79,7 @@ def stage(folder: str | Path, into: str | Path, *, name: str, base_id: str = "",
     """
     folder, into = Path(folder), Path(into)
     record = read_gate_config(folder)
-    _check_adapter(folder, record, read_tensors(folder, record))
+    adapter = _check_adapter(folder, record, read_tensors(folder, record))
     recorded = record["base"]["id"]
     base = base_id or recorded
     if not is_hub_id(base):
@@ -95,17 +94,16 @@ def stage(folder: str | Path, into: str | Path, *, name: str, base_id: str = "",
             "revision": None,
         }  # a commit of the other base means nothing here
         paths |= {recorded: base} if recorded else {}
-    for path in (GATES, f"{ADAPTER}/{_ADAPTER_WEIGHTS}", *([SAMPLING] if record.get("sampling") else [])):
+    for path in (GATES, f"{ADAPTER}/{ADAPTER_WEIGHTS}", *([SAMPLING] if record.get("sampling") else [])):
         _copy(folder, into, path)
     _copy(folder, into, CONFIG, shown)
-    adapter = _object(folder / ADAPTER / _ADAPTER_CONFIG)
     named = adapter.get("base_model_name_or_path")
     findable = named if isinstance(named, str) and is_hub_id(named) else base
-    _copy(folder, into, f"{ADAPTER}/{_ADAPTER_CONFIG}", {**without_paths(adapter), "base_model_name_or_path": findable})
+    _copy(folder, into, f"{ADAPTER}/{ADAPTER_CONFIG}", {**without_paths(adapter), "base_model_name_or_path": findable})
     for part in (ADAPTER, f"{ADAPTER}/tokenizer"):
         for file in _TOKENIZER:
             if file == "tokenizer_config.json" and (folder / part / file).is_file():
-                words = _object(folder / part / file)
+                words = read_value(folder / part / file, "fetch the artifact again")
                 _copy(folder, into, f"{part}/{file}", words | without_paths(words, only=_PLACES))
             elif (folder / part / file).is_file():
                 _copy(folder, into, f"{part}/{file}")
@@ -122,12 +120,6 @@ def stage(folder: str | Path, into: str | Path, *, name: str, base_id: str = "",
     return base
 
 
-def files_of(folder: str | Path) -> dict[str, int]:
-    """Bytes of each file in a folder, by its path there."""
-    found = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
-
-
 def push_gated(
     folder: str | Path,
     repository: str,
@@ -137,6 +129,7 @@ def push_gated(
     revision: str | None = None,
     message: str = "",
     card: bool = True,
+    dry_run: bool = False,
 ) -> Pushed:
     """Upload a gated folder as one commit; the repository and the branch are made where they are missing.
 
@@ -148,6 +141,7 @@ def push_gated(
         revision: branch to write to; the default branch otherwise.
         message: of the commit.
         card: send the model card too; without it the one on the hub stays.
+        dry_run: check all that can be checked here, and send nothing.
 
     Raises:
         ArtifactError, ConfigError: as `stage`, or if the hub refuses.
@@ -155,6 +149,10 @@ def push_gated(
     api = HfApi(library_name="loragate", library_version=__version__)
     with tempfile.TemporaryDirectory(prefix="loragate-push-") as staged:
         base = stage(folder, staged, name=repository.rpartition("/")[2], base_id=base_id, card=card)
+        sent = sorted(path for path in Path(staged).rglob("*") if path.is_file())
+        files = {path.relative_to(staged).as_posix(): path.stat().st_size for path in sent}
+        if dry_run:
+            return Pushed(repository, "", "", files, base)
         try:
             url = api.create_repo(repository, private=private, exist_ok=True)
             if revision:
@@ -170,7 +168,7 @@ def push_gated(
             raise ConfigError(f"{repository} cannot be the name of a repository: {error}") from None
         except (HfHubHTTPError, OfflineModeIsEnabled, OSError, ValueError, RuntimeError) as error:
             raise ArtifactError(_explained(repository, error)) from error
-        return Pushed(url.repo_id, str(url), done.oid, files_of(staged), base)
+        return Pushed(url.repo_id, str(url), done.oid, files, base)
 
 
 def without_paths(value: Any, found: dict[str, str] | None = None, only: Collection[str] = ()) -> Any:
@@ -199,39 +197,25 @@ def without_paths(value: Any, found: dict[str, str] | None = None, only: Collect
     return _PATH.sub(last, value)
 
 
-def _check_adapter(folder: Path, record: dict[str, Any], gates: dict[str, Any]) -> None:
-    """The Stage-I adapter is there, readable, and has the widths that the gates read."""
-    place = folder / ADAPTER / _ADAPTER_WEIGHTS
-    try:
-        with safe_open(str(place), framework="pt") as stored:
-            shapes = {key: stored.get_slice(key).get_shape() for key in stored.keys() if ".lora_A." in key}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise ArtifactError(f"{place} is missing or no readable safetensors file ({error})") from error
-    widths = {key.split(".lora_A.")[0].removeprefix("base_model.model."): shape[1] for key, shape in shapes.items()}
-    if not widths:
-        raise ArtifactError(f"{place} holds no LoRA factors; it is not the adapter of these gates")
+def _check_adapter(folder: Path, record: dict[str, Any], gates: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of the Stage-I adapter, which is there, readable, and has the widths that the gates read."""
+    config, state = read_adapter(folder / ADAPTER)
+    factors = {key.partition(".lora_A.")[0]: value for key, value in state.items() if ".lora_A." in key}
+    if not factors:
+        raise ArtifactError(f"{folder / ADAPTER}: {ADAPTER_WEIGHTS} holds no LoRA factors, so it is not of these gates")
     for module in record["modules"]:
-        gate = gates.get(f"{module}.weight")
-        if gate is not None and widths.get(module, gate.shape[0]) != gate.shape[0]:
+        gate, factor = gates.get(f"{module}.weight"), factors.get(PREFIX + module)
+        if gate is not None and factor is not None and gate.shape[0] != factor.shape[1]:
             raise ArtifactError(
-                f"{folder / GATES}: the gate of {module} reads {gate.shape[0]} values, but its adapter has {widths[module]}"
+                f"{folder / GATES}: the gate of {module} reads {gate.shape[0]} values, but its adapter has {factor.shape[1]}"
             )
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"{path} is missing or no readable JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise ArtifactError(f"{path}: expected keys and values, found {type(found).__name__}")
-    return found
+    return config
 
 
 def _copy(folder: Path, into: Path, path: str, public: dict[str, Any] | None = None) -> None:
     """Copy one file, byte for byte unless `public` says something else than it."""
     (into / path).parent.mkdir(parents=True, exist_ok=True)
-    if public is None or public == _object(folder / path):
+    if public is None or public == read_value(folder / path, "fetch the artifact again"):
         shutil.copyfile(folder / path, into / path)
     else:
         write_json(into / path, public)

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loragate import recipes
-from loragate.cli.arguments import Command, checked_values, field_kinds, flag_of
+from loragate.cli.arguments import Command, flag_of
 from loragate.display import console, duration, next_evaluation, printable, quiet_logging
 from loragate.errors import ConfigError, nearest
 from loragate.validate import comma_list
 
 if TYPE_CHECKING:
-    from loragate.recipes import Library, Recipe, Run, Stage
+    from loragate.recipes import Library, Recipe, Run
 
 EXAMPLE = "math/qwen2.5-math-1.5b/scale"
 
@@ -63,7 +61,7 @@ def run(options: RecipesOptions) -> int:
     verb, *rest = options.words or ("list",)
     if verb == recipes.ANSWER and rest:
         quiet_logging()
-        recipes.answer(Path(rest[0]), checked)
+        recipes.answer(Path(rest[0]))
         return 0
     if verb not in VERBS:
         raise ConfigError(f"loragate recipes {verb}: expected {', '.join(VERBS)}{nearest(verb, VERBS)}")
@@ -86,9 +84,9 @@ def run(options: RecipesOptions) -> int:
             raise ConfigError(f"--set {text}: expected key=value, such as --set sft.max_rows=2000")
         given[key.strip()] = value
     recipe = recipes.read_recipe(rest[0], shelf).with_local(options.local_model, options.local_data)
-    recipe = recipe.with_values(given, _accepts)
+    recipe = recipe.with_values(given)
     for stage in recipe.placed("out"):
-        checked(stage, recipe.name, deep=False)
+        recipes.options_of(stage, recipe.name)
     return VERBS[verb][0](options, recipe)
 
 
@@ -120,7 +118,7 @@ def run_it(options: RecipesOptions, recipe: Recipe) -> int:
     if options.dry_run:
         _print_configs(recipe, how)
         return 0
-    recipes.run_recipe(recipe, how, checked)
+    recipes.run_recipe(recipe, how)
     how.say(f"finished: {how.folder} (resolved.yaml says what was run, recipe.json when)")
     last = [stage for stage in recipe.placed(how.folder) if not wanted or stage.name in wanted][-1]
     left = last.values["out"]
@@ -131,6 +129,7 @@ def run_it(options: RecipesOptions, recipe: Recipe) -> int:
 def rehearse_it(options: RecipesOptions, recipe: Recipe) -> int:
     """Run every stage of the recipe on stand-ins, and say what the full run needs."""
     from loragate.recipes.machine import needs
+    from loragate.recipes.ready import settled
     from loragate.recipes.rehearsal import REHEARSAL, engine_here, rehearsal, rehearsal_folder, rehearse
 
     with rehearsal_folder(options.out) as folder:
@@ -138,7 +137,7 @@ def rehearse_it(options: RecipesOptions, recipe: Recipe) -> int:
         engine = engine_here(recipe, how.folder, options.eval_python)
         small, replaced = rehearsal(recipe, folder / "stand-ins", engine)
         for stage in small.placed(how.folder):
-            checked(stage, recipe.name)
+            settled(stage, recipe.name)
         how.say(f"{recipe.name} on stand-ins in {folder}")
         rows = [(item.stage, item.option, item.shipped, item.here) for item in replaced]
         shown = [
@@ -147,13 +146,16 @@ def rehearse_it(options: RecipesOptions, recipe: Recipe) -> int:
         _table("replaced; everything else is as shipped", ("stage", "setting", "shipped", "here"), shown)
         quiet_logging()
         needed = needs(recipe)
-        figures = [(need.stage, f"{need.gib:.0f}", f"{need.hours:.1f}", need.note) for need in needed]
+        figures = [
+            (need.stage, *("" if size is None else f"{size:.1f}" for size in (need.gib, need.hours)), need.note)
+            for need in needed
+        ]
         _table(f"the full run on {recipe.machine}, at most", ("stage", "GiB", "hours", "counted"), figures)
-        how.say("estimates of loragate plan, every row and answer as long as its limit")
+        how.say("trainings: estimates of loragate plan, every row as long as its limit")
         if options.dry_run:
             _print_configs(small, how)
             return 0
-        record = rehearse(small, replaced, needed, how, checked)
+        record = rehearse(small, replaced, needed, how)
         each = ", ".join(f"{name} {duration(seconds)}" for name, seconds in record["seconds"].items())
         how.say(f"rehearsed: every stage of {recipe.name} ran in {duration(record['total'])} ({each})")
         if options.out:
@@ -163,6 +165,7 @@ def rehearse_it(options: RecipesOptions, recipe: Recipe) -> int:
 
 def check(options: RecipesOptions, shelf: Library, wanted: str) -> int:
     """Hold all recipes (or one of the user's own) and their rehearsals against the commands' options, and run none."""
+    from loragate.recipes.ready import settled
     from loragate.recipes.rehearsal import rehearsal
 
     began = time.monotonic()
@@ -174,72 +177,10 @@ def check(options: RecipesOptions, shelf: Library, wanted: str) -> int:
         recipe = recipes.read_recipe(name, shelf)
         small, _ = rehearsal(recipe, Path("stand-ins"))
         for stage in (*recipe.placed("out"), *small.placed("out")):
-            checked(stage, name)
+            settled(stage, name)
     took = duration(time.monotonic() - began)
     console().print(f"{len(names)} of {len(names)} recipes fit the commands' options ({took})", markup=False)
     return 0
-
-
-def checked(stage: Stage, where: str, *, deep: bool = True) -> Any:
-    """The options of a stage, as its command would have them.
-
-    Args:
-        deep: also what takes the training libraries to see, which the command itself checks first thing.
-
-    Raises:
-        ConfigError: naming recipe, stage and key.
-    """
-    command = _command(stage.command)
-    values = checked_values(stage.values, command, f"{where}: stage '{stage.name}'")
-    try:
-        options = command.options(**values)
-        if deep and (further := FURTHER.get(stage.command)):
-            further(options)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: stage '{stage.name}': {error}") from error
-    return options
-
-
-def _accepts(command: str, option: str) -> bool:
-    """Whether a command has this option."""
-    return option in field_kinds(_command(command).options)
-
-
-def _command(name: str) -> Command:
-    from loragate.cli.main import COMMANDS
-
-    found: Command = importlib.import_module(f"loragate.cli.{COMMANDS[name][0]}").COMMAND
-    return found
-
-
-def _sft(options: Any) -> None:
-    from loragate.training.settings import StageOneSettings
-    from loragate.training.stage_one import objective_of
-
-    names = [field.name for field in dataclasses.fields(StageOneSettings)]
-    objective_of(StageOneSettings(**{name: getattr(options, name) for name in names}))
-
-
-def _calibrate(options: Any) -> None:
-    from loragate.cli.calibrate import candidates_of
-
-    candidates_of(options)
-
-
-def _eval(options: Any) -> None:
-    _known_tasks(options.suite, options.tasks)
-
-
-@cache
-def _known_tasks(suite: str, tasks: str) -> None:
-    from loragate.evaluation.prepared import chosen_tasks
-    from loragate.evaluation.settings import TaskSettings
-
-    chosen_tasks(TaskSettings(suite=suite, tasks=tasks))
-
-
-FURTHER: dict[str, Callable[[Any], None]] = {"sft": _sft, "calibrate": _calibrate, "eval": _eval}
-"""What a command checks first thing beside its options' types, by command."""
 
 
 def run_line(options: RecipesOptions, recipe: Recipe) -> str:

@@ -76,6 +76,7 @@ def test_list_and_show(capsys):
         ("fig. 1", "code/qwen3-4b-base/scale ", "/lora "),
         ("FIGURE 1", "math/qwen2.5-math-1.5b/scale ", "/gate-ce "),
         ("app. c", "/eksft ", "/lora "),
+        ("tables  #5", "/delta-entropy ", "/eksft "),
     ],
 )
 def test_list_by_a_place_in_the_paper(wanted, there, absent, capsys):
@@ -83,27 +84,6 @@ def test_list_by_a_place_in_the_paper(wanted, there, absent, capsys):
     text = capsys.readouterr().out
     assert there in text
     assert absent not in text
-
-
-def test_every_place_that_a_recipe_names_is_found():
-    from loragate.recipes import Library, every_name, read_recipe
-    from loragate.recipes.files import PLACE, stands_in
-
-    library = Library()
-    places = {read_recipe(name, library).tables for name in every_name(library)} - {""}
-    numbers = {"Table": {"1", "2", "4", "5", "6", "7", "8", "9", "10"}, "Fig": {"1", "3", "4"}, "App": {"C"}}
-    for kind, expected in numbers.items():
-        for number in map(str, range(1, 12)):
-            for text in (
-                f"{kind} {number}",
-                f"{kind.lower()}{number}",
-                f"{kind.upper()}. {number}",
-                f"{kind}s  #{number}",
-            ):
-                place = PLACE.fullmatch(text)
-                assert any(stands_in(tables, place) for tables in places) == (number in expected), text
-    assert stands_in("App. C (catalogue only)", PLACE.fullmatch("Appendix c"))
-    assert not stands_in("App. C (catalogue only)", PLACE.fullmatch("app b"))
 
 
 def saved(folder, text):
@@ -151,16 +131,6 @@ def test_what_is_refused(place, tmp_path, capsys):
     own.write_text("stages: [stf]\nstf: {model: a/b}\n")
     assert "'stf' is no stage; did you mean 'sft'" in fails(capsys, "show", own)
     assert "has no stage 'sfr'; did you mean 'sft'" in fails(capsys, "run", SCALE, "--stages", "sfr", *local(place))
-
-
-def test_a_folder_of_another_recipe(place, tmp_path, capsys):
-    out = tmp_path / "run"
-    out.mkdir()
-    (out / "recipe.json").write_text(
-        json.dumps({"stages": [{"stage": "sft", "command": "sft", "rank": 3}], "state": {}})
-    )
-    message = fails(capsys, "run", SCALE, "--out", out, *local(place))
-    assert "holds the run of another recipe: sft.rank was 3, now 16" in message
 
 
 @pytest.mark.slow("kills")

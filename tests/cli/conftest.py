@@ -1,0 +1,57 @@
+"""A base, an adapter and gates that the commands made; and what a command that fails says."""
+
+import json
+
+import pytest
+
+from loragate.cli.main import main
+from tiny import tiny_base, tiny_rows, tiny_tokenizer
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_base(folder, **shape):
+    tiny_base(**shape).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def made(once):
+    """A folder with base/, the same rows in three formats, and adapter/ and gated/ as `sft` and `calibrate` left them."""
+
+    def fill(root):
+        write_base(root / "base")
+        rows = tiny_rows(20)
+        write_rows(root / "messages.jsonl", rows)
+        plain = [{"prompt": r["messages"][0]["content"], "completion": r["messages"][1]["content"]} for r in rows]
+        write_rows(root / "plain.jsonl", plain)
+        alpaca = [{"instruction": row["prompt"], "input": "", "output": row["completion"]} for row in plain]
+        (root / "alpaca.json").write_text(json.dumps(alpaca))
+        data = ["--data", root / "messages.jsonl", "--batch-size", 4, "--micro-batch-size", 4, "--max-length", 64]
+        run("sft", "--model", root / "base", *data, "--learning-rate", "5e-3", "--out", root / "adapter")
+        gates = ["--range", "-3,2", "--unverified", "--learning-rate", "5e-2", "--k", 20, "--out", root / "gated"]
+        run("calibrate", "--adapter", root / "adapter", *data, *gates)
+
+    return once("made-by-commands", fill)
+
+
+def run(*argv):
+    """A command that comes to its end."""
+    assert main([str(argument) for argument in argv]) == 0
+
+
+@pytest.fixture
+def fails(capsys):
+    """What a command says that ends with `status`: one error, and no traceback."""
+
+    def call(*argv, status=2):
+        capsys.readouterr()
+        assert main([str(argument) for argument in argv]) == status
+        said = capsys.readouterr().err
+        assert said.count("loragate: error: ") == 1
+        assert "Traceback" not in said
+        return " ".join(said.split())
+
+    return call
