@@ -25,8 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 import loragate as lg
 from loragate.analysis.plan import gpu_memory
-from loragate.analysis.plan_model import build_on_meta, count_parameters
-from loragate.analysis.plan_trace import Tracer, Workload
+from loragate.analysis.plan_step import Tracer, build_on_meta, count_parameters
+from loragate.analysis.settings import Request
 from loragate.training import CalibrationSettings, StageOneSettings, train_adapter
 
 SHAPE = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 5}
@@ -178,21 +178,22 @@ def planned(case: Case) -> tuple[float, float, dict[str, float]]:
     """(bytes held, peak, parts in MiB) from the configuration alone."""
     config = configuration(case)
     dtype = getattr(torch, case.dtype)
-    workload = Workload(
-        stage=case.stage,
-        sequence=case.sequence,
-        rows=case.rows,
-        response_share=rows_of(case)[1],
+    way: Any = Request(
+        case.name,
+        case.stage,
+        seq=case.sequence,
+        batch=case.rows * case.passes,
+        micro_batch=case.rows,
         rank=RANK,
-        dtype=dtype,
-        autocast="bf16" if case.precision == "bf16" else "",
-        checkpointing=case.checkpointing,
-        padded=case.padded,
-        device="cpu",
-        accumulating=case.passes > 1,
+        precision=case.precision,
+        dtype=case.dtype,
+        quantization="none",
+        gradient_checkpointing="yes" if case.checkpointing else "no",
+        strategy="single",
     )
-    parameters = count_parameters(build_on_meta(config, stage=case.stage, rank=RANK, dtype=dtype), config)
-    parts = gpu_memory(parameters, Tracer(config).footprint(workload), workload)
+    counts = count_parameters(build_on_meta(config, stage=case.stage, rank=RANK, dtype=dtype), config)
+    tracer = Tracer(config, response_share=rows_of(case)[1], device="cpu")
+    parts = gpu_memory(counts, tracer.footprint(way, padded=case.padded), way, dtype.itemsize)
     del parts["overhead"]  # of a GPU
     held = parts["weights"] + parts["adapter"] + parts["optimizer"]
     return held, sum(parts.values()), {name: round(value / 2**20, 2) for name, value in parts.items()}

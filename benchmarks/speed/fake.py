@@ -11,7 +11,7 @@ import torch
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from loragate.analysis.plan_trace import KnownSelection, materialise
+from loragate.analysis.plan_step import KnownSelection, materialise
 from loragate.gates.gate import SignedGate
 from loragate.training import last_layer
 

@@ -32,7 +32,7 @@ from fake import without_data
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
-from loragate.analysis.plan_trace import StorageTracker
+from loragate.analysis.plan_step import StorageTracker
 from loragate.losses import token_statistics, topk_entropy
 from loragate.losses.tiling import preferred_tokens
 

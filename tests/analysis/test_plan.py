@@ -3,17 +3,14 @@
 import json
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPT2Config, Qwen2Config
 
-from loragate.analysis.plan import decoding, gpu_memory, make_plan
-from loragate.analysis.plan_model import build_on_meta, count_parameters
-from loragate.analysis.plan_trace import Footprint, Workload
-from loragate.analysis.settings import GPUS, Gpu, Request, find_gpu
+from loragate.analysis.plan import gpu_memory, make_plan
+from loragate.analysis.plan_step import Footprint, build_on_meta, count_parameters
+from loragate.analysis.settings import GPUS, Request, find_gpu
 from loragate.errors import ConfigError
 from tiny import tiny_adapter, tiny_base
 
@@ -36,7 +33,8 @@ def model_file(tmp_path_factory):
 
 
 def memory(parameters, strategy="single", gpus=1, stage="sft", **options):
-    return gpu_memory(parameters, NOTHING, Workload(stage, 64), strategy=strategy, gpus=gpus, **options)
+    way = Request("", stage, gpus, seq=64, batch=gpus, micro_batch=1, strategy=strategy, **options)
+    return gpu_memory(parameters, NOTHING, way, itemsize=2)
 
 
 def test_sharding_divides_the_base_and_ddp_keeps_it_whole(parameters):
@@ -80,12 +78,12 @@ def test_flops_are_those_that_are_run(parameters):
         adapter(input_ids=ids, labels=ids).loss.backward()
     planned = parameters.flops("sft", 64, response_share=1.0)
     # attention's own kernel on the CPU is not counted by torch; the head's projection is
-    attention = parameters.layers * 4 * parameters.attention_width * 64
+    attention = 4 * parameters.attention * 64
     assert counter.get_total_flops() / 64 == pytest.approx(planned - 3 * attention, rel=0.12)
     forward = 2 * parameters.active + attention + 2 * parameters.lora
     assert parameters.flops("sft", 64, response_share=1.0, recompute=True) - planned == forward
-    # no gradient of the factors, a little for the gates, and a sparse backward of the head
-    lighter = 2 * parameters.lora - 4 * parameters.sizes[0] + 2 * parameters.head - 2 * 100 * parameters.hidden
+    # no gradient of the factors, and a sparse backward of the head; there are no gates here
+    lighter = 2 * parameters.lora + 2 * parameters.head - 2 * 100 * parameters.hidden
     assert planned - parameters.flops("calibrate", 64, response_share=1.0) == lighter
 
 
@@ -122,26 +120,32 @@ def test_gpus_by_name_and_by_size():
 
 def test_the_fastest_that_fits_is_chosen(model_file):
     plan = make_plan(Request(model_file, stage="sft", gpus=2, gpu_memory="h100", seq=512, batch=8))
-    assert {option.strategy for option in plan.options} == {"single", "ddp", "fsdp2", "zero3"}
-    assert not [option for option in plan.options if option.strategy == "fsdp2" and option.quantization != "none"]
-    assert (plan.chosen.strategy, plan.chosen.quantization, plan.chosen.checkpointing) == ("ddp", "none", False)
+    assert {option.way.strategy for option in plan.options} == {"single", "ddp", "fsdp2", "zero3"}
+    assert not [
+        option for option in plan.options if option.way.strategy == "fsdp2" and option.way.quantization != "none"
+    ]
+    assert (plan.chosen.way.strategy, plan.chosen.way.quantization, plan.chosen.way.recomputes) == (
+        "ddp",
+        "none",
+        False,
+    )
     assert all(option.fits for option in plan.options)
-    command = plan.command(plan.chosen)
+    command = plan.command(plan.chosen.way)
     assert "--num_processes 2 -m loragate sft --model MODEL --rank 16" in command
     assert "ddp.yaml" in command
     assert "--max-length 512 --batch-size 8 --micro-batch-size 4" in command
     assert "--epochs" not in command
     longer = replace(plan, request=replace(plan.request, rows=5000, epochs=2.5))
     assert "--max-rows 5000 --epochs 2.5" in longer.command(plan.chosen), "what the time was planned for"
-    zero = next(option for option in plan.options if option.strategy == "zero3" and option.checkpointing)
-    assert "--dtype bfloat16 --precision fp32 --gradient-checkpointing" in plan.command(zero)
+    zero = next(option for option in plan.options if option.way.strategy == "zero3" and option.way.recomputes)
+    assert "--dtype bfloat16 --precision fp32 --gradient-checkpointing" in plan.command(zero.way)
 
 
 def test_what_does_not_fit_says_what_to_change(model_file):
     request = Request(model_file, seq=2048, batch=4, micro_batch=1, quantization="none", precision="fp32")
     kept, recomputed = (option.gib for option in make_plan(request).options)
     between = replace(request, gpu_memory=f"{(kept + recomputed) / 2}")
-    assert make_plan(between).chosen.checkpointing
+    assert make_plan(between).chosen.way.recomputes
     refused = make_plan(replace(between, gradient_checkpointing="no"))
     assert refused.chosen is None
     assert [option.fits for option in refused.options] == [False]
@@ -159,8 +163,8 @@ def test_more_gpus_are_proposed_where_they_would_do(tmp_path):
     request = Request(str(path), gpu_memory="3", seq=64, batch=64, micro_batch=1, dtype="float32", precision="fp32")
     plan = make_plan(replace(request, gradient_checkpointing="yes", quantization="none"))
     assert plan.chosen is None
-    assert "4 such GPUs with fsdp2 and gradient checkpointing, micro-batch 1" in plan.changes
-    assert make_plan(replace(request, gpus=4, strategy="fsdp2")).chosen.strategy == "fsdp2"
+    assert "4 such GPUs with fsdp2 + gradient checkpointing, micro-batch 1" in plan.changes
+    assert make_plan(replace(request, gpus=4, strategy="fsdp2")).chosen.way.strategy == "fsdp2"
 
 
 @pytest.mark.parametrize(
@@ -182,48 +186,10 @@ def test_settings_are_checked(changes, words):
 
 def test_combinations_that_cannot_work_are_refused(model_file, monkeypatch):
     """At once: tracing takes seconds."""
-    monkeypatch.setattr("loragate.analysis.plan_trace.trace_step", lambda *_: pytest.fail("traced"))
+    monkeypatch.setattr("loragate.analysis.plan_step.Tracer.trace", lambda *_: pytest.fail("traced"))
     with pytest.raises(ConfigError, match="4bit base cannot be sharded with fsdp2"):
         make_plan(Request(model_file, gpus=2, strategy="fsdp2", quantization="4bit", seq=128, batch=4))
     with pytest.raises(ConfigError, match="has no bf16"):
         make_plan(Request(model_file, gpu_memory="t4"))
     with pytest.raises(ConfigError, match="4096 positions, fewer than seq 8192"):
         make_plan(Request(model_file, seq=8192))
-
-
-# drawing answers, against the same sums written out by hand
-SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
-CONFIG = Qwen2Config(intermediate_size=96, vocab_size=100, **SHAPE)
-COUNTS = SimpleNamespace(base=10**9, lora=10**7, active=9 * 10**8, head=10**8)
-# keys and values of 3 layers, 2 heads of 16, in two bytes
-CONTEXT = 2 * 3 * 2 * 16 * 2
-WEIGHTS = 2 * (COUNTS.base + COUNTS.lora)
-
-
-def test_slow_memory_is_what_limits():
-    gpu = Gpu("slow", 10, 1000, 50, 100, bandwidth=100)
-    memory, seconds = decoding(COUNTS, CONFIG, gpu, torch.bfloat16, answers=512, tokens=1000)
-    assert memory == WEIGHTS + 256 * CONTEXT * 1000
-    step = (WEIGHTS + 256 * CONTEXT * 1000 / 2) / 100e9
-    assert seconds == pytest.approx(2 * 1000 * step / 0.4)
-
-
-def test_slow_arithmetic_is_what_limits():
-    gpu = Gpu("weak", 10, 0.1, 0.1, 100, bandwidth=10**6)
-    _, seconds = decoding(COUNTS, CONFIG, gpu, torch.bfloat16, answers=256, tokens=10)
-    assert seconds == pytest.approx(10 * 2 * 256 * (9 * 10**8 + 10**8 + 10**7) / 0.1e12 / 0.4)
-
-
-def test_contexts_that_do_not_fit_are_drawn_later():
-    """0.9 GiB hold 20 contexts beside no weights at all."""
-    counts = SimpleNamespace(base=0, lora=0, active=1, head=1)
-    tokens = int(0.9 * 2**30 / 20 / CONTEXT)
-    memory, _ = decoding(counts, CONFIG, Gpu("small", 1, 1, 1, 1, bandwidth=1), torch.bfloat16, 100, tokens)
-    assert memory == 20 * CONTEXT * tokens
-
-
-def test_a_model_without_grouped_heads():
-    """GPT-2's configuration has no number of key and value heads: it is that of the queries."""
-    config = GPT2Config(n_embd=64, n_head=4, n_layer=3)
-    memory, _ = decoding(COUNTS, config, Gpu("any", 10, 1, 1, 1, bandwidth=1), torch.bfloat16, answers=1, tokens=10)
-    assert memory == WEIGHTS + 2 * 3 * 4 * 16 * 2 * 10

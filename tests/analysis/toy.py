@@ -61,21 +61,6 @@ class Toy:
         """G_t(Λ(ψ)); `detach` stops the gradient at gate inputs (the paper's sg)."""
         return self.run(lambda m, c: self.gate(psi, m, c, detach))
 
-    def logits_at(self, lam):
-        """G_t(λ) with λ [M, S] supplied from outside."""
-        return self.run(lambda m, _: lam[m])
-
-    def coefficients(self, psi):
-        """Λ(ψ), [M, S], differentiable through everything."""
-        found = []
-
-        def note(m, c):
-            found.append(self.gate(psi, m, c, False))
-            return found[-1]
-
-        self.run(note)
-        return torch.stack(found)
-
 
 def support(z, k):
     """Top-k indices [S, k]."""
@@ -108,11 +93,6 @@ def value(z, r, index=None):
 
 def grad(scalar, at):
     return torch.autograd.grad(scalar, at, retain_graph=True)[0]
-
-
-def covariance(q, x, y):
-    """Cov_q over the last dimension."""
-    return (q * x * y).sum(-1) - (q * x).sum(-1) * (q * y).sum(-1)
 
 
 def jacobian(function, at):

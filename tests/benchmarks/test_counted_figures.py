@@ -89,7 +89,7 @@ def test_saved_bytes_count_each_storage_once_and_no_parameters(speed):
 
 def test_nothing_is_kept_out_of_sight_of_the_saved_bytes(speed):
     """What is alive before the backward of a Stage-II step, by watching every storage, is what was counted as saved."""
-    from loragate.analysis.plan_trace import StorageTracker
+    from loragate.analysis.plan_step import StorageTracker
 
     contestants = speed("contestants")
     model, loss = contestants.gates_loragate(speed("counted").SMALL)

@@ -29,7 +29,7 @@ def test_a_plan_is_printed_and_written(model_file, tmp_path, capsys):
     record = json.loads(out.read_text())
     assert record["chosen"]["fits"] is True
     assert record["chosen"]["gib"] == pytest.approx(sum(record["chosen"]["parts"].values()))
-    assert {option["quantization"] for option in record["options"]} == {"none", "8bit", "4bit"}
+    assert {option["way"]["quantization"] for option in record["options"]} == {"none", "8bit", "4bit"}
     assert record["command"].startswith("loragate sft")
 
 

@@ -184,7 +184,7 @@ def test_saves_indices_and_slopes_only():
 
 def test_bytes_at_a_time_do_not_grow_with_the_vocabulary(monkeypatch):
     """Real tensors, every storage counted: one tile of logits at a time, and what is kept per token."""
-    from loragate.analysis.plan_trace import StorageTracker
+    from loragate.analysis.plan_step import StorageTracker
 
     tokens, width, vocabulary, k, budget = 512, 32, 8192, 8, 1 << 18
     monkeypatch.setattr(head_module, "_CHUNK_BYTES", budget)
@@ -207,7 +207,7 @@ def test_the_head_of_a_large_model_keeps_to_its_memory(dtype):
     """4096 response tokens × 152k vocabulary, on tensors without data: 0.7 GiB is the limit set, 0.17 what it takes."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from loragate.analysis.plan_trace import KnownSelection, StorageTracker
+    from loragate.analysis.plan_step import KnownSelection, StorageTracker
 
     with FakeTensorMode():
         hidden = torch.empty(4096, 1536, dtype=dtype, requires_grad=True)

@@ -36,7 +36,7 @@ def test_every_training_stage_fits_the_machine_that_is_named(backbone):
 def test_a_training_that_this_gpu_may_not_hold_is_named(monkeypatch):
     def planned(request, config):
         fits = float(request.gpu_memory) > 40
-        option = SimpleNamespace(gpus=1, gib=40.0, seconds=1.0)
+        option = SimpleNamespace(way=SimpleNamespace(gpus=1), gib=40.0, seconds=1.0)
         gpu = SimpleNamespace(name="own")
         return SimpleNamespace(chosen=option if fits else None, least=option, gpu=gpu)
 

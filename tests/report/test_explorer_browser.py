@@ -8,8 +8,7 @@ import torch
 import loragate as lg
 from loragate.errors import ConfigError
 from loragate.models import Loading
-from loragate.report.explorer import Ask, build_explorer, launch
-from loragate.report.page.spans import lambdas
+from loragate.report.explorer import Ask, build_explorer, lambdas, launch
 from loragate.serving.explore import Session, explorer_of
 from tiny import tiny_adapter, tiny_tokenizer
 

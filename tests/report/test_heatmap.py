@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from loragate.errors import ConfigError, DataError
 from loragate.report.cells import choice_sentence, sweep_markdown, sweep_tables
-from loragate.report.heatmap import heat_map, heat_maps
+from loragate.report.heatmap import heat_maps
 
 GRID = [(lower, upper) for upper in range(1, 7) for lower in range(-6, 1)]
 
@@ -147,18 +146,6 @@ def test_equal_data_give_equal_files(tmp_path: Path, suffix: str) -> None:
     for name in ("one", "other"):
         heat_maps(record(GRID[:7]))["heatmap"](tmp_path / f"{name}.{suffix}")
     assert (tmp_path / f"one.{suffix}").read_bytes() == (tmp_path / f"other.{suffix}").read_bytes()
-
-
-def test_what_cannot_be_drawn(tmp_path: Path) -> None:
-    data = {"title": "", "caption": "", "adapter": 0.5, "cells": []}
-    with pytest.raises(DataError, match="no cells"):
-        heat_map(data, tmp_path / "a.png")
-    cell = {"lower": 0.0, "upper": 1.0, **estimate(0.5), "differs": False, "chosen": False, "oracle": False}
-    with pytest.raises(DataError, match="a range twice"):
-        heat_map({**data, "cells": [cell, cell]}, tmp_path / "a.png")
-    with pytest.raises(ConfigError, match=r"ends in"):
-        heat_map({**data, "cells": [cell]}, tmp_path / "a.jpeg")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_tables_and_sentences() -> None:

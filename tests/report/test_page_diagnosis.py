@@ -2,7 +2,8 @@
 
 import pytest
 
-from loragate.report.page import Section, build_page
+from loragate.report.page.build import build_page
+from loragate.report.page.content import Section
 from loragate.report.page.diagnosis import TITLES, diagnosis_blocks
 
 
@@ -31,6 +32,7 @@ SHARES = {
 }
 TERMS = {"angle": 60.0, "cosine": interval(0.5), "rho": interval(0.8), "verdict": "holds"}
 POINT = {"name": "all", "total": TERMS, "stopped_error": 0.05, "tail_error": None}
+WANTED = {"raised": 0.5, "value_raised": 0.25}
 RECORDS = {
     "delta entropy": {
         "classes": [
@@ -53,10 +55,15 @@ RECORDS = {
         "upper": 3.0,
         "all": SHARES,
         "by_class": {"digits": SHARES},
+        "by_type": {"up_proj": SHARES},
+        "by_layer": {"0": SHARES},
         "modules": [{"module": "model.layers.0.mlp.up_proj", "all": SHARES}],
         "histogram": {"edges": [-6.0, 0.0, 3.0], "counts": [1, 3]},
     },
-    "interventions": {"rows": [score("gated", 0.3), score("unit", 0.4, 0.1)], "left_out": ["off"]},
+    "interventions": {
+        "rows": [score("gated", 0.3), {**score("unit", 0.4, 0.1), "meaning": "clipped"}],
+        "left_out": ["off"],
+    },
     "alignment": {
         "value_of": "reward",
         "tokens": 10,
@@ -65,7 +72,7 @@ RECORDS = {
         "all": POINT,
         "modules": [{**POINT, "name": "m", "total": {**TERMS, "rho": None, "cosine": None, "angle": None}}],
         "checkpoints": [{**POINT, "name": "step 5"}],
-        "coordinates": [{"name": "all", "coordinates": 7, "share": interval(0.9), "weighted": None}],
+        "coordinates": [{"name": "all", "coordinates": 7, "share": interval(0.9), "weighted": None, **WANTED}],
     },
 }
 
@@ -77,10 +84,25 @@ def test_each_kind_has_its_section(kind):
     assert page.count("It does &lt;b&gt;this&lt;/b&gt;.") == 2
     assert page.count("And that.") == 1
     shown = {
-        "delta entropy": ["1,234", "0.500 (0.400 to 0.600)", "20.0", "70.0", "75", "+10.0 (+5.0 to +15.0), p=0.020"],
+        "delta entropy": [
+            "1,234",
+            "0.500 (0.400 to 0.600)",
+            "20.0",
+            "70.0",
+            "75",
+            "+10.0, p=0.020 (+5.0 to +15.0; better)",
+        ],
         "realised gates": ["−0.50", "digits", "50.0", "30.0", "Distribution of λ"],
-        "interventions": ["+10.0 (+5.0 to +15.0), p=0.020", "Left out: off."],
-        "alignment": ["60°", "0.50 (0.40 to 0.60)", "0.80 (0.70 to 0.90)", "5.0", "step 5", "90.0 (80.0–100.0)"],
+        "interventions": ["unit: clipped", "+10.0, p=0.020 (+5.0 to +15.0; better)", "Left out: off."],
+        "alignment": [
+            "60°",
+            "0.50 (0.40 to 0.60)",
+            "0.80 (0.70 to 0.90)",
+            "5.0",
+            "step 5",
+            "90.0 (80.0–100.0)",
+            "25.0",
+        ],
     }[kind]
     for text in shown:
         assert text in page, text
@@ -100,13 +122,3 @@ def test_means_of_too_few_rows_stand_without_an_interval():
         page = build_page("t", [], [Section("d", TITLES[kind], diagnosis_blocks(record))])
         assert f"{mean} (too few rows for an interval)" in page
         assert "None" not in page
-
-
-def test_histogram_columns_have_the_heights_of_their_shares():
-    from loragate.report.page.charts import column_chart
-
-    chart = str(column_chart([0, 1, 2], [1, 3], "x"))
-    import re
-
-    heights = [float(value) for value in re.findall(r'class="column"[^>]*height="([^"]*)"', chart)]
-    assert heights[1] == pytest.approx(3 * heights[0], rel=0.01)

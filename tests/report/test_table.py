@@ -56,7 +56,7 @@ def test_no_figure_is_cut_in_eighty_columns() -> None:
     assert max(map(len, text.splitlines())) <= 80
     for figure in ("14.2", "10.2–18.3", "95.8–100.0", "15.0", "1.12", "27.3"):
         assert figure in text
-    assert "LoRA 20.0 % (10.0–30.0, T = 0.3); SCALE [/red] a|b 50.0 % (40.0–60.0, greedy)" in " ".join(text.split())
+    assert "LoRA 20.0 (10.0–30.0; T = 0.3); SCALE [/red] a|b 50.0 (40.0–60.0; greedy)" in " ".join(text.split())
     for figure in ("98.1–100.0", "+35.4, p<0.001", "0.0 to +42.9", "0.26", "123.0", "LoRA"):
         assert figure in text
 

@@ -7,7 +7,7 @@ the two, so that the record also holds the paper's first figure: entropy before 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,15 +135,8 @@ class EntropyRecord:
     schema: int = SCHEMA
 
 
-def diagnose_entropy(
-    subject: Subject,
-    settings: DiagnoseSettings,
-    on_classes: Callable[[tuple[ClassEntropy, ...]], None] = lambda classes: None,
-) -> EntropyRecord:
+def diagnose_entropy(subject: Subject, settings: DiagnoseSettings) -> EntropyRecord:
     """ΔH on rows, and what switching the delta off by its sign does to the tasks' scores; writes entropy.json and tokens.jsonl.
-
-    Args:
-        on_classes: called with the table of classes before tasks are asked.
 
     Raises:
         ConfigError: where neither rows nor tasks are given, for an unknown sign, and as `Subject.begin`.
@@ -171,7 +164,6 @@ def diagnose_entropy(
         table = by_class(found, subject.classes, threshold, subject.seed)
         histogram, quantiles = distribution(found.delta)
         write_tokens(subject.folder / "tokens.jsonl", loaded.tokenizer, encoded, found, subject.classes)
-        on_classes(table)
     suppressed = _intervene(subject, rules) if subject.has_tasks else ()
     if suppressed:
         sources.append(f"tasks {', '.join(dict.fromkeys(row.task for row in suppressed))}")

@@ -10,6 +10,7 @@ from importlib import metadata
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from loragate.evaluation.sandbox import available_tiers, probe
 from loragate.version import __version__
@@ -52,7 +53,7 @@ def findings() -> dict[str, Any]:
         found = versions[name]
         if found is None:
             problems.append(f"{name} is missing; pip install '{name}>={lowest}'")
-        elif _numbers(found) < _numbers(lowest):
+        elif found != "unknown" and Version(found) < Version(lowest):
             problems.append(f"{name} {found} is older than {lowest}; pip install -U {name}")
     free = shutil.disk_usage(os.getcwd()).free / 2**30
     if free < 1:
@@ -104,8 +105,3 @@ def _version(name: str) -> str | None:
         return metadata.version(name.replace("_", "-"))
     except metadata.PackageNotFoundError:
         return "unknown"
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    parts = version.split("+")[0].split(".")[:3]
-    return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in parts)

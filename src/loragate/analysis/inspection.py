@@ -13,7 +13,7 @@ from peft import get_peft_model
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
 
-from loragate.analysis.plan_model import count_parameters
+from loragate.analysis.plan_step import count_parameters
 from loragate.data import ending_health
 from loragate.errors import ConfigError, GateError, LoragateError
 from loragate.gates import examine_adapter
@@ -81,8 +81,9 @@ def inspect_adapter(
     modules = [(verdict.d_in, verdict.d_out, verdict.rank) for verdict in verdicts if verdict.status == "gate"]
     if modules:
         model.unload()  # a head under LoRA and whole copies of modules are not weights of the base
-        counted = replace(count_parameters(model, config), base=total, modules=modules)
-        gate_parameters, lora_parameters = counted.sizes
+        gate_parameters = sum(d_in + 1 for d_in, _, _ in modules)
+        lora_parameters = sum(rank * (d_in + d_out) for d_in, d_out, rank in modules)
+        counted = replace(count_parameters(model, config), base=total, gates=gate_parameters, lora=lora_parameters)
         step = counted.flops("calibrate", 512)
         findings["cost"] = {
             "gate_parameters": gate_parameters,

@@ -1,22 +1,28 @@
 """What a training needs, how long it may take and how to launch it, from the model's configuration alone.
 
 `make_plan` compares the ways to run a training (strategy × quantised weights × gradient checkpointing), says which fit into a
-GPU's memory and takes one. Counts come from `plan_model.py`, the memory of a step from `plan_trace.py`; what is held throughout
-and what sharding and quantising change is arithmetic and stands here. What the trainer would refuse is asked of its own rules.
+GPU's memory and takes one. Counts and the memory of a step come from `plan_step.py`; what is held throughout and what sharding
+and quantising change is arithmetic and stands here. What the trainer would refuse is asked of its own rules.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from loragate.analysis.plan_model import Parameters, base_dtype, build_on_meta, count_parameters, read_config
-from loragate.analysis.plan_trace import Footprint, Tracer, Workload
+from loragate.analysis.plan_step import (
+    Footprint,
+    Parameters,
+    Tracer,
+    base_dtype,
+    build_on_meta,
+    count_parameters,
+    read_config,
+)
 from loragate.analysis.settings import GPUS, Gpu, Request, find_gpu
 from loragate.errors import ConfigError
 from loragate.training.strategy import launch_file
@@ -35,18 +41,16 @@ NF4_BYTES = 1 / 2 + 1 / 64 + FP32 / (64 * 256)  # per weight: double quantisatio
 UTILISATION = 0.4  # share of a GPU's peak that is taken to be reached
 STRATEGIES = {"single": 1.0, "ddp": 0.97, "fsdp2": 0.9, "zero3": 0.8}  # what they leave of it
 QUANTIZATIONS = {"none": 1.0, "8bit": 0.55, "4bit": 0.75}
-DRAWN, FILLED = 256, 0.9  # answers drawn together, and the share of the memory that is filled: vLLM's defaults
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run the training: GiB of each GPU by part and at the peak, estimated seconds of a step and of the whole."""
+    """One way to run the training, as a request that leaves nothing open, and what it takes.
 
-    strategy: str
-    quantization: str
-    checkpointing: bool
-    gpus: int
-    micro_batch: int
+    `parts` and `gib` are GiB of each GPU at the peak, `step` and `seconds` those of a step and of the whole, an estimate.
+    """
+
+    way: Request
     parts: dict[str, float]
     gib: float
     step: float
@@ -54,9 +58,9 @@ class Option:
     fits: bool
 
     def __str__(self) -> str:
-        quantised = [self.quantization] if self.quantization != "none" else []
-        words = [self.strategy, *quantised, *["gradient checkpointing"] * self.checkpointing]
-        return " + ".join(words) + f", micro-batch {self.micro_batch}"
+        quantised = [self.way.quantization] if self.way.quantization != "none" else []
+        words = [self.way.strategy, *quantised, *["gradient checkpointing"] * self.way.recomputes]
+        return " + ".join(words) + f", micro-batch {self.way.micro_batch}"
 
 
 @dataclass(frozen=True)
@@ -69,33 +73,33 @@ class Plan:
     parameters: Parameters
     options: list[Option]
     chosen: Option | None
-    changes: list[str] = field(default_factory=list)
+    changes: list[str]
 
     @property
     def least(self) -> Option:
         """The chosen option, or the one that needs the least memory."""
         return self.chosen or min(self.options, key=lambda option: option.gib)
 
-    def command(self, option: Option) -> str:
-        """The command line that runs `option`; capital words stand for the user's own files."""
-        request, words = self.request, ["loragate"]
-        if option.gpus > 1:
-            words = ["accelerate", "launch", "--config_file", str(launch_file(option.strategy))]
-            words += ["--num_processes", str(option.gpus), "-m", "loragate"]
-        if request.stage == "sft":
-            words += ["sft", "--model", "MODEL" if request.model.endswith(".json") else request.model]
-            words += ["--rank", str(request.rank), "--target-modules", request.target_modules]
+    def command(self, way: Request) -> str:
+        """The command line that trains this way; capital words stand for the user's own files."""
+        words = ["loragate"]
+        if way.gpus > 1:
+            words = ["accelerate", "launch", "--config_file", str(launch_file(way.strategy))]
+            words += ["--num_processes", str(way.gpus), "-m", "loragate"]
+        if way.stage == "sft":
+            words += ["sft", "--model", "MODEL" if way.model.endswith(".json") else way.model]
+            words += ["--rank", str(way.rank), "--target-modules", way.target_modules]
         else:
-            words += ["calibrate", "--adapter", "ADAPTER", "--k", str(request.k)]
+            words += ["calibrate", "--adapter", "ADAPTER", "--k", str(way.k)]
             # a range is chosen in one process
-            words += ["--range=L,U", "--unverified"] if option.gpus > 1 else ["--probe", "PROBE"]
-        words += ["--data", "DATA", "--out", "OUT", "--max-length", str(request.seq)]
-        words += ["--batch-size", str(request.batch), "--micro-batch-size", str(option.micro_batch)]
-        words += ["--max-rows", str(request.rows)] if request.rows else []
-        words += ["--epochs", f"{request.epochs:g}"] if request.epochs != 1 else []
-        words += ["--dtype", self.dtype, "--precision", request.launched_with(option.strategy)]
-        words += ["--quantization", option.quantization] if option.quantization != "none" else []
-        words += ["--gradient-checkpointing"] if option.checkpointing else []
+            words += ["--range=L,U", "--unverified"] if way.gpus > 1 else ["--probe", "PROBE"]
+        words += ["--data", "DATA", "--out", "OUT", "--max-length", str(way.seq)]
+        words += ["--batch-size", str(way.batch), "--micro-batch-size", str(way.micro_batch)]
+        words += ["--max-rows", str(way.rows)] if way.rows else []
+        words += ["--epochs", f"{way.epochs:g}"] if way.epochs != 1 else []
+        words += ["--dtype", self.dtype, "--precision", way.launched_with(way.strategy)]
+        words += ["--quantization", way.quantization] if way.quantization != "none" else []
+        words += ["--gradient-checkpointing"] if way.recomputes else []
         return " ".join(shlex.quote(word) for word in words)
 
 
@@ -119,194 +123,121 @@ def make_plan(request: Request, config: Any = None) -> Plan:
     if positions is not None and request.seq > positions:
         raise ConfigError(f"the model has {positions} positions, fewer than seq {request.seq}; lower seq")
     if not list(_ways(request)):
-        words = request.objections(request.strategy, request.quantization)
-        raise ConfigError("this combination cannot work: " + "; ".join(words))
-    planner = _Planner(request, config)
-    options = planner.options(request)
-    plan = Plan(
-        request,
-        planner.gpu,
-        str(planner.dtype).removeprefix("torch."),
-        planner.parameters,
-        options,
-        _best(options),
-    )
-    return plan if plan.chosen else replace(plan, changes=list(planner.changes(plan)))
+        objections = request.objections(request.strategy, request.quantization)
+        raise ConfigError("this combination cannot work: " + "; ".join(objections))
+    gpu, dtype = find_gpu(request.gpu_memory), base_dtype(config, request.dtype)
+    model = build_on_meta(config, request.stage, request.rank, request.target_modules, dtype)
+    counts, tracer = count_parameters(model, config), Tracer(config)
 
-
-def _ways(request: Request) -> Iterator[tuple[str, str, bool]]:
-    """(strategy, quantization, checkpointing) of all that was asked for and can work."""
-    for strategy in STRATEGIES if request.gpus > 1 else ("single",):
-        for quantization in QUANTIZATIONS:
-            for checkpointing in (False, True):
-                if (
-                    request.strategy in ("any", strategy)
-                    and request.quantization in ("any", quantization)
-                    and request.gradient_checkpointing in ("any", "yes" if checkpointing else "no")
-                    and not request.objections(strategy, quantization)
-                ):
-                    yield strategy, quantization, checkpointing
-
-
-def _best(options: list[Option]) -> Option | None:
-    """Full weights before quantised ones, then the faster, then the simpler."""
-    fitting = [option for option in options if option.fits]
-    return min(fitting, key=lambda option: (option.quantization != "none", round(option.seconds, 1)), default=None)
-
-
-class _Planner:
-    """The model's counts, and traces as they are asked for."""
-
-    def __init__(self, request: Request, config: Any) -> None:
-        self.gpu, self.dtype = find_gpu(request.gpu_memory), base_dtype(config, request.dtype)
-        model = build_on_meta(config, request.stage, request.rank, request.target_modules, self.dtype)
-        self.parameters, self.tracer = count_parameters(model, config), Tracer(config)
-
-    def options(self, request: Request) -> list[Option]:
+    def options(asked: Request) -> list[Option]:
         """Each way with the asked or the largest fitting micro-batch, or with the smallest if none fits."""
         found = []
-        for way in _ways(request):
-            share = request.batch // (1 if way[0] == "single" else request.gpus)
-            sizes = [request.micro_batch] if request.micro_batch else [size for size in SIZES if share % size == 0]
-            for size in sizes:
-                option = self.option(request, *way, size)
+        for way in _ways(asked):
+            for size in [way.micro_batch] if way.micro_batch else [n for n in SIZES if way.batch // way.gpus % n == 0]:
+                option = _option(replace(way, micro_batch=size), gpu, dtype.itemsize, counts, tracer)
                 if option.fits:
                     break
             found.append(option)
         return found
 
-    def option(self, request: Request, strategy: str, quantization: str, checkpointing: bool, size: int) -> Option:
-        gpus = 1 if strategy == "single" else request.gpus
-        workload = Workload(
-            stage=request.stage,
-            sequence=request.seq,
-            rows=size,
-            rank=request.rank,
-            targets=request.target_modules,
-            k=request.k,
-            dtype=self.dtype,
-            autocast=request.precision if request.precision != "fp32" else "",
-            checkpointing=checkpointing,
-            padded=size > 1,  # rows of different lengths in one pass need a mask
-            accumulating=request.batch > gpus * size,
-        )
-        footprint = self.tracer.footprint(workload)
-        memory = gpu_memory(
-            self.parameters, footprint, workload, strategy=strategy, gpus=gpus, quantization=quantization
-        )
-        parts = {name: count / GIB for name, count in memory.items()}
-        gib = sum(parts.values())
-        # seconds: FLOPs over the assumed throughput, against the link, which works beside
-        length = request.mean_length or request.seq
-        flops = self.parameters.flops(request.stage, int(length), k=request.k, recompute=checkpointing) * size * length
-        peak = self.gpu.half if request.precision != "fp32" or self.dtype.itemsize == 2 else self.gpu.single
-        compute = flops / (peak * 1e12 * UTILISATION * STRATEGIES[strategy] * QUANTIZATIONS[quantization])
-        # bytes over the link: the base for the forward and again for the backward, gradients once a step
-        crossing = 2 * (gpus - 1) / gpus / (self.gpu.link * 1e9)
-        moved = crossing * self.parameters.base * self.dtype.itemsize if strategy in ("fsdp2", "zero3") else 0.0
-        passes = max(1, request.batch // (size * gpus))
-        step = passes * max(compute, moved) + crossing * FP32 * self.parameters.trained(request.stage)
-        rows = request.rows or PAPER_ROWS[request.stage]
-        seconds = math.ceil(math.ceil(rows / request.batch) * request.epochs) * step
-        fits = gib <= self.gpu.memory
-        return Option(strategy, quantization, checkpointing, gpus, size, parts, gib, step, seconds, fits)
-
-    def changes(self, plan: Plan) -> Iterator[str]:
-        """Changes of the request that would each make it fit, smallest first."""
-        request, smallest = plan.request, plan.least
-        relaxed = replace(request, strategy="any", quantization="any", gradient_checkpointing="any", micro_batch=0)
-        if option := _best(self.options(relaxed)):
-            yield f"allow {option}"
-        fixed: dict[str, Any] = {
-            "strategy": smallest.strategy,
-            "quantization": smallest.quantization,
-            "gradient_checkpointing": "yes" if smallest.checkpointing else "no",
-            "micro_batch": smallest.micro_batch,
-        }
-        for eighths in (6, 4, 3, 2, 1):
-            length = request.seq * eighths // 8 // 64 * 64
-            if length and (option := _best(self.options(replace(request, **fixed, seq=length, mean_length=0)))):
-                yield f"rows of at most {length} tokens (--seq {length}) with {option}"
+    found = options(request)
+    plan = Plan(request, gpu, str(dtype).removeprefix("torch."), counts, found, _best(found), [])
+    if plan.chosen:
+        return plan
+    # changes that would each do, smallest first
+    least, changes = plan.least, []
+    relaxed = replace(request, strategy="any", quantization="any", gradient_checkpointing="any", micro_batch=0)
+    lengths = [request.seq * eighths // 8 // 64 * 64 for eighths in (6, 4, 3, 2, 1)]
+    wide = replace(request, strategy="fsdp2", quantization="none", gradient_checkpointing="yes", micro_batch=1)
+    more = [2**power for power in range(1, 11) if 2**power > request.gpus and request.batch % 2**power == 0]
+    for words, tried in (
+        ("allow {option}", [relaxed]),
+        (
+            "rows of at most {one.seq} tokens (--seq {one.seq}) with {option}",
+            [replace(least.way, seq=length, mean_length=0) for length in lengths if length],
+        ),
+        ("{one.gpus} such GPUs with {option}", [replace(wide, gpus=gpus) for gpus in more]),
+    ):
+        for one in tried:
+            if option := _best(options(one)):
+                changes.append(words.format(one=one, option=option))
                 break
-        wide = replace(request, strategy="fsdp2", quantization="none", gradient_checkpointing="yes", micro_batch=1)
-        for gpus in (2**power for power in range(1, 11)):
-            if gpus > request.gpus and request.batch % gpus == 0 and _best(self.options(replace(wide, gpus=gpus))):
-                yield f"{gpus} such GPUs with fsdp2 and gradient checkpointing, micro-batch 1"
-                break
-        large = sorted((gpu.memory, gpu.name) for gpu in GPUS.values() if gpu.memory >= smallest.gib)
-        named = ", such as " + " or ".join(name for _, name in large[:2]) if large else ""
-        yield f"GPUs of at least {math.ceil(smallest.gib)} GiB{named} ({smallest})"
+    large = sorted((gpu.memory, gpu.name) for gpu in GPUS.values() if gpu.memory >= least.gib)
+    named = ", such as " + " or ".join(name for _, name in large[:2]) if large else ""
+    changes.append(f"GPUs of at least {math.ceil(least.gib)} GiB{named} ({least})")
+    return replace(plan, changes=changes)
 
 
-def gpu_memory(
-    parameters: Parameters,
-    footprint: Footprint,
-    workload: Workload,
-    *,
-    strategy: str = "single",
-    gpus: int = 1,
-    quantization: str = "none",
-) -> dict[str, float]:
-    """Bytes of one of `gpus` GPUs at the worst moment of a pass of `workload`, whose `footprint` was traced, by part.
+def _ways(request: Request) -> Iterator[Request]:
+    """All that was asked for and can work, with strategy, quantisation and checkpointing settled."""
+    strategies = STRATEGIES if request.gpus > 1 else ("single",)
+    for strategy, quantization, recompute in itertools.product(strategies, QUANTIZATIONS, ("no", "yes")):
+        if (
+            request.strategy in ("any", strategy)
+            and request.quantization in ("any", quantization)
+            and request.gradient_checkpointing in ("any", recompute)
+            and not request.objections(strategy, quantization)
+        ):
+            gpus = 1 if strategy == "single" else request.gpus
+            settled: dict[str, Any] = {"strategy": strategy, "quantization": quantization, "gpus": gpus}
+            yield replace(request, **settled | {"gradient_checkpointing": recompute})
 
-    - weights: this GPU's share of the base; quantised are the linear layers but the head, as bitsandbytes does it.
-    - adapter: LoRA factors and gates, fp32. optimizer: AdamW's two moments of what trains, fp32.
-    - gradients: of what trains, with DDP's buckets.
-    - gathered: whole weights that sharding puts together for a moment.
-    - activations: kept from the forward for the backward pass.
-    - temporary: what the worst moment of forward, head and backward needs beyond that.
-    - overhead: context, communication buffers, fragmentation (assumed).
+
+def _best(options: list[Option]) -> Option | None:
+    """Full weights before quantised ones, then the faster, then the simpler."""
+    fitting = [option for option in options if option.fits]
+    return min(fitting, key=lambda option: (option.way.quantization != "none", round(option.seconds, 1)), default=None)
+
+
+def _option(way: Request, gpu: Gpu, itemsize: int, counts: Parameters, tracer: Tracer) -> Option:
+    # rows of different lengths in one pass need a mask
+    memory = gpu_memory(counts, tracer.footprint(way, padded=way.micro_batch > 1), way, itemsize)
+    parts = {name: count / GIB for name, count in memory.items()}
+    gib = sum(parts.values())
+    # seconds: FLOPs over the assumed throughput, against the link, which works beside
+    length = way.mean_length or way.seq
+    flops = counts.flops(way.stage, int(length), k=way.k, recompute=way.recomputes) * way.micro_batch * length
+    peak = gpu.half if way.precision != "fp32" or itemsize == 2 else gpu.single
+    compute = flops / (peak * 1e12 * UTILISATION * STRATEGIES[way.strategy] * QUANTIZATIONS[way.quantization])
+    # bytes over the link: the base for the forward and again for the backward, gradients once a step
+    crossing = 2 * (way.gpus - 1) / way.gpus / (gpu.link * 1e9)
+    moved = crossing * counts.base * itemsize if way.strategy in ("fsdp2", "zero3") else 0.0
+    passes = max(1, way.batch // (way.micro_batch * way.gpus))
+    step = passes * max(compute, moved) + crossing * FP32 * counts.trained(way.stage)
+    steps = math.ceil(math.ceil((way.rows or PAPER_ROWS[way.stage]) / way.batch) * way.epochs)
+    return Option(way, parts, gib, step, steps * step, gib <= gpu.memory)
+
+
+def gpu_memory(counts: Parameters, footprint: Footprint, way: Request, itemsize: int) -> dict[str, float]:
+    """Bytes of one GPU, by part, at the worst moment of a pass whose `footprint` was traced; `itemsize` is the base's.
+
+    Quantised are the linear layers but the head, as bitsandbytes does it. LoRA factors, gates and AdamW's two moments are fp32.
+    `gathered` are whole weights that sharding puts together for a moment, `temporary` is what the worst moment needs beyond the
+    activations, `overhead` is assumed.
     """
-    size = workload.dtype.itemsize
-    sharded = strategy in ("fsdp2", "zero3")
-    per_weight = {"8bit": 1.0, "4bit": NF4_BYTES}.get(quantization, size)
-    weights = (parameters.base - parameters.linear) * size + parameters.linear * per_weight
+    sharded = way.strategy in ("fsdp2", "zero3")
+    per_weight = {"8bit": 1.0, "4bit": NF4_BYTES}.get(way.quantization, itemsize)
+    weights = (counts.base - counts.linear) * itemsize + counts.linear * per_weight
     # gates stay whole on every GPU; LoRA factors are sharded with the base
-    lora = parameters.lora / gpus if sharded else parameters.lora
-    own = parameters.gates if workload.stage == "calibrate" else lora
+    lora = counts.lora / way.gpus if sharded else counts.lora
+    own = counts.gates if way.stage == "calibrate" else lora
     gathered = 0.0
-    if strategy == "fsdp2":
+    if way.strategy == "fsdp2":
         # the root group (embeddings, head) is whole while the model runs, and two layers: this one and the next
-        gathered = size * (parameters.root + 2 * min(parameters.block, parameters.base - parameters.root))
-    elif strategy == "zero3":
-        gathered = size * min(float(parameters.base), max(ZERO3_LIVE, parameters.root + parameters.block))
-    widened = 0.0 if quantization == "none" else size * parameters.largest_linear
-    if quantization == "8bit":  # or the input in 8 bits beside an int32 product
-        widest = max((d_in + FP32 * d_out for d_in, d_out, _ in parameters.modules), default=0)
-        widened = max(widened, workload.rows * workload.sequence * widest)
+        gathered = itemsize * (counts.root + 2 * min(counts.block, counts.base - counts.root))
+    elif way.strategy == "zero3":
+        gathered = itemsize * min(float(counts.base), max(ZERO3_LIVE, counts.root + counts.block))
+    widened = 0.0 if way.quantization == "none" else itemsize * counts.largest_linear
+    if way.quantization == "8bit":  # or the input in 8 bits beside an int32 product
+        widened = max(widened, way.micro_batch * way.seq * counts.widest)
     parts = {
-        "weights": weights / gpus if sharded else weights,
-        "adapter": FP32 * (lora + parameters.gates),
+        "weights": weights / way.gpus if sharded else weights,
+        "adapter": FP32 * (lora + counts.gates),
         "optimizer": 2.0 * FP32 * own,
         # those of the first pass are in the trace
-        "gradients": FP32 * (own * workload.accumulating + parameters.trained(workload.stage) * (strategy == "ddp")),
+        "gradients": FP32 * (own * way.accumulates + counts.trained(way.stage) * (way.strategy == "ddp")),
         "gathered": gathered,
         "activations": footprint.saved,
-        "temporary": footprint.temporary + widened,
+        "temporary": max(footprint) - footprint.saved + widened,
     }
-    return parts | {"overhead": CONTEXT + COMMUNICATION * (gpus > 1) + FRAGMENTATION * sum(parts.values())}
-
-
-def decoding(
-    parameters: Parameters, config: Any, gpu: Gpu, dtype: torch.dtype, answers: int, tokens: int
-) -> tuple[float, float]:
-    """(bytes, seconds) of `answers` answers of `tokens` tokens each on one GPU; prompts are not counted.
-
-    A step adds one token to each answer of a batch. It reads every weight and the keys and values of all contexts, and sends
-    as many tokens as there are answers through the weights; the longer of the two is its time. That is an engine which keeps
-    its batch full, as vLLM does; batches that wait for their longest answer take longer.
-
-    Args:
-        config: of the model; its key and value heads give the size of a context.
-        dtype: of weights, keys and values.
-    """
-    text = config.get_text_config()
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads  # GPT-2 has no fewer of the former
-    context = 2 * text.num_hidden_layers * heads * size * dtype.itemsize * tokens
-    weights = (parameters.base + parameters.lora) * dtype.itemsize
-    batch = max(1, min(DRAWN, answers, int((FILLED * gpu.memory * GIB - weights) // context)))
-    # a context is half full on average
-    reading = (weights + batch * context / 2) / (gpu.bandwidth * 1e9)
-    multiplying = 2 * batch * (parameters.active + parameters.head + parameters.lora) / (gpu.half * 1e12)
-    return weights + batch * context, math.ceil(answers / batch) * tokens * max(reading, multiplying) / UTILISATION
+    return parts | {"overhead": CONTEXT + COMMUNICATION * (way.gpus > 1) + FRAGMENTATION * sum(parts.values())}

@@ -132,6 +132,16 @@ class Request:
         if self.precision == "bf16" and not gpu.bf16:
             raise ConfigError(f"{gpu.name} has no bf16: plan with precision fp16 and dtype float16, or fp32")
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether the backward pass recomputes the activations of each decoder layer."""
+        return self.gradient_checkpointing == "yes"
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step takes several passes, so that gradients of an earlier one are in memory."""
+        return self.batch > self.gpus * self.micro_batch
+
     def launched_with(self, strategy: str) -> str:
         """The precision to train with; ZeRO-3 runs without autocast."""
         return "fp32" if strategy == "zero3" and self.precision == "bf16" else self.precision

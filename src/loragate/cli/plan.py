@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from loragate.analysis.settings import Request
 from loragate.cli.arguments import Command
@@ -30,19 +30,18 @@ class PlanOptions(Request):
 
 def run(options: PlanOptions) -> int:
     """Print the plan; an error that says what to change if nothing fits."""
-    options.check()
     from loragate.analysis.plan import make_plan
 
     quiet_logging()
     plan = make_plan(options)
-    record = {**asdict(plan), "command": plan.command(plan.chosen) if plan.chosen else ""}
-    del record["parameters"]["modules"]
+    command = plan.command(plan.chosen.way) if plan.chosen else ""
+    record = {**asdict(plan), "command": command}
     if options.json == "-":
         print(json.dumps(record, indent=2))
     else:
         if options.json:
             write_json(Path(options.json), record)
-        _print(plan)
+        _print(plan, command)
     if plan.chosen is None:
         ways = "\n".join(f"- {change}" for change in plan.changes)
         raise LoragateError(
@@ -51,7 +50,7 @@ def run(options: PlanOptions) -> int:
     return 0
 
 
-def _print(plan: Plan) -> None:
+def _print(plan: Plan, command: str) -> None:
     from rich.table import Table
 
     out, request, counts = console(), plan.request, plan.parameters
@@ -61,29 +60,28 @@ def _print(plan: Plan) -> None:
         f"a step: {request.batch} rows of {request.seq} tokens on {plan.gpu.name} with {plan.gpu.memory:g} GiB",
         markup=False,
     )
-    table = Table("strategy", "weights", "recompute", box=None, pad_edge=False, show_edge=False)
-    for name in ("rows", "GiB", "step", "run"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    for name in ("strategy", "weights", "recompute", "rows", "GiB", "step", "run", ""):
+        right: Any = "right" if name in ("rows", "GiB", "step", "run") else "left"
+        table.add_column(name, justify=right, no_wrap=right == "right" or not name)
     for option in plan.options:
-        mark = "← take this" if option is plan.chosen else ("" if option.fits else "too large")
+        way = option.way
         table.add_row(
-            option.strategy if option.gpus == 1 else f"{option.strategy} ×{option.gpus}",
-            plan.dtype if option.quantization == "none" else option.quantization,
-            "yes" if option.checkpointing else "no",
-            str(option.micro_batch),
+            way.strategy if way.gpus == 1 else f"{way.strategy} ×{way.gpus}",
+            plan.dtype if way.quantization == "none" else way.quantization,
+            way.gradient_checkpointing,
+            str(way.micro_batch),
             f"{option.gib:.1f}",
             duration(option.step),
             duration(option.seconds),
-            mark,
+            "← take this" if option is plan.chosen else "" if option.fits else "too large",
         )
     out.print(table)
     out.print("recompute: gradient checkpointing; rows: micro-batch of one GPU; GiB: its peak; times are estimates")
-    best = plan.least
-    parts = ", ".join(f"{name} {gib:.2f}" for name, gib in best.parts.items() if gib >= 0.005)
-    out.print(f"GiB per GPU by part ({best}): {parts}", markup=False)
-    if plan.chosen:
-        out.print(f"next: {plan.command(plan.chosen)}", markup=False, soft_wrap=True)
+    parts = ", ".join(f"{name} {gib:.2f}" for name, gib in plan.least.parts.items() if gib >= 0.005)
+    out.print(f"GiB per GPU by part ({plan.least}): {parts}", markup=False)
+    if command:
+        out.print(f"next: {command}", markup=False, soft_wrap=True)
 
 
 COMMAND = Command(

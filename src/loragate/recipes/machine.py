@@ -13,7 +13,7 @@ from typing import Any, Literal
 from transformers import AutoConfig
 
 from loragate.analysis.plan import FP32, Plan, make_plan
-from loragate.analysis.plan_model import base_dtype, build_on_meta, count_parameters, read_config
+from loragate.analysis.plan_step import base_dtype, build_on_meta, count_parameters, read_config
 from loragate.analysis.settings import Request
 from loragate.evaluation.tasks import Task, load_task, suite
 from loragate.evaluation.variants import Kind, Variant, variants_for
@@ -148,7 +148,7 @@ def _plan(recipe: Recipe, kind: Literal["sft", "calibrate"], values: Mapping[str
 def _training(plan: Plan) -> tuple[float, float, str]:
     """(GiB, hours, note) of one training."""
     option = plan.least
-    note = f"{option.gpus} × {plan.gpu.name}" + ("" if plan.chosen else ": does not fit")
+    note = f"{option.way.gpus} × {plan.gpu.name}" + ("" if plan.chosen else ": does not fit")
     return option.gib, option.seconds / 3600, note
 
 

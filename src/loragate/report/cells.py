@@ -6,13 +6,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
-from rich.text import Text
 
 from loragate.files import write_text
 from loragate.report.heatmap import heat_maps
-from loragate.report.table import ABSENT, interval, or_absent, p_value, percent, points
+from loragate.report.table import (
+    ABSENT,
+    Cell,
+    interval,
+    markdown_table,
+    or_absent,
+    p_value,
+    percent,
+    points,
+    share_cell,
+    stacked,
+    terminal_table,
+)
 
 COLUMNS = ("Cell", "Probe %", "vs adapter, points", "Seeds %", "Entropy", "Ended %", "λ < 0 / > 1 %")
 ROWS = 15
@@ -23,22 +33,12 @@ def sweep_tables(record: Mapping[str, Any]) -> list[Table]:
     """One table per adapter: itself, then its cells from the best down, at most 15."""
     tables = []
     for choice in record["choices"]:
-        table = Table(
-            title=_title(record, choice), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False
-        )
-        for place in SHOWN:
-            title = "\n".join(COLUMNS[place].split(", "))
-            table.add_column(title, justify="right" if place else "left", no_wrap=True)
         cells = _ranked(record, choice)
+        left = f" {len(cells) - ROWS} cells below are in the files." if len(cells) > ROWS else ""
+        table = terminal_table(_title(record, choice), [COLUMNS[place] for place in SHOWN], _caption(record) + left)
         for name, values in _rows(choice, cells[:ROWS]):
-            style = "bold" if name == choice["picked"] else None
-            shown = [name, *(values[place - 1].replace(" (", "\n(", 1) for place in SHOWN[1:])]
-            table.add_row(*(Text(value) for value in shown), style=style)
-        left = len(cells) - ROWS
-        table.caption, table.caption_justify = (
-            _caption(record) + (f" {left} cells below are in the files." if left > 0 else ""),
-            "left",
-        )
+            row = ((name,), *values)
+            table.add_row(*stacked(row[place] for place in SHOWN), style="bold" if name == choice["picked"] else None)
         tables.append(table)
     return tables
 
@@ -57,12 +57,9 @@ def sweep_markdown(record: Mapping[str, Any]) -> str:
     """All cells of all adapters as Markdown, ending in a line end."""
     parts = ["# Sweep"]
     for choice in record["choices"]:
-        lines: list[Sequence[str]] = [COLUMNS, ("---", *("---:" for _ in COLUMNS[1:]))]
-        lines += [
-            (f"**{name}**" if name == choice["picked"] else name, *values)
-            for name, values in _rows(choice, _ranked(record, choice))
-        ]
-        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        rows = _rows(choice, _ranked(record, choice))
+        named = [(f"**{name}**" if name == choice["picked"] else name, cells) for name, cells in rows]
+        table = markdown_table(COLUMNS, named)
         parts.append(f"## {_title(record, choice)}\n\n{table}\n\n{choice_sentence(record, choice)}")
     parts.append(_caption(record))
     for title, key in (("Diverged, and out of the comparison:", "diverged"), ("Not finished:", "failures")):
@@ -73,22 +70,14 @@ def sweep_markdown(record: Mapping[str, Any]) -> str:
 
 
 def suite_table(record: Mapping[str, Any]) -> Table:
-    """The cells of one adapter on a suite, from the best down; from the record of `sweep.evaluated`."""
+    """The cells of one adapter on a suite, from the best down; from the record of `selection.evaluated`."""
     (choice,) = record["choices"]
     title = f"{choice['adapter']}: {record['suite']}, mean over {len(record['tasks'])} tasks, Avg@{record['samples']}"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for name in ("Cell", "Score %", "vs adapter, points"):
-        table.add_column(name, justify="left" if name == "Cell" else "right", no_wrap=True)
-    table.add_row("adapter", interval(choice["adapter_score"]), ABSENT)
+    table = terminal_table(title, ("Cell", "Score %", "vs adapter, points"), choice_sentence(record, choice))
+    table.add_row(*stacked([("adapter",), share_cell(choice["adapter_score"]), (ABSENT,)]))
     for cell in sorted(record["cells"], key=lambda cell: -cell["score"]["mean"]):
-        versus = cell["difference"]
-        table.add_row(
-            Text(cell["name"] + ("" if cell["complete"] else " (incomplete)")),
-            interval(cell["score"]),
-            f"{points(versus['mean'])} (p{p_value(versus['p_holm'])})",
-            style="bold" if cell["name"] == choice["picked"] else None,
-        )
-    table.caption, table.caption_justify = choice_sentence(record, choice), "left"
+        row = (_name(cell),), share_cell(cell["score"]), _versus(cell)
+        table.add_row(*stacked(row), style="bold" if cell["name"] == choice["picked"] else None)
     return table
 
 
@@ -146,31 +135,34 @@ def choice_sentence(record: Mapping[str, Any], choice: Mapping[str, Any]) -> str
     return text
 
 
-def _rows(choice: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+def _rows(choice: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Cell]]]:
+    """(name, cells) of the adapter and of these cells of the grid."""
     ended = choice["adapter_signs"].get("finished")
-    own = [interval(choice["adapter_probe"]), ABSENT, ABSENT, ABSENT, or_absent(ended, percent), ABSENT]
+    own: list[Cell] = [share_cell(choice["adapter_probe"]), *[(ABSENT,)] * 3, (or_absent(ended, percent),), (ABSENT,)]
     rows = [("adapter", own)]
     for cell in cells:
-        gates, difference = cell["gates"], cell["difference"]
-        name = cell["name"] + ("" if cell["complete"] else " (incomplete)")
-        rows.append(
-            (
-                name,
-                [
-                    interval(cell["probe"]),
-                    points(difference["mean"]) + (f" (p{p_value(difference['p_holm'])})" if cell["complete"] else ""),
-                    ", ".join(percent(mean) for mean in cell["by_seed"]) if len(cell["by_seed"]) > 1 else ABSENT,
-                    f"{cell['entropy_before']:.3f} → {cell['entropy_after']:.3f}"
-                    if cell["entropy_after"] is not None
-                    else ABSENT,
-                    or_absent(cell["signs"].get("finished"), percent),
-                    f"{percent(gates['below_zero'])} / {percent(gates['above_one'])}"
-                    if "below_zero" in gates
-                    else ABSENT,
-                ],
-            )
-        )
+        gates, after = cell["gates"], cell["entropy_after"]
+        shares = f"{percent(gates['below_zero'])} / {percent(gates['above_one'])}" if "below_zero" in gates else ABSENT
+        found: list[Cell] = [
+            share_cell(cell["probe"]),
+            _versus(cell),
+            (", ".join(percent(mean) for mean in cell["by_seed"]) if len(cell["by_seed"]) > 1 else ABSENT,),
+            (ABSENT if after is None else f"{cell['entropy_before']:.3f} → {after:.3f}",),
+            (or_absent(cell["signs"].get("finished"), percent),),
+            (shares,),
+        ]
+        rows.append((_name(cell), found))
     return rows
+
+
+def _name(cell: Mapping[str, Any]) -> str:
+    return str(cell["name"]) + ("" if cell["complete"] else " (incomplete)")
+
+
+def _versus(cell: Mapping[str, Any]) -> Cell:
+    """The difference to the adapter, with p where all seeds are there."""
+    versus = cell["difference"]
+    return points(versus["mean"]), f"p{p_value(versus['p_holm'])}" if cell["complete"] else ""
 
 
 def _ranked(record: Mapping[str, Any], choice: Mapping[str, Any]) -> list[Mapping[str, Any]]:

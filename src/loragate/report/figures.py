@@ -7,7 +7,6 @@ when a figure is drawn, and its figures are used without pyplot: neither a displ
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from loragate.errors import ConfigError, DataError
+from loragate.errors import ConfigError
 from loragate.files import write_atomically
-from loragate.report.table import NOT_RUN, Row, percent
+from loragate.report.table import NOT_RUN, Row, percent, place_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,10 +48,8 @@ def accuracy_bars(rows: Sequence[Row], path: str | Path) -> None:
     """Draw the accuracy of every row (see `table.py`) as a bar with its 95 % interval and value.
 
     Rows keep their order and are coloured by group; a row that was not run keeps its place and says so.
-    Raises `DataError` without rows and `ConfigError` for a file name of another kind than png, svg or pdf.
+    Raises `ConfigError` for a file name of another kind than png, svg or pdf.
     """
-    if not rows:
-        raise DataError("accuracy_bars was given no rows; evaluate at least one method first.")
     with drawn(path, 7.4, 1.3 + 0.36 * len(rows)) as figure:
         axes = figure.subplots()
         for place, row in enumerate(rows):
@@ -89,21 +86,24 @@ def entropy_curve(histories: Mapping[str, Sequence[Mapping[str, Any]]], path: st
 
     `histories` is {label: log records}, such as one entry per range. Records without "step" or
     "topk_entropy" are other entries of the log and are left out.
-    Raises `DataError` when no point is left and `ConfigError` for a file name of another kind than png, svg or pdf.
+    Raises `ConfigError` for a file name of another kind than png, svg or pdf.
     """
-    curves = _curves(histories)
-
+    points = {
+        label: sorted((one["step"], one["topk_entropy"]) for one in log if {"step", "topk_entropy"} <= set(one))
+        for label, log in histories.items()
+    }
+    curves = {label: found for label, found in points.items() if found}
     with drawn(path, 7.4, max(4.0, 0.8 + 0.24 * len(curves))) as figure:
         axes = figure.subplots()
-        for number, (label, points) in enumerate(curves.items()):
-            steps, values = zip(*points)
+        for number, (label, found) in enumerate(curves.items()):
+            steps, values = zip(*found)
             axes.plot(
                 steps,
                 values,
                 color=LINES[number % len(LINES)],
                 linestyle=DASHES[number // len(LINES) % len(DASHES)],
                 linewidth=1.8,
-                marker="o" if len(points) == 1 else None,
+                marker="o" if len(found) == 1 else None,
                 label=label,
             )
         axes.set_ylim(bottom=0)
@@ -121,16 +121,13 @@ def lambda_map(stats: Mapping[str, Mapping[str, float]], path: str | Path) -> No
     `stats` is {module path: {"mean", "below_zero", "zero_to_one", "above_one"}}. The layer is the first integer in the
     path and the kind its last component; modules that share both, such as experts, are averaged, and so are the shares
     over the modules of a layer. The colours are centred at 1, where a gate leaves the adapter as it was.
-    Raises `DataError` without modules and `ConfigError` for a file name of another kind than png, svg or pdf.
+    Raises `ConfigError` for a file name of another kind than png, svg or pdf.
     """
-    if not stats:
-        raise DataError("lambda_map was given no modules; record gates on a gated model first.")
     from matplotlib.colors import Normalize
 
     cells: dict[tuple[int | None, str], list[Mapping[str, float]]] = {}
     for module, values in stats.items():
-        number = re.search(r"(?<![^.])\d+(?![^.])", module)
-        cells.setdefault((int(number[0]) if number else None, module.rsplit(".", 1)[-1]), []).append(values)
+        cells.setdefault(place_of(module), []).append(values)
     layers = sorted({layer for layer, _ in cells}, key=lambda layer: (layer is None, layer))
     kinds = sorted(
         {kind for _, kind in cells}, key=lambda kind: MODULES.index(kind) if kind in MODULES else len(MODULES)
@@ -171,20 +168,6 @@ def lambda_map(stats: Mapping[str, Mapping[str, float]], path: str | Path) -> No
         right.tick_params(axis="y", length=0, labelleft=False)
         right.spines[["top", "right", "left"]].set_visible(False)
         figure.legend(loc="outside lower right", ncols=3, frameon=False, fontsize=9)
-
-
-def _curves(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[tuple[float, float]]]:
-    """{label: [(step, entropy)]}, without records of other kinds and without empty curves."""
-    points = {
-        label: sorted(
-            (record["step"], record["topk_entropy"]) for record in log if {"step", "topk_entropy"} <= set(record)
-        )
-        for label, log in histories.items()
-    }
-    curves = {label: found for label, found in points.items() if found}
-    if not curves:
-        raise DataError('No log record has both "step" and "topk_entropy"; give the log of a calibration.')
-    return curves
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from loragate.errors import DataError
 from loragate.report.figures import drawn
 from loragate.report.table import percent, points
 
@@ -48,15 +47,10 @@ def heat_map(data: Mapping[str, Any], path: str | Path) -> None:
 
     `data` is {"title", "caption", "adapter": mean, "cells": [{"lower", "upper", "mean", "low", "high", "differs", "chosen",
     "oracle"}]}; means and bounds are shares of 1.
-    Raises `DataError` without cells or for a range that is there twice, and `ConfigError` for a file name of another
-    kind than png, svg or pdf.
+    Raises `ConfigError` for a file name of another kind than png, svg or pdf.
     """
     cells = list(data["cells"])
-    if not cells:
-        raise DataError("heat_map was given no cells; finish at least one trial first.")
     columns, rows, places = layout_of(cells)
-    if len(set(places)) < len(places):
-        raise DataError("heat_map was given a range twice; give one cell per range.")
     differences = np.full((len(rows), len(columns)), np.nan)
     for cell, (row, column) in zip(cells, places, strict=True):
         differences[row, column] = cell["mean"] - data["adapter"]

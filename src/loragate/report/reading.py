@@ -18,6 +18,19 @@ from loragate.report.table import Row, p_value, percent, points
 Order = Literal["above", "below", "unclear"]
 
 CHEAP = {"temperature": "lower temperature", "greedy": "greedy decoding", "global": "one global λ"}
+REFERENCES = {
+    "base": {
+        "is": "without any adapter",
+        "absent": "The base was not run: whether this task needs an adapter at all is not known.",
+        "above": ": the gated adapter does worse here than no adapter",
+        "unclear": ": adapter and gates together show no gain",
+    },
+    "dft": {
+        "is": "another loss in the fine-tuning itself",
+        "absent": "DFT was not run: whether a better loss in the fine-tuning itself would do as much is not known.",
+        "above": ": where the fine-tuning can be repeated, it is the better choice here",
+    },
+}
 LEVEL = 0.05
 """A difference is called better or worse where its p is at most this and its interval excludes zero."""
 NOTABLE_TRUNCATION = 0.05
@@ -39,8 +52,7 @@ def read_results(rows: Sequence[Row], *, adapter_name: str = "LoRA", gated_name:
     for row in gated:
         statements.append(_verdict(row, adapter, adapter_name))
         statements += _against_cheap_controls(rows, row, adapter, adapter_name)
-        statements += _against_base(rows, row)
-        statements += _against_dft(rows, row)
+        statements += [_against(name, rows, row) for name in REFERENCES]
         statements.append(_retention(rows, row, adapter, adapter_name))
         statements += _termination_and_entropy(row, adapter, adapter_name)
     if len(gated) > 1:
@@ -71,24 +83,20 @@ def _verdict(gated: Row, adapter: Row | None, adapter_name: str) -> str:
 
 
 def _against_cheap_controls(rows: Sequence[Row], gated: Row, adapter: Row | None, adapter_name: str) -> list[str]:
-    statements = []
-    missing = []
+    statements, missing = [], []
     for kind, noun in CHEAP.items():
         best = _best([row for row in rows if _kind(row, adapter_name) == kind])
         if best is None:
             missing.append(noun)
             continue
-        order = _order(best, gated)
-        scores = f"{_lead(best)} scores {_score(best)}"
         helps = adapter is not None and best["accuracy"]["mean"] > adapter["accuracy"]["mean"]
-        if order == "above":
-            remark = f": {noun} is the cheaper fix here" if helps else ""
-            statements.append(f"{scores}, above {gated['name']} ({_score(gated)}){remark}.")
-        elif order == "below":
-            statements.append(f"{scores}, below {gated['name']} ({_score(gated)}): {noun} alone does not do as much.")
-        else:
-            remark = f": {noun} alone may do as much, without training" if helps else ""
-            statements.append(f"{scores}, not told apart from {gated['name']} ({_score(gated)}){remark}.")
+        stands, remark = {
+            "above": ("above", f": {noun} is the cheaper fix here" if helps else ""),
+            "below": ("below", f": {noun} alone does not do as much"),
+            "unclear": ("not told apart from", f": {noun} alone may do as much, without training" if helps else ""),
+        }[_order(best, gated)]
+        where = f"{gated['name']} ({_score(gated)})"
+        statements.append(f"{_lead(best)} scores {_score(best)}, {stands} {where}{remark}.")
     if missing:
         verb = "was" if len(missing) == 1 else "were"
         statements.append(
@@ -97,32 +105,15 @@ def _against_cheap_controls(rows: Sequence[Row], gated: Row, adapter: Row | None
     return statements
 
 
-def _against_base(rows: Sequence[Row], gated: Row) -> list[str]:
-    best = _best([row for row in rows if _kind(row, "") == "base"])
+def _against(reference: str, rows: Sequence[Row], gated: Row) -> str:
+    """The gated row against the best row of a kind of `REFERENCES`."""
+    said = REFERENCES[reference]
+    best = _best([row for row in rows if _kind(row, "") == reference])
     if best is None:
-        return ["The base was not run: whether this task needs an adapter at all is not known."]
-    scores = f"{_lead(best)}, without any adapter, scores {_score(best)}"
-    return [
-        {
-            "above": f"{scores}, above {gated['name']}: the gated adapter does worse here than no adapter.",
-            "below": f"{scores}, below {gated['name']}.",
-            "unclear": f"{scores}, not told apart from {gated['name']}: adapter and gates together show no gain.",
-        }[_order(best, gated)]
-    ]
-
-
-def _against_dft(rows: Sequence[Row], gated: Row) -> list[str]:
-    best = _best([row for row in rows if row["name"].lower().startswith("dft")])
-    if best is None:
-        return ["DFT was not run: whether a better loss in the fine-tuning itself would do as much is not known."]
-    scores = f"{_lead(best)}, another loss in the fine-tuning itself, scores {_score(best)}"
-    return [
-        {
-            "above": f"{scores}, above {gated['name']}: where the fine-tuning can be repeated, it is the better choice here.",
-            "below": f"{scores}, below {gated['name']}.",
-            "unclear": f"{scores}, not told apart from {gated['name']}.",
-        }[_order(best, gated)]
-    ]
+        return said["absent"]
+    order = _order(best, gated)
+    stands = {"above": "above", "below": "below", "unclear": "not told apart from"}[order]
+    return f"{_lead(best)}, {said['is']}, scores {_score(best)}, {stands} {gated['name']}{said.get(order, '')}."
 
 
 def _retention(rows: Sequence[Row], gated: Row, adapter: Row | None, adapter_name: str) -> str:
@@ -175,7 +166,9 @@ def _best(rows: Sequence[Row]) -> Row | None:
 
 
 def _kind(row: Row, adapter_name: str) -> str | None:
-    """Which untrained control a row is, by its "kind" or else by its name; None for all other rows."""
+    """Which untrained control or reference a row is, by its "kind" or else by its name; None for all other rows."""
+    if row["name"].lower().startswith("dft"):
+        return "dft"
     if row["group"] != "control" or "kind" in row:
         return row.get("kind")
     name = row["name"].lower()

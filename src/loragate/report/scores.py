@@ -6,17 +6,28 @@ said of it, how many answers were cut off and how many could not be judged. Last
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
-from rich.text import Text
 
-from loragate.report.table import ABSENT, AT_BEST, HOW, at_best_cell, at_best_line, p_value, percent, points
+from loragate.report.table import (
+    ABSENT,
+    AT_BEST,
+    HOW,
+    Cell,
+    at_best_cell,
+    at_best_line,
+    difference_cell,
+    markdown_table,
+    percent,
+    share_cell,
+    stacked,
+    terminal_table,
+)
 
 Record = Mapping[str, Any]
-COLUMNS = ("Model", "Score %", "vs adapter, points", "Majority %", "Cut off\nno EOS %", "No\nanswer %", "Tokens")
+COLUMNS = ("Model", "Score %", "vs adapter, points", "Majority %", "Cut off, no EOS %", "No answer %", "Tokens")
 SUITE_COLUMNS = ("Model", "Mean over tasks %", "vs adapter, points")
 JUDGED = ("ok", "wrong")
 
@@ -40,40 +51,46 @@ def caption(record: Record) -> str:
 def score_tables(record: Record) -> list[Table]:
     """One table per task and, for several tasks of a suite, their average."""
     tables = []
-    for task in record["tasks"]:
-        table = _table(f"{task['name']} v{task['version']} · {metric(record, task)}", COLUMNS)
-        for row in rows_of(record, task["name"]):
-            cells = [_stacked(cell) for cell in _cells(row)]
-            table.add_row(Text(row_name(row)), *cells, style="bold" if row["variant"] == "gated" else None)
-        best = at_best_line([(row_name(row), row.get("at_best")) for row in rows_of(record, task["name"])])
-        table.caption, table.caption_justify = Text(best) if best else None, "left"
-        for name in left_out(record, task):
-            table.add_row(Text(name.replace(", ", "\n")), *[ABSENT] * (len(COLUMNS) - 1))
-        tables.append(table)
-    for title, rows in suites_of(record):
-        table = _table(title, SUITE_COLUMNS)
-        for row in rows:
-            cells = [_stacked(cell) for cell in _suite_cells(row)]
-            table.add_row(Text(row_name(row)), *cells, style="bold" if row["variant"] == "gated" else None)
+    for title, columns, rows, of_record in _tables(record):
+        best = at_best_line([(row_name(row), row.get("at_best")) for row in of_record])
+        table = terminal_table(title, columns, best)
+        for name, cells, bold in rows:
+            table.add_row(*stacked([(name.replace(", ", "\n"),), *cells]), style="bold" if bold else None)
         tables.append(table)
     return tables
 
 
 def score_markdown(record: Record) -> str:
-    """The same as Markdown, ending in a line end."""
+    """The same as Markdown, ending in a line end; scores at the best temperature are a column of their own."""
     parts = []
-    for task in record["tasks"]:
-        rows = rows_of(record, task["name"])
-        columns = [*COLUMNS, f"{AT_BEST} %"] if any(row.get("at_best") for row in rows) else COLUMNS
-        lines = [
-            [row_name(row), *_joined([*_cells(row), at_best_cell(row.get("at_best"))])][: len(columns)] for row in rows
-        ]
-        lines += [[name, *[ABSENT] * (len(columns) - 1)] for name in left_out(record, task)]
-        parts.append(f"### {task['name']} v{task['version']} · {metric(record, task)}\n\n{_markdown(columns, lines)}")
-    for title, rows in suites_of(record):
-        lines = [[row_name(row), *_joined(_suite_cells(row))] for row in rows]
-        parts.append(f"### {title}\n\n{_markdown(SUITE_COLUMNS, lines)}")
+    for title, columns, rows, of_record in _tables(record):
+        lines = [(name, cells) for name, cells, _ in rows]
+        if any(row.get("at_best") for row in of_record):
+            columns = [*columns, f"{AT_BEST} %"]
+            best = [at_best_cell(row.get("at_best")) for row in of_record]
+            best += [(ABSENT,)] * (len(lines) - len(best))
+            lines = [(name, [*cells, cell]) for (name, cells), cell in zip(lines, best, strict=True)]
+        parts.append(f"### {title}\n\n{markdown_table(columns, lines)}")
     return "\n\n".join([*parts, *caption(record).split("\n")]) + "\n"
+
+
+Line = tuple[str, list[Cell], bool]
+
+
+def _tables(record: Record) -> Iterator[tuple[str, Sequence[str], list[Line], list[Mapping[str, Any]]]]:
+    """(title, columns, lines, rows of the record) of each task, then of each average.
+
+    A line is (name, cells, whether it is the gated model). Lines of what was left out come last and have no row.
+    """
+    for task in record["tasks"]:
+        found = rows_of(record, task["name"])
+        lines = [(row_name(row), cells_of(row), row["variant"] == "gated") for row in found]
+        absent: list[Cell] = [(ABSENT,) for _ in COLUMNS[1:]]
+        lines += [(name, absent, False) for name in left_out(record, task)]
+        yield f"{task['name']} v{task['version']} · {metric(record, task)}", COLUMNS, lines, found
+    for title, averages in suites_of(record):
+        lines = [(row_name(row), suite_cells(row), row["variant"] == "gated") for row in averages]
+        yield title, SUITE_COLUMNS, lines, averages
 
 
 def row_name(row: Mapping[str, Any]) -> str:
@@ -117,66 +134,21 @@ def metric(record: Record, task: Mapping[str, Any]) -> str:
     return f"Avg@{samples}, {questions} questions, T = {heat:g}, grader {task['grader']}"
 
 
-def score_cells(row: Mapping[str, Any]) -> list[str]:
-    """The cells of a row behind its name, as text."""
-    return _joined(_cells(row))
-
-
-def _cells(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    score = row["avg_at_k"]
+def cells_of(row: Mapping[str, Any]) -> list[Cell]:
+    """The cells of a row of a task, behind its name."""
+    score, majority = row["avg_at_k"], row["majority_at_k"]
     total = sum(row["reasons"].values())
     silent = sum(count for reason, count in row["reasons"].items() if reason not in JUDGED)
-    majority = row["majority_at_k"]
     return [
-        (percent(score["mean"]), f"{percent(score['low'])}–{percent(score['high'])}"),
-        _difference(row),
-        (ABSENT if majority is None or score["samples"] == 1 else percent(majority["mean"]), ""),
+        share_cell(score),
+        difference_cell(row["comparison"], row["verdict"]),
+        (ABSENT if majority is None or score["samples"] == 1 else percent(majority["mean"]),),
         (percent(row["truncated"]), percent(row["no_eos"]) if row["no_eos"] != row["truncated"] else ""),
-        (percent(silent / total), ""),
-        (f"{row['tokens']:.0f}", ""),
+        (percent(silent / total),),
+        (f"{row['tokens']:.0f}",),
     ]
 
 
-def _suite_cells(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    average = row["average"]
-    return [
-        (percent(average["mean"]), f"{percent(average['low'])}–{percent(average['high'])}"),
-        _difference(row),
-    ]
-
-
-def _difference(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Difference, interval and the record's verdict on it."""
-    versus = row["comparison"]
-    if versus is None:
-        return (ABSENT,)
-    interval = f"{points(versus['low'])} to {points(versus['high'])}"
-    return f"{points(versus['mean'])}, p{p_value(versus['p'])}", interval, row["verdict"] or ""
-
-
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True, show_edge=False)
-    table.title_justify = "left"
-    table.add_column(columns[0], min_width=12, overflow="fold")
-    for column in columns[1:]:
-        heading = column if "\n" in column else "\n".join(column.rsplit(" ", 1))
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
-
-
-def _stacked(cell: Sequence[str]) -> Text:
-    """The parts of a cell under one another; the longest verdict takes two lines, or 80 columns would not hold the table."""
-    return Text("\n".join(filter(None, cell)).replace("difference shown", "difference\nshown"))
-
-
-def _joined(cells: Sequence[tuple[str, ...]]) -> list[str]:
-    return [f"{first} ({'; '.join(filter(None, rest))})" if any(rest) else first for first, *rest in cells]
-
-
-def _markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rows = [
-        [column.replace("\n", ", " if "EOS" in column else " ") for column in columns],
-        ["---", *("---:" for _ in columns[1:])],
-        *lines,
-    ]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
+def suite_cells(row: Mapping[str, Any]) -> list[Cell]:
+    """The cells of an average over tasks, behind its name."""
+    return [share_cell(row["average"]), difference_cell(row["comparison"], row["verdict"])]

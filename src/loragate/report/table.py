@@ -11,11 +11,15 @@ A row is a plain dictionary, written by whoever measured it:
 Accuracy, retention, truncation and differences are shares of 1, entropy is in nats per token, tokens are per answer; None
 stands for what was not measured. The table shows what it is given: a control that was not run has its line and says so,
 so that its absence is seen. What the numbers mean is `reading.py`'s business.
+
+All tables of the package are made here: a cell is a tuple of parts, the figure first, then what stands under it on a terminal
+and behind it in brackets elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -23,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 Row = Mapping[str, Any]
+Cell = tuple[str, ...]
 
 NOT_RUN = "not run"
 ABSENT = "–"
@@ -51,92 +56,111 @@ def p_value(p: float) -> str:
     return "<0.001" if p < 0.001 else f"={p:.3f}"
 
 
-def interval(estimate: Mapping[str, float] | None) -> str:
-    """Return a mean and its ends, as "41.0 (38.2–43.9)"."""
-    figure, ends = share_cell(estimate)
-    return f"{figure} ({ends})" if ends else figure
-
-
 def or_absent(value: Any, show: Callable[[Any], str]) -> str:
     """Return a value as `show` writes it, or the sign of what was not measured for None."""
     return ABSENT if value is None else show(value)
 
 
-def results_table(rows: Sequence[Row]) -> Table:
-    """Return the rows in their order as a table for the terminal, with a gap between groups.
+def share_cell(estimate: Mapping[str, float] | None) -> Cell:
+    """Return a mean with its ends, shares of 1."""
+    if estimate is None:
+        return (ABSENT,)
+    return percent(estimate["mean"]), f"{percent(estimate['low'])}–{percent(estimate['high'])}"
 
-    Intervals stand under their means, and the best temperatures under the table, so that it fits a terminal of 80 columns.
-    """
-    table = Table(
-        title="Results", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True, show_edge=False
-    )
+
+def difference_cell(versus: Mapping[str, float] | None, verdict: str | None = "") -> Cell:
+    """Return a paired difference with p and its ends, and what may be said of it."""
+    if versus is None:
+        return (ABSENT,)
+    ends = f"{points(versus['low'])} to {points(versus['high'])}"
+    return f"{points(versus['mean'])}, p{p_value(versus['p'])}", ends, verdict or ""
+
+
+def at_best_cell(value: Mapping[str, Any] | None) -> Cell:
+    """Return a score at the best temperature, its ends, and that temperature."""
+    if value is None:
+        return (ABSENT,)
+    heat = value["temperature"]
+    return *share_cell(value["score"]), f"T = {heat:g}" if heat else "greedy"
+
+
+def at_best_line(rows: Sequence[tuple[str, Mapping[str, Any] | None]]) -> str:
+    """Return the scores of rows (name, value) at their best temperatures as one sentence; empty where there are none."""
+    said = "; ".join(f"{name} {joined(at_best_cell(value))}" for name, value in rows if value is not None)
+    return f"{AT_BEST} in %, {HOW}: {said}." if said else ""
+
+
+def joined(cell: Sequence[str]) -> str:
+    """Return a cell on one line, as "41.0 (38.2–43.9)"."""
+    first, *rest = cell
+    return f"{first} ({'; '.join(filter(None, rest))})" if any(rest) else first
+
+
+def interval(estimate: Mapping[str, float] | None) -> str:
+    """Return a mean and its ends on one line."""
+    return joined(share_cell(estimate))
+
+
+def terminal_table(title: str, columns: Sequence[str], caption: str = "") -> Table:
+    """Return a table without rows that fits 80 columns: the unit goes under the name, as the ends under a mean."""
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True, show_edge=False)
+    table.title_justify = table.caption_justify = "left"
+    table.caption = Text(caption) if caption else None
+    table.add_column(columns[0], min_width=12, overflow="fold")
+    for column in columns[1:]:
+        lines = column.split(", ") if ", " in column else column.rsplit(" ", 1)
+        table.add_column("\n".join(lines), justify="right", no_wrap=True)
+    return table
+
+
+def stacked(cells: Iterable[Sequence[str]]) -> list[Text]:
+    """Return cells with their parts under one another, as text: brackets in a name can be read as markup."""
+    # the longest verdict takes two lines, or 80 columns would not hold the table
+    return [Text("\n".join(filter(None, cell)).replace("difference shown", "difference\nshown")) for cell in cells]
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[tuple[str, Sequence[Cell]]]) -> str:
+    """Return (name, cells) of every row as a Markdown table, without a line end."""
+    lines = [columns, ("---", *("---:" for _ in columns[1:]))]
+    lines += [[part.replace("|", "\\|") for part in (name, *map(joined, cells))] for name, cells in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def results_table(rows: Sequence[Row]) -> Table:
+    """Return the rows in their order as a table for the terminal, with a gap between groups."""
     best = at_best_line([(row["name"], row.get("at_best")) for row in rows])
-    table.caption, table.caption_justify = Text("\n".join(filter(None, (best, CAPTION)))), "left"
-    table.add_column(COLUMNS[0], min_width=12, overflow="fold")
-    for column in COLUMNS[1:]:
-        # The unit goes under the name.
-        table.add_column("\n".join(column.rsplit(" ", 1)), justify="right", no_wrap=True)
+    table = terminal_table("Results", COLUMNS, "\n".join(filter(None, (best, CAPTION))))
+    table.title_justify = "center"
     for row, following in zip(rows, [*rows[1:], None]):
         ends_group = following is not None and following["group"] != row["group"]
         style = "bold" if row["group"] == "scale" else "dim" if row.get("not_run") else None
-        # Text, because the brackets of a range in a name can be read as markup.
-        cells = [Text("\n".join(filter(None, cell))) for cell in _cells(row)]
-        table.add_row(Text(row["name"]), *cells, style=style, end_section=ends_group)
+        table.add_row(*stacked([(row["name"],), *result_cells(row)]), style=style, end_section=ends_group)
     return table
 
 
 def results_markdown(rows: Sequence[Row]) -> str:
     """Return the rows in their order as a Markdown table with its caption, ending in a line end."""
-    columns = (*COLUMNS, f"{AT_BEST} %")
-    lines = [columns, ("---", *("---:" for _ in columns[1:]))]
-    for row in rows:
-        cells = [*_cells(row), at_best_cell(row.get("at_best"))]
-        values = (f"{figure} ({'; '.join(more)})" if any(more) else figure for figure, *more in cells)
-        lines.append((row["name"].replace("|", "\\|"), *values))
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{table}\n\n{CAPTION} {AT_BEST}: {HOW}.\n"
+    lines = [(row["name"], [*result_cells(row), at_best_cell(row.get("at_best"))]) for row in rows]
+    return f"{markdown_table([*COLUMNS, f'{AT_BEST} %'], lines)}\n\n{CAPTION} {AT_BEST}: {HOW}.\n"
 
 
-def _cells(row: Row) -> list[tuple[str, str]]:
-    """The figure and the interval, or "", of every column after the name."""
+def result_cells(row: Row) -> list[Cell]:
+    """The cells of every column after the name."""
     if row.get("not_run"):
-        return [(NOT_RUN, ""), *((ABSENT, "") for _ in COLUMNS[2:])]
-    versus = row.get("versus_lora")
+        return [(NOT_RUN,), *((ABSENT,) for _ in COLUMNS[2:])]
+    forms = (("truncated", percent), ("entropy", "{:.2f}".format), ("tokens", "{:.1f}".format))
     return [
         share_cell(row.get("accuracy")),
-        (ABSENT, "") if versus is None else _difference(versus),
+        difference_cell(row.get("versus_lora")),
         share_cell(row.get("retention")),
-        *(
-            (ABSENT if row.get(key) is None else show(row[key]), "")
-            for key, show in (("truncated", percent), ("entropy", "{:.2f}".format), ("tokens", "{:.1f}".format))
-        ),
+        *((or_absent(row.get(key), show),) for key, show in forms),
     ]
 
 
-def share_cell(value: Mapping[str, float] | None) -> tuple[str, str]:
-    """Return a mean, and its ends apart from it."""
-    if value is None:
-        return ABSENT, ""
-    return percent(value["mean"]), f"{percent(value['low'])}–{percent(value['high'])}"
-
-
-def at_best_line(rows: Sequence[tuple[str, Mapping[str, Any] | None]]) -> str:
-    """Return the scores of rows (name, value) at their best temperatures as one sentence; empty where there are none."""
-    found = [(name, at_best_cell(value)) for name, value in rows if value is not None]
-    said = "; ".join(f"{name} {figure} % ({', '.join(more)})" for name, (figure, *more) in found)
-    return f"{AT_BEST}, {HOW}: {said}." if said else ""
-
-
-def at_best_cell(value: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Return a score at the best temperature, its ends, and that temperature."""
-    if value is None:
-        return ABSENT, ""
-    heat = value["temperature"]
-    return *share_cell(value["score"]), f"T = {heat:g}" if heat else "greedy"
-
-
-def _difference(value: Mapping[str, float]) -> tuple[str, str]:
-    return f"{points(value['mean'])}, p{p_value(value['p'])}", f"{points(value['low'])} to {points(value['high'])}"
+def place_of(path: str) -> tuple[int | None, str]:
+    """Return the layer and kind of a module: the first whole number in its path, if there is one, and the last name."""
+    number = re.search(r"(?<![^.])\d+(?![^.])", path)
+    return (int(number[0]) if number else None), path.rsplit(".", 1)[-1]
 
 
 def _tenths(share: float) -> float:

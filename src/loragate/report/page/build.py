@@ -21,6 +21,7 @@ from loragate.report.page.content import Section
 
 PAGE_LIMIT = 3_000_000
 """Bytes that a report stays below, so that it can be mailed and opened on a phone."""
+TRACE_BYTES = 2_300_000
 
 
 def build_page(
@@ -37,7 +38,7 @@ def build_page(
         title: heading and window title.
         statements: the summary in plain words, one per entry, the most important first; said twice, it is shown once.
         sections: what follows it, in order.
-        traces: data of the token view, as `tokens.embedded` makes it; needed by a block of kind "tokens".
+        traces: data of the token view, as `embedded` makes it; needed by a block of kind "tokens".
         footer: one line on what wrote the report, and when.
 
     Raises:
@@ -74,6 +75,33 @@ def safe_json(data: Any) -> str:
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
+
+
+def embedded(traces: Mapping[str, Any], limit: int = TRACE_BYTES) -> tuple[dict[str, Any], int]:
+    """(data for the token view, number of questions left out) of a record of `loragate diagnose tokens`, rounded.
+
+    Questions are left out from the end until the rest fits `limit`. The first stays even where it alone passes it; the page
+    then refuses by its own limit.
+    """
+    head = {key: traces[key] for key in ("lower", "upper", "modules")}
+    size = len(safe_json(head).encode())
+    kept: list[dict[str, Any]] = []
+    for question in traces["questions"]:
+        smaller = {**question, "answers": [_rounded(answer) for answer in question["answers"]]}
+        size += len(safe_json(smaller).encode()) + 1
+        if kept and size > limit:
+            break
+        kept.append(smaller)
+    return {**head, "questions": kept}, len(traces["questions"]) - len(kept)
+
+
+def _rounded(answer: Mapping[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = dict(answer)
+    for name in ("log_prob", "entropy", "delta_entropy"):
+        if values.get(name) is not None:
+            values[name] = [round(value, 3) for value in values[name]]
+    values["top"] = [[[text, round(p, 3)] for text, p in position] for position in answer.get("top") or []]
+    return values
 
 
 @cache

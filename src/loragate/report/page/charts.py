@@ -8,11 +8,51 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 WIDTH, HEIGHT = 680, 300
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 40
+LEFT, RIGHT, TOP, FLOOR = 58, 12, 12, HEIGHT - 40
 PURPLE, ORANGE, NEUTRAL = (123, 77, 160), (214, 118, 20), (236, 236, 236)
+
+
+class _Axes:
+    """The frame of a chart: a grid line for each tick of y, ticks of x, the label below; `parts` is its SVG so far."""
+
+    def __init__(
+        self,
+        x: tuple[float, float],
+        y: tuple[float, float],
+        x_label: str,
+        said: str,
+        *,
+        unit: str = "",
+        x_ticks: int = 5,
+    ) -> None:
+        self.x, self.y = x, y
+        self.parts = [
+            Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}" class="chart">').format(WIDTH, HEIGHT, said)
+        ]
+        for value in ticks(*y):
+            at = f"{self.down(value):.1f}"
+            self.add('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>', LEFT, WIDTH - RIGHT, at, at)
+            self.add('<text class="tick end" x="{}" y="{}" dy="4">{:g}{}</text>', LEFT - 7, at, value, unit)
+        for value in ticks(*x, x_ticks):
+            self.add('<text class="tick middle" x="{:.1f}" y="{}">{:g}</text>', self.across(value), FLOOR + 17, value)
+        middle = (LEFT + WIDTH - RIGHT) / 2
+        self.add('<text class="tick middle" x="{}" y="{}">{}</text>', middle, HEIGHT - 5, x_label)
+
+    def across(self, x: float) -> float:
+        return LEFT + (x - self.x[0]) / (self.x[1] - self.x[0]) * (WIDTH - LEFT - RIGHT)
+
+    def down(self, y: float) -> float:
+        return FLOOR - (y - self.y[0]) / (self.y[1] - self.y[0]) * (FLOOR - TOP)
+
+    def add(self, form: str, *values: object) -> None:
+        """An element with these values, which are escaped."""
+        self.parts.append(Markup(form).format(*values))
+
+    def done(self) -> Markup:
+        return Markup("").join([*self.parts, Markup("</svg>")])
 
 
 def line_chart(curves: Mapping[str, Sequence[tuple[float, float]]], *, x_label: str, y_label: str) -> Markup:
@@ -25,94 +65,34 @@ def line_chart(curves: Mapping[str, Sequence[tuple[float, float]]], *, x_label: 
     points = [point for curve in curves.values() for point in curve]
     x_low, x_high = min((x for x, _ in points), default=0.0), max((x for x, _ in points), default=1.0)
     y_low, y_high = min([0.0, *(y for _, y in points)]), max([0.0, *(y for _, y in points)])
-    y_high = y_high if y_high > y_low else y_low + 1.0
-    x_high = x_high if x_high > x_low else x_low + 1.0
-
-    def across(x: float) -> float:
-        return LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
-
-    def down(y: float) -> float:
-        return HEIGHT - BOTTOM - (y - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
-
-    parts = [
-        Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}" class="chart">').format(
-            WIDTH, HEIGHT, f"{y_label} over {x_label}: {', '.join(curves)}"
-        )
-    ]
-    for value in ticks(y_low, y_high):
-        at = f"{down(value):.1f}"
-        parts.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, at, at))
-        parts.append(Markup('<text class="tick end" x="{}" y="{}" dy="4">{:g}</text>').format(LEFT - 7, at, value))
-    for value in ticks(x_low, x_high):
-        parts.append(
-            Markup('<text class="tick middle" x="{:.1f}" y="{}">{:g}</text>').format(
-                across(value), HEIGHT - BOTTOM + 17, value
-            )
-        )
-    parts.append(
-        Markup('<text class="tick middle" x="{}" y="{}">{}</text>').format(
-            (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, x_label
-        )
-    )
+    x = x_low, x_high if x_high > x_low else x_low + 1.0
+    y = y_low, y_high if y_high > y_low else y_low + 1.0
+    axes = _Axes(x, y, x_label, f"{y_label} over {x_label}: {', '.join(curves)}")
+    legend = []
     for number, (name, curve) in enumerate(curves.items()):
-        path = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in curve)
-        parts.append(
-            Markup('<polyline class="line line-{}" points="{}"><title>{}</title></polyline>').format(
-                number % 6, path, name
-            )
-        )
-        if len(curve) == 1:
-            parts.append(
-                Markup('<circle class="dot line-{}" cx="{:.1f}" cy="{:.1f}" r="3"/>').format(
-                    number % 6, across(curve[0][0]), down(curve[0][1])
-                )
-            )
-    parts.append(Markup("</svg>"))
-    legend = Markup("").join(
-        Markup(
-            '<li><svg viewBox="0 0 28 8" aria-hidden="true"><line class="line line-{}" x1="0" x2="28" y1="4" y2="4"/></svg>{}</li>'
-        ).format(number % 6, escape(name))
-        for number, name in enumerate(curves)
-    )
-    return Markup("").join(parts) + Markup('<ul class="legend">{}</ul>').format(legend)
+        style = f"line-{number % 6}"
+        path = " ".join(f"{axes.across(x):.1f},{axes.down(y):.1f}" for x, y in curve)
+        axes.add('<polyline class="line {}" points="{}"><title>{}</title></polyline>', style, path, name)
+        for x_only, y_only in curve if len(curve) == 1 else ():
+            at = axes.across(x_only), axes.down(y_only)
+            axes.add('<circle class="dot {}" cx="{:.1f}" cy="{:.1f}" r="3"/>', style, *at)
+        sample = '<svg viewBox="0 0 28 8" aria-hidden="true"><line class="line {}" x1="0" x2="28" y1="4" y2="4"/></svg>'
+        legend.append(Markup(f"<li>{sample}{{}}</li>").format(style, name))
+    return axes.done() + Markup('<ul class="legend">{}</ul>').format(Markup("").join(legend))
 
 
 def column_chart(edges: Sequence[float], counts: Sequence[float], label: str) -> Markup:
     """A histogram: one column per pair of neighbouring edges, the share of all counts as its height."""
-    total = sum(counts) or 1
-    high = max([*(count / total for count in counts), 1e-12])
-    low_x, high_x = edges[0], edges[-1]
-
-    def across(x: float) -> float:
-        return LEFT + (x - low_x) / (high_x - low_x) * (WIDTH - LEFT - RIGHT)
-
-    floor = HEIGHT - BOTTOM
-    parts = [
-        Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}" class="chart">').format(
-            WIDTH, HEIGHT, f"Histogram of {label}"
+    shares = [100 * count / (sum(counts) or 1) for count in counts]
+    x, y = (edges[0], edges[-1]), (0.0, max([*shares, 1e-10]))
+    axes = _Axes(x, y, label, f"Histogram of {label}", unit=" %", x_ticks=8)
+    for start, end, share in zip(edges, edges[1:], shares, strict=False):
+        left, top = axes.across(start), axes.down(share)
+        width = max(axes.across(end) - left - 1, 0.5)
+        axes.add(
+            '<rect class="column" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"/>', left, top, width, FLOOR - top
         )
-    ]
-    for value in ticks(0, 100 * high):
-        at = f"{floor - value / (100 * high) * (floor - TOP):.1f}"
-        parts.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, at, at))
-        parts.append(Markup('<text class="tick end" x="{}" y="{}" dy="4">{:g} %</text>').format(LEFT - 7, at, value))
-    for start, end, count in zip(edges, edges[1:], counts, strict=False):
-        height = count / total / high * (floor - TOP)
-        parts.append(
-            Markup('<rect class="column" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"/>').format(
-                across(start), floor - height, max(across(end) - across(start) - 1, 0.5), height
-            )
-        )
-    for value in ticks(low_x, high_x, 8):
-        parts.append(
-            Markup('<text class="tick middle" x="{:.1f}" y="{}">{:g}</text>').format(across(value), floor + 17, value)
-        )
-    parts.append(
-        Markup('<text class="tick middle" x="{}" y="{}">{}</text>').format(
-            (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, label
-        )
-    )
-    return Markup("").join([*parts, Markup("</svg>")])
+    return axes.done()
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:

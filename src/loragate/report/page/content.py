@@ -15,11 +15,9 @@ Numbers arrive as text where they are only shown; "estimate" carries shares of 1
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-KINDS = ("text", "scores", "table", "curves", "map", "tokens")
 
 
 @dataclass(frozen=True)
@@ -27,18 +25,13 @@ class Block:
     """One table, chart or paragraph.
 
     Attributes:
-        kind: one of `KINDS`.
-        data: what the kind shows, see the module's table.
+        kind: names the template that shows it; data: what the kind shows, see the module's table.
         title: heading above it; empty for none.
     """
 
     kind: str
     data: Mapping[str, Any]
     title: str = ""
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"unknown kind of block {self.kind!r}")
 
 
 @dataclass(frozen=True)
@@ -56,7 +49,7 @@ def text(*paragraphs: str) -> Block:
 
 
 def score(
-    name: str, group: str, estimate: Mapping[str, float] | None, cells: Sequence[str] = (), not_run: bool = False
+    name: str, group: str, estimate: Mapping[str, float] | None, cells: Iterable[str] = (), not_run: bool = False
 ) -> dict[str, Any]:
     """One row of a block of scores; its group gives the bar its colour."""
     return {"name": name, "group": group, "estimate": estimate, "not_run": not_run, "cells": list(cells)}

@@ -8,7 +8,7 @@ from typing import Any
 from loragate.report.page.charts import column_chart
 from loragate.report.page.content import Block, score, scores, table, text
 from loragate.report.page.training import gates_blocks
-from loragate.report.table import ABSENT, or_absent, p_value, percent, points
+from loragate.report.table import ABSENT, difference_cell, joined, or_absent, percent
 
 Record = Mapping[str, Any]
 TITLES = {
@@ -54,17 +54,16 @@ def _entropy(record: Record) -> list[Block]:
 def _gates(record: Record) -> list[Block]:
     stats = {item["module"]: {"tokens": item["all"]["count"], **item["all"]} for item in record["modules"]}
     blocks = gates_blocks(stats, record["lower"], record["upper"])
-    rows = [
-        [
-            name,
-            f"{shares['count']:,}",
-            f"{shares['mean']:+.2f}",
-            *(percent(shares[key]) for key in ("below_zero", "zero_to_one", "above_one", "at_lower", "at_upper")),
+    shares = ("below_zero", "zero_to_one", "above_one", "at_lower", "at_upper")
+    columns = ["coefficients", "mean λ", "λ < 0, %", "0 to 1, %", "λ > 1, %", "at L, %", "at U, %"]
+    groups = {"token class": {"all": record["all"], **record["by_class"]}}
+    groups |= {"module type": record["by_type"], "layer": record["by_layer"]}
+    for what, values in groups.items():
+        rows = [
+            [name, f"{one['count']:,}", f"{one['mean']:+.2f}", *(percent(one[key]) for key in shares)]
+            for name, one in values.items()
         ]
-        for name, shares in {"all": record["all"], **record["by_class"]}.items()
-    ]
-    columns = ["tokens", "coefficients", "mean λ", "λ < 0, %", "0 to 1, %", "λ > 1, %", "at L, %", "at U, %"]
-    blocks.append(table(columns, rows, "", "By token class"))
+        blocks.append(table([what, *columns], rows, "", f"By {what}"))
     blocks.append(_histogram(record["histogram"], "λ", "Distribution of λ"))
     return blocks
 
@@ -90,11 +89,17 @@ def _alignment(record: Record) -> list[Block]:
     if modules:
         blocks.append(table(columns, modules, caption, "By module", folded=f"{len(modules)} modules"))
     names = ["where", "number of λ", "right way, %", "weighted by what they matter, %"]
+    names += ["entropy wants more, %", "value wants more, %"]
     caption = "Single λ for which entropy and task value agree on the sign"
     known = {item["name"] for item in record["modules"]}
     for title, inside in (("Single coefficients", False), ("Single coefficients by module", True)):
         rows = [
-            [item["name"], f"{item['coordinates']:,}", _share(item["share"]), _share(item["weighted"])]
+            [
+                item["name"],
+                f"{item['coordinates']:,}",
+                *(_interval(item[key], percent, "–") for key in ("share", "weighted")),
+                *(percent(item[key]) for key in ("raised", "value_raised")),
+            ]
             for item in record["coordinates"]
             if (item["name"] in known) == inside
         ]
@@ -132,17 +137,18 @@ def _scores(rows: Sequence[Record], versus: str) -> list[Block]:
         shown = []
         for row in (row for row in rows if row["task"] == task):
             group = {"base": "control", "adapter": "baseline", "gated": "scale"}.get(row["name"], "intervention")
+            name = f"{row['name']}: {row['meaning']}" if "meaning" in row else row["name"]
             estimate = {"mean": row["score"], "low": row["low"], "high": row["high"]}
-            shown.append(score(row["name"], group, estimate, [_difference(row), row.get("verdict") or ABSENT]))
-        blocks.append(scores(shown, (versus, "verdict"), title=task))
+            ends = {
+                "mean": row["difference"],
+                "low": row["difference_low"],
+                "high": row["difference_high"],
+                "p": row["p"],
+            }
+            cell = difference_cell(None if row["difference"] is None else ends, row["verdict"])
+            shown.append(score(name, group, estimate, [joined(cell)]))
+        blocks.append(scores(shown, (versus,), title=task))
     return blocks
-
-
-def _difference(row: Record) -> str:
-    if row.get("difference") is None:
-        return ABSENT
-    interval = f"{points(row['difference_low'])} to {points(row['difference_high'])}"
-    return f"{points(row['difference'])} ({interval}), p{p_value(row['p'])}"
 
 
 def _histogram(data: Record, label: str, title: str) -> Block:
@@ -157,10 +163,6 @@ def _histogram(data: Record, label: str, title: str) -> Block:
 
 def _nats(value: Mapping[str, float | None] | None, form: str = ".3f") -> str:
     return _interval(value, lambda nats: f"{nats:{form}}")
-
-
-def _share(value: Mapping[str, float | None] | None) -> str:
-    return _interval(value, percent, "–")
 
 
 def _interval(value: Mapping[str, float | None] | None, show: Callable[[float], str], to: str = " to ") -> str:

@@ -10,8 +10,8 @@ from loragate.report.heatmap import LEAST_REACH, layout_of, map_data, map_groups
 from loragate.report.page.charts import difference_colour
 from loragate.report.page.content import Block, score, scores, text
 from loragate.report.scores import COLUMNS as SCORE_COLUMNS
-from loragate.report.scores import caption, metric, row_name, rows_of, score_cells, suites_of
-from loragate.report.table import ABSENT, interval, or_absent, p_value, percent, points
+from loragate.report.scores import caption, cells_of, metric, row_name, rows_of, suite_cells, suites_of
+from loragate.report.table import COLUMNS, Cell, joined, percent, points, result_cells
 
 Record = Mapping[str, Any]
 
@@ -19,17 +19,19 @@ Record = Mapping[str, Any]
 def evaluation_blocks(record: Record) -> list[Block]:
     """Scores per task of an evaluation's record, with intervals, controls, termination and how answers were judged."""
     blocks = []
-    columns = [column.replace("\n", " ") for column in SCORE_COLUMNS[2:]]
     for task in record["tasks"]:
-        rows = [
-            score(row_name(row), _group(row), row["avg_at_k"], score_cells(row)[1:])
-            for row in rows_of(record, task["name"])
-        ]
-        blocks.append(scores(rows, columns, metric(record, task), task["name"]))
+        rows = [_scored(row, row["avg_at_k"], cells_of(row)) for row in rows_of(record, task["name"])]
+        blocks.append(scores(rows, SCORE_COLUMNS[2:], metric(record, task), task["name"]))
     for heading, averages in suites_of(record):
-        rows = [score(row_name(row), _group(row), row["average"], [_difference(row["comparison"])]) for row in averages]
-        blocks.append(scores(rows, columns[:1], title=heading[0].upper() + heading[1:]))
+        rows = [_scored(row, row["average"], suite_cells(row)) for row in averages]
+        blocks.append(scores(rows, SCORE_COLUMNS[2:3], title=heading[0].upper() + heading[1:]))
     return [*blocks, text(*caption(record).split("\n"))]
+
+
+def _scored(row: Record, estimate: Record, cells: Sequence[Cell]) -> dict[str, Any]:
+    control = row["control"] is not None or row["variant"] == "base"
+    group = "control" if control else {"adapter": "baseline", "gated": "scale"}.get(row["variant"], "intervention")
+    return score(row_name(row), group, estimate, map(joined, cells[1:]))
 
 
 def evaluation_statements(record: Record) -> list[str]:
@@ -68,17 +70,13 @@ def evaluation_statements(record: Record) -> list[str]:
 
 def quickstart_blocks(rows: Sequence[Record]) -> list[Block]:
     """The table of a quickstart (rows as `report/table.py` describes them)."""
-    shown = []
-    for row in rows:
-        cells = [
-            _difference(row.get("versus_lora")),
-            interval(row.get("retention")),
-            or_absent(row.get("truncated"), percent),
-            or_absent(row.get("entropy"), "{:.2f}".format),
-            or_absent(row.get("tokens"), "{:.0f}".format),
-        ]
-        shown.append(score(row["name"], row["group"], row.get("accuracy"), cells, bool(row.get("not_run"))))
-    return [scores(shown, ("vs LoRA, points", "Retention %", "Cut off %", "Entropy, nats", "Tokens"))]
+    shown = [
+        score(
+            row["name"], row["group"], row.get("accuracy"), map(joined, result_cells(row)[1:]), bool(row.get("not_run"))
+        )
+        for row in rows
+    ]
+    return [scores(shown, COLUMNS[2:])]
 
 
 def selection_blocks(selection: Record) -> list[Block]:
@@ -132,18 +130,6 @@ def sweep_blocks(record: Record) -> list[Block]:
     return blocks
 
 
-def _group(row: Record) -> str:
-    if row["control"] is not None or row["variant"] == "base":
-        return "control"
-    return {"adapter": "baseline", "gated": "scale"}.get(row["variant"], "intervention")
-
-
 def _verdict_words(verdict: str | None) -> str:
     words = {"better": "better than the adapter", "worse": "worse than the adapter"}
     return words.get(verdict or "", "not told apart from the adapter")
-
-
-def _difference(versus: Mapping[str, float] | None) -> str:
-    if versus is None:
-        return ABSENT
-    return f"{points(versus['mean'])} ({points(versus['low'])} to {points(versus['high'])}), p{p_value(versus['p'])}"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loragate.report.page.charts import lambda_colour, line_chart
 from loragate.report.page.content import Block, text
-from loragate.report.table import percent
+from loragate.report.table import percent, place_of
 
 History = Sequence[Mapping[str, Any]]
 POINTS = 200
@@ -39,10 +38,10 @@ def training_blocks(histories: Mapping[str, History]) -> list[Block]:
 
 def gates_blocks(stats: Mapping[str, Mapping[str, float]], lower: float, upper: float) -> list[Block]:
     """Mean λ by layer and kind, and the shares below 0, between, above 1, of {module path: statistics}."""
-    cells: dict[tuple[str, str], list[Mapping[str, float]]] = {}
+    cells: dict[tuple[int | None, str], list[Mapping[str, float]]] = {}
     for path, values in stats.items():
         if values.get("tokens", 1):
-            cells.setdefault((layer_of(path), path.rsplit(".", 1)[-1]), []).append(values)
+            cells.setdefault(place_of(path), []).append(values)
     layers = list(dict.fromkeys(layer for layer, _ in cells))
     kinds = list(dict.fromkeys(kind for _, kind in cells))
     blocks = []
@@ -59,19 +58,13 @@ def gates_blocks(stats: Mapping[str, Mapping[str, float]], lower: float, upper: 
             for kind in kinds:
                 group = cells.get((layer, kind))
                 row.append(None if group is None else _cell(key, sum(v[key] for v in group) / len(group), lower, upper))
-            rows.append({"name": layer, "cells": row})
+            rows.append({"name": "–" if layer is None else str(layer), "cells": row})
         blocks.append(Block("map", {"columns": kinds, "rows": rows, "caption": "", "corner": "layer"}, name))
     note = (
         f"Range [{lower:g}, {upper:g}]. λ = 1 leaves the adapter as it is, 0 to 1 suppresses it, below 0 reverses it, above 1 "
         "extrapolates it."
     )
     return [text(note), *blocks]
-
-
-def layer_of(path: str) -> str:
-    """The first whole number in a module path, or "–"."""
-    found = re.search(r"(?<![^.])\d+(?![^.])", path)
-    return found[0] if found else "–"
 
 
 def _cell(key: str, value: float, lower: float, upper: float) -> dict[str, str]:

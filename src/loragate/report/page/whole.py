@@ -8,7 +8,7 @@ from typing import Any
 
 from loragate.errors import ConfigError
 from loragate.report.cells import choice_sentence
-from loragate.report.page.build import build_page
+from loragate.report.page.build import build_page, embedded
 from loragate.report.page.content import Block, Section, table
 from loragate.report.page.diagnosis import TITLES, diagnosis_blocks
 from loragate.report.page.scores import (
@@ -18,7 +18,6 @@ from loragate.report.page.scores import (
     selection_blocks,
     sweep_blocks,
 )
-from loragate.report.page.tokens import embedded
 from loragate.report.page.training import gates_blocks, training_blocks
 from loragate.report.sources import Source
 from loragate.version import __version__

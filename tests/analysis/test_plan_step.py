@@ -1,13 +1,19 @@
-"""A model on the meta device: counts equal those of the real model, files are read with clear errors."""
+"""A model on the meta device, counted, and the footprint of a step: against real models and a real training step."""
 
+import importlib.util
 import json
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig
 
 import loragate as lg
-from loragate.analysis.plan_model import (
+from loragate.analysis.plan_step import (
+    Footprint,
+    Tracer,
     base_dtype,
     build_on_meta,
     count_parameters,
@@ -15,6 +21,7 @@ from loragate.analysis.plan_model import (
     read_config,
     with_layers,
 )
+from loragate.analysis.settings import Request
 from loragate.errors import ConfigError, LoragateError
 from tiny import tiny_adapter, tiny_base
 
@@ -98,7 +105,7 @@ def test_a_70b_model_from_a_file(tmp_path):
         ("a.json", "{]", r"a\.json cannot be read"),
         ("a.json", '{"hidden_size": 3}', r"a\.json cannot be read: .*model_type"),
         ("a.json", '{"model_type": "lama"}', r"a\.json cannot be read: .*lama"),
-        ("", "", r"holds no config\.json"),
+        ("", "", r"cannot be read: .*config\.json"),
         ("nothing.json", "", "does not exist"),
     ],
 )
@@ -124,3 +131,76 @@ def test_layers_can_be_cut_in_whole_periods():
     assert layer_period(config) == 2
     cut = with_layers(config, 4)
     assert (cut.num_hidden_layers, len(cut.layer_types), len(config.layer_types)) == (4, 4, 6)
+
+
+MORE = pytest.mark.slow("products")
+PLAIN = Request(
+    "",
+    "calibrate",
+    seq=64,
+    batch=2,
+    micro_batch=2,
+    k=20,
+    dtype="float32",
+    precision="fp32",
+    gradient_checkpointing="no",
+)
+
+
+@pytest.fixture(scope="module")
+def script():
+    path = Path(__file__).parents[2] / "benchmarks" / "plan_memory.py"
+    spec = importlib.util.spec_from_file_location("plan_memory_benchmark", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+SMALL = (("vocab_size", 1024), ("hidden_size", 64), ("intermediate_size", 160), ("num_hidden_layers", 3))
+
+
+@pytest.mark.parametrize(
+    ("family", "stage", "changes"),
+    [
+        pytest.param("qwen2", "sft", {}, marks=MORE),
+        ("llama", "calibrate", {"checkpointing": True}),
+        ("mistral", "calibrate", {"padded": True, "passes": 2}),
+        pytest.param("qwen3", "sft", {"precision": "bf16", "dtype": "bfloat16"}, marks=MORE),
+    ],
+    ids=["sft", "recompute", "padded and accumulated", "bf16"],
+)
+def test_the_plan_meets_the_measured_peak(script, family, stage, changes):
+    case = script.Case("one", family, stage, sequence=128, rows=2, shape=SMALL, **changes)
+    found = script.compare(case)
+    assert found["ratio"] == pytest.approx(1, abs=0.15)
+    assert found["activations_ratio"] == pytest.approx(1, abs=0.15)
+    assert found["held_ratio"] == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize("checkpointing", [pytest.param("no", marks=MORE), "yes"])
+def test_four_small_traces_give_the_large_one(checkpointing):
+    tracer = Tracer(tiny_base(num_hidden_layers=5).config, device="cpu")
+    way = replace(PLAIN, gradient_checkpointing=checkpointing, batch=6, micro_batch=6)
+    line, whole = tracer.footprint(way, padded=True), tracer.trace(way, 6, 5, True)
+    for name in Footprint._fields:
+        assert getattr(line, name) == pytest.approx(getattr(whole, name), rel=0.03), name
+
+
+def test_checkpointing_keeps_less_and_a_mask_keeps_more():
+    config = tiny_base(num_hidden_layers=4, hidden_size=64).config
+
+    def saved(device="cpu", padded=False, **changes):
+        return Tracer(config, device=device).trace(replace(PLAIN, **changes), 2, 4, padded).saved
+
+    assert saved(gradient_checkpointing="yes") < saved() / 2
+    # the mask in the scores' dtype, in each layer, and keys and values repeated for all heads
+    assert saved("cuda", padded=True) - saved("cuda") >= 4 * 2 * 64 * 64 * 4
+
+
+def test_accumulated_gradients_are_not_counted_again():
+    tracer, way = Tracer(tiny_base().config, device="cpu"), replace(PLAIN, stage="sft", rank=64)
+    first, later = (tracer.trace(replace(way, batch=batch), 2, 2, False) for batch in (2, 4))
+    assert later.backward <= first.backward
+    assert later.saved == first.saved
