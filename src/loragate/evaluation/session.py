@@ -107,7 +107,10 @@ class Session:
     @property
     def recommended(self) -> float | None:
         """The recommended temperature, where rows are added for it: the tasks sample at another, and none was asked for."""
-        heat = self.loaded.recommended_temperature
+        return self.added(self.loaded.recommended_temperature)
+
+    def added(self, heat: float | None) -> float | None:
+        """A recommended temperature where rows are added for it, see `recommended`; None where none are."""
         elsewhere = any(one.sampling.temperature != heat for one in self.prepared)
         return heat if elsewhere and self.request.tasks.temperature is None else None
 
