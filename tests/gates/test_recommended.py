@@ -161,7 +161,7 @@ def test_what_is_said(folder):
     )
     assert recommended.sampling_note("gated", None, 1.0) == ""
     assert [recommended.chosen_temperature(record, asked) for asked in (None, 0.0, 1.0)] == [0.3, 0.0, 1.0]
-    assert [recommended.chosen_temperature({}, None, *usual) for usual in ((), (0.6,))] == [1.0, 0.6]
+    assert recommended.chosen_temperature({}, None) == 1.0
 
 
 def test_one_warning_for_each_name(folder, caplog, monkeypatch):
