@@ -179,7 +179,7 @@ def test_a_folder_that_is_no_sweep(tmp_path, tasks, capsys):
 
 @pytest.mark.parametrize(("asked", "rows"), [(None, 2), (1.0, 0)])
 def test_the_recommended_gates_are_scored_as_they_are_to_be_sampled(swept, tasks, tmp_path, asked, rows):
-    """The tasks sample at 0.5; the probe, and so what it recommends, at 1."""
+    """The tasks sample at 0.5; the probe, and so what it recommends, at 0.4."""
     copied = shutil.copytree(swept, tmp_path / "swept")
     for seed in (0, 1):
         path = copied / "trials" / f"one_entropy_0_1_seed{seed}" / "result.json"
@@ -196,8 +196,8 @@ def test_the_recommended_gates_are_scored_as_they_are_to_be_sampled(swept, tasks
     assert [row.name for row in found] == [
         "adapter",
         *(f"gated {name}" for name in CELLS),
-        *["adapter T=1", "gated [0,1] entropy, seed 0 T=1"][:rows],
+        *["adapter T=0.4", "gated [0,1] entropy, seed 0 T=0.4"][:rows],
     ]
     if rows:
-        assert found[-1].compared_with == "adapter T=1"
+        assert found[-1].compared_with == "adapter T=0.4"
         assert found[-1].gates == found[2].gates
