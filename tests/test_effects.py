@@ -12,7 +12,6 @@ from loragate.errors import ConfigError
 
 CLASSES = {
     "calibration": ("loragate.training.settings", "CalibrationSettings"),
-    "sft": ("loragate.cli.sft", "SftOptions"),
     "task": ("loragate.evaluation.tasks.task", "Task"),
     "dataset": ("loragate.evaluation.tasks.task", "Dataset"),
     "rows": ("loragate.cli.sft", "SftOptions"),

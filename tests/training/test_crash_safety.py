@@ -232,6 +232,27 @@ def test_half_a_checkpoint_does_not_push_a_newer_whole_one_out(tokenizer, tmp_pa
 
 
 @pytest.mark.parametrize("objective", ["entropy", "anchored"])
+def test_a_training_that_is_paused_goes_on_bit_for_bit(tokenizer, tmp_path, objective):
+    more = {"refresh": 1, "max_new_tokens": 4} if objective == "anchored" else {}
+    settings = replace(SETTINGS, objective=objective, max_steps=4, **more)
+    whole, model, folder = tiny_adapter(), tiny_adapter(), tmp_path / "run"
+    lg.calibrate(whole, tokenizer, tiny_rows(12), CONFIG, settings)
+    part = lg.calibrate(
+        tiny_adapter(),
+        tokenizer,
+        tiny_rows(12),
+        CONFIG,
+        settings,
+        run_folder=folder,
+        on_step=lambda step: step.step == 2,
+    )
+    assert (part.steps, last_checkpoint(folder)) == (2, str(folder / "checkpoint-2"))
+    result = lg.calibrate(model, tokenizer, tiny_rows(12), CONFIG, settings, run_folder=folder, resume=True)
+    assert result.steps == 4
+    assert all(torch.equal(value, gates(whole)[name]) for name, value in gates(model).items())
+
+
+@pytest.mark.parametrize("objective", ["entropy", "anchored"])
 def test_folders_that_only_look_like_checkpoints_are_left_alone(tokenizer, tmp_path, objective):
     # the trainer itself counts every folder called checkpoint-* where few are to be kept
     more = {"refresh": 1, "max_new_tokens": 4, "keep_checkpoints": 1} if objective == "anchored" else {}

@@ -46,7 +46,8 @@ from loragate.training.trainer import ReferenceOf, StatisticsTrainer, as_dataset
 
 logger = logging.getLogger("loragate")
 
-OnStep = Callable[[StepReport], None]
+OnStep = Callable[[StepReport], bool | None]
+"""Called after every step; True ends the run there with a checkpoint, from which `resume` goes on. In one process only."""
 
 
 @dataclass(kw_only=True)
