@@ -186,7 +186,7 @@ def test_resume_through_the_command(place, tmp_path, fails, monkeypatch):
     for again in (line, [*other, "--max-rows", 8]):
         assert "an unfinished run (checkpoint-2); continue it with --resume" in fails(*again)
     said = fails("export", place / "adapter", "--out", out)
-    assert "holds an unfinished run (checkpoint-2); choose another folder" in said
+    assert "is not empty (it holds run)" in said
     assert "'settings.learning_rate' was" in fails(*line, "--resume", "--learning-rate", "1e-3", status=1)
     assert kept == {path.name: path.read_bytes() for path in (out / "run").glob("*.*")}, "what the run began with stays"
     run(*line, "--resume")

@@ -26,8 +26,8 @@ FORBIDDEN = [
     ("several processes × mps", Plan(launch=DDP, device="mps"), "run in one process"),
     ("offload needs a GPU", Plan(device="cpu", activation_offload=True), "has no effect on cpu"),
     ("packing × grouping", Plan(packing=True, group_by_length=True), "leave one of them out"),
-    ("arrangement × sampled answers", Plan(packing=True, objective="anchored"), "arrange the given rows"),
-    ("offload × sampled answers", Plan(activation_offload=True, objective="reward"), "leave it out"),
+    ("arrangement × sampled answers", Plan(packing=True, objective="anchored"), "leave them out"),
+    ("arrangement × sampled answers", Plan(activation_offload=True, objective="reward"), "leave them out"),
     ("fp16 × sampled answers", Plan(precision="fp16", objective="reward"), "use precision fp32 or bf16"),
     ("quantised base × mps", Plan(device="mps", quantization="8bit"), "use cuda or cpu"),
 ]

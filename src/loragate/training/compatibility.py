@@ -143,14 +143,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "arrangement × sampled answers",
-        lambda p: (p.packing or p.group_by_length) and p.objective in ON_POLICY,
-        "packing and group_by_length arrange the given rows, and the objective {p.objective!r} trains on answers that it samples: "
-        "leave them out",
-    ),
-    Rule(
-        "offload × sampled answers",
-        lambda p: p.activation_offload and p.objective in ON_POLICY,
-        "activation_offload has no effect on the objective {p.objective!r}: leave it out",
+        lambda p: (p.packing or p.group_by_length or p.activation_offload) and p.objective in ON_POLICY,
+        "packing, group_by_length and activation_offload belong to training on the given rows, and the objective {p.objective!r} "
+        "trains on answers that it samples: leave them out",
     ),
     Rule(
         "fp16 × sampled answers",
