@@ -87,7 +87,8 @@ def test_a_choice_of_ranges_says_which_step_of_which_range(clock):
     out = io.StringIO()
     tried = parse_candidates("0,1;-6,3", "entropy", 0)
     with Display(out=Console(file=out, width=200)).job("trying 2 ranges") as job:
-        told = news(job, tried)
+        told = news(Console(file=out, width=200), job, tried)
+        told(Candidate(None, ADAPTER), "planned", 0, 2400, None)
         for one, stage, total in [
             (tried[0], "training", 150),
             (Candidate(None, ADAPTER, temperature=0.3), "probing", 40),
@@ -97,7 +98,8 @@ def test_a_choice_of_ranges_says_which_step_of_which_range(clock):
                 clock.now += 11
                 told(one, stage, done, total, 0.05 if stage == "training" else None)
     lines = out.getvalue().splitlines()
-    assert lines[0] == "trying 2 ranges: range 1 of 2, [0,1]: training, step 0 of 150 · entropy 0.050"
+    assert lines[0] == "at most 2,400 answers will be asked, of all settings together"
+    assert lines[1] == "trying 2 ranges: range 1 of 2, [0,1]: training, step 0 of 150 · entropy 0.050"
     assert "trying 2 ranges: 1 settings asked; adapter T=0.3: answer 40 of 40" in lines
 
 

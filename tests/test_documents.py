@@ -42,7 +42,6 @@ FOREIGN_FLAGS = {
     "--lora-modules",
     "--max-loras",
     "--kill-on-bad-exit",
-    "--override-generation-config",
     "--strict",
 }
 

@@ -1,6 +1,5 @@
 """A base whose EOS is not the chat template's end of turn (Qwen2.5-Math, the base models of Qwen3): every command stops there."""
 
-import importlib.util
 import json
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ from loragate.cli.main import main
 from loragate.cli.serve import ServeOptions
 from loragate.errors import ConfigError
 from loragate.gates.schema import read_gate_config
-from loragate.generation import SamplingConfig, TransformersEngine, read_samples
+from loragate.generation import SamplingConfig, TransformersEngine
 from loragate.models import Loading
 from loragate.serving.server import served_places
 from loragate.serving.vllm_arguments import vllm_arguments
@@ -219,23 +218,3 @@ def test_vllms_server_is_given_what_it_does_not_know(place, tmp_path):
         )
     finally:
         (place / "base" / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS, "pad_token_id": 0}))
-
-
-vllm_only = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vllm is not installed (scripts/vllm_cpu_env.sh)"
-)
-
-
-@vllm_only
-@pytest.mark.slow("whole commands")
-def test_vllm_stops_at_the_end_of_the_turn_for_every_row(tmp_path, monkeypatch):
-    settings = {"ENABLE_V1_MULTIPROCESSING": "0", "CPU_OMP_THREADS_BIND": "nobind", "CPU_KVCACHE_SPACE": "1"}
-    for name, value in {**settings, "NO_USAGE_STATS": "1", "LOGGING_LEVEL": "ERROR"}.items():
-        monkeypatch.setenv(f"VLLM_{name}", value)
-    shape = {"hidden_size": 128, "intermediate_size": 192, "max_position_embeddings": 128, "initializer_range": 0.1}
-    place = build(tmp_path, chatml_tokenizer(), **shape)
-    run = ["eval", "--model", place / "gated", "--tasks", place / "words.yaml", "--limit", "4", "--controls", "none"]
-    assert main([*map(str, run), "--engine", "vllm", "--dtype", "float32", "--out", str(tmp_path / "out")]) == 0
-    assert json.loads((tmp_path / "out" / "eval.json").read_text())["end_of_turn"] == {"token_ids": [TURN_END]}
-    for row in ("base", "adapter", "gated"):
-        require_ended(read_samples(tmp_path / "out" / "samples" / row / "words.jsonl"))

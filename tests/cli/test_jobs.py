@@ -171,10 +171,10 @@ def test_resume_through_the_command(place, tmp_path, fails, monkeypatch):
     line += ["--unverified", "--batch-size", 4, "--micro-batch-size", 4, "--save-steps", 2, "--k", 20, "--out", out]
     real = run_module.StepReporter._report
 
-    def stop(self, state):
+    def stop(self, state, control):
         if state.global_step == 3:
             raise KeyboardInterrupt
-        real(self, state)
+        real(self, state, control)
 
     monkeypatch.setattr(run_module.StepReporter, "_report", stop)
     assert main([str(word) for word in line]) == 130

@@ -76,12 +76,15 @@ def test_another_reference_model(place, tmp_path, fails):
 
 
 def test_a_finished_adapter_is_continued_and_only_read(place, tmp_path, capsys, fails):
-    files = [path for path in (place / "adapter").iterdir() if path.is_file()]
-    source = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+    def contents():
+        files = (path for path in (place / "adapter").rglob("*") if path.is_file())
+        return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+    source = contents()
     assert call(*sft(place, tmp_path / "longer", "--adapter", place / "adapter")) == 0
     text = capsys.readouterr().out
     assert "which is only read: LoRA, rank 16, α 16; no new warm-up" in text
-    assert source == {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+    assert source == contents()
     config = json.loads((tmp_path / "longer" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (16, 16)
     assert config["inference_mode"] is True

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.contract
 
 
 def test_overridden_methods_exist():
-    for name in ("compute_loss", "get_batch_samples", "prediction_step", "log", "_save", "_load_from_checkpoint"):
+    for name in ("compute_loss", "get_batch_samples", "log", "_save", "_load_from_checkpoint"):
         assert callable(getattr(transformers.Trainer, name)), name
     for name in ("training_step", "save_model", "_save_rng_state", "_sync_replicated_trainable_parameters"):
         assert callable(getattr(transformers.Trainer, name)), name

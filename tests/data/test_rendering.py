@@ -46,7 +46,8 @@ def test_labels_are_the_response_and_its_end_of_turn(model, system, talk):
     tokenizer, end = model
     encoded = encode(turns(talk("What is two plus two?", "The answer is four.")), tokenizer, system=system)
     assert learned(encoded, tokenizer).strip() == "The answer is four." + end
-    assert [label for label in encoded.labels if label != -100] == encoded.input_ids[-encoded.response_tokens :]
+    count = sum(label != -100 for label in encoded.labels)
+    assert encoded.labels == [-100] * (len(encoded.labels) - count) + encoded.input_ids[-count:]
     assert len(encoded.labels) == len(encoded.input_ids)
     assert (encoded.responses, encoded.truncated, encoded.last_turn_only) == (1, False, False)
 
@@ -56,7 +57,7 @@ def test_prompt_tokens_are_those_of_generation(model, system, talk):
     tokenizer, _ = model
     messages = talk("What is two plus two?", "\n\n four.")
     encoded = encode(turns(messages), tokenizer, system=system)
-    prompt = encoded.input_ids[: len(encoded.input_ids) - encoded.response_tokens]
+    prompt = [token for token, label in zip(encoded.input_ids, encoded.labels, strict=True) if label == -100]
     text = render_prompt(messages[:1], tokenizer, system=system)
     assert prompt == tokenizer(text, add_special_tokens=False)["input_ids"]
     assert prompt == prompt_ids(messages[:1], tokenizer, system=system)
@@ -155,7 +156,6 @@ def test_truncation_cuts_on_the_right(talk):
         assert cut.labels == whole.labels[:length]
         assert cut.truncated == (length < len(whole.input_ids))
         assert cut.responses == sum(start < length for start in starts)
-        assert cut.response_tokens == whole.response_tokens
     with pytest.raises(ConfigError, match="found max_length=1, expected at least 2 tokens"):
         encode(row, tokenizer, max_length=1)
 

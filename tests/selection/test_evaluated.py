@@ -11,10 +11,12 @@ import pytest
 
 from loragate.cli.main import main
 from loragate.evaluation.results import read_record
+from loragate.evaluation.session import Request, Session
+from loragate.evaluation.settings import TaskSettings
 from loragate.gates.range import Range
 from loragate.generation import read_samples
 from loragate.selection.candidate import grid
-from loragate.selection.evaluated import suite_record
+from loragate.selection.evaluated import SweptCells, suite_record
 from loragate.selection.study import Study
 
 TASK = """\
@@ -173,3 +175,29 @@ def test_what_has_no_effect_on_a_sweep_is_refused(swept, tasks, tmp_path, capsys
 def test_a_folder_that_is_no_sweep(tmp_path, tasks, capsys):
     assert main(["eval", "--sweep", str(tmp_path), "--tasks", tasks, "--out", str(tmp_path / "out")]) == 1
     assert "sweep.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("asked", "rows"), [(None, 2), (1.0, 0)])
+def test_the_recommended_gates_are_scored_as_they_are_to_be_sampled(swept, tasks, tmp_path, asked, rows):
+    """The tasks sample at 0.5; the probe, and so what it recommends, at 1."""
+    copied = shutil.copytree(swept, tmp_path / "swept")
+    for seed in (0, 1):
+        path = copied / "trials" / f"one_entropy_0_1_seed{seed}" / "result.json"
+        result = json.loads(path.read_text())
+        result["probe"]["scores"] = np.ones_like(result["probe"]["scores"]).tolist()
+        path.write_text(json.dumps(result))
+    given = TaskSettings(tasks=tasks, temperature=asked)
+    (cells,) = SweptCells.of(copied, Request("", tmp_path / "out", given))
+    session = object.__new__(Session)
+    session.request = cells.request
+    session.prepared = [SimpleNamespace(sampling=SimpleNamespace(temperature=asked or 0.5))]
+    session.evaluation = lambda variants, **_: variants
+    found = cells.evaluation(session)
+    assert [row.name for row in found] == [
+        "adapter",
+        *(f"gated {name}" for name in CELLS),
+        *["adapter T=1", "gated [0,1] entropy, seed 0 T=1"][:rows],
+    ]
+    if rows:
+        assert found[-1].compared_with == "adapter T=1"
+        assert found[-1].gates == found[2].gates

@@ -14,9 +14,8 @@ from loragate.errors import ArtifactError, ConfigError, DataError, DivergenceErr
 from loragate.gates.range import Range
 from loragate.models import resolve
 from loragate.selection import Candidate, SelectionSettings, choose, trial
-from loragate.selection.comparison import settings_on
+from loragate.selection.comparison import CONFIRMING, ELSEWHERE, LARGE, settings_on, vetoes
 from loragate.selection.outcome import unread
-from loragate.selection.retention import vetoes
 from loragate.selection.transaction import Plan, Transaction, gates_all
 from loragate.selection.unverified import accept_gates, is_unaccepted
 from loragate.training import CalibrationSettings
@@ -88,7 +87,7 @@ def trainings(monkeypatch):
 
 
 def test_the_adapter_wins_ties_and_answers_bit_for_bit(tmp_path):
-    one = begin(tmp_path, {None: 20, (-3, 1): 20, (0, 1): 19, (None, 0.3): 21})
+    one = begin(tmp_path, {None: 20, (-3, 1): 20, (0, 1): 19, (None, 0.3): 26})
     model = model_of(one)
     before = logits(model)
     chosen = one.run()
@@ -108,7 +107,7 @@ def test_the_adapter_wins_ties_and_answers_bit_for_bit(tmp_path):
 
 
 def test_gates_that_are_shown_to_help_are_written_exactly_as_trained(tmp_path):
-    one = begin(tmp_path, {None: 10, (-3, 1): 11, (0, 1): 22, ((0, 1), 0.0): 3})
+    one = begin(tmp_path, {None: 10, (-3, 1): 11, (0, 1): 18, ((0, 1), 1.0): 24, ((0, 1), 0.0): 3})
     events = []
     chosen = one.run(on_event=lambda *event: events.append(event))
     assert chosen.candidate.model == TWO
@@ -123,8 +122,11 @@ def test_gates_that_are_shown_to_help_are_written_exactly_as_trained(tmp_path):
     assert trained == ["[-3,1]", "[0,1]"]
     record = record_of(chosen)
     assert (record["picked"], record["recommendation"]["setting"]) == ("[0,1]", "[0,1] T=1")
-    assert record["evidence"]["adapter T=1"]["mean"] == pytest.approx(10 / 32)
-    assert record["cost"]["trainings"] == 2
+    assert record["evidence"]["[0,1] T=1"]["mean"] == pytest.approx(24 / 32)
+    assert record["cost"]["trainings"] == 1, "the weaker range stops after a quarter of its steps"
+    assert record["stopped"]["[-3,1]"]["steps"] == 1
+    assert record["stopped"]["[-3,1]"]["score"] < record["stopped"]["[-3,1]"]["weakest_kept"]
+    assert not (place_of(tmp_path, ONE) / "gated").exists()
     assert record["vetoed"] == record["warnings"] == {}
     assert "retention" not in record
     written = json.loads((tmp_path / "gate_config.json").read_text())
@@ -143,28 +145,49 @@ def test_harm_at_temperatures_that_are_not_recommended_is_asked_and_recorded(tmp
     rows = {(row["name"], row["temperature"]): row for row in record["settings"]}
     assert rows["[0,1]", 0.0]["mean"] == pytest.approx(1 / 32)
     assert rows["[0,1]", 0.0]["against_adapter"]["high"] < 0
-    assert rows["adapter", 0.3]["questions"] == rows["[0,1]", 0.3]["questions"] == 32
+    assert rows["adapter", 0.3]["questions"] == rows["[0,1]", 0.3]["questions"] == 32 // ELSEWHERE
     assert ("[0,1]", 0.6) not in rows, "one temperature was asked for, and the two cool ones are always asked"
     assert resolve(tmp_path, base_later=True).recommended_temperature == 1.0
 
 
 def test_all_settings_are_asked_the_same_questions_and_the_losers_few(tmp_path):
     one = begin(tmp_path, {None: 40, (-3, 1): 42, (0, 1): 110, (None, 0.3): 60}, count=128, other=20)
-    record = record_of(one.run())
+    planned = []
+    record = record_of(one.run(on_event=lambda *event: planned.append(event[3]) if event[1] == "planned" else None))
     assert record["picked"] == "[0,1]"
-    assert record["recommendation"]["tried"] == len(record["settings"]) == 4 * (1 + 1 + 5 + 2)
+    assert record["recommendation"]["tried"] == len(record["settings"]) == 4 * (1 + 1 + 5 + 1)
     whole = [row for row in record["settings"] if row["questions"] == 128]
-    assert {row["kind"] for row in whole} == {"adapter", "base", "constant", "gates"}
-    assert {row["temperature"] for row in whole if row["name"] == "adapter"} == {1.0, 0.6, 0.3, 0.0}
-    assert {row["questions"] for row in record["settings"]} == {16, 32, 128}
-    answers = sum(row["questions"] * (2 if row["temperature"] else 1) for row in record["settings"])
-    assert record["cost"]["answers"] == answers
+    assert {row["kind"] for row in whole} == {"adapter", "gates"}
+    assert min(row["questions"] for row in record["settings"]) == 4
+    answers = record["cost"]["answers"]
     assert sum(count * (2 if heat else 1) for _, heat, count in one.bench.engine.asked) == answers, (
         "nothing is asked twice"
     )
+    assert planned == [record["cost"]["answers_at_most"]]
+    assert 0.1 * planned[0] < answers <= planned[0]
+    assert answers < 7.5 * 128 * 2, "seven settings on everything, where 32 were tried"
     (step,) = [step for step in record["recommendation"]["steps"] if step["kind"] == "gates"]
-    assert step["shown"]
+    assert step["taken"]
     assert 0 < step["low"] < step["mean"]
+
+
+@pytest.mark.parametrize(("untouched", "confirmed"), [(240, True), (0, False)])
+def test_a_large_probe_confirms_the_gain_on_questions_that_chose_nothing(tmp_path, untouched, confirmed):
+    one = begin(tmp_path, {None: 200, (0, 1): 400}, [TWO], count=LARGE)
+    engine, generate = one.bench.engine, one.bench.engine.generate
+
+    def two_faced(prompts, config, *args, pending, **more):
+        last = {question for question, _ in pending if question >= LARGE - CONFIRMING}
+        if acting(one.bench.model) == (0, 1) and last:
+            engine.right = {(0, 1): 2 * untouched}
+        return generate(prompts, config, *args, pending=pending, **more)
+
+    engine.generate = two_faced
+    record = record_of(one.run())
+    found = record["confirmation"]
+    assert (found["questions"], found["setting"].split()[0]) == (CONFIRMING, "[0,1]")
+    assert found["confirmed"] is confirmed is (found["difference"]["mean"] > 0)
+    assert record["picked"] == ("[0,1]" if confirmed else "adapter")
 
 
 @pytest.mark.parametrize(("scale", "kind", "name"), [(0.0, "base", "base"), (0.75, "constant", "λ=0.75")])
@@ -186,8 +209,9 @@ def test_one_scale_for_all_is_written_as_gates_that_hold_it(tmp_path, scale, kin
 
 
 def test_the_artifact_cannot_be_told_from_one_of_the_same_training_alone(tmp_path):
-    one = begin(tmp_path / "chosen", {None: 10, (0, 1): 22}, [TWO])
-    one.run()
+    """Though the training paused after its first step, until the other range had been asked."""
+    one = begin(tmp_path / "chosen", {None: 10, (0, 1): 22})
+    assert "[-3,1]" in record_of(one.run())["stopped"]
     model = tiny_adapter()
     result = lg.calibrate(model, tiny_tokenizer(), ROWS, lg.GateConfig(0.0, 1.0, seed=3), SETTINGS)
     lg.save_gates(model, tmp_path / "alone", evidence=result.evidence())
@@ -202,10 +226,10 @@ def diverging(monkeypatch):
 
     def calibrate(model, tokenizer, rows, config, *args, on_step, **options):
         def spoil(report):
-            on_step(report)
             if (config.lower, config.upper) in ranges:
                 gate = next(iter(lg.gate_parameters(model).values()))
                 gate.register_hook(lambda gradient: gradient * float("nan"))
+            return on_step(report)
 
         return real(model, tokenizer, rows, config, *args, on_step=spoil, **options)
 
@@ -222,31 +246,31 @@ def begun_again(folder):
 
 def test_a_range_that_diverges_drops_out(tmp_path, trainings, diverging):
     diverging.add((-3, 1))
-    right = {None: 10, (-3, 1): 20, (0, 1): 22}
-    one = begin(tmp_path, right)
+    right = {None: 10, (-3, 1): 24, (0, 1): 22}
+    one = begin(tmp_path, right, settings=dataclasses.replace(SETTINGS, max_steps=3))
     chosen = one.run()
-    assert trainings == [(-3, 1), (0, 1)]
+    assert trainings == [(-3, 1), (0, 1), (-3, 1), (0, 1)], "the one that had been stopped takes its place"
     assert chosen.candidate.model == TWO
     record = record_of(chosen)
     assert "[-3,1]" not in {row["name"] for row in record["settings"]}
     assert set(record["failed"]) == {"[-3,1]"}
-    assert record["failed"]["[-3,1]"].startswith("the gradient is not finite at step 2")
+    assert record["failed"]["[-3,1]"].startswith("the gradient is not finite at step 3")
     assert acting(model_of(one)) == (0, 1)
     begun_again(tmp_path)
-    again = begin(tmp_path, right).run(resume=True)
-    assert trainings == [(-3, 1), (0, 1)], "neither is trained again"
+    again = begin(tmp_path, right, settings=dataclasses.replace(SETTINGS, max_steps=3)).run(resume=True)
+    assert len(trainings) == 4, "neither is trained again"
     assert record_of(again) == record
     begun_again(tmp_path)
-    other = dataclasses.replace(SETTINGS, learning_rate=1e-3)
+    other = dataclasses.replace(SETTINGS, max_steps=3, learning_rate=1e-3)
     with pytest.raises(ConfigError, match=r"begun with training\.entropy\.learning_rate"):
         begin(tmp_path, right, settings=other).run(resume=True)
 
 
 def test_where_all_ranges_diverge_the_error_says_why(tmp_path, diverging):
     diverging.update({(-3, 1), (0, 1)})
-    one = begin(tmp_path, {None: 10, (-3, 1): 20, (0, 1): 12})
+    one = begin(tmp_path, {None: 10, (-3, 1): 20, (0, 1): 12}, settings=dataclasses.replace(SETTINGS, max_steps=3))
     before = logits(model_of(one))
-    with pytest.raises(DivergenceError, match="the gradient is not finite at step 2"):
+    with pytest.raises(DivergenceError, match="the gradient is not finite at step 3"):
         one.run()
     assert acting(model_of(one)) is None
     assert torch.equal(logits(model_of(one)), before)
@@ -255,11 +279,11 @@ def test_where_all_ranges_diverge_the_error_says_why(tmp_path, diverging):
 def test_nothing_finished_is_done_again(tmp_path, trainings):
     right = {None: 10, (-3, 1): 11, (0, 1): 22}
     first = begin(tmp_path, right).run()
-    assert trainings == [(-3, 1), (0, 1)]
+    assert trainings == [(-3, 1), (0, 1), (0, 1)], "the weaker range stops early, the other one goes on"
     begun_again(tmp_path)
     again = begin(tmp_path, right)
     second = again.run(resume=True)
-    assert trainings == [(-3, 1), (0, 1)]
+    assert len(trainings) == 3
     assert again.bench.engine.asked == []
     assert second.evidence == first.evidence
     assert acting(model_of(again)) == (0, 1)
@@ -280,7 +304,7 @@ def test_a_run_killed_between_candidates_goes_on(tmp_path, trainings):
     assert acting(model_of(killed)) is None, "gates are taken off"
     resumed = begin(tmp_path / "killed", right)
     chosen = resumed.run(resume=True)
-    assert trainings == [(-3, 1), (0, 1)]
+    assert trainings == [(-3, 1), (0, 1), (0, 1)]
     left, right = record_of(chosen), record_of(whole)
     assert {**left, "cost": 0} == {**right, "cost": 0}
     assert (tmp_path / "whole" / "gates.safetensors").read_bytes() == (
@@ -415,13 +439,16 @@ def test_answers_that_look_worse_are_reported(tmp_path):
 
 def test_a_clear_loss_on_the_retention_probe_rules_a_setting_out(tmp_path):
     right, retained = {None: 10, (-3, 1): 32, (0, 1): 26}, {None: 36, (-3, 1): 20, (0, 1): 36}
-    chosen = begin(tmp_path, right, retention=True, retained=retained).run()
+    four = (ONE, TWO, *(Candidate(Range(0, upper), seed=3) for upper in (2, 3)))
+    chosen = begin(tmp_path, right, four, retention=True, retained=retained).run()
     record = record_of(chosen)
     assert chosen.candidate.model == TWO
+    assert set(record["stopped"]) == {"[0,2]", "[0,3]"}
     assert {name.split()[0] for name in record["vetoed"]} == {"[-3,1]"}
-    assert record["vetoed"]["[-3,1] T=1"].startswith("loses 40.0 points on the retention probe")
-    assert record["retention"]["evidence"]["adapter T=1"]["mean"] == pytest.approx(0.9)
-    assert record["retention"]["against_adapter"]["[0,1] T=1"]["mean"] == 0
+    for reason in record["vetoed"].values():
+        assert reason.startswith("loses 40.0 points on the retention probe")
+    means = {name.split()[0]: row["mean"] for name, row in record["retention"]["evidence"].items()}
+    assert (means["adapter"], means["[0,1]"]) == (pytest.approx(0.9), pytest.approx(0.9))
     assert record["retention"]["probe"]["questions"] == RETAINED
 
 
@@ -429,10 +456,9 @@ def test_gates_of_two_seeds_are_two_settings(tmp_path):
     seeds = [dataclasses.replace(ONE, seed=seed) for seed in (3, 4)]
     chosen = begin(tmp_path, {None: 10, (-3, 1): 24}, seeds).run()
     record = record_of(chosen)
-    assert {row["name"] for row in record["settings"] if row["kind"] == "gates"} == {"[-3,1] seed 3", "[-3,1] seed 4"}
+    assert {row["name"] for row in record["settings"] if row["kind"] == "gates"} == {"[-3,1] seed 3"}
+    assert set(record["stopped"]) == {"[-3,1] seed 4"}, "of equals the earlier goes on"
     assert record["picked"] == "[-3,1] seed 3"
-    tables = [load_file(place_of(tmp_path, one) / "gated" / "gates.safetensors") for one in seeds]
-    assert any(not torch.equal(tables[0][name], tables[1][name]) for name in tables[0])
 
 
 def test_without_labels_gates_and_adapter_are_compared_at_one_temperature():

@@ -54,10 +54,8 @@ def test_a_rule_refuses_with_its_advice(name, plan, words):
     "plan",
     [
         Plan(launch=DDP, quantization="4bit", device="cuda", precision="bf16", packing=True),
-        Plan(
-            launch=FSDP2, stage="calibrate", objective="entropy", device="cuda", precision="bf16", group_by_length=True
-        ),
-        Plan(launch=ZERO3, stage="sft", objective="talr", device="cuda"),
+        Plan(launch=FSDP2, objective="entropy", device="cuda", precision="bf16", group_by_length=True),
+        Plan(launch=ZERO3, objective="talr", device="cuda"),
         Plan(objective="reward", device="cuda", precision="bf16"),
         Plan(launch=DDP, device="cpu", dora=True, reference=True),
         Plan(device="cuda", precision="fp16", activation_offload=True),
@@ -74,12 +72,12 @@ def test_everything_wrong_is_said_at_once():
 
 def test_a_plan_is_read_from_the_settings():
     plan = Plan.of_settings(CalibrationSettings(packing=True, precision="bf16"), DDP, "cuda", sampling=True)
-    assert (plan.stage, plan.objective, plan.packing, plan.precision) == ("calibrate", "entropy", True, "bf16")
+    assert (plan.objective, plan.packing, plan.precision) == ("entropy", True, "bf16")
     assert plan.launch is DDP
     assert plan.device == "cuda"
     assert plan.sampling
     plan = Plan.of_settings(StageOneSettings(objective="dft", dora=True), Launch(), "cpu", quantization="8bit")
-    assert (plan.stage, plan.objective, plan.dora, plan.quantization) == ("sft", "dft", True, "8bit")
+    assert (plan.objective, plan.dora, plan.quantization) == ("dft", True, "8bit")
 
 
 def test_the_trainer_refuses_too(tokenizer):

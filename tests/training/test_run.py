@@ -6,7 +6,6 @@ import pytest
 
 import loragate as lg
 from loragate.data import encode_rows, load_rows
-from loragate.data.encoding import EncodedRows
 from loragate.errors import ConfigError, DataError, TrainingError
 from loragate.training import CalibrationSettings, StageOneSettings
 from loragate.training.run import require_short_enough
@@ -87,8 +86,6 @@ def test_tokens_of_another_base_are_named(tokenizer):
     with pytest.raises(DataError, match="tokenizer belongs to another base"):
         lg.calibrate(tiny_adapter(base=tiny_base(vocab_size=100)), tokenizer, rows, CONFIG, TWO)
     require_short_enough(tiny_base(), encoded, rows.where)
-    with pytest.raises(DataError, match=told):  # items that are not packed
-        require_short_enough(small, EncodedRows(list(encoded), encoded.summary), rows.where)
 
 
 def test_rows_longer_than_the_model_are_named(tokenizer):

@@ -93,27 +93,6 @@ def test_initialisation_depends_on_the_seed_alone(tokenizer):
     assert not torch.equal(factors(1), factors(2))
 
 
-def test_resume_continues_bit_for_bit(tokenizer, rows, tmp_path):
-    chosen = settings(save_steps=2)
-    whole = lg.train_adapter(tiny_base(), tokenizer, rows, chosen, run_folder=tmp_path / "whole")
-
-    class Killed(Exception):
-        pass
-
-    def kill(report):
-        if report.step == 3:
-            raise Killed
-
-    with pytest.raises(Killed):
-        lg.train_adapter(tiny_base(), tokenizer, rows, settings(save_steps=2), run_folder=tmp_path / "r", on_step=kill)
-    again = lg.train_adapter(tiny_base(), tokenizer, rows, chosen, run_folder=tmp_path / "r", resume=True)
-    trained = {name: p for name, p in again.model.named_parameters() if p.requires_grad}
-    assert trained
-    for name, parameter in whole.model.named_parameters():
-        if name in trained:
-            assert torch.equal(parameter, trained[name]), name
-
-
 def test_bad_settings_are_explained():
     with pytest.raises(ConfigError, match="did you mean 'profit'"):
         settings(objective="profti")

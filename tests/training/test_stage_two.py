@@ -257,6 +257,7 @@ def test_resume_continues_bit_for_bit(tokenizer, rows, tmp_path):
         lg.calibrate(model, tokenizer, rows, lg.GateConfig(-1, 2), settings, run_folder=tmp_path / "run", resume=True)
     resumed = lg.calibrate(model, tokenizer, rows, CONFIG, settings, run_folder=tmp_path / "run", resume=True)
     assert resumed.steps == complete.steps == 6
+    assert resumed.history[:-1] == complete.history[:-1], "it begins at the run's beginning"
     for name, parameter in gates(model).items():
         assert torch.equal(parameter, gates(whole)[name]), name
     logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -303,14 +304,6 @@ def test_settings_are_checked():
             CalibrationSettings(**options)
     with pytest.raises(ConfigError, match="not a multiple of micro_batch_size"):
         CalibrationSettings(batch_size=10, micro_batch_size=4).accumulation(1)
-
-
-def test_the_model_answers_as_before_after_calibration(tokenizer, rows, token_ids):
-    model = tiny_adapter()
-    forward = model.get_base_model().__dict__.get("forward")
-    lg.calibrate(model, tokenizer, rows, CONFIG, SETTINGS)
-    assert model.get_base_model().__dict__.get("forward") is forward
-    assert model(token_ids).logits.shape == (3, 11, 160)
 
 
 def test_bf16_autocast_keeps_gates_in_fp32(tokenizer, rows):

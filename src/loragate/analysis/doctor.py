@@ -10,7 +10,6 @@ from importlib import metadata
 from typing import Any
 
 import torch
-from packaging.version import Version
 
 from loragate.evaluation.sandbox import available_tiers, probe
 from loragate.version import __version__
@@ -53,7 +52,7 @@ def findings() -> dict[str, Any]:
         found = versions[name]
         if found is None:
             problems.append(f"{name} is missing; pip install '{name}>={lowest}'")
-        elif found != "unknown" and Version(found) < Version(lowest):
+        elif _numbers(found) < _numbers(lowest):
             problems.append(f"{name} {found} is older than {lowest}; pip install -U {name}")
     free = shutil.disk_usage(os.getcwd()).free / 2**30
     if free < 1:
@@ -105,3 +104,8 @@ def _version(name: str) -> str | None:
         return metadata.version(name.replace("_", "-"))
     except metadata.PackageNotFoundError:
         return "unknown"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = version.split("+")[0].split(".")[:3]
+    return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in parts)

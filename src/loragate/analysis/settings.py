@@ -150,9 +150,7 @@ class Request:
         """The trainer's own sentences on a combination that cannot work."""
         launch = Launch(strategy, 1 if strategy == "single" else self.gpus)
         precision = self.launched_with(strategy)
-        return impossible(
-            Combination(self.stage, launch=launch, device="cuda", quantization=quantization, precision=precision)
-        )
+        return impossible(Combination(launch=launch, device="cuda", quantization=quantization, precision=precision))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from loragate.report.table import percent, points
 from loragate.selection import Candidate, Chosen, SelectionSettings
 from loragate.selection.candidate import ADAPTER, BASE, CONSTANT, GATES
 from loragate.selection.evidence import require_evidence
-from loragate.selection.recommend import ENOUGH, LEVEL, STRICT
 from loragate.selection.transaction import Plan, Transaction
 from loragate.selection.trial import origin_of
 from loragate.selection.unverified import accept_gates, is_unaccepted
@@ -112,17 +111,20 @@ def choose(options: CalibrateOptions, place: Place, candidates: tuple[Candidate,
             out.print(f"no evidence can be had here: {found[1]}", markup=False)
     tried = candidates if found is not None and found[0] is not None else candidates[:1]
     with display.job(f"trying {len(tried)} range{'s' * (len(tried) > 1)}", unit="step") as shown:
-        return one.run(found, resume=options.resume, on_event=news(shown, tried))
+        return one.run(found, resume=options.resume, on_event=news(out, shown, tried))
 
 
-def news(job: Any, tried: Sequence[Candidate]) -> Any:
-    """An `on_event` that says which range is trained, at which step and how long is left; then which setting is asked."""
+def news(out: Any, job: Any, tried: Sequence[Candidate]) -> Any:
+    """An `on_event` that says how much will be asked, which range is trained, at which step, and then which setting is asked."""
     left_of, numbers = Parts([(one.slug, "training") for one in tried]), {one.slug: n for n, one in enumerate(tried, 1)}
     asked: dict[Candidate, None] = {}
 
     def on_event(candidate: Candidate, stage: str, done: int, total: int, entropy: float | None) -> None:
         if not total:
             return  # a model is loaded, or a trial written
+        if stage == "planned":
+            out.print(f"at most {total:,} answers will be asked, of all settings together", markup=False)
+            return
         if stage != "training":
             asked[candidate] = None
             job.show(
@@ -210,8 +212,8 @@ def report_training(out: Any, evidence: dict[str, Any]) -> None:
 
 
 def headline(record: dict[str, Any]) -> str:
-    """What to use, and what the other way would have given: by scores out of fold, which picking has not flattered."""
-    found, scores = record["recommendation"], record["recommendation"]["out_of_fold"]
+    """What to use, and what the other way would have given: by expected scores."""
+    found, scores = record["recommendation"], record["recommendation"]["expected"]
     kind, steps = found["kind"], found["steps"]
     words = {
         ADAPTER: "the adapter alone",
@@ -221,6 +223,13 @@ def headline(record: dict[str, Any]) -> str:
     }
     how = f"at T = {found['temperature']:g}" if found["temperature"] else "greedily"
     text = f"Use {words[kind]}, {how}: {percent(scores[kind]['mean'])} %"
+    if confirmation := record.get("confirmation"):
+        gain = confirmation["difference"]
+        between = f"95 % interval {points(gain['low'])} to {points(gain['high'])}"
+        untouched = f"on {confirmation['questions']} questions that chose nothing ({between})"
+        if confirmation["confirmed"]:
+            return f"{text}; {points(gain['mean'])} points more than {confirmation['against']} {untouched}."
+        return f"{text}; {confirmation['setting']} gained {points(gain['mean'])} points {untouched}."
     step = next((step for step in reversed(steps) if kind == GATES or step["kind"] == GATES), None)
     if step is None:
         return f"{text}."
@@ -236,7 +245,7 @@ def headline(record: dict[str, Any]) -> str:
 def report_selection(out: Any, record: dict[str, Any]) -> None:
     """What is recommended, the scores of all settings that were asked everything, and what speaks against them."""
     probe, found = record["probe"], record["recommendation"]
-    labelled, questions = probe["kind"] == "labelled", probe["questions"]
+    labelled = probe["kind"] == "labelled"
     out.print(headline(record), markup=False)
     if not labelled:
         out.print(
@@ -245,15 +254,10 @@ def report_selection(out: Any, record: dict[str, Any]) -> None:
             "alone at T = 0.3 was better than gates at T = 1. A few dozen questions with answers would tell",
             markup=False,
         )
-    if questions < ENOUGH:
-        out.print(
-            f"note: {questions} questions are few. From {ENOUGH} on a {100 * LEVEL:.0f} % interval decides; with fewer it is a "
-            f"{100 * STRICT:.0f} % interval, so that a real gain is more often missed",
-            markup=False,
-        )
     against = "the labels" if labelled else "the adapter's own majority at T = 0.3"
     out.print(
-        f"{found['tried']} settings were asked, these all {questions} questions, scored against {against}:",
+        f"{found['tried']} settings were asked {record['cost']['answers']:,} answers in all, these the most questions, scored "
+        f"against {against}:",
         markup=False,
     )
     for name, score in record["evidence"].items():
@@ -266,6 +270,12 @@ def report_selection(out: Any, record: dict[str, Any]) -> None:
         )
     for name, reason in record.get("failed", {}).items():
         out.print(f"{name} could not be trained and drops out: {reason}", markup=False)
+    for name, stop in record.get("stopped", {}).items():
+        out.print(
+            f"{name} was stopped after {stop['steps']} steps: {percent(stop['score'])} % then, the others at least "
+            f"{percent(stop['weakest_kept'])} %",
+            markup=False,
+        )
     for name, reason in record["vetoed"].items():
         out.print(f"{name} is not eligible: it {reason}", markup=False)
     for name, phrases in record["warnings"].items():
@@ -273,8 +283,8 @@ def report_selection(out: Any, record: dict[str, Any]) -> None:
             out.print(f"warning: {phrase if name == ADAPTER else f'{name}: {phrase}'}", markup=False)
     if not record["accepted"]:
         out.print(
-            "nothing is shown to beat the adapter, so the adapter remains: the folder holds zero gates (λ = 1), which answer "
-            "exactly as the adapter does"
+            "nothing is probably better than the adapter, so the adapter remains: the folder holds zero gates (λ = 1), which "
+            "answer exactly as the adapter does"
         )
 
 

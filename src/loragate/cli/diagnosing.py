@@ -23,7 +23,7 @@ from loragate.analysis.subject import Subject
 from loragate.analysis.token_traces import diagnose_tokens
 from loragate.cli.arguments import resolved_yaml
 from loragate.cli.diagnose import DiagnoseOptions
-from loragate.cli.evaluating import begin, load_inputs, progress, request_of, show
+from loragate.cli.evaluating import begin, load_inputs, request_of, sample, show
 from loragate.display import Display, console, duration
 from loragate.evaluation.evaluate import EngineFor, Evaluation
 from loragate.evaluation.results import EvaluationRecord
@@ -64,8 +64,7 @@ class Shown(Subject):
 
     def score(self, session: Session, evaluation: Evaluation, engine_for: EngineFor | None = None) -> EvaluationRecord:
         begin(self.options, session, evaluation, self.out, f"{evaluation.sample_count:,} answers to sample")
-        with progress(self.display, evaluation.sample_count) as on_event:
-            record = session.run(evaluation, on_event, engine_for)
+        record = sample(session, evaluation, self.out, self.display, engine_for)
         show(self.out, self.folder / "results", record)
         return record
 
@@ -98,9 +97,10 @@ def terminal(block: Block) -> Table | None:
         columns, rows = data["columns"], data["rows"]
     else:
         return None
-    table = terminal_table(block.title, columns, data["caption"])
+    # words and the ends of intervals under one another, or 80 columns would not hold it
+    table = terminal_table(block.title, [name.replace(" ", "\n") for name in columns], data["caption"])
     for row in rows:
-        table.add_row(*stacked([(cell.replace(" (", "\n("),) for cell in row]))
+        table.add_row(*stacked([(cell.replace(" (", "\n(").replace(" to ", "\nto "),) for cell in row]))
     return table
 
 

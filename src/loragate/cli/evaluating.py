@@ -166,14 +166,15 @@ def regrade(options: RegradeOptions) -> int:
     return 0
 
 
-def begin(options: EvaluationInputs, session: Session, evaluation: Evaluation, out: Console, rows: str) -> None:
-    """Say what a reader should know, write down what is being run, and say which rows come."""
+def begin(options: EvaluationInputs, session: Session, evaluation: Evaluation, out: Console, rows: str = "") -> None:
+    """Say what a reader should know, write down what is being run, and say which rows come, where that is told."""
     for warning in evaluation.warnings:
         out.print(f"warning: {warning}", markup=False)
     out.print(describe(evaluation.canary), markup=False)
     evaluation.begin(session.request.resume)
     write_text(evaluation.folder / "config.yaml", resolved_yaml(options))
-    out.print(rows, markup=False)
+    if rows:
+        out.print(rows, markup=False)
 
 
 def sample(

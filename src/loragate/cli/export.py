@@ -7,7 +7,6 @@ from pathlib import Path
 
 from loragate.cli.arguments import Command
 from loragate.gates.recommended import SAMPLING
-from loragate.training.preflight import require_free_out
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,6 @@ def run(options: ExportOptions) -> int:
     """Fold, write the adapter and its card, and say what was written."""
     from loragate.conversion.fold import export_adapter, folded_in_words, needs_uniform
 
-    require_free_out(Path(options.out), resume=None)
     config, coefficients = export_adapter(
         options.model, options.out, constant=options.constant, uniform=options.uniform
     )

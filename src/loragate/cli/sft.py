@@ -30,8 +30,8 @@ def run(options: SftOptions) -> int:
     """What `loragate.make_adapter` does, with what is read shown before the model is loaded, and progress."""
     require_given(COMMAND, options)
     from loragate.cli.training_report import keep_configuration, say_steps, show_data, warn_about_endings
+    from loragate.training.adapter_run import AdapterRun
     from loragate.training.launching import begin
-    from loragate.training.make_adapter import AdapterRun
     from loragate.training.preflight import check_loading, require_free_out, require_reporters
     from loragate.training.strategy import process_state
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from loragate.errors import ArtifactError, ConfigError, GateError
-from loragate.files import write_atomically, write_json, write_text
+from loragate.files import new_folder, require_new, write_atomically, write_json, write_text
 from loragate.gates import GateConfig
 from loragate.gates.adapter_files import PREFIX, read_adapter, strength_of
 from loragate.gates.artifact import write_sampling
@@ -33,7 +33,7 @@ def export_adapter(
 
     Args:
         model: gated folder or hub id, with @OVERRIDE behind it; with `constant` or an override also a plain adapter.
-        out: folder for the plain adapter.
+        out: folder for the plain adapter; new or empty.
         constant: one λ for all gated modules in place of the gates.
         uniform: as in `fold_adapter`.
 
@@ -41,10 +41,11 @@ def export_adapter(
         (the configuration that was written, λ of every folded module).
 
     Raises:
-        ConfigError: for a `constant` beside an override, or a place that holds no adapter.
+        ConfigError: for a `constant` beside an override, a place that holds no adapter, or a folder that holds anything.
         GateError: for gates that read the token.
         ArtifactError: for a file that cannot be read.
     """
+    require_new(Path(out))
     place = resolve(model, overrides=True, base_later=True)
     override = place.override
     if constant is not None:
@@ -56,14 +57,15 @@ def export_adapter(
         resolve(model, expect="gated", overrides=True, base_later=True)  # says what the folder is instead
     gates = read_gates(place.folder, override)
     coefficients = constant_coefficients(gates.config, gates.weights, gates.biases, override)
-    config = fold_adapter(gates.adapter, coefficients, out, uniform=uniform)
     # a name that means something elsewhere: of the folder, or the hub id with its commit
     laid = place.ref.override or ("" if constant is None else f"constant={constant!r}")
     source = "@".join(filter(None, (place.hub_id or place.folder.name, laid)))
-    base = str(gates.base.get("id") or config.get("base_model_name_or_path") or "")
-    card = _card(source, base, coefficients, override or Override(), uniform, temperature)
-    write_text(Path(out) / "README.md", card)
-    write_sampling(Path(out), temperature)
+    with new_folder(Path(out)) as folder:
+        config = fold_adapter(gates.adapter, coefficients, folder, uniform=uniform)
+        base = str(gates.base.get("id") or config.get("base_model_name_or_path") or "")
+        card = _card(source, base, coefficients, override or Override(), uniform, temperature)
+        write_text(folder / "README.md", card)
+        write_sampling(folder, temperature)
     return config, coefficients
 
 

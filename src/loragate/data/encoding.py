@@ -18,9 +18,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from loragate.data.chat import active_template
 from loragate.data.formats import EmptyResponse, Turns, detect_format, normalize
@@ -68,30 +66,15 @@ class Summary:
     cached: bool = False
 
 
-class EncodedRows(Sequence[dict[str, Any]]):
+class EncodedRows(PackedRows):
     """Encoded rows `{"input_ids", "labels", "row"[, "keep_mask"]}` and their `summary`.
 
     `row` is the index into the rows that were given.
     """
 
-    def __init__(self, items: Sequence[dict[str, Any]], summary: Summary) -> None:
-        self._items = items
+    def __init__(self, packed: PackedRows, summary: Summary) -> None:
+        super().__init__(packed.arrays)
         self.summary = summary
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | Sequence[dict[str, Any]]:
-        return self._items[index]
-
-    def column(self, name: str) -> np.ndarray:
-        """One array of `PackedRows` over all rows, such as "ids", "lengths" or "rows", without making the rows."""
-        items = self._items if isinstance(self._items, PackedRows) else PackedRows.of(self._items)
-        return items.arrays[name]
 
     def __repr__(self) -> str:
         return f"EncodedRows({len(self)} rows, {self.summary})"

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.printable import escape_controls, excerpt
@@ -116,20 +116,6 @@ class EmptyResponse(DataError):
     """A row whose response is empty: there is nothing to learn, but nothing is wrong with the other rows."""
 
 
-class Plain(NamedTuple):
-    """Raw text: the completion follows the prompt with nothing between them."""
-
-    prompt: str
-    completion: str
-
-
-class Conversation(NamedTuple):
-    """Messages; assistant turns before index `trained_from` are context only."""
-
-    messages: tuple[Message, ...]
-    trained_from: int = 0
-
-
 @dataclass(frozen=True)
 class Turns:
     """One row in the shape that rendering reads.
@@ -161,7 +147,7 @@ class Format:
     name: str
     keys: str
     matches: Callable[[Row], bool]
-    to_messages: Callable[[Row], Conversation | Plain]
+    to_turns: Callable[[Row], Turns]
 
 
 def detect_format(row: Row) -> str:
@@ -202,27 +188,26 @@ def normalize(row: Row, format: str, where: str = "") -> Turns:
     try:
         if not chosen.matches(row):
             raise DataError(f"found the keys {_key_list(row)}, expected the format {chosen.name}: {chosen.keys}")
-        body = chosen.to_messages(row)
-        keep_mask = _keep_mask(row)
-        if isinstance(body, Plain):
-            if not body.completion.strip():
-                raise EmptyResponse("the completion is empty: a row needs a response to learn from. Remove the row.")
-            return Turns(prompt=body.prompt, completion=body.completion, keep_mask=keep_mask)
-        _check_responses(body)
-        return Turns(messages=body.messages, keep_mask=keep_mask, tools=_tools(row), trained_from=body.trained_from)
+        turns = replace(chosen.to_turns(row), keep_mask=_keep_mask(row))
+        if turns.completion is None:
+            _check_responses(turns)
+            return replace(turns, tools=_tools(row))
+        if not turns.completion.strip():
+            raise EmptyResponse("the completion is empty: a row needs a response to learn from. Remove the row.")
+        return turns
     except DataError as error:
         raise type(error)(f"{where}: {error}" if where else str(error)) from None
 
 
-def _messages_row(row: Row) -> Conversation:
-    return Conversation(conversation(row["messages"], "messages"))
+def _messages_row(row: Row) -> Turns:
+    return Turns(conversation(row["messages"], "messages"))
 
 
-def _sharegpt_row(row: Row) -> Conversation:
-    return Conversation(_with_system(row, conversation(row["conversations"], "conversations")))
+def _sharegpt_row(row: Row) -> Turns:
+    return Turns(_with_system(row, conversation(row["conversations"], "conversations")))
 
 
-def _alpaca_row(row: Row) -> Conversation:
+def _alpaca_row(row: Row) -> Turns:
     messages: list[Message] = []
     history = row.get("history") or []
     if not isinstance(history, list | tuple):
@@ -234,10 +219,10 @@ def _alpaca_row(row: Row) -> Conversation:
     parts = [text_of(row["instruction"], "instruction"), text_of(row.get("input") or "", "input")]
     question = "\n\n".join(part for part in parts if part.strip())
     messages += pair_messages(question, text_of(row["output"], "output"))
-    return Conversation(_with_system(row, tuple(messages)))
+    return Turns(_with_system(row, tuple(messages)))
 
 
-def _pair_row(row: Row) -> Conversation | Plain:
+def _pair_row(row: Row) -> Turns:
     fitting = [pair for pair in PAIRS if _has(row, *pair)]
     if len(fitting) > 1:
         names = " and ".join("+".join(pair) for pair in fitting)
@@ -246,14 +231,14 @@ def _pair_row(row: Row) -> Conversation | Plain:
     prompt, completion = row[pair[0]], row[pair[1]]
     if isinstance(prompt, list) and isinstance(completion, list):
         before = conversation(prompt, pair[0])
-        return Conversation(before + conversation(completion, pair[1]), trained_from=len(before))
+        return Turns(before + conversation(completion, pair[1]), trained_from=len(before))
     if isinstance(prompt, list) or isinstance(completion, list):
         raise DataError(
             f"{pair[0]} is {kind_of(prompt)} and {pair[1]} is {kind_of(completion)}; "
             "expected two strings or two lists of messages"
         )
-    texts = Plain(text_of(prompt, pair[0]), text_of(completion, pair[1]))
-    return texts if pair == RAW_PAIR else Conversation(tuple(pair_messages(*texts)))
+    texts = text_of(prompt, pair[0]), text_of(completion, pair[1])
+    return Turns((), *texts) if pair == RAW_PAIR else Turns(tuple(pair_messages(*texts)))
 
 
 def _has(row: Row, *keys: str) -> bool:
@@ -294,7 +279,7 @@ def _with_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]
     return ({"role": "system", "content": system}, *messages)
 
 
-def _check_responses(body: Conversation) -> None:
+def _check_responses(body: Turns) -> None:
     answers = [index for index, message in enumerate(body.messages) if message["role"] == "assistant"]
     if not any(index >= body.trained_from for index in answers):
         roles = ", ".join(message["role"] for message in body.messages) or "no messages"

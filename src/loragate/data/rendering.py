@@ -79,7 +79,6 @@ class Encoded:
         input_ids, labels: equal lengths; a label is its token on responses and -100 elsewhere.
         truncated: the row was longer than max_length and was cut on the right.
         responses: response spans that still have a token; 0 means that nothing is left to learn.
-        response_tokens: response tokens before truncation.
         last_turn_only: earlier assistant turns are not trained because the template rewrites them later.
         keep_mask: 0/1 per position, 0 outside of responses; None when the row has none.
     """
@@ -88,7 +87,6 @@ class Encoded:
     labels: list[int]
     truncated: bool
     responses: int
-    response_tokens: int
     last_turn_only: bool = False
     keep_mask: list[int] | None = None
 
@@ -153,15 +151,13 @@ class Encoder:
             labels += ids if segment.is_response else [IGNORED] * len(ids)
         if spans[0] == 0:
             raise DataError(f"{where}: the prompt is empty, so nothing predicts the first token of the response")
-        response_tokens = sum(label != IGNORED for label in labels)
-        keep_mask = _spread(turns.keep_mask, labels, response_tokens, rewritten, where)
+        keep_mask = _spread(turns.keep_mask, labels, rewritten, where)
         end = len(input_ids) if self.max_length is None else min(self.max_length, len(input_ids))
         return Encoded(
             input_ids=input_ids[:end],
             labels=labels[:end],
             truncated=end < len(input_ids),
             responses=sum(start < end for start in spans),
-            response_tokens=response_tokens,
             last_turn_only=rewritten,
             keep_mask=None if keep_mask is None else keep_mask[:end],
         )
@@ -195,12 +191,11 @@ def prompt_ids(
     return Encoder(tokenizer, system=system).prompt_ids(prompt, tools)
 
 
-def _spread(
-    mask: tuple[int, ...] | None, labels: list[int], response_tokens: int, rewritten: bool, where: str
-) -> list[int] | None:
+def _spread(mask: tuple[int, ...] | None, labels: list[int], rewritten: bool, where: str) -> list[int] | None:
     """Lay a mask over the response tokens out over the whole sequence, 0 elsewhere."""
     if mask is None:
         return None
+    response_tokens = sum(label != IGNORED for label in labels)
     if len(mask) != response_tokens:
         which = "the last assistant turn, the only one that is trained here" if rewritten else "all trained responses"
         raise DataError(

@@ -1,6 +1,6 @@
 """The bridge to lm-evaluation-harness: a retention suite on any of our engines, with scores that can be paired.
 
-The harness supplies prompts, filters and metrics; this room supplies checked questions (`tasks/retention.py`), an engine's
+The harness supplies prompts, filters and metrics; this room supplies checked questions (`tasks/questions.py`), an engine's
 answers and the chat rendering that training used. It is the only importer of `lm_eval`. Tasks are written to a temporary
 folder as small YAML files that include the harness's own, point at local rows and put our changes on top, so the harness
 itself never opens a connection. Programs are not run here.

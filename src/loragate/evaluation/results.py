@@ -197,7 +197,7 @@ class EvaluationRecord:
         usual = {task.name: task.sampling.temperature for task in self.tasks}
         for row in self.results:
             heat = usual[row.task] if row.temperature is None else row.temperature
-            if row.control is None or row.control in ("greedy", f"T={row.temperature:g}"):
+            if row.control in (None, f"T={heat:g}", "greedy"):
                 asked.setdefault((row.task, row.variant), {})[heat] = row
         results = list(self.results)
         for index, row in enumerate(results):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from loragate.data import template_hash
-from loragate.evaluation.harness import HarnessScores, answer_limit
+from loragate.evaluation.harness import HarnessScores
 from loragate.evaluation.results import SuiteResult, TaskInfo, TaskResult, task_result
 from loragate.evaluation.statistics import compare_suites, suite_average
-from loragate.evaluation.tasks import Questions, Task, load_task
+from loragate.evaluation.tasks import load_task
 from loragate.evaluation.variants import Kind
 from loragate.generation import SamplingConfig
 
@@ -91,20 +89,3 @@ def _strata(suite: str, kept: HarnessScores) -> list[np.ndarray]:
         return [_table(kept)]
     names = np.array(kept.subsets)
     return [_table(kept)[names == name] for name in dict.fromkeys(kept.subsets)]
-
-
-def describe_suite(
-    task: Task, questions: Questions, tokenizer: Any, limit: int | None, max_new_tokens: int | None, system: str
-) -> dict[str, Any]:
-    """What scores of a retention suite depend on beside the model."""
-    assert task.harness is not None, f"{task.name} is no task of the harness"
-    asked = {
-        "version": task.version,
-        "source": questions.source,
-        "revision": questions.revision,
-        "rows": questions.fingerprint,
-        "limit": limit,
-        "max_new_tokens": answer_limit(task.harness, max_new_tokens),
-        "chat_template": template_hash(tokenizer),
-    }
-    return asked if system == "none" else {**asked, "system": system}

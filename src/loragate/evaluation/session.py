@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loragate.data import template_hash
 from loragate.errors import ConfigError
 from loragate.evaluation.canary import canary
 from loragate.evaluation.engines import Engines, require_engine, why_not
@@ -23,7 +24,6 @@ from loragate.evaluation.harness import HarnessScores, run_harness
 from loragate.evaluation.judging import JudgeSettings, require_graders
 from loragate.evaluation.prepared import chosen_tasks, prepare, questions_of
 from loragate.evaluation.results import EvaluationRecord, write_record
-from loragate.evaluation.retention import describe_suite
 from loragate.evaluation.settings import EngineSettings, TaskSettings
 from loragate.evaluation.tasks import Task
 from loragate.evaluation.variants import Variant, variants_for
@@ -107,7 +107,10 @@ class Session:
     @property
     def recommended(self) -> float | None:
         """The recommended temperature, where rows are added for it: the tasks sample at another, and none was asked for."""
-        heat = self.loaded.recommended_temperature
+        return self.added(self.loaded.recommended_temperature)
+
+    def added(self, heat: float | None) -> float | None:
+        """A recommended temperature where rows are added for it, see `recommended`; None where none are."""
         elsewhere = any(one.sampling.temperature != heat for one in self.prepared)
         return heat if elsewhere and self.request.tasks.temperature is None else None
 
@@ -133,17 +136,11 @@ class Session:
         left_out = {variant.name: why for variant in wanted if (why := why_not(loaded, variant))}
         biased = loaded.model is not None and loaded.kind != "base"
         biased = biased and trains_biases(loaded.model, active_adapter(loaded.model))
-        settings, system = self.request.tasks, self.request.system
-        asked = {
-            name: describe_suite(*suite, loaded.tokenizer, settings.limit, settings.max_new_tokens, system)
-            for name, suite in self.suites.items()
-        }
         return self.evaluation(
             [variant for variant in wanted if variant.name not in left_out],
             notes=[BIASES] if biased else [],
             left_out=left_out,
             kind=loaded.kind,
-            retention=asked,
         )
 
     def evaluation(
@@ -181,6 +178,13 @@ class Session:
                 "engine": request.engine.engine,
                 "dtype": loaded.dtype,
                 "limit": request.tasks.limit,
+                "max_new_tokens": request.tasks.max_new_tokens,
+                "system": request.system,
+                "chat_template": template_hash(loaded.tokenizer),
+                "retention": {
+                    name: {"task": task.fingerprint, "source": questions.source, "rows": questions.fingerprint}
+                    for name, (task, questions) in self.suites.items()
+                },
                 **identity,
                 **loaded.told_endings,
             },

@@ -68,7 +68,9 @@ class Variant:
     @property
     def compared_with(self) -> str:
         """Name of the adapter's row that this one is compared with: sampled as sharply where gates are at a lower temperature."""
-        return f"adapter {self.control}" if self.acts == "gated" and self.temperature is not None else "adapter"
+        if self.acts == "gated" and self.temperature is not None:
+            return sampled("adapter", self.temperature).name
+        return "adapter"
 
     def sampling(self, config: SamplingConfig) -> SamplingConfig:
         """The task's sampling with this row's temperature; greedy decoding draws one sample."""
@@ -99,7 +101,7 @@ def variants_for(
         raise ConfigError(f"--controls {controls}: expected one of {', '.join(CONTROLS)}{nearest(controls, CONTROLS)}")
     heats = [] if recommended is None else [recommended]
     if kind == "base" or controls == "alone":
-        return [Variant(kind), *(_sampled(kind, heat) for heat in heats)]
+        return [Variant(kind), *(sampled(kind, heat) for heat in heats)]
     rows = [Variant("adapter"), Variant("base")]
     if kind == "gated":
         rows.append(Variant("gated"))
@@ -107,7 +109,7 @@ def variants_for(
         rows.append(Variant("gated", "random gates", random=0))
     cooler = dict.fromkeys([*(COOLER if controls != "none" else ()), *heats])
     for acts in ("adapter", "gated") if kind == "gated" else ("adapter",):
-        rows += [_sampled(acts, heat) for heat in cooler]
+        rows += [sampled(acts, heat) for heat in cooler]
     if controls != "none":
         for value in dict.fromkeys(constants):
             if value in (0, 1) or not math.isfinite(value):
@@ -116,7 +118,8 @@ def variants_for(
     return rows
 
 
-def _sampled(acts: Kind, temperature: float) -> Variant:
+def sampled(acts: Kind, temperature: float) -> Variant:
+    """The row of these weights at another temperature than the task's."""
     return Variant(acts, f"T={temperature:g}" if temperature else "greedy", temperature=temperature)
 
 

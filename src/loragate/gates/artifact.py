@@ -45,7 +45,6 @@ from loragate.gates.fingerprint import (
     adapter_fingerprint,
     base_weight_samples,
     changed_strength,
-    commit_of_base,
     compare_base_samples,
     config_fingerprint,
     half_factors,
@@ -66,7 +65,7 @@ from loragate.gates.schema import (
     read_tensors,
     write_tensors,
 )
-from loragate.hub_names import cached_file, split_revision
+from loragate.hub_names import cached_commit, cached_file, split_revision
 from loragate.validate import Amount, validate
 from loragate.version import __version__
 
@@ -175,7 +174,10 @@ def save_gates(
         "k": k,
         "base": {
             "id": name_of_base,
-            "revision": commit_of_base(peft_model, name_of_base, revision) or revision or None,
+            # the commit that the revision meant when the base was loaded, as the hub cache knows it
+            "revision": (cached_commit(name_of_base, revision) if loaded_from == name_of_base else "")
+            or revision
+            or None,
             **_one_file(name_of_base, revision),
             "config_sha256": config_fingerprint(peft_model),
             "quantization": quantization_of(peft_model),

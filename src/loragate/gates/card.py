@@ -12,7 +12,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from loragate.gates.recommended import at, recommended_temperature
+from loragate.gates.recommended import at, is_number, recommended_temperature
 from loragate.hub_names import is_hub_id
 from loragate.version import __version__
 
@@ -55,7 +55,7 @@ def render_card(name: str, record: dict[str, Any]) -> str:
         data=_mapping(training.get("data")),
         shares=_mapping(training.get("gates")),
         # the artifact records the support that was used; 0 in the settings says that it was the whole vocabulary
-        k=settings["k"] if _number(settings.get("k")) else record["k"],
+        k=settings["k"] if is_number(settings.get("k")) else record["k"],
         scores=scores,
         retained=any(len(row) > 5 for row in scores),
         notes=_notes(selection, training),
@@ -92,8 +92,8 @@ def _scores(selection: dict[str, Any]) -> list[list[str]]:
     rows = []
     for name, row in found.items():
         sign = _mapping(signs.get(name))
-        ended = f"{100 * sign['finished']:.0f}" if _number(sign.get("finished")) else ""
-        tokens = f"{sign['tokens']:.0f}" if _number(sign.get("tokens")) else ""
+        ended = f"{100 * sign['finished']:.0f}" if is_number(sign.get("finished")) else ""
+        tokens = f"{sign['tokens']:.0f}" if is_number(sign.get("tokens")) else ""
         line = [plain(name), *_interval(row), ended, tokens]
         if retained:
             line += _interval(retained[name]) if _is_score(retained.get(name)) else ["", ""]
@@ -123,11 +123,7 @@ def _interval(row: dict[str, Any]) -> list[str]:
 
 
 def _is_score(value: Any) -> bool:
-    return isinstance(value, dict) and all(_number(value.get(key)) for key in ("mean", "low", "high"))
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, dict) and all(is_number(value.get(key)) for key in ("mean", "low", "high"))
 
 
 def _mapping(value: Any) -> dict[str, Any]:

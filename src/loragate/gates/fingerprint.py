@@ -20,7 +20,6 @@ from torch import nn
 from loragate.gates.adapter_files import strength_of
 from loragate.gates.eligibility import GATEABLE_CLASSES, base_path, lora_layers
 from loragate.gates.peft_saving import config_tables
-from loragate.hub_names import cached_commit
 
 _CONFIG_KEYS = (
     "model_type",
@@ -39,14 +38,6 @@ FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 _SAMPLED_TENSORS = 24
 _SAMPLED_VALUES = 4
 _BF16_STEP = 2.0**-7
-
-
-def commit_of_base(model: Any, name: str, revision: str | None = None) -> str | None:
-    """The commit that `revision` of a base on the hub meant when it was loaded, from the hub cache; None for a folder, for what
-    is not there, or where `name` is not what was loaded."""
-    if getattr(getattr(model, "config", None), "_name_or_path", None) != name:
-        return None
-    return cached_commit(name, revision)
 
 
 def adapter_fingerprint(model: nn.Module, adapter_name: str) -> str:

@@ -38,7 +38,7 @@ def exported_sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     temperature = settings.get("temperature", 0.0) if settings.get("do_sample") else 0.0
     found = {key: value for key, value in settings.items() if key != "transformers_version"}
-    if not _number(temperature) or found != generation_settings(temperature):
+    if not is_number(temperature) or found != generation_settings(temperature):
         return {}
     return {"sampling": {"temperature": temperature}}
 
@@ -95,11 +95,12 @@ def scores_by_temperature(record: Mapping[str, Any] | None) -> dict[float, tuple
         for row in (rows if isinstance(rows, list) else [])
         if isinstance(row, dict)
         and row.get("name") == selection.get("picked")
-        and all(map(_number, map(row.get, _SCORE)))
+        and all(map(is_number, map(row.get, _SCORE)))
     }
 
 
-def _number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value of a free-form record is a figure."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

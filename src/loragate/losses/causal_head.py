@@ -140,13 +140,16 @@ def gathered(head: Head, keep_shards: bool = False) -> Head:
         return head
     if not any(hasattr(head.weight, name) for name in ("full_tensor", "ds_id")):
         return head
-    bias = None if head.bias is None else _whole(head.bias)
-    return dataclasses.replace(head, weight=_whole(head.weight), bias=bias)
+    bias = None if head.bias is None else whole_parameter(head.bias)
+    return dataclasses.replace(head, weight=whole_parameter(head.weight), bias=bias)
 
 
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
+def whole_parameter(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter's full values, where FSDP2, ZeRO-3 or tensor parallelism spread it; every process must ask."""
     if hasattr(parameter, "full_tensor"):
         return parameter.full_tensor()
+    if not hasattr(parameter, "ds_id"):
+        return parameter
     if parameter.numel() == getattr(parameter, "ds_numel", None):
         return parameter.detach().clone()  # a small parameter that DeepSpeed keeps, or one in use
     import deepspeed

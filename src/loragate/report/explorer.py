@@ -15,6 +15,7 @@ from typing import Any
 from markupsafe import Markup
 
 from loragate.errors import LoragateError
+from loragate.report.page.charts import BLUE, ORANGE, PURPLE, lambda_share
 
 NAMES = {"base": "Base", "adapter": "LoRA", "gated": "Gated"}
 ALL = "all modules, mean"
@@ -24,7 +25,6 @@ QUANTITIES = {
     "delta_entropy": "ΔH, LoRA − base",
     "log_prob": "log-probability",
 }
-_PURPLE, _ORANGE, _BLUE = "123,77,160", "214,118,20", "47,120,190"
 
 
 @dataclass(frozen=True)
@@ -179,17 +179,12 @@ def answer_spans(
 def tint(quantity: str, value: float, lower: float, upper: float) -> str:
     """The background colour of a value as rgba; transparent at λ = 1, ΔH = 0, entropy 0, log-probability 0."""
     if quantity == "gates":
-        if value >= 1:
-            share, colour = (value - 1) / (upper - 1) if upper > 1 else 0.0, _ORANGE
-        else:
-            share, colour = (1 - value) / (1 - lower) if lower < 1 else 0.0, _PURPLE
+        share, colour = lambda_share(value, lower, upper)
     elif quantity == "delta_entropy":
-        share, colour = abs(value) / 2, _ORANGE if value > 0 else _PURPLE
-    elif quantity == "entropy":
-        share, colour = value / 3, _BLUE
+        share, colour = abs(value) / 2, ORANGE if value > 0 else PURPLE
     else:
-        share, colour = -value / 6, _BLUE
-    return f"rgba({colour},{0.85 * min(max(share, 0.0), 1.0):.3f})"
+        share, colour = value / 3 if quantity == "entropy" else -value / 6, BLUE
+    return f"rgba({','.join(map(str, colour))},{0.85 * min(max(share, 0.0), 1.0):.3f})"
 
 
 def launch(page: Any, port: int, *, wait: bool = True) -> str:

@@ -10,9 +10,9 @@ probe         questions with labels, or judged by the adapter's own majority (ag
 questions     probe questions from files and from rows that were set aside
 evidence      which questions there are for a choice, or why there are none
 disjoint      whether questions are also among other rows
-retention     a second probe that may veto and never win
-references    what needs no gates, asked for comparison only
-choice        the pick: best mean, ties to the adapter
+recommend     what answers say of all settings, whom to ask next, and what to recommend
+comparison    all settings of one adapter on one probe: train, ask, recommend, record; a second probe may veto
+choice        the pick of a sweep: best mean, ties to the adapter
 outcome       from trials to the choice, and the record of it
 transaction   `choose_gates`: train → probe → keep or fall back → write, a few candidates in sequence
 unverified    gates without evidence: taken as they are, or left off and accepted later

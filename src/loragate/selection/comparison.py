@@ -1,13 +1,16 @@
 """All settings of one adapter on one probe, and the record of what is recommended of them.
 
-Gates are trained first. Then every setting is asked a few questions, and those that do well are asked more (`recommend.halve`).
-A setting's answers are kept in the store, so that nothing is asked twice, also after an interruption.
+Gates are trained first: all ranges a quarter of their steps, then the better half of them to the end. Every setting is asked a
+few questions, and those that do well are asked more (`recommend.halve`). What a setting answered is kept in the store, so that
+nothing is asked twice, also after an interruption.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,15 +20,23 @@ from loragate.evaluation import average_at_k, compare
 from loragate.selection.candidate import ADAPTER, BASE, CONSTANT, Candidate
 from loragate.selection.outcome import WARN, unread
 from loragate.selection.probe import COOL, Probe
-from loragate.selection.recommend import Recommendation, halve, recommend
-from loragate.selection.retention import retention_record, vetoes
-from loragate.selection.store import TRAINED, Scored, Store, TrialResult, read_json
-from loragate.selection.trial import Bench, OnEvent, run_trial, train_trial
+from loragate.selection.recommend import Recommendation, halve, most_answers, recommend
+from loragate.selection.store import PART, TRAINED, Scored, Store, TrialResult, read_json
+from loragate.selection.trial import PART_QUESTIONS, Bench, OnEvent, run_trial, train_part, train_trial
 from loragate.training.guards import breaches
 
 TEMPERATURES = (1.0, 0.6, COOL, 0.0)
 ALWAYS = (COOL, 0.0)
 """Temperatures at which what is recommended and the adapter are asked whatever was asked for: there gates have done harm."""
+
+ELSEWHERE = 4
+"""At temperatures that are not recommended, one in so many questions tells enough; greedily all are asked once."""
+
+LARGE, CONFIRMING = 512, 256
+"""Questions from which a probe keeps the last ones untouched, to confirm on them what the others recommend."""
+
+LOSS = 0.02
+"""What a setting may lose on the retention probe; a clear loss rules it out, a gain counts for nothing."""
 
 SCALES = (0.25, 0.5, 0.75, 1.25, 1.5)
 
@@ -66,12 +77,17 @@ class Comparison:
         assert bench.probe is not None, "there is evidence"
         self.store, self.bench, self.settings, self.on_event, self.probe = store, bench, settings, on_event, bench.probe
         models = list(dict.fromkeys(one.model for one in settings))
+        everything = len(bench.probe.questions)
+        self.choosing = everything - CONFIRMING if everything >= LARGE else everything
         self.trained = [one for one in models if one.range is not None]
         cells = [one.cell for one in models]
         self.names = {one: f"{one.cell} seed {one.seed}" if cells.count(one.cell) > 1 else one.cell for one in models}
         self.results: dict[Candidate, TrialResult] = {}
         self.failed: dict[str, str] = {}
+        self.parts: dict[Candidate, dict[str, Any]] = {}
+        self.stopped: list[Candidate] = []
         self.vetoed: dict[str, str] = {}
+        self.confirmation: dict[str, Any] = {}
         self.retained: dict[str, np.ndarray] = {}
 
     def run(self) -> Recommendation:
@@ -80,31 +96,64 @@ class Comparison:
         Raises:
             DivergenceError: if no gates' training stayed finite; one that did not only drops out.
         """
-        lost = self._train()
-        alive = [one for one in self.settings if one.model not in lost]
-        scores = halve(alive, self._ask, len(self.probe.questions))
-        self.found = self._not_vetoed(scores, len(alive))
+        out = self._train()
+        alive = [one for one in self.settings if one.model not in out]
+        self._not_vetoed(halve(alive, self._ask, self.choosing))
+        if len(self.probe.questions) > self.choosing and self.found.setting.kind != ADAPTER:
+            self._confirm()
         if self.probe.kind == "labelled":
             for heat in ALWAYS:
                 for model in (self.found.setting.model, Candidate(None, ADAPTER)):
-                    self._ask(replace(model, temperature=heat), len(self.probe.questions))
+                    self._ask(replace(model, temperature=heat), self.choosing // (ELSEWHERE if heat else 1))
         return self.found
 
+    def most_answers(self) -> int:
+        """How many answers are asked at most, the retention probe's not counted; known before anything is trained."""
+        samples, stopped = self.probe.sampling.samples, self._stopped_of(len(self.trained))
+        parts = len(self.trained) * len(self._heats()) * PART_QUESTIONS * samples if stopped else 0
+        settings = len(self.settings) - stopped * len({one.temperature for one in self.settings})
+        confirming = 2 * (len(self.probe.questions) - self.choosing) * samples
+        always = 2 * (self.choosing + self.choosing // ELSEWHERE * samples) if self.probe.kind == "labelled" else 0
+        return parts + most_answers(settings, self.choosing, samples) + confirming + always
+
     def _train(self) -> set[Candidate]:
-        """Train all gates; those whose training met a value that is not finite, in this run or an earlier one."""
-        diverged = self.store.diverged()
-        lost = {one.model for one in self.settings if one.slug in diverged}
-        for one in self.trained:
-            if one not in lost:
-                try:
-                    train_trial(self.store, one, self.bench, self.on_event)
-                except DivergenceError:
-                    lost.add(one)
-        diverged = self.store.diverged()
-        self.failed = {self.names[one.model]: diverged[one.slug] for one in self.settings if one.slug in diverged}
-        if self.failed and len(lost) == len(self.trained):
+        """Train gates; those that drop out, because they were stopped or met a value that is not finite, now or earlier."""
+        lost = self._lost()
+        alive, waiting = [one for one in self.trained if one not in lost], []
+        if stopped := self._stopped_of(len(alive)):
+            parts = self._each(alive, partial(train_part, temperatures=self._heats()))
+            ranked = sorted(parts, key=lambda one: -max(parts[one]["scores"].values()))
+            going = max(len(alive) - stopped, 1)
+            alive, waiting = ranked[:going], ranked[going:]
+        trained = self._each(alive, train_trial) or self._each(waiting, train_trial)
+        self.failed = {self.names[one]: why for one, why in self._lost().items()}
+        if self.failed and not trained:
             raise DivergenceError(list(self.failed.values())[-1])
-        return lost
+        self.parts = {one: part for one in self.trained if (part := read_json(self.store.place(one) / PART))}
+        self.stopped = [one for one in waiting if one not in trained]
+        return {one for one in self.trained if one not in trained}
+
+    def _each(self, candidates: Sequence[Candidate], train: Callable[..., Any]) -> dict[Candidate, Any]:
+        """{candidate: what its training came to}, without those that met a value that is not finite."""
+        found = {}
+        for one in candidates:
+            with suppress(DivergenceError):
+                found[one] = train(self.store, one, self.bench, on_event=self.on_event)
+        return found
+
+    def _lost(self) -> dict[Candidate, str]:
+        """{gates: why their training could not go on}, in this run or an earlier one."""
+        diverged = self.store.diverged()
+        return {one.model: diverged[one.slug] for one in self.settings if one.slug in diverged}
+
+    def _stopped_of(self, ranges: int) -> int:
+        """How many of so many ranges stop after a part of their steps: the weaker half, rounded up, but never all."""
+        return 0 if ranges < 2 else ranges - ranges // 2
+
+    def _heats(self) -> list[float]:
+        """The hottest and the coolest temperature of the settings, at which a part of a training is asked."""
+        heats = [one.temperature for one in self.settings if one.temperature is not None]
+        return list(dict.fromkeys([max(heats), min(heats)]))
 
     def _ask(self, setting: Candidate, count: int) -> np.ndarray:
         self.results[setting] = run_trial(self.store, setting, self._bench, self.on_event, questions=count)
@@ -113,23 +162,39 @@ class Comparison:
     def _bench(self, _: str) -> Bench:
         return self.bench
 
-    def _not_vetoed(self, scores: dict[Candidate, np.ndarray], tried: int) -> Recommendation:
-        """The recommendation; one that clearly loses on the retention probe gives way to the next."""
-        found = recommend(scores, tried=tried)
-        alone = recommend({one: values for one, values in scores.items() if one.kind == ADAPTER}).setting
-        while self.bench.retention is not None and found.setting.kind != ADAPTER:
-            tables = {self._label(one): self._retention(one) for one in (alone, found.setting)}
+    def _not_vetoed(self, scores: dict[Candidate, np.ndarray]) -> None:
+        """Find the recommendation; one that clearly loses on the retention probe gives way to the next."""
+        self.found = recommend(scores)
+        self.tried = self.found.tried
+        alone = self.found.best[ADAPTER]
+        while self.bench.retention is not None and self.found.setting.kind != ADAPTER:
+            tables = {self._label(one): self._retention(one) for one in (alone, self.found.setting)}
             self.retained |= tables
             if not (reasons := vetoes(tables, self._label(alone))):
                 break
             self.vetoed |= reasons
-            scores = {one: values for one, values in scores.items() if one != found.setting}
-            found = recommend(scores, tried=tried)
-        return found
+            scores = {one: values for one, values in scores.items() if one != self.found.setting}
+            scores |= {one: self._ask(one, self.choosing) for one in recommend(scores).best.values()}
+            self.found = recommend(scores)
+
+    def _confirm(self) -> None:
+        """Compare what is recommended with the adapter at its best on untouched questions; without a gain there, it is not."""
+        alone, setting = self.found.best[ADAPTER], self.found.setting
+        new, own = (self._ask(one, len(self.probe.questions))[self.choosing :] for one in (setting, alone))
+        difference = compare(new, own)
+        self.confirmation = {
+            "questions": len(new),
+            "setting": self._label(setting),
+            "against": self._label(alone),
+            "score": asdict(average_at_k(new)),
+            "difference": asdict(difference),
+            "confirmed": difference.mean > 0,
+        }
+        if difference.mean <= 0:
+            self.found = replace(self.found, setting=alone)
 
     def _retention(self, setting: Candidate) -> np.ndarray:
-        questions = len(self.probe.questions)
-        result = run_trial(self.store, setting, self._bench, self.on_event, questions=questions, retention=True)
+        result = run_trial(self.store, setting, self._bench, self.on_event, questions=self.choosing, retention=True)
         assert result.retention is not None, "it was asked"
         self.results[setting] = result
         return result.retention.scores
@@ -145,33 +210,40 @@ class Comparison:
 
     def as_record(self) -> dict[str, Any]:
         """What the artifact keeps under "selection"."""
-        setting, questions = self.found.setting, len(self.probe.questions)
-        whole = [one for one in self.results if len(self._probed(one).scores) == questions]
+        setting = self.found.setting
+        whole = [one for one in self.results if len(self._probed(one).scores) >= self.choosing]
         name, bounds = self.names[setting.model], setting.range
         trained = [read_json(self.store.place(one) / TRAINED) for one in self.trained]
         seconds = [result.seconds for result in self.results.values()]
+        answers = sum(self._probed(one).scores.size for one in self.results)
+        answers += sum(part["answers"] for part in self.parts.values())
         return {
-            "method": f"the simplest of {self.found.tried} settings on a {self.probe.kind} probe that no more complicated one is "
-            "shown to beat; the adapter at each temperature is among them",
+            "method": f"the simplest of {self.tried} settings on a {self.probe.kind} probe than which no more complicated one is "
+            "probably better; the adapter at each temperature is among them",
             "accepted": setting.kind != ADAPTER,
             "picked": name,
             "range": None if bounds is None else [bounds.lower, bounds.upper],
             "candidates": len(self.trained),
             "n": int(self._probed(setting).scores.size),
             "probe": self.probe.as_dict(),
-            "recommendation": {**self.found.as_record(), "setting": self._label(setting)},
+            "recommendation": {**self.found.as_record(), "setting": self._label(setting), "tried": self.tried},
             "evidence": {self._label(one): asdict(average_at_k(self._probed(one).scores)) for one in whole},
             "settings": [self._row(one, whole) for one in self.results],
             "signs": {self._label(one): self._probed(one).signs for one in whole},
             "warnings": self._warnings(setting, name),
             "vetoed": self.vetoed,
             **({"failed": self.failed} if self.failed else {}),
+            **({"stopped": {self.names[one]: self._stopped_at(one) for one in self.stopped}} if self.stopped else {}),
             **({"retention": self._retention_record()} if self.retained else {}),
+            **({"confirmation": self.confirmation} if self.confirmation else {}),
             "cost": {
                 "trainings": sum(bool(one) for one in trained),
-                "training_seconds": round(sum(one.get("seconds", 0.0) for one in trained), 1),
-                "probing_seconds": round(sum(sum(one.values()) for one in seconds), 1),
-                "answers": sum(self._probed(one).scores.size for one in self.results),
+                "training_seconds": round(sum(one.get("seconds", 0.0) for one in (*trained, *self.parts.values())), 1),
+                "probing_seconds": round(
+                    sum(sum(one.values()) for one in seconds) + sum(one["asking"] for one in self.parts.values()), 1
+                ),
+                "answers": answers,
+                "answers_at_most": self.most_answers(),
             },
         }
 
@@ -184,9 +256,17 @@ class Comparison:
             "temperature": setting.temperature,
         }
         row |= asdict(average_at_k(scores))
-        if setting != alone and setting in whole and alone in whole:
-            row["against_adapter"] = asdict(compare(scores, self._probed(alone).scores))
+        if setting != alone and alone in self.results:
+            count = min(len(scores), len(self._probed(alone).scores))
+            if setting in whole or count >= self.choosing // ELSEWHERE:
+                row["against_adapter"] = asdict(compare(scores[:count], self._probed(alone).scores[:count]))
         return row
+
+    def _stopped_at(self, one: Candidate) -> dict[str, Any]:
+        """What a range was stopped on, with the best score among those that went on."""
+        part = self.parts[one]
+        others = [max(self.parts[other]["scores"].values()) for other in self.parts if other not in self.stopped]
+        return {"steps": part["steps"], "score": max(part["scores"].values()), "weakest_kept": min(others)}
 
     def _warnings(self, setting: Candidate, name: str) -> dict[str, list[str]]:
         """How the answers of what is recommended look worse than the adapter's sampled alike, and what ended a training."""
@@ -203,3 +283,35 @@ class Comparison:
     def _retention_record(self) -> dict[str, Any]:
         assert self.bench.retention is not None, "it was asked"
         return retention_record(self.retained, next(iter(self.retained)), self.bench.retention.as_dict())
+
+
+def vetoes(scores: Mapping[str, np.ndarray], fallback: str) -> dict[str, str]:
+    """{candidate: reason} of those that lose more than 2 points with a 95 % interval entirely below 0.
+
+    Args:
+        scores: {name: scores [questions, samples]} on the retention probe, the fallback among them.
+        fallback: the untouched adapter.
+    """
+    found = {}
+    for name, values in scores.items():
+        if name == fallback:
+            continue
+        difference = compare(values, scores[fallback])
+        if difference.mean < -LOSS and difference.high < 0:
+            found[name] = (
+                f"loses {-100 * difference.mean:.1f} points on the retention probe (95 % interval "
+                f"{100 * difference.low:+.1f} to {100 * difference.high:+.1f})"
+            )
+    return found
+
+
+def retention_record(scores: Mapping[str, np.ndarray], fallback: str, probe: dict[str, Any]) -> dict[str, Any]:
+    """The evidence for the artifact: each score, and each difference from the adapter."""
+    return {
+        "probe": probe,
+        "rule": f"a candidate that loses more than {100 * LOSS:g} points, its paired 95 % interval below 0, is not picked",
+        "evidence": {name: asdict(average_at_k(values)) for name, values in scores.items()},
+        "against_adapter": {
+            name: asdict(compare(values, scores[fallback])) for name, values in scores.items() if name != fallback
+        },
+    }

@@ -20,11 +20,11 @@ from loragate.evaluation.results import EvaluationRecord, TaskResult
 from loragate.evaluation.session import Request, Session
 from loragate.evaluation.statistics import compare_suites, holm, suite_average
 from loragate.evaluation.tasks import Task
-from loragate.evaluation.variants import Variant
+from loragate.evaluation.variants import Variant, sampled
 from loragate.gates.schema import read_gate_config
 from loragate.selection.candidate import Candidate
-from loragate.selection.outcome import LEVEL
-from loragate.selection.store import GATED, Store
+from loragate.selection.outcome import LEVEL, selections
+from loragate.selection.store import GATED, Store, TrialResult
 from loragate.selection.study import Study
 
 Tables = list[np.ndarray]
@@ -41,6 +41,7 @@ class SweptCells:
         request: of the evaluation: its model is the adapter of the cells, its folder this adapter's.
         tasks: what is asked.
         stop_token_ids: that end an answer, as the cells record them.
+        written: the trial whose gates the sweep recommends, at the temperature of its probe; None where the adapter remains.
     """
 
     study: Study
@@ -49,6 +50,7 @@ class SweptCells:
     request: Request
     tasks: list[Task]
     stop_token_ids: tuple[int, ...]
+    written: TrialResult | None = None
 
     @classmethod
     def of(cls, sweep: Path, request: Request) -> list[SweptCells]:
@@ -60,6 +62,7 @@ class SweptCells:
         """
         store, cells = Store.open(sweep), dict[str, dict[Candidate, Path]]()
         done = store.finished()
+        chosen = selections(store.study, done)
         for one in store.study.candidates:
             if one.range is not None and one.slug in done:
                 cells.setdefault(one.adapter, {})[one] = store.place(one) / GATED
@@ -84,15 +87,23 @@ class SweptCells:
                 raise ConfigError(
                     f"--sweep: {', '.join(asked)} are retention suites, which are scored one model at a time"
                 )
-            found.append(cls(store.study, label, trials, own, tasks, tuple(gates.get("stop_token_ids") or ())))
+            written = chosen[label].written if label in chosen else None
+            endings = tuple(gates.get("stop_token_ids") or ())
+            found.append(cls(store.study, label, trials, own, tasks, endings, written))
         return found
 
     def evaluation(self, session: Session) -> Evaluation:
-        """The adapter and a row for each cell."""
+        """The adapter and a row for each cell; at the recommended temperature the recommended gates and the adapter as well."""
         expected = [one for one in self.study.candidates if one.range is not None and one.adapter == self.label]
         left = [trial.name for trial in expected if trial not in self.trials]
         notes = [f"cells that are not finished, and not scored: {', '.join(left)}"] if left else []
         rows = [Variant("gated", trial.name, gates=str(place)) for trial, place in self.trials.items()]
+        if self.written is not None and self.written.probe is not None:
+            heat = session.added(self.written.probe.about.get("temperature"))
+            if heat is not None:
+                cooler, one = sampled("adapter", heat), self.written.candidate
+                name = f"{one.name} {cooler.control}"
+                rows += [cooler, Variant("gated", name, temperature=heat, gates=str(self.trials[one]))]
         return session.evaluation([Variant("adapter"), *rows], notes=notes, kind="sweep", sweep=self.study.fingerprint)
 
 

@@ -1,33 +1,68 @@
-"""The simplest way of using an adapter that nothing more complicated is shown to beat.
+"""Which way of using an adapter to recommend, and whom to ask next.
 
-A setting is a model (the adapter, the base, the adapter under one λ, the adapter with gates) and the temperature at which
-it is sampled. All are asked the same questions. Two things make the best of many look better than it is: the temperature
-and the candidate are picked on the very scores that are reported, and the more candidates, the luckier the luckiest. So
-each kind of model stands for comparison with scores out of fold: what is best on one half of the questions answers for
-the kind on the other half, and back. A kind takes the place of the simpler one before it only where the paired difference
-of these scores is shown to be above zero. Knows arrays only: no model, no file.
+A setting is a model (the adapter, the base, the adapter under one λ, the adapter with gates) and the temperature at which it
+is sampled. All are asked the same questions, the first ones of a list, some more of them than others. What the answers say
+of all scores together is one normal distribution (`believe`): settings that share a model or a temperature are expected to
+score alike, so each is also judged by its relatives, and the luckiest of many is pulled back to them. That belief decides
+who is asked more (`halve`) and what is recommended (`recommend`): the best setting of a kind takes the place of the simpler
+one before it only where it is better with a probability of at least `SURE`. Knows arrays only: no model, no file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from scipy.special import stdtrit
+from scipy.special import ndtr, ndtri
 
 from loragate.errors import ConfigError
-from loragate.evaluation import Estimate, average_at_k
 from loragate.selection.candidate import ADAPTER, KINDS, Candidate
 
-LEVEL, STRICT = 0.9, 0.98
-"""Two-sided level of the interval that must lie above zero, and that of a probe with fewer than `ENOUGH` questions; chosen
-by simulation (benchmarks/selection/recommending.py)."""
+SURE = 0.7
+"""Probability of being better from which a more complicated kind is recommended; this and what follows were chosen by
+simulation (benchmarks/selection/recommending.py)."""
 
-ENOUGH = 128
-FOLDS = 10  # random halvings that are averaged, so that the result does not hang on one of them
-FIRST, FINALISTS, OF_KIND = 16, 10, 2
+LEVEL = 0.9  # of the intervals that are recorded
+FINALISTS, PARTS, FEWEST, HOPE = 4, 32, 4, 1.0
+
+# how far scores are expected to lie apart, as standard deviations of shares: between models, temperatures, kinds, kinds at one
+# temperature, and what is left of a single setting; and the common level, of which nothing is known
+_MODEL, _HEAT, _KIND, _KIND_HEAT, _OWN, _LEVEL = 0.15, 0.1, 0.05, 0.05, 0.015, 1.0
+
+# of the variance of one verdict: what the question, the model's way with it, the setting's way with it, and chance each have;
+# where there are few questions, it stands in for what they show, with the weight of so many of them
+_QUESTION, _WAY, _SETTING, _CHANCE, _WEIGHT = 0.40, 0.08, 0.10, 0.42, 16
+
+
+@dataclass(frozen=True)
+class Belief:
+    """The scores of settings after the answers so far.
+
+    Attributes:
+        settings: whose scores.
+        mean: expected scores [S], shares of right answers.
+        covariance: of what is uncertain of them [S, S].
+    """
+
+    settings: tuple[Candidate, ...]
+    mean: np.ndarray
+    covariance: np.ndarray
+
+    def difference(self, one: int, other: int) -> tuple[float, float]:
+        """Expected difference of two settings, and its standard deviation."""
+        c = self.covariance
+        spread = max(float(c[one, one] + c[other, other] - 2 * c[one, other]), 1e-12)
+        return float(self.mean[one] - self.mean[other]), spread**0.5
+
+    def interval(self, one: int) -> dict[str, float]:
+        """A setting's expected score with its interval at `LEVEL`."""
+        mean, half = float(self.mean[one]), _HALF * float(self.covariance[one, one]) ** 0.5
+        return {"mean": mean, "low": max(mean - half, 0.0), "high": min(mean + half, 1.0)}
+
+
+_HALF = float(ndtri((1 + LEVEL) / 2))
 
 
 @dataclass(frozen=True)
@@ -36,10 +71,9 @@ class Step:
 
     Attributes:
         kind, against: the two.
-        mean, low, high: of the paired difference out of fold, kind minus against, with its interval at `level_for` so many
-            questions.
-        lead: difference between the settings that would be recommended of the two, on all questions. Out of fold a kind pays
-            for not being sure of its best temperature, and that alone is no reason to use another.
+        mean, low, high: of the difference of their best settings, kind minus against, with its interval at `LEVEL`.
+        chance: probability that the kind is better.
+        taken: whether it takes the other's place.
     """
 
     kind: str
@@ -47,12 +81,8 @@ class Step:
     mean: float
     low: float
     high: float
-    lead: float
-
-    @property
-    def shown(self) -> bool:
-        """Whether the kind is shown to be better."""
-        return self.low > 0 and self.lead > 0
+    chance: float
+    taken: bool
 
 
 @dataclass(frozen=True)
@@ -62,85 +92,73 @@ class Recommendation:
     Attributes:
         setting: the recommended one.
         steps: the comparisons, from the simplest kind on.
-        scores: every setting that was asked all questions; the best of them is flattered by having been picked.
-        honest: {kind: score out of fold}, which is not.
+        best: {kind: its best setting}.
+        scores: {kind: expected score of that, with its interval}.
         tried: settings that were asked anything.
     """
 
     setting: Candidate
     steps: tuple[Step, ...]
-    scores: dict[Candidate, Estimate]
-    honest: dict[str, Estimate]
+    best: dict[str, Candidate]
+    scores: dict[str, dict[str, float]]
     tried: int
 
     def as_record(self) -> dict[str, Any]:
-        """What the artifact keeps of it, beside the scores; differences and scores are shares of right answers."""
-        questions = self.honest[ADAPTER].questions
+        """What the artifact keeps of it; differences and scores are shares of right answers."""
         return {
             "kind": self.setting.kind,
             "setting": self.setting.cell,
             "temperature": self.setting.temperature,
-            "steps": [{**asdict(step), "shown": step.shown} for step in self.steps],
-            "level": level_for(questions),
-            "out_of_fold": {kind: asdict(score) for kind, score in self.honest.items()},
+            "steps": [asdict(step) for step in self.steps],
+            "level": LEVEL,
+            "sure": SURE,
+            "expected": {kind: {"setting": self.best[kind].cell, **score} for kind, score in self.scores.items()},
             "tried": self.tried,
         }
 
 
-def recommend(scores: Mapping[Candidate, np.ndarray], *, tried: int | None = None, seed: int = 0) -> Recommendation:
-    """The simplest setting that no more complicated one is shown to beat.
-
-    What is recommended beside the adapter is also not shown to be worse than the adapter at the same temperature.
+def recommend(scores: Mapping[Candidate, np.ndarray]) -> Recommendation:
+    """The simplest setting than which no more complicated one is probably better, of those that were asked everything.
 
     Args:
-        scores: {setting: scores [questions, samples]} on the same questions; the number of samples may differ, as
-            greedy answers need only one.
-        tried: settings that were asked anything, where some were dropped before (`halve`).
-        seed: of the random halves.
+        scores: {setting: scores [questions, samples]} on the first of the same questions; greedy answers need one sample.
 
     Raises:
-        ConfigError: if the adapter is missing, or the questions differ in number.
+        ConfigError: if no setting of the adapter was asked everything.
     """
-    settings = sorted(scores, key=lambda setting: KINDS.index(setting.kind))
-    if not any(setting.kind == ADAPTER for setting in settings):
-        raise ConfigError("the adapter itself must be among the settings; without it nothing can be called better")
-    if len({len(scores[setting]) for setting in settings}) != 1:
-        raise ConfigError(f"all settings must be asked the same questions, found {[len(s) for s in scores.values()]}")
-    means_QS = np.stack([np.mean(scores[setting], axis=1) for setting in settings], axis=1)
-    columns = {kind: found for kind in KINDS if (found := [i for i, one in enumerate(settings) if one.kind == kind])}
-    honest = _out_of_fold(means_QS, columns, seed)
-    alone = {settings[i].temperature: means_QS[:, i] for i in columns[ADAPTER]}
-    picks = {}
-    for kind, found in columns.items():
-        # where all are worse than the adapter sampled alike, none of them leads
-        allowed = [i for i in found if not _is_worse(means_QS[:, i], alone.get(settings[i].temperature))] or found
-        picks[kind] = allowed[int(np.argmax(shrunk_means(means_QS[:, allowed])))]
-    best, steps = ADAPTER, []
-    for kind in list(columns)[1:]:
-        lead = float(means_QS[:, picks[kind]].mean() - means_QS[:, picks[best]].mean())
-        steps.append(Step(kind, best, *_interval(honest[kind] - honest[best]), lead))
-        best = kind if steps[-1].shown else best
+    questions = max(map(len, scores.values()), default=0)
+    if not any(one.kind == ADAPTER and len(asked) == questions for one, asked in scores.items()):
+        raise ConfigError("the adapter itself must be asked all questions; without it nothing can be called better")
+    belief = believe(scores)
+    whole = [len(scores[one]) == questions for one in belief.settings]
+    best: dict[str, int] = {}
+    for kind in KINDS:
+        own = [i for i, one in enumerate(belief.settings) if one.kind == kind]
+        if own := [i for i in own if whole[i]] or own:
+            best[kind] = max(own, key=lambda i: belief.mean[i])
+    held, steps = ADAPTER, []
+    for kind in list(best)[1:]:
+        mean, spread = belief.difference(best[kind], best[held])
+        chance = float(ndtr(mean / spread))
+        taken = chance >= SURE and whole[best[kind]]
+        steps.append(Step(kind, held, mean, mean - _HALF * spread, mean + _HALF * spread, chance, taken))
+        held = kind if taken else held
     return Recommendation(
-        setting=settings[picks[best]],
+        setting=belief.settings[best[held]],
         steps=tuple(steps),
-        scores={setting: average_at_k(scores[setting]) for setting in settings},
-        honest={kind: average_at_k(values[:, None]) for kind, values in honest.items()},
-        tried=tried or len(settings),
+        best={kind: belief.settings[i] for kind, i in best.items()},
+        scores={kind: belief.interval(i) for kind, i in best.items()},
+        tried=len(scores),
     )
 
 
 def halve(
-    settings: Iterable[Candidate],
-    ask: Callable[[Candidate, int], np.ndarray],
-    questions: int,
-    *,
-    first: int = FIRST,
-    finalists: int = FINALISTS,
+    settings: Sequence[Candidate], ask: Callable[[Candidate, int], np.ndarray], questions: int
 ) -> dict[Candidate, np.ndarray]:
-    """Sequential halving: all settings on a few questions, the better half on twice as many, `finalists` on all.
+    """Sequential halving: all settings on a few questions, the more promising half on twice as many, `FINALISTS` on all.
 
-    The adapter stays at every temperature, because whatever is recommended must beat the best of them, and so do the two
-    best settings of every other kind.
+    A greedy setting, which gives one answer, is asked as many questions more as the others give answers. The adapter stays
+    at one temperature at least, because whatever is recommended must beat it.
 
     Args:
         ask: (setting, n) -> its scores [n, samples] on the first n questions; called again with a larger n it need only
@@ -148,73 +166,113 @@ def halve(
         questions: how many there are.
 
     Returns:
-        {setting: scores [questions, samples]} of those that were asked all.
+        {setting: scores [n, samples]}, the finalists with all questions.
     """
-    alive, asked = list(settings), min(first, questions)
-    while len(alive) > finalists and asked < questions:
-        shrunk = _shrunk_within(np.stack([np.mean(ask(setting, asked), axis=1) for setting in alive], axis=1), alive)
-        order = sorted(range(len(alive)), key=lambda i: -shrunk[i])
-        chosen = set(order[: max(finalists, len(alive) // 2)])
-        for kind in KINDS:
-            own = [i for i in order if alive[i].kind == kind]
-            chosen.update(own if kind == ADAPTER else own[:OF_KIND])
-        if len(chosen) == len(alive):
+    alive, scores = list(settings), {}
+    samples = 1
+    for asked, staying in rungs(len(settings), questions):
+        for one in sorted(alive, key=lambda one: one.temperature == 0):
+            count = asked * samples if one.temperature == 0 else asked
+            scores[one] = ask(one, min(count, questions))
+            samples = max(samples, scores[one].shape[1])
+        if asked == questions:
             break
-        alive, asked = [alive[i] for i in sorted(chosen)], min(2 * asked, questions)
-    return {setting: ask(setting, questions) for setting in alive}
+        alive = _promising(believe(scores), staying)
+    return scores
 
 
-def level_for(questions: int) -> float:
-    """Level of the interval by which a kind is shown to be better on so many questions."""
-    return LEVEL if questions >= ENOUGH else STRICT
+def rungs(settings: int, questions: int) -> Iterator[tuple[int, int]]:
+    """(questions asked by now, settings that are asked more) of each round of `halve`, the last one with all questions."""
+    asked = min(max(FEWEST, -(-questions // PARTS)), questions)
+    while True:
+        settings = min(settings, max(FINALISTS, settings // 2))
+        yield asked, settings
+        if asked == questions:
+            return
+        asked = min(2 * asked, questions)
 
 
-def shrunk_means(means_QS: np.ndarray) -> np.ndarray:
-    """Means of settings pulled to their common mean by as much as chance alone spreads them [S] (James and Stein).
+def most_answers(settings: int, questions: int, samples: int) -> int:
+    """How many answers `halve` asks of so many settings at most: as if none were greedy, and none asked in two rounds running."""
+    total, alive = 0, settings
+    for asked, staying in rungs(settings, questions):
+        total += alive * asked * samples
+        alive = min(staying + 1, settings)  # the adapter may stay beside the best
+    return min(total, settings * questions * samples)
 
-    What is uncertain of a setting is its difference from the others on the same questions, so questions that are hard
-    for all do not count as noise. Settings with fewer samples are noisier and are pulled further.
+
+def _promising(belief: Belief, count: int) -> list[Candidate]:
+    """The settings that may well be the best, the adapter among them; what had been left may come back."""
+    top = int(np.argmax(belief.mean))
+    hope = [belief.mean[i] + HOPE * belief.difference(i, top)[1] for i in range(len(belief.settings))]
+    order = sorted(range(len(hope)), key=lambda i: -hope[i])
+    chosen = order[:count]
+    if not any(belief.settings[i].kind == ADAPTER for i in chosen):
+        chosen.append(next(i for i in order if belief.settings[i].kind == ADAPTER))
+    return [belief.settings[i] for i in chosen]
+
+
+def believe(scores: Mapping[Candidate, np.ndarray]) -> Belief:
+    """What answers say of the scores of all settings, each also judged by those that share its model or temperature.
+
+    A mean of few answers is uncertain by its noise: of the questions that happen to be asked, of how each model gets along
+    with them, and of chance. Questions that are hard for all do not count against anyone.
+
+    Args:
+        scores: {setting: scores [questions, samples]} on the first of the same questions.
     """
-    means_S = means_QS.mean(axis=0)
-    if means_QS.shape[1] < 3:
-        return means_S
-    beside = means_QS - means_QS.mean(axis=1, keepdims=True)
-    noise_S = beside.var(axis=0, ddof=1) / len(means_QS)
-    spread = max(float(means_S.var(ddof=1) - noise_S.mean()), 0.0)
-    weight_S = spread / np.maximum(spread + noise_S, 1e-12)
-    return means_S.mean() + weight_S * (means_S - means_S.mean())
+    settings = tuple(sorted(scores, key=lambda one: KINDS.index(one.kind)))
+    means_S = np.array([scores[one].mean() for one in settings])
+    counts_S = np.array([len(scores[one]) for one in settings])
+    same_model, same_heat, same_kind = (
+        np.equal.outer(labels, labels)
+        for labels in (
+            _numbered([one.model for one in settings]),
+            _numbered([one.temperature for one in settings]),
+            _numbered([one.kind for one in settings]),
+        )
+    )
+    prior = _LEVEL**2 + _MODEL**2 * same_model + _HEAT**2 * same_heat + _KIND**2 * same_kind
+    prior = prior + _KIND_HEAT**2 * (same_kind & same_heat) + _OWN**2 * np.eye(len(settings))
+    question, way, own_S = _noise([scores[one] for one in settings], means_S, same_model)
+    noise = (question + way * same_model) / np.maximum.outer(counts_S, counts_S) + np.diag(own_S / counts_S)
+    weights = np.linalg.solve(prior + noise, prior)
+    centre = means_S.mean()
+    return Belief(settings, centre + weights.T @ (means_S - centre), prior - prior @ weights)
 
 
-def _shrunk_within(means_QS: np.ndarray, settings: Sequence[Candidate]) -> np.ndarray:
-    shrunk = np.empty(len(settings))
-    for kind in KINDS:
-        if columns := [i for i, setting in enumerate(settings) if setting.kind == kind]:
-            shrunk[columns] = shrunk_means(means_QS[:, columns])
-    return shrunk
+def _noise(
+    tables: Sequence[np.ndarray], means_S: np.ndarray, same_model: np.ndarray
+) -> tuple[float, float, np.ndarray]:
+    """Variances of one question's mean score: common to all settings, common to a model's, and a setting's own [S].
+
+    Estimated where several settings answered the same questions, and drawn towards the usual shares where these are few.
+    """
+    samples_S = np.array([table.shape[1] for table in tables])
+    clipped = np.clip(means_S, 0.05, 0.95)
+    verdict_S = clipped * (1 - clipped)
+    question, way = _QUESTION * float(np.median(verdict_S)), _WAY * float(np.median(verdict_S))
+    own_S = verdict_S * (_SETTING + _CHANCE / samples_S)
+    # greedy settings are ahead in questions; of the others, those that are still asked have the most
+    sampled = [len(table) for table in tables if table.shape[1] > 1] or [len(table) for table in tables]
+    count = sorted(sampled)[-min(FINALISTS, len(sampled))]
+    rows = [i for i, table in enumerate(tables) if len(table) >= count]
+    if count < FEWEST or len(rows) < 2:
+        return question, way, own_S
+    found = np.cov(np.stack([tables[i][:count].mean(axis=1) for i in rows]))
+    alike = same_model[np.ix_(rows, rows)]
+    apart = ~np.eye(len(rows), dtype=bool)
+    weight = count / (count + _WEIGHT)
+    common = max(float(found[~alike].mean()), 0.0) if not alike.all() else question
+    shared = max(float(found[alike & apart].mean()) - common, 0.0) if (alike & apart).any() else way
+    rest = np.maximum(np.diag(found) - common - shared, 0.005).sum() / own_S[rows].sum()
+    return (
+        weight * common + (1 - weight) * question,
+        weight * shared + (1 - weight) * way,
+        own_S * (weight * rest + 1 - weight),
+    )
 
 
-def _out_of_fold(means_QS: np.ndarray, columns: Mapping[str, list[int]], seed: int) -> dict[str, np.ndarray]:
-    """{kind: score of every question [Q]}, each by the setting that is best of the kind on the other half."""
-    count, generator = len(means_QS), np.random.default_rng(seed)
-    honest = {kind: np.zeros(count) for kind in columns}
-    for _ in range(FOLDS):
-        order = generator.permutation(count)
-        for here, there in ((order[: count // 2], order[count // 2 :]), (order[count // 2 :], order[: count // 2])):
-            for kind, found in columns.items():
-                pick = found[int(np.argmax(shrunk_means(means_QS[here][:, found])))] if len(here) else found[0]
-                honest[kind][there] += means_QS[there, pick] / FOLDS
-    return honest
-
-
-def _is_worse(mean_Q: np.ndarray, alone_Q: np.ndarray | None) -> bool:
-    """Whether a setting is shown to be worse than the adapter at the same temperature; not where that was not asked."""
-    return alone_Q is not None and _interval(mean_Q - alone_Q)[2] < 0
-
-
-def _interval(difference_Q: np.ndarray) -> tuple[float, float, float]:
-    """Mean, low and high of a paired difference."""
-    count, mean = len(difference_Q), float(difference_Q.mean())
-    if count < 2 or np.ptp(difference_Q) < 1e-12:
-        return mean, min(mean, 0.0), max(mean, 0.0)  # no spread: nothing is shown
-    half = float(stdtrit(count - 1, (1 + level_for(count)) / 2) * difference_Q.std(ddof=1) / np.sqrt(count))
-    return mean, mean - half, mean + half
+def _numbered(labels: Sequence[Any]) -> np.ndarray:
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+    return np.array([numbers[label] for label in labels])

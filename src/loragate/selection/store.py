@@ -3,6 +3,7 @@
 trials/<slug>/result.json         scores and figures; written last, so a trial with a valid one is finished
 trials/<slug>/gated/              the trained gates as a gated adapter, whose adapter/ is hard links to adapters/<label>/
 trials/<slug>/trained.json        record of the training; from here on it is not trained again
+trials/<slug>/part.json           what came of the first quarter of the training, where others were to be stopped there
 trials/<slug>/run/                log and checkpoints of the training
 trials/<slug>/attempts.jsonl      one line per start: when, where, by which process
 trials/<slug>/status.json         where it stands, for the live table; may be out of date
@@ -31,9 +32,10 @@ from loragate.selection.study import Study, digest
 from loragate.training.guards import Reading
 
 GATED, ADAPTERS = "gated", "adapters"
-RESULT, TRAINED, FAILED, STATUS, ATTEMPTS = (
+RESULT, TRAINED, PART, FAILED, STATUS, ATTEMPTS = (
     "result.json",
     "trained.json",
+    "part.json",
     "failed.json",
     "status.json",
     "attempts.jsonl",

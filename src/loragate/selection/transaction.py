@@ -1,11 +1,11 @@
 """Find the best way to use an adapter: train gates, ask everything on a probe, and write what is recommended.
 
 The whole of `loragate calibrate`, as one transaction that is resumable at every point; `choose_gates` is the call. It ends in
-one of four ways: gates, or one λ for all, that a probe showed to be better than the adapter at its best temperature; the
-adapter (zero gates) where nothing did; gates that were trained but stay off because there was no evidence; and gates that the
-user accepted without any. What a probe showed is written with the sampling temperature at which it did. Zero gates are λ = 1
-everywhere, bit for bit the adapter, in every program that can load gates. Nothing here prints, and training's own loss is
-never looked at.
+one of four ways: gates, one λ for all, or the base, that do probably better on a probe than the adapter at its best temperature;
+the adapter (zero gates) where nothing does; gates that were trained but stay off because there was no evidence; and gates that
+the user accepted without any. What a probe showed is written with the sampling temperature at which it did. Zero gates are
+λ = 1 everywhere, bit for bit the adapter, in every program that can load gates. Nothing here prints, and training's own loss
+is never looked at.
 
     folder/                        the gated adapter, written last
     folder/run/candidates/         the study and its trials (`store.py`); majority.json holds answers of the adapter
@@ -137,9 +137,10 @@ def choose_gates(
 ) -> Chosen:
     """Find the best way to use an adapter on a probe: as it is, with gates, under one λ, or not at all; and how to sample it.
 
-    The command `loragate calibrate` is this call. Gates are trained in a few ranges, one pass each. Everything is sampled at
-    T = 1, 0.6, 0.3 and greedily. What is more complicated than the adapter alone is recommended only where it is shown to be
-    better than the best of what is simpler (`recommend.py`). Scores are shares of right answers, 0 to 1.
+    The command `loragate calibrate` is this call. Gates are trained in a few ranges, the weaker half of them for a quarter
+    of their steps. Everything is sampled at T = 1, 0.6, 0.3 and greedily. What is more complicated than the adapter alone is
+    recommended only where it is probably better than the best of what is simpler (`recommend.py`). Scores are shares of right
+    answers, 0 to 1.
 
     Args:
         peft_model: base with a plain LoRA adapter in memory. It is left gated with what was written: λ = 1 everywhere
@@ -160,7 +161,7 @@ def choose_gates(
         system: "none" leaves out a default system message that the template injects, "keep" keeps it.
         unverified: take the gates of the one range as they come; `probe` must be None.
         resume: go on with what an interrupted call left in `folder`.
-        on_event: called with (candidate, stage, done, total, entropy).
+        on_event: see `trial.OnEvent`.
         origin: `adapter_source`, `base_id`, `base_revision` and `adapter_id` of `loragate.save_gates`.
 
     Returns:
@@ -301,6 +302,8 @@ class Transaction:
         store = self._store(settings, asked)
         with self._begun(store, resume):
             comparison = Comparison(store, self.bench, settings, on_event)
+            if on_event is not None:
+                on_event(Candidate(None, ADAPTER), "planned", 0, comparison.most_answers(), None)
             setting = comparison.run().setting
             record = comparison.as_record()
         return self._write(store, setting, record)

@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -36,14 +36,30 @@ from loragate.generation import Engine
 from loragate.models import Place
 from loragate.selection.candidate import ADAPTER, GATES, Candidate
 from loragate.selection.probe import Probe
-from loragate.selection.store import ADAPTERS, FAILED, GATED, TRAINED, Scored, Status, Store, TrialResult, read_json
+from loragate.selection.store import (
+    ADAPTERS,
+    FAILED,
+    GATED,
+    PART,
+    TRAINED,
+    Scored,
+    Status,
+    Store,
+    TrialResult,
+    read_json,
+)
 from loragate.training import CalibrationSettings, calibrate
+from loragate.training.callbacks import StepReport
 
 LOCK_WAIT_S = 60.0
+SHARE, PART_QUESTIONS = 0.25, 24
+"""Of its steps that a candidate is trained before the weaker ones stop, and questions that it is asked then."""
+
 CONSTANT_RANGE = Range(-1, 2)
 """In which one λ for all is written; the values that are tried lie well inside."""
 OnEvent = Callable[[Candidate, str, int, int, float | None], None]
-"""Called with (candidate, stage, done, total, entropy); stages are loading, training, probing, retention, testing, finished."""
+"""Called with (candidate, stage, done, total, entropy); stages are asking (the adapter, for its majority), planned (total: the
+most answers that will be asked), loading, training, probing, retention, testing, finished."""
 
 
 @dataclass
@@ -76,7 +92,7 @@ class Bench:
     base_loads: int = 1
 
 
-def settings_by_objective(options: Any, objectives: Iterable[str]) -> dict[str, CalibrationSettings]:
+def settings_by_objective(options: CalibrationSettings, objectives: Iterable[str]) -> dict[str, CalibrationSettings]:
     """{objective: its training settings}: those of the options that it reads.
 
     Args:
@@ -154,14 +170,46 @@ def run_trial(
         return result
 
 
-def train_trial(store: Store, candidate: Candidate, bench: Bench, on_event: OnEvent | None = None) -> None:
+def train_trial(store: Store, one: Candidate, bench: Bench, on_event: OnEvent | None = None) -> None:
     """Have the gates of a candidate trained and kept, so that it can be asked at any temperature; raises as `run_trial`."""
-    one = candidate.model
     with _alone(store, one):
         if not read_json(store.place(one) / TRAINED):
             (store.place(one) / FAILED).unlink(missing_ok=True)
             with _acting(store, bench, one, _teller(store, one, on_event)):
                 pass
+
+
+def train_part(
+    store: Store, one: Candidate, bench: Bench, temperatures: Sequence[float], on_event: OnEvent | None = None
+) -> dict[str, Any]:
+    """Train the first `SHARE` of a candidate's steps, ask what came of it, and leave a checkpoint that `train_trial` goes on from.
+
+    Args:
+        temperatures: at which it is asked, each as many answers as `PART_QUESTIONS` questions have, but never more than all
+            questions.
+
+    Returns:
+        steps, seconds of training and asking, answers, and {temperature: mean score}; what is finished is only read. Raises as
+        `run_trial`.
+    """
+    place = store.place(one)
+    with _alone(store, one):
+        if found := read_json(place / PART):
+            return found
+        (place / FAILED).unlink(missing_ok=True)
+        tell, probe = _teller(store, one, on_event), bench.probe
+        assert probe is not None, "there is evidence"
+        with _acting(store, bench, one, tell, part=True) as trained:
+            scores, answers, began = {}, 0, time.monotonic()
+            for heat in temperatures:
+                here = probe.at(heat)
+                count = PART_QUESTIONS * probe.sampling.samples // here.sampling.samples
+                scored = here.score(bench.engine, partial(tell, "probing"), 0, min(count, len(probe.questions)))
+                scores[f"{heat:g}"], answers = float(scored.scores.mean()), answers + scored.scores.size
+            seconds = {"seconds": trained["seconds"], "asking": time.monotonic() - began}
+        found = {"steps": trained["training"]["steps"], **seconds, "answers": answers, "scores": scores}
+        write_json(place / PART, found)
+        return found
 
 
 @contextmanager
@@ -188,12 +236,18 @@ def _teller(store: Store, candidate: Candidate, on_event: OnEvent | None) -> Cal
 
 
 @contextmanager
-def _acting(store: Store, bench: Bench, candidate: Candidate, tell: Callable[..., None]) -> Iterator[dict[str, Any]]:
-    """Within this context the model answers as the candidate, trained if it was not yet; yields the training's record."""
+def _acting(
+    store: Store, bench: Bench, candidate: Candidate, tell: Callable[..., None], *, part: bool = False
+) -> Iterator[dict[str, Any]]:
+    """Within this context the model answers as the candidate, trained if it was not yet; yields the training's record.
+
+    Args:
+        part: it is trained the first `SHARE` of its steps only, and nothing but a checkpoint is kept.
+    """
     trained: dict[str, Any] = {"training": {}, "modules": {}, "seconds": 0.0}
     try:
         if candidate.kind == GATES:
-            trained = _train(store, bench, candidate.model, tell)
+            trained = _train(store, bench, candidate.model, tell, part)
         elif candidate.kind != ADAPTER:
             attach_constant(bench.model, candidate.fixed)
         yield trained
@@ -206,7 +260,7 @@ def _acting(store: Store, bench: Bench, candidate: Candidate, tell: Callable[...
             detach_gates(bench.model)
 
 
-def _train(store: Store, bench: Bench, candidate: Candidate, tell: Callable[..., None]) -> dict[str, Any]:
+def _train(store: Store, bench: Bench, candidate: Candidate, tell: Callable[..., None], part: bool) -> dict[str, Any]:
     """Have the candidate's gates on the model, and return the record of their training; trained ones are only attached."""
     place = store.place(candidate)
     config = config_of(bench.config, candidate)
@@ -218,10 +272,11 @@ def _train(store: Store, bench: Bench, candidate: Candidate, tell: Callable[...,
     rows, encoded = bench.encode(settings)
     entropy: float | None = None
 
-    def report(step: Any) -> None:
+    def report(step: StepReport) -> bool:
         nonlocal entropy
         entropy = step.values.get("topk_entropy", entropy)
         tell("training", step.step, step.total, entropy)
+        return part and SHARE * step.total <= step.step < step.total
 
     tell("training")
     result = calibrate(
@@ -237,6 +292,8 @@ def _train(store: Store, bench: Bench, candidate: Candidate, tell: Callable[...,
         **bench.options(settings),
     )
     evidence = result.evidence()
+    if part:
+        return {"training": evidence["training"], "modules": {}, "seconds": result.seconds}
     shutil.rmtree(place / GATED, ignore_errors=True)  # of an attempt that was cut off
     save_artifact(bench, place / GATED, evidence)
     share_files(place / GATED / ADAPTER_FOLDER, store.folder / ADAPTERS / candidate.adapter)

@@ -9,7 +9,7 @@ from typing import Any
 import vllm.lora.utils as lora_utils
 from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group
-from vllm.entrypoints.serve.engine.serving import OpenAIServing
+from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.request import LoRARequest
 from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
@@ -74,6 +74,6 @@ def install() -> None:
     )
     LRUCacheWorkerLoRAManager.add_adapter = adding(LRUCacheWorkerLoRAManager.add_adapter)
     InputProcessor._validate_lora = validating(InputProcessor._validate_lora)
-    OpenAIServing._maybe_get_adapters = recommending(OpenAIServing._maybe_get_adapters)
+    BaseServing._maybe_get_adapters = recommending(BaseServing._maybe_get_adapters)
     AsyncLLM.generate = warning(AsyncLLM.generate)
     VllmConfig.compute_hash = hashing(VllmConfig.compute_hash)

@@ -62,7 +62,13 @@ def served_places(settings: ServerSettings) -> tuple[Place, dict[str, Place]]:
         {"gated": place, "adapter": replace(place.plain, gates=None)} if place.kind == "gated" else {"adapter": place}
     )
     for part in comma_list(settings.adapters):
-        name, more = _named_place(part)
+        name, _, text = part.partition("=")
+        more = resolve(text, overrides=True, base_later=True) if name and text else None
+        if more is None or more.kind == "base":
+            raise ConfigError(
+                f"--adapters {part}: expected NAME=FOLDER with the folder or hub id of a gated or plain adapter, or "
+                "NAME=FOLDER@OVERRIDE"
+            )
         if name in (*adapters, "base"):
             raise ConfigError(f"--adapters {part}: the name {name} is taken; choose another")
         adapters[name] = more
@@ -73,17 +79,6 @@ def served_places(settings: ServerSettings) -> tuple[Place, dict[str, Place]]:
             raise ConfigError(f"--overrides {text} has no effect: none of the adapters carries gates")
         adapters |= {f"{name}@{text}": replace(one, ref=replace(one.ref, override=text)) for name, one in gated.items()}
     return place, adapters
-
-
-def _named_place(part: str) -> tuple[str, Place]:
-    name, sign, text = part.partition("=")
-    expected = "NAME=FOLDER with the folder or hub id of a gated or plain adapter, or NAME=FOLDER@OVERRIDE"
-    if not sign or not name or not text:
-        raise ConfigError(f"--adapters {part}: expected {expected}")
-    place = resolve(text, overrides=True, base_later=True)
-    if place.kind == "base":
-        raise ConfigError(f"--adapters {part}: expected {expected}")
-    return name, place
 
 
 def listen(host: str, port: int) -> socket.socket:

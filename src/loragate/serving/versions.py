@@ -54,7 +54,7 @@ _HOOKS = (
     ("vllm.lora.model_manager", "LRUCacheLoRAModelManager.activate_adapter", ("lora_id",)),
     ("vllm.v1.engine.input_processor", "InputProcessor._validate_lora", ("lora_request",)),
     ("vllm.v1.engine.async_llm", "AsyncLLM.generate", ("prompt", "sampling_params", "lora_request")),
-    ("vllm.entrypoints.serve.engine.serving", "OpenAIServing._maybe_get_adapters", ("request",)),
+    ("vllm.entrypoints.serve.engine.serving", "BaseServing._maybe_get_adapters", ("request",)),
     ("vllm.config", "VllmConfig.compute_hash", ()),
 )
 

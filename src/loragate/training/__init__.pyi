@@ -4,7 +4,7 @@ from .callbacks import (
 from .guards import (
     GuardLimits as GuardLimits,
 )
-from .make_adapter import (
+from .adapter_run import (
     make_adapter as make_adapter,
 )
 from .rollouts import (

@@ -67,9 +67,9 @@ class JsonlLog(TrainerCallback):
 
 
 class StepReporter(TrainerCallback):
-    """Calls `on_step` after every optimiser step of the main process."""
+    """Calls `on_step` after every optimiser step of the main process; where it returns True, the run pauses there."""
 
-    def __init__(self, on_step: Callable[[StepReport], None]) -> None:
+    def __init__(self, on_step: Callable[[StepReport], bool | None]) -> None:
         self.on_step = on_step
         self.began = 0.0
         self.values: dict[str, Any] = {}
@@ -79,15 +79,17 @@ class StepReporter(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         self.values = dict(logs or {})
-        self._report(state)
+        self._report(state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.values = {}
-        self._report(state)
+        self._report(state, control)
 
-    def _report(self, state: Any) -> None:
+    def _report(self, state: Any, control: Any) -> None:
         if state.is_world_process_zero:
-            self.on_step(StepReport(state.global_step, state.max_steps, time.monotonic() - self.began, self.values))
+            report = StepReport(state.global_step, state.max_steps, time.monotonic() - self.began, self.values)
+            if self.on_step(report):
+                control.should_save = control.should_training_stop = True
 
 
 class FirstGradientCheck(TrainerCallback):

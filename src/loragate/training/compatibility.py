@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from loragate.errors import ConfigError
-from loragate.training.settings import ON_POLICY
+from loragate.training.settings import ON_POLICY, TrainSettings
 from loragate.training.strategy import STRATEGIES, Launch
 
 
@@ -20,18 +20,16 @@ class Plan:
     """A run before it begins; what is not known is left at its default, and no rule then speaks of it.
 
     Attributes:
-        stage: "sft" or "calibrate".
-        objective: of the stage.
+        objective: of the training.
         launch: how the processes were started.
         device: "cuda", "cpu" or "mps".
         quantization: "none", "8bit" or "4bit".
-        precision, packing, group_by_length, activation_offload, report_to: as in the settings.
+        precision, packing, group_by_length, activation_offload: as in the settings.
         dora: a DoRA adapter is trained.
         reference: a frozen reference model of its own is loaded beside the trained one.
         sampling: the run samples answers, to choose a range or to guard the gates.
     """
 
-    stage: str = ""
     objective: str = ""
     launch: Launch = field(default_factory=Launch)
     device: str = ""
@@ -40,20 +38,16 @@ class Plan:
     packing: bool = False
     group_by_length: bool = False
     activation_offload: bool = False
-    report_to: str = "none"
     dora: bool = False
     reference: bool = False
     sampling: bool = False
 
     @classmethod
-    def of_settings(cls, settings: Any, launch: Launch, device: str, **more: Any) -> Plan:
+    def of_settings(cls, settings: TrainSettings, launch: Launch, device: str, **more: Any) -> Plan:
         """The plan that training settings describe; `more` overrides or adds."""
         known = {one.name for one in fields(cls)} - {"launch", "device"}
         read = {name: getattr(settings, name) for name in known if hasattr(settings, name)}
-        stage = "calibrate" if hasattr(settings, "k") else "sft"
-        # the settings' reference is a model's name
-        read.pop("reference", None)
-        return cls(**{"stage": stage, **read, "launch": launch, "device": device, **more})
+        return cls(**{**read, "launch": launch, "device": device, **more})
 
 
 @dataclass(frozen=True)

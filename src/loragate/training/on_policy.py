@@ -24,10 +24,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import TrainerControl, TrainerState, get_scheduler
 
-from loragate.data import EncodedRows, Rows
 from loragate.errors import ConfigError, DivergenceError, TrainingError
 from loragate.files import write_atomically, write_json
 from loragate.gates import record_gates
@@ -46,7 +44,7 @@ from loragate.training.rollouts import (
     rewarded,
     training_prompts,
 )
-from loragate.training.run import OnStep, TrainingOutcome, collator_for, prepare_folder
+from loragate.training.run import Job, OnStep, TrainingOutcome, collator_for, prepare_folder
 from loragate.training.run_folder import STATE, checkpoints
 from loragate.training.scoring import ResponseScorer
 from loragate.training.settings import CalibrationSettings
@@ -59,24 +57,19 @@ BEFORE_TRAINING = -1  # number of the refresh whose answers are the guard's star
 SATURATION_ANSWERS = 64
 
 
-@dataclass
-class OnPolicyJob:
-    """Everything one run needs; see `TrainingJob` for the shared fields.
+@dataclass(kw_only=True)
+class OnPolicyJob(Job):
+    """A run on sampled answers.
 
     Attributes:
+        adapter_name: of the adapter whose gates train.
         sampler: None samples with transformers from the model in memory.
         reward: needed by the objective "reward".
         guard: watches the sampled answers; None watches nothing.
     """
 
-    model: Any
-    tokenizer: Any
-    encoded: EncodedRows
-    rows: Rows
     settings: CalibrationSettings
     adapter_name: str
-    trained: dict[str, nn.Parameter]
-    identity: dict[str, Any]
     sampler: Sampler | None = None
     reward: Reward | None = None
     guard: Guard | None = None
@@ -91,7 +84,6 @@ class LoopState:
         answers: the answers in use (those of the current refresh).
         before: log-probabilities at sampling time of each answer's tokens; empty where they are not needed.
         history, sampled: log records, counts of what was sampled.
-        guard, waiting: guard readings, and answers that wait for the next one.
     """
 
     step: int = 0
@@ -100,8 +92,6 @@ class LoopState:
     before: list[torch.Tensor] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
     sampled: Any = field(default_factory=Counter)
-    guard: list[dict[str, Any]] = field(default_factory=list)
-    waiting: list[Answer] = field(default_factory=list)
 
 
 def run_on_policy(
@@ -201,9 +191,7 @@ class _Loop:
 
     def _save(self, folder: Path) -> None:
         """Write `folder`/checkpoint-<step> and remove all but the newest `keep_checkpoints`; 0 keeps all."""
-        state, keep = self.state, self.settings.keep_checkpoints
-        if self.job.guard is not None:
-            state.guard, state.waiting = self.job.guard.as_records(), list(self.job.guard.waiting)
+        state, keep, guard = self.state, self.settings.keep_checkpoints, self.job.guard or Guard()
         target = folder / f"checkpoint-{state.step}"
         tensors: dict[str, dict[str, Any]] = {
             TRAINED: self.job.trained,
@@ -217,9 +205,14 @@ class _Loop:
         for file, values in tensors.items():
             held = {name: value.detach().cpu().contiguous() for name, value in values.items()}
             write_atomically(target / file, lambda path, held=held: save_file(held, str(path)))  # type: ignore[misc]
-        record = {"global_step": state.step, "max_steps": state.total, "history": state.history, "guard": state.guard}
+        record = {
+            "global_step": state.step,
+            "max_steps": state.total,
+            "history": state.history,
+            "guard": guard.as_records(),
+        }
         record |= {"sampled": state.sampled, "answers": [asdict(answer) for answer in state.answers]}
-        write_json(target / STATE, {**record, "waiting": [asdict(answer) for answer in state.waiting]})
+        write_json(target / STATE, {**record, "waiting": [asdict(answer) for answer in guard.waiting]})
         for path in checkpoints(folder)[: -keep if keep else 0]:
             shutil.rmtree(path)
 
@@ -243,9 +236,8 @@ class _Loop:
                 before=[before[str(index)] for index in range(len(before))],
                 history=record["history"],
                 sampled=Counter(record["sampled"]),
-                guard=record["guard"],
-                waiting=waiting,
             )
+            readings = [Reading(**reading) for reading in record["guard"]]
         except Exception as error:  # safetensors has its own error types
             raise TrainingError(
                 f"{checkpoint} cannot be read ({error}); the checkpoint is incomplete, remove its folder and resume again"
@@ -266,8 +258,7 @@ class _Loop:
                     self.optimizer.state[parameter] = stored
         self.first_gradient.checked = True
         if self.job.guard is not None:
-            self.job.guard.readings = [Reading(**record) for record in self.state.guard]
-            self.job.guard.waiting = list(self.state.waiting)
+            self.job.guard.readings, self.job.guard.waiting = readings, waiting
 
     # sampling
 

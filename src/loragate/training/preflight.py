@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from loragate.models import Loading
 
 
-def require_free_out(folder: Path, resume: bool | None) -> None:
+def require_free_out(folder: Path, resume: bool) -> None:
     """Refuse an output folder that holds anything but an unfinished run of ours; nothing is ever overwritten.
 
     Args:
         folder: --out.
-        resume: --resume; None for a command that has no such flag.
+        resume: --resume.
 
     Raises:
         ConfigError: naming the folder, what is in it, and what to do.
@@ -34,8 +34,7 @@ def require_free_out(folder: Path, resume: bool | None) -> None:
     if foreign:
         raise ConfigError(f"--out {folder} is not empty (it holds {', '.join(foreign[:3])}); choose another folder")
     if not resume and present and (work := _work_in(folder / "run")):
-        on = "" if resume is None else "continue it with --resume, or "
-        raise ConfigError(f"--out {folder} holds {work}; {on}choose another folder")
+        raise ConfigError(f"--out {folder} holds {work}; continue it with --resume, or choose another folder")
     if resume and not any((folder / "run" / name).is_file() for name in ("run.json", "config.yaml")):
         raise ConfigError(f"--resume: there is no unfinished run in {folder}; run the command without --resume")
 

@@ -46,23 +46,20 @@ from loragate.training.trainer import ReferenceOf, StatisticsTrainer, as_dataset
 
 logger = logging.getLogger("loragate")
 
-OnStep = Callable[[StepReport], None]
+OnStep = Callable[[StepReport], bool | None]
+"""Called after every step; True ends the run there with a checkpoint, from which `resume` goes on. In one process only."""
 
 
-@dataclass
-class TrainingJob:
-    """Everything one run needs, put together by a stage.
+@dataclass(kw_only=True)
+class Job:
+    """What every run needs, put together by a stage.
 
     Attributes:
         model, tokenizer: the model as it will be trained, and its tokenizer.
         encoded, rows: tokenised rows in training order, and the rows they came from (for error messages).
         settings: the stage's settings.
-        objective: what trains it.
         trained: the parameters that train, by name.
         identity: what makes this run this run; stored in run.json and compared on resume.
-        recorder: opens a λ recording on the model it is given, for the log line (Stage II).
-        check_gradient: refuse a first gradient that is zero everywhere (Stage II).
-        reference: from (model, inputs) to a frozen reference's distributions, for objectives with a KL to one.
     """
 
     model: Any
@@ -70,9 +67,22 @@ class TrainingJob:
     encoded: EncodedRows
     rows: Rows
     settings: TrainSettings
-    objective: Objective
     trained: dict[str, nn.Parameter]
     identity: dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class TrainingJob(Job):
+    """A run on the given rows, by the trainer.
+
+    Attributes:
+        objective: what trains it.
+        recorder: opens a λ recording on the model it is given, for the log line (Stage II).
+        check_gradient: refuse a first gradient that is zero everywhere (Stage II).
+        reference: from (model, inputs) to a frozen reference's distributions, for objectives with a KL to one.
+    """
+
+    objective: Objective
     recorder: Callable[[Any], Any] | None = None
     check_gradient: bool = False
     callbacks: Sequence[Any] = field(default_factory=tuple)
@@ -246,7 +256,7 @@ def require_encoded(encoded: EncodedRows | None, rows: Rows) -> None:
     """
     if encoded is None:
         return
-    last = max(encoded.column("rows"), default=-1)
+    last = max(encoded.arrays["rows"], default=-1)
     if len(encoded) > len(rows) or last >= len(rows):
         raise DataError(
             f"encoded holds {len(encoded)} rows up to index {last}, and rows has {len(rows)} ({rows.source}): they do not "
@@ -265,7 +275,7 @@ def require_short_enough(model: Any, encoded: EncodedRows, where: Callable[[int]
         DataError: naming the row with the largest token id.
     """
     positions = getattr(causal_model(model).config.get_text_config(), "max_position_embeddings", None)
-    lengths, ids, places = (encoded.column(name) for name in ("lengths", "ids", "rows"))
+    lengths, ids, places = (encoded.arrays[name] for name in ("lengths", "ids", "rows"))
     longest = int(lengths.argmax())
     if positions is not None and lengths[longest] > positions:
         raise TrainingError(
@@ -288,11 +298,11 @@ def require_short_enough(model: Any, encoded: EncodedRows, where: Callable[[int]
 def encoded_fingerprint(encoded: EncodedRows) -> str:
     """sha256 over token ids and labels in training order."""
     digest = hashlib.sha256()
-    ids, learned = encoded.column("ids").astype(np.int64), encoded.column("learned")
+    ids, learned = encoded.arrays["ids"].astype(np.int64), encoded.arrays["learned"]
     columns = [ids, np.where(learned, ids, IGNORED)]
-    if "keep_mask" in encoded[0]:
-        columns.append(encoded.column("kept").astype(np.int64))
-    ends = np.cumsum(encoded.column("lengths"))
+    if "kept" in encoded.arrays:
+        columns.append(encoded.arrays["kept"].astype(np.int64))
+    ends = np.cumsum(encoded.arrays["lengths"])
     for begin, end in zip([0, *ends[:-1]], ends, strict=True):
         for column in columns:
             digest.update(column[begin:end].tobytes())

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from loragate.errors import ConfigError, TrainingError
 from loragate.files import first_difference, write_json
+from loragate.records import read_value
 from loragate.training.strategy import Launch, process_state
 from loragate.training.trainer import TRAINED
 from loragate.version import __version__
@@ -87,11 +88,8 @@ def prepare_folder(identity: dict[str, Any], folder: Path, resume: bool) -> str 
         raise TrainingError(
             f"{record} is missing: there is no run to resume in {folder}; run without --resume (resume=False)"
         )
-    try:
-        stored = json.loads(record.read_text(encoding="utf-8"))
-        before = stored.pop(VERSION, None)
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise TrainingError(f"{record}: cannot be read ({error}); the run cannot be resumed") from error
+    stored = dict(read_value(record, "the run cannot be resumed"))
+    before = stored.pop(VERSION, None)
     if before != __version__:
         raise TrainingError(
             f"{record}: this run was begun with loragate {before or 'of an unknown version'}, and this is {__version__}. Both "

@@ -4,7 +4,7 @@ A sharded run works on a twin of the model: same modules, own parameters over th
 with the original. FSDP2 shards the twin layer by layer; the gates are left out of every group, stay whole and fp32 on
 every process, and their gradients are averaged by one all-reduce per optimiser step (`average_gradients`). The original is
 not touched until the end, when what trained is written back into it. It therefore lies in host memory while the twin's
-shards lie on the device (see `loragate.training.launching.loading_device`).
+shards lie on the device (`Loading.host_memory`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 
 from loragate.errors import ConfigError
 from loragate.gates.gate import SignedGate
-from loragate.losses.causal_head import verify_head
+from loragate.losses.causal_head import verify_head, whole_parameter
 from loragate.training.strategy import launch_of, process_state, reshard_after_forward
 
 
@@ -164,26 +164,22 @@ def average_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
 @torch.no_grad()
 def gathered_values(parameter: torch.Tensor) -> torch.Tensor:
     """A parameter's full values on the CPU; where it is sharded, every process must ask."""
-    if hasattr(parameter, "full_tensor"):
-        return parameter.full_tensor().detach().cpu().contiguous()
-    if hasattr(parameter, "ds_id") and parameter.numel() != getattr(parameter, "ds_numel", None):
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([parameter]):
-            return parameter.detach().cpu().contiguous().clone()
-    return parameter.detach().cpu().contiguous()
+    return whole_parameter(parameter).detach().cpu().contiguous()
 
 
 @torch.no_grad()
 def assign(parameter: torch.Tensor, values: torch.Tensor) -> None:
     """Write full values into a parameter, whole or sharded by FSDP2."""
-    if hasattr(parameter, "full_tensor"):
-        from torch.distributed.tensor import distribute_tensor
+    parameter.copy_(_spread_like(parameter, values).to(parameter.dtype))
 
-        local = distribute_tensor(values.to(parameter.device), parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
-        parameter.copy_(local.to(parameter.dtype))
-    else:
-        parameter.copy_(values)
+
+def _spread_like(parameter: Any, values: torch.Tensor) -> torch.Tensor:
+    """Full values as FSDP2 has sharded a parameter; as they are for one that is whole."""
+    if not hasattr(parameter, "full_tensor"):
+        return values
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(values.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
 def whole_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -201,16 +197,12 @@ def whole_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def load_whole_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load what `whole_state` returned, under whatever sharding the optimiser's parameters have now."""
-    from torch.distributed.tensor import distribute_tensor
-
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, values in sorted(state["state"].items()):
         parameter = parameters[index]
-        if hasattr(parameter, "full_tensor"):
-            for key, value in sorted(values.items()):
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                    moved = value.to(parameter.device)
-                    values[key] = distribute_tensor(moved, parameter.device_mesh, parameter.placements)
+        for key, value in sorted(values.items()):
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                values[key] = _spread_like(parameter, value)
     optimizer.load_state_dict(state)
 
 

@@ -184,7 +184,7 @@ def calibrate(
         adapter_name: None for the active adapter.
         run_folder: for the log and checkpoints; None keeps nothing but the result.
         resume: continue the run in `run_folder`.
-        on_step: progress callback.
+        on_step: progress callback; where it returns True the run ends there, and a call with `resume` goes on.
         encoded: rows already tokenised (`loragate.data.encode_rows`) in the order and number to be used, to share the work
             between calibrations.
         heldout: tokenised rows that are not trained on; entropy is measured on all of them too, before and after.
@@ -257,6 +257,15 @@ def calibrate(
             **({} if guard is None else {"guard": asdict(guard)}),
             **({} if objective is None else {"constants": objective.settings}),
         }
+        shared: dict[str, Any] = {
+            "model": model,
+            "tokenizer": tokenizer,
+            "encoded": encoded,
+            "rows": source,
+            "settings": settings,
+            "trained": trained,
+            "identity": identity,
+        }
         with without_dropout(model):
             if settings.objective == "random":
                 if folder is not None:
@@ -264,30 +273,12 @@ def calibrate(
                 draw_gates(model, settings.seed, settings.random_scale, name)
                 outcome = TrainingOutcome([], 0, 0.0, verify_head(causal_model(model)))
             elif settings.on_policy:
-                own = OnPolicyJob(
-                    model=model,
-                    tokenizer=tokenizer,
-                    encoded=encoded,
-                    rows=source,
-                    settings=settings,
-                    adapter_name=name,
-                    trained=trained,
-                    identity=identity,
-                    sampler=sampler,
-                    reward=reward,
-                    guard=watch,
-                )
+                own = OnPolicyJob(**shared, adapter_name=name, sampler=sampler, reward=reward, guard=watch)
                 outcome = run_on_policy(own, folder, resume=resume, on_step=on_step)
             else:
                 job = TrainingJob(
-                    model=model,
-                    tokenizer=tokenizer,
-                    encoded=encoded,
-                    rows=source,
-                    settings=settings,
+                    **shared,
                     objective=objective or _objective_of(settings.objective, k),
-                    trained=trained,
-                    identity=identity,
                     recorder=lambda running: record_gates(running, name),
                     check_gradient=True,
                     callbacks=guard_callbacks(watch, probe, model, collator, encoded, name),

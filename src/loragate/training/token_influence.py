@@ -26,10 +26,11 @@ import torch
 from loragate.data import Collator, encode_rows, load_rows
 from loragate.display import Display
 from loragate.errors import ConfigError, DataError, nearest
-from loragate.files import write_json, write_text
+from loragate.files import first_difference, write_json, write_text
 from loragate.losses import StatisticsRequest
 from loragate.losses.head import IGNORED
 from loragate.models import Loading, Place, open_tokenizer, open_weights, put_on, resolve
+from loragate.records import read_value
 from loragate.training.model_state import statistics_forward
 
 SCOPES = ("global", "row")
@@ -298,15 +299,12 @@ class ScoreFolder:
         if record.is_file():
             if not resume:
                 raise ConfigError(f"{folder} holds an unfinished run; go on with --resume, or remove the folder")
-            try:
-                stored = json.loads(record.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"{record}: cannot be read ({error}); remove {folder} to begin again") from error
-            if stored != json.loads(json.dumps(identity)):
-                named = sorted(key for key in {*stored, *identity} if stored.get(key) != identity.get(key))
+            stored = read_value(record, f"remove {folder} to begin again")
+            if (found := first_difference(stored, identity)) is not None:
+                key, before, now = found
                 raise ConfigError(
-                    f"{folder} holds scores of another run: {', '.join(named)} differ; repeat the original command, or "
-                    "remove the folder"
+                    f"{folder} holds scores of another run: {key} was {before!r:.80}, now {now!r:.80}; repeat the original "
+                    "command, or remove the folder"
                 )
         elif resume:
             raise ConfigError(f"--resume: there is no unfinished run in {folder}; run the command without --resume")

@@ -174,11 +174,6 @@ class StatisticsTrainer(SFTTrainer):
         self._count(stats)
         return (loss, stats) if return_outputs else loss
 
-    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        with torch.no_grad():
-            loss = self.compute_loss(model, self._prepare_inputs(inputs))
-        return loss, None, None
-
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
         if self.sharded and self.accelerator.sync_gradients:

@@ -12,6 +12,7 @@ to math-verify's own `verify`.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -24,7 +25,8 @@ from loragate.evaluation.grading.dft import math_equal
 from loragate.evaluation.grading.numbers import Number, read_number, same_number
 
 _DIGITS = 40
-_SAME = Fraction(1, 10**15)
+_SAME = sympy.Rational(1, 10**15)
+_ZERO = sympy.Rational(1, 10**36)
 _POINTS = (
     ("7/5", "11/13", "23/17", "31/11", "13/29", "37/19"),
     ("5/7", "17/11", "9/23", "41/29", "8/13", "3/19"),
@@ -159,27 +161,23 @@ def _near(first: Any, second: Any) -> bool:
     if not (first.is_finite and second.is_finite):
         return bool(first == second)
     size = max(abs(first), abs(second))
-    return bool(abs(first - second) <= size * _rational(_SAME)) or bool(
-        size < _rational(Fraction(1, 10**30)) and _zeros(first, second)
-    )
+    return bool(abs(first - second) <= size * _SAME) or bool(size < _ZERO)
 
 
-def _zeros(first: Any, second: Any) -> bool:
-    return bool(abs(first) < 1e-36 and abs(second) < 1e-36)
-
-
-def _rational(value: Fraction) -> Any:
-    return sympy.Rational(value.numerator, value.denominator)
-
-
-def _assignments(symbols: Any, with_negative: bool) -> list[dict[Any, Any]]:
-    ordered = sorted(symbols, key=str)
-    points = []
-    for row in (*_POINTS, *_WHOLE):
-        points.append({symbol: sympy.Rational(row[i % len(row)]) + i // len(row) for i, symbol in enumerate(ordered)})
+def _values(left: Any, right: Any, with_negative: bool) -> Iterator[tuple[Any, Any]]:
+    """Both expressions at the fixed points where both have a value."""
+    symbols = sorted(left.free_symbols | right.free_symbols, key=str)
+    points = [
+        {symbol: sympy.Rational(row[i % len(row)]) + i // len(row) for i, symbol in enumerate(symbols)}
+        for row in (*_POINTS, *_WHOLE)
+    ]
     if with_negative:
         points += [{symbol: -value for symbol, value in point.items()} for point in points[:2]]
-    return points
+    for point in points:
+        try:
+            yield _value(left.subs(point)), _value(right.subs(point))
+        except Unread:
+            continue
 
 
 def _same_function(left: Any, right: Any) -> Verdict:
@@ -189,11 +187,7 @@ def _same_function(left: Any, right: Any) -> Verdict:
     if left.free_symbols != right.free_symbols and (left - right).simplify() != 0:
         return False
     agreed = 0
-    for point in _assignments(left.free_symbols | right.free_symbols, left.has(sympy.Abs) or right.has(sympy.Abs)):
-        try:
-            first, second = _value(left.subs(point)), _value(right.subs(point))
-        except Unread:
-            continue
+    for first, second in _values(left, right, left.has(sympy.Abs) or right.has(sympy.Abs)):
         if not _near(first, second):
             return False
         agreed += 1
@@ -205,11 +199,7 @@ def _proportional(left: Any, right: Any) -> Verdict:
     if left.free_symbols != right.free_symbols:
         return False
     ratios = []
-    for point in _assignments(left.free_symbols, True):
-        try:
-            first, second = _value(left.subs(point)), _value(right.subs(point))
-        except Unread:
-            continue
+    for first, second in _values(left, right, True):
         if first == 0 or second == 0:
             if not first == second == 0:
                 return False

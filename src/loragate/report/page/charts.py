@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 WIDTH, HEIGHT = 680, 300
 LEFT, RIGHT, TOP, FLOOR = 58, 12, 12, HEIGHT - 40
-PURPLE, ORANGE, NEUTRAL = (123, 77, 160), (214, 118, 20), (236, 236, 236)
+PURPLE, ORANGE, BLUE, NEUTRAL = (123, 77, 160), (214, 118, 20), (47, 120, 190), (236, 236, 236)
 
 
 class _Axes:
@@ -104,13 +104,16 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [round((first + n) * step, 10) for n in range(int((high - first * step) / step + 1e-9) + 1)]
 
 
-def lambda_colour(value: float, lower: float, upper: float) -> tuple[str, str]:
-    """(background, ink) of a λ: grey at 1, purple below by its distance in units of 1 − L, orange above likewise."""
+def lambda_share(value: float, lower: float, upper: float) -> tuple[float, tuple[int, int, int]]:
+    """How far λ is from 1 towards an end of its range, as a share, and that end's colour: purple below 1, orange above."""
     if value >= 1:
-        share, towards = (value - 1) / (upper - 1) if upper > 1 else 0.0, ORANGE
-    else:
-        share, towards = (1 - value) / (1 - lower) if lower < 1 else 0.0, PURPLE
-    return _mixed(share, towards)
+        return (value - 1) / (upper - 1) if upper > 1 else 0.0, ORANGE
+    return (1 - value) / (1 - lower) if lower < 1 else 0.0, PURPLE
+
+
+def lambda_colour(value: float, lower: float, upper: float) -> tuple[str, str]:
+    """(background, ink) of a λ: grey at 1."""
+    return _mixed(*lambda_share(value, lower, upper))
 
 
 def difference_colour(value: float, reach: float) -> tuple[str, str]:

@@ -47,7 +47,7 @@ def _entropy(record: Record) -> list[Block]:
     if record["distribution"]:
         blocks.append(_histogram(record["distribution"], "ΔH, nats", "Distribution of ΔH"))
     if record["interventions"]:
-        blocks += _scores(record["interventions"], "versus the adapter, points")
+        blocks += _scores(record["interventions"], "vs the adapter, points")
     return blocks
 
 
@@ -69,17 +69,18 @@ def _gates(record: Record) -> list[Block]:
 
 
 def _interventions(record: Record) -> list[Block]:
-    blocks = _scores(record["rows"], "versus the gates as they are, points")
+    blocks = _scores(record["rows"], "vs the gates, points")
     if record["left_out"]:
         blocks.append(text(f"Left out: {', '.join(map(str, record['left_out']))}."))
     return blocks
 
 
 def _alignment(record: Record) -> list[Block]:
-    columns = ["module", "angle", "cosine", "ρ", "condition ρ < 1", "stopped-gradient error, %", "top-k tail error, %"]
+    columns = ["module", "angle", "cosine", "ρ", "condition", "b_sg, %", "tail, %"]
     caption = (
         f"Direction of gate training against the direction of the task value ({record['value_of']}); {record['tokens']:,} "
-        f"tokens of {record['rows']} rows, k = {record['k']}"
+        f"tokens of {record['rows']} rows, k = {record['k']}. The condition can be met where ρ < 1. b_sg: error of the stopped "
+        "gradient; tail: of the top k."
     )
     blocks = [table(columns, [_alignment_row(record["all"])], caption, "All gates")]
     if record["checkpoints"]:
@@ -88,9 +89,9 @@ def _alignment(record: Record) -> list[Block]:
     modules = [_alignment_row(item) for item in record["modules"]]
     if modules:
         blocks.append(table(columns, modules, caption, "By module", folded=f"{len(modules)} modules"))
-    names = ["where", "number of λ", "right way, %", "weighted by what they matter, %"]
+    names = ["where", "number of λ", "right way, %", "weighted, %"]
     names += ["entropy wants more, %", "value wants more, %"]
-    caption = "Single λ for which entropy and task value agree on the sign"
+    caption = "Single λ: do entropy and task value agree on the sign? Weighted: by what each matters for the value"
     known = {item["name"] for item in record["modules"]}
     for title, inside in (("Single coefficients", False), ("Single coefficients by module", True)):
         rows = [

@@ -1,0 +1,74 @@
+"""Stage I from names to a folder: the call and the command give the same adapter, and both refuse the same things."""
+
+import json
+import os
+import signal
+
+import pytest
+from peft import PeftModel
+from safetensors.torch import load_file
+
+import loragate as lg
+from loragate.cli.main import main
+from loragate.errors import ConfigError, DataError, TrainingError
+from loragate.training import RowsSettings, StageOneSettings
+from tiny import tiny_base, tiny_rows, tiny_tokenizer
+
+SETTINGS = StageOneSettings(batch_size=4, micro_batch_size=2, rank=2, max_steps=3, max_length=64, logging_steps=1)
+FLAGS = "--batch-size 4 --micro-batch-size 2 --rank 2 --max-steps 3 --max-length 64 --logging-steps 1 --device cpu"
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_base().save_pretrained("base")
+    tiny_tokenizer().save_pretrained("base")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny_rows(12)))
+    return tmp_path
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_the_call_and_the_command_write_the_same_folder(place):
+    asked = RowsSettings(data="rows.jsonl", select="shuffled")
+    result = lg.make_adapter("base", asked, "called", SETTINGS, max_rows=10)
+    rows = ["--data", "rows.jsonl", "--select", "shuffled", "--max-rows", "10"]
+    assert main(["sft", "--model", "base", *rows, "--out", "typed", *FLAGS.split()]) == 0
+    assert (result.steps, result.rows) == (3, 10)
+    assert contents(place / "called") == contents(place / "typed")
+    for name in ("run.json", "data.json"):
+        assert (place / "called" / "run" / name).read_bytes() == (place / "typed" / "run" / name).read_bytes()
+    assert PeftModel.from_pretrained(tiny_base(), "called").peft_config["default"].base_model_name_or_path
+
+
+def test_a_run_that_was_stopped_goes_on(place):
+    def interrupt(report):
+        if report.step == 1 and not report.values:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    lg.make_adapter("base", "rows.jsonl", "whole", SETTINGS)
+    with pytest.raises(TrainingError, match=r"stopped by Ctrl-C.*resume=True"):
+        lg.make_adapter("base", "rows.jsonl", "adapter", SETTINGS, on_step=interrupt)
+    with pytest.raises(ConfigError, match="holds an unfinished run"):
+        lg.make_adapter("base", "rows.jsonl", "adapter", SETTINGS)
+    lg.make_adapter("base", "rows.jsonl", "adapter", SETTINGS, resume=True)
+    whole, resumed = (load_file(place / name / "adapter_model.safetensors") for name in ("whole", "adapter"))
+    assert all(bool((whole[name] == resumed[name]).all()) for name in whole)
+
+
+def test_what_cannot_work_is_refused_before_the_base_is_loaded(place, monkeypatch):
+    monkeypatch.setattr("loragate.training.adapter_run.open_base", None)
+    (place / "taken").mkdir()
+    (place / "taken" / "mine.txt").touch()
+    for model, data, folder, more, error, told in (
+        ("base", "rows.jsonl", "taken", {}, ConfigError, "is not empty"),
+        ("base", "none.jsonl", "new", {}, DataError, "none.jsonl"),
+        ("nothing", "rows.jsonl", "new", {}, ConfigError, "does not exist"),
+        ("base", "rows.jsonl", "new", {"reference": "base"}, ConfigError, "no effect on the objective 'sft'"),
+        ("base", "rows.jsonl", "new", {"settings": StageOneSettings(objective="mask")}, ConfigError, "keep_mask"),
+    ):
+        with pytest.raises(error, match=told):
+            lg.make_adapter(model, data, folder, **{"settings": SETTINGS, **more})
+    assert not (place / "new").exists()
