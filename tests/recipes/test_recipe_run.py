@@ -187,9 +187,9 @@ def asking(script, folder):
 
 def test_an_interpreter_that_cannot_evaluate(tmp_path, run):
     with pytest.raises(ConfigError, match=r"--eval-python .*nowhere"):
-        interpreter(str(tmp_path / "nowhere"))
-    assert interpreter("") == ""
-    assert interpreter("sh") == shutil.which("sh")
+        interpreter(dataclasses.replace(run, eval_python=str(tmp_path / "nowhere")))
+    assert interpreter(run) == ""
+    assert interpreter(dataclasses.replace(run, eval_python="sh")) == shutil.which("sh")
     assert "No module named x" in asking('echo "No module named x" >&2; exit 1', tmp_path / "a")
     answer = '"${5%.json}.answer.json"'
     older = f'echo \'{{"loragate": "0.0.1", "lacking": []}}\' > {answer}'

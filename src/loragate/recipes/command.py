@@ -132,7 +132,7 @@ def rehearse_it(options: RecipesOptions, recipe: Recipe) -> int:
 
     with rehearsal_folder(options.out) as folder:
         how = dataclasses.replace(_how(options, recipe, folder / "run"), narrows=False)
-        engine = engine_here(recipe, how.folder, options.eval_python)
+        engine = engine_here(recipe, how)
         small, replaced = rehearsal(recipe, folder / "stand-ins", engine)
         for stage in small.placed(how.folder):
             recipes.settled(stage, recipe.name)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import sys
 import tempfile
 import time
@@ -21,10 +20,9 @@ from loragate.evaluation.results import read_record as read_scores
 from loragate.evaluation.tasks import load_task, suite
 from loragate.files import write_json
 from loragate.generation.vllm_engine import require_vllm
-from loragate.recipes.folder import RECORD, read_record
 from loragate.recipes.machine import Need
 from loragate.recipes.recipe import Recipe, Stage
-from loragate.recipes.run import EVAL_PYTHON, Run, run_recipe, start
+from loragate.recipes.run import Run, interpreter, run_recipe, start
 from loragate.recipes.standins import base_folder, rows_file, write_standins
 
 REHEARSAL = "rehearsal.json"
@@ -103,17 +101,9 @@ def rehearse(small: Recipe, replaced: Sequence[Replaced], needs: Sequence[Need],
     return found
 
 
-def engine_here(recipe: Recipe, folder: Path, evaluator: str = "") -> str:
-    """The engine in place of vLLM where that is not here; empty where nothing has to be replaced.
-
-    Args:
-        folder: of the run, which may remember an interpreter that has vLLM.
-        evaluator: such an interpreter.
-    """
-    evaluator = evaluator or os.environ.get(EVAL_PYTHON, "")
-    if not evaluator and (folder / RECORD).is_file():
-        evaluator = read_record(folder).get("eval_python", "")
-    if evaluator or not any(stage.vllm for stage in recipe.stages):
+def engine_here(recipe: Recipe, run: Run) -> str:
+    """The engine in place of vLLM where neither this interpreter nor the run's other one has it; else empty."""
+    if interpreter(run) or not any(stage.vllm for stage in recipe.stages):
         return ""
     try:
         require_vllm()

@@ -25,7 +25,7 @@ from huggingface_hub.constants import HF_HOME
 
 from loragate.errors import ConfigError, LoragateError
 from loragate.files import held, write_text
-from loragate.recipes.folder import RunFolder
+from loragate.recipes.folder import RECORD, RunFolder, read_record
 from loragate.recipes.machine import disk, tight
 from loragate.recipes.ready import ask, lacking, settled
 from loragate.recipes.recipe import Recipe, Stage
@@ -78,9 +78,7 @@ def run_recipe(recipe: Recipe, run: Run) -> dict[str, float]:
         wanted = [stage for stage in stages if not run.stages or stage.name in run.stages]
         ahead = [stage for stage in wanted if not folder.is_finished(stage)]
         _require_earlier(stages, wanted, folder)
-        evaluator = interpreter(
-            run.eval_python or os.environ.get(EVAL_PYTHON, "") or folder.record.get("eval_python", "")
-        )
+        evaluator = interpreter(run)
         if evaluator:
             run.say(f"answers with vLLM: {evaluator}")
         if ahead:
@@ -154,12 +152,17 @@ def start(command: list[str], what: str, again: str) -> None:
         )
 
 
-def interpreter(named: str) -> str:
-    """The program behind `--eval-python`, by its whole path; links stay, as an environment is found by them.
+def interpreter(run: Run) -> str:
+    """The program that starts stages with vLLM, by its whole path, as `--eval-python`, the environment or the folder names it.
+
+    Links stay, as an environment is found by them. Empty where none is named.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if there is no such program.
     """
+    named = run.eval_python or os.environ.get(EVAL_PYTHON, "")
+    if not named and (run.folder / RECORD).is_file():
+        named = read_record(run.folder).get("eval_python", "")
     found = shutil.which(Path(named).expanduser()) if named else ""
     if found is None:
         raise ConfigError(
