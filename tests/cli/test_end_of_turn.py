@@ -8,7 +8,6 @@ import pytest
 import loragate as lg
 from loragate.cli.main import main
 from loragate.cli.serve import ServeOptions
-from loragate.data import find_endings
 from loragate.errors import ConfigError
 from loragate.gates.schema import read_gate_config
 from loragate.generation import SamplingConfig, TransformersEngine
@@ -219,10 +218,3 @@ def test_vllms_server_is_given_what_it_does_not_know(place, tmp_path):
         )
     finally:
         (place / "base" / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS, "pad_token_id": 0}))
-
-
-def test_what_is_declared_changes_no_record(place):
-    """A model that stops as before has the identity that it had: old evaluations of it can be resumed."""
-    tokenizer = chatml_tokenizer()
-    tokenizer.eos_token = "<|im_end|>"
-    assert find_endings(tokenizer, ending_base().generation_config).added == {}

@@ -66,7 +66,7 @@ def test_another_reference_model(place, tmp_path, fails):
     logged = [json.loads(line) for line in (tmp_path / "a" / "run" / "metrics.jsonl").read_text().splitlines()]
     assert logged[0]["reference_kl"] > 0.01, "another model is not where the base is"
     said = fails(*sft(place, tmp_path / "b", "--reference", place / "other"))
-    assert "a reference model has no effect on the objective 'sft', only on eksft" in said
+    assert "no effect on the objective 'sft'" in said
     said = fails(*sft(place, tmp_path / "b", "--objective", "eksft", "--reference", place / "wide"))
     assert "vocabulary of 170" in said
     said = fails(*sft(place, tmp_path / "b", "--objective", "eksft", "--reference", place / "adapter"))

@@ -82,13 +82,6 @@ def test_a_stage_with_a_name_of_its_own_begins_with_its_commands_block():
     assert "suite" not in values["diagnose"], "null leaves an option to the command"
 
 
-def test_no_control_is_asked_of_retention():
-    recipe = read_recipe("math/qwen2.5-math-1.5b/controls", LIBRARY)
-    assert recipe.stage("eval").values["controls"] == "cheap"
-    assert recipe.stage("retention").values["controls"] == "alone"
-    assert "constants" not in recipe.stage("retention").values
-
-
 def test_eight_gpus_are_for_what_is_trained_in_several_processes():
     for method, stage, expected in (
         ("scale", "sft", 8), ("scale", "calibrate", 8), ("scale-auto", "calibrate", None), ("grid", "sweep", None),

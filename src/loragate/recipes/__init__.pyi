@@ -4,9 +4,13 @@ from .files import (
     find_recipes as find_recipes,
     read_recipe as read_recipe,
 )
+from .machine import (
+    needs as needs,
+)
 from .ready import (
     ANSWER as ANSWER,
     answer as answer,
+    settled as settled,
 )
 from .recipe import (
     Recipe as Recipe,

@@ -128,8 +128,6 @@ def run_it(options: RecipesOptions, recipe: Recipe) -> int:
 
 def rehearse_it(options: RecipesOptions, recipe: Recipe) -> int:
     """Run every stage of the recipe on stand-ins, and say what the full run needs."""
-    from loragate.recipes.machine import needs
-    from loragate.recipes.ready import settled
     from loragate.recipes.rehearsal import REHEARSAL, engine_here, rehearsal, rehearsal_folder, rehearse
 
     with rehearsal_folder(options.out) as folder:
@@ -137,7 +135,7 @@ def rehearse_it(options: RecipesOptions, recipe: Recipe) -> int:
         engine = engine_here(recipe, how.folder, options.eval_python)
         small, replaced = rehearsal(recipe, folder / "stand-ins", engine)
         for stage in small.placed(how.folder):
-            settled(stage, recipe.name)
+            recipes.settled(stage, recipe.name)
         how.say(f"{recipe.name} on stand-ins in {folder}")
         rows = [(item.stage, item.option, item.shipped, item.here) for item in replaced]
         shown = [
@@ -145,7 +143,7 @@ def rehearse_it(options: RecipesOptions, recipe: Recipe) -> int:
         ]
         _table("replaced; everything else is as shipped", ("stage", "setting", "shipped", "here"), shown)
         quiet_logging()
-        needed = needs(recipe)
+        needed = recipes.needs(recipe)
         figures = [
             (need.stage, *("" if size is None else f"{size:.1f}" for size in (need.gib, need.hours)), need.note)
             for need in needed
@@ -165,7 +163,6 @@ def rehearse_it(options: RecipesOptions, recipe: Recipe) -> int:
 
 def check(options: RecipesOptions, shelf: Library, wanted: str) -> int:
     """Hold all recipes (or one of the user's own) and their rehearsals against the commands' options, and run none."""
-    from loragate.recipes.ready import settled
     from loragate.recipes.rehearsal import rehearsal
 
     began = time.monotonic()
@@ -177,7 +174,7 @@ def check(options: RecipesOptions, shelf: Library, wanted: str) -> int:
         recipe = recipes.read_recipe(name, shelf)
         small, _ = rehearsal(recipe, Path("stand-ins"))
         for stage in (*recipe.placed("out"), *small.placed("out")):
-            settled(stage, name)
+            recipes.settled(stage, name)
     took = duration(time.monotonic() - began)
     console().print(f"{len(names)} of {len(names)} recipes fit the commands' options ({took})", markup=False)
     return 0

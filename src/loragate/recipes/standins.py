@@ -16,6 +16,11 @@ import string
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
+import torch
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
 from loragate.evaluation.tasks.arithmetic import rows as arithmetic
 from loragate.files import write_text
 from loragate.recipes.files import HERE
@@ -46,9 +51,6 @@ CHATML = (
 
 def write_standins(folder: Path) -> None:
     """The bases, two parquet files of rows per data set, probe.jsonl with labelled questions, and questions/ of every suite."""
-    import pyarrow
-    import pyarrow.parquet
-
     folder.mkdir(parents=True, exist_ok=True)
     write_base(folder / base_folder(template=True), build_tokenizer(), END_OF_TURN)
     plain = build_tokenizer()
@@ -65,8 +67,6 @@ def write_standins(folder: Path) -> None:
 
 def build_tokenizer() -> Any:
     """Qwen2's tokenizer class over generated merges; 54,909 tokens, built without a network in a second."""
-    from transformers import Qwen2Tokenizer
-
     merges = list(_merges())
     tokens = [*_byte_alphabet(), *(left + right for left, right in merges)]
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -91,9 +91,6 @@ def write_base(folder: Path, tokenizer: Any, ends: str) -> None:
     Hidden dimension 0 carries a constant that layers hardly write to. Through it each token has a logit of its own beside what
     the weights make of the context: higher for the end of turn, far lower for ids that are no token.
     """
-    import torch
-    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
-
     end = tokenizer.eos_token_id
     config = Qwen2Config(
         vocab_size=VOCABULARY,
