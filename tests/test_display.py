@@ -136,7 +136,7 @@ def test_answers_reach_a_file_as_they_are_and_a_terminal_in_peace(monkeypatch, t
             return terminal
 
     loaded = SimpleNamespace(model=tiny_base(), tokenizer=tiny_tokenizer(), kind="base")
-    monkeypatch.setattr("loragate.models.resolve", lambda *_, **__: SimpleNamespace(gates=None))
+    monkeypatch.setattr("loragate.models.resolve", lambda *_, **__: SimpleNamespace(sampling={}))
     monkeypatch.setattr("loragate.models.open_model", lambda *_: loaded)
     monkeypatch.setattr(TransformersEngine, "generate", lambda *_: [Sample(0, 0, EVIL, (1,), "stop", None)])
     monkeypatch.setattr(sys, "stdout", Screen())
