@@ -20,7 +20,7 @@ from scipy.special import ndtr, ndtri
 from loragate.errors import ConfigError
 from loragate.selection.candidate import ADAPTER, KINDS, Candidate
 
-SURE = 0.7
+SURE = 0.8
 """Probability of being better from which a more complicated kind is recommended; this and what follows were chosen by
 simulation (benchmarks/selection/recommending.py)."""
 
