@@ -109,7 +109,8 @@ def choose(options: CalibrateOptions, place: Place, candidates: tuple[Candidate,
             )
         if found[0] is None:
             out.print(f"no evidence can be had here: {found[1]}", markup=False)
-    tried = candidates if found is not None and found[0] is not None else candidates[:1]
+    proven = options.unverified or (found is not None and found[0] is not None)
+    tried = candidates if proven else (plan.unproven,)
     with display.job(f"trying {len(tried)} range{'s' * (len(tried) > 1)}", unit="step") as shown:
         return one.run(found, resume=options.resume, on_event=news(out, shown, tried))
 
@@ -123,7 +124,9 @@ def news(out: Any, job: Any, tried: Sequence[Candidate]) -> Any:
         if not total:
             return  # a model is loaded, or a trial written
         if stage == "planned":
-            out.print(f"at most {total:,} answers will be asked, of all settings together", markup=False)
+            out.print(
+                f"at most {total:,} answers will be asked, of all settings together, unless one drops out", markup=False
+            )
             return
         if stage != "training":
             asked[candidate] = None
@@ -282,9 +285,12 @@ def report_selection(out: Any, record: dict[str, Any]) -> None:
         for phrase in phrases:
             out.print(f"warning: {phrase if name == ADAPTER else f'{name}: {phrase}'}", markup=False)
     if not record["accepted"]:
+        why = "nothing is probably better than the adapter"
+        if failed := record.get("confirmation"):
+            why = f"{failed['setting']} had no gain on the {failed['questions']} untouched questions"
         out.print(
-            "nothing is probably better than the adapter, so the adapter remains: the folder holds zero gates (λ = 1), which "
-            "answer exactly as the adapter does"
+            f"{why}, so the adapter remains: the folder holds zero gates (λ = 1), which answer exactly as the adapter does",
+            markup=False,
         )
 
 

@@ -107,6 +107,20 @@ def _notes(selection: dict[str, Any], training: dict[str, Any]) -> list[str]:
         f"{plain(name)} could not be trained: {plain(reason)}."
         for name, reason in _mapping(selection.get("failed")).items()
     ]
+    notes += [
+        f"{plain(name)} was stopped after a part of its training, {plain(stop.get('steps', '?'))} steps."
+        for name, stop in _mapping(selection.get("stopped")).items()
+        if isinstance(stop, dict)
+    ]
+    confirmed = _mapping(selection.get("confirmation"))
+    difference = _mapping(confirmed.get("difference"))
+    if _is_score(difference):
+        gain, low, high = (100 * difference[end] for end in ("mean", "low", "high"))
+        notes.append(
+            f"On {plain(confirmed.get('questions', '?'))} questions that chose nothing, {plain(confirmed.get('setting', '?'))} "
+            f"was {gain:+.1f} points from {plain(confirmed.get('against', 'the adapter'))} (95 % interval {low:+.1f} "
+            f"to {high:+.1f})."
+        )
     notes += [f"{plain(name)} was not eligible: it {plain(reason)}." for name, reason in vetoed.items()]
     for name in dict.fromkeys(("adapter", selection.get("picked"))):
         found = warnings.get(name) if isinstance(name, str) else None

@@ -119,18 +119,22 @@ class Comparison:
     def _train(self) -> set[Candidate]:
         """Train gates; those that drop out, because they were stopped or met a value that is not finite, now or earlier."""
         lost = self._lost()
-        alive, waiting = [one for one in self.trained if one not in lost], []
-        if stopped := self._stopped_of(len(alive)):
-            parts = self._each(alive, partial(train_part, temperatures=self._heats()))
+        going, waiting = list(self.trained), []
+        if stopped := self._stopped_of(len(self.trained)):
+            # ranges that were lost after their part keep their place, so that a resumed choice is the same
+            able = [one for one in self.trained if one not in lost or read_json(self.store.place(one) / PART)]
+            parts = self._each(able, partial(train_part, temperatures=self._heats(), most=self.choosing))
             ranked = sorted(parts, key=lambda one: -max(parts[one]["scores"].values()))
-            going = max(len(alive) - stopped, 1)
-            alive, waiting = ranked[:going], ranked[going:]
-        trained = self._each(alive, train_trial) or self._each(waiting, train_trial)
-        self.failed = {self.names[one]: why for one, why in self._lost().items()}
+            kept = len(self.trained) - stopped
+            going, waiting = ranked[:kept], ranked[kept:]
+        trained = self._each([one for one in going if one not in lost], train_trial)
+        trained = trained or self._each([one for one in waiting if one not in lost], train_trial)
+        lost = self._lost()
+        self.failed = {self.names[one]: why for one, why in lost.items()}
         if self.failed and not trained:
             raise DivergenceError(list(self.failed.values())[-1])
         self.parts = {one: part for one in self.trained if (part := read_json(self.store.place(one) / PART))}
-        self.stopped = [one for one in waiting if one not in trained]
+        self.stopped = [one for one in waiting if one not in trained and one not in lost]
         return {one for one in self.trained if one not in trained}
 
     def _each(self, candidates: Sequence[Candidate], train: Callable[..., Any]) -> dict[Candidate, Any]:

@@ -62,7 +62,8 @@ class SweptCells:
         """
         store, cells = Store.open(sweep), dict[str, dict[Candidate, Path]]()
         done = store.finished()
-        chosen = selections(store.study, done)
+        # without a probe nothing was chosen
+        chosen = selections(store.study, done) if store.study.identity.get("probe") else {}
         for one in store.study.candidates:
             if one.range is not None and one.slug in done:
                 cells.setdefault(one.adapter, {})[one] = store.place(one) / GATED

@@ -109,6 +109,12 @@ class Plan:
             config_of(self.config, one)
             self.settings_of(one)  # a setting that does not fit shows before any training
 
+    @property
+    def unproven(self) -> Candidate:
+        """The one range that is trained, and left off, where there is no evidence: what was given, or the cautious one."""
+        (first, *others) = self.candidates
+        return Candidate(CAUTIOUS, self.settings.objective, self.settings.seed) if others else first
+
     def settings_of(self, one: Candidate) -> CalibrationSettings:
         """Of the training of a candidate; raises ConfigError for a setting that no candidate reads."""
         objectives = dict.fromkeys((one.objective, *(other.objective for other in self.candidates)))
@@ -351,9 +357,7 @@ class Transaction:
 
     def _left_off(self, why: str, resume: bool, on_event: OnEvent | None) -> Chosen:
         """Train one range and leave it off, because nothing can show whether it helps."""
-        (first, *others) = self.plan.candidates
-        settings = self.plan.settings
-        one = first if not others else Candidate(CAUTIOUS, settings.objective, settings.seed)
+        one = self.plan.unproven
         store = self._store((one,), {"probe": None, "why": why})
         with self._begun(store, resume):
             if one.slug in (diverged := store.diverged()):

@@ -180,13 +180,18 @@ def train_trial(store: Store, one: Candidate, bench: Bench, on_event: OnEvent | 
 
 
 def train_part(
-    store: Store, one: Candidate, bench: Bench, temperatures: Sequence[float], on_event: OnEvent | None = None
+    store: Store,
+    one: Candidate,
+    bench: Bench,
+    temperatures: Sequence[float],
+    most: int,
+    on_event: OnEvent | None = None,
 ) -> dict[str, Any]:
     """Train the first `SHARE` of a candidate's steps, ask what came of it, and leave a checkpoint that `train_trial` goes on from.
 
     Args:
-        temperatures: at which it is asked, each as many answers as `PART_QUESTIONS` questions have, but never more than all
-            questions.
+        temperatures: at which it is asked, each as many answers as `PART_QUESTIONS` questions have.
+        most: questions that may be asked, the first ones.
 
     Returns:
         steps, seconds of training and asking, answers, and {temperature: mean score}; what is finished is only read. Raises as
@@ -204,10 +209,11 @@ def train_part(
             for heat in temperatures:
                 here = probe.at(heat)
                 count = PART_QUESTIONS * probe.sampling.samples // here.sampling.samples
-                scored = here.score(bench.engine, partial(tell, "probing"), 0, min(count, len(probe.questions)))
+                scored = here.score(bench.engine, partial(tell, "probing"), 0, min(count, most))
                 scores[f"{heat:g}"], answers = float(scored.scores.mean()), answers + scored.scores.size
             seconds = {"seconds": trained["seconds"], "asking": time.monotonic() - began}
-        found = {"steps": trained["training"]["steps"], **seconds, "answers": answers, "scores": scores}
+        steps = {key: trained["training"][key] for key in ("steps", "training_seconds")}
+        found = {**steps, **seconds, "answers": answers, "scores": scores}
         write_json(place / PART, found)
         return found
 
@@ -292,6 +298,9 @@ def _train(store: Store, bench: Bench, candidate: Candidate, tell: Callable[...,
         **bench.options(settings),
     )
     evidence = result.evidence()
+    if earlier := read_json(place / PART):  # this training went on from there
+        for key in ("seconds", "training_seconds"):
+            evidence["training"][key] = round(evidence["training"][key] + earlier[key], 1)
     if part:
         return {"training": evidence["training"], "modules": {}, "seconds": result.seconds}
     shutil.rmtree(place / GATED, ignore_errors=True)  # of an attempt that was cut off
