@@ -95,9 +95,14 @@ def new_folder(folder: Path) -> Iterator[Path]:
         mask = os.umask(0)
         os.umask(mask)
         partial.chmod(0o777 & ~mask)
-        if folder.is_dir():
-            folder.rmdir()
-        partial.rename(folder)
+        try:
+            if folder.is_dir():
+                folder.rmdir()
+            partial.rename(folder)
+        except OSError:  # ".", a link or a mount cannot be replaced, only filled
+            folder.mkdir(exist_ok=True)
+            for path in partial.iterdir():
+                path.rename(folder / path.name)
     except OSError as error:
         raise LoragateError(describe_os_error(folder, error)) from error
     finally:

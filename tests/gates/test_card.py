@@ -59,6 +59,13 @@ def full(**changes):
         "warnings": {"[-3,1]": ["answers are longer"]},
         "vetoed": {"[-6,3]": "forgets"},
         "failed": {"[0,6]": "the loss is not finite"},
+        "stopped": {"[0,1]": {"steps": 40, "score": 0.4, "weakest_kept": 0.5}},
+        "confirmation": {
+            "questions": 256,
+            "setting": "[-3,1] T=0.3",
+            "against": "adapter greedy",
+            "difference": {**SCORE, "mean": 0.021, "low": -0.004, "high": 0.046},
+        },
         "retention": {"evidence": {"adapter": SCORE, "[-3,1]": {"mean": 0.7, "low": 0.6, "high": 0.8}}},
     }
     return a_record(training=training, selection={**selection, **changes})
@@ -94,6 +101,8 @@ def test_everything_measured_is_said():
         "- [-6,3] was not eligible: it forgets.",
         "- [0,6] could not be trained: the loss is not finite.",
         "- Warning on [-3,1]: answers are longer.",
+        "- [0,1] was stopped after a part of its training, 40 steps.",
+        "256 questions that chose nothing, [-3,1] T=0.3 was +2.1 points from adapter greedy (95 % interval -0.4 to +4.6).",
         "no evidence of better answers",
         "flattered by the choice",
         "arXiv:2609.33463",

@@ -13,6 +13,7 @@ from loragate.cli.main import main
 from loragate.evaluation.results import read_record
 from loragate.evaluation.session import Request, Session
 from loragate.evaluation.settings import TaskSettings
+from loragate.files import write_json
 from loragate.gates.range import Range
 from loragate.generation import read_samples
 from loragate.selection.candidate import grid
@@ -175,6 +176,19 @@ def test_what_has_no_effect_on_a_sweep_is_refused(swept, tasks, tmp_path, capsys
 def test_a_folder_that_is_no_sweep(tmp_path, tasks, capsys):
     assert main(["eval", "--sweep", str(tmp_path), "--tasks", tasks, "--out", str(tmp_path / "out")]) == 1
     assert "sweep.json" in capsys.readouterr().err
+
+
+def test_a_sweep_without_a_probe_recommends_nothing(swept, tasks, tmp_path):
+    copied = shutil.copytree(swept, tmp_path / "swept")
+    before = Study.read(copied)
+    study = Study(before.candidates, {**before.identity, "probe": None})
+    write_json(copied / "sweep.json", study.as_dict())
+    for one in study.candidates:
+        path = copied / "trials" / one.slug / "result.json"
+        write_json(path, {**json.loads(path.read_text()), "probe": None, "sweep": study.fingerprint})
+    (cells,) = SweptCells.of(copied, Request("", tmp_path / "out", TaskSettings(tasks=tasks)))
+    assert len(cells.trials) == len(CELLS)
+    assert cells.written is None
 
 
 @pytest.mark.parametrize(("asked", "rows"), [(None, 2), (1.0, 0)])

@@ -12,6 +12,7 @@ from selection_kit import RETAINED, FakeEngine, acting, probe, questions
 import loragate as lg
 from loragate.errors import ArtifactError, ConfigError, DataError, DivergenceError, GateError
 from loragate.gates.range import Range
+from loragate.gates.schema import read_gate_config
 from loragate.models import resolve
 from loragate.selection import Candidate, SelectionSettings, choose, trial
 from loragate.selection.comparison import CONFIRMING, ELSEWHERE, LARGE, settings_on, vetoes
@@ -217,6 +218,17 @@ def test_the_artifact_cannot_be_told_from_one_of_the_same_training_alone(tmp_pat
     lg.save_gates(model, tmp_path / "alone", evidence=result.evidence())
     left, right = (tmp_path / name / "gates.safetensors" for name in ("chosen", "alone"))
     assert left.read_bytes() == right.read_bytes()
+    place, told = place_of(tmp_path / "chosen", TWO), read_gate_config(tmp_path / "chosen")["training"]
+    seconds = [json.loads((place / name).read_text())["seconds"] for name in ("part.json", "trained.json")]
+    assert told["seconds"] == pytest.approx(sum(seconds), abs=0.11), "both parts of the training"
+
+
+def test_untouched_questions_pick_no_range(tmp_path, monkeypatch):
+    monkeypatch.setattr(trial, "PART_QUESTIONS", LARGE)
+    begin(tmp_path, {None: 200, (-3, 1): 210, (0, 1): 400}, count=LARGE).run()
+    for one in (ONE, TWO):
+        part = json.loads((place_of(tmp_path, one) / "part.json").read_text())
+        assert part["answers"] == 3 * (LARGE - CONFIRMING), "two samples at T = 1, and greedily"
 
 
 @pytest.fixture
@@ -264,6 +276,22 @@ def test_a_range_that_diverges_drops_out(tmp_path, trainings, diverging):
     other = dataclasses.replace(SETTINGS, max_steps=3, learning_rate=1e-3)
     with pytest.raises(ConfigError, match=r"begun with training\.entropy\.learning_rate"):
         begin(tmp_path, right, settings=other).run(resume=True)
+
+
+def test_a_choice_that_is_resumed_after_a_lost_range_is_the_same(tmp_path, trainings, diverging):
+    """The range that went on is lost, so both that had been stopped take its place, and stay there."""
+    diverging.add((-3, 1))
+    right = {None: 10, (-3, 1): 26, (0, 1): 24, (-1, 2): 20}
+    three = (ONE, TWO, Candidate(Range(-1, 2), seed=3))
+    settings = dataclasses.replace(SETTINGS, max_steps=3)
+    first = record_of(begin(tmp_path, right, three, settings=settings).run())
+    assert set(first["failed"]) == {"[-3,1]"}
+    assert {"[0,1]", "[-1,2]"} <= {row["name"] for row in first["settings"]}
+    assert "stopped" not in first
+    begun_again(tmp_path)
+    count = len(trainings)
+    assert record_of(begin(tmp_path, right, three, settings=settings).run(resume=True)) == first
+    assert len(trainings) == count
 
 
 def test_where_all_ranges_diverge_the_error_says_why(tmp_path, diverging):

@@ -16,6 +16,7 @@ import torch
 import loragate as lg
 from loragate.errors import DataError, TrainingError
 from loragate.training import CalibrationSettings
+from loragate.training.callbacks import PAUSE
 from loragate.training.run_folder import explain_full_disk, is_complete, last_checkpoint, prepare_folder
 from tiny import tiny_adapter, tiny_rows
 
@@ -244,7 +245,7 @@ def test_a_training_that_is_paused_goes_on_bit_for_bit(tokenizer, tmp_path, obje
         CONFIG,
         settings,
         run_folder=folder,
-        on_step=lambda step: step.step == 2,
+        on_step=lambda step: PAUSE if step.step == 2 else True,
     )
     assert (part.steps, last_checkpoint(folder)) == (2, str(folder / "checkpoint-2"))
     result = lg.calibrate(model, tokenizer, tiny_rows(12), CONFIG, settings, run_folder=folder, resume=True)

@@ -49,7 +49,7 @@ from loragate.selection.store import (
     read_json,
 )
 from loragate.training import CalibrationSettings, calibrate
-from loragate.training.callbacks import StepReport
+from loragate.training.callbacks import PAUSE, StepReport
 
 LOCK_WAIT_S = 60.0
 SHARE, PART_QUESTIONS = 0.25, 24
@@ -278,11 +278,11 @@ def _train(store: Store, bench: Bench, candidate: Candidate, tell: Callable[...,
     rows, encoded = bench.encode(settings)
     entropy: float | None = None
 
-    def report(step: StepReport) -> bool:
+    def report(step: StepReport) -> object:
         nonlocal entropy
         entropy = step.values.get("topk_entropy", entropy)
         tell("training", step.step, step.total, entropy)
-        return part and SHARE * step.total <= step.step < step.total
+        return PAUSE if part and SHARE * step.total <= step.step < step.total else None
 
     tell("training")
     result = calibrate(

@@ -66,10 +66,15 @@ class JsonlLog(TrainerCallback):
             raise TrainingError(describe_os_error(self.path, error)) from error
 
 
-class StepReporter(TrainerCallback):
-    """Calls `on_step` after every optimiser step of the main process; where it returns True, the run pauses there."""
+PAUSE = object()
+"""What `on_step` returns to have a run of one process end after this step, with a checkpoint to go on from. An object, because
+progress bars return True."""
 
-    def __init__(self, on_step: Callable[[StepReport], bool | None]) -> None:
+
+class StepReporter(TrainerCallback):
+    """Calls `on_step` after every optimiser step of the main process; where it returns `PAUSE`, the run pauses there."""
+
+    def __init__(self, on_step: Callable[[StepReport], Any]) -> None:
         self.on_step = on_step
         self.began = 0.0
         self.values: dict[str, Any] = {}
@@ -88,7 +93,7 @@ class StepReporter(TrainerCallback):
     def _report(self, state: Any, control: Any) -> None:
         if state.is_world_process_zero:
             report = StepReport(state.global_step, state.max_steps, time.monotonic() - self.began, self.values)
-            if self.on_step(report):
+            if self.on_step(report) is PAUSE:
                 control.should_save = control.should_training_stop = True
 
 

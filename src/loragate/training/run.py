@@ -46,7 +46,7 @@ from loragate.training.trainer import ReferenceOf, StatisticsTrainer, as_dataset
 
 logger = logging.getLogger("loragate")
 
-OnStep = Callable[[StepReport], bool | None]
+OnStep = Callable[[StepReport], Any]
 """Called after every step; True ends the run there with a checkpoint, from which `resume` goes on. In one process only."""
 
 

@@ -88,7 +88,9 @@ def prepare_folder(identity: dict[str, Any], folder: Path, resume: bool) -> str 
         raise TrainingError(
             f"{record} is missing: there is no run to resume in {folder}; run without --resume (resume=False)"
         )
-    stored = dict(read_value(record, "the run cannot be resumed"))
+    stored = read_value(record, "the run cannot be resumed")
+    if not isinstance(stored, dict):
+        raise TrainingError(f"{record}: found {stored!r:.40}, expected a run's record; the run cannot be resumed")
     before = stored.pop(VERSION, None)
     if before != __version__:
         raise TrainingError(

@@ -56,6 +56,9 @@ class RowsSettings:
     cache: str = "auto"
     data_workers: Size = 0
 
+    def __post_init__(self) -> None:
+        check(self)
+
 
 @dataclass(frozen=True)
 class LaunchSettings:
@@ -68,6 +71,9 @@ class LaunchSettings:
 
     strategy: Literal["auto", "ddp", "fsdp2", "zero3"] = "auto"
     processes: Size = 0
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @dataclass(frozen=True)

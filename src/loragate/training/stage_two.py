@@ -184,7 +184,7 @@ def calibrate(
         adapter_name: None for the active adapter.
         run_folder: for the log and checkpoints; None keeps nothing but the result.
         resume: continue the run in `run_folder`.
-        on_step: progress callback; where it returns True the run ends there, and a call with `resume` goes on.
+        on_step: progress callback, after every optimiser step.
         encoded: rows already tokenised (`loragate.data.encode_rows`) in the order and number to be used, to share the work
             between calibrations.
         heldout: tokenised rows that are not trained on; entropy is measured on all of them too, before and after.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
+from loragate.errors import ConfigError
 from loragate.world.problems import RETENTION_KINDS, apply_operator, draw_problem, draw_retention, expression
 from loragate.world.tokenizer import CLOSERS, CONNECTIVES, DIGITS, EQUALITIES, FILLERS, OPENERS
 
@@ -53,6 +54,8 @@ def demonstrations(
         step_error: chance that a step states a wrong digit; the following steps continue from it.
         sloppy: chance of an ending without a derived answer.
     """
+    check_share("step_error", step_error)
+    check_share("sloppy", sloppy)
     rng = random.Random(f"demonstrations/{seed}")
     rows = []
     for _ in range(count):
@@ -88,6 +91,9 @@ def pretraining_documents(
         aside: chance of a talkative word at every place where a demonstration would have one.
         operations: shortest and longest problem, both included.
     """
+    shares = {"arithmetic": arithmetic, "step_error": step_error, "answered": answered, "aside": aside}
+    for name, share in shares.items():
+        check_share(name, share)
     rng = random.Random(f"pretraining/{seed}")
     documents = []
     for _ in range(count):
@@ -141,3 +147,9 @@ def _worked_steps(rng: random.Random, prompt: str, step_error: float) -> list[_S
         worked.append(_Step(value, operator, right, stated))
         value = stated
     return worked
+
+
+def check_share(name: str, share: float) -> None:
+    """Refuse a number that is no share."""
+    if not 0.0 <= share <= 1.0:
+        raise ConfigError(f"found {name}={share}; expected a share between 0 and 1")

@@ -62,19 +62,26 @@ def apply_operator(left: int, operator: str, right: int) -> int:
         return (left + right) % 10
     if operator == "-":
         return (left - right) % 10
-    return (left * right) % 10
+    if operator == "*":
+        return (left * right) % 10
+    raise DataError(f"found the operator {operator!r}; expected one of {', '.join(OPERATORS)}")
 
 
 def expression(prompt: str) -> tuple[int, list[tuple[str, int]]]:
     """The first operand of an arithmetic prompt, and the (operator, operand) pairs that follow it."""
-    words = prompt.split()[1:]
+    task, *words = prompt.split()
+    if task != "solve" or len(words) % 2 == 0:
+        raise DataError(f"found the prompt {prompt!r}; expected 'solve' and an expression such as '6 * 0 - 5'")
     return int(words[0]), [(operator, int(operand)) for operator, operand in zip(words[1::2], words[2::2], strict=True)]
 
 
 def draw_problem(rng: random.Random, split: str, operations: tuple[int, int]) -> Problem:
     """One arithmetic problem of a split; the number of operations is uniform over the given range, both ends included."""
     check_split(split)
-    length = rng.randint(*operations)
+    lowest, highest = operations
+    if not 1 <= lowest <= highest:
+        raise ConfigError(f"found operations={operations}; expected (lowest, highest) with 1 <= lowest <= highest")
+    length = rng.randint(lowest, highest)
     while True:
         value = rng.randrange(10)
         words = ["solve", DIGITS[value]]
@@ -91,7 +98,7 @@ def problems(split: str, count: int, operations: tuple[int, int] = (4, 4), seed:
     """Draw `count` different arithmetic problems of one split.
 
     Raises:
-        ConfigError: unknown split.
+        ConfigError: unknown split or impossible range of operations.
         DataError: the split holds fewer different problems than were asked for.
     """
     rng = random.Random(f"problems/{split}/{operations[0]}-{operations[1]}/{seed}")
@@ -140,6 +147,8 @@ _FACTS = tuple(facts())
 def draw_retention(rng: random.Random, split: str, kind: str) -> Problem:
     """One retention item of a kind; facts are the same in every split."""
     check_split(split)
+    if kind not in RETENTION_KINDS:
+        raise ConfigError(f"found the retention kind '{kind}'; expected {', '.join(RETENTION_KINDS)}")
     if kind == "fact":
         return rng.choice(_FACTS)
     while True:
@@ -174,6 +183,9 @@ def check_split(split: str) -> None:
         raise ConfigError(f"found the split '{split}'; expected {', '.join(SPLITS)}{nearest(split, SPLITS)}")
 
 
+WORKED_KINDS = ("arithmetic", "commands")
+
+
 def verify(problem: Problem, response_text: str, finished: bool) -> bool:
     """True if the response is right and complete.
 
@@ -190,6 +202,6 @@ def verify(problem: Problem, response_text: str, finished: bool) -> bool:
     words = response_text.split()
     if EOS in words:
         words = words[: words.index(EOS)]
-    if problem.kind in ("arithmetic", "commands"):
+    if problem.kind in WORKED_KINDS:
         return words[-2:] == ["answer", problem.answer]
     return words == problem.answer.split()
