@@ -3,9 +3,14 @@ import random
 import pytest
 
 from loragate.errors import ConfigError, DataError
+from loragate.world.demonstrations import demonstrations, pretraining_documents
 from loragate.world.problems import (
     SPLITS,
     Problem,
+    apply_operator,
+    draw_problem,
+    draw_retention,
+    expression,
     facts,
     problems,
     retention_items,
@@ -60,11 +65,22 @@ def test_a_split_that_is_exhausted_says_how_much_it_holds():
         problems("probe", held + 1, operations=(1, 1))
 
 
-def test_a_split_that_there_is_not():
-    with pytest.raises(ConfigError, match="did you mean 'test'"):
-        problems("tests", 1)
-    with pytest.raises(ConfigError, match="found the split 'eval'"):
-        retention_items("eval", 1)
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: problems("tests", 1), ConfigError, "did you mean 'test'"),
+        (lambda: draw_problem(random.Random(0), "dev", (0, 2)), ConfigError, r"operations=\(0, 2\)"),
+        (lambda: draw_retention(random.Random(0), "dev", "spell"), ConfigError, "'spell'"),
+        (lambda: retention_items("eval", 1), ConfigError, "found the split 'eval'"),
+        (lambda: apply_operator(1, "/", 2), DataError, "operator '/'"),
+        (lambda: expression("solve 1 +"), DataError, "found the prompt"),
+        (lambda: demonstrations(1, step_error=1.5), ConfigError, "expected a share"),
+        (lambda: pretraining_documents(1, aside=2.0), ConfigError, "expected a share"),
+    ],
+)
+def test_errors_say_what_was_found(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
 
 
 def test_sixty_facts_with_one_value_each():
