@@ -7,6 +7,8 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from guard import need
@@ -24,6 +26,7 @@ from loragate.evaluation.sandbox import (
     run_tests,
 )
 from loragate.evaluation.sandbox.code import run_many
+from loragate.evaluation.sandbox.processes import Watch
 
 TOP = "bubblewrap"
 EACH = [TOP, pytest.param("rlimits", marks=pytest.mark.slow("attacks"))]
@@ -266,3 +269,18 @@ def test_names_and_limits_are_checked() -> None:
 def test_available_tiers_are_known() -> None:
     assert set(available_tiers()) <= set(TIERS)
     assert "rlimits" in available_tiers()
+
+
+def test_the_checker_may_be_read_first() -> None:
+    """A program that exits at once: its own first word waits unread while the checker already says that the line is dead."""
+    candidate = SimpleNamespace(
+        limits=Limits(),
+        control=SimpleNamespace(settimeout=lambda seconds: None),
+        frames=lambda: iter([["ready"]]),
+        signal_that_ended_it=lambda: None,
+        drain=lambda: False,
+        tail=b"",
+    )
+    checker: Any = SimpleNamespace()
+    watch = Watch(candidate, checker, None)  # type: ignore[arg-type]
+    assert watch._frame(checker, ["failed", "exit", "the line is dead"]) == ("exit", "the program ended before its end")

@@ -323,7 +323,7 @@ class Watch:
         for frame in self.candidate.frames():
             match frame:
                 case ["ready"]:
-                    continue
+                    self.ready.add(self.candidate)  # what the checker said was read first
                 case ["failed", str(reason), str(detail)]:
                     return self._failed(self.candidate, reason, detail[:500])
         return self._gone(self.candidate) or ("exit", "the program ended before its end")
