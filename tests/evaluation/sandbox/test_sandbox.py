@@ -273,7 +273,11 @@ def test_available_tiers_are_known() -> None:
 
 def test_the_checker_may_be_read_first() -> None:
     """A program that exits at once: its own first word waits unread while the checker already says that the line is dead."""
-    candidate = SimpleNamespace(
+
+    class Told(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    candidate: Any = Told(
         limits=Limits(),
         control=SimpleNamespace(settimeout=lambda seconds: None),
         frames=lambda: iter([["ready"]]),
@@ -281,6 +285,6 @@ def test_the_checker_may_be_read_first() -> None:
         drain=lambda: False,
         tail=b"",
     )
-    checker: Any = SimpleNamespace()
-    watch = Watch(candidate, checker, None)  # type: ignore[arg-type]
+    checker: Any = Told()
+    watch = Watch(candidate, checker, None)
     assert watch._frame(checker, ["failed", "exit", "the line is dead"]) == ("exit", "the program ended before its end")
