@@ -98,7 +98,7 @@ def test_a_choice_of_ranges_says_which_step_of_which_range(clock):
                 clock.now += 11
                 told(one, stage, done, total, 0.05 if stage == "training" else None)
     lines = out.getvalue().splitlines()
-    assert lines[0] == "at most 2,400 answers will be asked, of all settings together"
+    assert lines[0].startswith("at most 2,400 answers will be asked, of all settings together")
     assert lines[1] == "trying 2 ranges: range 1 of 2, [0,1]: training, step 0 of 150 · entropy 0.050"
     assert "trying 2 ranges: 1 settings asked; adapter T=0.3: answer 40 of 40" in lines
 
