@@ -31,18 +31,9 @@ from loragate.analysis.task_values import (
 from loragate.analysis.theorem import all_terms
 from loragate.data import encode_rows
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
-from tiny import tiny_adapter, tiny_rows, tiny_tokenizer
+from tiny import tiny_gated, tiny_rows, tiny_tokenizer
 
 K = 20
-
-
-def gated(scale=0.3):
-    peft = lg.attach_gates(tiny_adapter(), lg.GateConfig(-2, 3))
-    torch.manual_seed(4)
-    with torch.no_grad():
-        for parameter in lg.gate_parameters(peft).values():
-            parameter.normal_(0, scale)
-    return peft
 
 
 def material(count=4):
@@ -84,7 +75,7 @@ def prompt_of(row):
 
 
 def test_directions_are_the_gradients():
-    peft, (tokenizer, rows) = gated(), material(2)
+    peft, (tokenizer, rows) = tiny_gated(-2, 3, seed=4), material(2)
     found, values = measured(peft, rows, tokenizer)
     assert Reader(peft, tokenizer).fused
     for row, value, direction in zip(rows, values, found, strict=True):
@@ -97,7 +88,7 @@ def test_directions_are_the_gradients():
 
 
 def test_reference_values_are_log_probabilities_of_the_model_that_acts():
-    peft, (tokenizer, rows) = gated(), material(1)
+    peft, (tokenizer, rows) = tiny_gated(-2, 3, seed=4), material(1)
     _, (values,) = measured(peft, rows, tokenizer)
     labels = torch.tensor(rows[0]["labels"])
     with torch.no_grad(), peft.disable_adapter():
@@ -106,7 +97,7 @@ def test_reference_values_are_log_probabilities_of_the_model_that_acts():
 
 
 def test_terms_coordinates_and_updates():
-    peft, (tokenizer, rows) = gated(), material(5)
+    peft, (tokenizer, rows) = tiny_gated(-2, 3, seed=4), material(5)
     found, values = measured(peft, rows, tokenizer)
     slices = parameter_slices(peft)
     assert max(place.stop for place in slices.values()) == len(found[0].vectors["value"])
@@ -132,7 +123,7 @@ def test_terms_coordinates_and_updates():
 
 def test_a_value_that_is_the_logits_agrees_everywhere():
     """eq:rw-signal-decomposition with ε = 0: r = z/β makes both directions one, and every coordinate's sign right."""
-    peft, (tokenizer, rows) = gated(), material(1)
+    peft, (tokenizer, rows) = tiny_gated(-2, 3, seed=4), material(1)
     reader, (row,) = Reader(peft, tokenizer), rows
     with torch.no_grad():
         values = DenseValues(reader.logits(reader.states(reader.batch(row))) / 2.5)
@@ -146,7 +137,7 @@ def test_a_value_that_is_the_logits_agrees_everywhere():
 
 def test_the_answer_is_no_prompt_where_only_its_end_is_counted():
     """Rollouts count a few positions of an answer; a λ before the first of them still belongs to its own class."""
-    peft, (tokenizer, rows) = gated(), material(1)
+    peft, (tokenizer, rows) = tiny_gated(-2, 3, seed=4), material(1)
     prompt, length = prompt_of(rows[0]), len(rows[0]["labels"])
     late = {**rows[0], "labels": [*[-100] * (length - 1), rows[0]["labels"][-1]]}
     reader, sums = Reader(peft, tokenizer), CoordinateSums(peft)
@@ -159,7 +150,7 @@ def test_the_answer_is_no_prompt_where_only_its_end_is_counted():
 
 
 def test_rows_of_one_question_are_merged():
-    peft, (tokenizer, rows) = gated(), material(3)
+    peft, (tokenizer, rows) = tiny_gated(-2, 3, seed=4), material(3)
     found, _ = measured(peft, rows, tokenizer)
     together = merged(found, [7, 2, 7])
     assert [row.tokens for row in together] == [found[0].tokens + found[2].tokens, found[1].tokens]
@@ -168,7 +159,7 @@ def test_rows_of_one_question_are_merged():
 
 def test_reward_values_give_the_policy_gradient():
     """eq:rw-is-sft: at the policy that wrote the answer, ∇V is (R − b)∇ log μ(y)."""
-    peft, tokenizer = gated(), tiny_tokenizer()
+    peft, tokenizer = tiny_gated(-2, 3, seed=4), tiny_tokenizer()
     prompts = ["w1 w2"]
     sample = TransformersEngine(peft, tokenizer).generate(prompts, SamplingConfig(max_new_tokens=5, seed=2))[0]
     (row,) = answer_rows(tokenizer, prompts, [sample])
@@ -187,7 +178,7 @@ def test_reward_values_give_the_policy_gradient():
 
 
 def test_rollouts_complete_and_grade_every_branch():
-    peft, tokenizer = gated(), tiny_tokenizer()
+    peft, tokenizer = tiny_gated(-2, 3, seed=4), tiny_tokenizer()
     prompts = ["w1 w2", "w5 w6 w7"]
     engine = TransformersEngine(peft, tokenizer)
     samples = engine.generate(prompts, SamplingConfig(max_new_tokens=5, seed=2))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import loragate as lg
-from loragate.analysis.plan_step import read_config
+from loragate.analysis.counts import read_config
 from loragate.cli.main import main
 from loragate.errors import ArtifactError, ConfigError, LoragateError
 from loragate.models import (
