@@ -20,7 +20,6 @@ from loragate.analysis.directions import (
 from loragate.analysis.rows import Reader, TokenClasses, answer_rows
 from loragate.analysis.task_values import (
     Branch,
-    DenseValues,
     branches,
     leave_one_out,
     reference_values,
@@ -50,13 +49,13 @@ def autograd_directions(peft, row, values):
     for name in NAMES:
         with gate_input_gradient(peft, detached=name == "entropy_semi"):
             z = peft(input_ids=ids, use_cache=False).logits[0, :-1][kept]
-        top = z.detach().topk(K, -1).indices
+        top, r = z.detach().topk(K, -1).indices, values.table(0, len(z), z)
         if name.startswith("entropy"):
             scalar = -math.log(K) * lg.topk_entropy(z, K).sum()
         elif name == "value_topk":
-            scalar = (torch.softmax(z.gather(-1, top), -1) * values.values.gather(-1, top)).sum()
+            scalar = (torch.softmax(z.gather(-1, top), -1) * r.gather(-1, top)).sum()
         else:
-            scalar = (torch.softmax(z, -1) * values.values).sum()
+            scalar = (torch.softmax(z, -1) * r).sum()
         gradients = torch.autograd.grad(scalar, list(lg.gate_parameters(peft).values()))
         found[name] = torch.cat([gradient.reshape(-1) for gradient in gradients])
     return found
@@ -93,7 +92,9 @@ def test_reference_values_are_log_probabilities_of_the_model_that_acts():
     labels = torch.tensor(rows[0]["labels"])
     with torch.no_grad(), peft.disable_adapter():
         z = peft(input_ids=torch.tensor([rows[0]["input_ids"]])).logits[0, :-1][labels[1:] >= 0]
-    assert torch.allclose(values.values, torch.log_softmax(z, -1), atol=1e-5)
+    assert torch.allclose(values.table(0, len(z), z), torch.log_softmax(z, -1), atol=1e-5)
+    assert torch.allclose(values.table(1, 2, z), values.table(0, len(z), z)[1:2])
+    assert values.states.shape == (len(z), 32), "what is kept of each row is not as wide as the vocabulary"
 
 
 def test_terms_coordinates_and_updates():
@@ -121,12 +122,22 @@ def test_terms_coordinates_and_updates():
     assert update.cosine == pytest.approx(1.0)
 
 
+class Given:
+    """Values [T, V] of all actions."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def table(self, start, stop, like):
+        return self.values[start:stop].to(like)
+
+
 def test_a_value_that_is_the_logits_agrees_everywhere():
     """eq:rw-signal-decomposition with ε = 0: r = z/β makes both directions one, and every coordinate's sign right."""
     peft, (tokenizer, rows) = tiny_gated(-2, 3, seed=4), material(1)
     reader, (row,) = Reader(peft, tokenizer), rows
     with torch.no_grad():
-        values = DenseValues(reader.logits(reader.states(reader.batch(row))) / 2.5)
+        values = Given(reader.logits(reader.states(reader.batch(row))) / 2.5)
     sums = CoordinateSums(peft)
     with differentiable_gates(peft):
         found = row_directions(reader, row, values, K)
