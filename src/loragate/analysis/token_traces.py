@@ -112,7 +112,7 @@ def trace_answers(
             ids = list(answer.sample.token_ids)[:max_tokens]
             if not ids:
                 continue
-            log_p = {}
+            log_p: dict[str, torch.Tensor] = {}
             for stream in STREAMS:
                 with trace_gates(peft_model) as traced, acting(peft_model, Variant(stream), "gated"):
                     log_p[stream] = _log_probabilities(peft_model, prompt, ids)

@@ -76,8 +76,8 @@ def _alignment(record: Record) -> Blocks:
         if terms:
             blocks.append(Sheet(title, (what, *columns), [_terms(one) for one in terms], caption, folded=folded))
             caption = ""
-    columns = ("where", "number of λ", "right way, %", "weighted, %")
-    columns += ("entropy\nwants more, %", "value\nwants more, %")
+    wanted = ("entropy\nwants more, %", "value\nwants more, %")
+    where = ("where", "number of λ", "right way, %", "weighted, %", *wanted)
     caption = "Single λ: do entropy and task value agree on the sign? Weighted: by what each matters for the value"
     known = {item["name"] for item in record["modules"]}
     for title, inside in (("Single coefficients", False), ("Single coefficients by module", True)):
@@ -85,10 +85,10 @@ def _alignment(record: Record) -> Blocks:
         for item in record["coordinates"]:
             if (item["name"] in known) == inside:
                 agreement = [_interval(item[key], percent, "–") for key in ("share", "weighted")]
-                wanted = [(percent(item[key]),) for key in ("raised", "value_raised")]
-                lines.append(Line(item["name"], [(f"{item['coordinates']:,}",), *agreement, *wanted]))
+                more = [(percent(item[key]),) for key in ("raised", "value_raised")]
+                lines.append(Line(item["name"], [(f"{item['coordinates']:,}",), *agreement, *more]))
         if lines:
-            blocks.append(Sheet(title, columns, lines, caption, folded=f"{len(lines)} modules" if inside else ""))
+            blocks.append(Sheet(title, where, lines, caption, folded=f"{len(lines)} modules" if inside else ""))
     return blocks
 
 
