@@ -184,7 +184,7 @@ def test_a_study_goes_on_where_it_was_stopped(measure, design, tmp_path, monkeyp
     run, answers = measure.run, measure.Cell.answers
     monkeypatch.setattr(measure, "run", lambda words: (trained.append(words[0]), run(words)))
     monkeypatch.setattr(
-        measure.Cell, "answers", lambda cell, *rest: (drawn.append(rest[1].what), answers(cell, *rest))[1]
+        measure.Cell, "answers", lambda cell, *rest: (drawn.append(rest[-1].what), answers(cell, *rest))[1]
     )
 
     def study(minutes):

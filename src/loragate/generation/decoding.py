@@ -151,10 +151,10 @@ def decode(
             if step + 1 == max_new_tokens or bool(stopped_b.all()):
                 break
             if int(stopped_b.sum()) >= DROP_SHARE * len(stopped_b):
-                kept = (~stopped_b).nonzero()[:, 0]
-                cache.batch_select_indices(kept)
-                sampler.keep(kept)
-                chosen_b, lengths_b, mask_bT = chosen_b[kept], lengths_b[kept], mask_bT[kept]
+                running = (~stopped_b).nonzero()[:, 0]
+                cache.batch_select_indices(running)
+                sampler.keep(running)
+                chosen_b, lengths_b, mask_bT = chosen_b[running], lengths_b[running], mask_bT[running]
             # a row that has ended and is still fed must not pass the end of a table of positions
             fed_b = torch.minimum(sampler.limits_B[sampler.rows_b] - 1, torch.tensor(step))
             logits_bV = forward(chosen_b[:, None], mask_bT[:, : width + step + 1], (lengths_b + fed_b)[:, None])

@@ -256,8 +256,8 @@ def _acting(
             trained = _train(store, bench, candidate.model, tell, part)
         elif candidate.kind != ADAPTER:
             attach_constant(bench.model, candidate.fixed)
-        keeps = isinstance(bench.engine, TransformersEngine)
-        with bench.engine.keeping_prompts((candidate.model, part)) if keeps else nullcontext():
+        engine, weights = bench.engine, (candidate.model, part)
+        with engine.keeping_prompts(weights) if isinstance(engine, TransformersEngine) else nullcontext():
             yield trained
     except TrainingError as error:
         if str(error).startswith("stopped by Ctrl-C"):
