@@ -151,11 +151,15 @@ def test_the_plan_meets_the_measured_peak(script, family, stage, changes):
 PLAIN = Request("", seq=64, micro_batch=2, k=20, dtype="float32", precision="fp32", gradient_checkpointing="no")
 
 
-@pytest.mark.parametrize("checkpointing", [pytest.param("no", marks=MORE), "yes"])
-def test_two_small_traces_give_the_large_one(checkpointing):
-    way = replace(PLAIN, gradient_checkpointing=checkpointing, micro_batch=6)
-    step = Step(tiny_base(num_hidden_layers=5).config, way, padded=True)
-    assert step.peak() == pytest.approx(step.trace(5), rel=0.03)
+@pytest.mark.parametrize(("stage", "checkpointing"), [("sft", "no"), ("calibrate", "yes")])
+def test_two_small_traces_give_the_large_one(stage, checkpointing):
+    """Of wide layers, whose own peak is above the head's; the first layer of a model has a lower one."""
+    config = AutoConfig.for_model(**{**LLAMA_70B, "num_hidden_layers": 8})
+    way = replace(
+        PLAIN, stage=stage, seq=1024, dtype="bfloat16", precision="bf16", gradient_checkpointing=checkpointing
+    )
+    step = Step(config, replace(way, micro_batch=1), padded=False)
+    assert step.peak() == pytest.approx(step.trace(8), rel=0.005)
 
 
 def test_checkpointing_keeps_less_and_a_mask_keeps_more():

@@ -71,7 +71,7 @@ class Step:
 
     def peak(self) -> float:
         """Bytes at the worst moment, beyond weights and what trained parameters, their gradients and the optimiser hold."""
-        few = layer_period(self.config)
+        few = max(2, layer_period(self.config))  # the first layer of all needs no gradient of its input
         first, second = self.trace(few), self.trace(2 * few)
         return first + (second - first) * (self.config.get_text_config().num_hidden_layers / few - 1)
 
@@ -80,6 +80,9 @@ class Step:
         way, reduced = self.way, with_layers(self.config, layers)
         softcapped = getattr(reduced.get_text_config(), "attn_logit_softcapping", None) is not None
         reduced._attn_implementation = "eager" if softcapped else "sdpa" if self.padded else UNPADDED
+        wanted = ("topk_entropy",) if way.stage == "calibrate" else ("log_prob",)
+        asked = StatisticsRequest(way.k, outputs=wanted, gradients=wanted)
+        precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(way.precision)
         with warnings.catch_warnings(action="ignore"):  # of libraries, about a model that never runs
             dtype = base_dtype(self.config, way.dtype)
             model = build_on_meta(reduced, way.stage, way.rank, way.target_modules, dtype)
@@ -87,29 +90,21 @@ class Step:
             if way.recomputes:
                 start_recomputing(model)
                 model.enable_input_require_grads()
+            add_statistics_forward(model.get_base_model(), verified=True)
             with FakeTensorMode():
                 materialise(model)
-                return self._run(model)
-
-    def _run(self, model: Any) -> float:
-        way = self.way
-        ids, mask = (torch.empty((way.micro_batch, way.seq), dtype=torch.int64) for _ in range(2))
-        gradients = []  # as an earlier pass left them
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.empty_like(parameter)
-                gradients.append(parameter.grad)
-        add_statistics_forward(model.get_base_model(), verified=True)
-        wanted = ("topk_entropy",) if way.stage == "calibrate" else ("log_prob",)
-        asked = StatisticsRequest(way.k, outputs=wanted, gradients=wanted)
-        precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(way.precision)
-        tracker = StorageTracker([*model.parameters(), *model.buffers(), *gradients, ids, mask])
-        with tracker, KnownSelection(max(1, int(self.response_share * ids.numel()))):
-            with torch.autocast("cpu", dtype=precision) if precision else nullcontext():
-                stats = model(input_ids=ids, attention_mask=mask, labels=ids, statistics=asked)
-            loss = getattr(stats, wanted[0]).sum()
-            del stats
-            loss.backward()
+                ids, mask = (torch.empty((way.micro_batch, way.seq), dtype=torch.int64) for _ in range(2))
+                trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+                for parameter in trained:  # as an earlier pass left them
+                    parameter.grad = torch.empty_like(parameter)
+                gradients = [parameter.grad for parameter in trained]
+                tracker = StorageTracker([*model.parameters(), *model.buffers(), *gradients, ids, mask])
+                with tracker, KnownSelection(max(1, int(self.response_share * ids.numel()))):
+                    with torch.autocast("cpu", dtype=precision) if precision else nullcontext():
+                        stats = model(input_ids=ids, attention_mask=mask, labels=ids, statistics=asked)
+                    loss = getattr(stats, wanted[0]).sum()
+                    del stats
+                    loss.backward()
         return tracker.peak
 
 
