@@ -17,7 +17,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from loragate import errors
 from loragate.errors import ConfigError, LoragateError
@@ -42,12 +42,8 @@ class Job:
         return engine.generate(self.prompts, self.config, pending=rows)
 
 
-class Executor(Protocol):
-    """Runs the parts of a job on `replicas` engines."""
-
-    def __call__(self, job: Job, parts: Sequence[Rows], replicas: int) -> Iterator[list[Sample]]:
-        """Yield the samples of each part as soon as it is drawn, in any order."""
-        ...
+Executor = Callable[[Job, Sequence[Rows], int], Iterator[list[Sample]]]
+"""Runs the parts of a job on so many engines; yields the samples of each part as soon as it is drawn, in any order."""
 
 
 class ShardedEngine:
@@ -131,13 +127,19 @@ class RayData:
         """Yield the samples of each part as soon as it is drawn, in any order."""
         if not parts:
             return
-        ray = _import_ray()
+        ray = require_ray()
         logging.getLogger("ray.data").setLevel(logging.WARNING)  # a plan and a summary of every call, otherwise
         if not ray.is_initialized():
             # without an address Ray would join what a file in a folder of /tmp names, which any user can write
             address = os.environ.get("RAY_ADDRESS") or "local"
             ray.init(address=address, logging_level="warning", log_to_driver=False)
-        self._require_room(ray.cluster_resources(), replicas)
+        resources = ray.cluster_resources()
+        for name, each in (("GPU", self.gpus), ("CPU", self.cpus)):
+            if replicas * each > resources.get(name, 0):
+                raise ConfigError(
+                    f"{replicas} shards with {each:g} {name} each do not fit into a Ray cluster of "
+                    f"{resources.get(name, 0):g} {name}; give fewer shards or add machines."
+                )
         context = ray.data.DataContext.get_current()
         shown, context.enable_progress_bars = context.enable_progress_bars, False
         try:
@@ -155,14 +157,6 @@ class RayData:
                 yield samples_of(row["drawn"])
         finally:
             context.enable_progress_bars = shown
-
-    def _require_room(self, resources: dict[str, float], replicas: int) -> None:
-        for name, each in (("GPU", self.gpus), ("CPU", self.cpus)):
-            if replicas * each > resources.get(name, 0):
-                raise ConfigError(
-                    f"{replicas} shards with {each:g} {name} each do not fit into a Ray cluster of "
-                    f"{resources.get(name, 0):g} {name}; give fewer shards or add machines."
-                )
 
 
 class _Replica:
@@ -196,14 +190,9 @@ def samples_of(drawn: str) -> list[Sample]:
     return [Sample(**{**fields, "token_ids": tuple(fields["token_ids"])}) for fields in found["samples"]]
 
 
-def require_ray() -> None:
-    """Raise `ConfigError` when Ray is not installed."""
-    _import_ray()
-
-
-def _import_ray() -> Any:
+def require_ray() -> Any:
+    """Ray; raises `ConfigError` when it is not installed."""
     try:
-        import ray
         import ray.data
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "ray":

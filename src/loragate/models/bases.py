@@ -10,12 +10,13 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, GgufConfig
 
-from loragate.errors import ConfigError, nearest
+from loragate.errors import ConfigError, LoragateError, nearest
 from loragate.gates.quantised import (
     EIGHT_BIT,
     FOUR_BIT,
@@ -25,10 +26,25 @@ from loragate.gates.quantised import (
     quantization_of_config,
 )
 from loragate.models import gguf
-from loragate.models.place import ModelRef
+from loragate.models.place import ModelRef, resolve
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = (NONE, EIGHT_BIT, FOUR_BIT)
+
+
+class LoadingOptions(Protocol):
+    """The settings of a command that loads a model."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def quantization(self) -> str: ...
+    @property
+    def trust_remote_code(self) -> bool: ...
+    @property
+    def chat_template(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -52,11 +68,10 @@ class Loading:
     host_memory: bool = False
 
     @classmethod
-    def of(cls, options: Any, **more: Any) -> Loading:
-        """The loading that a command's options ask for; those that it does not have are left at their defaults."""
-        names = {"dtype": "dtype", "device": "device", "quantization": "quantization", "trust": "trust_remote_code"}
-        names["chat_template"] = "chat_template"
-        return cls(**{key: getattr(options, name) for key, name in names.items() if hasattr(options, name)}, **more)
+    def of(cls, options: LoadingOptions, host_memory: bool = False) -> Loading:
+        """The loading that a command's options ask for."""
+        device, stored, trust = options.device, options.quantization, options.trust_remote_code
+        return cls(options.dtype, device, stored, trust, options.chat_template, host_memory)
 
     def check(self) -> None:
         """Refuse what is unknown, not installed or contradictory, before anything is loaded.
@@ -138,6 +153,22 @@ def base_config(base: ModelRef, trust: bool = False) -> Any:
     return AutoConfig.from_pretrained(name, trust_remote_code=trust, **beside)
 
 
+def read_config(name: str, *, revision: str = "", trust: bool = False) -> Any:
+    """The transformers configuration behind a hub id, a model folder or a config.json.
+
+    Raises:
+        ConfigError: for a name that leads nowhere, and a file that cannot be read; LoragateError where the hub gives none.
+    """
+    path = Path(name)
+    try:
+        if path.suffix == ".json" and path.is_file():
+            return AutoConfig.from_pretrained(name, trust_remote_code=trust)
+        return base_config(resolve(name, expect="base", what="model", revision=revision or None).base, trust)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        refusal = ConfigError if path.exists() else LoragateError
+        raise refusal(f"the configuration of {name} cannot be read: {str(error).splitlines()[0]}") from error
+
+
 def generation_config(base: ModelRef, trust: bool = False) -> Any:
     """The base's generation settings or, where it has no such file, what transformers derives from its configuration."""
     try:
@@ -183,7 +214,16 @@ def open_base(base: ModelRef, how: Loading) -> Any:
     if stored != NONE and how.quantization != NONE:
         raise ConfigError(f"{base.name} is {describe_storage(stored)} already; leave --quantization out")
     if how.quantization != NONE:
-        arguments["quantization_config"] = _bitsandbytes(how)
+        kinds: dict[str, dict[str, Any]] = {
+            EIGHT_BIT: {"load_in_8bit": True},
+            FOUR_BIT: {
+                "load_in_4bit": True,
+                "bnb_4bit_quant_type": "nf4",
+                "bnb_4bit_use_double_quant": True,
+                "bnb_4bit_compute_dtype": how.torch_dtype,
+            },
+        }
+        arguments["quantization_config"] = BitsAndBytesConfig(**kinds[how.quantization])
     placed = stored != NONE or how.quantization != NONE
     if placed:
         # "cuda" means the process's own GPU, as it does elsewhere in torch; a device map would read it as the first
@@ -191,14 +231,3 @@ def open_base(base: ModelRef, how: Loading) -> Any:
     model = base_weights(base, **arguments)
     keep_unpacked(model)
     return model.eval() if placed else model.to(device).eval()
-
-
-def _bitsandbytes(how: Loading) -> Any:
-    if how.quantization == EIGHT_BIT:
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=how.torch_dtype,
-    )
