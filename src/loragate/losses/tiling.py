@@ -52,9 +52,8 @@ def tiling(
         tokens: positions per tile where the caller insists.
         budget: bytes, see `BUDGET`.
     """
-    columns = max(
-        LEAST, budget // (4 * (tokens or preferred_tokens(device)))
-    )  # 64 MiB: 128 tokens × 131,072, or 512 × 32,768
+    # 64 MiB: 128 tokens × 131,072, or 512 × 32,768
+    columns = max(LEAST, budget // (4 * (tokens or preferred_tokens(device))))
     if widened:
         columns = min(columns, max(LEAST, budget // (4 * width)))
     columns = min(columns, vocabulary)

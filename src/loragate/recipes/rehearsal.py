@@ -36,9 +36,8 @@ COUNTS: dict[str, dict[str, Any]] = {
 }
 RANGES = "-6,1;-6,6;0,1;0,6"  # the corners of the grid
 QUESTIONS, SAMPLES = 2, 2
-ENDED = (
-    0.5  # share of sampled answers that must end; nine in ten do where an engine stops at the end of a turn, else none
-)
+# share of sampled answers that must end; nine in ten do where an engine stops at the end of a turn, else none
+ENDED = 0.5
 
 
 @dataclass(frozen=True)

@@ -150,9 +150,8 @@ class LastLayer:
         if self.rows is None:
             return None
         width = output.shape[-1]
-        whole = output.new_zeros(
-            self.shape.numel(), width
-        )  # zeros where nothing reads: the residual stream passes there
+        # zeros where nothing reads: the residual stream passes there
+        whole = output.new_zeros(self.shape.numel(), width)
         return whole.index_copy(0, self.rows.to(output.device), output.reshape(-1, width)).view(*self.shape, width)
 
 
