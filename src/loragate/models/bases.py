@@ -230,16 +230,7 @@ def open_base(base: ModelRef, how: Loading) -> Any:
     if stored != NONE and how.quantization != NONE:
         raise ConfigError(f"{base.name} is {describe_storage(stored)} already; leave --quantization out")
     if how.quantization != NONE:
-        kinds: dict[str, dict[str, Any]] = {
-            EIGHT_BIT: {"load_in_8bit": True},
-            FOUR_BIT: {
-                "load_in_4bit": True,
-                "bnb_4bit_quant_type": "nf4",
-                "bnb_4bit_use_double_quant": True,
-                "bnb_4bit_compute_dtype": how.torch_dtype,
-            },
-        }
-        arguments["quantization_config"] = BitsAndBytesConfig(**kinds[how.quantization])
+        arguments["quantization_config"] = _bitsandbytes(how)
     placed = stored != NONE or how.quantization != NONE
     if placed:
         # "cuda" means the process's own GPU, as it does elsewhere in torch; a device map would read it as the first
@@ -247,3 +238,14 @@ def open_base(base: ModelRef, how: Loading) -> Any:
     model = base_weights(base, **arguments)
     keep_unpacked(model)
     return model.eval() if placed else model.to(device).eval()
+
+
+def _bitsandbytes(how: Loading) -> Any:
+    if how.quantization == EIGHT_BIT:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=how.torch_dtype,
+    )
