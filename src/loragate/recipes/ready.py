@@ -32,7 +32,8 @@ from loragate.generation.sharded import require_ray
 from loragate.generation.vllm_engine import require_gate_plugin, require_vllm
 from loragate.models import Loading, Place, base_config, explained, open_tokenizer, resolve
 from loragate.recipes.recipe import Stage, options_of
-from loragate.selection.evidence import require_evidence
+from loragate.selection.evidence import read_asked
+from loragate.selection.questions import probe_task
 from loragate.selection.sweep import read_labelled
 from loragate.serving.versions import vllm_version, why_unsupported
 from loragate.serving.vllm_server import require_served
@@ -165,14 +166,17 @@ def _runner(options: SweepOptions) -> None:
 
 
 def _evidence(options: CalibrateOptions) -> None:
-    # without a probe a range is chosen on prompts of the training rows, of which there are enough
-    spare = range(options.max_rows) if options.range == "auto" else None
-    require_evidence(options, options.probe or None, options.retention_probe or None, spare)
+    judging = JudgeSettings(sandbox=options.probe_sandbox)
+    for file, task in ((options.probe, options.probe_task), (options.retention_probe, options.retention_task)):
+        if file:
+            read_asked(file, task, options, judging)
+    if options.range == "auto" and not options.probe:  # prompts of the training rows stand in
+        require_graders([probe_task(options.probe_grader, labelled=False)], "", judging)
 
 
 def _probe(options: SweepOptions) -> None:
-    for file in filter(None, (options.probe, options.test)):
-        read_labelled(file, options)
+    if options.probe:
+        read_labelled(options.probe, options)
 
 
 def _engine(options: Asking) -> None:

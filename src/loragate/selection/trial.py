@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from loragate.data import EncodedRows, Rows, find_endings
 from loragate.errors import TrainingError
-from loragate.files import held, write_json, write_text
+from loragate.files import held, read_json, write_json, write_text
 from loragate.gates import GateConfig, attach_gates, detach_gates, gate_parameters, save_gates
 from loragate.gates.artifact import write_sampling
 from loragate.gates.attach import active_adapter, is_gated
@@ -35,18 +35,16 @@ from loragate.gates.schema import GATES as GATES_FILE
 from loragate.generation import Engine
 from loragate.models import Place
 from loragate.selection.candidate import ADAPTER, GATES, Candidate
-from loragate.selection.probe import Probe
+from loragate.selection.probe import Probe, Scored
 from loragate.selection.store import (
     ADAPTERS,
     FAILED,
     GATED,
     PART,
     TRAINED,
-    Scored,
     Status,
     Store,
     TrialResult,
-    read_json,
 )
 from loragate.training import CalibrationSettings, calibrate
 from loragate.training.callbacks import PAUSE, StepReport
@@ -59,7 +57,7 @@ CONSTANT_RANGE = Range(-1, 2)
 """In which one λ for all is written; the values that are tried lie well inside."""
 OnEvent = Callable[[Candidate, str, int, int, float | None], None]
 """Called with (candidate, stage, done, total, entropy); stages are asking (the adapter, for its majority), planned (total: the
-most answers that will be asked), loading, training, probing, retention, testing, finished."""
+most answers that will be asked), loading, training, probing, retention, finished."""
 
 
 @dataclass
@@ -72,7 +70,7 @@ class Bench:
         encode: from settings to the rows of the training and their tokens, in training order.
         config: of the gates; range and seed are the candidate's.
         settings: from a candidate to the settings of its training.
-        probe, test, retention: questions; None where there are none.
+        probe, retention: questions; None where there are none.
         options: from settings to further arguments of `calibrate` (heldout, reward, guard, …).
         origin: arguments of `save_gates` that say where base and adapter come from.
         base_loads: how often this process has loaded a base.
@@ -85,7 +83,6 @@ class Bench:
     config: GateConfig
     settings: Callable[[Candidate], CalibrationSettings]
     probe: Probe | None = None
-    test: Probe | None = None
     retention: Probe | None = None
     options: Callable[[CalibrationSettings], Mapping[str, Any]] = lambda _: {}
     origin: Mapping[str, Any] = field(default_factory=dict)
@@ -316,9 +313,9 @@ def _ask(
     bench: Bench, known: TrialResult, questions: int | None, retention: bool, tell: Callable[..., None]
 ) -> TrialResult:
     """The result with the answers that it lacks."""
-    found: dict[str, Scored | None] = {"probe": known.probe, "test": known.test, "retention": known.retention}
+    found: dict[str, Scored | None] = {"probe": known.probe, "retention": known.retention}
     seconds = dict(known.seconds)
-    asked = {"probe": (bench.probe, "probing", questions), "test": (bench.test, "testing", None)}
+    asked = {"probe": (bench.probe, "probing", questions)}
     if retention:
         asked["retention"] = (bench.retention, "retention", None)
     for name, (probe, stage, stop) in asked.items():
@@ -328,11 +325,10 @@ def _ask(
             continue
         began = time.monotonic()
         tell(stage)
-        here = probe.at(known.candidate.temperature)
-        more = Scored.of(here, here.score(bench.engine, partial(tell, stage), start, stop))
+        more = probe.at(known.candidate.temperature).score(bench.engine, partial(tell, stage), start, stop)
         seconds[stage] = seconds.get(stage, 0.0) + time.monotonic() - began
         found[name] = more if before is None else before.with_more(more)
-    return replace(known, probe=found["probe"], test=found["test"], retention=found["retention"], seconds=seconds)
+    return replace(known, **found, seconds=seconds)  # type: ignore[arg-type]
 
 
 def attach_constant(model: Any, scale: float) -> None:
