@@ -70,8 +70,16 @@ def choose(options: CalibrateOptions, place: Place, candidates: tuple[Candidate,
     if options.heldout or options.heldout_split:
         where = None if options.heldout else options.revision or None
         heldout = load_rows(options.heldout or options.data, split=options.heldout_split or None, revision=where)
-    more = {"heldout": heldout, "system": options.system, "unverified": options.unverified}
-    plan = Plan(candidates, gate_config(options), settings, asking, retention, **more)
+    plan = Plan(
+        candidates,
+        gate_config(options),
+        settings,
+        asking,
+        retention,
+        heldout,
+        system=options.system,
+        unverified=options.unverified,
+    )
     with display.job("reading the data", unit="row") as job:
         one = Transaction(
             tokenizer,

@@ -133,7 +133,7 @@ def map_data(record: Mapping[str, Any], choice: Mapping[str, Any], adapter: str,
     elif of == "probe" and not choice["accepted"]:
         parts.append("No cell is above the adapter, which remains.")
     test = "the test set" if of == "probe" else "these questions themselves"
-    if any(cell["oracle"] for cell in cells):
+    if oracle is not None and any(cell["oracle"] for cell in cells):
         regret = oracle["regret"]
         parts.append(
             f"Dashed: best on {test} (oracle, not used to choose)"

@@ -146,14 +146,12 @@ def run_trial(
         KeyboardInterrupt: on Ctrl-C, after a checkpoint.
         Exception: whatever went wrong; it is also kept in failed.json.
     """
-    with _alone(store, candidate):
+    with _alone(store, candidate, on_event) as tell:
         known = store.read(candidate)
         asked = 0 if known is None or known.probe is None else len(known.probe.scores)
         if known is not None and asked >= (questions or 0) and (known.retention is not None or not retention):
             return known
-        tell = _teller(store, candidate, on_event)
         tell("loading")
-        (store.place(candidate) / FAILED).unlink(missing_ok=True)
         bench = bench_of(candidate.adapter)
         attempt = store.note_attempt(candidate, base_loads=bench.base_loads)
         with _acting(store, bench, candidate, tell) as trained:
@@ -169,10 +167,9 @@ def run_trial(
 
 def train_trial(store: Store, one: Candidate, bench: Bench, on_event: OnEvent | None = None) -> None:
     """Have the gates of a candidate trained and kept, so that it can be asked at any temperature; raises as `run_trial`."""
-    with _alone(store, one):
+    with _alone(store, one, on_event) as tell:
         if not read_json(store.place(one) / TRAINED):
-            (store.place(one) / FAILED).unlink(missing_ok=True)
-            with _acting(store, bench, one, _teller(store, one, on_event)):
+            with _acting(store, bench, one, tell):
                 pass
 
 
@@ -194,12 +191,10 @@ def train_part(
         steps, seconds of training and asking, answers, and {temperature: mean score}; what is finished is only read. Raises as
         `run_trial`.
     """
-    place = store.place(one)
-    with _alone(store, one):
+    place, probe = store.place(one), bench.probe
+    with _alone(store, one, on_event) as tell:
         if found := read_json(place / PART):
             return found
-        (place / FAILED).unlink(missing_ok=True)
-        tell, probe = _teller(store, one, on_event), bench.probe
         assert probe is not None, "there is evidence"
         with _acting(store, bench, one, tell, part=True) as trained:
             scores, answers, began = {}, 0, time.monotonic()
@@ -216,26 +211,22 @@ def train_part(
 
 
 @contextmanager
-def _alone(store: Store, candidate: Candidate) -> Iterator[None]:
-    """Have a trial's folder to oneself; what goes wrong is kept there."""
+def _alone(store: Store, candidate: Candidate, on_event: OnEvent | None) -> Iterator[Callable[..., None]]:
+    """Have a trial's folder to oneself, and a function that tells how far it is; what goes wrong is kept there."""
     place = store.place(candidate)
-    try:
-        with held(place / "lock", LOCK_WAIT_S, f"{place} is in use by another process; wait for it to end, or stop it"):
-            yield
-    except Exception as error:
-        store.note_failure(candidate, error)
-        raise
-
-
-def _teller(store: Store, candidate: Candidate, on_event: OnEvent | None) -> Callable[..., None]:
-    status = Status(store.place(candidate))
+    status = Status(place)
 
     def tell(stage: str, done: int = 0, total: int = 0, entropy: float | None = None) -> None:
         status(stage, done, total, entropy)
         if on_event is not None:
             on_event(candidate, stage, done, total, entropy)
 
-    return tell
+    try:
+        with held(place / "lock", LOCK_WAIT_S, f"{place} is in use by another process; wait for it to end, or stop it"):
+            yield tell
+    except Exception as error:
+        store.note_failure(candidate, error)
+        raise
 
 
 @contextmanager
@@ -248,6 +239,7 @@ def _acting(
         part: it is trained the first `SHARE` of its steps only, and nothing but a checkpoint is kept.
     """
     trained: dict[str, Any] = {"training": {}, "modules": {}, "seconds": 0.0}
+    (store.place(candidate) / FAILED).unlink(missing_ok=True)  # of an earlier attempt
     try:
         if candidate.kind == GATES:
             trained = _train(store, bench, candidate.model, tell, part)
