@@ -19,13 +19,12 @@ from loragate.evaluation import judging
 from loragate.evaluation.tasks import Question, Task
 from loragate.files import read_json, write_json
 from loragate.generation import Engine, OnProgress, Sample, SamplingConfig
-from loragate.selection.agreement import Majority, majority, why_unusable
+from loragate.selection.agreement import MIN_QUESTIONS, Majority, majority, why_unusable
 from loragate.selection.disjoint import key_of
 from loragate.selection.study import digest
 from loragate.training.guards import GuardLimits, Reading, breaches, take_reading
 from loragate.training.rollouts import as_answers
 
-MIN_QUESTIONS = 32
 COOL, COOL_SAMPLES = 0.3, 8
 TINY_COLUMNS = ("kind", "operations")
 FEW_READ = 0.5
