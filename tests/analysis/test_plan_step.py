@@ -11,10 +11,11 @@ import torch
 from transformers import AutoConfig
 
 import loragate as lg
-from loragate.analysis.counts import base_dtype, build_on_meta, count_parameters, read_config
+from loragate.analysis.counts import base_dtype, build_on_meta, count_parameters
 from loragate.analysis.plan_step import Step, layer_period, with_layers
 from loragate.analysis.settings import Request
 from loragate.errors import ConfigError, LoragateError
+from loragate.models import read_config
 from tiny import tiny_adapter, tiny_base
 
 LLAMA_70B = {

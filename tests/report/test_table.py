@@ -7,7 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from loragate.report.table import CAPTION, Line, Sheet, p_value, percent, points, results_table
+from loragate.display import percent, points
+from loragate.report.table import CAPTION, Line, Sheet, p_value, results_table
 
 ROWS: list[dict[str, Any]] = [
     {

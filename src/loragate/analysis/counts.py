@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from loragate.errors import ConfigError, LoragateError
+from loragate.errors import ConfigError
 from loragate.gates.attach import gate_layer
 from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import examine_adapter, lora_layers
-from loragate.models import base_config, resolve
 from loragate.training.sharding import decoder_layers
 from loragate.validate import comma_list
 
@@ -77,18 +75,6 @@ class Parameters:
         else:
             own, head = 2 * self.lora, 4 * self.head
         return float(forward + backward + own + response_share * head + recompute * forward)
-
-
-def read_config(name: str, *, trust: bool = False) -> Any:
-    """The transformers configuration behind a hub id (owner/name[@revision]), a model folder or a config.json."""
-    path = Path(name)
-    try:
-        if path.suffix == ".json" and path.is_file():
-            return AutoConfig.from_pretrained(name, trust_remote_code=trust)
-        return base_config(resolve(name, expect="base", what="model").base, trust)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        refusal = ConfigError if path.exists() else LoragateError
-        raise refusal(f"the configuration of {name} cannot be read: {str(error).splitlines()[0]}") from error
 
 
 def base_dtype(config: Any, dtype: str = "auto") -> torch.dtype:

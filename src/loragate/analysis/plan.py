@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from loragate.analysis.counts import Parameters, base_dtype, build_on_meta, count_parameters, read_config
+from loragate.analysis.counts import Parameters, base_dtype, build_on_meta, count_parameters
 from loragate.analysis.plan_step import Step
 from loragate.analysis.settings import GPUS, Gpu, Request, find_gpu
 from loragate.errors import ConfigError
+from loragate.models import read_config
 from loragate.training.strategy import launch_file
 
 GIB = 2**30

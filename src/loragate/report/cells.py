@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from loragate.display import percent, points
 from loragate.files import write_text
 from loragate.report.heatmap import heat_maps
-from loragate.report.table import ABSENT, Cell, Line, Sheet, interval, or_absent, p_value, percent, points, share_cell
+from loragate.report.table import ABSENT, Cell, Line, Sheet, interval, or_absent, p_value, share_cell
 
 COLUMNS = ("Cell", "Probe %", "vs adapter, points", "Seeds %", "Entropy", "Ended %", "λ < 0 / > 1 %")
 ROWS = 15
@@ -105,7 +106,7 @@ def choice_sentence(record: Mapping[str, Any], choice: Mapping[str, Any]) -> str
         text = "the adapter remains: no cell's training stayed finite in all its seeds."
     else:
         text = f"the adapter remains: none of {choice['candidates']} cells is above its {interval(own)} % on the probe ({size})."
-    oracle = choice["oracle"]
+    oracle = choice.get("oracle")
     if oracle is not None:
         regret = oracle["regret"]
         text += (

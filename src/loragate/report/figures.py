@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from loragate.display import percent
 from loragate.errors import ConfigError
 from loragate.files import write_atomically
-from loragate.report.table import NOT_RUN, Row, percent
+from loragate.report.table import NOT_RUN, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

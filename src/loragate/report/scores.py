@@ -9,17 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from loragate.report.table import (
-    ABSENT,
-    GROUP_OF,
-    Cell,
-    Line,
-    Sheet,
-    at_best_line,
-    difference_cell,
-    percent,
-    share_cell,
-)
+from loragate.display import percent
+from loragate.report.table import ABSENT, GROUP_OF, Cell, Line, Sheet, at_best_line, difference_cell, share_cell
 
 Record = Mapping[str, Any]
 COLUMNS = ("Model", "Score %", "vs adapter, points", "Majority %", "Cut off, no EOS %", "No answer %", "Tokens")

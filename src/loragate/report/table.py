@@ -25,6 +25,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from loragate.display import percent, points
+
 Row = Mapping[str, Any]
 Cell = tuple[str, ...]
 
@@ -113,21 +115,6 @@ def joined(cell: Sequence[str]) -> str:
     """Return a cell on one line, as "41.0 (38.2–43.9)"."""
     first, *rest = (part.replace("\n", " ") for part in cell)
     return f"{first} ({'; '.join(filter(None, rest))})" if any(rest) else first
-
-
-def percent(share: float) -> str:
-    """Return a share of 1 as a percentage with one decimal, without its sign."""
-    return f"{_tenths(share):.1f}"
-
-
-def points(share: float) -> str:
-    """Return a difference of shares in percentage points, signed."""
-    value = _tenths(share)
-    return f"{value:+.1f}" if value else "0.0"
-
-
-def _tenths(share: float) -> float:
-    return round(100 * share, 1) + 0.0  # adding zero turns -0.0 into 0.0
 
 
 def p_value(p: float) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from loragate.display import percent
 from loragate.report.page.build import Block, text
 from loragate.report.page.charts import column_chart
 from loragate.report.page.training import gates_blocks
-from loragate.report.table import ABSENT, GROUP_OF, Cell, Line, Sheet, difference_cell, or_absent, percent, share_cell
+from loragate.report.table import ABSENT, GROUP_OF, Cell, Line, Sheet, difference_cell, or_absent, share_cell
 
 Record = Mapping[str, Any]
 Blocks = list[Block | Sheet]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from loragate.display import percent, points
 from loragate.report.cells import choice_sentence
 from loragate.report.heatmap import LEAST_REACH, layout_of, map_data, map_groups
 from loragate.report.page.build import Block, text
 from loragate.report.page.charts import difference_colour
 from loragate.report.scores import row_name, rows_of
-from loragate.report.table import Line, Sheet, percent, points, share_cell
+from loragate.report.table import Line, Sheet, share_cell
 
 Record = Mapping[str, Any]
 

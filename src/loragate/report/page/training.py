@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from loragate.display import percent
 from loragate.report.figures import by_place
 from loragate.report.page.build import Block, text
 from loragate.report.page.charts import lambda_colour, line_chart
-from loragate.report.table import ABSENT, Line, Sheet, percent
+from loragate.report.table import ABSENT, Line, Sheet
 
 History = Sequence[Mapping[str, Any]]
 Points = Sequence[tuple[float, float]]
