@@ -383,23 +383,14 @@ def test_a_full_disk_and_ctrl_c_leave_a_resumable_run(
 
 def test_other_weights_in_the_same_folder_are_not_resumed(place, tmp_path, fails):
     """The gates were calibrated anew into the folder that the first answers came from."""
+    base = json.loads((place / "gated" / "gate_config.json").read_text())["base"]["id"]
     shutil.copytree(place / "gated", tmp_path / "gated")
     assert run(tmp_path, "gated", tmp_path / "run", *FEW, tasks=place) == 0
     shutil.rmtree(tmp_path / "gated")
     model = shake(lg.attach_gates(tiny_adapter(base=tiny_base()), lg.GateConfig(-3, 2)), 0.25)
-    lg.save_gates(model, tmp_path / "gated", adapter_source=place / "adapter", base_id=str(place / "base"))
-    told = fails(
-        "eval",
-        "--model",
-        tmp_path / "gated",
-        "--tasks",
-        place / "words.yaml",
-        "--out",
-        tmp_path / "run",
-        *FEW,
-        "--resume",
-    )
-    assert f"other weights than are in {tmp_path / 'gated'} now (weights.gated" in told
+    lg.save_gates(model, tmp_path / "gated", adapter_source=place / "adapter", base_id=base)
+    line = ("eval", "--model", tmp_path / "gated", "--tasks", place / "words.yaml", "--out", tmp_path / "run")
+    assert f"other weights than are in {tmp_path / 'gated'} now (weights.gated" in fails(*line, *FEW, "--resume")
 
 
 def test_vllm_on_a_cpu_is_given_what_is_free_and_heads_that_it_takes(place, monkeypatch):

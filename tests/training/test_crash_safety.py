@@ -249,6 +249,39 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_a_torn_one(damage
     assert is_complete(damaged / "checkpoint-3")
 
 
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 200 KB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = shutil.which("mount")
+    if mount is None or os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    made = subprocess.run([mount, "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(place)], capture_output=True)
+    if made.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted here: {made.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def test_a_disk_that_is_really_full_leaves_the_last_good_state(finished, small_disk):
+    """torch writes through a stream whose errors do not say that the disk is full."""
+    folder, filler = small_disk / "run", small_disk / "filler"
+
+    def fill(report):
+        if report.step == 2 and not report.values:
+            free = os.statvfs(small_disk)
+            filler.write_bytes(b"0" * max(0, free.f_bavail * free.f_frsize - 8192))
+
+    with pytest.raises(TrainingError, match=r"is full, so training stopped; checkpoint-1 is complete and kept"):
+        train(folder, on_step=fill)
+    assert last_checkpoint(folder) == str(folder / "checkpoint-1")
+    filler.unlink()
+    result, found = train(folder, resume=True)
+    assert result.steps == 3
+    assert same(found, finished[1])
+
+
 def test_a_record_is_written_once_every_process_has_looked_for_an_earlier_one(tmp_path, monkeypatch):
     """A run of random gates is finished once it is on record, and another process may be a little behind."""
     looked = []

@@ -20,9 +20,9 @@ import transformers
 
 from loragate.errors import TrainingError
 from loragate.training.run_folder import explain_lost_process, is_lost
-from loragate.training.sharding import average_gradients, twin_of
+from loragate.training.sharding import average_gradients, decoder_layers, twin_of
 from loragate.training.strategy import STRATEGIES, Launch, launch_file, launch_of
-from tiny import load_script, tiny_adapter
+from tiny import load_script, tiny_adapter, tiny_base
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -283,6 +283,13 @@ def test_a_twin_shares_memory_and_gates_but_no_parameter():
     ids = torch.arange(5, 15)[None]
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits, twin(input_ids=ids).logits)
+
+
+def test_decoder_layers_are_found():
+    assert [type(layer).__name__ for layer in decoder_layers(tiny_base())] == ["Qwen2DecoderLayer"] * 2
+    model = tiny_base()
+    model._no_split_modules = None
+    assert len(decoder_layers(model)) == 2
 
 
 def test_only_errors_between_processes_are_explained():
