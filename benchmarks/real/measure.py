@@ -206,11 +206,11 @@ class Cell:
 
     # answers
 
-    def answers(self, loaded: Loaded, asked: Asked) -> dict[str, Any]:
+    def answers(self, loaded: Loaded, drawing: TransformersEngine, asked: Asked) -> dict[str, Any]:
         """Texts and verdicts of one set of questions at one temperature."""
         questions = load_questions(self.task, QUESTIONS / f"{asked.split}.jsonl", self.limit).questions
         prompts = render_questions(self.task, questions, loaded.tokenizer)
-        drawn = engine(loaded, BATCH).generate(
+        drawn = drawing.generate(
             prompts,
             SamplingConfig(
                 temperature=asked.temperature,
@@ -344,15 +344,17 @@ def run_cell(cell: Cell, methods: list[str], records: tuple[Record, Record], bud
         with cell.acting(method, budget) as loaded:
             if DONE.keys() & cell.design["methods"][method].keys():
                 record.add({"method": method, "what": "training", **cell.training(method)})
+            drawing = engine(loaded, BATCH)
             for one in wanted:
                 if not budget.fits(one.what):
                     raise OutOfTime
                 began = time.monotonic()
-                with budget.spent(one.what):
+                # all temperatures of a method are asked the same prompts
+                with budget.spent(one.what), drawing.keeping_prompts(method):
                     if one.split == "retention":
                         found = cell.retention(loaded, of_base.lines.get(("base", one.what), {}).get("texts"))
                     else:
-                        found = cell.answers(loaded, one)
+                        found = cell.answers(loaded, drawing, one)
                 seconds = round(time.monotonic() - began, 1)
                 by = {"precision": cell.precision, **package_versions(("loragate", "torch", "transformers", "peft"))}
                 record.add({"method": method, "what": one.what, **found, "seconds": seconds, "by": by})

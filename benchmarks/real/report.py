@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from measure import RECORDS, Asked, asked_of, read_design, records_of
 
 from loragate.evaluation import average_at_k, compare
 from loragate.files import write_text
-from loragate.selection import choose
+from loragate.gates.range import Range
+from loragate.selection.candidate import Candidate
+from loragate.selection.recommend import recommend
 
 MARKS = ("<!-- study: begin -->", "<!-- study: end -->")
 ADAPTER = "LoRA"
@@ -108,19 +111,38 @@ def row(lines: Lines, method: str, asked: list[Asked]) -> list[str]:
 
 
 def automatic(lines: Lines, design: dict[str, Any]) -> str:
-    """What `calibrate`'s rule picks by the development answers at temperature 1, and what that gives up at its best."""
-    asked, candidates = heats(design), [ADAPTER, *design["automatic"]]
-    probe = heats(design, "dev")[0].what
-    if any((name, probe) not in lines for name in candidates):
+    """What the former rule and the recommendation pick by the development answers, and what each gives up on the test."""
+    probe, test = (settings(lines, design, split) for split in ("dev", "test"))
+    if not {Candidate(None, temperature=1.0, objective="adapter")} <= set(probe) <= set(test):
         return "The automatic choice: not run."
-    picked = choose({name: scores(lines[name, probe]) for name in candidates}, ADAPTER).name
-    best = {name: found for name in candidates if (found := at_its_best(lines, name, asked)) is not None}
-    said = f"The automatic choice takes {picked} by the development answers at temperature 1"
-    if len(best) < len(candidates):
-        return f"{said}."
-    top = max(best, key=lambda name: best[name].mean())
-    gap = points(best[picked].mean() - best[top].mean())
-    return f"{said}; at its best temperature it is {gap} points from the best of its candidates ({top})."
+    warm = {one: found for one, found in probe.items() if one.temperature == 1 and one.kind in ("adapter", "gates")}
+    former = max(warm, key=lambda one: warm[one].mean())  # the adapter comes first and wins ties
+    now = recommend(probe).setting
+    scored = {one: float(found.mean()) for one, found in test.items()}
+    top = max(scored, key=lambda one: scored[one])
+    said = [
+        f"{rule} {one.cell}, {points(scored[one] - scored[top])} points from the best of {len(test)} settings on the test"
+        for rule, one in (("by the answers at T = 1 alone (the former rule)", former), ("as recommended now,", now))
+    ]
+    return f"The automatic choice by the development answers: {'; '.join(said)} ({top.cell})."
+
+
+def settings(lines: Lines, design: dict[str, Any], split: str) -> dict[Candidate, np.ndarray]:
+    """{setting: verdicts [questions, samples]} of what `calibrate` chooses from, at all temperatures that were asked."""
+    models = {}
+    for name, spec in design["methods"].items():
+        if name in (ADAPTER, "base"):
+            models[name] = Candidate(None, "adapter" if name == ADAPTER else name)
+        elif "constant" in spec:
+            models[name] = Candidate(None, "constant", scale=spec["constant"])
+        elif name in design["automatic"]:
+            models[name] = Candidate(Range.parse(spec["calibrate"]["range"]))
+    return {
+        replace(model, temperature=one.temperature): scores(lines[name, one.what])
+        for name, model in models.items()
+        for one in heats(design, split)
+        if (name, one.what) in lines
+    }
 
 
 def development(lines: Lines, design: dict[str, Any]) -> str:

@@ -6,6 +6,8 @@ Two kinds of evidence. Simulated worlds have a known truth: questions differ in 
 cooler sampling helps or does not, and 40 settings (adapter, base, three λ, five gates, each at T = 1, 0.6, 0.3 and greedy)
 are asked 64, 128 or 256 questions × 4 samples. The study's committed verdicts (49 cells of small worlds) are real: half of
 a cell's questions is the probe, the other half says what the pick is worth, and back; gates were sampled at T = 1 only.
+The cells of the study on the real model (benchmarks/real) have everything at all four temperatures: 128 of a cell's questions
+are the probe and the other 300 the truth, dealt 200 times.
 
 Regret is what the best setting has more than the pick, in points; "harmful" is a pick of another kind than the adapter that
 is more than one point below the adapter at its best temperature. Rules of comparison: the former choice (adapter or gates,
@@ -20,12 +22,16 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "real"))
+
 import numpy as np
+from measure import RECORDS, read_design
 from scipy.special import expit, ndtr
 
 from loragate.gates.range import Range
@@ -39,6 +45,7 @@ from loragate.selection.recommend import (
     most_answers,
     recommend,
 )
+from report import read, settings
 
 TEMPERATURES = (1.0, 0.6, 0.3, 0.0)
 COOLING = {1.0: 0.0, 0.6: 0.5, 0.3: 0.8, 0.0: 0.9}
@@ -52,7 +59,9 @@ SAMPLES = 4
 DIFFICULTY = (-0.5, 1.6)  # mean and standard deviation over questions, in log-odds
 OF_MODEL, OF_SETTING = 0.6, 0.7  # standard deviations of how a model, and a setting, gets along with a question
 STUDY = Path("benchmarks/results/study_verdicts.jsonl.gz")
+DEALS, PROBE = 200, 128  # of a real cell's 428 questions
 Scores = dict[Candidate, np.ndarray]
+Splits = list[tuple[np.ndarray, np.ndarray]]
 ALONE = {t: Candidate(None, ADAPTER, temperature=t) for t in TEMPERATURES}
 
 
@@ -103,9 +112,9 @@ def draw(offsets: Mapping[Candidate, float], questions: int, generator: np.rando
     return found
 
 
-def former(scores: Scores) -> Candidate:
-    """The adapter or gates, whichever scores highest at T = 1; the adapter wins ties."""
-    warm = [setting for setting in scores if setting.temperature == 1 and setting.kind in (ADAPTER, GATES)]
+def former(scores: Scores, temperature: float = 1.0) -> Candidate:
+    """The adapter or gates, whichever scores highest at one temperature; the adapter wins ties."""
+    warm = [setting for setting in scores if setting.temperature == temperature and setting.kind in (ADAPTER, GATES)]
     return max(warm, key=lambda setting: scores[setting].mean())
 
 
@@ -128,7 +137,7 @@ def halved(scores: Scores) -> tuple[Recommendation, int]:
         asked[setting] = count * scores[setting].shape[1]
         return scores[setting][:count]
 
-    found = recommend(halve(list(scores), ask, len(scores[ALONE[1.0]])))
+    found = recommend(halve(list(scores), ask, max(map(len, scores.values()))))
     return found, sum(asked.values())
 
 
@@ -215,32 +224,66 @@ def study_cells() -> dict[str, Scores]:
     return cells
 
 
-def measured(seed: int) -> dict[str, Any]:
-    """{rule: summary} over the study's cells, half of the questions as probe, the other half as truth, and back."""
-    cells = study_cells()
+def real_cells() -> dict[str, Scores]:
+    """{cell: {setting: verdicts}} of the study on the real model, development and test questions together."""
+    design = read_design()
+    cells = {}
+    for name, lines in read(RECORDS, design).items():
+        of_dev, of_test = (settings(lines, design, split) for split in ("dev", "test"))
+        cells[name] = {one: np.concatenate([of_dev[one], of_test[one]]) for one in of_dev if one in of_test}
+    return cells
+
+
+def halves(count: int, seed: int) -> Splits:
+    """Half of the questions as probe and the other half as truth, and back."""
+    order = np.random.default_rng((seed, count)).permutation(count)
+    return [(order[: count // 2], order[count // 2 :]), (order[count // 2 :], order[: count // 2])]
+
+
+def dealt(count: int, seed: int) -> Splits:
+    """`DEALS` random probes of `PROBE` questions, all others as truth."""
+    generator = np.random.default_rng((seed, count))
+    orders = [generator.permutation(count) for _ in range(DEALS)]
+    return [(order[:PROBE], order[PROBE:]) for order in orders]
+
+
+def measured(cells: Mapping[str, Scores], splits: Callable[[int, int], Splits], seed: int) -> dict[str, Any]:
+    """{temperature of use: {rule: summary}} over cells, each split into probe and truth."""
+    heats = [heat for heat in TEMPERATURES if all(any(_gates_at(one, heat) for one in cell) for cell in cells.values())]
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in (*RULES, HALVED, "noise")}
-    warm: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ("former choice at T = 1", HALVED)}
+    fixed: dict[float, dict[str, list[tuple[float, float, float]]]] = {
+        heat: {name: [] for name in ("former choice", HALVED)} for heat in heats
+    }
     for scores in cells.values():
-        count = len(next(iter(scores.values())))
-        order = np.random.default_rng((seed, count)).permutation(count)
-        for probe, test in ((order[: count // 2], order[count // 2 :]), (order[count // 2 :], order[: count // 2])):
+        for probe, test in splits(_questions(scores), seed):
             asked = {setting: values[probe] for setting, values in scores.items()}
             truth = {setting: float(values[test].mean()) for setting, values in scores.items()}
             for name, rule in RULES.items():
                 found[name].append(score(rule(asked), truth))
             found[HALVED].append(score(halved(asked)[0].setting, truth))
             found["noise"].append(score(max(scores, key=lambda setting: scores[setting].mean()), truth))
-            # where the temperature of use is fixed at 1
-            fixed = {setting: values for setting, values in asked.items() if setting.temperature == 1}
-            there = {setting: truth[setting] for setting in fixed}
-            warm["former choice at T = 1"].append(score(former(fixed), there))
-            warm[HALVED].append(score(halved(fixed)[0].setting, there))
+            for heat, rules in fixed.items():  # where the temperature of use is fixed
+                own = {setting: values for setting, values in asked.items() if setting.temperature == heat}
+                there = {setting: truth[setting] for setting in own}
+                rules["former choice"].append(score(former(own, heat), there))
+                rules[HALVED].append(score(halved(own)[0].setting, there))
     return {
         "cells": len(cells),
-        "questions": sorted({len(next(iter(scores.values()))) // 2 for scores in cells.values()}),
+        "questions": sorted({len(probe) for one in cells.values() for probe, _ in splits(_questions(one), seed)}),
         "any temperature": {name: summary(values) for name, values in found.items()},
-        "T = 1 only": {name: summary(values) for name, values in warm.items()},
+        **{
+            f"T = {heat:g} only": {name: summary(values) for name, values in rules.items()}
+            for heat, rules in fixed.items()
+        },
     }
+
+
+def _questions(scores: Scores) -> int:
+    return len(next(iter(scores.values())))
+
+
+def _gates_at(setting: Candidate, heat: float) -> bool:
+    return setting.kind == GATES and setting.temperature == heat
 
 
 def main() -> None:
@@ -254,17 +297,19 @@ def main() -> None:
         "worlds": arguments.worlds,
         "seed": arguments.seed,
         "simulated": {count: simulated(arguments.worlds, count, arguments.seed) for count in (64, 128, 256)},
-        "measured": measured(arguments.seed),
+        "measured": measured(study_cells(), halves, arguments.seed),
+        "real model": measured(real, dealt, arguments.seed) if (real := real_cells()) else {"cells": 0},
     }
     arguments.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     for title, table in [*((f"{n} questions, {k}", t) for n, by in result["simulated"].items() for k, t in by.items())]:
         print(f"\n{title}")
         for name, row in table.items():
             print(f"  {name:34s}", *(f"{key} {value}" for key, value in row.items()))
-    for title, table in result["measured"].items():
-        print(f"\nstudy, {title}", "" if isinstance(table, dict) else table)
-        for name, row in table.items() if isinstance(table, dict) else ():
-            print(f"  {name:34s}", *(f"{key} {value}" for key, value in row.items()))
+    for cells in ("measured", "real model"):
+        for title, table in result[cells].items():
+            print(f"\n{cells}, {title}", "" if isinstance(table, dict) else table)
+            for name, row in table.items() if isinstance(table, dict) else ():
+                print(f"  {name:34s}", *(f"{key} {value}" for key, value in row.items()))
 
 
 if __name__ == "__main__":

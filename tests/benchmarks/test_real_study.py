@@ -147,8 +147,9 @@ def test_the_automatic_choice_goes_by_the_development_answers(scripts, design):
         verdicts = np.array([[int(place < (9 if name == "gates [0,1]" else 4))] for place in range(10)])
         lines[name, "dev T=1"] = line(name, "dev T=1", verdicts)
     said = scripts.report.automatic(lines, design)
-    assert "takes gates [0,1]" in said
-    assert "-20.0 points" in said
+    assert "former rule) [0,1] T=1, -20.0 points" in said
+    assert "as recommended now, [0,1] T=1, -20.0 points" in said
+    assert "16 settings" in said
 
 
 def test_the_page_shows_the_committed_records(scripts, design):
@@ -170,7 +171,7 @@ def test_a_study_goes_on_where_it_was_stopped(measure, design, tmp_path, monkeyp
     run, answers = measure.run, measure.Cell.answers
     monkeypatch.setattr(measure, "run", lambda words: (trained.append(words[0]), run(words)))
     monkeypatch.setattr(
-        measure.Cell, "answers", lambda cell, *rest: (drawn.append(rest[1].what), answers(cell, *rest))[1]
+        measure.Cell, "answers", lambda cell, *rest: (drawn.append(rest[-1].what), answers(cell, *rest))[1]
     )
 
     def study(minutes):

@@ -82,6 +82,7 @@ class Engines:
         self.settings, self.model, self.base, self.loaded = settings, model, base, loaded
         self.folder = folder.resolve() / MERGED
         self._kept: tuple[str, VllmEngine] | None = None  # what vLLM has loaded, and the engine
+        self._in_memory: TransformersEngine | None = None
 
     @contextmanager
     def __call__(self, variant: Variant) -> Iterator[ScoringEngine]:
@@ -93,8 +94,10 @@ class Engines:
         elif loaded.model is None:
             yield self._vllm(variant)
         else:
-            with acting(loaded.model, variant, loaded.kind):
-                yield TransformersEngine(loaded.model, loaded.tokenizer, batch_size=size)
+            engine = self._in_memory = self._in_memory or TransformersEngine(loaded.model, loaded.tokenizer, size)
+            weights = replace(variant, control=None, temperature=None)
+            with acting(loaded.model, variant, loaded.kind), engine.keeping_prompts(weights):
+                yield engine
 
     def maker(self, variant: Variant) -> Callable[[], ScoringEngine]:
         """Makes the engine of a row from names alone, so that another process can."""
@@ -104,7 +107,8 @@ class Engines:
         return partial(RowEngine, _anywhere(self.model), self.base, self.loaded.how, row, self.settings.batch_size)
 
     def close(self) -> None:
-        """End vLLM, where it runs."""
+        """End vLLM, where it runs, and forget what was kept."""
+        self._in_memory = None
         if self._kept is not None:
             self._kept[1].close()
             self._kept = None

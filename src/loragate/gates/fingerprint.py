@@ -213,17 +213,20 @@ def _stored(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor
 def weights_checksum(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     """A checksum over the exact bits of tensors, computed on their own device in bounded memory.
 
-    Position-weighted sums of the raw words modulo 2⁶⁴ for each tensor, hashed together with names and shapes: any single
+    Position-weighted sums of the raw 8-byte words modulo 2⁶⁴ for each tensor, hashed together with names and shapes: any single
     changed bit changes the result. Meant to prove that frozen weights stayed frozen, not as a defence against forgery.
     """
     digest = hashlib.sha256()
     held = (pair for name, tensor in parameters for pair in _stored(name, tensor))
     for name, tensor in sorted(held, key=lambda item: item[0]):
-        words = _whole(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
+        raw = _whole(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
         total = 0
-        for start in range(0, words.numel(), 1 << 24):
-            part = words[start : start + (1 << 24)].to(torch.int64)
-            weight = torch.arange(start, start + part.numel(), device=part.device, dtype=torch.int64) * 2 + 1
-            total = (total + int((part * (weight * 0x5851F42D4C957F2D)).sum())) % (1 << 64)
+        for start in range(0, raw.numel(), 1 << 24):
+            part = raw[start : start + (1 << 24)]
+            if part.numel() % 8 or part.storage_offset() % 8:  # a view as words would be refused
+                part = torch.nn.functional.pad(part, (0, -part.numel() % 8)).clone()
+            words = part.view(torch.int64)
+            weight = torch.arange(start, start + words.numel(), device=words.device, dtype=torch.int64) * 2 + 1
+            total = (total + int((words * (weight * 0x5851F42D4C957F2D)).sum())) % (1 << 64)
         digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}:{total}".encode())
     return digest.hexdigest()

@@ -11,8 +11,9 @@ Shapes: U distinct prompts, B rows, b rows still in the batch, T positions, V vo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,8 +61,59 @@ def plain_decoder(model: Any) -> Any | None:
     return causal
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What a model has left of a prompt of T tokens: keys and values of every layer, [heads, T, width], and logits [V] fp32."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    logits_V: Tensor
+
+    @property
+    def bytes(self) -> int:
+        """Memory that it takes."""
+        return sum(one.nbytes for one in (*self.keys, *self.values, self.logits_V))
+
+
+class KeptPrompts:
+    """Readings of prompts, for models that answer them again: at another temperature, or with more samples.
+
+    Where there is no room left, what the weights that were asked longest ago have read is forgotten.
+
+    Args:
+        budget: bytes.
+    """
+
+    def __init__(self, budget: int = 1 << 30) -> None:
+        self.budget, self.used = budget, 0
+        self.of_weights: dict[Hashable, dict[tuple[int, ...], Reading]] = {}
+
+    def begin(self, weights: Hashable) -> None:
+        """From now on the model acts as these weights."""
+        self.of_weights[weights] = self.of_weights.pop(weights, {})
+
+    @property
+    def readings(self) -> dict[tuple[int, ...], Reading]:
+        """{token ids of a prompt: what the present weights have read of it}."""
+        return self.of_weights[next(reversed(self.of_weights))]
+
+    def add(self, prompt: tuple[int, ...], reading: Reading) -> None:
+        """Keep it, if there is room."""
+        while self.used + reading.bytes > self.budget and len(self.of_weights) > 1:
+            forgotten = self.of_weights.pop(next(iter(self.of_weights)))
+            self.used -= sum(one.bytes for one in forgotten.values())
+        if self.used + reading.bytes <= self.budget:
+            self.readings[prompt] = reading
+            self.used += reading.bytes
+
+
 def decode(
-    causal: Any, prompts: Sequence[Sequence[int]], sampler: SeededSampler, max_new_tokens: int, pad_id: int
+    causal: Any,
+    prompts: Sequence[Sequence[int]],
+    sampler: SeededSampler,
+    max_new_tokens: int,
+    pad_id: int,
+    kept: KeptPrompts | None = None,
 ) -> list[list[int]]:
     """Return the generated tokens of every row, [B, T]; `sampler.tokens_B` says how many of them count.
 
@@ -71,6 +123,7 @@ def decode(
         sampler: chooses every token and knows which rows have ended.
         max_new_tokens: the largest of `sampler.limits_B`.
         pad_id: a token for places that are masked.
+        kept: readings of these weights, which grow; only where `keeps_prompts` says that they are all there is.
     """
     places: dict[tuple[int, ...], int] = {}
     read_B = torch.tensor([places.setdefault(tuple(prompt), len(places)) for prompt in prompts])
@@ -80,7 +133,10 @@ def decode(
     mask_bT = torch.cat([mask_UT, mask_UT.new_ones(len(places), max_new_tokens)], dim=-1).to(causal.device)
     cache = _new_cache(causal)
     forward = _reader(causal, cache)
-    logits_bV = forward(ids_UT, mask_bT[:, :width], (mask_UT.cumsum(-1) - 1).clamp(min=0))
+    if kept is None:
+        logits_bV = forward(ids_UT, mask_bT[:, :width], (mask_UT.cumsum(-1) - 1).clamp(min=0))
+    else:
+        logits_bV = _recall(causal, list(places), kept, pad_id, cache)
     if len(places) < len(prompts):
         cache.batch_select_indices(read_B)
         logits_bV, lengths_b, mask_bT = logits_bV[read_B], lengths_b[read_B], mask_bT[read_B]
@@ -95,15 +151,56 @@ def decode(
             if step + 1 == max_new_tokens or bool(stopped_b.all()):
                 break
             if int(stopped_b.sum()) >= DROP_SHARE * len(stopped_b):
-                kept = (~stopped_b).nonzero()[:, 0]
-                cache.batch_select_indices(kept)
-                sampler.keep(kept)
-                chosen_b, lengths_b, mask_bT = chosen_b[kept], lengths_b[kept], mask_bT[kept]
+                running = (~stopped_b).nonzero()[:, 0]
+                cache.batch_select_indices(running)
+                sampler.keep(running)
+                chosen_b, lengths_b, mask_bT = chosen_b[running], lengths_b[running], mask_bT[running]
             # a row that has ended and is still fed must not pass the end of a table of positions
             fed_b = torch.minimum(sampler.limits_B[sampler.rows_b] - 1, torch.tensor(step))
             logits_bV = forward(chosen_b[:, None], mask_bT[:, : width + step + 1], (lengths_b + fed_b)[:, None])
     rows: list[list[int]] = tokens_BT.tolist()
     return rows
+
+
+def keeps_prompts(causal: Any | None) -> bool:
+    """Whether readings may be laid together in another batch than they were made in.
+
+    Not where layers keep a window of the last tokens, padding included, or where places and positions are one. On an accelerator
+    reading is cheap beside decoding, and memory is scarce.
+    """
+    if causal is None or not takes_positions(causal) or causal.device.type != "cpu":
+        return False
+    return all(type(layer) is DynamicLayer for layer in _new_cache(causal).layers)
+
+
+def _recall(
+    causal: Any, prompts: Sequence[tuple[int, ...]], kept: KeptPrompts, pad_id: int, cache: DynamicCache
+) -> Tensor:
+    """Fill the empty `cache` with the prompts' keys and values, aligned at their last tokens; returns their logits [U, V]."""
+    found = {prompt: kept.readings[prompt] for prompt in prompts if prompt in kept.readings}
+    if new := [prompt for prompt in prompts if prompt not in found]:
+        ids_NT, mask_NT = pad_left([list(prompt) for prompt in new], pad_id)
+        read = _new_cache(causal)
+        logits_NV = _reader(causal, read)(ids_NT, mask_NT, (mask_NT.cumsum(-1) - 1).clamp(min=0))
+        for row, prompt in enumerate(new):
+            # copies, so that what is kept does not hold the batch that it was read in
+            keys, values = (
+                [getattr(layer, name)[row, :, -len(prompt) :].clone() for layer in read.layers]
+                for name in ("keys", "values")
+            )
+            found[prompt] = Reading(keys, values, logits_NV[row].clone())
+            kept.add(prompt, found[prompt])
+    width = max(map(len, prompts))
+    for index in range(len(found[prompts[0]].keys)):
+        both = []
+        for name in ("keys", "values"):
+            rows = [getattr(found[prompt], name)[index] for prompt in prompts]
+            laid_UHTD = rows[0].new_zeros(len(rows), rows[0].shape[0], width, rows[0].shape[-1])
+            for laid_HTD, row in zip(laid_UHTD, rows):
+                laid_HTD[:, width - row.shape[1] :] = row
+            both.append(laid_UHTD)
+        cache.update(*both, index)
+    return torch.stack([found[prompt].logits_V for prompt in prompts])
 
 
 def takes_positions(causal: Any | None) -> bool:
@@ -128,11 +225,17 @@ def _reader(causal: Any, cache: DynamicCache) -> Callable[[Tensor, Tensor, Tenso
     taken = inspect.signature(causal.forward).parameters
     # the same inputs as `generate` gives, and the same precision of what it hands to its processors
     fixed = {"past_key_values": cache, "use_cache": True, "return_dict": True}
-    if "logits_to_keep" in taken:
+    keep = taken.get("logits_to_keep")
+    indexed = keep is not None and "Tensor" in str(keep.annotation)
+    if keep is not None and not indexed:
         fixed["logits_to_keep"] = 1
 
     def forward(ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         inputs = {"input_ids": ids, "attention_mask": mask}
+        if indexed:
+            # An index copies the last positions. A slice of them is no contiguous tensor, for which PyTorch's linear layer lays
+            # out the head's weight once for each row: gigabytes, and on a CPU a fifth of the time of reading.
+            inputs["logits_to_keep"] = torch.tensor([ids.shape[1] - 1])
         if takes_positions(causal):
             inputs["position_ids"] = positions
         output = causal(**{name: value.to(causal.device) for name, value in inputs.items()}, **fixed)

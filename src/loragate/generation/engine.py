@@ -8,7 +8,7 @@ templates, tasks and grading live elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,7 +18,14 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from loragate.data import find_endings
 from loragate.errors import ConfigError
-from loragate.generation.decoding import decode, pad_left, plain_decoder, takes_positions
+from loragate.generation.decoding import (
+    KeptPrompts,
+    decode,
+    keeps_prompts,
+    pad_left,
+    plain_decoder,
+    takes_positions,
+)
 from loragate.generation.requests import (
     FinishReason,
     Prompts,
@@ -137,6 +144,21 @@ class TransformersEngine:
         self.batch_size = batch_size
         self.reuse_prompts = reuse_prompts
         self.endings = find_endings(tokenizer, model.generation_config, stop_token_ids or ())
+        self._kept, self._keeping = KeptPrompts(), False
+
+    @contextmanager
+    def keeping_prompts(self, weights: Hashable) -> Iterator[None]:
+        """Within, what is read of prompts is kept for later calls within contexts of the same weights (up to 1 GiB, on a CPU).
+
+        The same questions at four temperatures are then read once. The caller knows what acts: `weights` is any name of it,
+        another one whenever adapter, gates or λ are others.
+        """
+        self._kept.begin(weights)
+        self._keeping = True
+        try:
+            yield
+        finally:
+            self._keeping = False
 
     def generate(
         self,
@@ -216,7 +238,8 @@ class TransformersEngine:
         )
         longest = int(limits_B.max())
         if causal is not None:
-            new_ids = decode(causal, prompts, sampler, longest, pad_id)
+            kept = self._kept if self._keeping and keeps_prompts(causal) else None
+            new_ids = decode(causal, prompts, sampler, longest, pad_id, kept)
         else:
             new_ids = self._leave_to_generate(prompts, sampler, longest, pad_id)
         token_ids = [row[:count] for row, count in zip(new_ids, sampler.tokens_B.tolist())]

@@ -7,9 +7,11 @@ base is.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -134,6 +136,19 @@ def pretrained(base: ModelRef) -> tuple[str, dict[str, Any]]:
 
 def base_config(base: ModelRef, trust: bool = False) -> Any:
     """The transformers configuration of a base."""
+    if base.gguf:
+        path = gguf.local_file(base)
+        return copy.deepcopy(_gguf_config(base, trust, path.stat().st_mtime_ns))
+    return _read_config(base, trust)
+
+
+@cache
+def _gguf_config(base: ModelRef, trust: bool, _changed: int) -> Any:
+    """Kept, as transformers reads all of a GGUF file's header for it, which takes seconds."""
+    return _read_config(base, trust)
+
+
+def _read_config(base: ModelRef, trust: bool) -> Any:
     name, beside = pretrained(base)
     return AutoConfig.from_pretrained(name, trust_remote_code=trust, **beside)
 
@@ -161,6 +176,7 @@ def base_weights(base: ModelRef, **arguments: Any) -> Any:
             gguf.refuse(base, "another quantisation")
         # weights that stayed in GGUF's blocks could not be fingerprinted as those of another file of the same model
         arguments["quantization_config"] = GgufConfig(dequantize=True)
+        arguments.setdefault("config", base_config(base, bool(arguments.get("trust_remote_code"))))
     model = AutoModelForCausalLM.from_pretrained(name, **beside, **arguments)
     if base.gguf:
         model.name_or_path = model.config._name_or_path = base.lasting

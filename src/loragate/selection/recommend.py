@@ -171,7 +171,8 @@ def halve(
     alive, scores = list(settings), {}
     samples = 1
     for asked, staying in rungs(len(settings), questions):
-        for one in sorted(alive, key=lambda one: one.temperature == 0):
+        models = list(dict.fromkeys(one.model for one in alive))  # the temperatures of one follow one another
+        for one in sorted(alive, key=lambda one: (models.index(one.model), one.temperature == 0)):
             count = asked * samples if one.temperature == 0 else asked
             scores[one] = ask(one, min(count, questions))
             samples = max(samples, scores[one].shape[1])

@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from loragate.gates.range import Range
 from loragate.gates.schema import ADAPTER as ADAPTER_FOLDER
 from loragate.gates.schema import CARD, CONFIG, read_gate_config
 from loragate.gates.schema import GATES as GATES_FILE
-from loragate.generation import Engine
+from loragate.generation import Engine, TransformersEngine
 from loragate.models import Place
 from loragate.selection.candidate import ADAPTER, GATES, Candidate
 from loragate.selection.probe import Probe
@@ -256,7 +256,9 @@ def _acting(
             trained = _train(store, bench, candidate.model, tell, part)
         elif candidate.kind != ADAPTER:
             attach_constant(bench.model, candidate.fixed)
-        yield trained
+        engine, weights = bench.engine, (candidate.model, part)
+        with engine.keeping_prompts(weights) if isinstance(engine, TransformersEngine) else nullcontext():
+            yield trained
     except TrainingError as error:
         if str(error).startswith("stopped by Ctrl-C"):
             raise KeyboardInterrupt(str(error)) from error
