@@ -97,7 +97,7 @@ def test_imports_stand_at_the_top():
         for node in ast.walk(function)
         if isinstance(node, ast.Import | ast.ImportFrom)
     }
-    assert len(inside) <= 130
+    assert len(inside) <= 90
 
 
 def test_importing_the_package_loads_nothing_heavy():

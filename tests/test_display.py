@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from loragate import display
-from loragate.display import FILE_WIDTH, Display, Parts, console, printable, time_left
+from loragate.display import FILE_WIDTH, Display, Parts, console, time_left
+from loragate.printable import printable
 
 
 @pytest.fixture

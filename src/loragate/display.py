@@ -1,8 +1,7 @@
 """Progress for people: a live display on a terminal, plain lines in a log.
 
 A `Display` is told which jobs will come and roughly how long each takes, so that it can say how long is left altogether.
-rich is imported when something is drawn: half the commands import this file, and their help needs none of it. Low, so that
-the rooms that do a command's work can show how far they are.
+Low, so that the rooms that do a command's work can show how far they are.
 """
 
 from __future__ import annotations
@@ -15,36 +14,28 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from loragate.printable import escape_controls
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress
-    from rich.text import Text
+from loragate.printable import printable
 
 PLAIN_SECONDS = 10.0
 FILE_WIDTH = 120  # columns of a table that goes into a file or a pipe: room for names and intervals in one line
-_KEPT = "\n\t\u200c\u200d"  # the joiners are letters' own in Persian, Hindi and others
 
 
-def printable(text: str) -> str:
-    """A text of others with what a terminal would act on written out, as in `\\x1b`; line ends, tabs and joiners stay."""
-    return "\r\n".join(escape_controls(part, keep=_KEPT) for part in text.split("\r\n"))
+class _Plain(Console):
+    def render_str(self, text: str, **how: Any) -> Text:
+        return super().render_str(printable(text), **how)
 
 
 def console() -> Console:
     """The console that results are printed to; no text that it is given can move the cursor or set a title."""
-    from rich.console import Console
-
-    class Plain(Console):
-        def render_str(self, text: str, **how: Any) -> Text:
-            return super().render_str(printable(text), **how)
-
     terminal = sys.stdout.isatty()
     width = None if terminal or "COLUMNS" in os.environ else FILE_WIDTH  # None: rich asks the terminal, or COLUMNS
-    return Plain(highlight=False, soft_wrap=not terminal, width=width, quiet=_is_other_process())
+    return _Plain(highlight=False, soft_wrap=not terminal, width=width, quiet=_is_other_process())
 
 
 class _ToStderr(logging.Handler):
@@ -95,6 +86,21 @@ def duration(seconds: float) -> str:
     return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
 
 
+def percent(share: float) -> str:
+    """A share of 1 as a percentage with one decimal, without its sign."""
+    return f"{_tenths(share):.1f}"
+
+
+def points(share: float) -> str:
+    """A difference of shares in percentage points, signed."""
+    value = _tenths(share)
+    return f"{value:+.1f}" if value else "0.0"
+
+
+def _tenths(share: float) -> float:
+    return round(100 * share, 1) + 0.0  # adding zero turns -0.0 into 0.0
+
+
 def time_left(seconds: float) -> str:
     """An estimate in words, no finer than it is: "about 40 s left", "about 9 min left"."""
     if seconds < 90:
@@ -112,8 +118,6 @@ class Display:
     """
 
     def __init__(self, plan: Sequence[tuple[str, float]] = (), out: Console | None = None) -> None:
-        from rich.console import Console
-
         self.out = out or Console(stderr=True, highlight=False, quiet=_is_other_process())
         self.weights = dict(plan)
         self.total = sum(self.weights.values())
@@ -130,8 +134,6 @@ class Display:
         numbered = f"[{self.count}/{len(self.weights)}] {name}" if name in self.weights else name
         job = Job(self, numbered, weight, total, unit)
         if self.live:
-            from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
             columns = (
                 SpinnerColumn(),
                 TextColumn("{task.description}"),

@@ -48,7 +48,16 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         os.umask(mask)
         temporary.chmod(0o666 & ~mask)
         temporary.replace(path)
-        _sync_folder(path.parent)
+        if os.name == "posix":
+            descriptor = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            except OSError as error:
+                # the file is in its place; some network file systems cannot sync a folder
+                if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF):
+                    raise
+            finally:
+                os.close(descriptor)
     except OSError as error:
         raise LoragateError(describe_os_error(path, error)) from error
     except Exception as error:
@@ -69,6 +78,15 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as readable JSON to `path` atomically; NaN and infinity are refused."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A small JSON object; empty where the file is absent or holds none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def require_new(folder: Path) -> None:
@@ -117,20 +135,6 @@ def describe_os_error(path: Path, error: OSError) -> str:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{path} was not written: the folder cannot be written to ({error.strerror}). Choose another --out"
     return f"{path} was not written: {error.strerror or error}"
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # the file is in its place; some network file systems cannot sync a folder
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF):
-            raise
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -9,6 +9,12 @@ from __future__ import annotations
 import unicodedata
 
 _ACT = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")  # control, format, surrogate, private, not assigned, separators
+_KEPT = "\n\t\u200c\u200d"  # the joiners are letters' own in Persian, Hindi and others
+
+
+def printable(text: str) -> str:
+    """A text of others with what a terminal would act on written out, as in `\\x1b`; line ends, tabs and joiners stay."""
+    return "\r\n".join(escape_controls(part, keep=_KEPT) for part in text.split("\r\n"))
 
 
 def escape_controls(text: str, keep: str = "") -> str:

@@ -18,11 +18,11 @@ from loragate.analysis.plan_step import (
     build_on_meta,
     count_parameters,
     layer_period,
-    read_config,
     with_layers,
 )
 from loragate.analysis.settings import Request
 from loragate.errors import ConfigError, LoragateError
+from loragate.models import read_config
 from tiny import tiny_adapter, tiny_base
 
 LLAMA_70B = {

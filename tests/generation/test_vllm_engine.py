@@ -200,7 +200,7 @@ def test_one_engine_answers_as_several_adapters(fake_vllm: Any, folders: tuple[s
         ("adapter-3", 3, f"{folders[1]}@unit"),
     ]
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 16}')
-    with pytest.raises(ConfigError, match="max_lora_rank"):
+    with pytest.raises(ConfigError, match="was made for 8; make one"):
         engine.acting_as(str(tmp_path))
 
 
@@ -268,7 +268,6 @@ def test_the_rank_is_rounded_up_to_one_that_vllm_takes(tmp_path: Path) -> None:
         record = {"peft_type": "LORA", "r": ranks[0], "rank_pattern": ranks[1]}
         (tmp_path / "adapter_config.json").write_text(json.dumps(record))
         assert lora_rank(tmp_path) == expected
-        assert lora_rank(tmp_path, at_least=100) == max(expected, 128)
 
 
 def test_without_vllm_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, folders: tuple[str, str]) -> None:

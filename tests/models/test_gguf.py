@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import loragate as lg
-from loragate.analysis.plan_step import read_config
 from loragate.cli.main import main
 from loragate.errors import ArtifactError, ConfigError, LoragateError
 from loragate.models import (
@@ -23,6 +22,7 @@ from loragate.models import (
     open_model,
     open_tokenizer,
     open_without_weights,
+    read_config,
     resolve,
 )
 from tiny import tiny_base, tiny_tokenizer

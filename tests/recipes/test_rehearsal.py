@@ -12,7 +12,7 @@ from loragate.data import encode_rows, ending_health, load_rows
 from loragate.evaluation.tasks import load_questions, suite
 from loragate.generation import SamplingConfig, TransformersEngine
 from loragate.recipes import Library, read_recipe
-from loragate.recipes.rehearsal import rehearsal
+from loragate.recipes.rehearsal import rehearsal_of
 from loragate.recipes.standins import QUESTIONS, write_standins
 
 LIBRARY = Library()
@@ -30,7 +30,7 @@ def place(tmp_path_factory):
 @pytest.mark.parametrize("domain", ["math", "code"])
 def test_held_out_rows_are_there_and_none_of_the_trained(place, domain):
     """A split belongs to the hub; a file, which has none, is refused with one."""
-    small, _ = rehearsal(read_recipe(f"{domain}/qwen2.5-math-1.5b/scale", LIBRARY), place)
+    small, _ = rehearsal_of(read_recipe(f"{domain}/qwen2.5-math-1.5b/scale", LIBRARY), place)
     values = small.stage("calibrate").values
     trained = list(load_rows(values["data"], split=values.get("split")))
     assert ("heldout" in values) == (domain == "math")
@@ -42,7 +42,7 @@ def test_held_out_rows_are_there_and_none_of_the_trained(place, domain):
 
 
 def test_a_chat_template_that_a_recipe_brings_meets_a_base_that_ends_as_it_does(place):
-    small, _ = rehearsal(read_recipe("math/llama-3.1-8b/scale", LIBRARY), place)
+    small, _ = rehearsal_of(read_recipe("math/llama-3.1-8b/scale", LIBRARY), place)
     values = small.stage("sft").values
     tokenizer = AutoTokenizer.from_pretrained(values["model"])
     assert tokenizer.chat_template is None
@@ -92,7 +92,7 @@ def test_there_are_questions_for_every_task_that_is_asked(name):
 
 def test_counts_and_materials_are_replaced_and_nothing_else(tmp_path):
     recipe = read_recipe("code/qwen2.5-math-7b/full-entropy", LIBRARY)
-    small, replaced = rehearsal(recipe, tmp_path, "transformers")
+    small, replaced = rehearsal_of(recipe, tmp_path, "transformers")
     sft, calibrate, evaluation = small.stages
     free = {"model", "data", "revision", "split", "max_rows", "max_steps", "save_steps", "limit", "samples", "engine"}
     assert {item.option for item in replaced} == free
@@ -110,7 +110,7 @@ def test_counts_and_materials_are_replaced_and_nothing_else(tmp_path):
 
 
 def test_an_engine_that_is_here_is_kept_and_one_process_trains(tmp_path):
-    small, replaced = rehearsal(read_recipe("math/qwen2.5-32b/lora", LIBRARY), tmp_path)
+    small, replaced = rehearsal_of(read_recipe("math/qwen2.5-32b/lora", LIBRARY), tmp_path)
     assert small.stage("eval").values["engine"] == "vllm"
     assert "processes" not in small.stage("sft").values
     assert {item.option: item.shipped for item in replaced if item.stage == "sft"}["strategy"] == "fsdp2"
@@ -119,13 +119,13 @@ def test_an_engine_that_is_here_is_kept_and_one_process_trains(tmp_path):
 def test_fewer_than_the_rehearsals_counts_stay(tmp_path):
     recipe = read_recipe(SCALE, LIBRARY)
     few = dataclasses.replace(recipe.stage("sft"), values={**recipe.stage("sft").values, "max_rows": 9, "max_steps": 1})
-    small, _ = rehearsal(dataclasses.replace(recipe, stages=(few,)), tmp_path)
+    small, _ = rehearsal_of(dataclasses.replace(recipe, stages=(few,)), tmp_path)
     assert (small.stage("sft").values["max_rows"], small.stage("sft").values["max_steps"]) == (9, 1)
 
 
 def test_a_grid_has_the_corners_and_a_probe_of_the_stand_ins(place):
     recipe = read_recipe("math/qwen2.5-math-1.5b/grid", LIBRARY).with_values({"sweep.probe": "mine"})
-    small, _ = rehearsal(recipe, place)
+    small, _ = rehearsal_of(recipe, place)
     assert small.stage("sweep").values["probe"] == str(place / "probe.jsonl")
     assert len(small.stage("sweep").values["ranges"].split(";")) == 4
     rows = [json.loads(line) for line in (place / "probe.jsonl").read_text().splitlines()]

@@ -21,10 +21,10 @@ from loragate.analysis.plan_step import (
     base_dtype,
     build_on_meta,
     count_parameters,
-    read_config,
 )
 from loragate.analysis.settings import GPUS, Gpu, Request, find_gpu
 from loragate.errors import ConfigError
+from loragate.models import read_config
 from loragate.training.strategy import launch_file
 
 GIB = 2**30

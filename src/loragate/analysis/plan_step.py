@@ -15,7 +15,6 @@ import warnings
 import weakref
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,19 +24,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.pytorch_utils import Conv1D
 
 from loragate.analysis.settings import Request
-from loragate.errors import ConfigError, LoragateError
+from loragate.errors import ConfigError
 from loragate.gates.attach import gate_layer
 from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import examine_adapter, lora_layers
 from loragate.losses import token_statistics
 from loragate.losses.causal_head import read_head
 from loragate.losses.tiling import tiling
-from loragate.models import base_config, resolve
 from loragate.training.model_state import start_recomputing
 from loragate.training.sharding import decoder_layers
 from loragate.validate import comma_list
@@ -99,18 +97,6 @@ class Parameters:
         else:
             own, head = 2 * self.lora, 4 * self.head
         return float(forward + backward + own + response_share * head + recompute * forward)
-
-
-def read_config(name: str, *, revision: str = "", trust: bool = False) -> Any:
-    """The transformers configuration behind a hub id, a model folder or a config.json."""
-    path = Path(name)
-    try:
-        if path.suffix == ".json" and path.is_file():
-            return AutoConfig.from_pretrained(name, trust_remote_code=trust)
-        return base_config(resolve(name, expect="base", what="model", revision=revision or None).base, trust)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        refusal = ConfigError if path.exists() else LoragateError
-        raise refusal(f"the configuration of {name} cannot be read: {str(error).splitlines()[0]}") from error
 
 
 def base_dtype(config: Any, dtype: str = "auto") -> torch.dtype:

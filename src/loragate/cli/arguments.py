@@ -14,16 +14,18 @@ import math
 import re
 import typing
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, CycloptsError, Group, Parameter
+from docstring_parser.google import parse as parse_docstring
+from rich.console import Console
 
 from loragate.errors import ConfigError
 from loragate.validate import check, typed_values
-
-if TYPE_CHECKING:
-    from cyclopts import App
 
 # what every command takes beside its own settings
 GLOBAL: dict[str, tuple[Any, str]] = {
@@ -76,8 +78,6 @@ def parse(command: Command, argv: list[str]) -> tuple[Any, dict[str, Any]]:
     Raises:
         ConfigError: naming the flag, or the file and key, what was found and what is known.
     """
-    from cyclopts import CycloptsError
-
     try:
         _, bound, _ = build_app([command]).parse_args(
             [command.name, *argv], exit_on_error=False, print_error=False, help_on_error=False
@@ -116,8 +116,6 @@ def _refuse_missing(command: Command, names: list[str]) -> None:
 
 def print_help(command: Command, everything: bool = False) -> None:
     """Print the help of one command: a screen of options, or all of them under the headings that they belong to."""
-    from rich.console import Console
-
     console = Console(highlight=False)
     console.width = min(console.width, WIDTH)
     build_app([command], "all" if everything else "common").help_print([command.name], console=console)
@@ -137,8 +135,6 @@ def build_app(commands: Iterable[Command], view: View | None = None) -> App:
         view: what the application is made for, where that is not parsing: a help, or a completion script, in which every
             text may be a file.
     """
-    from cyclopts import App
-
     app = App(name="loragate", version_flags=[], help_flags=["--help", "-h", "--help-all"], help_format="plaintext")
     for command in commands:
 
@@ -152,8 +148,6 @@ def build_app(commands: Iterable[Command], view: View | None = None) -> App:
 
 def _parameters(command: Command, view: View | None) -> Iterator[inspect.Parameter]:
     """The parameters of a command's signature: the one without a flag first, as Python demands, then the fields."""
-    from cyclopts import Group, Parameter
-
     texts, hints, found = help_texts(command.options), field_kinds(command.options), headings(command)
     defaults = {field.name: field.default for field in dataclasses.fields(command.options)}
     order = ["required", "options", *dict.fromkeys(found.values()), "every command"]
@@ -257,8 +251,6 @@ def resolved_yaml(options: Any) -> str:
 
 def help_texts(options: type) -> dict[str, str]:
     """{field: text} out of the "Attributes:" parts of the class and its bases."""
-    from docstring_parser.google import parse as parse_docstring
-
     return {
         found.arg_name: " ".join((found.description or "").split())
         for cls in reversed(options.__mro__[:-1])
@@ -271,25 +263,18 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-_NAMES = {int: "a whole number", float: "a number"}
-
-
-def _number(text: str, kind: Any) -> Any:
-    number = float(text)
-    if not math.isfinite(number) or (kind is int and number != int(number)):
-        raise ValueError(text)
-    return kind(number)
-
-
 def _converter(hint: Any) -> Callable[[Any, Any], Any] | None:
     """How cyclopts reads a value where its own reading is too kind (1.5 as an integer, nan) or has no rule (JSON)."""
-    kind = _plain(hint)
+    if typing.get_origin(hint) in (typing.Union, UnionType):  # int of int | None
+        hint = next(part for part in typing.get_args(hint) if part is not type(None))
+    kind = typing.get_origin(hint) or hint
 
     def number(_: Any, tokens: Any) -> Any:
-        try:
-            return _number(tokens[0].value, kind)
-        except ValueError as error:
-            raise ValueError(f"expected {_NAMES[kind]}, found {tokens[0].value!r}") from error
+        with suppress(ValueError):
+            found = float(tokens[0].value)
+            if math.isfinite(found) and (kind is float or found == int(found)):
+                return kind(found)
+        raise ValueError(f"expected {'a whole number' if kind is int else 'a number'}, found {tokens[0].value!r}")
 
     def mapping(_: Any, tokens: Any) -> Any:
         try:
@@ -301,13 +286,6 @@ def _converter(hint: Any) -> Callable[[Any, Any], Any] | None:
         return value
 
     return {int: number, float: number, dict: mapping}.get(kind)
-
-
-def _plain(hint: Any) -> Any:
-    """`int` of `int | None`, `tuple` of `tuple[str, ...]`, `Literal` of a choice."""
-    if typing.get_origin(hint) in (typing.Union, UnionType):
-        hint = next(part for part in typing.get_args(hint) if part is not type(None))
-    return typing.get_origin(hint) or hint
 
 
 def _withheld(options: Any) -> frozenset[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from loragate.cli.arguments import Command, build_app
+from loragate.cli.main import COMMANDS, command
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,6 @@ class CompletionOptions:
 
 def script(shell: Literal["bash", "zsh", "fish"]) -> str:
     """The script of everything that `loragate` knows."""
-    from loragate.cli.main import COMMANDS, command
-
     return build_app(map(command, COMMANDS), "completion").generate_completion(shell=shell)
 
 

@@ -6,7 +6,7 @@ Apart from the commands, which the help reads, as this loads what an evaluation 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,8 +33,8 @@ from loragate.models import Loaded
 from loragate.report.cells import suite_table
 from loragate.report.heatmap import heat_maps
 from loragate.report.scores import caption, score_markdown, score_tables
-from loragate.selection.evaluated import SweptCells, suite_record
-from loragate.selection.store import read_json
+from loragate.selection.evaluated import SweptCells
+from loragate.selection.outcome import suite_record
 from loragate.serving.vllm_server import require_served, usual_share
 from loragate.training.preflight import check_loading
 from loragate.validate import comma_list
@@ -67,7 +67,7 @@ def load_inputs(options: ModelOptions, name: str, engine: str = "transformers") 
     Raises:
         ConfigError: for a place that holds no model, or what the engine cannot serve.
     """
-    how = check_loading(options)
+    how = check_loading(options, engine)
     quiet_logging()
     loaded = load(name, getattr(options, "base", ""), how, engine)
     if engine == "vllm":
@@ -77,10 +77,15 @@ def load_inputs(options: ModelOptions, name: str, engine: str = "transformers") 
 
 def evaluate(options: EvalOptions) -> int:
     """`loragate eval` on one model."""
-    check_loading(options)  # before an engine is asked for that would not read these settings
+    check_loading(options, options.engine)  # before an engine is asked for that would not read these settings
     request = request_of(options, options.model)
     tasks = request.check()
-    constants = [_number(text) for text in comma_list(options.constants)]
+    try:
+        constants = [float(text) for text in comma_list(options.constants)]
+    except ValueError:
+        raise ConfigError(
+            f"--constants {options.constants}: expected numbers separated by commas, such as -0.5,0.5"
+        ) from None
     out, display = console(), Display()
     with display.job("loading the model"):
         loaded = load_inputs(options, options.model, options.engine)
@@ -122,11 +127,9 @@ def evaluate_sweep(options: EvalOptions) -> int:
         record = sample(session, evaluation, out, display)
         folder = cells.request.out
         write_text(folder / "results.md", score_markdown(record.to_json()))
-        choices = read_json(Path(options.sweep) / "sweep_results.json").get("choices", [])
-        chosen: dict[str, Any] = next((choice for choice in choices if choice["adapter"] == cells.label), {})
         for suite in dict.fromkeys(task.suite for task in cells.tasks):
             names = [task.name for task in cells.tasks if task.suite == suite]
-            maps = suite_record(record, cells.study, cells.label, suite, names, chosen)
+            maps = suite_record(record, cells.study, cells.label, suite, names, cells.choice)
             write_json(folder / f"cells_{suite}.json", maps)
             for name, draw in heat_maps(maps).items():
                 for suffix in ("png", "svg"):
@@ -157,7 +160,12 @@ def regrade(options: RegradeOptions) -> int:
         write_text(path, "".join(json.dumps(change, ensure_ascii=False) + "\n" for change in changes))
         out.print(f"{len(changes)} of {count} verdicts differ from {folder / 'results.json'}", markup=False)
         for change in changes[:5]:
-            out.print(f"  {_described(change)}", markup=False)
+            said = "; ".join(
+                f"{found['grader']}: {'right' if found['correct'] else found['reason']} ({found['extracted']!r:.60})"
+                for found in (change["before"], change["now"])
+            )
+            where = f"{change['task']} {change['question']} [{change['variant']}], gold {change['gold']!r:.60}"
+            out.print(f"  {where}: {said}", markup=False)
         if changes:
             out.print(f"all of them: {path}", markup=False)
     write_record(record, place.with_name(f"{place.name}.json"))
@@ -223,19 +231,3 @@ def next_line(folder: Path, record: EvaluationRecord) -> str:
             return f"next: loragate regrade {folder} --grader {other[info.grader]}"
     best = max(record.results, key=lambda row: row.avg_at_k.mean)
     return f'next: loragate generate --model {record.models.get(best.variant, record.models["base"])} --prompt "…"'
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"--constants {text}: expected numbers separated by commas, such as -0.5,0.5") from None
-
-
-def _described(change: Mapping[str, Any]) -> str:
-    """One line on an answer that is judged differently."""
-    said = "; ".join(
-        f"{found['grader']}: {'right' if found['correct'] else found['reason']} ({found['extracted']!r:.60})"
-        for found in (change["before"], change["now"])
-    )
-    return f"{change['task']} {change['question']} [{change['variant']}], gold {change['gold']!r:.60}: {said}"

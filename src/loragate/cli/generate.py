@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loragate import gates, models
 from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions
-from loragate.display import printable, quiet_logging
+from loragate.display import quiet_logging
 from loragate.errors import ConfigError
+from loragate.gates.recommended import chosen_temperature, sampling_note
+from loragate.printable import printable
 from loragate.training.preflight import check_loading
 
 DEFAULT_NEW_TOKENS = 512
@@ -63,13 +66,10 @@ def run(options: GenerateOptions) -> int:
     how = check_loading(options)
     prompts = read_prompts(options)
     quiet_logging()
-    from loragate.gates import gate_override
-    from loragate.gates.recommended import chosen_temperature, sampling_note
     from loragate.generation import SamplingConfig, TransformersEngine
     from loragate.generation.requests import begun, rendered
-    from loragate.models import open_model, resolve
 
-    place = resolve(options.model, options.base, overrides=True)
+    place = models.resolve(options.model, options.base, overrides=True)
     temperature = chosen_temperature(place.sampling, options.temperature)
     if options.temperature is None and temperature == 0 and options.samples > 1:
         raise ConfigError(
@@ -84,7 +84,7 @@ def run(options: GenerateOptions) -> int:
     )
     if note := sampling_note(options.model, place.sampling, options.temperature):
         print(f"loragate: {note}", file=sys.stderr)
-    loaded = open_model(place, how)
+    loaded = models.open_model(place, how)
     model, tokenizer = loaded.model, loaded.tokenizer
     override = (options.lambda_constant, options.lambda_min, options.lambda_max)
     overriding: Any = nullcontext()
@@ -93,7 +93,7 @@ def run(options: GenerateOptions) -> int:
             raise ConfigError(f"--lambda-… has no effect: {options.model} carries no gates")
         if loaded.place.override is not None:
             raise ConfigError(f"--lambda-…: {options.model} has an override of λ already; give one of the two")
-        overriding = gate_override(model, options.lambda_min, options.lambda_max, options.lambda_constant)
+        overriding = gates.gate_override(model, options.lambda_min, options.lambda_max, options.lambda_constant)
     if options.raw:
         prompts = [begun(text, tokenizer) for text in prompts]
     else:

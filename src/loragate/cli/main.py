@@ -5,15 +5,18 @@ Imports nothing heavy, so that `loragate --help` answers at once; a command's ro
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import os
 import sys
 import textwrap
 import traceback
+import warnings
 from typing import TYPE_CHECKING
 
 from loragate.errors import ConfigError, LoragateError, nearest
+from loragate.printable import printable
 from loragate.version import __version__
 
 if TYPE_CHECKING:
@@ -71,14 +74,14 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        return _fail(LoragateError(_os_sentence(error)), debug, 1)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return _fail(LoragateError(str(error)), debug, 1)
+        where = f" ({error.filename})" if error.filename else ""
+        return _fail(LoragateError(f"the disk is full{where}; free some space and run again"), debug, 1)
     except Exception as error:
         if any(sign in str(error) for sign in ("No space left", "failed writing file")):
-            return _fail(
-                LoragateError("the disk is full; free some space and run again (with --resume if it was a training)"),
-                debug,
-                1,
-            )
+            full = "the disk is full; free some space and run again (with --resume if it was a training)"
+            return _fail(LoragateError(full), debug, 1)
         hint = "this is a fault of loragate or of a library under it; run again with --debug for the traceback"
         return _fail(LoragateError(f"{type(error).__name__}: {error}\n{hint}"), debug, 1)
 
@@ -123,25 +126,18 @@ def _run(name: str, arguments: list[str]) -> int:
 
 def _quiet_libraries() -> None:
     """No telemetry and no chatter of libraries between our own lines."""
-    import warnings
-
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # said at the import of PEFT on processors with AVX512-BF16, of a kernel for packed weights; see gates.keep_unpacked
-    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_not_of_a_packed_kernel)
+    ops = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    ops.addFilter(lambda record: "gemm_4bit_forward" not in str(record.msg))
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module="(transformers|trl|peft|torch)")
 
 
-def _not_of_a_packed_kernel(record: logging.LogRecord) -> bool:
-    return "gemm_4bit_forward" not in str(record.msg)
-
-
 def _fail(error: LoragateError, debug: bool, status: int) -> int:
-    from loragate.display import printable
-
     if debug:
         traceback.print_exc()
     lines = [
@@ -152,14 +148,6 @@ def _fail(error: LoragateError, debug: bool, status: int) -> int:
     ]
     print("loragate: error: " + "\n".join(lines), file=sys.stderr)
     return status
-
-
-def _os_sentence(error: OSError) -> str:
-    import errno
-
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"the disk is full{f' ({error.filename})' if error.filename else ''}; free some space and run again"
-    return str(error)
 
 
 if __name__ == "__main__":

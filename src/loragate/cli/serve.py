@@ -6,6 +6,7 @@ import importlib.util
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from loragate import models
 from loragate.cli.arguments import Command
 from loragate.cli.options import ModelOptions
 from loragate.display import quiet_logging
@@ -21,10 +22,9 @@ class ServeOptions(ModelOptions, ServerSettings):
 
 def run(options: ServeOptions) -> int:
     """Serve until Ctrl-C."""
-    from loragate.models import resolve
     from loragate.serving.server import serve
 
-    asked = resolve(options.model, options.base)
+    asked = models.resolve(options.model, options.base)
     fits = importlib.util.find_spec("vllm") is not None and asked.kind != "base"
     with_vllm = options.engine == "vllm" or options.verify or (options.engine == "auto" and fits)
     engine: Literal["vllm", "transformers"] = "vllm" if with_vllm else "transformers"

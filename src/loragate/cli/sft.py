@@ -8,7 +8,9 @@ from pathlib import Path
 from loragate.cli.arguments import Command, require_given
 from loragate.cli.options import RunOptions
 from loragate.display import Display, console, duration, next_evaluation, quiet_logging
+from loragate.training.preflight import check_loading, require_free_out, require_reporters
 from loragate.training.settings import StageOneSettings
+from loragate.training.strategy import process_state
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,6 @@ def run(options: SftOptions) -> int:
     from loragate.cli.training_report import keep_configuration, say_steps, show_data, warn_about_endings
     from loragate.training.adapter_run import AdapterRun
     from loragate.training.launching import begin
-    from loragate.training.preflight import check_loading, require_free_out, require_reporters
-    from loragate.training.strategy import process_state
 
     folder = Path(options.out)
     settings = StageOneSettings(**{field.name: getattr(options, field.name) for field in fields(StageOneSettings)})

@@ -134,7 +134,11 @@ def fold_adapter(
     known = {_module(key) for key in state} - {None}
     if unknown := sorted(set(coefficients) - known):
         raise ArtifactError(f"{adapter}: there is no factor of {unknown[0]} into which its λ could be folded")
-    folded = {key: _scaled(key, tensor, coefficients) for key, tensor in state.items()}
+    folded = {}
+    for key, tensor in state.items():
+        lam = coefficients.get(_module(key) or "", 1.0)
+        scaled = lam != 1.0 and key.endswith(".lora_B.weight")
+        folded[key] = (tensor.float() * lam if scaled else tensor).contiguous()
     if uniform:
         config, folded = _uniform(config, folded)
     out = Path(out)
@@ -148,13 +152,6 @@ def fold_adapter(
 def needs_uniform(config: Mapping[str, Any]) -> list[str]:
     """The keys of an adapter's configuration that say more than one rank and one α/r; empty for the plainest adapters."""
     return [key for key in ("rank_pattern", "alpha_pattern", "use_rslora") if config.get(key)]
-
-
-def _scaled(key: str, tensor: torch.Tensor, coefficients: Mapping[str, float]) -> torch.Tensor:
-    lam = coefficients.get(_module(key) or "", 1.0)
-    if lam == 1.0 or not key.endswith(".lora_B.weight"):
-        return tensor.contiguous()
-    return (tensor.float() * lam).contiguous()
 
 
 def _uniform(config: dict[str, Any], state: dict[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

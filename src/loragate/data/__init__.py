@@ -11,26 +11,20 @@ Names in the order in which a row meets them:
 """
 
 from loragate.data.chat import Chat, template_hash
-from loragate.data.encoding import EncodedRows, Summary, encode_rows
-from loragate.data.endings import EndingReport, Endings, ending_health, find_endings
-from loragate.data.formats import FORMATS, Turns, detect_format, normalize
+from loragate.data.encoding import EncodedRows, encode_rows
+from loragate.data.endings import Endings, ending_health, find_endings
+from loragate.data.formats import detect_format, normalize
 from loragate.data.loading import load_rows
 from loragate.data.packed import Collator
-from loragate.data.rendering import Encoded, Encoder, mask_as_text, preview, prompt_ids, render_prompt
+from loragate.data.rendering import mask_as_text, preview, prompt_ids, render_prompt
 from loragate.data.rows import Rows
 
 __all__ = [
-    "FORMATS",
     "Chat",
     "Collator",
-    "Encoded",
     "EncodedRows",
-    "Encoder",
-    "EndingReport",
     "Endings",
     "Rows",
-    "Summary",
-    "Turns",
     "detect_format",
     "encode_rows",
     "ending_health",

@@ -108,7 +108,13 @@ def encode_rows(
         DataError: for the first row that cannot be used, named by its place; or when no row is left.
     """
     rows = load_rows(rows)
-    name = format or _detect(rows)
+    name = format
+    if name is None:
+        first = rows.earliest()
+        try:
+            name = detect_format(rows[first])
+        except DataError as error:
+            raise DataError(f"{rows.where(first)}: {error}") from None
     kept = None if cache is None else _cache_file(Path(cache), rows, tokenizer, max_length, system, name)
     if kept is not None and (found := read_packed(kept)) is not None:
         packed, stored = found
@@ -127,8 +133,16 @@ def encode_rows(
         if on_progress is not None:
             on_progress(done, len(rows))
     items = PackedRows.joined(parts)
+    if counts["empty"] == len(rows):
+        raise DataError(
+            f"{rows.source}: the response of every one of {len(rows)} rows is empty, so there is nothing to learn"
+        )
     if not len(items):
-        raise DataError(_nothing_left(rows, max_length, counts["empty"]))
+        without = f" ({counts['empty']} of them have none)" if counts["empty"] else ""
+        raise DataError(
+            f"{rows.source}: max_length={max_length} cuts the whole response of every one of {len(rows)} rows{without}, so "
+            "nothing is left to learn. Raise max_length."
+        )
     summary = Summary(
         format=name,
         rows=len(rows),
@@ -207,24 +221,6 @@ class _Work:
                 "give it on every row or on none"
             )
         return turns
-
-
-def _detect(rows: Rows) -> str:
-    first = rows.earliest()
-    try:
-        return detect_format(rows[first])
-    except DataError as error:
-        raise DataError(f"{rows.where(first)}: {error}") from None
-
-
-def _nothing_left(rows: Rows, max_length: int | None, empty: int) -> str:
-    if empty == len(rows):
-        return f"{rows.source}: the response of every one of {len(rows)} rows is empty, so there is nothing to learn"
-    without = f" ({empty} of them have none)" if empty else ""
-    return (
-        f"{rows.source}: max_length={max_length} cuts the whole response of every one of {len(rows)} rows{without}, so "
-        "nothing is left to learn. Raise max_length."
-    )
 
 
 def _cache_file(

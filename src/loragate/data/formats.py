@@ -190,21 +190,22 @@ def normalize(row: Row, format: str, where: str = "") -> Turns:
             raise DataError(f"found the keys {_key_list(row)}, expected the format {chosen.name}: {chosen.keys}")
         turns = replace(chosen.to_turns(row), keep_mask=_keep_mask(row))
         if turns.completion is None:
-            _check_responses(turns)
+            answers = [index for index, message in enumerate(turns.messages) if message["role"] == "assistant"]
+            if not any(index >= turns.trained_from for index in answers):
+                roles = ", ".join(message["role"] for message in turns.messages) or "no messages"
+                raise DataError(f"found {roles}, but no assistant turn to learn from. Remove the row.")
+            for index in answers:
+                message = turns.messages[index]
+                if not (message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")):
+                    raise EmptyResponse(
+                        f"the assistant turn at message {index} is empty: there is nothing to learn. Remove the row."
+                    )
             return replace(turns, tools=_tools(row))
         if not turns.completion.strip():
             raise EmptyResponse("the completion is empty: a row needs a response to learn from. Remove the row.")
         return turns
     except DataError as error:
         raise type(error)(f"{where}: {error}" if where else str(error)) from None
-
-
-def _messages_row(row: Row) -> Turns:
-    return Turns(conversation(row["messages"], "messages"))
-
-
-def _sharegpt_row(row: Row) -> Turns:
-    return Turns(_with_system(row, conversation(row["conversations"], "conversations")))
 
 
 def _alpaca_row(row: Row) -> Turns:
@@ -248,12 +249,17 @@ def _has(row: Row, *keys: str) -> bool:
 FORMATS: dict[str, Format] = {
     format.name: format
     for format in (
-        Format("messages", "messages (a list of role and content)", lambda row: _has(row, "messages"), _messages_row),
+        Format(
+            "messages",
+            "messages (a list of role and content)",
+            lambda row: _has(row, "messages"),
+            lambda row: Turns(conversation(row["messages"], "messages")),
+        ),
         Format(
             "sharegpt",
             "conversations (a list of from and value)",
             lambda row: _has(row, "conversations"),
-            _sharegpt_row,
+            lambda row: Turns(_with_system(row, conversation(row["conversations"], "conversations"))),
         ),
         Format(
             "alpaca",
@@ -277,19 +283,6 @@ def _with_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]
     if not system.strip() or any(message["role"] == "system" for message in messages):
         return messages
     return ({"role": "system", "content": system}, *messages)
-
-
-def _check_responses(body: Turns) -> None:
-    answers = [index for index, message in enumerate(body.messages) if message["role"] == "assistant"]
-    if not any(index >= body.trained_from for index in answers):
-        roles = ", ".join(message["role"] for message in body.messages) or "no messages"
-        raise DataError(f"found {roles}, but no assistant turn to learn from. Remove the row.")
-    for index in answers:
-        message = body.messages[index]
-        if not (message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")):
-            raise EmptyResponse(
-                f"the assistant turn at message {index} is empty: there is nothing to learn. Remove the row."
-            )
 
 
 def _keep_mask(row: Row) -> tuple[int, ...] | None:

@@ -132,7 +132,6 @@ def _read_json(stream: BinaryIO, name: str) -> Numbered:
 
 
 def _read_parquet(stream: BinaryIO, name: str) -> Numbered:
-    import pyarrow
     import pyarrow.parquet
 
     number = 0

@@ -114,18 +114,6 @@ class Encoder:
             for (turns, where), (segments, rewritten) in zip(rows, cuts)
         ]
 
-    def prompt_ids(
-        self,
-        prompt: str | Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        where: str = "",
-    ) -> list[int]:
-        """Ids that generation feeds for a plain text or a conversation that awaits its assistant turn."""
-        if isinstance(prompt, str):
-            return self.tokenise.plain_prompt(self.tokenise([prompt], [False])[0])
-        text = self.chat.render(prompt, tools=tools, generation_prompt=True, where=where)
-        return self.tokenise([text], [False])[0]
-
     def _segments(self, turns: Turns, where: str) -> tuple[list[Segment], bool]:
         if turns.completion is None:
             return self.chat.segments(turns, where)
@@ -164,11 +152,7 @@ class Encoder:
 
 
 def render_prompt(
-    prompt: str | Sequence[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    system: str = "none",
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    prompt: str | Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, *, system: str = "none"
 ) -> str:
     """The text that a response follows: a plain prompt as it is, a conversation with the generation prompt.
 
@@ -177,18 +161,16 @@ def render_prompt(
     """
     if isinstance(prompt, str):
         return prompt
-    return Chat(tokenizer, system).render(prompt, tools=tools, generation_prompt=True)
+    return Chat(tokenizer, system).render(prompt, generation_prompt=True)
 
 
 def prompt_ids(
-    prompt: str | Sequence[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    system: str = "none",
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    prompt: str | Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, *, system: str = "none"
 ) -> list[int]:
-    """Token ids to generate from: those that precede the response in `encode`. For many prompts use `Encoder`."""
-    return Encoder(tokenizer, system=system).prompt_ids(prompt, tools)
+    """Token ids to generate from: those that precede the response in `encode`."""
+    tokenise = SegmentTokenizer(tokenizer)
+    ids = tokenise([render_prompt(prompt, tokenizer, system=system)], [False])[0]
+    return tokenise.plain_prompt(ids) if isinstance(prompt, str) else ids
 
 
 def _spread(mask: tuple[int, ...] | None, labels: list[int], rewritten: bool, where: str) -> list[int] | None:

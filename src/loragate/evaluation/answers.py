@@ -106,9 +106,9 @@ def choice_letter(response: str, letters: str = LETTERS) -> str | None:
     return None
 
 
-def grade_choice(response: str, gold: str, letters: str = LETTERS) -> Grade:
+def grade_choice(response: str, gold: str) -> Grade:
     """Whether a response chooses the letter `gold`."""
-    found = choice_letter(response, letters)
+    found = choice_letter(response)
     if found is None:
         return Grade(False, None, "no_answer")
     correct = found == gold.strip().upper()

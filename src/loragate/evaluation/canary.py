@@ -35,7 +35,11 @@ def canary(model: Any, tokenizer: Any, prompts: Sequence[str], kind: Kind) -> di
     for name in model.peft_config:
         if reason := changed_base_of(model, name):
             raise GateError(f"canary: the row of the base would not be the base. {reason}")
-    ids, mask = _batch(tokenizer, prompts, next(model.parameters()).device)
+    # padded on the right, where causal attention does not see the padding
+    rows = [ids[-TOKENS:] for ids in tokenizer(list(prompts[:PROMPTS]), add_special_tokens=False)["input_ids"]]
+    width, device = max(map(len, rows)), next(model.parameters()).device
+    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
     kept = mask.bool()
     with model.disable_adapter():
         base = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[kept].float()
@@ -88,12 +92,3 @@ def describe(figures: Mapping[str, float]) -> str:
             f"{figures['zero_from_base']:.1g}, and λ = 1 is the adapter up to {figures['one_from_adapter']:.1g}"
         )
     return text
-
-
-def _batch(tokenizer: Any, prompts: Sequence[str], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and mask [B, T], padded on the right, where causal attention does not see the padding."""
-    rows = [ids[-TOKENS:] for ids in tokenizer(list(prompts[:PROMPTS]), add_special_tokens=False)["input_ids"]]
-    width = max(map(len, rows))
-    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
-    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
-    return ids, mask

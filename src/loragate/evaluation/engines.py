@@ -89,10 +89,19 @@ class Engines:
         """The engine that answers as `variant`."""
         loaded, size = self.loaded, self.settings.batch_size
         if self.settings.replicas > 1:
-            executor = RayData(gpus=self._gpus())
-            yield ShardedEngine(self.maker(variant), self.settings.replicas, executor, batch_size=size)
+            gpus = 0
+            if torch.cuda.is_available() and loaded.how.device != "cpu":
+                gpus = self.settings.tensor_parallel if self.settings.engine == "vllm" else 1
+            yield ShardedEngine(self.maker(variant), self.settings.replicas, RayData(gpus=gpus), batch_size=size)
         elif loaded.model is None:
-            yield self._vllm(variant)
+            base, adapter, override = self._served(variant)
+            if self._kept is None or self._kept[0] != base:
+                self.close()  # one model in memory at a time
+                names = loaded.names
+                # made for an adapter also where the first row is the base: the rows share its loaded weights
+                room = adapter or (None if loaded.place.is_dora else names.get("gated") or names.get("adapter"))
+                self._kept = base, self._vllm_of(base, room)()
+            yield self._kept[1].acting_as(adapter, override)
         else:
             engine = self._in_memory = self._in_memory or TransformersEngine(loaded.model, loaded.tokenizer, size)
             weights = replace(variant, control=None, temperature=None)
@@ -116,16 +125,6 @@ class Engines:
     def finish(self) -> None:
         """Remove what only an evaluation that goes on would use."""
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _vllm(self, variant: Variant) -> Any:
-        base, adapter, override = self._served(variant)
-        if self._kept is None or self._kept[0] != base:
-            self.close()  # one model in memory at a time
-            names = self.loaded.names
-            # made for an adapter also where the first row is the base: the rows share its loaded weights
-            room = adapter or (None if self.loaded.place.is_dora else names.get("gated") or names.get("adapter"))
-            self._kept = base, self._vllm_of(base, room)()
-        return self._kept[1].acting_as(adapter, override)
 
     def _served(self, variant: Variant) -> tuple[str, str | None, str | None]:
         """(base, adapter or None, override or None) by which vLLM is the row."""
@@ -157,11 +156,6 @@ class Engines:
             tensor_parallel=self.settings.tensor_parallel,
             gpu_memory_utilization=self.settings.vllm_memory or USUAL_SHARE,
         )
-
-    def _gpus(self) -> int:
-        if not torch.cuda.is_available() or self.loaded.how.device == "cpu":
-            return 0
-        return self.settings.tensor_parallel if self.settings.engine == "vllm" else 1
 
 
 class RowEngine:

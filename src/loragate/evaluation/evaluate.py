@@ -16,7 +16,7 @@ model nor the data set: questions, prompts, task files and samples lie in the fo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -154,13 +154,32 @@ class Evaluation:
         # rows with the same weights follow one another, as changing them can mean loading them
         for variant in sorted(self.variants, key=lambda variant: variant.acts):
             self._sample(engine_for, variant, on_event)
-        infos = [self._info(prepared) for prepared in self.tasks]
+        infos = [
+            TaskInfo(
+                name=prepared.task.name,
+                version=str(prepared.task.version),
+                fingerprint=prepared.questions.fingerprint,
+                prompt_sha256=prepared.prompts_sha256,
+                dataset=prepared.questions.source,
+                dataset_revision=prepared.questions.revision,
+                grader=self._grader(prepared),
+                grader_version=grader_version(self._grader(prepared)),
+                sampling=prepared.sampling,
+            )
+            for prepared in self.tasks
+        ]
         scores: dict[tuple[str, str], np.ndarray] = {}
         results = [
             self._judge(variant, prepared, scores, on_event) for prepared in self.tasks for variant in self.variants
         ]
         averages, warnings = self._averages(scores), self.warnings
-        measured = {name: self._measured(name) for name in self.suites}
+        plain = [variant for variant in self.variants if variant.control is None]
+        measured: dict[str, dict[Kind, HarnessScores]] = {
+            name: {
+                one.acts: read(HarnessScores, self._harness_path(one, name), "delete it and resume") for one in plain
+            }
+            for name in self.suites
+        }
         for name, rows in measured.items():
             infos.append(retention_info(next(iter(rows.values())), self.seed))
             results += [retention_result(name, row, one, rows.get("adapter")) for row, one in rows.items()]
@@ -269,7 +288,8 @@ class Evaluation:
     def _sample(self, engine_for: EngineFor, variant: Variant, on_event: OnEvent) -> None:
         """What is missing of one row's answers and, unless it is a control, of its retention suites."""
         # what is on file was measured by this run: `facts` describe the suites
-        suites = {name: path for name, path in self._harness_files(variant) if not path.is_file()}
+        paths = {name: self._harness_path(variant, name) for name in self.suites if variant.control is None}
+        suites = {name: path for name, path in paths.items() if not path.is_file()}
         missing = []
         for prepared in self.tasks:
             path, count = self.samples_path(variant, prepared.task.name), self._count(variant, prepared)
@@ -289,18 +309,8 @@ class Evaluation:
                 assert self.harness is not None, "suites that are not measured need a harness"
                 write_json(path, to_json(self.harness(engine, name, partial(on_event, "retention", variant, name))))
 
-    def _harness_files(self, variant: Variant) -> Iterator[tuple[str, Path]]:
-        for name in self.suites if variant.control is None else ():
-            yield name, self.folder / "harness" / variant.slug / f"{name}.json"
-
-    def _measured(self, suite: str) -> dict[Kind, HarnessScores]:
-        """What every row that is no control has on a suite."""
-        return {
-            variant.acts: read(HarnessScores, path, "delete it and resume")
-            for variant in self.variants
-            for name, path in self._harness_files(variant)
-            if name == suite
-        }
+    def _harness_path(self, variant: Variant, suite: str) -> Path:
+        return self.folder / "harness" / variant.slug / f"{suite}.json"
 
     def _judge(
         self, variant: Variant, prepared: Prepared, scores: dict[tuple[str, str], np.ndarray], on_event: OnEvent
@@ -339,20 +349,6 @@ class Evaluation:
             constant=variant.constant,
             entropy=mean_entropy(samples),
             seconds=self.seconds.get((variant.name, name), 0.0) + time.monotonic() - began,
-        )
-
-    def _info(self, prepared: Prepared) -> TaskInfo:
-        grader, questions = self._grader(prepared), prepared.questions
-        return TaskInfo(
-            name=prepared.task.name,
-            version=str(prepared.task.version),
-            fingerprint=questions.fingerprint,
-            prompt_sha256=prepared.prompts_sha256,
-            dataset=questions.source,
-            dataset_revision=questions.revision,
-            grader=grader,
-            grader_version=grader_version(grader),
-            sampling=prepared.sampling,
         )
 
     def _averages(self, scores: dict[tuple[str, str], np.ndarray]) -> list[SuiteResult]:
@@ -433,12 +429,11 @@ def open_evaluation(folder: Path, grader: str = "", judging: JudgeSettings | Non
         seed=begun.seed,
         judging=judging or JudgeSettings(),
         grader=grader,
-        suites=list(begun.suites),
         notes=list(begun.notes),
         left_out=begun.left_out,
     )
-    unmeasured = {
-        name for variant in begun.variants for name, path in evaluation._harness_files(variant) if not path.is_file()
-    }
-    evaluation.suites = [name for name in begun.suites if name not in unmeasured]
+    plain = [variant for variant in begun.variants if variant.control is None]
+    evaluation.suites = [
+        name for name in begun.suites if all(evaluation._harness_path(one, name).is_file() for one in plain)
+    ]
     return evaluation

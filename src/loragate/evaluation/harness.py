@@ -110,8 +110,15 @@ def run_harness(
     harness = task.harness
     assert harness is not None, f"{task.name} is no task of the harness"
     chat_template = tokenizer.chat_template is not None
-    lm_eval = _import_harness()
-    limit = answer_limit(harness, max_new_tokens)
+    try:
+        for name in ("evaluator", "tasks", "api.model", "api.task"):
+            importlib.import_module(f"lm_eval.{name}")
+    except ImportError as error:
+        raise ConfigError(
+            f"lm-evaluation-harness cannot be imported ({error}). Install it with: pip install loragate[eval]"
+        ) from error
+    lm_eval: Any = importlib.import_module("lm_eval")
+    limit = harness.max_new_tokens and (max_new_tokens or harness.max_new_tokens)
     rows = [question.row for question in questions.questions]
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loragate-harness-")))
@@ -154,11 +161,6 @@ def run_harness(
     )
 
 
-def answer_limit(harness: Harness, asked: int | None) -> int | None:
-    """Tokens of an answer at most: those that were asked for, or the suite's own; None where nothing is generated."""
-    return asked if asked and harness.max_new_tokens else harness.max_new_tokens
-
-
 def greedy_answers(
     engine: Engine,
     prompts: Sequence[list[int]],
@@ -188,17 +190,6 @@ def greedy_answers(
         )
         for sample, own, prompt in zip(samples, kept, prompts, strict=True)
     ]
-
-
-def _import_harness() -> Any:
-    try:
-        for name in ("evaluator", "tasks", "api.model", "api.task"):
-            importlib.import_module(f"lm_eval.{name}")
-    except ImportError as error:
-        raise ConfigError(
-            f"lm-evaluation-harness cannot be imported ({error}). Install it with: pip install loragate[eval]"
-        ) from error
-    return importlib.import_module("lm_eval")
 
 
 def _write_tasks(

@@ -85,8 +85,18 @@ def judge(
     texts = [sample.text for sample in samples]
     if grader in MATH:
         pairs = [(text, question.gold) for text, question in zip(texts, asked)]
+        tolerances = []
+        for question in asked:
+            # the absolute error that a data set allows, as OlympiadBench does
+            stated = question.row.get("error")
+            try:
+                tolerances.append(float(stated) if stated else None)
+            except (TypeError, ValueError):
+                raise DataError(
+                    f"{question.place}: the column 'error' holds {stated!r}; expected a number, such as 1e-1"
+                ) from None
         with GradingPool(grader, settings.workers, settings.timeout_s, settings.memory_mb) as pool:
-            return pool.grade(pairs, on_progress, tolerances=[_tolerance(question) for question in asked])
+            return pool.grade(pairs, on_progress, tolerances=tolerances)
     if grader in CODE:
         rows, limits = [question.row for question in asked], Limits(settings.timeout_s, settings.memory_mb)
         return grade_codes(grader, rows, texts, settings.workers, settings.sandbox, limits, on_progress)
@@ -161,17 +171,6 @@ def answers_hash(samples: Sequence[Sample]) -> str:
 def with_answer(question: Question, answer: str) -> Question:
     """The question with another reference answer, for graders that read it from the gold or from the row."""
     return replace(question, gold=answer, row={**question.row, "answer": answer})
-
-
-def _tolerance(question: Question) -> float | None:
-    """The absolute error that a data set allows, as OlympiadBench does in its column `error`."""
-    stated = question.row.get("error")
-    try:
-        return float(stated) if stated else None
-    except (TypeError, ValueError):
-        raise DataError(
-            f"{question.place}: the column 'error' holds {stated!r}; expected a number, such as 1e-1"
-        ) from None
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from loragate.evaluation.statistics import (
     pass_at_k,
 )
 from loragate.files import write_json
-from loragate.generation import Engine, OnProgress, Sample, SamplingConfig
+from loragate.generation import Engine, Sample, SamplingConfig
 
 Verdict = Literal["better", "worse", "no difference shown"]
 
@@ -314,11 +314,7 @@ class SuiteScores:
 
 
 def run_suite(
-    engine: Engine,
-    prompts: Sequence[str],
-    is_right: Callable[[int, Sample], bool],
-    config: SamplingConfig,
-    on_progress: OnProgress | None = None,
+    engine: Engine, prompts: Sequence[str], is_right: Callable[[int, Sample], bool], config: SamplingConfig
 ) -> SuiteScores:
     """Sample every prompt `config.samples` times and grade each answer.
 
@@ -327,18 +323,16 @@ def run_suite(
         prompts: rendered prompts.
         is_right: verdict on (question index, sample).
         config: sampling settings; their seed makes runs comparable sample by sample.
-        on_progress: called with (samples done, samples in all).
     """
-    samples = engine.generate(prompts, config, on_progress)
+    samples = engine.generate(prompts, config)
     scores = np.zeros((len(prompts), config.samples))
     for sample in samples:
         scores[sample.question, sample.sample] = float(is_right(sample.question, sample))
-    lengths = np.array([len(sample.token_ids) for sample in samples], dtype=float)
     return SuiteScores(
         scores=scores,
         truncated=float(np.mean([sample.finish_reason == "length" for sample in samples])),
         entropy=mean_entropy(samples),
-        tokens=float(lengths.mean()),
+        tokens=float(np.mean([len(sample.token_ids) for sample in samples])),
         samples=samples,
     )
 

@@ -27,6 +27,7 @@ from loragate.evaluation.results import EvaluationRecord, write_record
 from loragate.evaluation.settings import EngineSettings, TaskSettings
 from loragate.evaluation.tasks import Task
 from loragate.evaluation.variants import Variant, variants_for
+from loragate.files import require_new
 from loragate.gates.attach import active_adapter
 from loragate.gates.eligibility import trains_biases
 from loragate.gates.recommended import at, sampling_note
@@ -107,7 +108,7 @@ class Session:
     @property
     def recommended(self) -> float | None:
         """The recommended temperature, where rows are added for it: the tasks sample at another, and none was asked for."""
-        return self.added(self.loaded.recommended_temperature)
+        return self.added(self.loaded.place.recommended_temperature)
 
     def added(self, heat: float | None) -> float | None:
         """A recommended temperature where rows are added for it, see `recommended`; None where none are."""
@@ -186,7 +187,8 @@ class Session:
                     for name, (task, questions) in self.suites.items()
                 },
                 **identity,
-                **loaded.told_endings,
+                # nothing where the chat template adds no end to those that are declared
+                **({"end_of_turn": added} if (added := loaded.endings.added) else {}),
             },
             judging=request.judging,
             grader=request.grader,
@@ -229,8 +231,6 @@ def require_run_folder(folder: Path, resume: bool) -> None:
     Raises:
         ConfigError: naming the folder and what to do.
     """
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--out {folder} is a file; give a folder")
     begun = (folder / "eval.json").is_file()
     if resume and not begun:
         raise ConfigError(f"--resume: there is no evaluation in {folder}; run the command without --resume")
@@ -238,8 +238,8 @@ def require_run_folder(folder: Path, resume: bool) -> None:
         raise ConfigError(
             f"--out {folder} holds an evaluation already; go on with it with --resume, or give another folder"
         )
-    if not resume and folder.is_dir() and any(folder.iterdir()):
-        raise ConfigError(f"--out {folder} is not empty; give a new folder")
+    if not resume:
+        require_new(folder)
 
 
 def trained_controls(loaded: Loaded) -> list[str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -231,7 +231,7 @@ def suite_average(
     means = [table.mean(axis=1) for table in tables]
     bounds = [(estimate.low, estimate.high) for estimate in estimates]
     mean, stderr, low, high = _stratified(means, bounds, weights, seed, draws)
-    if all(((table >= 0) & (table <= 1)).all() for table in tables):
+    if all(map(_in_unit_interval, tables)):
         low, high = max(low, 0.0), min(high, 1.0)
     return SuiteEstimate(mean, stderr, low, high, len(tables), sum(map(len, tables)))
 
@@ -278,7 +278,22 @@ def pass_at_k(scores: ArrayLike, k: int) -> Estimate:
     if not 1 <= k <= samples:
         raise DataError(f"k is {k}; pass@k needs a whole number from 1 to the {samples} samples of each question.")
     chance = np.array([1 - math.comb(samples - right, k) / math.comb(samples, k) for right in range(samples + 1)])
-    return _of_questions(chance[array.sum(axis=1).astype(int)], samples)
+    return replace(average_at_k(chance[array.sum(axis=1).astype(int)][:, None]), samples=samples)
+
+
+def pass_where_greedy_fails(greedy: ArrayLike, scores: ArrayLike) -> Estimate | None:
+    """Return pass@K of `scores` [Q, K] over those questions whose greedy answer, in `greedy` [Q, 1], is wrong; None where none is.
+
+    It says how often a model can give a right answer that it does not think likeliest, and so what training on its own
+    answers could at most correct. The estimate's `questions` are those with a wrong greedy answer.
+
+    Raises `DataError` for scores that are not 0 or 1, and when the numbers of questions differ.
+    """
+    wrong = _verdicts(greedy)[:, 0] == 0
+    array = _verdicts(scores)
+    if len(wrong) != len(array):
+        raise DataError(f"there are greedy answers to {len(wrong)} questions and sampled ones to {len(array)}.")
+    return pass_at_k(array[wrong], array.shape[1]) if wrong.any() else None
 
 
 def majority_at_k(answers: Sequence[Sequence[Hashable | None]], scores: ArrayLike) -> Estimate:
@@ -295,8 +310,17 @@ def majority_at_k(answers: Sequence[Sequence[Hashable | None]], scores: ArrayLik
     Raises `DataError` for scores that are not 0 or 1.
     """
     array = _verdicts(scores)
-    means = [_modal_score(row, verdicts) for row, verdicts in zip(answers, array, strict=True)]
-    return _of_questions(np.array(means), array.shape[1])
+    means = np.zeros((len(array), 1))
+    for question, (row, verdicts) in enumerate(zip(answers, array, strict=True)):
+        votes: dict[Hashable, list[float]] = defaultdict(list)
+        for answer, verdict in zip(row, verdicts, strict=True):
+            if answer is not None:
+                votes[answer].append(float(verdict))
+        most = max(map(len, votes.values()), default=0)
+        # fsum, so that the order in which tied answers appeared cannot change the last bit
+        tied = [math.fsum(found) / most for found in votes.values() if len(found) == most]
+        means[question] = math.fsum(tied) / len(tied) if tied else 0.0
+    return replace(average_at_k(means), samples=array.shape[1])
 
 
 def dft_rounded_mean(scores: ArrayLike) -> float:
@@ -330,7 +354,11 @@ def _stratified(
             resampled += share * own
         else:
             variance += share**2 * float(stratum.var(ddof=1)) / len(stratum)
-            resampled += share * _resampled_means(stratum, generator, draws)
+            size = len(stratum) - 1
+            rows = max(1, _CHUNK // size)
+            for start in range(0, draws, rows):
+                drawn = generator.integers(0, len(stratum), (min(rows, draws - start), size))
+                resampled[start : start + rows] += share * stratum[drawn].mean(axis=1)
     low, high = np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return (
         mean,
@@ -338,34 +366,6 @@ def _stratified(
         mean - math.hypot(mean - low, math.sqrt(unseen_low)),
         mean + math.hypot(high - mean, math.sqrt(unseen_high)),
     )
-
-
-def _resampled_means(values: Array, generator: np.random.Generator, draws: int) -> Array:
-    """Means of `draws` bootstrap draws of Q - 1 of the Q values."""
-    size = len(values) - 1
-    rows = max(1, _CHUNK // size)
-    return np.concatenate(
-        [
-            values[generator.integers(0, len(values), (min(rows, draws - start), size))].mean(axis=1)
-            for start in range(0, draws, rows)
-        ]
-    )
-
-
-def _modal_score(answers: Sequence[Hashable | None], verdicts: Array) -> float:
-    votes: dict[Hashable, list[float]] = defaultdict(list)
-    for answer, verdict in zip(answers, verdicts, strict=True):
-        if answer is not None:
-            votes[answer].append(float(verdict))
-    most = max(map(len, votes.values()), default=0)
-    # fsum, so that the order in which tied answers appeared cannot change the last bit
-    tied = [math.fsum(found) / most for found in votes.values() if len(found) == most]
-    return math.fsum(tied) / len(tied) if tied else 0.0
-
-
-def _of_questions(values: Array, samples: int) -> Estimate:
-    estimate = average_at_k(values[:, None])
-    return Estimate(estimate.mean, estimate.stderr, estimate.low, estimate.high, len(values), samples)
 
 
 def _verdicts(scores: ArrayLike) -> Array:

@@ -49,7 +49,6 @@ from loragate.gates.fingerprint import (
     config_fingerprint,
     half_factors,
 )
-from loragate.gates.peft_saving import save_configuration
 from loragate.gates.quantised import quantization_of, storage_warning
 from loragate.gates.recommended import SAMPLING, generation_settings, recommended_temperature
 from loragate.gates.schema import (
@@ -166,6 +165,8 @@ def save_gates(
     adapter, adapter_revision = split_revision(adapter_id or "")
     if name_of_base == own_base:  # the adapter's pin means nothing on another base
         revision = revision or getattr(peft_config, "revision", None) or ""
+    # a base that is one GGUF file is known by it, where the file is at hand
+    file = Path(name_of_base) if Path(name_of_base).is_file() else cached_file(name_of_base, revision)
     record = {
         "format": FORMAT,
         "schema_version": SCHEMA_VERSION,
@@ -178,7 +179,9 @@ def save_gates(
             "revision": (cached_commit(name_of_base, revision) if loaded_from == name_of_base else "")
             or revision
             or None,
-            **_one_file(name_of_base, revision),
+            **(
+                {"file": {"name": file.name, "bytes": file.stat().st_size, "sha256": file_sha256(file)}} if file else {}
+            ),
             "config_sha256": config_fingerprint(peft_model),
             "quantization": quantization_of(peft_model),
             "weights": base_weight_samples(peft_model),
@@ -216,14 +219,6 @@ def write_sampling(folder: Path, temperature: float | None) -> dict[str, Any]:
         return {}
     write_text(folder / SAMPLING, GenerationConfig(**generation_settings(temperature)).to_json_string())
     return {"sampling": {"temperature": temperature}}
-
-
-def _one_file(base: str, revision: str) -> dict[str, Any]:
-    """What a base that is one GGUF file is known by, where the file is at hand."""
-    path = Path(base) if Path(base).is_file() else cached_file(base, revision)
-    if path is None:
-        return {}
-    return {"file": {"name": path.name, "bytes": path.stat().st_size, "sha256": file_sha256(path)}}
 
 
 def _support(model: nn.Module, k: int | None, evidence: dict[str, Any] | None) -> int | None:
@@ -287,7 +282,7 @@ def write_adapter(model: nn.Module, adapter_name: str, folder: Path, source: str
     peft_config: Any = model.peft_config[adapter_name]  # type: ignore[index]
     before, peft_config.inference_mode = peft_config.inference_mode, True
     try:
-        save_configuration(peft_config, folder)
+        type(peft_config).save_pretrained(peft_config, str(folder))  # its own, which does not warn of lost gates
     finally:
         peft_config.inference_mode = before
 

@@ -18,6 +18,7 @@ from torch import nn
 from loragate.errors import GateError
 from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import active_adapter, examine_adapter, lora_layers, require_gateable
+from loragate.gates.fingerprint import FACTORS
 from loragate.gates.gate import SignedGate
 from loragate.gates.peft_saving import warn_no_more, warn_on_saving
 from loragate.gates.quantised import keep_unpacked
@@ -55,7 +56,17 @@ def attach_gates(peft_model: nn.Module, config: GateConfig, adapter_name: str | 
     chosen = {verdict.path for verdict in verdicts}
     layers = list(lora_layers(peft_model, name))
     devices = {layer.lora_A[name].weight.device for path, layer in layers if path in chosen}
-    _check_devices(devices, config)
+    if any(device.type == "meta" for device in devices):
+        raise GateError(
+            "the adapter's weights are not in memory (offloaded or never loaded), so gates could not act on them; load the "
+            "model without offloading"
+        )
+    if config.granularity == "global" and len(devices) > 1:
+        raise GateError(
+            "granularity 'global' needs the adapter on one device, found "
+            + ", ".join(sorted(str(device) for device in devices))
+            + "; use 'module' or 'token' for a model split over devices"
+        )
     keep_unpacked(peft_model)
     shared_bias = None
     if config.granularity == "global":
@@ -63,7 +74,10 @@ def attach_gates(peft_model: nn.Module, config: GateConfig, adapter_name: str | 
     for path, layer in layers:
         if path in chosen:
             gate_layer(layer, path, config, name, shared_bias)
-        _freeze_factors(layer, name)
+        # PEFT would train A and B again after `disable_adapter` or `set_adapter`, in ungated layers too
+        groups = tuple(group for group in FACTORS if hasattr(layer, group))
+        layer.frozen_peft_weight_names = {**layer.frozen_peft_weight_names, name: groups}
+        layer._freeze_non_trainable_peft_weights(name)
     train_gates_only(peft_model, name)
     warn_on_saving(peft_model, name)
     ask_before_merging(peft_model)
@@ -83,29 +97,6 @@ def gate_layer(
     gate = SignedGate(reference.shape[-1], config, path, shared_bias)
     layer.lora_gate[adapter_name] = gate if shared_bias is not None else gate.to(reference.device)
     layer.lora_variant[adapter_name] = GatedLora()
-
-
-def _freeze_factors(layer: Any, adapter_name: str) -> None:
-    """Keep PEFT from training A and B again after `disable_adapter` or `set_adapter`, in ungated layers too."""
-    groups = tuple(
-        name for name in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B") if hasattr(layer, name)
-    )
-    layer.frozen_peft_weight_names = {**layer.frozen_peft_weight_names, adapter_name: groups}
-    layer._freeze_non_trainable_peft_weights(adapter_name)
-
-
-def _check_devices(devices: set[torch.device], config: GateConfig) -> None:
-    if any(device.type == "meta" for device in devices):
-        raise GateError(
-            "the adapter's weights are not in memory (offloaded or never loaded), so gates could not act on them; load the "
-            "model without offloading"
-        )
-    if config.granularity == "global" and len(devices) > 1:
-        raise GateError(
-            "granularity 'global' needs the adapter on one device, found "
-            + ", ".join(sorted(str(device) for device in devices))
-            + "; use 'module' or 'token' for a model split over devices"
-        )
 
 
 def train_gates_only(model: nn.Module, adapter_name: str | None = None) -> None:

@@ -127,13 +127,23 @@ def active_adapter(model: nn.Module, adapter_name: str | None = None) -> str:
         GateError: if the model holds no LoRA adapter, or none of that name, or if not exactly one is active and none was
             named.
     """
-    known = _adapter_names(model)
+    layers: list[Any] = [module for module in model.modules() if _is_lora(module)]
+    known = sorted({name for layer in layers for name in (*layer.lora_A, *getattr(layer, "lora_embedding_A", {}))})
     if not known:
         raise GateError(
             "the model carries no LoRA layers; load the adapter onto it first, e.g. "
             "peft.PeftModel.from_pretrained(base, adapter_folder)"
         )
-    names = [adapter_name] if adapter_name is not None else _active_names(model)
+    names: Any = [adapter_name]
+    if adapter_name is None:
+        active: Any = getattr(model, "active_adapters", None)
+        try:
+            active = active() if callable(active) else active
+        except ValueError:  # a transformers model whose adapter was put on by peft itself knows of none
+            active = None
+        if active is None:  # nor does a wrapper, such as DistributedDataParallel
+            active = layers[0].active_adapters
+        names = [active] if isinstance(active, str) else list(active)
     if len(names) != 1:
         which = f"{len(names)} adapters are active ({', '.join(names)})" if names else "no adapter is active"
         raise GateError(f"{which}; say which with adapter_name (the model has {', '.join(known)})")
@@ -141,25 +151,7 @@ def active_adapter(model: nn.Module, adapter_name: str | None = None) -> str:
         raise GateError(
             f"the model has no LoRA adapter named {names[0]!r}{nearest(names[0], known)} (it has {', '.join(known)})"
         )
-    return names[0]
-
-
-def _active_names(model: nn.Module) -> list[str]:
-    active: Any = getattr(model, "active_adapters", None)
-    try:
-        active = active() if callable(active) else active
-    except ValueError:  # a transformers model whose adapter was put on by peft itself knows of none
-        active = None
-    if active is None:  # nor does a wrapper, such as DistributedDataParallel
-        active = next(module.active_adapters for module in model.modules() if _is_lora(module))
-    return [active] if isinstance(active, str) else list(active)
-
-
-def _adapter_names(model: nn.Module) -> list[str]:
-    held = (
-        [*module.lora_A, *getattr(module, "lora_embedding_A", {})] for module in model.modules() if _is_lora(module)
-    )
-    return sorted({name for names in held for name in names})
+    return str(names[0])
 
 
 def _is_lora(module: Any) -> TypeGuard[Any]:

@@ -164,8 +164,10 @@ def compare_base_samples(model: nn.Module, stored: dict[str, Any]) -> str | None
         at = torch.linspace(0, flat.numel() - 1, len(expected), dtype=torch.float64).long().to(flat.device)
         found = flat[at].float().cpu()
         wanted = torch.tensor(expected, dtype=torch.float32)
-        same_dtype = str(flat.dtype).removeprefix("torch.") == stored["dtype"]
-        equal = torch.equal(found, wanted) if same_dtype else _close(found, wanted)
+        if str(flat.dtype).removeprefix("torch.") == stored["dtype"]:
+            equal = torch.equal(found, wanted)
+        else:
+            equal = bool(((found - wanted).abs() <= _BF16_STEP * wanted.abs() + 1e-6).all())
         if not equal:
             return f"{name} starts with {found.tolist()[:2]}, but the gates were made on {expected[:2]}"
         compared += 1
@@ -174,26 +176,16 @@ def compare_base_samples(model: nn.Module, stored: dict[str, Any]) -> str | None
     return None
 
 
-def _close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return bool(((found - wanted).abs() <= _BF16_STEP * wanted.abs() + 1e-6).all())
-
-
 def _base_parameters(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     """Frozen base weights in floating point, by their own names; adapters, their copies and packed weights excluded."""
     for name, parameter in model.named_parameters():
         parts = name.split(".")
         if any(part.startswith("lora_") or part == "modules_to_save" for part in parts):
             continue
-        if not parameter.is_floating_point() or _is_packed(parameter):
-            continue
-        yield base_path(name).replace(".original_module.", "."), parameter
-
-
-def _is_packed(parameter: torch.Tensor) -> bool:
-    """Whether a tensor that calls itself floating-point is stored quantised: by bitsandbytes, in fp8, or by torchao."""
-    return (
-        getattr(parameter, "quant_state", None) is not None or parameter.element_size() == 1 or _wraps_others(parameter)
-    )
+        # a tensor that calls itself floating-point may be stored quantised: by bitsandbytes, in fp8, or by torchao
+        packed = getattr(parameter, "quant_state", None) is not None or parameter.element_size() == 1
+        if parameter.is_floating_point() and not packed and not _wraps_others(parameter):
+            yield base_path(name).replace(".original_module.", "."), parameter
 
 
 def _wraps_others(tensor: torch.Tensor) -> bool:

@@ -42,11 +42,6 @@ def warn_no_more(model: nn.Module, adapter_name: str) -> None:
         vars(configs[adapter_name]).pop(_METHOD, None)
 
 
-def save_configuration(config: Any, folder: Path) -> None:
-    """adapter_config.json of an adapter whose gates are kept elsewhere."""
-    type(config).save_pretrained(config, str(folder))
-
-
 def lost_gates(folder: Path) -> bool:
     """Whether a folder holds an adapter that PEFT wrote while it was gated."""
     path = folder / ADAPTER_WEIGHTS

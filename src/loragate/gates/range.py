@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import core_schema
+
 from loragate.errors import ConfigError, GateError
 
 
@@ -83,8 +85,6 @@ class Range:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        from pydantic_core import core_schema
-
         def read(value: Any) -> Range:
             try:
                 return cls.read(value)

@@ -155,12 +155,18 @@ def read_tensors(folder: Path, record: dict[str, Any]) -> dict[str, torch.Tensor
         tensors = load(data)
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
         raise ArtifactError(f"{path}: not a readable safetensors file ({error})") from error
-    if _stored_settings(data) != gate_metadata(record["gate"])["gate"]:
+    # the header was parsed once, so that it can be read
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    if (header.get("__metadata__") or {}).get("gate") != gate_metadata(record["gate"])["gate"]:
         _fail(
             folder / CONFIG,
             f"key 'gate' is not what {GATES} was trained with; one of the two files was changed, fetch the artifact again",
         )
-    expected = _tensor_names(record["gate"]["granularity"], record["modules"])
+    granularity = record["gate"]["granularity"]
+    kinds = ("weight", "bias") if granularity == "token" else ("bias",)
+    expected = {f"{path}.{kind}" for path in record["modules"] for kind in kinds}
+    if granularity == "global":
+        expected = {GLOBAL_BIAS}
     if missing := sorted(expected - set(tensors)):
         _fail(path, f"tensor {missing[0]} is missing")
     if extra := sorted(set(tensors) - expected):
@@ -173,13 +179,6 @@ def read_tensors(folder: Path, record: dict[str, Any]) -> dict[str, torch.Tensor
         if not bool(torch.isfinite(tensor).all()):
             _fail(path, f"{key} contains NaN or infinity")
     return tensors
-
-
-def _tensor_names(granularity: str, modules: list[str]) -> set[str]:
-    if granularity == "global":
-        return {GLOBAL_BIAS}
-    kinds = ("weight", "bias") if granularity == "token" else ("bias",)
-    return {f"{path}.{kind}" for path in modules for kind in kinds}
 
 
 def gate_metadata(gate: dict[str, Any]) -> dict[str, str]:
@@ -195,13 +194,6 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], gate: dict[str, 
     header = {"__metadata__": dict(sorted(header.pop("__metadata__").items())), **header}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)  # padded as before
     path.write_bytes(data[:8] + text + data[8 + size :])
-
-
-def _stored_settings(data: bytes) -> str | None:
-    """The settings in the header of a safetensors file that was already parsed once."""
-    length = int.from_bytes(data[:8], "little")
-    metadata = json.loads(data[8 : 8 + length]).get("__metadata__") or {}
-    return metadata.get("gate")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from loragate.generation.engine import Engine, OnProgress, Sample, ScoringEngine, TransformersEngine
 from loragate.generation.samples import SampleWriter, read_samples
-from loragate.generation.sampling import SamplingConfig, SeededSampler, request_seed, uniform
+from loragate.generation.sampling import SamplingConfig, SeededSampler, uniform
 from loragate.generation.sharded import RayData, ShardedEngine
 from loragate.generation.vllm_engine import VllmEngine
 
@@ -19,6 +19,5 @@ __all__ = [
     "TransformersEngine",
     "VllmEngine",
     "read_samples",
-    "request_seed",
     "uniform",
 ]

@@ -37,6 +37,7 @@ from loragate.generation.requests import (
     tokenize_prompts,
 )
 from loragate.generation.sampling import SamplingConfig, SeededSampler
+from loragate.losses.causal_head import evaluation_mode
 
 OnProgress = Callable[[int, int], None]
 """Called after every batch with the number of samples drawn so far and the number to draw."""
@@ -182,7 +183,7 @@ class TransformersEngine:
         # `decode` keeps rows that have ended within a table of positions where it may say what their positions are
         end = None if takes_positions(causal) or not positions_end(self.model) else positions
         lengths, room = [len(prompt_ids[question]) for question, _ in rows], [limits[question] for question, _ in rows]
-        with torch.no_grad(), _evaluation_mode(self.model), own_generation_settings(self.model):
+        with torch.no_grad(), evaluation_mode(self.model), own_generation_settings(self.model):
             drawn = (
                 self._generate_batch(causal, prompt_ids, [rows[place] for place in places], config, limits)
                 for places in batches(lengths, room, self.batch_size, end)
@@ -196,7 +197,7 @@ class TransformersEngine:
         order = sorted(range(len(pairs)), key=lambda index: -sum(map(len, pairs[index])))
         found: dict[int, tuple[float, bool]] = {}
         pad_id = _pad_token_id(self.tokenizer, self.endings.token_ids)
-        with torch.no_grad(), _evaluation_mode(self.model):
+        with torch.no_grad(), evaluation_mode(self.model):
             for start in range(0, len(order), self.batch_size):
                 batch = order[start : start + self.batch_size]
                 rows = [[*before, *after][:-1] for before, after in (pairs[index] for index in batch)]
@@ -276,18 +277,6 @@ def _pad_token_id(tokenizer: Any, stop_token_ids: Collection[int]) -> int:
         if declared is not None:
             return int(declared)
     return min(stop_token_ids)
-
-
-@contextmanager
-def _evaluation_mode(model: Any) -> Iterator[None]:
-    """Put every module in evaluation mode and restore each one's own mode, which `model.train()` would not."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 @contextmanager

@@ -177,10 +177,21 @@ class SeededSampler(LogitsProcessor):
     def choose(self, new_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the next token of each row of `rows_b`, [b] int64, given its tokens so far [b, T] and scores [b, V]."""
         rows_b = self.rows_b
-        self._end_rows_at_stop_texts(new_ids)
+        if self.spells_stop is not None:
+            for row, ids in zip(rows_b.tolist(), new_ids.tolist()):
+                if not self.stopped_B[row] and self.spells_stop(ids):
+                    self.stopped_B[row] = True  # its text is complete
         entropy_b = torch.special.entr(scores.float().softmax(dim=-1)).sum(dim=-1).cpu().double()
         running_b = ~self.stopped_B[rows_b]
-        self._refuse_non_finite(entropy_b, running_b)
+        broken_b = running_b & ~entropy_b.isfinite()
+        if broken_b.any():
+            row = int(rows_b[broken_b.nonzero()[0]])
+            raise LoragateError(
+                f"The model returned NaN or infinite logits at token {int(self.tokens_B[row])} of question "
+                f"{int(self.questions_B[row])}, sample {int(self.samples_B[row])}. Nothing can be sampled from them: "
+                "check the adapter and the gates for non-finite weights, or load the model in bfloat16 or float32 "
+                "instead of float16."
+            )
         self.entropy_B[rows_b] += torch.where(running_b, entropy_b, 0.0)
         self.tokens_B[rows_b] += running_b
 
@@ -199,22 +210,3 @@ class SeededSampler(LogitsProcessor):
     def mean_entropy(self) -> Tensor:
         """Return the mean entropy per generated token of each row, [B] float64, in nats."""
         return self.entropy_B / self.tokens_B
-
-    def _end_rows_at_stop_texts(self, new_ids: Tensor) -> None:
-        """A row whose text is complete is done."""
-        if self.spells_stop is None:
-            return
-        for row, ids in zip(self.rows_b.tolist(), new_ids.tolist()):
-            if not self.stopped_B[row] and self.spells_stop(ids):
-                self.stopped_B[row] = True
-
-    def _refuse_non_finite(self, entropy_b: Tensor, running_b: Tensor) -> None:
-        broken_b = running_b & ~entropy_b.isfinite()
-        if broken_b.any():
-            row = int(self.rows_b[broken_b.nonzero()[0]])
-            raise LoragateError(
-                f"The model returned NaN or infinite logits at token {int(self.tokens_B[row])} of question "
-                f"{int(self.questions_B[row])}, sample {int(self.samples_B[row])}. Nothing can be sampled from them: "
-                "check the adapter and the gates for non-finite weights, or load the model in bfloat16 or float32 "
-                "instead of float16."
-            )

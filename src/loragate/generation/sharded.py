@@ -17,7 +17,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from loragate import errors
 from loragate.errors import ConfigError, LoragateError
@@ -42,12 +42,8 @@ class Job:
         return engine.generate(self.prompts, self.config, pending=rows)
 
 
-class Executor(Protocol):
-    """Runs the parts of a job on `replicas` engines."""
-
-    def __call__(self, job: Job, parts: Sequence[Rows], replicas: int) -> Iterator[list[Sample]]:
-        """Yield the samples of each part as soon as it is drawn, in any order."""
-        ...
+Executor = Callable[[Job, Sequence[Rows], int], Iterator[list[Sample]]]
+"""Runs the parts of a job on so many engines; yields the samples of each part as soon as it is drawn, in any order."""
 
 
 class ShardedEngine:
@@ -131,7 +127,7 @@ class RayData:
         """Yield the samples of each part as soon as it is drawn, in any order."""
         if not parts:
             return
-        ray = _import_ray()
+        ray = require_ray()
         logging.getLogger("ray.data").setLevel(logging.WARNING)  # a plan and a summary of every call, otherwise
         if not ray.is_initialized():
             # without an address Ray would join what a file in a folder of /tmp names, which any user can write
@@ -196,14 +192,9 @@ def samples_of(drawn: str) -> list[Sample]:
     return [Sample(**{**fields, "token_ids": tuple(fields["token_ids"])}) for fields in found["samples"]]
 
 
-def require_ray() -> None:
-    """Raise `ConfigError` when Ray is not installed."""
-    _import_ray()
-
-
-def _import_ray() -> Any:
+def require_ray() -> Any:
+    """Ray; raises `ConfigError` when it is not installed."""
     try:
-        import ray
         import ray.data
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "ray":

@@ -54,8 +54,6 @@ class VllmEngine:
         max_model_len: positions to plan for, prompt and answer together; None takes those of the model.
         tensor_parallel: number of devices that share one copy of the model.
         gpu_memory_utilization: share of each device's memory that vLLM may fill.
-        max_lora_rank: ranks to make room for; None reads the adapter's. It is rounded up to a value that vLLM takes.
-        seed: seed of vLLM itself; samples depend on that of their `SamplingConfig` instead.
         batch_size: prompts whose samples are drawn and handed to `on_samples` together.
         stop_token_ids: tokens that end an answer beside those of `loragate.data.find_endings`.
 
@@ -75,8 +73,6 @@ class VllmEngine:
         max_model_len: int | None = None,
         tensor_parallel: int = 1,
         gpu_memory_utilization: float = 0.9,
-        max_lora_rank: int | None = None,
-        seed: int = 0,
         batch_size: int = 256,
         stop_token_ids: Collection[int] | None = None,
     ) -> None:
@@ -86,7 +82,7 @@ class VllmEngine:
             raise ConfigError(f"{base} is a gated adapter, not a base model; give it as the adapter of its base.")
         if override is not None and adapter is None:
             raise ConfigError(f"override {override!r} has no effect on a base model; give the adapter that it is for.")
-        self.rank = 0 if adapter is None else lora_rank(plain_adapter(adapter), max_lora_rank)
+        self.rank = 0 if adapter is None else lora_rank(plain_adapter(adapter))
         vllm = _import_vllm()
         self._request_class = vllm.lora.request.LoRARequest
         self._numbers: dict[str, int] = {}  # place to its number; vLLM tells adapters apart by number and name
@@ -111,7 +107,7 @@ class VllmEngine:
                 max_model_len=max_model_len,
                 tensor_parallel_size=tensor_parallel,
                 gpu_memory_utilization=gpu_memory_utilization,
-                seed=seed,
+                seed=0,
                 **lora,
             )
         except (RuntimeError, ValueError) as error:
@@ -194,9 +190,7 @@ class VllmEngine:
         Raises `ConfigError` as the constructor, and for an adapter of a higher rank than this engine has room for.
         """
         if adapter is not None and (rank := lora_rank(plain_adapter(adapter))) > self.rank:
-            raise ConfigError(
-                f"{adapter} has rank {rank}, and this engine was made for {self.rank}; set max_lora_rank."
-            )
+            raise ConfigError(f"{adapter} has rank {rank}, and this engine was made for {self.rank}; make one for it.")
         other = copy.copy(self)
         other._lora_request = self._request(adapter, override)
         return other
@@ -227,7 +221,13 @@ class VllmEngine:
         )
         completions = [output.outputs[0] for output in outputs]
         token_ids = [completion.token_ids for completion in completions]
-        stopped = [_stopped(completion.finish_reason, row) for completion, row in zip(completions, rows)]
+        for (question, sample), completion in zip(rows, completions):
+            if completion.finish_reason not in ("stop", "length"):
+                raise LoragateError(
+                    f"vLLM ended sample {sample} of question {question} with {completion.finish_reason!r} instead of an answer; "
+                    "its log says why. Samples that were written before stay valid: run again to draw the rest."
+                )
+        stopped = [completion.finish_reason == "stop" for completion in completions]
         answers = finish_answers(self.tokenizer, token_ids, stopped, config.stop, self.endings.texts)
         return [
             Sample(question, sample, text, ids, reason, None)
@@ -273,8 +273,8 @@ def require_gate_plugin(folder: str | Path) -> None:
         raise ConfigError(f"{folder} needs λ. {verdict}.")
 
 
-def lora_rank(adapter: str | Path, at_least: int | None = None) -> int:
-    """Return the smallest `max_lora_rank` of vLLM that holds every rank of the adapter and `at_least`.
+def lora_rank(adapter: str | Path) -> int:
+    """Return the smallest `max_lora_rank` of vLLM that holds every rank of the adapter.
 
     Raises `ArtifactError` when the folder has no readable `adapter_config.json`, `ConfigError` when it is not LoRA or its rank
     is too high.
@@ -282,7 +282,7 @@ def lora_rank(adapter: str | Path, at_least: int | None = None) -> int:
     path, record = Path(adapter) / "adapter_config.json", read_adapter_config(Path(adapter))
     kind = record["peft_type"]
     try:
-        needed = max(int(record["r"]), *(record.get("rank_pattern") or {}).values(), at_least or 1)
+        needed = max(int(record["r"]), *(record.get("rank_pattern") or {}).values(), 1)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path} is not the configuration of a LoRA adapter ({error!r}).") from None
     if record.get("use_dora"):
@@ -304,7 +304,6 @@ def require_vllm() -> None:
 def _import_vllm() -> Any:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its start alone is some hundred lines
     try:
-        import vllm
         import vllm.lora.request
         import vllm.platforms
     except ModuleNotFoundError as error:
@@ -312,12 +311,3 @@ def _import_vllm() -> Any:
             raise
         raise ConfigError(NOT_INSTALLED) from None
     return vllm
-
-
-def _stopped(reported: str | None, row: tuple[int, int]) -> bool:
-    if reported in ("stop", "length"):
-        return reported == "stop"
-    raise LoragateError(
-        f"vLLM ended sample {row[1]} of question {row[0]} with {reported!r} instead of an answer; its log says why. "
-        "Samples that were written before stay valid: run again to draw the rest."
-    )

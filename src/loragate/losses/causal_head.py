@@ -12,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,19 +62,14 @@ def read_head(model: Any) -> Head | None:
     if hasattr(weight, "__tensor_flatten__") and not hasattr(weight, "full_tensor"):
         return None  # torchao's quantised tensors call themselves floating-point, but have no rows to multiply by
     config = model.config.get_text_config()
-    return Head(weight, module.bias, _logit_scale(config), getattr(config, "final_logit_softcapping", None))
-
-
-def _logit_scale(config: Any) -> float:
     # multipliers: Cohere's logit_scale, Falcon-H1's lm_head_multiplier; divisor: Granite's logits_scaling
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        value = getattr(config, name, None)
-        if value is not None:
-            return float(value)
     divisor = getattr(config, "logits_scaling", None)
-    if divisor is None:
-        return 1.0
-    return float(divisor) if config.model_type == "hyperclovax" else 1.0 / float(divisor)
+    scale = 1.0 if divisor is None else 1.0 / float(divisor)
+    if divisor is not None and config.model_type == "hyperclovax":
+        scale = float(divisor)
+    given = (getattr(config, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"))
+    scale = next((float(value) for value in given if value is not None), scale)
+    return Head(weight, module.bias, scale, getattr(config, "final_logit_softcapping", None))
 
 
 def add_statistics_forward(model: Any, verified: bool | None = None) -> bool:
@@ -173,21 +170,30 @@ def verify_head(model: Any) -> bool:
     count = min(8, head.weight.shape[0])
     step = max(1, head.weight.shape[0] // (count + 1))
     tokens = (torch.arange(1, count + 1, device=head.weight.device) * step % head.weight.shape[0]).unsqueeze(0)
-    was_training = model.training
-    model.eval()
     try:
-        hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-        own = model(input_ids=tokens, use_cache=False).logits.float()
+        with evaluation_mode(model):
+            hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+            own = model(input_ids=tokens, use_cache=False).logits.float()
     except TypeError:
         return False
-    finally:
-        model.train(was_training)
     if hidden.shape[-1] != head.weight.shape[1]:
         return False
     logits = head.logits(hidden, head.weight.dtype)
     half = head.weight.dtype in (torch.bfloat16, torch.float16)
     limit = (2e-2 if half else 1e-4) * max(1.0, float(own.abs().max()))
     return bool((logits - own).abs().max() <= limit)
+
+
+@contextmanager
+def evaluation_mode(model: Any) -> Iterator[None]:
+    """Put every module in evaluation mode and restore each one's own mode, which `model.train()` would not."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _from_logits(logits: torch.Tensor, labels: torch.Tensor, request: StatisticsRequest) -> TokenStatistics:

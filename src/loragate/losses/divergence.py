@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from loragate.errors import ConfigError
 from loragate.losses.head import IGNORED, TokenStatistics
 from loragate.losses.projection import Head, Projection
-from loragate.losses.tiling import chunks, whole_rows
+from loragate.losses.tiling import BUDGET, LEAST, chunks
 
 Combine = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
@@ -89,7 +89,8 @@ def reference_statistics(
     if count == 0:
         return TokenStatistics.without_labels(hidden, mask, vocabulary, kl=True)
     if chunk_tokens is None:
-        chunk_tokens = whole_rows(vocabulary, hidden.device.type)
+        most = 128 if hidden.device.type == "cpu" else 1 << 20
+        chunk_tokens = min(most, max(LEAST, BUDGET // (4 * vocabulary)))
     moved = replace(reference, states=reference.states.detach().to(hidden.device))
     plan = _Plan(head, moved, chunk_tokens)
     log_prob_T, entropy_T, kl_T = _ReferenceStatistics.apply(chosen_TD, labels[mask], plan)

@@ -107,9 +107,8 @@ class RunningRows:
         """State the sums relative to a new maximum."""
         gap_C = self.maximum_C - highest_C
         decay_C = gap_C.exp()
-        self.weighted_C += (
-            gap_C * self.total_C
-        )  # before total_C decays: Σ e^(z−m)(z−m′) = Σ e^(z−m)(z−m) + (m−m′) Σ e^(z−m)
+        # before total_C decays: Σ e^(z−m)(z−m′) = Σ e^(z−m)(z−m) + (m−m′) Σ e^(z−m)
+        self.weighted_C += gap_C * self.total_C
         self.weighted_C *= decay_C
         self.total_C *= decay_C
         if self.pull_CD is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 BUDGET = 64 << 20
 """Bytes of one tile of logits, of the head rows widened for it, and of the rows that a sparse backward gathers at a time."""
 
-_LEAST = 16
+LEAST = 16
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,13 @@ def tiling(
         tokens: positions per tile where the caller insists.
         budget: bytes, see `BUDGET`.
     """
-    columns = max(
-        _LEAST, budget // (4 * (tokens or preferred_tokens(device)))
-    )  # 64 MiB: 128 tokens × 131,072, or 512 × 32,768
+    # 64 MiB: 128 tokens × 131,072, or 512 × 32,768
+    columns = max(LEAST, budget // (4 * (tokens or preferred_tokens(device))))
     if widened:
-        columns = min(columns, max(_LEAST, budget // (4 * width)))
+        columns = min(columns, max(LEAST, budget // (4 * width)))
     columns = min(columns, vocabulary)
     if tokens is None:
-        tokens = max(_LEAST, budget // (4 * columns))
+        tokens = max(LEAST, budget // (4 * columns))
         if device == "cpu" and not widened:
             # the logits of a narrow vocabulary are then still in the cache when they are searched
             tokens = min(tokens, preferred_tokens(device))
@@ -69,11 +68,6 @@ def tiling(
 def rows_within(bytes_per_row: int, budget: int) -> int:
     """How many rows of so many bytes keep to the budget; at least one."""
     return max(1, budget // bytes_per_row)
-
-
-def whole_rows(vocabulary: int, device: str, budget: int = BUDGET) -> int:
-    """Tokens per chunk where a chunk holds whole rows of fp32 logits: as many as the budget does, at most 128 on a CPU."""
-    return min(128 if device == "cpu" else 1 << 20, max(_LEAST, budget // (4 * vocabulary)))
 
 
 def chunks(count: int, size: int) -> list[slice]:

@@ -1,9 +1,11 @@
 from .bases import (
     Loading as Loading,
+    LoadingOptions as LoadingOptions,
     base_config as base_config,
     base_weights as base_weights,
     generation_config as generation_config,
     open_base as open_base,
+    read_config as read_config,
 )
 from .folder_gates import (
     FolderGates as FolderGates,

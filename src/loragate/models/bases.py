@@ -12,12 +12,13 @@ import importlib.util
 import os
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, GgufConfig
 
-from loragate.errors import ConfigError, nearest
+from loragate.errors import ConfigError, LoragateError, nearest
 from loragate.gates.quantised import (
     EIGHT_BIT,
     FOUR_BIT,
@@ -27,10 +28,25 @@ from loragate.gates.quantised import (
     quantization_of_config,
 )
 from loragate.models import gguf
-from loragate.models.place import ModelRef
+from loragate.models.place import ModelRef, resolve
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = (NONE, EIGHT_BIT, FOUR_BIT)
+
+
+class LoadingOptions(Protocol):
+    """The settings of a command that loads a model."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def quantization(self) -> str: ...
+    @property
+    def trust_remote_code(self) -> bool: ...
+    @property
+    def chat_template(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -54,11 +70,10 @@ class Loading:
     host_memory: bool = False
 
     @classmethod
-    def of(cls, options: Any, **more: Any) -> Loading:
-        """The loading that a command's options ask for; those that it does not have are left at their defaults."""
-        names = {"dtype": "dtype", "device": "device", "quantization": "quantization", "trust": "trust_remote_code"}
-        names["chat_template"] = "chat_template"
-        return cls(**{key: getattr(options, name) for key, name in names.items() if hasattr(options, name)}, **more)
+    def of(cls, options: LoadingOptions, host_memory: bool = False) -> Loading:
+        """The loading that a command's options ask for."""
+        device, stored, trust = options.device, options.quantization, options.trust_remote_code
+        return cls(options.dtype, device, stored, trust, options.chat_template, host_memory)
 
     def check(self) -> None:
         """Refuse what is unknown, not installed or contradictory, before anything is loaded.
@@ -139,18 +154,34 @@ def base_config(base: ModelRef, trust: bool = False) -> Any:
     if base.gguf:
         path = gguf.local_file(base)
         return copy.deepcopy(_gguf_config(base, trust, path.stat().st_mtime_ns))
-    return _read_config(base, trust)
+    return _config_of(base, trust)
 
 
 @cache
 def _gguf_config(base: ModelRef, trust: bool, _changed: int) -> Any:
     """Kept, as transformers reads all of a GGUF file's header for it, which takes seconds."""
-    return _read_config(base, trust)
+    return _config_of(base, trust)
 
 
-def _read_config(base: ModelRef, trust: bool) -> Any:
+def _config_of(base: ModelRef, trust: bool) -> Any:
     name, beside = pretrained(base)
     return AutoConfig.from_pretrained(name, trust_remote_code=trust, **beside)
+
+
+def read_config(name: str, *, revision: str = "", trust: bool = False) -> Any:
+    """The transformers configuration behind a hub id, a model folder or a config.json.
+
+    Raises:
+        ConfigError: for a name that leads nowhere, and a file that cannot be read; LoragateError where the hub gives none.
+    """
+    path = Path(name)
+    try:
+        if path.suffix == ".json" and path.is_file():
+            return AutoConfig.from_pretrained(name, trust_remote_code=trust)
+        return base_config(resolve(name, expect="base", what="model", revision=revision or None).base, trust)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        refusal = ConfigError if path.exists() else LoragateError
+        raise refusal(f"the configuration of {name} cannot be read: {str(error).splitlines()[0]}") from error
 
 
 def generation_config(base: ModelRef, trust: bool = False) -> Any:

@@ -54,7 +54,8 @@ def require_readable(path: Path) -> None:
 
 @cache
 def _examine(path: Path, _changed: int) -> None:
-    from gguf import GGUFReader
+    from gguf import GGML_QUANT_SIZES, GGUFReader
+    from gguf.quants import dequantize
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
     try:
@@ -75,24 +76,17 @@ def _examine(path: Path, _changed: int) -> None:
             f"{path}: transformers cannot read GGUF files of the architecture {architecture!r}; take the model in its original "
             "form, as a folder with config.json"
         )
-    stored = {tensor.tensor_type for tensor in reader.tensors}
-    if unreadable := sorted(kind.name for kind in stored if not _unpacks(kind)):
+    unreadable = []
+    for kind in {tensor.tensor_type for tensor in reader.tensors}:
+        try:  # one block of zeros
+            dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
+        except NotImplementedError:
+            unreadable.append(kind.name)
+    if unreadable:
         raise ArtifactError(
-            f"{path}: weights stored as {', '.join(unreadable)} cannot be unpacked; take a file with another quantisation, such "
-            "as Q8_0 or Q4_K_M"
+            f"{path}: weights stored as {', '.join(sorted(unreadable))} cannot be unpacked; take a file with another "
+            "quantisation, such as Q8_0 or Q4_K_M"
         )
-
-
-def _unpacks(kind: Any) -> bool:
-    """Whether one block of zeros of this storage type becomes numbers."""
-    from gguf import GGML_QUANT_SIZES
-    from gguf.quants import dequantize
-
-    try:
-        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
-    except NotImplementedError:
-        return False
-    return True
 
 
 def folder_of(path: Path) -> Path:

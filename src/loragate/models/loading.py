@@ -94,17 +94,6 @@ class Loaded:
         )
         return find_endings(self.tokenizer, settings, self.stop_token_ids)
 
-    @property
-    def recommended_temperature(self) -> float | None:
-        """Of sampling, see `Place.recommended_temperature`."""
-        return self.place.recommended_temperature
-
-    @property
-    def told_endings(self) -> dict[str, Any]:
-        """What an evaluation records of them: {} where the chat template adds no end to those that are declared."""
-        added = self.endings.added
-        return {"end_of_turn": added} if added else {}
-
     def without_idle_gates(self) -> Loaded:
         """The same as its plain adapter, with a note, where the gates are off; otherwise itself."""
         if self.place.gates_off:
@@ -204,7 +193,15 @@ def load_gated(
 def open_tokenizer(place: Place, how: Loading | None = None) -> Any:
     """The tokenizer of the first folder of `place.tokenizers` that has one; the last is the base's, which may be on the hub."""
     how = how or Loading()
-    chosen = next((name for name in place.tokenizers if _has_tokenizer(name)), place.base.name)
+    files = ("tokenizer.json", "tokenizer_config.json")
+    chosen = next(
+        (
+            name
+            for name in place.tokenizers
+            if Path(name).is_dir() and any((Path(name) / file).is_file() for file in files)
+        ),
+        place.base.name,
+    )
     with explained("tokenizer", chosen):
         if _declares_plain_tokenizer(chosen):
             # AutoTokenizer would put the model family's own class in place of the one the folder names
@@ -291,8 +288,3 @@ def _declares_plain_tokenizer(name: str) -> bool:
         return False
     plain = record.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
     return plain and (Path(name) / "tokenizer.json").is_file()
-
-
-def _has_tokenizer(name: str) -> bool:
-    folder = Path(name)
-    return folder.is_dir() and any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import PeftModel
@@ -44,8 +44,9 @@ def merge_adapter(
         "dtype": dtype,
         "weights": {str(place): folder_sha256(place) for place in (base, adapter) if Path(place).exists()},
     }
-    if _record(folder) == made_of:
-        return folder
+    with suppress(OSError, ValueError):
+        if json.loads((folder / RECORD).read_text(encoding="utf-8")) == made_of:
+            return folder
     shutil.rmtree(folder, ignore_errors=True)
     model = base_weights(ModelRef(base, revision or ""), dtype="auto")
     served = model.dtype if dtype == "auto" else getattr(torch, dtype)
@@ -70,10 +71,3 @@ def require_room(folder: Path, size: int, what: str) -> None:
             f"{folder}: {what} takes {size / 1e9:.3g} GB and {free / 1e9:.3g} GB are free; make room, or choose an --out on a "
             "larger disk"
         )
-
-
-def _record(folder: Path) -> Any:
-    try:
-        return json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None

@@ -384,23 +384,19 @@ def _adapter_place(ref: ModelRef, folder: Path, given: ModelRef | None, base_lat
     if not base.revision and str(given or recorded) == recorded and not Path(recorded).exists():
         base = replace(base, revision=str(config.get("revision") or ""))  # which the record pins
     if not base_later:
-        _require_base(ref, base, given)
+        if not base.name:
+            raise ConfigError(f"{ref.name} does not name its base model; say which with --base")
+        try:
+            require_here("base model", base.name)
+        except ConfigError as error:
+            if given is not None:
+                raise
+            raise ConfigError(
+                f"the adapter {ref.name} names as its base model {base.name}, which does not exist here; say where it is with "
+                "--base"
+            ) from error
         base = _in_its_folder(base)
     return Place(ref, "adapter", folder, base, None, config)
-
-
-def _require_base(ref: ModelRef, base: ModelRef, given: ModelRef | None) -> None:
-    if not base.name:
-        raise ConfigError(f"{ref.name} does not name its base model; say which with --base")
-    try:
-        require_here("base model", base.name)
-    except ConfigError as error:
-        if given is not None:
-            raise
-        raise ConfigError(
-            f"the adapter {ref.name} names as its base model {base.name}, which does not exist here; say where it is with "
-            "--base"
-        ) from error
 
 
 def _beside(name: str) -> str:

@@ -79,7 +79,16 @@ def stage(folder: str | Path, into: str | Path, *, name: str, base_id: str = "",
     """
     folder, into = Path(folder), Path(into)
     record = read_gate_config(folder)
-    adapter = _check_adapter(folder, record, read_tensors(folder, record))
+    gates, (adapter, state) = read_tensors(folder, record), read_adapter(folder / ADAPTER)
+    factors = {key.partition(".lora_A.")[0]: value for key, value in state.items() if ".lora_A." in key}
+    if not factors:
+        raise ArtifactError(f"{folder / ADAPTER}: {ADAPTER_WEIGHTS} holds no LoRA factors, so it is not of these gates")
+    for module in record["modules"]:
+        gate, factor = gates.get(f"{module}.weight"), factors.get(PREFIX + module)
+        if gate is not None and factor is not None and gate.shape[0] != factor.shape[1]:
+            raise ArtifactError(
+                f"{folder / GATES}: the gate of {module} reads {gate.shape[0]} values, but its adapter has {factor.shape[1]}"
+            )
     recorded = record["base"]["id"]
     base = base_id or recorded
     if not is_hub_id(base):
@@ -195,21 +204,6 @@ def without_paths(value: Any, found: dict[str, str] | None = None, only: Collect
         return part
 
     return _PATH.sub(last, value)
-
-
-def _check_adapter(folder: Path, record: dict[str, Any], gates: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of the Stage-I adapter, which is there, readable, and has the widths that the gates read."""
-    config, state = read_adapter(folder / ADAPTER)
-    factors = {key.partition(".lora_A.")[0]: value for key, value in state.items() if ".lora_A." in key}
-    if not factors:
-        raise ArtifactError(f"{folder / ADAPTER}: {ADAPTER_WEIGHTS} holds no LoRA factors, so it is not of these gates")
-    for module in record["modules"]:
-        gate, factor = gates.get(f"{module}.weight"), factors.get(PREFIX + module)
-        if gate is not None and factor is not None and gate.shape[0] != factor.shape[1]:
-            raise ArtifactError(
-                f"{folder / GATES}: the gate of {module} reads {gate.shape[0]} values, but its adapter has {factor.shape[1]}"
-            )
-    return config
 
 
 def _copy(folder: Path, into: Path, path: str, public: dict[str, Any] | None = None) -> None:

@@ -59,12 +59,19 @@ def run_quickstart(settings: QuickstartSettings) -> Path:
             ("drawing", 4),
         ]
     )
-    folder = free_folder(Path(settings.out))
+    wanted_folder = Path(settings.out)
+    if wanted_folder.is_file():
+        raise ConfigError(f"--out {wanted_folder} is a file; give a folder")
+    numbered = (wanted_folder.with_name(f"{wanted_folder.name}-{number}") for number in range(2, 10_000))
+    folder = next(one for one in (wanted_folder, *numbered) if not one.exists())
     folder.mkdir(parents=True)
     study = Study(settings.seed, settings.questions, settings.samples)
     with display.job(base) as job:
         study.take_base(settings.base_seed, lambda step, total, loss: job.advance_to(step, total, f"loss {loss:.2f}"))
-        write_inputs(study, folder)
+        # the base and the demonstrations, so that every command can be tried on them
+        save_base(study.base, study.tokenizer, folder / "base")
+        study.base.name_or_path = study.base.config._name_or_path = str((folder / "base").resolve())
+        write_text(folder / "data" / "demonstrations.jsonl", "".join(json.dumps(row) + "\n" for row in study.rows))
     for objective in ("sft", "dft"):
         with display.job(f"training LoRA ({objective})", unit="step") as job:
             study.train_stage_one(objective, folder / "adapters" / objective, _steps(job, "nll"))
@@ -168,13 +175,6 @@ def collect(settings: QuickstartSettings, study: Study, choice: Any, picked: str
     }
 
 
-def write_inputs(study: Study, folder: Path) -> None:
-    """The base and the demonstrations, so that every command can be tried on them."""
-    save_base(study.base, study.tokenizer, folder / "base")
-    study.base.name_or_path = study.base.config._name_or_path = str((folder / "base").resolve())
-    write_text(folder / "data" / "demonstrations.jsonl", "".join(json.dumps(row) + "\n" for row in study.rows))
-
-
 def write(study: Study, folder: Path, results: dict[str, Any]) -> None:
     """The gated adapter, results.json, the figures and the table as text."""
     selection = {"method": "best of a few ranges on labelled development questions", **results["selection"]}
@@ -206,14 +206,6 @@ def show(study: Study, folder: Path, reading: list[str]) -> None:
     out.print(f"{runs} took {duration(seconds)}; everything is in {folder}", markup=False)
     question = study.test.items[0].prompt
     out.print(f'next: loragate generate --model {folder / "gated"} --prompt "{question}"', markup=False)
-
-
-def free_folder(wanted: Path) -> Path:
-    """`wanted`, or with the next free number if it exists."""
-    if wanted.is_file():
-        raise ConfigError(f"--out {wanted} is a file; give a folder")
-    numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in range(2, 10_000))
-    return next(folder for folder in (wanted, *numbered) if not folder.exists())
 
 
 def _steps(job: Job, key: str) -> OnStep:

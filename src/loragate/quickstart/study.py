@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from loragate.data import encode_rows, load_rows, render_prompt
+from loragate.data import Collator, encode_rows, load_rows, render_prompt
+from loragate.data.rendering import IGNORED
 from loragate.evaluation import SuiteScores, average_at_k, compare, run_suite
 from loragate.evaluation.results import AtBest
 from loragate.evaluation.statistics import out_of_fold
@@ -306,20 +307,15 @@ class Study:
         samples = [sample for sample in self.scores[reference].samples if sample.sample < 4]
         with record_gates(self.model) as recording, torch.no_grad():
             for at in range(0, len(samples), 128):
-                part = samples[at : at + 128]
-                prompts = [
-                    self.tokenizer(self.test.prompts[s.question], add_special_tokens=False)["input_ids"] for s in part
-                ]
-                width = max(len(p) + len(s.token_ids) for p, s in zip(prompts, part, strict=True))
-                ids = torch.full((len(part), width), self.tokenizer.pad_token_id)
-                generated = torch.zeros((len(part), width), dtype=torch.bool)
-                for row, (prompt, sample) in enumerate(zip(prompts, part, strict=True)):
-                    tokens = [*prompt, *sample.token_ids]
-                    ids[row, : len(tokens)] = torch.tensor(tokens)
-                    generated[row, len(prompt) : len(tokens)] = True
-                recording.token_mask = generated
+                rows = []
+                for sample in samples[at : at + 128]:
+                    prompt = self.tokenizer(self.test.prompts[sample.question], add_special_tokens=False)["input_ids"]
+                    ids, labels = [*prompt, *sample.token_ids], [IGNORED] * len(prompt) + [*sample.token_ids]
+                    rows.append({"input_ids": ids, "labels": labels, "row": sample.question})
+                batch = Collator(self.tokenizer.pad_token_id)(rows)
+                recording.token_mask = batch["labels"] != IGNORED
                 # padding stands right of causal attention and is masked out of the statistics
-                self.model(input_ids=ids, use_cache=False)
+                self.model(input_ids=batch["input_ids"], use_cache=False)
         return recording.statistics()
 
 

@@ -12,6 +12,13 @@ from .ready import (
     answer as answer,
     settled as settled,
 )
+from .rehearsal import (
+    REHEARSAL as REHEARSAL,
+    engine_here as engine_here,
+    rehearsal_folder as rehearsal_folder,
+    rehearsal_of as rehearsal_of,
+    rehearse as rehearse,
+)
 from .recipe import (
     Recipe as Recipe,
     Stage as Stage,

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.table import Table
+
 from loragate import recipes
 from loragate.cli.arguments import Command, flag_of
-from loragate.display import console, duration, next_evaluation, printable, quiet_logging
+from loragate.display import console, duration, next_evaluation, quiet_logging
 from loragate.errors import ConfigError, nearest
+from loragate.printable import printable
 from loragate.validate import comma_list
 
 if TYPE_CHECKING:
@@ -128,12 +131,10 @@ def run_it(options: RecipesOptions, recipe: Recipe) -> int:
 
 def rehearse_it(options: RecipesOptions, recipe: Recipe) -> int:
     """Run every stage of the recipe on stand-ins, and say what the full run needs."""
-    from loragate.recipes.rehearsal import REHEARSAL, engine_here, rehearsal, rehearsal_folder, rehearse
-
-    with rehearsal_folder(options.out) as folder:
+    with recipes.rehearsal_folder(options.out) as folder:
         how = dataclasses.replace(_how(options, recipe, folder / "run"), narrows=False)
-        engine = engine_here(recipe, how)
-        small, replaced = rehearsal(recipe, folder / "stand-ins", engine)
+        engine = recipes.engine_here(recipe, how)
+        small, replaced = recipes.rehearsal_of(recipe, folder / "stand-ins", engine)
         for stage in small.placed(how.folder):
             recipes.settled(stage, recipe.name)
         how.say(f"{recipe.name} on stand-ins in {folder}")
@@ -153,18 +154,16 @@ def rehearse_it(options: RecipesOptions, recipe: Recipe) -> int:
         if options.dry_run:
             _print_configs(small, how)
             return 0
-        record = rehearse(small, replaced, needed, how)
+        record = recipes.rehearse(small, replaced, needed, how)
         each = ", ".join(f"{name} {duration(seconds)}" for name, seconds in record["seconds"].items())
         how.say(f"rehearsed: every stage of {recipe.name} ran in {duration(record['total'])} ({each})")
         if options.out:
-            how.say(f"next: look at {folder / 'report.html'}; {folder / REHEARSAL} says what was replaced")
+            how.say(f"next: look at {folder / 'report.html'}; {folder / recipes.REHEARSAL} says what was replaced")
     return 0
 
 
 def check(options: RecipesOptions, shelf: Library, wanted: str) -> int:
     """Hold all recipes (or one of the user's own) and their rehearsals against the commands' options, and run none."""
-    from loragate.recipes.rehearsal import rehearsal
-
     began = time.monotonic()
     own = wanted.endswith((".yaml", ".yml"))
     names = [wanted] if own else [name for name in recipes.every_name(shelf) if wanted in name]
@@ -172,7 +171,7 @@ def check(options: RecipesOptions, shelf: Library, wanted: str) -> int:
         raise ConfigError(f"no recipe's name contains '{wanted}'; loragate recipes list shows all of them")
     for name in names:
         recipe = recipes.read_recipe(name, shelf)
-        small, _ = rehearsal(recipe, Path("stand-ins"))
+        small, _ = recipes.rehearsal_of(recipe, Path("stand-ins"))
         for stage in (*recipe.placed("out"), *small.placed("out")):
             recipes.settled(stage, name)
     took = duration(time.monotonic() - began)
@@ -220,8 +219,6 @@ def _print_configs(recipe: Recipe, how: Run) -> None:
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.table import Table
-
     table = Table(title=title, box=None, pad_edge=False, title_justify="left")
     for name in columns:
         table.add_column(name, overflow="fold", justify="right" if name in ("GiB", "hours") else "left")

@@ -315,7 +315,15 @@ def _merged(name: str, layers: Sequence[Layer]) -> Recipe:
         values: dict[str, Any] = {}
         marks: dict[str, str] = {}
         for option, (value, mark) in {**blocks.get(command, {}), **blocks.get(stage, {})}.items():
-            _require_harmless(name, stage, option, value)
+            if option == "out":
+                raise ConfigError(f"{name}: stage '{stage}' sets out; the folder of a stage follows from --out")
+            if option in GUARDED and value not in (GUARDED[option], None, ""):
+                text = str(value).lower() if isinstance(value, bool) else value
+                raise ConfigError(
+                    f"{name}: stage '{stage}' sets {option} to {text}, which lets code of others run with less or no protection, "
+                    "and a file may not. Where you trust it, leave it out of the file and ask for it: --set "
+                    f"{stage}.{option}={text}"
+                )
             whole = REFERENCE.fullmatch(value) if isinstance(value, str) else None
             filled_in = filled(value, lambda word: texts.get(word, f"{{{word}}}"))
             if filled_in not in ("", None):
@@ -353,14 +361,3 @@ def _order(name: str, fields: Mapping[str, Any]) -> dict[str, str]:
     if not order:
         raise ConfigError(f"{name}: there are no stages")
     return order
-
-
-def _require_harmless(name: str, stage: str, option: str, value: Any) -> None:
-    if option == "out":
-        raise ConfigError(f"{name}: stage '{stage}' sets out; the folder of a stage follows from --out")
-    if option in GUARDED and value not in (GUARDED[option], None, ""):
-        text = str(value).lower() if isinstance(value, bool) else value
-        raise ConfigError(
-            f"{name}: stage '{stage}' sets {option} to {text}, which lets code of others run with less or no protection, and "
-            f"a file may not. Where you trust it, leave it out of the file and ask for it: --set {stage}.{option}={text}"
-        )

@@ -55,7 +55,22 @@ class RunFolder:
         stages, file = json.loads(json.dumps(recipe.as_record())), path / RECORD
         if file.is_file():
             record = read_record(path)
-            _require_same(path, record, stages)
+            # the settings of evaluations that have left nothing are not bound to what lies in the folder
+            old, new = ({stage["stage"]: stage for stage in both} for both in (record["stages"], stages))
+            for name in [name for name in old if name in new]:
+                unfinished = not record["state"].get(name, {}).get("finished")
+                answers = new[name]["command"] in ("eval", "diagnose")
+                if answers and unfinished and not (path / name / "eval.json").is_file():
+                    del old[name], new[name]
+            if found := first_difference(old, new):
+                values = [
+                    "not there" if value is None else json.dumps(value, ensure_ascii=False) for value in found[1:]
+                ]
+                before, now = (text if len(text) <= 160 else text[:157] + "..." for text in values)
+                raise ConfigError(
+                    f"--out {path} holds the run of another recipe: {found[0]} was {before}, now {now}. Run the recipe as it "
+                    "was, or choose another --out"
+                )
         elif there := sorted(item.name for item in path.iterdir() if item.name != "lock") if path.is_dir() else []:
             raise ConfigError(
                 f"--out {path} is not empty (it holds {', '.join(there[:3])}) and no recipe's run; choose another folder"
@@ -125,21 +140,3 @@ def read_record(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LoragateError(f"{file}: cannot be read ({error}); choose another --out") from None
     return dict(record)
-
-
-def _require_same(path: Path, record: dict[str, Any], stages: list[dict[str, Any]]) -> None:
-    """Refuse another recipe; the settings of evaluations that have left nothing are not bound to what lies in the folder."""
-    old, new = ({stage["stage"]: stage for stage in both} for both in (record["stages"], stages))
-    for name in [name for name in old if name in new]:
-        unfinished = not record["state"].get(name, {}).get("finished")
-        answers = new[name]["command"] in ("eval", "diagnose")
-        if answers and unfinished and not (path / name / "eval.json").is_file():
-            del old[name], new[name]
-    if found := first_difference(old, new):
-        key, before, now = found
-        short = ["not there" if value is None else json.dumps(value, ensure_ascii=False) for value in (before, now)]
-        before, now = (text if len(text) <= 160 else text[:157] + "..." for text in short)
-        raise ConfigError(
-            f"--out {path} holds the run of another recipe: {key} was {before}, now {now}. Run the recipe as it was, or "
-            "choose another --out"
-        )

@@ -13,12 +13,13 @@ from typing import Any, Literal
 from transformers import AutoConfig
 
 from loragate.analysis.plan import FP32, Plan, make_plan
-from loragate.analysis.plan_step import base_dtype, build_on_meta, count_parameters, read_config
+from loragate.analysis.plan_step import base_dtype, build_on_meta, count_parameters
 from loragate.analysis.settings import Request
 from loragate.evaluation.tasks import Task, load_task, suite
 from loragate.evaluation.variants import Kind, Variant, variants_for
 from loragate.gates.range import parse_ranges
 from loragate.hub_names import cached_commit, is_hub_id
+from loragate.models import read_config
 from loragate.recipes.recipe import Recipe, Stage
 from loragate.training.settings import TrainSettings
 

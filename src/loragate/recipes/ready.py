@@ -16,7 +16,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from loragate.cli.calibrate import CalibrateOptions, candidates_of, taken_from
+from loragate.cli.calibrate import CalibrateOptions, candidates_of
 from loragate.cli.diagnose import DiagnoseOptions
 from loragate.cli.evaluate import EvalOptions
 from loragate.cli.mask import MaskOptions
@@ -30,15 +30,15 @@ from loragate.evaluation.tasks import Task
 from loragate.files import write_json
 from loragate.generation.sharded import require_ray
 from loragate.generation.vllm_engine import require_gate_plugin, require_vllm
+from loragate.losses.objectives import objective_of
 from loragate.models import Loading, Place, base_config, explained, open_tokenizer, resolve
 from loragate.recipes.recipe import Stage, options_of
-from loragate.selection.evidence import require_evidence
+from loragate.selection.evidence import read_asked
+from loragate.selection.questions import probe_task
 from loragate.selection.sweep import read_labelled
 from loragate.serving.versions import vllm_version, why_unsupported
 from loragate.serving.vllm_server import require_served
 from loragate.training.preflight import check_loading, require_reporters
-from loragate.training.settings import StageOneSettings
-from loragate.training.stage_one import objective_of
 from loragate.version import __version__
 
 ANSWER = "lacking"
@@ -58,7 +58,7 @@ def settled(stage: Stage, where: str) -> None:
     options = options_of(stage, where)
     try:
         if isinstance(options, SftOptions):
-            objective_of(taken_from(options, StageOneSettings))
+            objective_of(options.objective, options.objective_options)
         elif isinstance(options, CalibrateOptions):
             candidates_of(options)
         elif isinstance(options, EvalOptions):
@@ -155,27 +155,36 @@ def _base_of(name: str) -> Place | None:
     return place if place is not None and place.kind == "base" else None
 
 
-def _reporters(options: Training) -> None:
-    require_reporters(options.report_to)
+def _training(options: Training) -> Iterator[Check]:
+    yield from _data(options)
+    yield partial(check_loading, options)
+    yield partial(require_reporters, options.report_to)
 
 
-def _runner(options: SweepOptions) -> None:
-    if options.runner == "ray":
-        require_ray()
+def _calibrating(options: CalibrateOptions) -> Iterator[Check]:
+    yield from _training(options)
+    yield partial(_evidence, options)
 
 
 def _evidence(options: CalibrateOptions) -> None:
-    # without a probe a range is chosen on prompts of the training rows, of which there are enough
-    spare = range(options.max_rows) if options.range == "auto" else None
-    require_evidence(options, options.probe or None, options.retention_probe or None, spare)
+    judging = JudgeSettings(sandbox=options.probe_sandbox)
+    for file, task in ((options.probe, options.probe_task), (options.retention_probe, options.retention_task)):
+        if file:
+            read_asked(file, task, options, judging)
+    if options.range == "auto" and not options.probe:  # prompts of the training rows stand in
+        require_graders([probe_task(options.probe_grader, labelled=False)], "", judging)
 
 
-def _probe(options: SweepOptions) -> None:
-    for file in filter(None, (options.probe, options.test)):
-        read_labelled(file, options)
+def _sweeping(options: SweepOptions) -> Iterator[Check]:
+    yield from _training(options)
+    if options.runner == "ray":
+        yield require_ray
+    if options.probe:
+        yield partial(read_labelled, options.probe, options)
 
 
 def _engine(options: Asking) -> None:
+    check_loading(options, options.engine)
     if options.engine != "vllm":
         return
     require_vllm()
@@ -210,13 +219,13 @@ def _tasks(options: Asking) -> list[Task]:
     return chosen_tasks(options) if options.suite or options.tasks else []
 
 
-ASKING = (_engine, _model, check_loading, _graders, _questions)
+ASKING = (_engine, _model, _graders, _questions)
 # checks of the options of each command
 CHECKS: dict[str, tuple[Callable[[Any], Any], ...]] = {
-    "sft": (_data, _model, check_loading, _reporters),
+    "sft": (_training, _model),
     "mask": (_data, _model),
-    "calibrate": (_data, check_loading, _reporters, _evidence),
-    "sweep": (_data, check_loading, _reporters, _runner, _probe),
+    "calibrate": (_calibrating,),
+    "sweep": (_sweeping,),
     "eval": ASKING,
     "diagnose": ASKING,
 }

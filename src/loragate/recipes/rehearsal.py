@@ -36,9 +36,8 @@ COUNTS: dict[str, dict[str, Any]] = {
 }
 RANGES = "-6,1;-6,6;0,1;0,6"  # the corners of the grid
 QUESTIONS, SAMPLES = 2, 2
-ENDED = (
-    0.5  # share of sampled answers that must end; nine in ten do where an engine stops at the end of a turn, else none
-)
+# share of sampled answers that must end; nine in ten do where an engine stops at the end of a turn, else none
+ENDED = 0.5
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Replaced:
     here: Any
 
 
-def rehearsal(recipe: Recipe, folder: Path, engine: str = "") -> tuple[Recipe, list[Replaced]]:
+def rehearsal_of(recipe: Recipe, folder: Path, engine: str = "") -> tuple[Recipe, list[Replaced]]:
     """The recipe on the stand-ins in `folder`, and what was replaced.
 
     Args:
@@ -73,7 +72,7 @@ def rehearse(small: Recipe, replaced: Sequence[Replaced], needs: Sequence[Need],
     """Run every stage of a rehearsal, and the report on it.
 
     Args:
-        small: of `rehearsal`, on stand-ins beside the run's folder.
+        small: of `rehearsal_of`, on stand-ins beside the run's folder.
         needs: what the shipped recipe needs, to be kept.
 
     Returns:
@@ -179,15 +178,10 @@ def _rehearsed(stage: Stage, folder: Path, engine: str) -> dict[str, Any]:
     if values.get("suite") or values.get("tasks"):
         values |= {"limit": min(values.get("limit") or QUESTIONS, QUESTIONS), "data": str(folder / "questions")}
         values["revision"] = None
-        if _samples(values):
+        tasks = list(suite(values["suite"])) if values.get("suite") else []
+        tasks += [load_task(name) for name in str(values.get("tasks", "")).split(",") if name]
+        if any(task.engine == "loragate" for task in tasks):  # those of the harness are answered greedily
             values["samples"] = min(values.get("samples") or SAMPLES, SAMPLES)
         if engine and "engine" in values:
             values["engine"] = engine
     return values
-
-
-def _samples(values: dict[str, Any]) -> bool:
-    """Whether a task of the stage is sampled; those of the harness are answered greedily."""
-    tasks = list(suite(values["suite"])) if values.get("suite") else []
-    tasks += [load_task(name) for name in str(values.get("tasks", "")).split(",") if name]
-    return any(task.engine == "loragate" for task in tasks)

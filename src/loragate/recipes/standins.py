@@ -67,8 +67,11 @@ def write_standins(folder: Path) -> None:
 
 def build_tokenizer() -> Any:
     """Qwen2's tokenizer class over generated merges; 54,909 tokens, built without a network in a second."""
-    merges = list(_merges())
-    tokens = [*_byte_alphabet(), *(left + right for left, right in merges)]
+    merges = _merges()
+    # the 256 characters that stand for bytes, as every byte-level tokenizer has them; sorted, as GPT-2 orders them
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    codes = [*shown, *(256 + index for index in range(256 - len(shown)))]
+    tokens = [*map(chr, codes), *(left + right for left, right in merges)]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     return Qwen2Tokenizer(
         vocab={**vocabulary, ENDOFTEXT: len(tokens), TURN: len(tokens) + 1, END_OF_TURN: len(tokens) + 2},
@@ -165,13 +168,6 @@ def _steps(index: int) -> str:
     count = LONGEST if index % 320 == 9 else draw.randint(1, 3)
     pairs = [(draw.randint(2, 99), draw.randint(2, 99)) for _ in range(count)]
     return "\n".join(f"We take {a} and add {b}, which gives {a + b}." for a, b in pairs)
-
-
-def _byte_alphabet() -> list[str]:
-    """The 256 characters that stand for bytes, as every byte-level tokenizer has them; sorted, as GPT-2 orders them."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [256 + index for index in range(256 - len(shown))]
-    return [chr(code) for code in shown + hidden]
 
 
 def _merges() -> list[tuple[str, str]]:

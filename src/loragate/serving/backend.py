@@ -45,7 +45,6 @@ def add_adapters(model: Any, places: Mapping[str, Place]) -> dict[str, Row]:
         model: a PeftModel.
         places: by served name.
     """
-
     rows: dict[str, Row] = {}
     loaded: dict[str, str] = {}
     for name, place in places.items():
@@ -82,7 +81,6 @@ def transformers_backend(
         more: rows of further adapters, from `add_adapters`.
         sampling: `Place.sampling` of the model's folder.
     """
-
     engine = TransformersEngine(model, tokenizer, batch_size=16)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     rows = {name: Row(name, kind, sampling=sampling if name == kind else None) for name in NAMES[kind]} | dict(
@@ -122,7 +120,6 @@ def answering(model: Any, rows: Mapping[str, Row], name: str) -> Iterator[None]:
     Raises:
         ConfigError: for an override on the base or on an adapter without gates, which takes a constant alone.
     """
-
     override = None
     if name not in rows:
         name, override = split_name(name)

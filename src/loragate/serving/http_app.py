@@ -139,12 +139,12 @@ class Backend:
     answer: Callable[[CompletionRequest | ChatRequest], tuple[int, list[Answer]]]
 
 
-class RequestError(LoragateError):
-    """An error of the client, with its HTTP status and the field at fault."""
+class ModelError(LoragateError):
+    """A request for a model that is not served, with its HTTP status."""
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+    def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
-        self.status, self.param = status, param
+        self.status = status
 
 
 def make_server(backend: Backend, host: str) -> uvicorn.Server:
@@ -181,7 +181,14 @@ def make_app(backend: Backend, host: str = "127.0.0.1") -> FastAPI:
         return head | await reply(asked, lambda text: {"message": {"role": "assistant", "content": text}})
 
     async def reply(asked: CompletionRequest | ChatRequest, shape: Callable[[str], Any]) -> dict[str, Any]:
-        _check_model(backend, asked.model)
+        if asked.model not in backend.models:
+            if asked.model.rpartition("@")[0] not in backend.models:
+                known = ", ".join(backend.models)
+                raise ModelError(404, f"the model {excerpt(asked.model)} does not exist; this server has {known}")
+            try:
+                split_name(asked.model)
+            except ConfigError as error:
+                raise ModelError(400, str(error)) from error
         async with turn:
             given, answers = await _in_thread(lambda: backend.answer(asked))
         choices = [
@@ -202,8 +209,8 @@ def make_app(backend: Backend, host: str = "127.0.0.1") -> FastAPI:
 
     @app.exception_handler(LoragateError)
     async def refused(request: Request, error: LoragateError) -> Response:
-        if isinstance(error, RequestError):
-            return _problem(error.status, str(error), error.param)
+        if isinstance(error, ModelError):
+            return _problem(error.status, str(error), "model")
         # what this protocol calls it
         return _problem(400, str(error).replace("max_new_tokens", "max_tokens"))
 
@@ -263,18 +270,6 @@ def _is_address(host: str) -> bool:
         return name in ("", "localhost") or bool(ipaddress.ip_address(name.strip("[]")))
     except ValueError:
         return False
-
-
-def _check_model(backend: Backend, name: str) -> None:
-    if name in backend.models:
-        return
-    if name.rpartition("@")[0] not in backend.models:
-        known = ", ".join(backend.models)
-        raise RequestError(404, f"the model {excerpt(name)} does not exist; this server has {known}", "model")
-    try:
-        split_name(name)
-    except ConfigError as error:
-        raise RequestError(400, str(error), "model") from error
 
 
 def _explain(error: dict[str, Any], body: type[Asked]) -> tuple[str, str | None]:

@@ -171,7 +171,6 @@ def verify(settings: ServerSettings, how: Loading, place: Place, adapters: Mappi
     In float32 a log-prob may differ by 1e-4 and no greedy choice may, unless the reference's two best are within 1e-3. In
     16 bits the figures are printed and not judged: both programs round, in different places.
     """
-
     quiet_logging()
     base, revision, device = place.base.name, place.base.revision or None, how.torch_device
     dtype = how.dtype if how.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"

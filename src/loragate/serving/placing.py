@@ -55,11 +55,16 @@ def place_gates(gates: FolderGates, manager: Any, complete: bool = True) -> Plac
     slots = _slices(manager)
     entries: list[tuple[str, int, torch.Tensor | None, float]] = []
     for path, bias in gates.biases.items():
-        name = _vllm_name(path, mapper)
+        name = parse_fine_tuned_lora_name(f"base_model.model.{path}.lora_A.weight", mapper)[0]
         found = slots.get(name)
         if found is None:
             if complete:
-                raise ArtifactError(f"{where}: {path} cannot be gated in vLLM: {_why_not(name, manager)}")
+                parent = next((layer for layer, parts in manager.packed_modules.items() if name in parts), name)
+                module, why = manager.modules.get(parent), f"vLLM has no LoRA layer called {name} in this model"
+                why += " (or its --lora-target-modules leave it out)"
+                if module is not None:
+                    why = f"its layer is a {type(module).__name__}, which has no gates"
+                raise ArtifactError(f"{where}: {path} cannot be gated in vLLM: {why}")
             continue
         layer, pieces = found
         weight = gates.weights.get(path)
@@ -94,18 +99,6 @@ def _slices(manager: Any) -> dict[str, tuple[str, range]]:
         elif len(parts) == count:
             found |= {part: (name, range(piece, piece + 1)) for piece, part in enumerate(parts)}
     return found
-
-
-def _vllm_name(path: str, mapper: Any) -> str:
-    return parse_fine_tuned_lora_name(f"base_model.model.{path}.lora_A.weight", mapper)[0]
-
-
-def _why_not(name: str, manager: Any) -> str:
-    parent = next((layer for layer, parts in manager.packed_modules.items() if name in parts), name)
-    module = manager.modules.get(parent)
-    if module is None:
-        return f"vLLM has no LoRA layer called {name} in this model (or its --lora-target-modules leave it out)"
-    return f"its layer is a {type(module).__name__}, which has no gates"
 
 
 def _check_base(gates: FolderGates, manager: Any) -> None:

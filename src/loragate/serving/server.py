@@ -52,7 +52,6 @@ def served_places(settings: ServerSettings) -> tuple[Place, dict[str, Place]]:
     Raises:
         ConfigError: for a place that holds no adapter, a name that is taken, or an override that is not known.
     """
-
     place = resolve(settings.model, settings.base)
     if place.kind == "base":
         raise ConfigError(f"{settings.model} is no gated or plain adapter, which is what these settings serve")
@@ -150,7 +149,6 @@ def renders_chats(how: Loading, place: Place) -> bool:
 
 def serve_transformers(settings: ServerSettings, how: Loading, system: str) -> int:
     """Our own small server over the model in memory, until Ctrl-C."""
-
     more = served_places(settings)[1] if settings.adapters else {}
     # before the model is loaded, which may take minutes
     with listen(settings.host, settings.port) as listening:

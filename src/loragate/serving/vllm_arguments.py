@@ -35,7 +35,6 @@ _PROBES: tuple[list[dict[str, str]], ...] = (
 
 def prepare_vllm(place: Place, adapters: Mapping[str, Place], trust: bool) -> int:
     """Check plugin, version, folders and base before vLLM starts; returns the rank to make room for."""
-
     gguf.refuse(place.base, "vLLM")
     rank = 1
     for adapter in adapters.values():
@@ -54,7 +53,6 @@ def vllm_arguments(
     settings: ServerSettings, how: Loading, system: str, place: Place, adapters: Mapping[str, Place], scratch: Path
 ) -> list[str]:
     """What vLLM's server is told beside base, adapters and address; files that it names are written into `scratch`."""
-
     found = ["--dtype", how.dtype, "--tensor-parallel-size", str(settings.tensor_parallel)]
     found += ["--gpu-memory-utilization", f"{settings.vllm_memory or usual_share():g}"]
     found += ["--max-model-len", str(settings.max_model_len)] if settings.max_model_len else []
@@ -76,7 +74,6 @@ def template_for_vllm(tokenizer: Any) -> str | None:
     Raises:
         LoragateError: where the wrapped template does not render as training does.
     """
-
     ours, theirs = Chat(tokenizer, "none"), Chat(tokenizer, "keep")
     if ours.template is None:
         return None
@@ -91,7 +88,15 @@ def template_for_vllm(tokenizer: Any) -> str | None:
         min(len(plain[0]), len(kept[0])),
     )
     injected, instead = kept[0][: len(kept[0]) - same], plain[0][: len(plain[0]) - same]
-    wrapped = _wrap(ours.template, injected, instead)
+    # jinja drops the newline behind a block tag and the last one of a template
+    body = ("\n" if ours.template.startswith("\n") else "") + ours.template.removesuffix("\n")
+    rest = f"{json.dumps(instead)} + loragate_text[{len(injected)}:]"
+    wrapped = (
+        "{% set loragate_text %}" + body + "{% endset %}"
+        "{% if (tools is defined and tools) or messages[0]['role'] in ['system', 'developer'] %}{{ loragate_text }}"
+        "{% elif loragate_text.startswith(" + json.dumps(injected) + ") %}{{ " + rest + " }}"
+        "{% else %}{{ raise_exception('the chat template changed its own system message') }}{% endif %}"
+    )
     trial = copy.deepcopy(tokenizer)
     trial.chat_template = wrapped
     if [_render(Chat(trial, "keep"), probe) for probe in _PROBES] != plain:
@@ -100,24 +105,6 @@ def template_for_vllm(tokenizer: Any) -> str | None:
             "one with --chat-template FILE"
         )
     return wrapped
-
-
-def _wrap(template: str, injected: str, instead: str) -> str:
-    # jinja drops the newline behind a block tag and the last one of a template
-    body = ("\n" if template.startswith("\n") else "") + template.removesuffix("\n")
-    start, other = json.dumps(injected), json.dumps(instead)
-    return (
-        "{% set loragate_text %}" + body + "{% endset %}"
-        "{% if (tools is defined and tools) or messages[0]['role'] in ['system', 'developer'] %}{{ loragate_text }}"
-        "{% elif loragate_text.startswith("
-        + start
-        + ") %}{{ "
-        + other
-        + " + loragate_text["
-        + str(len(injected))
-        + ":] }}"
-        "{% else %}{{ raise_exception('the chat template changed its own system message') }}{% endif %}"
-    )
 
 
 def _render(chat: Any, messages: list[dict[str, str]]) -> str | None:
@@ -142,7 +129,6 @@ def stopping_arguments(
         scratch: a folder for the copy.
         trust: run model code from the hub.
     """
-
     recorded = {token for adapter in adapters.values() for token in adapter.stop_token_ids}
     settings = generation_config(place.base, trust)
     endings = find_endings(tokenizer, settings, recorded)

@@ -12,6 +12,7 @@ from typing import Any
 
 from loragate.data import encode_rows
 from loragate.generation import OnProgress
+from loragate.losses.objectives import objective_of
 from loragate.models import Loading, explained, open_base, open_tokenizer, resolve
 from loragate.training.preflight import require_free_out
 from loragate.training.rows import encode_run, keep_rows_record, read_rows
@@ -21,7 +22,6 @@ from loragate.training.settings import RowsSettings, StageOneSettings
 from loragate.training.stage_one import (
     StageOneResult,
     adapter_settings,
-    objective_of,
     require_reference_read,
     train_adapter,
 )
@@ -114,7 +114,7 @@ class AdapterRun:
             self.settings = settings = adapter_settings(
                 replace(settings, adapter=adapter.source), adapter.peft_config()
             )
-        self.objective = objective_of(settings)
+        self.objective = objective_of(settings.objective, settings.objective_options)
         self.other = None
         if reference:
             require_reference_read(self.objective)

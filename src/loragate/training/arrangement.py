@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from loragate.errors import ConfigError
+from loragate.losses.causal_head import evaluation_mode
 from loragate.losses.head import IGNORED
 from loragate.training.settings import TrainSettings
 
@@ -103,15 +104,11 @@ def require_separate_sequences(model: Any, device: torch.device) -> None:
     lengths = (5, 7)
     ids = (torch.arange(sum(lengths), device=device) * 7919 + 11) % min(vocabulary, 1 << 15)
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluation_mode(model):
         together = model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0].float()
         alone = torch.cat(
             [model(input_ids=part[None], use_cache=False).logits[0].float() for part in ids.split(lengths)]
         )
-    finally:
-        model.train(was_training)
     half = next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
     if not bool((together - alone).abs().max() <= (5e-2 if half else 1e-3) * max(1.0, float(alone.abs().max()))):
         kind = getattr(model.config, "_attn_implementation", "unknown")

@@ -12,6 +12,7 @@ from loragate.errors import ConfigError, TrainingError
 from loragate.gates import Parity, record_gates
 from loragate.gates.eligibility import output_head
 from loragate.losses import StatisticsRequest
+from loragate.losses.causal_head import evaluation_mode
 from loragate.training.model_state import statistics_forward
 from loragate.training.strategy import launch_of
 
@@ -93,24 +94,19 @@ def measure_entropy(
         (mean entropy, {module: statistics}, statistics over all modules).
     """
     device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
     total = count = 0.0
-    try:
-        with statistics_forward(model), record_gates(model, adapter_name) as recording:
-            for at in range(0, len(rows), 8):
-                batch = {key: value.to(device) for key, value in collator(rows[at : at + 8]).items()}
-                recording.token_mask = batch["labels"].ne(-100)
-                stats = model(
-                    input_ids=batch["input_ids"],
-                    attention_mask=batch["attention_mask"],
-                    labels=batch["labels"],
-                    statistics=StatisticsRequest(k, ("topk_entropy",), ()),
-                )
-                total += float(stats.topk_entropy.sum())
-                count += float(stats.mask.sum())
-    finally:
-        model.train(was_training)
+    with evaluation_mode(model), statistics_forward(model), record_gates(model, adapter_name) as recording:
+        for at in range(0, len(rows), 8):
+            batch = {key: value.to(device) for key, value in collator(rows[at : at + 8]).items()}
+            recording.token_mask = batch["labels"].ne(-100)
+            stats = model(
+                input_ids=batch["input_ids"],
+                attention_mask=batch["attention_mask"],
+                labels=batch["labels"],
+                statistics=StatisticsRequest(k, ("topk_entropy",), ()),
+            )
+            total += float(stats.topk_entropy.sum())
+            count += float(stats.mask.sum())
     if count == 0:
         raise ConfigError("no response token in the measured rows; the responses are empty or cut by max_length")
     return total / count, recording.statistics(), recording.total()

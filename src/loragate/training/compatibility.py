@@ -50,119 +50,93 @@ class Plan:
         return cls(**{**read, "launch": launch, "device": device, **more})
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One impossible combination: its name, the test, and what to change, with fields of the plan `p` in braces."""
-
-    name: str
-    forbids: Callable[[Plan], bool]
-    sentence: str
-
-
 _WITH_REFERENCE = ("eksft",)
 
-RULES: tuple[Rule, ...] = (
-    Rule(
-        "FSDP version",
+# by name: whether a plan is forbidden, and what to change, with fields of the plan `p` in braces
+RULES: dict[str, tuple[Callable[[Plan], bool], str]] = {
+    "FSDP version": (
         lambda p: p.launch.strategy.startswith("fsdp") and p.launch.strategy not in STRATEGIES,
         "FSDP version 1 is not supported: set fsdp_version: 2 in the launch configuration",
     ),
-    Rule(
-        "ZeRO stage",
+    "ZeRO stage": (
         lambda p: p.launch.strategy.startswith("zero") and p.launch.strategy not in STRATEGIES,
         "DeepSpeed ZeRO is not supported as {p.launch.strategy}: gates and LoRA factors are small, so that sharding their "
         "optimiser alone saves nothing. Launch with ddp, or set zero_stage: 3",
     ),
-    Rule(
-        "sharding needs processes",
+    "sharding needs processes": (
         lambda p: p.launch.sharded and p.launch.processes < 2,
         "{p.launch.strategy} shards over processes, and there is one: raise --num_processes, or leave it out",
     ),
-    Rule(
-        "FSDP offload",
+    "FSDP offload": (
         lambda p: p.launch.offload,
         "fsdp_offload_params is not supported: set it to false in the launch configuration, or use more processes",
     ),
-    Rule(
-        "sharding × quantised base",
+    "sharding × quantised base": (
         lambda p: p.launch.sharded and p.quantization != "none",
         "a {p.quantization} base cannot be sharded with {p.launch.strategy}: launch with ddp (a quantised base is small enough to "
         "be whole on each GPU), or leave the quantisation out",
     ),
-    Rule(
-        "several processes × sampled answers",
+    "several processes × sampled answers": (
         lambda p: p.launch.processes > 1 and p.objective in ON_POLICY,
         "the objective {p.objective!r} runs in one process: start it without a distributed launcher",
     ),
-    Rule(
-        "sharding × probe",
+    "sharding × probe": (
         lambda p: p.launch.sharded and p.sampling and p.objective not in ON_POLICY,
         "under {p.launch.strategy} no process holds a model that could sample answers, so a range cannot be chosen on a probe "
         "here: add --unverified and compare with the plain adapter afterwards (loragate eval), or choose in one process",
     ),
-    Rule(
-        "sharding × reference",
+    "sharding × reference": (
         lambda p: p.launch.sharded and (p.reference or p.objective in _WITH_REFERENCE),
         "an objective with a reference model is not sharded with {p.launch.strategy}: launch with ddp",
     ),
-    Rule(
-        "sharding × DoRA",
+    "sharding × DoRA": (
         lambda p: p.launch.sharded and p.dora,
         "DoRA reads whole weight matrices, which {p.launch.strategy} shards: launch with ddp, or train LoRA",
     ),
-    Rule(
-        "sharding × fp16",
+    "sharding × fp16": (
         lambda p: p.launch.sharded and p.precision == "fp16",
         "fp16 with its loss scaling is not combined with {p.launch.strategy}: use precision bf16, or ddp",
     ),
-    Rule(
-        "ZeRO-3 × autocast",
+    "ZeRO-3 × autocast": (
         lambda p: p.launch.strategy == "zero3" and p.precision == "bf16",
         "under DeepSpeed, precision bf16 would cast everything that trains to bf16, and gates train in fp32: leave precision at "
         "fp32 and load the base with --dtype bfloat16, or launch with fsdp2",
     ),
-    Rule(
-        "fp16 needs CUDA",
+    "fp16 needs CUDA": (
         lambda p: p.precision == "fp16" and p.device not in ("", "cuda"),
         "precision fp16 needs CUDA's loss scaling, and this run is on {p.device}: use fp32 or bf16",
     ),
-    Rule(
-        "several processes × mps",
+    "several processes × mps": (
         lambda p: p.launch.processes > 1 and p.device == "mps",
         "there is no exchange between processes on mps: run in one process",
     ),
-    Rule(
-        "offload needs a GPU",
+    "offload needs a GPU": (
         lambda p: p.activation_offload and p.device not in ("", "cuda"),
         "activation_offload moves activations from a CUDA device to host memory and has no effect on {p.device}: leave it out",
     ),
-    Rule(
-        "packing × grouping",
+    "packing × grouping": (
         lambda p: p.packing and p.group_by_length,
         "packing pads nothing, so group_by_length has no effect beside it: leave one of them out",
     ),
-    Rule(
-        "arrangement × sampled answers",
+    "arrangement × sampled answers": (
         lambda p: (p.packing or p.group_by_length or p.activation_offload) and p.objective in ON_POLICY,
         "packing, group_by_length and activation_offload belong to training on the given rows, and the objective {p.objective!r} "
         "trains on answers that it samples: leave them out",
     ),
-    Rule(
-        "fp16 × sampled answers",
+    "fp16 × sampled answers": (
         lambda p: p.precision == "fp16" and p.objective in ON_POLICY,
         "the objective {p.objective!r} has no loss scaling: use precision fp32 or bf16",
     ),
-    Rule(
-        "quantised base × mps",
+    "quantised base × mps": (
         lambda p: p.quantization != "none" and p.device == "mps",
         "a {p.quantization} base is not supported on mps: use cuda or cpu, or leave the quantisation out",
     ),
-)
+}
 
 
 def impossible(plan: Plan) -> list[str]:
     """The sentences of all rules that forbid a plan."""
-    return [rule.sentence.format(p=plan) for rule in RULES if rule.forbids(plan)]
+    return [sentence.format(p=plan) for forbids, sentence in RULES.values() if forbids(plan)]
 
 
 def refuse_impossible(plan: Plan) -> None:

@@ -23,6 +23,7 @@ from loragate.errors import ConfigError
 from loragate.gates.gate import SignedGate
 from loragate.gates.recording import Recorder
 from loragate.losses import StatisticsRequest
+from loragate.losses.causal_head import evaluation_mode
 from loragate.training.sharding import decoder_layers
 
 _KEYWORD = "loragate_rows"
@@ -149,9 +150,8 @@ class LastLayer:
         if self.rows is None:
             return None
         width = output.shape[-1]
-        whole = output.new_zeros(
-            self.shape.numel(), width
-        )  # zeros where nothing reads: the residual stream passes there
+        # zeros where nothing reads: the residual stream passes there
+        whole = output.new_zeros(self.shape.numel(), width)
         return whole.index_copy(0, self.rows.to(output.device), output.reshape(-1, width)).view(*self.shape, width)
 
 
@@ -196,16 +196,13 @@ def _difference(model: Any, causal: Any, last: LastLayer) -> str | None:
     labels[0, [0, 1, 2, 4]] = labels[1, [0, 2, 3, 5]] = -100
     request = StatisticsRequest(2, ("log_prob",), ())
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, "statistics": request}
-    was_training = model.training
-    model.eval()
     try:
-        whole = model(**batch).log_prob
-        with last.reading(labels):
-            some = model(**batch).log_prob
+        with evaluation_mode(model):
+            whole = model(**batch).log_prob
+            with last.reading(labels):
+                some = model(**batch).log_prob
     except TypeError as error:
         return f"the layer does not take a keyword: {error}"
-    finally:
-        model.train(was_training)
     if not last.arrived:
         return "the layer does not hand its keywords on"
     half = weight.dtype in (torch.bfloat16, torch.float16)

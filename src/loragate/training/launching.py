@@ -41,57 +41,41 @@ def begin(settings: TrainSettings, asked: LaunchSettings, how: Loading, **more: 
         os.environ["ACCELERATE_USE_CPU"] = "true"
     launch = launch_of()
     launched = "LOCAL_RANK" in os.environ or launch.processes > 1
-    if launched:
-        launch = _agreed(asked, launch)
+    if launched and asked.strategy == "fsdp2" and launch.strategy == "ddp":
+        os.environ[ASKED] = "fsdp2"  # of a bare torchrun
+        launch = launch_of()
+    elif launched:
+        if asked.strategy not in ("auto", launch.strategy):
+            raise ConfigError(
+                f"--strategy {asked.strategy}, but the launcher started this run as {launch.strategy}: leave --strategy out, or "
+                "start the command without a launcher"
+            )
+        if asked.processes not in (0, launch.processes):
+            raise ConfigError(
+                f"--processes {asked.processes}, but the launcher started {launch.processes}: leave --processes out"
+            )
     elif asked.strategy != "auto" or asked.processes > 1:
-        strategy = "ddp" if asked.strategy == "auto" else asked.strategy
-        launch = Launch(strategy, asked.processes or _devices(asked.strategy, how), cpu=launch.cpu)
+        strategy, processes = "ddp" if asked.strategy == "auto" else asked.strategy, asked.processes
+        if not processes:  # one for each GPU of this machine
+            processes = torch.cuda.device_count() if how.device != "cpu" else 0
+            if processes < 2:
+                raise ConfigError(
+                    f"--strategy {strategy} needs several processes, and this machine has {processes or 'no'} CUDA device"
+                    f"{'' if processes == 1 else 's'}; say how many with --processes, or leave --strategy out"
+                )
+        launch = Launch(strategy, processes, cpu=launch.cpu)
     # a GPU that is named is not looked at here: this process may only start the others
     device = (how.torch_device if how.device == "auto" else how.device).partition(":")[0]
     refuse_impossible(Plan.of_settings(settings, launch, device, quantization=how.quantization, **more))
     settings.accumulation(launch.processes)
     if launched or launch.processes < 2:
         return None
-    return _start(launch)
-
-
-def _agreed(asked: LaunchSettings, launch: Launch) -> Launch:
-    """The launcher's word; --strategy may add fsdp2 to a bare torchrun, and must not say otherwise."""
-    if asked.strategy == "fsdp2" and launch.strategy == "ddp":
-        os.environ[ASKED] = "fsdp2"
-        return launch_of()
-    if asked.strategy not in ("auto", launch.strategy):
-        raise ConfigError(
-            f"--strategy {asked.strategy}, but the launcher started this run as {launch.strategy}: leave --strategy out, or "
-            "start the command without a launcher"
-        )
-    if asked.processes not in (0, launch.processes):
-        raise ConfigError(
-            f"--processes {asked.processes}, but the launcher started {launch.processes}: leave --processes out"
-        )
-    return launch
-
-
-def _devices(strategy: str, how: Loading) -> int:
-    """GPUs of this machine, one for each process."""
-    found = torch.cuda.device_count() if how.device != "cpu" else 0
-    if found < 2:
-        raise ConfigError(
-            f"--strategy {strategy} needs several processes, and this machine has {found or 'no'} CUDA device"
-            f"{'' if found == 1 else 's'}; say how many with --processes, or leave --strategy out"
-        )
-    return found
-
-
-def _start(launch: Launch) -> int:
-    """Run this command line again in so many processes of this machine, and wait for them."""
     environment = {**os.environ, ASKED: launch.strategy}
     if launch.strategy == "zero3":
         environment |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // launch.processes)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={launch.processes}"]
-    command += ["-m", "loragate", *sys.argv[1:]]
-    return wait_for(subprocess.Popen(command, env=environment))
+    return wait_for(subprocess.Popen([*command, "-m", "loragate", *sys.argv[1:]], env=environment))
 
 
 def wait_for(process: subprocess.Popen[Any]) -> int:

@@ -34,7 +34,7 @@ def as_found(model: Any, checkpointing: bool) -> Iterator[None]:
             if value is not None:
                 model.__dict__[name] = value
         if added:
-            stop_recomputing(model)
+            getattr(model, f"{_known(model, 'disable')}_disable")()
             if hasattr(model, "disable_input_require_grads"):
                 model.disable_input_require_grads()
         model.train(was_training)
@@ -88,11 +88,6 @@ def start_recomputing(model: Any) -> None:
     """Recompute activations in the backward pass, without reentrant autograd."""
     name = _known(model, "enable")
     getattr(model, f"{name}_enable")(**{f"{name}_kwargs": {"use_reentrant": False}})
-
-
-def stop_recomputing(model: Any) -> None:
-    """Keep activations for the backward pass again."""
-    getattr(model, f"{_known(model, 'disable')}_disable")()
 
 
 def recomputation_argument(arguments: type, wanted: bool) -> dict[str, bool]:

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,25 +75,6 @@ class OnPolicyJob(Job):
     guard: Guard | None = None
 
 
-@dataclass
-class LoopState:
-    """Where a run stands between two steps.
-
-    Attributes:
-        step, total: optimiser steps taken, and in all.
-        answers: the answers in use (those of the current refresh).
-        before: log-probabilities at sampling time of each answer's tokens; empty where they are not needed.
-        history, sampled: log records, counts of what was sampled.
-    """
-
-    step: int = 0
-    total: int = 0
-    answers: list[Answer] = field(default_factory=list)
-    before: list[torch.Tensor] = field(default_factory=list)
-    history: list[dict[str, Any]] = field(default_factory=list)
-    sampled: Any = field(default_factory=Counter)
-
-
 def run_on_policy(
     job: OnPolicyJob, folder: Path | None, *, resume: bool = False, on_step: OnStep | None = None
 ) -> TrainingOutcome:
@@ -123,11 +104,14 @@ def run_on_policy(
         if checkpoint is not None:
             loop.restore(Path(checkpoint))
         outcome = loop.run()
-    stopper.refuse_unfinished(outcome.steps, loop.state.total, folder)
+    stopper.refuse_unfinished(outcome.steps, loop.total, folder)
     return outcome
 
 
 class _Loop:
+    """Where a run stands between two steps: `step` of `total`, the answers of the current refresh, the log probabilities of their
+    tokens at sampling time (`before`; empty where they are not needed), log records, and counts of what was sampled."""
+
     def __init__(self, job: OnPolicyJob, folder: Path | None, callbacks: Sequence[Any]) -> None:
         self.job, self.folder, self.callbacks = job, folder, callbacks
         self.settings = settings = job.settings
@@ -146,42 +130,45 @@ class _Loop:
             eps=1e-8,
             weight_decay=settings.weight_decay,
         )
-        self.state = LoopState(total=settings.steps(len(job.encoded)))
-        warmup = round(settings.warmup * self.state.total)
+        self.step, self.total = 0, settings.steps(len(job.encoded))
+        self.answers: list[Answer] = []
+        self.before: list[torch.Tensor] = []
+        self.history: list[dict[str, Any]] = []
+        self.sampled: Any = Counter()
+        warmup = round(settings.warmup * self.total)
         # a factor by step, so that there is no state of the schedule to keep
-        (self.rate_factor,) = get_scheduler(settings.schedule, self.optimizer, warmup, self.state.total).lr_lambdas
+        (self.rate_factor,) = get_scheduler(settings.schedule, self.optimizer, warmup, self.total).lr_lambdas
         self.first_gradient = FirstGradientCheck(job.trained)
         self.sums: Any = Counter()
         self.gate_summary: dict[str, float] = {}
 
     def run(self) -> TrainingOutcome:
-        state, settings, began = self.state, self.settings, time.monotonic()
-        first = state.step
-        shown, control = TrainerState(global_step=state.step, max_steps=state.total), TrainerControl()
+        settings, began, first = self.settings, time.monotonic(), self.step
+        shown, control = TrainerState(global_step=self.step, max_steps=self.total), TrainerControl()
         self._tell("on_train_begin", shown, control)
         self.job.model.train()
-        while state.step < state.total and not control.should_training_stop:
-            if state.step % settings.steps_per_refresh == 0 and self._refresh() is not None:
+        while self.step < self.total and not control.should_training_stop:
+            if self.step % settings.steps_per_refresh == 0 and self._refresh() is not None:
                 break
-            logged = state.step == 0 or (state.step + 1) % settings.logging_steps == 0
+            logged = self.step == 0 or (self.step + 1) % settings.logging_steps == 0
             loss, norm, rate = self._step(logged)
-            state.step += 1
-            shown.global_step = state.step
+            self.step += 1
+            shown.global_step = self.step
             self._tell("on_step_end", shown, control)
             if logged:
                 record = {"loss": loss, "grad_norm": norm, "learning_rate": rate, **self._log_values()}
-                state.history.append({"step": state.step, **record})
+                self.history.append({"step": self.step, **record})
                 self._tell("on_log", shown, control, logs=record)
-            due = settings.save_steps > 0 and state.step % settings.save_steps == 0
+            due = settings.save_steps > 0 and self.step % settings.save_steps == 0
             if self.folder is not None and (due or control.should_save):
                 self._save(self.folder)
                 control.should_save = False
         seconds = time.monotonic() - began
-        if state.step > first:
+        if self.step > first:
             # the last line of the log, as the trainer writes it: it tells a run that ended from one that was killed
             self._tell("on_log", shown, control, logs={"train_runtime": round(seconds, 4)})
         self._tell("on_train_end", shown, control)
-        return TrainingOutcome(state.history, state.step, seconds, self.scorer.fused, dict(state.sampled))
+        return TrainingOutcome(self.history, self.step, seconds, self.scorer.fused, dict(self.sampled))
 
     def _tell(self, event: str, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         for callback in self.callbacks:
@@ -191,8 +178,8 @@ class _Loop:
 
     def _save(self, folder: Path) -> None:
         """Write `folder`/checkpoint-<step> and remove all but the newest `keep_checkpoints`; 0 keeps all."""
-        state, keep, guard = self.state, self.settings.keep_checkpoints, self.job.guard or Guard()
-        target = folder / f"checkpoint-{state.step}"
+        keep, guard = self.settings.keep_checkpoints, self.job.guard or Guard()
+        target = folder / f"checkpoint-{self.step}"
         tensors: dict[str, dict[str, Any]] = {
             TRAINED: self.job.trained,
             OPTIMIZER: {
@@ -200,18 +187,18 @@ class _Loop:
                 for name, parameter in self.job.trained.items()
                 for key, value in self.optimizer.state.get(parameter, {}).items()
             },
-            ANSWERS: {str(index): values for index, values in enumerate(state.before)},
+            ANSWERS: {str(index): values for index, values in enumerate(self.before)},
         }
         for file, values in tensors.items():
             held = {name: value.detach().cpu().contiguous() for name, value in values.items()}
             write_atomically(target / file, lambda path, held=held: save_file(held, str(path)))  # type: ignore[misc]
         record = {
-            "global_step": state.step,
-            "max_steps": state.total,
-            "history": state.history,
+            "global_step": self.step,
+            "max_steps": self.total,
+            "history": self.history,
             "guard": guard.as_records(),
         }
-        record |= {"sampled": state.sampled, "answers": [asdict(answer) for answer in state.answers]}
+        record |= {"sampled": self.sampled, "answers": [asdict(answer) for answer in self.answers]}
         write_json(target / STATE, {**record, "waiting": [asdict(answer) for answer in guard.waiting]})
         for path in checkpoints(folder)[: -keep if keep else 0]:
             shutil.rmtree(path)
@@ -229,14 +216,9 @@ class _Loop:
                 [Answer(**{**item, "token_ids": tuple(item["token_ids"])}) for item in record[key]]
                 for key in ("answers", "waiting")
             )
-            self.state = LoopState(
-                step=record["global_step"],
-                total=record["max_steps"],
-                answers=answers,
-                before=[before[str(index)] for index in range(len(before))],
-                history=record["history"],
-                sampled=Counter(record["sampled"]),
-            )
+            self.step, self.total, self.answers = record["global_step"], record["max_steps"], answers
+            self.before = [before[str(index)] for index in range(len(before))]
+            self.history, self.sampled = record["history"], Counter(record["sampled"])
             readings = [Reading(**reading) for reading in record["guard"]]
         except Exception as error:  # safetensors has its own error types
             raise TrainingError(
@@ -264,22 +246,22 @@ class _Loop:
 
     def _refresh(self) -> str | None:
         """Sample the answers of the next steps; returns the guard's verdict."""
-        state, settings, guard, group = self.state, self.settings, self.job.guard, self.settings.answers_per_prompt
-        steps = min(settings.steps_per_refresh, state.total - state.step)
+        settings, guard, group = self.settings, self.job.guard, self.settings.answers_per_prompt
+        steps = min(settings.steps_per_refresh, self.total - self.step)
         per_step = settings.batch_size // group  # prompts
         needed = steps * per_step
-        if guard is not None and state.step == 0 and needed * group < guard.limits.answers:
+        if guard is not None and self.step == 0 and needed * group < guard.limits.answers:
             self._watch(guard, self._draw(range(math.ceil(guard.limits.answers / group)), BEFORE_TRAINING))
-        chosen = range(state.step * per_step, state.step * per_step + needed)
-        state.answers = self._draw(chosen, state.step // settings.steps_per_refresh)
+        chosen = range(self.step * per_step, self.step * per_step + needed)
+        self.answers = self._draw(chosen, self.step // settings.steps_per_refresh)
         if self.job.reward is not None:
-            state.answers = rewarded(
-                state.answers, self.prompts, self.job.rows, self.job.reward, group, settings.advantage
+            self.answers = rewarded(
+                self.answers, self.prompts, self.job.rows, self.job.reward, group, settings.advantage
             )
-        if guard is not None and self._watch(guard, state.answers) is not None:
+        if guard is not None and self._watch(guard, self.answers) is not None:
             return guard.verdict
         # answers that serve several steps are scored once by the gates that they were sampled with
-        state.before = self._log_probs(state.answers) if settings.objective == "reward" and steps > 1 else []
+        self.before = self._log_probs(self.answers) if settings.objective == "reward" and steps > 1 else []
         return None
 
     def _draw(self, chosen: Sequence[int], refresh: int) -> list[Answer]:
@@ -287,7 +269,7 @@ class _Loop:
         indices = [index % len(self.prompts) for index in chosen]
         answers = draw_answers(self.prompts, indices, self.sampler, self.settings, refresh)
         tokens = sum(len(answer.token_ids) for answer in answers)
-        self.state.sampled.update(answers=len(answers), tokens=tokens, seconds=time.monotonic() - began)
+        self.sampled.update(answers=len(answers), tokens=tokens, seconds=time.monotonic() - began)
         return answers
 
     def _watch(self, guard: Guard, answers: Sequence[Answer]) -> str | None:
@@ -295,7 +277,7 @@ class _Loop:
             few = list(answers[:SATURATION_ANSWERS])
             return saturation(self.job.model, [batch for batch, _ in self._batches(few)], self.job.adapter_name)
 
-        return guard.observe(self.state.step, answers, saturated)
+        return guard.observe(self.step, answers, saturated)
 
     @torch.no_grad()
     def _log_probs(self, answers: Sequence[Answer]) -> list[torch.Tensor]:
@@ -312,10 +294,10 @@ class _Loop:
 
     def _step(self, logged: bool) -> tuple[float, float, float]:
         """One optimiser step; returns (loss, gradient norm, learning rate)."""
-        state, settings = self.state, self.settings
-        at = state.step % settings.steps_per_refresh * settings.batch_size
-        answers = state.answers[at : at + settings.batch_size]
-        before = state.before[at : at + settings.batch_size]
+        settings = self.settings
+        at = self.step % settings.steps_per_refresh * settings.batch_size
+        answers = self.answers[at : at + settings.batch_size]
+        before = self.before[at : at + settings.batch_size]
         denominator = self.loss.denominator(answers)
         loss = 0.0
         useful = self.loss.useful(answers)
@@ -327,7 +309,7 @@ class _Loop:
             if not bool(torch.isfinite(summed)):
                 named = ", ".join(self.job.rows.where(self.prompts[answers[index].prompt].row) for index in members)
                 raise DivergenceError(
-                    f"the loss is not finite at step {state.step + 1}, on answers to {named}. Nothing was updated in this "
+                    f"the loss is not finite at step {self.step + 1}, on answers to {named}. Nothing was updated in this "
                     "step. Lower the learning rate or train in fp32"
                 )
             self.sums.update(sums, scored=losses_T.numel())
@@ -348,8 +330,8 @@ class _Loop:
             self.first_gradient.on_pre_optimizer_step(None, None, None)
         norm = float(torch.nn.utils.clip_grad_norm_(list(self.job.trained.values()), settings.max_grad_norm))
         if not math.isfinite(norm):
-            raise DivergenceError(not_finite(state.step + 1))
-        rate = settings.learning_rate * self.rate_factor(state.step)
+            raise DivergenceError(not_finite(self.step + 1))
+        rate = settings.learning_rate * self.rate_factor(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()

@@ -6,13 +6,14 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from loragate import models
 from loragate.errors import ConfigError
 from loragate.training.compatibility import Plan, refuse_impossible
 from loragate.training.strategy import launch_of
 from loragate.validate import comma_list
 
 if TYPE_CHECKING:
-    from loragate.models import Loading
+    from loragate.models import Loading, LoadingOptions
 
 
 def require_free_out(folder: Path, resume: bool) -> None:
@@ -58,20 +59,17 @@ def require_reporters(names: str) -> None:
             raise ConfigError(f"--report-to {name}: the package is not installed; pip install {name}")
 
 
-def check_loading(options: object) -> Loading:
+def check_loading(options: LoadingOptions, engine: str = "") -> Loading:
     """The `Loading` that a command's options ask for, refused here where it is impossible.
 
     Args:
-        options: of any command that loads a model, with those of the settings dtype, device, quantization, trust_remote_code,
-            chat_template and engine that it has.
+        engine: "vllm" where that loads the model.
 
     Raises:
         ConfigError: naming the flag, and what to change.
     """
-    from loragate.models import Loading
-
-    how = Loading.of(options)
-    if how.quantization != "none" and getattr(options, "engine", "") == "vllm":
+    how = models.Loading.of(options)
+    if how.quantization != "none" and engine == "vllm":
         raise ConfigError(
             f"--quantization {how.quantization} has no effect with vLLM, which loads the base itself; leave it out, or use "
             "--engine transformers"

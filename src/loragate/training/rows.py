@@ -69,7 +69,8 @@ def encode_run(
     """
     many, ranks = len(rows) >= MANY, launch_of().processes
     cache = cache_folder(asked.cache, many)
-    processes = asked.data_workers or (min(WORKERS, _cpus()) if many and (ranks == 1 or cache) else 1)
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = asked.data_workers or (min(WORKERS, cpus) if many and (ranks == 1 or cache) else 1)
     arguments: dict[str, Any] = {"cache": cache, "processes": processes, "on_progress": on_progress}
     if ranks == 1 or cache is None:
         return encode(**arguments)
@@ -109,8 +110,18 @@ def keep_rows_record(
     """
     before = read_record(run) if resume else None
     if before is not None:
-        _require_same_rows(before, run, rows)
-        return
+        if before.get("order_sha256") == rows.fingerprint:
+            return
+        if before.get("rows") != len(rows):
+            change = f"it gave {before.get('rows')} rows then and gives {len(rows)} now"
+        elif before.get("content_sha256") == rows.content:
+            change = "its rows, or the seed that shuffles them, are in another order now"
+        else:
+            change = f"its {len(rows)} rows are not the same ones any more"
+        raise DataError(
+            f"{rows.source} has changed since the run in {run} began: {change}. Put back what was there, with the settings "
+            "that chose the rows, or begin a new run in another folder"
+        )
     if not process_state().is_main_process:
         return
     summary = encoded.summary
@@ -144,22 +155,3 @@ def read_record(run: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def _require_same_rows(before: dict[str, Any], run: Path, rows: Rows) -> None:
-    if before.get("order_sha256") == rows.fingerprint:
-        return
-    if before.get("rows") != len(rows):
-        change = f"it gave {before.get('rows')} rows then and gives {len(rows)} now"
-    elif before.get("content_sha256") == rows.content:
-        change = "its rows, or the seed that shuffles them, are in another order now"
-    else:
-        change = f"its {len(rows)} rows are not the same ones any more"
-    raise DataError(
-        f"{rows.source} has changed since the run in {run} began: {change}. Put back what was there, with the settings "
-        "that chose the rows, or begin a new run in another folder"
-    )
-
-
-def _cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

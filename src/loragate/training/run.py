@@ -24,6 +24,7 @@ from loragate.errors import ConfigError, DataError, TrainingError
 from loragate.gates.quantised import quantization_of
 from loragate.losses.head import IGNORED
 from loragate.losses.objectives import Objective
+from loragate.records import read_value
 from loragate.training.arrangement import PackedCollator, require_separate_sequences
 from loragate.training.callbacks import (
     FiniteGradientCheck,
@@ -38,7 +39,7 @@ from loragate.training.compatibility import Plan, refuse_impossible
 from loragate.training.guards import READING, GuardCallback
 from loragate.training.last_layer import read_positions_only
 from loragate.training.model_state import as_found, statistics_forward
-from loragate.training.run_folder import Past, explain_full_disk, explain_lost_process, prepare_folder
+from loragate.training.run_folder import STATE, explain_full_disk, explain_lost_process, prepare_folder
 from loragate.training.settings import GATE_OBJECTIVES, OBJECTIVES, CalibrationSettings, TrainSettings
 from loragate.training.sharding import causal_model, partitioned, target_device
 from loragate.training.strategy import launch_of
@@ -140,12 +141,13 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
     # the arguments start the process group, so everything that asks for ranks comes after them
     arguments = trainer_arguments(job.settings, folder, len(job.encoded), device.type)
     checkpoint = prepare_folder(job.identity, folder, resume) if keep else None
-    past = Past.of(checkpoint)
+    past: Any = {} if checkpoint is None else read_value(Path(checkpoint) / STATE, "the run cannot be resumed")
+    records = past.get("log_history", ())
     guards = [callback for callback in job.callbacks if isinstance(callback, GuardCallback)]
     for guard in guards:
-        guard.restore(past.records)
+        guard.restore(records)
     # the trainer would take a step more before it looks whether it is to stop
-    ended = past.steps >= arguments.max_steps or any(guard.guard.verdict is not None for guard in guards)
+    ended = past.get("global_step", 0) >= arguments.max_steps or any(one.guard.verdict is not None for one in guards)
     stopper = StopOnInterrupt()
     callbacks: list[Any] = [stopper, *job.callbacks]
     if keep:
@@ -186,12 +188,12 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
             trainer.remove_callback(printer)
         trainer.history = [
             {name: value for name, value in record.items() if name != "epoch"}
-            for record in past.records
+            for record in records
             if READING not in record
         ]
         if checkpoint is not None and ended:
             trainer._load_from_checkpoint(checkpoint)
-            return TrainingOutcome(trainer.history, past.steps, 0.0, fused)
+            return TrainingOutcome(trainer.history, past["global_step"], 0.0, fused)
         if job.settings.packing:
             require_separate_sequences(job.model, next(job.model.parameters()).device)
         try:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -134,27 +133,6 @@ def is_finished(folder: Path, last: str | None) -> bool:
         return "train_runtime" in end and (state is None or end["step"] >= state["max_steps"])
     except (OSError, ValueError, LookupError, TypeError):
         return False
-
-
-@dataclass(frozen=True)
-class Past:
-    """What a trainer's checkpoint tells of the run before it.
-
-    Attributes:
-        steps: optimiser steps taken.
-        records: its log records, as the trainer keeps them.
-    """
-
-    steps: int = 0
-    records: Sequence[dict[str, Any]] = ()
-
-    @classmethod
-    def of(cls, checkpoint: str | None) -> Past:
-        """That of a complete checkpoint; nothing for None."""
-        if checkpoint is None:
-            return cls()
-        state = json.loads((Path(checkpoint) / STATE).read_text(encoding="utf-8"))
-        return cls(state["global_step"], state.get("log_history", ()))
 
 
 def last_checkpoint(folder: Path) -> str | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -76,16 +76,11 @@ def partitioned(model: Any, trained: dict[str, nn.Parameter]) -> Iterator[tuple[
         yield model, trained
         return
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    with spread(model) if strategy == "fsdp2" else _zero3_twin(model) as twin:
+    with spread(model) if strategy == "fsdp2" else nullcontext(twin_of(model, share_gates=False)) as twin:
         copies = dict(twin.named_parameters())
         yield twin, {name: copies[names[id(parameter)]] for name, parameter in trained.items()}
-
-
-@contextmanager
-def _zero3_twin(model: Any) -> Iterator[Any]:
-    twin = twin_of(model, share_gates=False)
-    yield twin
-    write_back(twin, model)
+        if strategy == "zero3":
+            write_back(twin, model)
 
 
 def is_sharded(model: Any) -> bool:

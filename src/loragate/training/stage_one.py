@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,14 +14,14 @@ from torch import nn
 
 from loragate.data import EncodedRows, encode_rows, load_rows
 from loragate.data.loading import RowsGiven
-from loragate.errors import ConfigError, nearest
+from loragate.errors import ConfigError
 from loragate.gates.artifact import write_adapter
 from loragate.gates.fingerprint import base_weight_samples, config_fingerprint, weights_checksum
 from loragate.gates.quantised import keep_unpacked
 from loragate.losses import add_statistics_forward
-from loragate.losses.causal_head import ReferenceRequest
+from loragate.losses.causal_head import ReferenceRequest, evaluation_mode
 from loragate.losses.divergence import Reference, require_same_vocabulary
-from loragate.losses.objectives import FACTORIES, Objective
+from loragate.losses.objectives import Objective, objective_of
 from loragate.models import ModelRef, resolve
 from loragate.training.run import (
     OnStep,
@@ -83,29 +82,6 @@ class StageOneResult:
         tokenizer.save_pretrained(str(folder))
 
 
-def objective_of(settings: StageOneSettings) -> Objective:
-    """The objective with its options.
-
-    Raises:
-        ConfigError: for an option the objective does not have, or a value it refuses.
-    """
-    factory = FACTORIES[settings.objective]
-    options = settings.objective_options or {}
-    known = list(inspect.signature(factory).parameters)
-    for name in options:
-        if name not in known:
-            listed = ", ".join(known) or "none"
-            raise ConfigError(
-                f"objective {settings.objective!r} has no option {name!r}{nearest(name, known)} (it has {listed})"
-            )
-    try:
-        return factory(**options)
-    except TypeError as error:
-        raise ConfigError(
-            f"objective {settings.objective!r}: an option has the wrong type in {options!r} ({error})"
-        ) from error
-
-
 def adapter_settings(settings: StageOneSettings, record: Any) -> StageOneSettings:
     """The settings with rank, α, dropout, variant and modules of the adapter that is continued.
 
@@ -140,23 +116,6 @@ def require_reference_read(objective: Objective) -> None:
         )
 
 
-def require_plain_base(base_model: Any) -> None:
-    """Refuse a base that wears an adapter: a second one would share its layers, and overwrite one of the same name.
-
-    Raises:
-        ConfigError: naming what was found and the two ways to a plain base.
-    """
-    layer = next((name for name, part in base_model.named_modules() if isinstance(part, BaseTunerLayer)), None)
-    if layer is None and not isinstance(base_model, PeftModel):
-        return
-    found = f"{layer} is an adapter's layer" if layer is not None else f"this is a {type(base_model).__name__}"
-    raise ConfigError(
-        f"the base already carries an adapter ({found}), which a second one would share and overwrite: load a fresh base, or "
-        "take the adapter off with base = model.unload(). To train a finished adapter on, name its folder in "
-        "StageOneSettings(adapter=...)"
-    )
-
-
 def build_adapter(base_model: Any, settings: StageOneSettings) -> Any:
     """A fresh adapter on `base_model`; the seed is set immediately before its factors are drawn."""
     targets: str | list[str] = settings.target_modules
@@ -188,13 +147,8 @@ def build_adapter(base_model: Any, settings: StageOneSettings) -> Any:
 @torch.no_grad()
 def base_reference(model: Any, inputs: dict[str, Any]) -> Reference:
     """The distributions of a PeftModel's base on a batch, its adapter switched off for the pass: no second copy of the weights."""
-    was_training = model.training
-    model.eval()
-    try:
-        with getattr(model, "module", model).disable_adapter():
-            answer: Reference = model(**inputs, statistics=ReferenceRequest())
-    finally:
-        model.train(was_training)
+    with evaluation_mode(model), getattr(model, "module", model).disable_adapter():
+        answer: Reference = model(**inputs, statistics=ReferenceRequest())
     return answer
 
 
@@ -265,7 +219,14 @@ def train_adapter(
     folder = run_folder_given(run_folder, resume)
     if objective is not None:
         require_own(objective, settings)
-    require_plain_base(base_model)
+    worn = next((name for name, part in base_model.named_modules() if isinstance(part, BaseTunerLayer)), None)
+    if worn is not None or isinstance(base_model, PeftModel):
+        found = f"{worn} is an adapter's layer" if worn is not None else f"this is a {type(base_model).__name__}"
+        raise ConfigError(
+            f"the base already carries an adapter ({found}), which a second one would share and overwrite: load a fresh base, or "
+            "take the adapter off with base = model.unload(). To train a finished adapter on, name its folder in "
+            "StageOneSettings(adapter=...)"
+        )
     if settings.adapter:
         place = resolve(settings.adapter, expect="adapter", base_later=True)
         settings = adapter_settings(settings, place.peft_config())
@@ -275,7 +236,7 @@ def train_adapter(
         source = source.shuffled(settings.seed)
         encoded = encode_rows(source, tokenizer, max_length=settings.max_length)
     settings = settings.fitted(len(encoded), launch_of().processes)
-    chosen = objective_of(settings) if objective is None else objective
+    chosen = objective_of(settings.objective, settings.objective_options) if objective is None else objective
     require_mask_column(chosen, encoded, source)
     refers = "reference_kl" in chosen.requires
     if reference_model is not None:

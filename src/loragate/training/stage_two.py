@@ -276,9 +276,11 @@ def calibrate(
                 own = OnPolicyJob(**shared, adapter_name=name, sampler=sampler, reward=reward, guard=watch)
                 outcome = run_on_policy(own, folder, resume=resume, on_step=on_step)
             else:
+                # "ce", the paper's ablation, has the entropy in its log
+                ce = replace(sft(), name="ce", k=k, reads_entropy=True)
                 job = TrainingJob(
                     **shared,
-                    objective=objective or _objective_of(settings.objective, k),
+                    objective=objective or (ce if settings.objective == "ce" else GateEntropy(k)),
                     recorder=lambda running: record_gates(running, name),
                     check_gradient=True,
                     callbacks=guard_callbacks(watch, probe, model, collator, encoded, name),
@@ -333,11 +335,6 @@ def _frozen_checksum(model: Any) -> str:
     return weights_checksum(
         (name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad
     )
-
-
-def _objective_of(name: str, k: int) -> Objective:
-    """What trains gates on the given rows: "entropy", or "ce", the paper's ablation, with the entropy in its log."""
-    return replace(sft(), name="ce", k=k, reads_entropy=True) if name == "ce" else GateEntropy(k)
 
 
 def calibration_rows(

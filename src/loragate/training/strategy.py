@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,31 +60,15 @@ def launch_of(environment: Mapping[str, str] | None = None) -> Launch:
     if flag("ACCELERATE_USE_FSDP"):
         strategy = f"fsdp{number('FSDP_VERSION', 1)}"
     elif flag("ACCELERATE_USE_DEEPSPEED"):
-        stage = _stage_of(known.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", ""))
-        strategy = f"zero{stage if stage is not None else number('ACCELERATE_DEEPSPEED_ZERO_STAGE', 2)}"
+        stage = number("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2)
+        with suppress(OSError, ValueError, LookupError, TypeError):  # a DeepSpeed configuration of the user's own
+            own = json.loads(Path(known.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")).read_text(encoding="utf-8"))
+            stage = int(own["zero_optimization"]["stage"])
+        strategy = f"zero{stage}"
     strategy = known.get(ASKED) or strategy
     offload = strategy.startswith("fsdp") and flag("FSDP_OFFLOAD_PARAMS")
     local = max(0, number("LOCAL_RANK", 0))
     return Launch(strategy, processes, number("RANK", 0), local, flag("ACCELERATE_USE_CPU"), offload)
-
-
-def _stage_of(file: str) -> int | None:
-    """The ZeRO stage in a DeepSpeed configuration of the user's own."""
-    try:
-        return int(json.loads(Path(file).read_text(encoding="utf-8"))["zero_optimization"]["stage"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-
-
-def take_over_fsdp() -> None:
-    """Keep Accelerate from sharding: with FSDP2 the model is sharded by loragate, before Accelerate sees it.
-
-    The launcher's wish is noted under a name of our own, which `launch_of` reads. Call it before anything of Accelerate.
-    """
-    launch = launch_of()
-    if launch.strategy == "fsdp2" and "ACCELERATE_USE_FSDP" in os.environ:
-        os.environ[ASKED] = launch.strategy
-        del os.environ["ACCELERATE_USE_FSDP"]
 
 
 def process_state() -> Any:
@@ -94,8 +79,10 @@ def process_state() -> Any:
     import torch
     from accelerate import PartialState
 
-    take_over_fsdp()
     launch = launch_of()
+    # with FSDP2 the model is sharded by loragate, before Accelerate sees it; the wish is noted under a name of our own
+    if launch.strategy == "fsdp2" and os.environ.pop("ACCELERATE_USE_FSDP", None) is not None:
+        os.environ[ASKED] = launch.strategy
     on_cpu = launch.cpu or not (torch.cuda.is_available() or torch.backends.mps.is_available())
     if launch.strategy == "zero3":
         # Accelerate gives DeepSpeed no process of a group on the CPU; with a backend named it does

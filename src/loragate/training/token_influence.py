@@ -29,7 +29,7 @@ from loragate.errors import ConfigError, DataError, nearest
 from loragate.files import first_difference, write_json, write_text
 from loragate.losses import StatisticsRequest
 from loragate.losses.head import IGNORED
-from loragate.models import Loading, Place, open_tokenizer, open_weights, put_on, resolve
+from loragate.models import Loading, open_tokenizer, open_weights, put_on, resolve
 from loragate.records import read_value
 from loragate.training.model_state import statistics_forward
 
@@ -115,7 +115,25 @@ def mask_rows(
     }
     partial = out.with_name(out.name + ".partial")
     folder = ScoreFolder(partial, identity, lengths, resume=resume)
-    _score_both(base, other, how, folder, scored, tokenizer.pad_token_id, display, micro_batch_size)
+
+    def score(name: str, load: Callable[[], Any]) -> Any:
+        first = folder.finished(name)
+        if first == len(scored):
+            return None
+        with display.job(f"scoring under the {name}", len(scored), "row") as job:
+            scorer, pad = load(), tokenizer.pad_token_id
+            windows = response_log_probs(scorer, scored, pad, micro_batch_size=micro_batch_size, first=first)
+            folder.append(name, windows, lambda done: job.advance_to(done))
+        return scorer
+
+    # one model in memory at a time; an adapter is put on the base that is there
+    plain = score("base", lambda: open_weights(base, how))
+    if other.kind == "adapter":
+        score("reference", lambda: put_on(plain or open_weights(base, how), other))
+    else:
+        plain = None
+        gc.collect()
+        score("reference", lambda: open_weights(other, how))
     influence = [under - alone for alone, under in zip(folder.read("base"), folder.read("reference"), strict=True)]
     masks, full_lengths = keep_masks(influence, keep, scope), response_lengths(whole)
     lines = []
@@ -147,37 +165,6 @@ def mask_rows(
     write_json(out.with_name(out.name + ".record.json"), {**identity, **summary})
     shutil.rmtree(partial)
     return summary
-
-
-def _score_both(
-    base: Place,
-    reference: Place,
-    how: Loading,
-    folder: ScoreFolder,
-    encoded: list[dict[str, Any]],
-    pad_token_id: int,
-    display: Display,
-    size: int,
-) -> None:
-    """One pass per model, one model in memory at a time; an adapter is put on the base that is there."""
-
-    def score(name: str, load: Callable[[], Any]) -> Any:
-        first = folder.finished(name)
-        if first == len(encoded):
-            return None
-        with display.job(f"scoring under the {name}", len(encoded), "row") as job:
-            model = load()
-            windows = response_log_probs(model, encoded, pad_token_id, micro_batch_size=size, first=first)
-            folder.append(name, windows, lambda done: job.advance_to(done))
-        return model
-
-    plain = score("base", lambda: open_weights(base, how))
-    if reference.kind == "adapter":
-        score("reference", lambda: put_on(plain or open_weights(base, how), reference))
-        return
-    plain = None
-    gc.collect()
-    score("reference", lambda: open_weights(reference, how))
 
 
 @torch.no_grad()

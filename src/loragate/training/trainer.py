@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from datasets import Dataset, concatenate_datasets
 from safetensors.torch import load_file, save_file
 from torch import nn
 from trl import SFTConfig, SFTTrainer
@@ -22,6 +23,7 @@ from trl import SFTConfig, SFTTrainer
 from loragate.errors import ConfigError, DivergenceError, TrainingError
 from loragate.files import write_atomically
 from loragate.losses import ObjectiveContext, StatisticsRequest, TokenStatistics, WeightedCrossEntropy
+from loragate.losses.causal_head import evaluation_mode
 from loragate.losses.divergence import Reference
 from loragate.losses.head import IGNORED
 from loragate.losses.objectives import Objective
@@ -114,15 +116,9 @@ class StatisticsTrainer(SFTTrainer):
             mask = inputs["labels"][:, 1:] != IGNORED
             nothing = torch.empty(0, device=mask.device)
             return TokenStatistics(nothing, nothing, nothing, mask, self.request.k), context
-        model = self.model_wrapped
-        was_training = model.training
-        model.eval()
-        try:
-            with self.compute_loss_context_manager():
-                request = replace(self.request, outputs=self.batch_reads, gradients=())
-                return self._statistics(model, inputs, request), context
-        finally:
-            model.train(was_training)
+        with evaluation_mode(self.model_wrapped), self.compute_loss_context_manager():
+            request = replace(self.request, outputs=self.batch_reads, gradients=())
+            return self._statistics(self.model_wrapped, inputs, request), context
 
     def _gathered(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows [N, ...] of all processes, in their order; N may differ."""
@@ -157,7 +153,9 @@ class StatisticsTrainer(SFTTrainer):
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         inputs, rows, context = self._unpacked(inputs)
-        with self._recording() as record:
+        logged = (self.state.global_step + 1) % self.args.logging_steps == 0
+        wanted = self.recorder is not None and logged and self.model.training
+        with self.recorder(self.model) if wanted else nullcontext() as record:  # type: ignore[misc]
             if record is not None:
                 record.token_mask = inputs["labels"].ne(IGNORED)
             stats = self._statistics(model, inputs, self.request)
@@ -168,10 +166,23 @@ class StatisticsTrainer(SFTTrainer):
             num_items_in_batch = stats.mask.sum()
         summed = losses.sum()
         if not bool(torch.isfinite(summed)):
-            raise DivergenceError(self._offending_rows(losses, rows))
+            bad = ~torch.isfinite(losses)
+            at_fault = rows[:, 1:][bad].unique() if rows.dim() == 2 else rows[bad.any(-1)]
+            named = ", ".join(self.where(int(row)) for row in at_fault.tolist())
+            raise DivergenceError(
+                f"the loss is not finite at step {self.state.global_step + 1}: {named or 'in the sum'}. Nothing was updated in "
+                "this step. Look at these rows (empty, extremely long or repeated text?); if they are fine, lower the learning "
+                "rate or train in fp32"
+            )
         loss = summed / torch.as_tensor(num_items_in_batch, device=summed.device).clamp(min=1)
         loss = loss * self.accelerator.num_processes
-        self._count(stats)
+        with torch.no_grad():
+            self._add("tokens", stats.mask.sum())
+            for name, key in (("log_prob", "nll"), ("entropy", "entropy"), ("topk_entropy", "topk_entropy")):
+                if name in self.request.outputs:
+                    self._add(key, getattr(stats, name).detach().double().sum())
+            if stats.kl is not None:
+                self._add("reference_kl", stats.kl.detach().double().sum())
         return (loss, stats) if return_outputs else loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -191,30 +202,6 @@ class StatisticsTrainer(SFTTrainer):
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
         """Not here: the gates are reduced together in `training_step`, not one by one as their gradients arrive."""
-
-    def _recording(self) -> Any:
-        logged = (self.state.global_step + 1) % self.args.logging_steps == 0
-        wanted = self.recorder is not None and logged and self.model.training
-        return self.recorder(self.model) if wanted else nullcontext()  # type: ignore[misc]
-
-    def _offending_rows(self, losses: torch.Tensor, rows: torch.Tensor) -> str:
-        bad = ~torch.isfinite(losses)
-        at_fault = rows[:, 1:][bad].unique() if rows.dim() == 2 else rows[bad.any(-1)]
-        named = [self.where(int(row)) for row in at_fault.tolist()]
-        return (
-            f"the loss is not finite at step {self.state.global_step + 1}: {', '.join(named) or 'in the sum'}. "
-            "Nothing was updated in this step. Look at these rows (empty, extremely long or repeated text?); if they are "
-            "fine, lower the learning rate or train in fp32"
-        )
-
-    def _count(self, stats: TokenStatistics) -> None:
-        with torch.no_grad():
-            self._add("tokens", stats.mask.sum())
-            for name, key in (("log_prob", "nll"), ("entropy", "entropy"), ("topk_entropy", "topk_entropy")):
-                if name in self.request.outputs:
-                    self._add(key, getattr(stats, name).detach().double().sum())
-            if stats.kl is not None:
-                self._add("reference_kl", stats.kl.detach().double().sum())
 
     def _add(self, name: str, value: torch.Tensor) -> None:
         value = value.double()
@@ -360,8 +347,6 @@ def trainer_arguments(settings: TrainSettings, folder: Path, rows: int, device: 
 def as_dataset(rows: Sequence[dict[str, Any]], settings: TrainSettings, processes: int = 1) -> Any:
     """Tokenised rows (input_ids, labels, row, optional keep_mask) as a `datasets.Dataset` in memory, as `arranged_steps` orders
     them."""
-    from datasets import Dataset, concatenate_datasets
-
     parts, waiting = [], []
     for step in arranged_steps(rows, settings, processes):
         waiting += step

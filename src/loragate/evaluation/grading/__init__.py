@@ -4,6 +4,6 @@ Importing this package is light: sympy and math-verify are imported by worker pr
 """
 
 from loragate.evaluation.answers import Grade, last_boxed
-from loragate.evaluation.grading.pool import MATH_GRADERS, GradingPool, Job, MathGrader, grade_math, math_grader
+from loragate.evaluation.grading.pool import MATH_GRADERS, GradingPool, Job, MathGrader, grade_math
 
-__all__ = ["MATH_GRADERS", "Grade", "GradingPool", "Job", "MathGrader", "grade_math", "last_boxed", "math_grader"]
+__all__ = ["MATH_GRADERS", "Grade", "GradingPool", "Job", "MathGrader", "grade_math", "last_boxed"]

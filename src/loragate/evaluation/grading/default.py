@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 
 from loragate.evaluation.grading.notation import (
     is_text,
@@ -117,7 +116,9 @@ def _same_item(gold: str, answer: str, tolerance: float | None, algebra: Algebra
     gold_name, gold_value = name_of(gold)
     answer_name, answer_value = name_of(answer)
     if gold_name and answer_name:
-        if not _same_name(key(gold_name), key(answer_name)):
+        short, long = sorted((key(gold_name), key(answer_name)), key=len)
+        # y is a name for any function: y=x^2 and f(x)=x^2
+        if short != long and not (short == "y" and re.fullmatch(r"[a-z]\([a-z]\)", long)):
             return False
         return _same(gold_value, answer_value, tolerance, algebra)
     if (gold_name and "=" not in answer) or (answer_name and "=" not in gold):
@@ -125,28 +126,16 @@ def _same_item(gold: str, answer: str, tolerance: float | None, algebra: Algebra
     known = _same_value(gold, answer, tolerance)
     if known is not None:
         return known
-    if "=" not in gold and (said := _said_twice(answer)):
-        either, sides = said
-        verdicts = [_same_item(gold, side, tolerance, algebra) for side in sides]
-        return _any(verdicts) if either else _all(verdicts)
+    # one of `\frac{1}{3} \approx 0.333` is enough; of `5+7=12` all must be right
+    for enough, sides in ((True, _APPROXIMATELY.split(answer)), (False, sides_of(answer))):
+        filled = [side.strip() for side in sides if side.strip()]
+        if len(sides) > 1 and filled and "=" not in gold:
+            verdicts = [_same_item(gold, side, tolerance, algebra) for side in filled]
+            return enough if enough in verdicts else None if None in verdicts else not enough
     (gold_body, _), (answer_body, _) = split_unit(gold), split_unit(answer)
     if (gold_body, answer_body) != (gold, answer) and key(gold_body) == key(answer_body):
         return True
     return algebra(unwrap_fonts(gold_body), unwrap_fonts(answer_body), tolerance)
-
-
-def _said_twice(answer: str) -> tuple[bool, list[str]] | None:
-    r"""(one of them is enough, the sides) of `\frac{1}{3} \approx 0.333`, and of `5+7=12`, where all must be right."""
-    for either, sides in ((True, _APPROXIMATELY.split(answer)), (False, sides_of(answer))):
-        if len(sides) > 1 and (filled := [side.strip() for side in sides if side.strip()]):
-            return either, filled
-    return None
-
-
-def _same_name(gold: str, answer: str) -> bool:
-    """The same name, or y for a function: y=x^2 and f(x)=x^2."""
-    names = sorted((gold, answer), key=len)
-    return gold == answer or (names[0] == "y" and re.fullmatch(r"[a-z]\([a-z]\)", names[1]) is not None)
 
 
 def _same_value(gold: str, answer: str, tolerance: float | None) -> Verdict:
@@ -155,21 +144,13 @@ def _same_value(gold: str, answer: str, tolerance: float | None) -> Verdict:
     known_gold, known_answer = read_unit(gold_unit), read_unit(answer_unit)
     if known_gold and known_answer and known_gold.kinds != known_answer.kinds:
         return False
-    left = read_number(_plain(gold_body))
-    right = read_number(_plain(answer_body))
+    left, right = (read_number(strip_outer_braces(unwrap_fonts(body))) for body in (gold_body, answer_body))
     if left is None or right is None:
         return None
     if known_gold and known_answer and known_gold.size != known_answer.size:
-        right = _scaled(right, known_answer.size / known_gold.size)
+        factor = known_answer.size / known_gold.size
+        right = Number(None if right.value is None else right.value * factor, right.percent)
     return same_number(left, right, tolerance)
-
-
-def _plain(text: str) -> str:
-    return strip_outer_braces(unwrap_fonts(text))
-
-
-def _scaled(number: Number, factor: Fraction) -> Number:
-    return Number(None if number.value is None else number.value * factor, number.percent)
 
 
 def _same_shape(gold: Shape, answer: Shape, tolerance: float | None, algebra: Algebra) -> Verdict:
@@ -187,16 +168,8 @@ def _same_shape(gold: Shape, answer: Shape, tolerance: float | None, algebra: Al
         return False
     if gold.kind == "union":
         return _pair_up(gold.parts, answer.parts, same)
-    return _all(same(left, right) for left, right in zip(gold.parts, answer.parts))
-
-
-def _all(verdicts: object) -> Verdict:
-    seen = list(verdicts)  # type: ignore[call-overload]
-    return False if False in seen else None if None in seen else True
-
-
-def _any(verdicts: Sequence[Verdict]) -> Verdict:
-    return True if True in verdicts else None if None in verdicts else False
+    verdicts = [same(left, right) for left, right in zip(gold.parts, answer.parts)]
+    return False if False in verdicts else None if None in verdicts else True
 
 
 def _pair_up(gold: Sequence[str], answer: Sequence[str], same: Callable[[str, str], Verdict]) -> Verdict:

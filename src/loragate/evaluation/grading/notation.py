@@ -194,7 +194,8 @@ def read_unit(text: str) -> Unit | None:
         return Unit((("angle", 1),), Fraction(1)) if not re.search("[CFK]$", text) else None
     kinds: dict[str, int] = {}
     size = Fraction(1)
-    words = re.sub(r"\b(square|sq|cubic|cu)\.?\s+([A-Za-z]+)", _spell_power, text)
+    words = re.sub(r"\b(?:square|sq)\.?\s+([A-Za-z]+)", r"\1^2", text)
+    words = re.sub(r"\b(?:cubic|cu)\.?\s+([A-Za-z]+)", r"\1^3", words)
     words = re.sub(r"\s+per\s+|\s+an\s+", "/", words)
     if "mph" in words.split():
         words = words.replace("mph", "mile/h")
@@ -210,10 +211,6 @@ def read_unit(text: str) -> Unit | None:
             kinds[entry[0]] = kinds.get(entry[0], 0) + exponent
             size *= Fraction(entry[1]) ** exponent
     return Unit(tuple(sorted((kind, exponent) for kind, exponent in kinds.items() if exponent)), size)
-
-
-def _spell_power(match: re.Match[str]) -> str:
-    return f"{match[2]}^{2 if match[1].startswith('sq') else 3}"
 
 
 def _lookup(name: str) -> tuple[str, str] | None:

@@ -55,7 +55,9 @@ class _TooLargeError(Exception):
 
 def read_number(text: str) -> Number | None:
     """Return the number that `text` (normalised, without fonts) writes, or None where it is not arithmetic."""
-    body = join_thousands(text.strip())
+    body = text.strip()
+    if not any(bracket in body for bracket in "()[]"):  # which would make 10,080 a list
+        body = _THOUSANDS.sub(lambda match: match.group(1) + re.sub(r"[ ,]", "", match.group(2)), body)
     percent = re.search(r"\\?%$", body)
     if percent is not None:
         body = body[: percent.start()].strip()
@@ -69,13 +71,6 @@ def read_number(text: str) -> Number | None:
     except _TooLargeError:
         return Number(None)
     return Number(value, percent is not None, _slack(body))
-
-
-def join_thousands(text: str) -> str:
-    """Return `text` without the separators of `10,080` and `1 000 000`, if it has no brackets that make it a list."""
-    if any(bracket in text for bracket in "()[]"):
-        return text
-    return _THOUSANDS.sub(lambda match: match.group(1) + re.sub(r"[ ,]", "", match.group(2)), text)
 
 
 def same_number(gold: Number, answer: Number, tolerance: float | None = None) -> bool | None:
@@ -179,7 +174,8 @@ class _Reader:
                 value *= self.power()
             else:
                 break
-            _check(value)
+            if value.numerator.bit_length() + value.denominator.bit_length() > 2 * MAX_BITS:
+                raise _NotANumberError
         return sign * value
 
     def signed(self) -> Fraction:
@@ -211,7 +207,11 @@ class _Reader:
         base = self.atom()
         while self.peek() == "!":
             self.take()
-            base = _factorial(base)
+            if base.denominator != 1 or base < 0:
+                raise _NotANumberError
+            if base > 1500:
+                raise _TooLargeError
+            base = Fraction(factorial(int(base)))
         if self.peek() == "^":
             self.take()
             negative = self.peek() == "-"
@@ -231,7 +231,11 @@ class _Reader:
             top = self.argument()
             return _divide(top, self.argument())
         if token[0].isdigit() or token[0] == ".":
-            return _literal(token)
+            mantissa, _, exponent = token.lower().partition("e")
+            power = int(exponent.strip("{}")) if exponent else 0
+            if abs(power) > 5000:
+                raise _TooLargeError
+            return Fraction("0" + mantissa.removesuffix(".")) * Fraction(10) ** power
         raise _NotANumberError
 
     def argument(self) -> Fraction:
@@ -247,27 +251,10 @@ class _Reader:
         return Fraction(token[0])
 
 
-def _literal(token: str) -> Fraction:
-    mantissa, _, exponent = token.lower().partition("e")
-    power = int(exponent.strip("{}")) if exponent else 0
-    if abs(power) > 5000:
-        raise _TooLargeError
-    mantissa = mantissa.removesuffix(".")
-    return Fraction("0" + mantissa) * Fraction(10) ** power
-
-
 def _divide(top: Fraction, bottom: Fraction) -> Fraction:
     if bottom == 0:
         raise _NotANumberError
     return top / bottom
-
-
-def _factorial(value: Fraction) -> Fraction:
-    if value.denominator != 1 or value < 0:
-        raise _NotANumberError
-    if value > 1500:
-        raise _TooLargeError
-    return Fraction(factorial(int(value)))
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
@@ -279,8 +266,3 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
             raise _TooLargeError
         raise _NotANumberError
     return base ** int(exponent) if abs(base) != 1 else base ** (int(exponent) % 2)
-
-
-def _check(value: Fraction) -> None:
-    if value.numerator.bit_length() + value.denominator.bit_length() > 2 * MAX_BITS:
-        raise _NotANumberError

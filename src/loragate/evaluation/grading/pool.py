@@ -85,16 +85,12 @@ def _begin_dft(response: str, gold: str, tolerance: float | None) -> Grade | Job
     return Job(stripped, answer) if answer else Grade(False, None, "no_box")
 
 
-def _begin_math_verify(response: str, gold: str, tolerance: float | None) -> Grade | Job:
-    return Job(gold, response)
-
-
 _JUDGES = "loragate.evaluation.grading.symbolic"
 MATH_GRADERS: dict[str, MathGrader] = {
     grader.name: grader
     for grader in (
         MathGrader("default", _begin_default, f"{_JUDGES}:default"),
-        MathGrader("math_verify", _begin_math_verify, f"{_JUDGES}:math_verify"),
+        MathGrader("math_verify", lambda response, gold, tolerance: Job(gold, response), f"{_JUDGES}:math_verify"),
         MathGrader("dft", _begin_dft, f"{_JUDGES}:dft"),
     )
 }
@@ -124,7 +120,8 @@ class GradingPool:
             ConfigError: for an unknown grader or a limit that is not positive.
         """
         self.grader = math_grader(grader) if isinstance(grader, str) else grader
-        self.workers = _usable_cores() if workers is None else workers
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.workers = min(8, cores) if workers is None else workers
         for name, value in (("workers", self.workers), ("timeout_s", timeout_s), ("memory_mb", memory_mb)):
             if not value > 0:
                 raise ConfigError(f"{name} is {value}; it must be positive")
@@ -307,11 +304,6 @@ class _Worker:
             line += chunk
         message: dict[str, Any] = json.loads(line)
         return message
-
-
-def _usable_cores() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(8, cores))
 
 
 _pools: dict[str, GradingPool] = {}

@@ -21,7 +21,7 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
 from loragate.evaluation.grading.default import UnjudgedError, Verdict, decide
-from loragate.evaluation.grading.dft import math_equal
+from loragate.evaluation.grading.dft_equality import math_equal
 from loragate.evaluation.grading.numbers import Number, read_number, same_number
 
 _DIGITS = 40
@@ -44,7 +44,7 @@ _IDENTIFIER = re.compile(
     r"|(?P<name>[A-Za-z](?:\s*_\s*(?:\{\s*\\?\w+\s*\}|\w))?)"
 )
 
-_DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ\s*\}?")
+_DEGREES, _RADIANS = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ\s*\}?"), r"\\frac{\1 \\pi}{180}"
 
 
 class Unread(Exception):
@@ -81,7 +81,7 @@ def read(text: str) -> Any:
         basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
     )
     parsed = parse(
-        f"${_IDENTIFIER.sub(_code, _DEGREES.sub(_radians, text))}$",
+        f"${_IDENTIFIER.sub(_code, _DEGREES.sub(_RADIANS, text))}$",
         extraction_config=[LatexExtractionConfig(boxed_match_priority=-1, normalization_config=spelling)],
         fallback_mode="no_fallback",
         extraction_mode="first_match",
@@ -97,10 +97,6 @@ def read(text: str) -> Any:
     # the parser gives one letter several assumptions, and its imaginary unit is at times a symbol
     names = {symbol: sympy.I if symbol.name == "i" else sympy.Symbol(symbol.name) for symbol in result.free_symbols}
     return result.subs(names) if names else result
-
-
-def _radians(match: re.Match[str]) -> str:
-    return rf"\frac{{{match[1]} \pi}}{{180}}"
 
 
 def _code(match: re.Match[str]) -> str:

@@ -1,7 +1,6 @@
 """Programs written by a model, run where they can do no harm and judged where they cannot cheat."""
 
 from loragate.evaluation.sandbox.code import (
-    CodeTask,
     extract_code,
     grade_code,
     grade_codes,
@@ -14,7 +13,6 @@ from loragate.evaluation.sandbox.tiers import TIERS, Limits, ProgramResult, Sand
 __all__ = [
     "TIERS",
     "Checks",
-    "CodeTask",
     "Limits",
     "ProgramResult",
     "SandboxError",

@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +71,8 @@ def mbpp_program(row: Row, response: str) -> CodeTask | None:
     kept = "\n".join(ast.unparse(node) for node in prepared if not isinstance(node, ast.ClassDef))
     source = "\n".join([imports, kept, *tests]) + "\n"
     reference = top_level_names(_module(_text(row, "code"), row, "code"))
-    used = _used_names(_module(source, row, "test_list"))
+    tests_tree = _module(source, row, "test_list")
+    used = _used_names(tests_tree)
     required = [name for name in reference if name in used]
     code = extract_code(response, required[-1] if required else None)
     if code is None:
@@ -82,7 +84,9 @@ def mbpp_program(row: Row, response: str) -> CodeTask | None:
     ]
     names = dict.fromkeys([*required, *classes, *_free_names(source, row)])
     program = "\n".join([*shared, code]) + "\n"
-    return CodeTask(program, Checks(source, tuple(names), tuple(_called(source, required, row))))
+    calls = [node.func for node in ast.walk(tests_tree) if isinstance(node, ast.Call)]
+    called = {call.id for call in calls if isinstance(call, ast.Name)}
+    return CodeTask(program, Checks(source, tuple(names), tuple(name for name in required if name in called)))
 
 
 KINDS: dict[str, Callable[[Row, str], CodeTask | None]] = {
@@ -296,12 +300,12 @@ def _is_code(piece: str) -> bool:
 
 
 def _is_open(piece: str) -> bool:
-    try:
-        ast.parse(piece)
-    except SyntaxError as error:
-        return "never closed" in str(error) or "unterminated triple" in str(error)
-    except (ValueError, RecursionError, MemoryError):
-        return False
+    """Whether a bracket or string of a piece goes on."""
+    with suppress(ValueError, RecursionError, MemoryError):
+        try:
+            ast.parse(piece)
+        except SyntaxError as error:
+            return "never closed" in str(error) or "unterminated triple" in str(error)
     return False
 
 
@@ -339,10 +343,3 @@ def _free_names(source: str, row: Row) -> list[str]:
         elif isinstance(node, ast.ExceptHandler) and node.name:
             bound.add(node.name)
     return sorted(_used_names(tree) - bound)
-
-
-def _called(source: str, names: Sequence[str], row: Row) -> list[str]:
-    """Those of `names` that the checks call."""
-    calls = [node.func for node in ast.walk(_module(source, row, "test_list")) if isinstance(node, ast.Call)]
-    called = {call.id for call in calls if isinstance(call, ast.Name)}
-    return [name for name in names if name in called]

@@ -169,18 +169,15 @@ class Child:
         self.process.wait()
         # The processes of a PID namespace die a moment after its first; they hold the pipe until then.
         with contextlib.suppress(OSError):
-            self._wait_for_the_last()
+            for _ in range(64):
+                ready, _, _ = select.select([self.output], [], [], 0.5)
+                if not ready or not self.drain():
+                    break
         self.output.close()
         self.control.close()
         if self._folder:
             with contextlib.suppress(OSError):
                 self._folder.cleanup()
-
-    def _wait_for_the_last(self) -> None:
-        for _ in range(64):
-            ready, _, _ = select.select([self.output], [], [], 0.5)
-            if not ready or not self.drain():
-                return
 
 
 @functools.cache

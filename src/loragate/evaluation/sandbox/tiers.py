@@ -186,19 +186,12 @@ def _read_only_folders() -> list[str]:
     return words
 
 
-@functools.cache
-def _mapped_ids() -> tuple[int, int]:
-    """The widest stretch of user ids that exist here: first, and how many."""
-    lines = Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines()
-    stretches = [tuple(map(int, line.split())) for line in lines]
-    first, _, count = max(stretches, key=lambda stretch: stretch[2])
-    return first, min(count, 2**31 - 2)
-
-
 def _unused_uid() -> int:
-    """A user id in the upper half of what there is: it owns no file, and its processes are counted apart."""
-    first, count = _mapped_ids()
-    return first + count // 2 + secrets.randbelow(max(count // 2, 1))
+    """A user id in the upper half of the widest stretch there is: it owns no file, and its processes are counted apart."""
+    lines = Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines()
+    first, _, count = max((tuple(map(int, line.split())) for line in lines), key=lambda stretch: stretch[2])
+    half = min(count, 2**31 - 2) // 2
+    return first + half + secrets.randbelow(max(half, 1))
 
 
 # A filter over system calls for the top tier, written as the kernel's own instructions. Namespaces do not cover everything:
@@ -229,9 +222,9 @@ ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
 
 
-def filter_program(machine: str | None = None) -> bytes | None:
-    """Return the filter for `machine` (default: this one), or None where the numbers of its calls are not known."""
-    known = ARCHITECTURES.get(machine or platform.machine())
+def filter_program() -> bytes | None:
+    """Return the filter for this machine, or None where the numbers of its calls are not known."""
+    known = ARCHITECTURES.get(platform.machine())
     if known is None:
         return None
     column, audit = known

@@ -93,15 +93,11 @@ def _boxed(text: str) -> str:
     return found
 
 
-def _undollar(text: str) -> str:
-    return re.sub(r"(?<!\\)\$", "", text).strip()
-
-
 @cache
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
     environment.globals.clear()
-    environment.filters |= {"boxed": _boxed, "undollar": _undollar}
+    environment.filters |= {"boxed": _boxed, "undollar": lambda text: re.sub(r"(?<!\\)\$", "", text).strip()}
     return environment
 
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
+
 from loragate.data import Chat, Rows, load_rows, prompt_ids
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.tasks import arithmetic
@@ -111,8 +113,8 @@ def load_questions(
     if revision is not None:
         if local is not None or dataset.hub is None:
             raise ConfigError(f"{task.name}: found revision={revision!r}, which has no effect without a hub data set")
-        task = task.with_revision(revision)
-        dataset = task.dataset
+        dataset = dataclasses.replace(dataset, revision=revision)
+        task = dataclasses.replace(task, dataset=dataset)
     if task.harness is not None:
         assert not isinstance(local, Rows)
         # where none is pinned, what the main branch is now is read and recorded, for all subsets the same
@@ -142,7 +144,27 @@ def load_questions(
             f"{source} holds {len(rows)} rows, the set that {task.name} means has {dataset.rows}: scores on it are not "
             "comparable with published ones"
         )
-    questions = [_question(task, rows[index], rows.where(index), index) for index in range(len(rows))]
+    questions = []
+    for index in range(len(rows)):
+        where, row = rows.where(index), rows[index]
+        check_row(row, dataset.schema, where, task.name)
+        for column, value in row.items():
+            try:
+                json.dumps(value, ensure_ascii=False, default=str).encode()
+            except UnicodeEncodeError:  # all columns are stored with the answers
+                raise DataError(
+                    f"{where}: column '{column}' holds half of a surrogate pair, which is not valid text; mend or remove the "
+                    "row"
+                ) from None
+        # an optional column that is absent reads as null, so that a template can ask for it
+        values = {**dict.fromkeys(dataset.schema), **row}
+        filled: dict[str, str | None] = {
+            column: _fill(column, candidates, values, where) for column, candidates in task.columns.items()
+        }
+        filled["id"] = filled.get("id") or str(index)
+        gold = filled.pop("gold")
+        prompt = render(task.prompt, {**values, **filled}, f"{where}: the prompt of {task.name}")
+        questions.append(Question(str(filled["id"]), prompt, str(gold), row, where))
     _refuse_repeated_ids(questions)
     return Questions(questions, source, commit, rows.fingerprint, tuple(warnings))
 
@@ -197,33 +219,10 @@ def commit_of(hub: str, revision: str | None) -> str | None:
     """The commit that a revision means now; None where the hub does not answer."""
     if revision is not None and COMMIT.fullmatch(revision):
         return revision
-    from huggingface_hub import HfApi
-
     try:
-        return HfApi().dataset_info(hub, revision=revision, timeout=10).sha
+        return huggingface_hub.HfApi().dataset_info(hub, revision=revision, timeout=10).sha
     except Exception:  # best effort: the questions are loaded already
         return None
-
-
-def _question(task: Task, row: dict[str, Any], where: str, index: int) -> Question:
-    schema = task.dataset.schema
-    check_row(row, schema, where, task.name)
-    for name, value in row.items():
-        try:
-            json.dumps(value, ensure_ascii=False, default=str).encode()
-        except UnicodeEncodeError:  # all columns are stored with the answers
-            raise DataError(
-                f"{where}: column '{name}' holds half of a surrogate pair, which is not valid text; mend or remove the row"
-            ) from None
-    # an optional column that is absent reads as null, so that a template can ask for it
-    values = {**dict.fromkeys(schema), **row}
-    filled: dict[str, str | None] = {
-        name: _fill(name, candidates, values, where) for name, candidates in task.columns.items()
-    }
-    filled["id"] = filled.get("id") or str(index)
-    gold = filled.pop("gold")
-    prompt = render(task.prompt, {**values, **filled}, f"{where}: the prompt of {task.name}")
-    return Question(str(filled["id"]), prompt, str(gold), row, where)
 
 
 def _fill(name: str, candidates: tuple[str, ...], values: Mapping[str, Any], where: str) -> str | None:

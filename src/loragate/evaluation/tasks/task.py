@@ -182,10 +182,6 @@ class Task:
             name: content[name] for name in acting("task", content, engine=self.engine, raw=False) if name != "path"
         }
 
-    def with_revision(self, revision: str) -> Task:
-        """The same task on another revision of its hub data set."""
-        return dataclasses.replace(self, dataset=dataclasses.replace(self.dataset, revision=revision))
-
 
 def task_names() -> list[str]:
     """Names of the built-in tasks, sorted; variants included."""
@@ -219,35 +215,20 @@ def load_task(name_or_path: str | Path) -> Task:
             f"unknown task '{name_or_path}'{nearest(str(name_or_path), known) or '.'} Known: {', '.join(known)}; a task of your "
             "own is given as the path of its .yaml file"
         )
-    return _task(read_mapping(path), path)
-
-
-def _given(value: Any) -> Any:
-    """A block without its nulls: they stand for what is left out, but for the harness, whose keys they take away."""
-    if not isinstance(value, dict):
-        return value
-    return {key: one if key == "override" else _given(one) for key, one in value.items() if one is not None}
-
-
-def _need(content: Any, keys: tuple[str, ...], path: Path) -> None:
+    content = _given(read_mapping(path))
+    columns = content.get("columns")
+    if isinstance(columns, dict):
+        content["columns"] = {name: [one] if isinstance(one, str) else one for name, one in columns.items()}
+    # what is known and of the right kind comes first: a misspelt key is not a missing one
+    task = validate(Task, {"name": "", "version": 0, "suite": "math", "dataset": {}, **content}, str(path))
     missing = []
-    for key in keys:
+    for key in ("name", "version", "suite", *NEEDED[task.engine]):
         block, _, name = key.rpartition(".")
         inside = content.get(block) if block else content
         if isinstance(inside, dict) and name not in inside:
             missing.append(key)
     if missing:
         raise ConfigError(f"{path}: missing {', '.join(missing)}")
-
-
-def _task(content: dict[str, Any], path: Path) -> Task:
-    content = _given(content)
-    columns = content.get("columns")
-    if isinstance(columns, dict):
-        content["columns"] = {name: [one] if isinstance(one, str) else one for name, one in columns.items()}
-    # what is known and of the right kind comes first: a misspelt key is not a missing one
-    task = validate(Task, {"name": "", "version": 0, "suite": "math", "dataset": {}, **content}, str(path))
-    _need(content, ("name", "version", "suite", *NEEDED[task.engine]), path)
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", task.name):
         raise ConfigError(f"{path}: name is {task.name!r}; files are called by it: letters, digits, '_', '-', '.'")
     task = dataclasses.replace(task, path=path)
@@ -256,7 +237,14 @@ def _task(content: dict[str, Any], path: Path) -> Task:
         require_effect("dataset", task.dataset)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    _check_dataset(task, path)
+    dataset = task.dataset
+    sources = [key for key in ("hub", "file", "generator") if getattr(dataset, key) is not None]
+    if len(sources) != 1:
+        found = " and ".join(sources) or "none of them"
+        raise ConfigError(f"{path}: dataset needs exactly one of hub, file and generator; found {found}")
+    if dataset.generator is not None and dataset.rows is None:
+        raise ConfigError(f"{path}: missing dataset.rows")
+    check_schema(dataset.schema, f"{path}: dataset.schema")
     if task.engine == "lm-eval":
         return task
     if "lm-eval" in (task.grader, task.metric):
@@ -275,24 +263,19 @@ def _task(content: dict[str, Any], path: Path) -> Task:
         )
     if generation.temperature == 0 and generation.samples > 1:
         raise ConfigError(f"{path}: generation.samples is {generation.samples}, but greedy samples are all the same")
-    schema = task.dataset.schema
-    for name, candidates in task.columns.items():
+    for column, candidates in task.columns.items():
         for candidate in candidates:
-            _check_variables(candidate, schema, f"{path}: columns.{name}")
+            _check_variables(candidate, dataset.schema, f"{path}: columns.{column}")
     if is_template(task.prompt):
-        _check_variables(task.prompt, {*schema, *(task.columns.keys() - {"gold"})}, f"{path}: prompt")
+        _check_variables(task.prompt, {*dataset.schema, *(task.columns.keys() - {"gold"})}, f"{path}: prompt")
     return task
 
 
-def _check_dataset(task: Task, path: Path) -> None:
-    dataset = task.dataset
-    sources = [key for key in ("hub", "file", "generator") if getattr(dataset, key) is not None]
-    if len(sources) != 1:
-        found = " and ".join(sources) or "none of them"
-        raise ConfigError(f"{path}: dataset needs exactly one of hub, file and generator; found {found}")
-    if dataset.generator is not None and dataset.rows is None:
-        raise ConfigError(f"{path}: missing dataset.rows")
-    check_schema(dataset.schema, f"{path}: dataset.schema")
+def _given(value: Any) -> Any:
+    """A block without its nulls: they stand for what is left out, but for the harness, whose keys they take away."""
+    if not isinstance(value, dict):
+        return value
+    return {key: one if key == "override" else _given(one) for key, one in value.items() if one is not None}
 
 
 def _check_variables(source: str, known: Collection[str], place: str) -> None:

@@ -10,9 +10,12 @@ The names are fixed and `objectives` is read-only. An objective of one's own is 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
+from loragate.errors import ConfigError, nearest
 from loragate.losses.objectives.base import (
     Objective,
     ObjectiveContext,
@@ -36,6 +39,25 @@ FACTORIES: dict[str, Callable[..., Objective]] = {
 # read-only, as training reads the names from its settings; an objective of one's own goes to the training call itself
 objectives: Mapping[str, Objective] = MappingProxyType({name: make() for name, make in FACTORIES.items()})
 
+
+def objective_of(name: str, options: Mapping[str, Any] | None = None) -> Objective:
+    """A named objective with its options.
+
+    Raises:
+        ConfigError: for an option the objective does not have, or a value it refuses.
+    """
+    factory, given = FACTORIES[name], dict(options or {})
+    known = list(inspect.signature(factory).parameters)
+    for option in given:
+        if option not in known:
+            listed = ", ".join(known) or "none"
+            raise ConfigError(f"objective {name!r} has no option {option!r}{nearest(option, known)} (it has {listed})")
+    try:
+        return factory(**given)
+    except TypeError as error:
+        raise ConfigError(f"objective {name!r}: an option has the wrong type in {given!r} ({error})") from error
+
+
 __all__ = [
     "FACTORIES",
     "EntropyKLSelective",
@@ -48,6 +70,7 @@ __all__ = [
     "dft",
     "eaft",
     "mask",
+    "objective_of",
     "objectives",
     "profit",
     "sft",
