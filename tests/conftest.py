@@ -15,7 +15,9 @@ import pytest
 import torch
 from filelock import FileLock
 
-from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
+import loragate as lg
+from loragate.cli.main import main
+from tiny import shake, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer, write_adapter, write_base
 
 torch.set_num_threads(1)
 # a busy machine must not fail a property for being slow
@@ -117,6 +119,18 @@ def once(tmp_path_factory):
     return make
 
 
+@pytest.fixture(scope="session")
+def saved(once):
+    """A folder with base/, adapter/ on it, and gated/ with gates that act; tests leave it as it is."""
+
+    def fill(root):
+        write_base(root / "base")
+        model = lg.attach_gates(write_adapter(root / "adapter", root / "base"), lg.GateConfig(-3, 2))
+        lg.save_gates(shake(model, 0.5), root / "gated", adapter_source=root / "adapter", base_id=str(root / "base"))
+
+    return once("saved", fill)
+
+
 @pytest.fixture
 def base():
     return tiny_base()
@@ -140,3 +154,18 @@ def rows():
 @pytest.fixture
 def token_ids():
     return torch.randint(3, 60, (3, 11), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture
+def fails(capsys):
+    """What a command says that ends with `status`: one error, and no traceback."""
+
+    def call(*argv, status=2):
+        capsys.readouterr()
+        assert main([str(argument) for argument in argv]) == status
+        said = capsys.readouterr().err
+        assert said.count("loragate: error: ") == 1
+        assert "Traceback" not in said
+        return " ".join(said.split())
+
+    return call

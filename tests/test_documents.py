@@ -27,7 +27,7 @@ from loragate.cli.arguments import build_app, field_kinds, help_texts, parse, re
 from loragate.cli.main import COMMANDS, overview
 from loragate.errors import ConfigError
 from loragate.evaluation.sandbox import probe as probe_sandbox
-from tiny import tiny_adapter, tiny_base, tiny_tokenizer
+from tiny import load_script, write_adapter, write_base
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -231,11 +231,8 @@ def test_python_snippets_run(path, tmp_path, monkeypatch, capsys):
     if problem:
         pytest.skip(f"bubblewrap: {problem}")
     monkeypatch.chdir(tmp_path)
-    tiny_base().save_pretrained("path/to/base")
-    tiny_tokenizer().save_pretrained("path/to/base")
-    model = tiny_adapter()
-    model.peft_config["default"].base_model_name_or_path = "path/to/base"
-    model.save_pretrained("path/to/adapter")
+    write_base("path/to/base")
+    write_adapter("path/to/adapter", "path/to/base")
     namespace = {"__name__": "snippet"}
     for fence in (fence for fence in fences(path) if fence.language == "python"):
         reason = re.match(r"not run:(.*)", fence.comment)
@@ -318,10 +315,7 @@ def pages_of(entry):
 
 @functools.cache
 def site():
-    spec = importlib.util.spec_from_file_location("docs_site", ROOT / "scripts" / "docs_site.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "scripts" / "docs_site.py")
 
 
 def test_every_page_is_in_the_navigation():
@@ -399,15 +393,3 @@ def test_the_walk_of_the_five_minutes(tmp_path):
     assert steps == 7
     assert json.loads((tmp_path / "gated" / "gate_config.json").read_text())["selection"]
     assert (tmp_path / "report.html").stat().st_size > 10_000
-
-
-@pytest.mark.slow("documents")
-def test_a_wheel_holds_the_tiny_base(tmp_path):
-    import zipfile
-
-    subprocess.run([sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)], check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    for name in ("model.safetensors", "config.json", "tokenizer.json", "recipe.json"):
-        assert f"loragate/world/assets/tiny-base/{name}" in names
-    assert "loragate/py.typed" in names

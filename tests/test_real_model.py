@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -11,15 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from loragate.cli.main import main
+from tiny import load_script
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
 def script(monkeypatch):
-    spec = importlib.util.spec_from_file_location("real_model", ROOT / "scripts" / "real_model.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script(ROOT / "scripts" / "real_model.py")
     monkeypatch.setattr(module, "fetch", lambda out: None)
     return module
 

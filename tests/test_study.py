@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gzip
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,19 +12,16 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from tiny import scripts_of
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "study.md"
 
 
 @pytest.fixture(scope="module")
 def report() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(ROOT / "benchmarks" / "study"))
-    try:
-        yield importlib.import_module("report")
-    finally:
-        sys.path.pop(0)
-        for name in ("report", "tables"):
-            sys.modules.pop(name, None)
+    with scripts_of(ROOT / "benchmarks" / "study") as load:
+        yield load("report")
 
 
 def cell(report: ModuleType, base: int, seed: int, /, **verdicts: list[list[int]]):
@@ -46,18 +41,6 @@ def test_interval_is_students_over_the_means_of_bases(report):
     assert found["above"] == (values > 0).sum()
     assert (found["cells"], found["bases"]) == (12, 4)
     assert found["worst"] == values.min()
-
-
-def test_one_base_has_no_interval_and_shows_nothing(report):
-    found = report.over_bases([cell(report, 1, 0), cell(report, 1, 1)], [3.0, 4.0])
-    assert found["low"] is None
-    assert report.verdict(found) == "too few bases"
-
-
-@pytest.mark.parametrize(("low", "high", "said"), [(0.1, 2, "holds"), (-2, -0.1, "opposite"), (-1, 1, "not shown")])
-def test_verdict(report, low, high, said):
-    assert report.verdict({"low": low, "high": high, "bases": 5}) == said
-    assert report.verdict({"low": low, "high": high, "bases": 2}) == "too few bases"
 
 
 def test_rule_picks_by_development_questions_and_prefers_the_adapter_in_a_tie(report):
@@ -97,17 +80,6 @@ def test_p_is_students_and_the_claims_are_counted_with_and_without_adjustment(re
     assert said.startswith("Of the 5 claims with an interval over bases, 4 leave zero out.")
     assert "for 5 comparisons 2 would" in said
     assert said.endswith("(Benjamini and Hochberg) 4.")
-
-
-def test_the_cooler_adapter_is_counted_where_every_range_was_measured(report):
-    right, wrong = [[1, 1]], [[0, 1]]
-    whole = dict.fromkeys(report.PLAIN, wrong)
-    cells = [
-        cell(report, 1, 0, **whole, **{"LoRA T=0.3": right}),
-        cell(report, 2, 0, **whole, **{"LoRA T=0.3": wrong}),
-        cell(report, 3, 0, **{"LoRA T=0.3": right}),
-    ]
-    assert report.cooler_above_all(cells) == {"above": 1, "cells": 2}
 
 
 def test_pack_and_load_give_the_verdicts_back(report, tmp_path):

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
 from loragate.evaluation import grade_math
+from tiny import load_script
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "word_problems"
 
 
 @pytest.fixture(scope="module")
 def maker():
-    spec = importlib.util.spec_from_file_location("make_rows", FOLDER / "make_rows.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(FOLDER / "make_rows.py")
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
+import sys
+from contextlib import contextmanager
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -131,3 +134,79 @@ def tiny_rows(count: int, seed: int = 0):
         {"messages": [{"role": "user", "content": words(2, 6)}, {"role": "assistant", "content": words(3, 9)}]}
         for _ in range(count)
     ]
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_base(folder, base=None, tokenizer=None, **shape):
+    """A base with its tokenizer in a folder."""
+    (base or tiny_base(**shape)).save_pretrained(folder)
+    (tokenizer or tiny_tokenizer()).save_pretrained(folder)
+
+
+def write_adapter(folder, base, model=None, **lora):
+    """An adapter in a folder, which names its base; returns the model."""
+    model = model or tiny_adapter(**lora)
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    model.save_pretrained(folder)
+    return model
+
+
+def shake(model, size: float = 0.3, seed: int = 3, adapter_name: str | None = None):
+    """Random gates that act; of size 0 they are the plain adapter. Returns the model."""
+    import loragate as lg
+
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in lg.gate_parameters(model, adapter_name).values():
+            parameter.copy_(torch.randn(parameter.shape, generator=draw) * size)
+    return model
+
+
+def load_script(path):
+    """The module of a script outside of the package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(*argv):
+    """A command that comes to its end."""
+    from loragate.cli.main import main
+
+    assert main([str(argument) for argument in argv]) == 0
+
+
+def gate_values(model):
+    """The gates as they are now."""
+    import loragate as lg
+
+    return {name: parameter.detach().clone() for name, parameter in lg.gate_parameters(model).items()}
+
+
+def same(found, expected):
+    """Whether two dictionaries of tensors are equal bit for bit."""
+    return found.keys() == expected.keys() and all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def logits(model, token_ids):
+    with torch.no_grad():
+        return model(input_ids=token_ids).logits
+
+
+@contextmanager
+def scripts_of(*folders):
+    """import_module for scripts of these folders, which import each other as neighbours; they are forgotten afterwards."""
+    own = {path.stem for folder in folders for path in folder.glob("*.py")}
+    hidden = {name: sys.modules.pop(name) for name in own & sys.modules.keys()}
+    sys.path[:0] = [str(folder) for folder in folders]
+    try:
+        yield importlib.import_module
+    finally:
+        del sys.path[: len(folders)]
+        for name in own & sys.modules.keys():
+            del sys.modules[name]
+        sys.modules.update(hidden)

@@ -1,17 +1,10 @@
-import random
-from collections import Counter
-
 import pytest
 
 from loragate.errors import ConfigError, DataError
-from loragate.world.problems import SPLITS, Problem, problems, split_of, verify
-from loragate.world.tokenizer import LETTERS, words
+from loragate.world.problems import SPLITS, Problem, split_of, verify
 from worlds.commands import (
-    COMMANDS,
-    READINGS,
     apply_command,
     command_problems,
-    draw_command_problem,
     programme,
 )
 
@@ -43,40 +36,6 @@ def test_problems_never_move():
         "start s clock rope mirror clock",
         "start h drum lamp clock rope",
     ]
-
-
-def test_same_seed_same_problems_and_other_seed_others():
-    assert command_problems("dev", 50) == command_problems("dev", 80)[:50]
-    assert command_problems("dev", 50) != command_problems("dev", 50, seed=1)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_readings_of_a_command_never_agree_and_each_reaches_every_letter(command):
-    for letter in LETTERS:
-        assert len({apply_command(letter, command, reading) for reading in range(3)}) == 3
-    for reading in range(3):
-        assert {apply_command(letter, command, reading) for letter in LETTERS} == set(LETTERS)
-
-
-def test_agreed_readings_differ_from_command_to_command():
-    assert len({tuple(apply_command(letter, command) for letter in LETTERS) for command in COMMANDS}) == len(COMMANDS)
-    assert len(READINGS) == 6
-
-
-def test_commands_are_words_of_the_one_vocabulary_and_no_prompt_is_arithmetic():
-    assert set(COMMANDS) | {"start"} <= set(words())
-    assert not {p.prompt for p in command_problems("dev", 200)} & {p.prompt for p in problems("dev", 200)}
-
-
-def test_answers_do_not_favour_a_letter():
-    rng = random.Random(0)
-    answers = Counter(draw_command_problem(rng, "train", (4, 4)).answer for _ in range(4000))
-    assert set(answers) == set(LETTERS)
-    assert max(answers.values()) < 1.5 * min(answers.values())
-
-
-def test_programme_reads_a_prompt():
-    assert programme("start c clock mirror") == ("c", ["clock", "mirror"])
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,13 @@
 """The speed benchmarks' exact half: counted FLOPs and saved bytes are the committed ones, and the counting itself is right."""
 
-import importlib
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+
+from tiny import scripts_of
 
 ROOT = Path(__file__).parents[2]
 SPEED = ROOT / "benchmarks" / "speed"
@@ -15,15 +15,9 @@ SPEED = ROOT / "benchmarks" / "speed"
 
 @pytest.fixture(scope="module")
 def speed():
-    """The modules of benchmarks/speed by name; they import each other as neighbours."""
-    own = {path.stem for path in SPEED.glob("*.py")}
-    hidden = {name: sys.modules.pop(name) for name in own & sys.modules.keys()}
-    sys.path.insert(0, str(SPEED))
-    yield importlib.import_module
-    sys.path.remove(str(SPEED))
-    for name in own & sys.modules.keys():
-        del sys.modules[name]
-    sys.modules.update(hidden)
+    """The modules of benchmarks/speed by name."""
+    with scripts_of(SPEED) as load:
+        yield load
 
 
 def test_counts_are_the_committed_ones(speed):
@@ -38,19 +32,6 @@ def test_counts_are_the_committed_ones(speed):
             f"More is a regression; less is a gain to be kept. If it is meant: {counted.UPDATE}, and commit the file",
         ]
     )
-
-
-def test_a_difference_is_named(speed):
-    differences = speed("counted").differences
-    known = {"a": {"flops": 100, "saved_bytes": 10}, "b": {"flops": 1, "saved_bytes": 1}}
-    found = {"a": {"flops": 103, "saved_bytes": 9}, "c": {"flops": 1, "saved_bytes": 1}}
-    assert differences(known, found) == [
-        "a: MORE flops, 103 for 100 (+3.00 %)",
-        "a: less saved_bytes, 9 for 10 (-10.00 %)",
-        "b: gone",
-        "c: new",
-    ]
-    assert differences(known, known) == []
 
 
 def test_the_counter_knows_every_product(speed):

@@ -8,17 +8,14 @@ from objectives.diagnostic import summary
 from objectives.losses import (
     GREEDY,
     Pair,
-    entropy_at,
     flip_pair,
     kl_from,
-    leave_one_out,
     margin,
     policy_gradient,
     preference,
     recombined,
-    vote,
 )
-from objectives.report import HERE, MARKERS, best_cheap, flips, tables
+from objectives.report import HERE, MARKERS, best_cheap, tables
 
 
 def test_a_wrong_greedy_answer_gives_way_to_the_rarest_right_sample():
@@ -29,16 +26,6 @@ def test_a_wrong_greedy_answer_gives_way_to_the_rarest_right_sample():
 def test_a_right_greedy_answer_is_kept_against_the_likeliest_wrong_sample_at_half_weight():
     assert flip_pair(True, [False, True, False], [-4.0, -1.0, -3.0]) == Pair(GREEDY, 2, 0.5)
     assert flip_pair(True, [True, True], [-1.0, -2.0]) is None
-
-
-def test_votes():
-    assert vote(["a", "b", "a", None]) == ("a", 0.5)
-    assert vote([None, None]) == (None, 0.0)
-
-
-def test_leave_one_out():
-    assert leave_one_out(torch.tensor([1.0, 0.0, 0.0, 1.0])).tolist() == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
-    assert leave_one_out(torch.ones(4)).tolist() == [0.0] * 4
 
 
 def test_preference_by_hand():
@@ -60,15 +47,6 @@ def test_margins_count_only_near_the_decision():
     logits = torch.tensor([[1.0, 0.8, 0.0], [0.0, 1.0, 0.0], [5.0, 0.0, 0.0], [0.0, 4.0, 0.0]])
     # m = 0.2, −1, 5 and −4
     assert margin(logits, torch.tensor([0, 0, 0, 0])).tolist() == pytest.approx([0.3, 1.5, 0.0, 0.0])
-
-
-def test_entropy_at_a_temperature():
-    logits = torch.tensor([[math.log(4.0), 0.0, -50.0]])
-    even = [4 / 5, 1 / 5]
-    assert float(entropy_at(logits, 1.0)) == pytest.approx(-sum(p * math.log(p) for p in even), abs=1e-6)
-    cool = [16 / 17, 1 / 17]
-    assert float(entropy_at(logits, 0.5)) == pytest.approx(-sum(p * math.log(p) for p in cool), abs=1e-6)
-    assert float(entropy_at(logits, 0.5, k=1)) == 0.0
 
 
 def test_kl_runs_from_the_reference_and_moves_the_model_only():
@@ -120,10 +98,6 @@ def test_the_best_cheap_setting_is_chosen_on_development_questions():
     assert best_cheap(contenders) == ("λ=2", "0")
     contenders["adapter"]["verdicts"].update({"dev T=0": "11", "dev T=0.3": "1111"})
     assert best_cheap(contenders) == ("adapter", "0")
-
-
-def test_flips_are_counted_answer_by_answer():
-    assert flips(np.array([[1, 0], [1, 1]]), np.array([[0, 1], [0, 1]])) == (2, 1)
 
 
 def test_the_committed_tables_are_those_of_the_verdicts():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,7 +12,7 @@ import pytest
 
 from loragate.cli.main import main as command
 from loragate.evaluation import grade_math
-from tiny import tiny_base, tiny_tokenizer
+from tiny import scripts_of, write_base
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "real"
@@ -23,18 +21,8 @@ HEATS = ("1", "0.6", "0.3", "0")
 
 @pytest.fixture(scope="module")
 def scripts() -> Iterator[SimpleNamespace]:
-    places = [str(FOLDER), str(ROOT / "scripts"), str(ROOT / "examples" / "word_problems")]
-    before = [sys.modules.pop(name, None) for name in ("measure", "report")]
-    sys.path[:0] = places
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in ("measure", "report", "deal_rows")})
-    finally:
-        for place in places:
-            sys.path.remove(place)
-        for name, module in zip(("measure", "report"), before):
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
+    with scripts_of(FOLDER, ROOT / "scripts", ROOT / "examples" / "word_problems") as load:
+        yield SimpleNamespace(**{name: load(name) for name in ("measure", "report", "deal_rows")})
 
 
 @pytest.fixture(scope="module")
@@ -173,8 +161,7 @@ def test_the_page_shows_the_committed_records(scripts, design):
 def test_a_study_goes_on_where_it_was_stopped(measure, design, tmp_path, monkeypatch, capsys):
     design = {**design, "asked": {**design["asked"], "temperatures": {"0.6": 2, "0": 1}}}
     base = tmp_path / "tiny"
-    tiny_base().save_pretrained(base)
-    tiny_tokenizer().save_pretrained(base)
+    write_base(base)
     trained, drawn = [], []
 
     def judge(task, questions, samples, grader):  # in this process, as starting graders takes seconds

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import os
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tiny import load_script
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "real_suites.py"
 SUITES = {"math500": 500, "minerva": 272, "olympiadbench": 675, "amc23": 40, "aime24": 30}
@@ -23,12 +24,7 @@ PROGRAM = {
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("real_suites", SCRIPT)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT)
 
 
 @pytest.fixture(scope="module")

@@ -1,19 +1,17 @@
 """The figures of docs/serving.md, and the one of them that docs/faq.md repeats, are those of the committed results."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
+
+from tiny import load_script
 
 SERVING = Path(__file__).parents[2] / "benchmarks" / "serving"
 
 
 @pytest.fixture(scope="module")
 def page():
-    spec = importlib.util.spec_from_file_location("serving_page", SERVING / "page.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SERVING / "page.py")
 
 
 def test_the_page_shows_the_results_as_they_are(page):

@@ -14,8 +14,6 @@ from worlds.situations import (
     base_name,
     demonstration_rows,
     questions,
-    recipe_of,
-    situation_named,
 )
 
 BY_NAME = pytest.mark.parametrize("situation", SITUATIONS, ids=lambda situation: situation.name)
@@ -61,27 +59,6 @@ def test_questions_are_user_turns_with_a_verdict(situation):
     assert questions(situation, "dev", 64, seed=1).items != asked.items
 
 
-def test_rows_differ_by_seed_and_noise():
-    first = replace(SITUATIONS[0], rows=64)
-    assert demonstration_rows(replace(first, sft_seed=9)) != demonstration_rows(first)
-    assert demonstration_rows(replace(first, noise=0.0)) != demonstration_rows(first)
-
-
-def test_a_base_that_lacks_the_format_reads_it_seldom():
-    lacking = next(s for s in SITUATIONS if s.lacks_format)
-    assert (recipe_of(lacking).answered, recipe_of(lacking).step_error) == (0.15, 0.0)
-    assert recipe_of(replace(lacking, lacks_format=False)) == WORLDS[lacking.world].recipe
-    assert base_name(lacking) != base_name(replace(lacking, lacks_format=False))
-
-
-def test_the_shipped_base_needs_no_training(tmp_path):
-    shipped = next(s for s in SITUATIONS if s.base_seed is None)
-    model, tokenizer = base_for(shipped, tmp_path)
-    assert model.num_parameters() == 157_504
-    assert len(tokenizer) == 144
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.fixture
 def short(monkeypatch):
     """Both worlds with a base of a few steps."""
@@ -107,11 +84,6 @@ def test_trained_bases_are_kept_whole_and_taken_from_the_cache(world, short, tmp
     assert torch.equal(other.lm_head.weight, trained.lm_head.weight)
 
 
-def test_the_worlds_read_different_documents(short):
-    arithmetic, commands = (replace(SITUATIONS[0], world=world, base_seed=3) for world in WORLDS)
-    assert not torch.equal(base_for(arithmetic)[0].lm_head.weight, base_for(commands)[0].lm_head.weight)
-
-
 def test_a_cache_of_another_recipe_is_refused(short, tmp_path, monkeypatch):
     situation = replace(SITUATIONS[0], base_seed=3)
     base_for(situation, tmp_path)
@@ -119,20 +91,6 @@ def test_a_cache_of_another_recipe_is_refused(short, tmp_path, monkeypatch):
     monkeypatch.setitem(situations.WORLDS, "arithmetic", replace(world, recipe=replace(world.recipe, steps=4)))
     with pytest.raises(DataError, match=r"another recipe: steps was 3 and is 4 now; remove the folder"):
         base_for(situation, tmp_path)
-
-
-def test_an_incomplete_cache_is_refused(short, tmp_path):
-    situation = replace(SITUATIONS[0], base_seed=3)
-    base_for(situation, tmp_path)
-    (tmp_path / "arithmetic-3" / "model.safetensors").unlink()
-    with pytest.raises(DataError, match=r"found no model\.safetensors"):
-        base_for(situation, tmp_path)
-
-
-def test_a_situation_is_found_by_name():
-    assert situation_named(SITUATIONS[0].name) is SITUATIONS[0]
-    with pytest.raises(ConfigError, match="expected one of"):
-        situation_named("nowhere")
 
 
 @pytest.mark.parametrize(

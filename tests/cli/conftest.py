@@ -1,20 +1,10 @@
-"""A base, an adapter and gates that the commands made; and what a command that fails says."""
+"""A base, an adapter and gates that the commands made."""
 
 import json
 
 import pytest
 
-from loragate.cli.main import main
-from tiny import tiny_base, tiny_rows, tiny_tokenizer
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def write_base(folder, **shape):
-    tiny_base(**shape).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+from tiny import run, tiny_rows, write_base, write_rows
 
 
 @pytest.fixture(scope="session")
@@ -35,23 +25,3 @@ def made(once):
         run("calibrate", "--adapter", root / "adapter", *data, *gates)
 
     return once("made-by-commands", fill)
-
-
-def run(*argv):
-    """A command that comes to its end."""
-    assert main([str(argument) for argument in argv]) == 0
-
-
-@pytest.fixture
-def fails(capsys):
-    """What a command says that ends with `status`: one error, and no traceback."""
-
-    def call(*argv, status=2):
-        capsys.readouterr()
-        assert main([str(argument) for argument in argv]) == status
-        said = capsys.readouterr().err
-        assert said.count("loragate: error: ") == 1
-        assert "Traceback" not in said
-        return " ".join(said.split())
-
-    return call

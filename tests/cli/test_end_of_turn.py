@@ -14,7 +14,18 @@ from loragate.generation import SamplingConfig, TransformersEngine
 from loragate.models import Loading
 from loragate.serving.server import served_places
 from loragate.serving.vllm_arguments import vllm_arguments
-from tiny import TURN_END, chatml_tokenizer, ending_base, tiny_adapter, tiny_rows
+from tiny import (
+    TURN_END,
+    chatml_tokenizer,
+    ending_base,
+    run,
+    shake,
+    tiny_adapter,
+    tiny_rows,
+    write_adapter,
+    write_base,
+    write_rows,
+)
 
 EOS, LIMIT = 1, "60"
 TASK = """\
@@ -43,24 +54,15 @@ TRAINING = [
 PROBE = ["--probe-grader", "exact", "--probe-samples", "2", "--probe-max-new-tokens", LIMIT]
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def build(place, tokenizer, **shape):
     """Base, adapter, gated adapter, rows and questions in a folder."""
-    ending_base(**shape).save_pretrained(place / "base")
-    tokenizer.save_pretrained(place / "base")
-    model = tiny_adapter(base=ending_base(**shape), lora_alpha=1)
-    model.peft_config["default"].base_model_name_or_path = str(place / "base")
-    model.save_pretrained(place / "adapter")
-    lg.attach_gates(model, lg.GateConfig(-3, 2))
-    for parameter in lg.gate_parameters(model).values():
-        parameter.data.normal_(0, 0.3)
+    write_base(place / "base", ending_base(**shape), tokenizer)
+    model = write_adapter(place / "adapter", place / "base", tiny_adapter(base=ending_base(**shape), lora_alpha=1))
+    shake(lg.attach_gates(model, lg.GateConfig(-3, 2)), 0.3)
     lg.save_gates(model, place / "gated", adapter_source=place / "adapter", base_id=str(place / "base"))
-    write(place / "train.jsonl", tiny_rows(40))
+    write_rows(place / "train.jsonl", tiny_rows(40))
     words = [f"w{i} w{i + 1} w{i + 2} w{i + 3} w{i + 4} w{i + 5}" for i in range(1, 36)]
-    write(place / "words.jsonl", [{"prompt": prompt, "answer": f"w{i}"} for i, prompt in enumerate(words)])
+    write_rows(place / "words.jsonl", [{"prompt": prompt, "answer": f"w{i}"} for i, prompt in enumerate(words)])
     (place / "words.yaml").write_text(TASK)
     return place
 
@@ -191,15 +193,15 @@ def test_a_template_given_on_the_command_line_decides_and_the_artifact_keeps_it(
     build(tmp_path / "bare", bare)
     calibrate = ["calibrate", "--adapter", tmp_path / "bare" / "adapter", "--data", place / "train.jsonl", *TRAINING]
     calibrate += ["--range=0,1", "--unverified", "--chat-template", template, "--out", tmp_path / "gated"]
-    assert main(list(map(str, calibrate))) == 0
+    run(*calibrate)
     assert json.loads((tmp_path / "gated" / "gate_config.json").read_text())["stop_token_ids"] == [EOS, TURN_END]
     assert lg.load_gated(tmp_path / "gated").generation_config.eos_token_id == [EOS, TURN_END]
     for path in (tmp_path / "gated" / "adapter" / "tokenizer").glob("chat_template*"):
         path.unlink()
-    assert main(["generate", "--model", str(tmp_path / "gated"), "--raw", "--prompt", "w1", "--samples", "4"]) == 0
+    run("generate", "--model", tmp_path / "gated", "--raw", "--prompt", "w1", "--samples", "4")
     require_ended(drawn)
-    given = ["--model", str(tmp_path / "bare" / "adapter"), "--chat-template", str(template)]
-    assert main(["generate", *given, "--prompt", "w1", "--samples", "4"]) == 0
+    given = ["--model", tmp_path / "bare" / "adapter", "--chat-template", template]
+    run("generate", *given, "--prompt", "w1", "--samples", "4")
     require_ended(drawn)
 
 

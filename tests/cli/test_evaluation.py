@@ -5,10 +5,6 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -35,7 +31,7 @@ from loragate.generation import Sample, SampleWriter, SamplingConfig
 from loragate.models import Loaded, Loading, resolve
 from loragate.models.merge import merge_adapter
 from loragate.recipes.standins import QUESTIONS
-from tiny import tiny_adapter, tiny_base, tiny_tokenizer
+from tiny import shake, tiny_adapter, tiny_base, tiny_tokenizer, write_rows
 
 TASK = """\
 name: words
@@ -70,43 +66,23 @@ def test_a_long_question_lowers_no_other_questions_token_limit(place):
         prepare(task, questions, tiny_tokenizer(), TaskSettings(), 32)
 
 
-def randomise(model):
-    torch.manual_seed(7)
-    with torch.no_grad():
-        for parameter in lg.gate_parameters(model).values():
-            parameter.normal_(0, 0.5)
-    return model
-
-
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A base, an adapter, a gated adapter with gates that act, and a task of the user's own."""
+def place(saved, tmp_path_factory):
+    """base/, adapter/, gated/, and a task of the user's own."""
     root = tmp_path_factory.mktemp("evaluation")
-    tiny_base().save_pretrained(root / "base")
-    tiny_tokenizer().save_pretrained(root / "base")
-    base = tiny_base()
-    base.name_or_path = base.config._name_or_path = str(root / "base")
-    model = tiny_adapter(base=base)
-    model.peft_config["default"].base_model_name_or_path = str(root / "base")
-    model.save_pretrained(root / "adapter")
-    randomise(lg.attach_gates(model, lg.GateConfig(-3, 2)))
-    lg.save_gates(model, root / "gated", adapter_source=root / "adapter", base_id=str(root / "base"))
-    rows = [{"question": f"w{index} w{index + 1}", "answer": "w3"} for index in range(6)]
-    (root / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("base", "adapter", "gated"):
+        (root / name).symlink_to(saved / name)
+    write_rows(root / "words.jsonl", [{"question": f"w{index} w{index + 1}", "answer": "w3"} for index in range(6)])
     (root / "words.yaml").write_text(TASK)
     return root
 
 
-def run(place, model, out, *more):
-    return main(["eval", "--model", str(place / model), "--tasks", str(place / "words.yaml"), "--out", str(out), *more])
+FEW = ("--controls", "none")
 
 
-def fails(capsys, *argv, status=2):
-    capsys.readouterr()
-    assert main([str(argument) for argument in argv]) == status
-    captured = capsys.readouterr()
-    assert captured.err.count("loragate: error:") == 1
-    return " ".join(captured.err.split())
+def run(place, model, out, *more, tasks=None):
+    tasks = (tasks or place) / "words.yaml"
+    return main(["eval", "--model", str(place / model), "--tasks", str(tasks), "--out", str(out), *more])
 
 
 def test_rows_of_each_kind():
@@ -151,7 +127,7 @@ def test_a_row_is_the_model_it_names():
         half = logits()
     assert not torch.allclose(half, adapter, atol=1e-3)
     assert torch.equal(logits(), adapter), "temporary gates are taken off again"
-    randomise(lg.attach_gates(model, lg.GateConfig(-3, 2)))
+    shake(lg.attach_gates(model, lg.GateConfig(-3, 2)), 0.5)
     gated = logits()
     for variant, expected in [
         (Variant("base"), plain),
@@ -171,14 +147,12 @@ def test_the_canary_refuses_what_does_not_act():
     model = tiny_adapter()
     assert canary(model, tokenizer, prompts, "adapter")["adapter_from_base"] > 0.1
     assert canary(model, tokenizer, prompts, "base") == {}
-    randomise(lg.attach_gates(model, lg.GateConfig(-3, 2)))
+    shake(lg.attach_gates(model, lg.GateConfig(-3, 2)), 0.5)
     figures = canary(model, tokenizer, prompts, "gated")
     assert figures["zero_from_base"] == 0
     assert figures["one_from_adapter"] < 1e-5
     assert figures["gates_from_adapter"] > 0.01
-    with torch.no_grad():
-        for parameter in lg.gate_parameters(model).values():
-            parameter.zero_()
+    shake(model, 0)
     with pytest.raises(lg.errors.GateError, match="change no logit"):
         canary(model, tokenizer, prompts, "gated")
     dead = tiny_adapter(init_lora_weights=True)
@@ -263,17 +237,17 @@ def test_a_merged_adapter_answers_as_the_adapter_does(place, dora, tmp_path, mon
         merge_adapter(str(place / "base"), dora, tmp_path / "none")
 
 
-def test_rows_share_prompts_and_random_streams(place, tmp_path, capsys):
+def test_rows_share_prompts_and_random_streams(place, whole, tmp_path):
     """The base row of a gated folder is the base itself; the adapter row is the adapter itself, sample by sample."""
-    samples = {}
-    for model, rows in (("gated", ("base", "adapter")), ("adapter", ("base", "adapter")), ("base", ("base",))):
-        assert run(place, model, tmp_path / model, "--controls", "none") == 0
-        for row in rows:
-            samples[model, row] = (tmp_path / model / "samples" / row / "words.jsonl").read_text().splitlines()
-    ids = {key: [json.loads(line)["token_ids"] for line in sorted(lines)] for key, lines in samples.items()}
-    assert ids["gated", "base"] == ids["adapter", "base"] == ids["base", "base"]
-    assert ids["gated", "adapter"] == ids["adapter", "adapter"]
-    assert ids["gated", "adapter"] != ids["gated", "base"]
+
+    def of(row, folder):
+        return {key[1:]: ids for key, ids in drawn(folder).items() if key[0] == row}
+
+    for model in ("adapter", "base"):
+        assert run(place, model, tmp_path / model, *FEW) == 0
+    adapter, base = tmp_path / "adapter", tmp_path / "base"
+    assert of("base", whole) == of("base", adapter) == of("base", base)
+    assert of("adapter", whole) == of("adapter", adapter) != of("base", whole)
 
 
 def drawn(folder):
@@ -286,7 +260,7 @@ def drawn(folder):
 
 
 def test_a_replica_is_the_row_it_stands_for(place, tmp_path, capsys, monkeypatch):
-    """The executor is this process; that Ray deals out the same is the engine's own test, and the slow one below."""
+    """The executor is this process; that Ray deals out the same is the engine's own test."""
     assert run(place, "gated", tmp_path / "one") == 0
     monkeypatch.setattr("loragate.evaluation.engines.require_ray", lambda: None)
 
@@ -315,56 +289,36 @@ def test_a_replica_finds_the_gates_of_its_row_from_anywhere(tmp_path, monkeypatc
     assert make.args == ("owner/adapter", "", Loading(), row, 64)
 
 
-@pytest.mark.slow("processes")
-def test_replicas_on_ray(place, tmp_path, capsys):
-    pytest.importorskip("ray", reason="ray is not installed (pip install loragate[sweep])")
-    if (os.cpu_count() or 1) < 2:
-        pytest.skip("two replicas take two processor cores")
-    for name, more in (("one", ()), ("two", ("--replicas", "2", "--device", "cpu", "--batch-size", "4"))):
-        assert run(place, "gated", tmp_path / name, "--controls", "none", *more) == 0
-    assert drawn(tmp_path / "one") == drawn(tmp_path / "two")
+@pytest.fixture(scope="module")
+def whole(place, tmp_path_factory):
+    """A finished evaluation of the three rows; a test damages a copy."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert run(place, "gated", folder, *FEW) == 0
+    return folder
 
 
-def test_a_stopped_evaluation_goes_on(place, tmp_path, capsys):
-    assert run(place, "gated", tmp_path / "whole", "--batch-size", "8") == 0
-    assert run(place, "gated", tmp_path / "run", "--batch-size", "8") == 0
-    folder = tmp_path / "run"
+def require_same(folder, whole):
+    rows, expected = (read_record(place / "results.json").results for place in (folder, whole))
+    for left, right in zip(rows, expected, strict=True):
+        assert (left.name, left.question_scores, left.reasons) == (right.name, right.question_scores, right.reasons)
+        assert left.entropy == pytest.approx(right.entropy, rel=1e-5)
+
+
+def test_a_stopped_evaluation_goes_on(place, whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "run")
     (folder / "results.json").unlink()
     kept = folder / "samples" / "gated" / "words.jsonl"
     lines = kept.read_text().splitlines(keepends=True)
     kept.write_text("".join(lines[:10]) + lines[10][:20])  # killed in the middle of a line
     (folder / "samples" / "base" / "words.jsonl").unlink()
     (folder / "grades" / "exact" / "gated" / "words.jsonl").unlink()
-    capsys.readouterr()
-    assert run(place, "gated", folder, "--resume", "--batch-size", "3") == 0
-    whole, resumed = (read_record(tmp_path / name / "results.json") for name in ("whole", "run"))
-    for left, right in zip(whole.results, resumed.results, strict=True):
-        assert (left.name, left.question_scores, left.reasons) == (right.name, right.question_scores, right.reasons)
-        assert left.entropy == pytest.approx(right.entropy, rel=1e-5)
+    assert run(place, "gated", folder, *FEW, "--resume", "--batch-size", "3") == 0
+    require_same(folder, whole)
     assert len(kept.read_text().splitlines()) == 24
-
-
-@pytest.mark.slow("kills")
-def test_a_killed_evaluation_loses_nothing(place, tmp_path):
-    out = tmp_path / "run"
-    command = [sys.executable, "-m", "loragate", "eval", "--model", str(place / "gated"), "--out", str(out)]
-    command += ["--tasks", str(place / "words.yaml"), "--batch-size", "1", "--samples", "20", "--controls", "none"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    path = out / "samples" / "adapter" / "words.jsonl"
-    began = time.monotonic()
-    while not (path.exists() and path.read_bytes().count(b"\n") >= 5):
-        assert process.poll() is None, "ended before it could be killed"
-        assert time.monotonic() - began < 120
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    before = path.read_text().rpartition("\n")[0].splitlines()
-    assert len(before) >= 5
-    assert main([*command[3:], "--resume"]) == 0
-    after = path.read_text().splitlines()
-    assert after[: len(before)] == before, "nothing was drawn again"
-    keys = [(row["question"], row["sample"]) for row in map(json.loads, after)]
-    assert sorted(keys) == [(question, sample) for question in range(6) for sample in range(20)]
+    for name in ("questions", "tasks", "samples", "grades"):  # stopped while it began
+        shutil.rmtree(folder / name)
+    assert run(place, "gated", folder, *FEW, "--resume") == 0
+    require_same(folder, whole)
 
 
 def full_after(writes):
@@ -407,47 +361,36 @@ def interrupted_after(writes):
     return Writer
 
 
-@pytest.mark.parametrize("stop", ["full", "ctrl-c"])
-def test_a_full_disk_and_ctrl_c_leave_a_resumable_run(place, tmp_path, capsys, monkeypatch, stop):
-    more = ("--controls", "none", "--batch-size", "6")
-    assert run(place, "gated", tmp_path / "whole", *more) == 0
-    capsys.readouterr()
+@pytest.mark.parametrize(
+    ("writer", "status", "told"),
+    [(full_after(6), 1, "disk is full"), (interrupted_after(6), 130, "stopped")],
+    ids=["full", "ctrl-c"],
+)
+def test_a_full_disk_and_ctrl_c_leave_a_resumable_run(
+    place, whole, tmp_path, capsys, monkeypatch, writer, status, told
+):
+    more = (*FEW, "--batch-size", "6")
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "loragate.generation.samples.SampleWriter", {"full": full_after, "ctrl-c": interrupted_after}[stop](6)
-        )
-        assert run(place, "gated", tmp_path / "run", *more) == {"full": 1, "ctrl-c": 130}[stop]
+        patch.setattr("loragate.generation.samples.SampleWriter", writer)
+        assert run(place, "gated", tmp_path / "run", *more) == status
     captured = capsys.readouterr()
     text = " ".join((captured.out + captured.err).split())
     assert "--resume" in text
-    assert {"full": "disk is full", "ctrl-c": "stopped"}[stop] in text
+    assert told in text
     assert run(place, "gated", tmp_path / "run", *more, "--resume") == 0
-    whole, resumed = (read_record(tmp_path / name / "results.json") for name in ("whole", "run"))
-    for left, right in zip(whole.results, resumed.results, strict=True):
-        assert (left.name, left.question_scores, left.reasons) == (right.name, right.question_scores, right.reasons)
+    require_same(tmp_path / "run", whole)
 
 
-def test_a_run_that_stopped_while_it_began_goes_on(place, tmp_path, capsys):
-    assert run(place, "base", tmp_path / "run") == 0
-    for name in ("questions", "tasks", "samples", "grades"):
-        shutil.rmtree(tmp_path / "run" / name)
-    assert run(place, "base", tmp_path / "run", "--resume") == 0
-    assert (tmp_path / "run" / "questions" / "words.jsonl").is_file()
-
-
-def test_other_weights_in_the_same_folder_are_not_resumed(place, tmp_path, capsys):
+def test_other_weights_in_the_same_folder_are_not_resumed(place, tmp_path, fails):
     """The gates were calibrated anew into the folder that the first answers came from."""
+    base = json.loads((place / "gated" / "gate_config.json").read_text())["base"]["id"]
     shutil.copytree(place / "gated", tmp_path / "gated")
-    command = ["eval", "--model", tmp_path / "gated", "--tasks", place / "words.yaml", "--out", tmp_path / "run"]
-    command += ["--controls", "none"]
-    assert main([str(word) for word in command]) == 0
+    assert run(tmp_path, "gated", tmp_path / "run", *FEW, tasks=place) == 0
     shutil.rmtree(tmp_path / "gated")
-    model = lg.attach_gates(tiny_adapter(base=tiny_base()), lg.GateConfig(-3, 2))
-    with torch.no_grad():
-        for parameter in lg.gate_parameters(model).values():
-            parameter.fill_(0.25)
-    lg.save_gates(model, tmp_path / "gated", adapter_source=place / "adapter", base_id=str(place / "base"))
-    assert f"other weights than are in {tmp_path / 'gated'} now (weights.gated" in fails(capsys, *command, "--resume")
+    model = shake(lg.attach_gates(tiny_adapter(base=tiny_base()), lg.GateConfig(-3, 2)), 0.25)
+    lg.save_gates(model, tmp_path / "gated", adapter_source=place / "adapter", base_id=base)
+    line = ("eval", "--model", tmp_path / "gated", "--tasks", place / "words.yaml", "--out", tmp_path / "run")
+    assert f"other weights than are in {tmp_path / 'gated'} now (weights.gated" in fails(*line, *FEW, "--resume")
 
 
 def test_vllm_on_a_cpu_is_given_what_is_free_and_heads_that_it_takes(place, monkeypatch):
@@ -465,13 +408,12 @@ def test_vllm_on_a_cpu_is_given_what_is_free_and_heads_that_it_takes(place, monk
         load_inputs(EvalOptions(), str(place / "base"), "vllm")
 
 
-def test_redrawn_answers_are_judged_anew(place, tmp_path, capsys):
-    assert run(place, "base", tmp_path / "run") == 0
-    path = tmp_path / "run" / "samples" / "base" / "words.jsonl"
-    rows = [{**json.loads(line), "text": "w3"} for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert run(place, "base", tmp_path / "run", "--resume") == 0
-    assert read_record(tmp_path / "run" / "results.json").results[0].avg_at_k.mean == 1
+def test_redrawn_answers_are_judged_anew(place, whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    path = folder / "samples" / "base" / "words.jsonl"
+    write_rows(path, [{**json.loads(line), "text": "w3"} for line in path.read_text().splitlines()])
+    assert run(place, "gated", folder, *FEW, "--resume") == 0
+    assert read_record(folder / "results.json").find("words", "base").avg_at_k.mean == 1
 
 
 def test_verdicts_of_other_limits_are_not_taken_over(place, tmp_path, capsys):
@@ -498,77 +440,73 @@ def test_one_question_one_sample(place, tmp_path, capsys):
     assert "(no difference shown)" in (tmp_path / "run" / "results.md").read_text().replace("; no", " (no")
 
 
-def test_another_grader_without_generating(place, tmp_path, capsys):
-    assert run(place, "gated", tmp_path / "run") == 0
-    (tmp_path / "run" / "tasks" / "words.yaml").write_text(TASK.replace("grader: exact", "grader: choice"))
-    capsys.readouterr()
-    assert main(["regrade", str(tmp_path / "run")]) == 0
+def test_another_grader_without_generating(whole, tmp_path, capsys):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    (folder / "tasks" / "words.yaml").write_text(TASK.replace("grader: exact", "grader: choice"))
+    assert main(["regrade", str(folder)]) == 0
     assert "verdicts differ" in capsys.readouterr().out
-    again = read_record(tmp_path / "run" / "results-regraded.json")
+    again = read_record(folder / "results-regraded.json")
     assert set(again.find("words", "gated").reasons) == {"no_answer"}
-    assert read_record(tmp_path / "run" / "results.json").tasks[0].grader == "exact", "the first record stays"
+    assert read_record(folder / "results.json").tasks[0].grader == "exact", "the first record stays"
 
 
-def test_judging_again_is_compared_with_what_was_judged_before(place, tmp_path, capsys):
-    assert run(place, "base", tmp_path / "run") == 0
-    path = tmp_path / "run" / "grades" / "exact" / "base" / "words.jsonl"
+def test_judging_again_is_compared_with_what_was_judged_before(whole, tmp_path, capsys):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    path = folder / "grades" / "exact" / "base" / "words.jsonl"
     text = path.read_text()
     assert text.count('"correct": false') > 1
     path.write_text(text.replace('"correct": false', '"correct": true', 1))
-    assert main(["regrade", str(tmp_path / "run")]) == 0
-    assert "0 of 24 verdicts differ" in capsys.readouterr().out, "verdicts on file are used again"
-    assert main(["regrade", str(tmp_path / "run"), "--again"]) == 0
-    assert "1 of 24 verdicts differ" in capsys.readouterr().out
-    (change,) = map(json.loads, (tmp_path / "run" / "results-regraded-changes.jsonl").read_text().splitlines())
-    assert change["before"]["correct"]
-    assert not change["now"]["correct"]
+    for again, differ in (((), 0), (("--again",), 1)):
+        assert main(["regrade", str(folder), *again]) == 0
+        assert f"{differ} of 72 verdicts differ" in capsys.readouterr().out, "verdicts on file are used again"
+    (change,) = map(json.loads, (folder / "results-regraded-changes.jsonl").read_text().splitlines())
+    assert (change["before"]["correct"], change["now"]["correct"]) == (True, False)
 
 
-def test_bad_input(place, tmp_path, capsys):
+def test_bad_input(place, tmp_path, fails):
     task = ("--tasks", place / "words.yaml")
     out = tmp_path / "out"
     model = ("--model", place / "gated")
-    assert "say what to evaluate" in fails(capsys, "eval", *model, "--out", out)
-    assert "did you mean 'math'" in fails(capsys, "eval", *model, "--out", out, "--suite", "maths")
-    assert "'math500'" in fails(capsys, "eval", *model, "--out", out, "--tasks", "math50")
-    assert '"all" for --controls' in fails(capsys, "eval", *model, *task, "--out", out, "--controls", "all")
-    assert "has no effect" in fails(capsys, "eval", *model, *task, "--out", out, "--grader", "dft")
-    assert "unknown grader" in fails(capsys, "eval", *model, *task, "--out", out, "--grader", "mathverify")
-    assert "is not among the tasks" in fails(capsys, "eval", *model, *task, "--out", out, "--data", "wrods=a.jsonl")
-    assert '"vlm" for --engine' in fails(capsys, "eval", *model, *task, "--out", out, "--engine", "vlm")
-    assert "so all 3 samples" in fails(
-        capsys, "eval", *model, *task, "--out", out, "--temperature", "0", "--samples", "3"
-    )
-    assert "samples must be at least 1" in fails(capsys, "eval", *model, *task, "--out", out, "--samples", "0")
-    assert "--replicas must be at least 1" in fails(capsys, "eval", *model, *task, "--out", out, "--replicas", "0")
-    assert "--vllm-memory must be at most 1" in fails(capsys, "eval", *model, *task, "--out", out, "--vllm-memory", "2")
+    known = ("eval", *model, *task, "--out", out)
+    assert "say what to evaluate" in fails("eval", *model, "--out", out)
+    assert "did you mean 'math'" in fails("eval", *model, "--out", out, "--suite", "maths")
+    assert "'math500'" in fails("eval", *model, "--out", out, "--tasks", "math50")
+    assert '"all" for --controls' in fails(*known, "--controls", "all")
+    assert "has no effect" in fails(*known, "--grader", "dft")
+    assert "unknown grader" in fails(*known, "--grader", "mathverify")
+    assert "is not among the tasks" in fails(*known, "--data", "wrods=a.jsonl")
+    assert '"vlm" for --engine' in fails(*known, "--engine", "vlm")
+    assert "so all 3 samples" in fails(*known, "--temperature", "0", "--samples", "3")
+    assert "samples must be at least 1" in fails(*known, "--samples", "0")
+    assert "--replicas must be at least 1" in fails(*known, "--replicas", "0")
+    assert "--vllm-memory must be at most 1" in fails(*known, "--vllm-memory", "2")
     if importlib.util.find_spec("vllm") is None:
-        assert "vLLM is not installed" in fails(capsys, "eval", *model, *task, "--out", out, "--engine", "vllm")
-    retention = fails(capsys, "eval", *model, "--out", out, "--tasks", "openbookqa", "--samples", "3")
+        assert "vLLM is not installed" in fails(*known, "--engine", "vllm")
+    retention = fails("eval", *model, "--out", out, "--tasks", "openbookqa", "--samples", "3")
     assert "have no effect: openbookqa" in retention
     (tmp_path / "empty").mkdir()
-    assert "of none of the tasks" in fails(capsys, "eval", *model, *task, "--out", out, "--data", tmp_path / "empty")
+    assert "of none of the tasks" in fails(*known, "--data", tmp_path / "empty")
     (tmp_path / "up.yaml").write_text(TASK.replace("name: words", "name: ../words"))
-    assert "name is '../words'" in fails(capsys, "eval", *model, "--tasks", tmp_path / "up.yaml", "--out", out)
+    assert "name is '../words'" in fails("eval", *model, "--tasks", tmp_path / "up.yaml", "--out", out)
     (place / "other.yaml").write_text(TASK.replace("version: 3", "version: 4"))
     both = f"{place / 'words.yaml'},{place / 'other.yaml'}"
-    assert "rename one of them" in fails(capsys, "eval", *model, "--tasks", both, "--out", out)
+    assert "rename one of them" in fails("eval", *model, "--tasks", both, "--out", out)
     assert not out.exists(), "nothing is left by a command that was refused"
-    missing = fails(capsys, "eval", *model, "--out", out, "--tasks", "math500", status=1)
+    missing = fails("eval", *model, "--out", out, "--tasks", "math500", status=1)
     assert "--data math500=FILE" in missing
     (tmp_path / "bad.jsonl").write_text('{"question": "w1", "answer": "w3"}\n{"question": "w2"}\n')
-    message = fails(capsys, "eval", *model, *task, "--out", out, "--data", f"words={tmp_path / 'bad.jsonl'}", status=1)
+    message = fails(*known, "--data", f"words={tmp_path / 'bad.jsonl'}", status=1)
     assert "bad.jsonl:2" in message
     assert run(place, "gated", out, "--controls", "none") == 0
-    assert "holds an evaluation already" in fails(capsys, "eval", *model, *task, "--out", out)
-    changed = fails(capsys, "eval", *model, *task, "--out", out, "--controls", "none", "--resume", "--seed", "5")
+    assert "holds an evaluation already" in fails(*known)
+    changed = fails(*known, "--controls", "none", "--resume", "--seed", "5")
     assert "seed = 0" in changed
-    assert "no evaluation" in fails(capsys, "eval", *model, *task, "--out", tmp_path / "new", "--resume")
-    assert "not the folder of an evaluation" in fails(capsys, "regrade", tmp_path, status=1)
+    assert "no evaluation" in fails("eval", *model, *task, "--out", tmp_path / "new", "--resume")
+    assert "not the folder of an evaluation" in fails("regrade", tmp_path, status=1)
 
 
 @pytest.mark.slow("whole commands")
-def test_every_suite_end_to_end(place, tmp_path, capsys):
+def test_every_suite_end_to_end(place, tmp_path, capsys, fails):
     """Every hand-made sample file, the tiny world and the generated arithmetic, for base, adapter and gates by one command."""
     problem = probe_sandbox("bubblewrap")
     if problem and not os.environ.get("LORAGATE_REQUIRE_BWRAP"):
@@ -598,4 +536,4 @@ def test_every_suite_end_to_end(place, tmp_path, capsys):
     assert {task.name for task in again.tasks} == names, "retention suites are taken over"
     assert any("subsets have no question" in warning for warning in record.warnings)
     changed = " ".join(command).replace("--limit 4", "--limit 3").split()
-    assert "limit = 4" in fails(capsys, *changed, "--resume")
+    assert "limit = 4" in fails(*changed, "--resume")

@@ -8,47 +8,28 @@ import torch
 from peft import PeftModel
 
 from loragate.cli.main import main
-from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
+from loragate.training import token_influence
+from tiny import run, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer, write_base, write_rows
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A base, an adapter on it, another full model, and rows."""
     root = tmp_path_factory.mktemp("mask")
-    for name, model in (("base", tiny_base()), ("tuned", tiny_base(3)), ("adapter", tiny_adapter(r=2))):
-        model.save_pretrained(root / name)
-    for name in ("base", "tuned"):
-        tiny_tokenizer().save_pretrained(root / name)
-    (root / "rows.jsonl").write_text(
-        "".join(json.dumps({**row, "id": at}) + "\n" for at, row in enumerate(tiny_rows(21)))
-    )
+    write_base(root / "base")
+    write_base(root / "tuned", seed=3)
+    tiny_adapter(r=2).save_pretrained(root / "adapter")
+    write_rows(root / "rows.jsonl", [{**row, "id": at} for at, row in enumerate(tiny_rows(21))])
     return root
 
 
 def mask(place, out, *more, reference="adapter"):
-    arguments = [
-        "--model",
-        place / "base",
-        "--reference",
-        place / reference,
-        "--data",
-        place / "rows.jsonl",
-        "--out",
-        out,
-    ]
-    return main(["mask", *[str(argument) for argument in (*arguments, *more)]])
+    given = ["--model", place / "base", "--reference", place / reference, "--data", place / "rows.jsonl"]
+    return main(["mask", *map(str, (*given, "--out", out, *more))])
 
 
 def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def fails(capsys, status, *argv):
-    capsys.readouterr()
-    assert main([str(argument) for argument in argv]) == status
-    captured = capsys.readouterr()
-    assert captured.err.count("loragate: error:") == 1
-    return " ".join(captured.err.split())
 
 
 def gains(place, reference):
@@ -103,61 +84,24 @@ def test_row_scope_and_cut_rows(place, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("objective", ["mask", "forgetting"])
-def test_sft_reads_what_mask_wrote(place, tmp_path, capsys, objective):
+def test_sft_reads_what_mask_wrote(place, tmp_path, capsys, fails, objective):
     assert mask(place, tmp_path / "m.jsonl") == 0
-    common = [
-        "--model",
-        place / "base",
-        "--batch-size",
-        8,
-        "--micro-batch-size",
-        8,
-        "--max-steps",
-        2,
-        "--max-length",
-        64,
-    ]
-    arguments = ["sft", *common, "--data", tmp_path / "m.jsonl", "--objective", objective, "--out", tmp_path / "a"]
-    assert main([str(argument) for argument in arguments]) == 0
+    common = ["sft", "--model", place / "base", "--batch-size", 8, "--micro-batch-size", 8, "--max-steps", 2]
+    chosen = ["--max-length", 64, "--objective", objective]
+    run(*common, *chosen, "--data", tmp_path / "m.jsonl", "--out", tmp_path / "a")
     assert (tmp_path / "a" / "adapter_model.safetensors").is_file()
-    said = fails(
-        capsys, 2, "sft", *common, "--data", place / "rows.jsonl", "--objective", objective, "--out", tmp_path / "b"
-    )
+    said = fails(*common, *chosen, "--data", place / "rows.jsonl", "--out", tmp_path / "b")
     assert f"objective '{objective}' needs a keep_mask" in said
     assert "loragate mask" in said
     capsys.readouterr()
-    arguments = ["sft", *common, "--data", tmp_path / "m.jsonl", "--out", tmp_path / "c"]
-    assert main([str(argument) for argument in arguments]) == 0
+    run(*common, "--data", tmp_path / "m.jsonl", "--out", tmp_path / "c")
     assert "the keep_mask column is not read by the objective sft" in capsys.readouterr().out
 
 
-def test_a_mask_of_the_wrong_length_names_its_line(place, tmp_path, capsys):
-    assert mask(place, tmp_path / "m.jsonl") == 0
-    rows = read(tmp_path / "m.jsonl")
-    rows[4]["keep_mask"].append(1)
-    (tmp_path / "m.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    said = fails(
-        capsys,
-        1,
-        "sft",
-        "--model",
-        place / "base",
-        "--data",
-        tmp_path / "m.jsonl",
-        "--objective",
-        "mask",
-        "--out",
-        tmp_path / "a",
-    )
-    assert "m.jsonl:5: keep_mask has" in said
-
-
-def test_resume_scores_only_what_is_missing(place, tmp_path, capsys, monkeypatch):
-    import loragate.training.token_influence as module
-
-    assert mask(place, tmp_path / "whole.jsonl", "--micro-batch-size", "1") == 0
-    calls = []
-    own = module.response_log_probs
+def test_resume_scores_only_what_is_missing(place, tmp_path, fails, monkeypatch):
+    own, calls = token_influence.response_log_probs, []
+    one = ("--micro-batch-size", "1")
+    assert mask(place, tmp_path / "whole.jsonl", *one) == 0
 
     def stopped(*arguments, **options):
         for at, window in enumerate(own(*arguments, **options)):
@@ -166,48 +110,44 @@ def test_resume_scores_only_what_is_missing(place, tmp_path, capsys, monkeypatch
                 raise KeyboardInterrupt
             yield window
 
-    monkeypatch.setattr(module, "response_log_probs", stopped)
-    assert mask(place, tmp_path / "m.jsonl", "--micro-batch-size", "1") == 130
+    monkeypatch.setattr(token_influence, "response_log_probs", stopped)
+    assert mask(place, tmp_path / "m.jsonl", *one) == 130
     assert not (tmp_path / "m.jsonl").exists()
     assert (tmp_path / "m.jsonl.partial" / "base.f32").stat().st_size > 0
-    said = fails(
-        capsys, 2, "mask", "--model", place / "base", "--reference", place / "adapter", "--data", place / "rows.jsonl",
-        "--out", tmp_path / "m.jsonl",
-    )  # fmt: skip
-    assert "go on with --resume" in said
-    assert mask(place, tmp_path / "m.jsonl", "--micro-batch-size", "1", "--resume") == 0
+    given = ("--model", place / "base", "--reference", place / "adapter", "--data", place / "rows.jsonl")
+    assert "go on with --resume" in fails("mask", *given, "--out", tmp_path / "m.jsonl")
+    assert mask(place, tmp_path / "m.jsonl", *one, "--resume") == 0
     assert (tmp_path / "m.jsonl").read_text() == (tmp_path / "whole.jsonl").read_text()
 
 
-def test_what_cannot_work_is_refused(place, tmp_path, capsys):
-    common = ["--model", place / "base", "--data", place / "rows.jsonl"]
-    out = ["--out", tmp_path / "m.jsonl"]
-    good = [*common, "--reference", place / "adapter"]
-    assert "needs --reference" in fails(capsys, 2, "mask", *common, *out)
-    assert "the base itself" in fails(capsys, 2, "mask", *common, "--reference", place / "base", *out)
-    assert "ends in .jsonl" in fails(capsys, 2, "mask", *good, "--out", tmp_path / "m.parquet")
-    assert "share of the tokens" in fails(capsys, 2, "mask", *good, *out, "--keep", "1.5")
-    assert 'Did you mean "row"?' in fails(capsys, 2, "mask", *good, *out, "--scope", "rows")
-    assert "does not exist" in fails(capsys, 2, "mask", *common, "--reference", tmp_path / "nothing", *out)
+def test_what_cannot_work_is_refused(place, tmp_path, fails):
+    common = ["mask", "--model", place / "base", "--data", place / "rows.jsonl"]
+    out, reference = ["--out", tmp_path / "m.jsonl"], ["--reference", place / "adapter"]
+    good = [*common, *reference]
+    assert "needs --reference" in fails(*common, *out)
+    assert "the base itself" in fails(*common, "--reference", place / "base", *out)
+    assert "ends in .jsonl" in fails(*good, "--out", tmp_path / "m.parquet")
+    assert "share of the tokens" in fails(*good, *out, "--keep", "1.5")
+    assert 'Did you mean "row"?' in fails(*good, *out, "--scope", "rows")
+    assert "does not exist" in fails(*common, "--reference", tmp_path / "nothing", *out)
     shutil.copytree(place / "tuned", tmp_path / "other")
     words = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
     vocabulary = words["model"]["vocab"]
     vocabulary["w1"], vocabulary["w2"] = vocabulary["w2"], vocabulary["w1"]
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(words))
-    said = fails(capsys, 2, "mask", *common, "--reference", tmp_path / "other", *out)
-    assert "the tokenizers of base and reference differ: 'w1'" in said
+    assert "the tokenizers of base and reference differ: 'w1'" in fails(
+        *common, "--reference", tmp_path / "other", *out
+    )
     assert mask(place, tmp_path / "m.jsonl") == 0
-    assert "exists already" in fails(capsys, 2, "mask", *good, *out)
-    said = fails(
-        capsys,
-        1,
+    assert "exists already" in fails(*good, *out)
+    again = [
         "mask",
-        *common[:2],
-        "--reference",
-        place / "adapter",
+        "--model",
+        place / "base",
+        *reference,
         "--data",
         tmp_path / "m.jsonl",
         "--out",
         tmp_path / "n.jsonl",
-    )
-    assert "carry a keep_mask already" in said
+    ]
+    assert "carry a keep_mask already" in fails(*again, status=1)

@@ -11,7 +11,7 @@ from loragate.cli.main import main
 from loragate.errors import ConfigError
 from loragate.gates.quantised import quantization_of
 from loragate.models import Loading, ModelRef, bases, open_base
-from tiny import is_packed, tiny_base, tiny_tokenizer
+from tiny import is_packed, write_base
 
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="8- and 4-bit bases need bitsandbytes"
@@ -22,8 +22,7 @@ COMMON = ["--batch-size", "4", "--micro-batch-size", "4", "--max-length", "64", 
 @pytest.fixture(scope="module")
 def place(made, tmp_path_factory):
     root = tmp_path_factory.mktemp("quantization")
-    tiny_base(hidden_size=64, intermediate_size=128).save_pretrained(root / "base")
-    tiny_tokenizer().save_pretrained(root / "base")
+    write_base(root / "base", hidden_size=64, intermediate_size=128)
     (root / "rows.jsonl").symlink_to(made / "messages.jsonl")
     return root
 

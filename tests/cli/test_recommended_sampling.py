@@ -21,7 +21,7 @@ from loragate.serving.http_app import CompletionRequest
 from loragate.serving.plugin import recommending, warning
 from loragate.serving.server import print_sampling, served_places
 from loragate.serving.settings import ServerSettings
-from tiny import tiny_adapter, tiny_base, tiny_tokenizer
+from tiny import tiny_adapter, tiny_base, tiny_tokenizer, write_base
 
 SETTINGS = [
     {"name": "[-3,2]", "temperature": 0.3, "mean": 0.521, "low": 0.48, "high": 0.562},
@@ -33,8 +33,7 @@ SETTINGS = [
 def place(tmp_path_factory):
     """cool/ recommends temperature 0.3, greedy/ greedy decoding, plain/ nothing; exported/ is cool/ as a plain adapter."""
     root = tmp_path_factory.mktemp("recommended")
-    tiny_base().save_pretrained(root / "base")
-    tiny_tokenizer().save_pretrained(root / "base")
+    write_base(root / "base")
     model = lg.attach_gates(
         tiny_adapter(base=tiny_base()), lg.GateConfig(-3, 2, granularity="module")
     )  # which can be exported

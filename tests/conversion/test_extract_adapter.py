@@ -17,8 +17,8 @@ from loragate.conversion.extract_layout import BIASES, EMBEDDINGS, EXPERTS, HEAD
 from loragate.conversion.extract_writing import write_adapter_folder
 from loragate.errors import ConfigError
 from loragate.models import resolve
-from test_families import FAMILIES, GROUPED
-from tiny import tiny_base, tiny_rows
+from test_families import FAMILIES, GROUPED, SETTINGS
+from tiny import logits, tiny_base, tiny_rows
 
 MOE = {
     "mixtral": lambda: tf.MixtralConfig(**GROUPED, num_local_experts=4),
@@ -55,14 +55,16 @@ def saved_pair(tmp_path, base, tuned, **options):
     return {"model": str(tmp_path / "tuned"), "base": str(tmp_path / "base")}
 
 
+@pytest.fixture
+def pair(tmp_path):
+    """A tiny base and a copy whose linear layers changed."""
+    base = tiny_base()
+    return saved_pair(tmp_path, base, tuned_copy(base))
+
+
 def written(tmp_path, pair, rank, **options):
     extraction = extract_adapter(pair["model"], pair["base"], rank, **options)
     return extraction, write_adapter_folder(extraction, tmp_path / f"adapter-{rank}")
-
-
-@torch.no_grad()
-def logits_of(model, token_ids):
-    return model.eval()(input_ids=token_ids).logits.float()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -76,10 +78,10 @@ def test_full_rank_is_the_fine_tuned_model(name, tmp_path, token_ids):
     assert extraction.kept == pytest.approx(1.0, abs=1e-9)
     assert extraction.left_share == 0
     assert extraction.notes == []
-    loaded = PeftModel.from_pretrained(tf.AutoModelForCausalLM.from_pretrained(pair["base"]), str(folder))
-    expected = logits_of(tuned, token_ids)
-    assert (expected - logits_of(base, token_ids)).abs().max() > 0.05
-    torch.testing.assert_close(logits_of(loaded, token_ids), expected, rtol=1e-3, atol=2e-4)
+    loaded = PeftModel.from_pretrained(tf.AutoModelForCausalLM.from_pretrained(pair["base"]), str(folder)).eval()
+    expected = logits(tuned.eval(), token_ids)
+    assert (expected - logits(base, token_ids)).abs().max() > 0.05
+    torch.testing.assert_close(logits(loaded, token_ids), expected, rtol=1e-3, atol=2e-4)
     # every adapted layer can be gated
     assert {verdict.status for verdict in lg.examine_adapter(loaded, "default")} == {"gate"}
 
@@ -242,13 +244,11 @@ def test_only_changed_layers_are_adapted(tmp_path, token_ids):
     assert extraction.unchanged == 13
     record = json.loads((folder / "adapter_config.json").read_text())
     assert record["target_modules"] == ["model.layers.1.mlp.up_proj"]
-    loaded = PeftModel.from_pretrained(tiny_base(), str(folder))
-    torch.testing.assert_close(logits_of(loaded, token_ids), logits_of(tuned, token_ids), rtol=1e-4, atol=1e-4)
+    loaded = PeftModel.from_pretrained(tiny_base(), str(folder)).eval()
+    torch.testing.assert_close(logits(loaded, token_ids), logits(tuned, token_ids), rtol=1e-4, atol=1e-4)
 
 
-def test_written_adapter_repeats_and_is_calibrated(tmp_path, tokenizer, token_ids):
-    base = tiny_base()
-    pair = saved_pair(tmp_path, base, tuned_copy(base))
+def test_written_adapter_repeats_and_is_calibrated(tmp_path, pair, tokenizer, token_ids):
     _, folder = written(tmp_path, pair, 4)
     again = write_adapter_folder(extract_adapter(**pair, rank=4), tmp_path / "again")
     for name in ("adapter_model.safetensors", "adapter_config.json", "extract.json"):
@@ -261,40 +261,31 @@ def test_written_adapter_repeats_and_is_calibrated(tmp_path, tokenizer, token_id
     assert 0 < figures["energy_kept"] < 1
 
     model = PeftModel.from_pretrained(tf.AutoModelForCausalLM.from_pretrained(pair["base"]), str(folder))
-    settings = lg.training.CalibrationSettings(
-        batch_size=8, micro_batch_size=4, max_steps=2, learning_rate=0.05, logging_steps=1, k=20, max_length=64
-    )
-    result = lg.calibrate(model, tokenizer, tiny_rows(16), lg.GateConfig(-3, 2), settings)
-    assert result.parity.at_one == 0
-    assert result.steps == 2
+    result = lg.calibrate(model, tokenizer, tiny_rows(16), lg.GateConfig(-3, 2), SETTINGS)
+    assert (result.parity.at_one, result.steps) == (0, 2)
     lg.save_gates(model, tmp_path / "gated", adapter_source=folder)
     gated = lg.load_gated(tmp_path / "gated")
-    torch.testing.assert_close(logits_of(gated, token_ids), logits_of(model, token_ids), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(gated, token_ids), logits(model.eval(), token_ids), rtol=1e-5, atol=1e-5)
 
 
-def refusal(tmp_path, pair, **options):
+def refusal(pair):
     with pytest.raises(ConfigError) as caught:
-        extract_adapter(**pair, **{"rank": 4, **options})
+        extract_adapter(**pair, rank=4)
     return str(caught.value)
 
 
-def test_equal_checkpoints_are_refused(tmp_path):
-    base = tiny_base()
-    assert "hold the same weights" in refusal(tmp_path, saved_pair(tmp_path, base, base))
-
-
-def test_a_change_outside_the_linear_layers_alone_is_refused(tmp_path):
-    base = tiny_base()
-    tuned = tuned_copy(base, everything=True, only="norm")
-    assert "differ only in what no LoRA" in refusal(tmp_path, saved_pair(tmp_path, base, tuned))
-
-
-def test_another_architecture_is_refused(tmp_path):
-    pair = saved_pair(tmp_path, tiny_base(), tiny_base(num_hidden_layers=3))
-    assert "num_hidden_layers is 3, not 2" in refusal(tmp_path, pair)
-    llama = tf.AutoModelForCausalLM.from_config(FAMILIES["llama"]())
-    llama.save_pretrained(tmp_path / "llama")
-    assert "model_type is llama, not qwen2" in refusal(tmp_path, {**pair, "model": str(tmp_path / "llama")})
+@pytest.mark.parametrize(
+    ("tuned", "told"),
+    [
+        (tiny_base, "hold the same weights"),
+        (lambda: tuned_copy(tiny_base(), everything=True, only="norm"), "differ only in what no LoRA"),
+        (lambda: tiny_base(num_hidden_layers=3), "num_hidden_layers is 3, not 2"),
+        (lambda: tf.AutoModelForCausalLM.from_config(FAMILIES["llama"]()), "model_type is llama, not qwen2"),
+    ],
+    ids=["equal", "norms alone", "deeper", "llama"],
+)
+def test_what_no_adapter_lies_between_is_refused(tmp_path, tuned, told):
+    assert told in refusal(saved_pair(tmp_path, tiny_base(), tuned()))
 
 
 def test_a_resized_vocabulary_is_refused_or_left_out(tmp_path):
@@ -302,7 +293,7 @@ def test_a_resized_vocabulary_is_refused_or_left_out(tmp_path):
     tuned = tuned_copy(base)
     tuned.resize_token_embeddings(168, mean_resizing=False)
     pair = saved_pair(tmp_path, base, tuned)
-    assert "vocabulary of 168" in refusal(tmp_path, pair)
+    assert "vocabulary of 168" in refusal(pair)
     extraction = extract_adapter(**pair, rank=4, ignore_resized_vocabulary=True)
     new_rows = tuned.get_input_embeddings().weight[160:].detach()
     assert extraction.left_out[EMBEDDINGS].energy == pytest.approx(float(new_rows.double().square().sum()), rel=1e-5)
@@ -327,55 +318,41 @@ def test_settings_that_no_adapter_holds_are_noted(tmp_path):
     base = tiny_base()
     tuned = tuned_copy(base)
     tuned.config.rms_norm_eps = 1e-3
-    notes = extract_adapter(**saved_pair(tmp_path, base, tuned), rank=4).notes
-    assert notes == [
-        "rms_norm_eps is 0.001 in the fine-tuned model and 1e-06 in the base, which the adapter will run with"
-    ]
+    (note,) = extract_adapter(**saved_pair(tmp_path, base, tuned), rank=4).notes
+    assert note.startswith("rms_norm_eps is 0.001 in the fine-tuned model and 1e-06 in the base")
 
 
-def test_pickles_are_not_read(tmp_path):
-    base = tiny_base()
-    pair = saved_pair(tmp_path, base, tuned_copy(base))
+def test_pickles_are_not_read(tmp_path, pair):
     (tmp_path / "tuned" / "model.safetensors").rename(tmp_path / "tuned" / "pytorch_model.bin")
-    message = refusal(tmp_path, pair)
+    message = refusal(pair)
     assert "pytorch_model.bin, a pickle" in message
     assert "save_pretrained" in message
 
 
-def rewritten(pair, change):
-    path = f"{pair['model']}/model.safetensors"
-    tensors = load_file(path)
+def rewrite(folder, change):
+    tensors = load_file(folder / "model.safetensors")
     change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("name", "tensor", "expected"),
     [
-        (
-            lambda t: t.pop("model.layers.0.self_attn.o_proj.weight"),
-            "has no weights for model.layers.0.self_attn.o_proj",
-        ),
-        (lambda t: t["model.norm.weight"].fill_(float("nan")), "model.norm.weight contains NaN or infinity"),
-        (
-            lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}),
-            "stored as int8, so this checkpoint is quantised",
-        ),
-        (lambda t: t.update({"model.norm.weight": torch.ones(31)}), "has shape (31,)"),
+        ("model.layers.0.self_attn.o_proj.weight", None, "has no weights for model.layers.0.self_attn.o_proj"),
+        ("model.norm.weight", torch.full((32,), float("nan")), "model.norm.weight contains NaN or infinity"),
+        ("model.norm.weight", torch.ones(32, dtype=torch.int8), "stored as int8, so this checkpoint is quantised"),
+        ("model.norm.weight", torch.ones(31), "has shape (31,)"),
     ],
     ids=["missing", "nan", "quantised", "shape"],
 )
-def test_damaged_checkpoints_are_refused(change, expected, tmp_path):
-    base = tiny_base()
-    pair = saved_pair(tmp_path, base, tuned_copy(base))
-    rewritten(pair, change)
-    assert expected in refusal(tmp_path, pair)
+def test_damaged_checkpoints_are_refused(tmp_path, pair, name, tensor, expected):
+    rewrite(tmp_path / "tuned", lambda found: found.pop(name) if tensor is None else found.update({name: tensor}))
+    assert expected in refusal(pair)
 
 
-def test_foreign_tensors_are_noted(tmp_path):
-    base = tiny_base()
-    pair = saved_pair(tmp_path, base, tuned_copy(base))
-    rewritten(pair, lambda t: t.update({"vision.proj.weight": torch.ones(2, 2), "rotary.inv_freq": torch.ones(2)}))
+def test_foreign_tensors_are_noted(tmp_path, pair):
+    foreign = {"vision.proj.weight": torch.ones(2, 2), "rotary.inv_freq": torch.ones(2)}
+    rewrite(tmp_path / "tuned", lambda found: found.update(foreign))
     (note,) = extract_adapter(**pair, rank=4).notes
     assert "1 tensors that are no part of the language model (such as vision.proj.weight)" in note
 
@@ -386,19 +363,18 @@ def test_a_torn_or_foreign_index_is_refused(tmp_path):
     index = tmp_path / "tuned" / "model.safetensors.index.json"
     record = json.loads(index.read_text())
     first = sorted(record["weight_map"].values())[0]
-    record["weight_map"]["model.norm.weight"] = "../base/" + first
-    index.write_text(json.dumps(record))
-    assert "outside its own folder" in refusal(tmp_path, pair)
-    record["weight_map"]["model.norm.weight"] = "absent.safetensors"
-    index.write_text(json.dumps(record))
-    assert "absent.safetensors is missing" in refusal(tmp_path, pair)
+    for file, told in (
+        ("../base/" + first, "outside its own folder"),
+        ("absent.safetensors", "absent.safetensors is missing"),
+    ):
+        record["weight_map"]["model.norm.weight"] = file
+        index.write_text(json.dumps(record))
+        assert told in refusal(pair)
     index.write_text("{")
-    assert "not a readable index" in refusal(tmp_path, pair)
+    assert "not a readable index" in refusal(pair)
 
 
-def test_nothing_is_overwritten_or_left_behind(tmp_path, monkeypatch):
-    base = tiny_base()
-    pair = saved_pair(tmp_path, base, tuned_copy(base))
+def test_nothing_is_overwritten_or_left_behind(tmp_path, pair, monkeypatch):
     extraction, folder = written(tmp_path, pair, 4)
     before = (folder / "adapter_config.json").read_bytes()
     with pytest.raises(ConfigError, match="is not empty"):

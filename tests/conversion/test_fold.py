@@ -13,56 +13,44 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 import loragate as lg
-from loragate.cli.main import main
 from loragate.conversion.fold import constant_coefficients, fold_adapter, needs_uniform
 from loragate.errors import ArtifactError, GateError
 from loragate.gates.gate import Override
-from tiny import VOCABULARY, tiny_adapter, tiny_base
+from test_families import FAMILIES
+from tiny import logits as logits_of
+from tiny import run, same, shake, tiny_adapter, tiny_base
 
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-}
-GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.2}
-FAMILIES = {
-    "qwen2": lambda: tf.Qwen2Config(**SHAPE, num_key_value_heads=2),
-    "llama": lambda: tf.LlamaConfig(**SHAPE, num_key_value_heads=2),
-    "gemma2": lambda: tf.Gemma2Config(**SHAPE, num_key_value_heads=2, head_dim=8),
-    "phi3": lambda: tf.Phi3Config(**SHAPE, num_key_value_heads=2, pad_token_id=0),
-    "gpt_neox": lambda: tf.GPTNeoXConfig(**SHAPE),
-    "gpt2": lambda: tf.GPT2Config(**GPT2),
-}
 IDS = torch.tensor([[5, 9, 20, 33, 7, 100, 101, 8]])
 
 
-def gated(base: Any, granularity: str = "module", **lora: Any) -> Any:
+def gated(base: Any, granularity: str = "module") -> Any:
     """A model whose λ lie between −3 and 2, some of them negative."""
-    model = tiny_adapter(base=base, **lora)
-    lg.attach_gates(model, lg.GateConfig(-3, 2, granularity=granularity, target_modules=lora.get("target_modules")))
-    torch.manual_seed(4)
-    for parameter in lg.gate_parameters(model).values():
-        parameter.data.normal_(0, 0.7)
-    return model
+    model = tiny_adapter(base=base)
+    return shake(lg.attach_gates(model, lg.GateConfig(-3, 2, granularity=granularity)), 0.7, 4)
 
 
 def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=IDS).logits
+    return logits_of(model, IDS)
+
+
+def loaded(folder: Path) -> Any:
+    return PeftModel.from_pretrained(tiny_base(), str(folder)).eval()
 
 
 def export(model: Any, place: Path, *more: str) -> Path:
-    folder = lg.save_gates(model, place / "gated", base_id="base")
-    assert main(["export", str(folder), "--out", str(place / "out"), *more]) == 0
+    run("export", lg.save_gates(model, place / "gated", base_id="base"), "--out", place / "out", *more)
     return place / "out"
 
 
+def require_constant(model: Any, folder: Path, **override: float) -> None:
+    """The adapter in the folder computes what the model does under an override of λ."""
+    with lg.gate_override(model, **override):
+        expected = logits(model)
+    torch.testing.assert_close(logits(loaded(folder)), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("uniform", [[], ["--uniform"]], ids=["as-is", "uniform"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["qwen2", "llama", "gemma2", "phi3", "gpt_neox", "gpt2"])
 def test_every_family(name: str, uniform: list[str], tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = tf.AutoModelForCausalLM.from_config(FAMILIES[name]()).eval()
@@ -90,13 +78,8 @@ LORA: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("granularity", ["module", "global"])
 @pytest.mark.parametrize("name", LORA)
 def test_every_kind_of_scale(name: str, granularity: str, uniform: list[str], tmp_path: Path) -> None:
-    lora = dict(LORA[name])
-    base = tiny_base(tie_word_embeddings=False)
-    model = tiny_adapter(base=base, **lora)
-    lg.attach_gates(model, lg.GateConfig(-3, 2, granularity=granularity))
-    torch.manual_seed(4)
-    for parameter in lg.gate_parameters(model).values():
-        parameter.data.normal_(0, 0.7)
+    model = tiny_adapter(base=tiny_base(tie_word_embeddings=False), **LORA[name])
+    shake(lg.attach_gates(model, lg.GateConfig(-3, 2, granularity=granularity)), 0.7, 4)
     expected = logits(model)
     out = export(model, tmp_path, *uniform)
     again = PeftModel.from_pretrained(tiny_base(tie_word_embeddings=False), str(out)).eval()
@@ -111,67 +94,49 @@ def test_every_kind_of_scale(name: str, granularity: str, uniform: list[str], tm
         assert ranks == {config["r"]}
 
 
-def test_clipped_and_constant_gates(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "override"),
+    [
+        ("unit", {"minimum": 0.0, "maximum": 1.0}),
+        ("clip=-0.5:", {"minimum": -0.5}),
+        ("constant=-0.5", {"constant": -0.5}),
+    ],
+)
+def test_clipped_and_constant_gates(tmp_path: Path, name: str, override: dict[str, float]) -> None:
     model = gated(tiny_base())
     folder = lg.save_gates(model, tmp_path / "gated", base_id="base")
-    for place, override in (
-        (f"{folder}@unit", {"minimum": 0.0, "maximum": 1.0}),
-        (f"{folder}@clip=-0.5:", {"minimum": -0.5}),
-        (f"{folder}@constant=-0.5", {"constant": -0.5}),
-    ):
-        out = tmp_path / place.rpartition("@")[2]
-        assert main(["export", place, "--out", str(out)]) == 0
-        with lg.gate_override(model, **override):
-            expected = logits(model)
-        found = logits(PeftModel.from_pretrained(tiny_base(), str(out)).eval())
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    run("export", f"{folder}@{name}", "--out", tmp_path / "out")
+    require_constant(model, tmp_path / "out", **override)
 
 
-def test_token_gates_are_refused_and_a_constant_folds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = gated(tiny_base(), "token")
+def test_token_gates_are_refused_and_a_constant_folds(tmp_path: Path, fails: Any) -> None:
+    model, out = gated(tiny_base(), "token"), ("--out", tmp_path / "out")
     folder = lg.save_gates(model, tmp_path / "gated", base_id="base")
-    for place in (str(folder), f"{folder}@unit"):
-        assert main(["export", place, "--out", str(tmp_path / "out")]) == 1
-        said = " ".join(capsys.readouterr().err.split())
+    for place in (folder, f"{folder}@unit"):
+        said = fails("export", place, *out, status=1)
         assert "λ differs from token to token in 14 of 14 modules" in said
         assert "--constant 0.5" in said
         assert "--granularity module" in said
     assert not (tmp_path / "out").exists()
-    assert main(["export", str(folder), "--constant", "0.5", "--out", str(tmp_path / "out")]) == 0
-    with lg.gate_override(model, constant=0.5):
-        expected = logits(model)
-    found = logits(PeftModel.from_pretrained(tiny_base(), str(tmp_path / "out")).eval())
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    run("export", folder, "--constant", "0.5", *out)
+    require_constant(model, tmp_path / "out", constant=0.5)
     card = (tmp_path / "out" / "README.md").read_text()
     assert "λ is one constant, 0.5" in card
     assert "Learned gates" in card
-    assert main(["export", f"{folder}@off", "--constant", "0.5", "--out", str(tmp_path / "two")]) == 2
-    assert "give one of the two" in capsys.readouterr().err
+    assert "give one of the two" in fails("export", f"{folder}@off", "--constant", "0.5", "--out", tmp_path / "two")
 
 
 def test_gates_of_zero_fold_to_the_very_adapter(tmp_path: Path) -> None:
-    model = lg.attach_gates(tiny_adapter(), lg.GateConfig(-6, 3))
-    for parameter in lg.gate_parameters(model).values():
-        parameter.data.zero_()
-    folder = lg.save_gates(model, tmp_path / "gated", base_id="base")
-    assert main(["export", str(folder), "--out", str(tmp_path / "out")]) == 0
-    before = load_file(folder / "adapter" / "adapter_model.safetensors")
-    after = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    out = export(shake(lg.attach_gates(tiny_adapter(), lg.GateConfig(-6, 3)), 0), tmp_path)
+    assert same(*(load_file(place / "adapter_model.safetensors") for place in (tmp_path / "gated" / "adapter", out)))
 
 
-def test_a_plain_adapter_is_scaled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = tiny_adapter()
+def test_a_plain_adapter_is_scaled(tmp_path: Path, fails: Any) -> None:
+    model, line = tiny_adapter(), ("export", tmp_path / "plain", "--out", tmp_path / "out")
     model.save_pretrained(tmp_path / "plain")
-    assert main(["export", str(tmp_path / "plain"), "--out", str(tmp_path / "out")]) == 1
-    assert "a plain PEFT adapter without gates" in " ".join(capsys.readouterr().err.split())
-    assert main(["export", str(tmp_path / "plain"), "--constant", "0.25", "--out", str(tmp_path / "out")]) == 0
-    lg.attach_gates(model, lg.GateConfig(-1, 2))
-    with lg.gate_override(model, constant=0.25):
-        expected = logits(model)
-    found = logits(PeftModel.from_pretrained(tiny_base(), str(tmp_path / "out")).eval())
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert "a plain PEFT adapter without gates" in fails(*line, status=1)
+    run(*line, "--constant", "0.25")
+    require_constant(lg.attach_gates(model, lg.GateConfig(-1, 2)), tmp_path / "out", constant=0.25)
 
 
 def test_sixteen_bit_factors_become_fp32_where_λ_acts(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from chat_tokenizers import (
 
 from loragate.data.chat import Chat, template_hash
 from loragate.data.formats import Turns
-from loragate.errors import ConfigError, DataError
+from loragate.errors import DataError
 
 LLAMA3_TOKENS = {"bos": "<|begin_of_text|>", "eos": "<|eot_id|>"}
 USER = "<|im_start|>user\nhi<|im_end|>\n"
@@ -86,44 +86,14 @@ def test_a_default_system_message_that_changes_is_an_error(talk):
         chat.render(talk("hi"), where="f:3")
 
 
-def test_unknown_system_mode_names_the_nearest():
-    with pytest.raises(ConfigError, match="found system='kepe', expected one of none, keep; did you mean 'keep'"):
-        Chat(byte_level(), "kepe")
-
-
 def segments(tokenizer, messages, **kwargs):
     pieces, rewritten = Chat(tokenizer).segments(Turns(messages=tuple(messages), **kwargs), "f:1")
     return [(text, response) for text, response in pieces], rewritten
 
 
-def test_segments_of_a_conversation(talk):
-    pieces, rewritten = segments(byte_level(CHATML_DEFAULT), talk("a", "b", "c", "d"))
-    assert pieces == [
-        ("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n", False),
-        ("b<|im_end|>", True),
-        ("\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n", False),
-        ("d<|im_end|>", True),
-    ]
-    assert not rewritten
-
-
 def test_turns_after_the_last_response_are_left_out(talk):
     pieces, _ = segments(byte_level(), talk("a", "b", "and now?"))
     assert "".join(text for text, _ in pieces) == ("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>")
-
-
-def test_only_the_last_turn_is_a_response_where_the_template_rewrites_earlier_ones(talk):
-    turns = talk("a", "<think>x</think>b", "c", "<think>y</think>d")
-    pieces, rewritten = segments(byte_level(THINKING), turns)
-    assert rewritten
-    assert pieces == [
-        (
-            "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
-            "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n",
-            False,
-        ),
-        ("<think>y</think>d<|im_end|>", True),
-    ]
 
 
 def test_earlier_turns_without_reasoning_are_all_responses(talk):

@@ -19,18 +19,6 @@ def test_padding_on_the_right():
     assert set(batch) == {"input_ids", "attention_mask", "labels", "row"}
 
 
-def test_padding_on_the_left():
-    batch = Collator(9, side="left")(ROWS)
-    assert batch["input_ids"].tolist() == [[5, 6, 7], [9, 9, 8]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
-    assert batch["labels"].tolist() == [[-100, 6, 7], [-100, -100, -100]]
-
-
-@pytest.mark.parametrize(("multiple", "length"), [(None, 3), (1, 3), (3, 3), (4, 4), (64, 64)])
-def test_length_is_rounded_up(multiple, length):
-    assert {tuple(Collator(0, multiple)(ROWS)[key].shape) for key in ("input_ids", "labels")} == {(2, length)}
-
-
 def test_keep_mask_is_boolean_and_false_on_padding():
     rows = [{**ROWS[0], "keep_mask": [0, 1, 0]}, {**ROWS[1], "keep_mask": [1]}]
     batch = Collator(9, side="left")(rows)

@@ -32,12 +32,6 @@ def test_rows_and_their_account(rows):
     assert encoded[1:3] == [encoded[1], encoded[2]]
 
 
-def test_the_default_system_message_is_kept_on_demand(rows):
-    tokenizer = byte_level(CHATML_DEFAULT)
-    encoded = encode_rows(rows, tokenizer, max_length=None, system="keep")
-    assert decoded(encoded[0], tokenizer).startswith("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n")
-
-
 def test_rows_without_a_response_left_are_dropped_and_counted(rows, talk):
     tokenizer = byte_level()
     rows[4] = {"messages": talk("What is " + "this " * 80 + "?", "It is five.")}
@@ -86,14 +80,6 @@ def test_the_first_bad_row_is_named_by_line(write, talk):
     path = write("rows.jsonl", [{"text": str(i)} for i in range(9)])
     with pytest.raises(DataError, match=f"{path}:1: found the keys text"):
         encode_rows(load_rows(path).shuffled(seed=3), byte_level(), max_length=None)
-
-
-def test_the_format_can_be_named():
-    row = {"instruction": "a", "output": "b", "response": "c"}
-    tokenizer = byte_level()
-    encoded = encode_rows([row], tokenizer, max_length=None, format="prompt_completion")
-    assert learned(encoded[0], tokenizer) == "c<|im_end|>"
-    assert encoded.summary.format == "prompt_completion"
 
 
 def test_keep_masks_are_spread_and_checked(write, talk):

@@ -6,7 +6,7 @@ import datasets
 import pytest
 
 from loragate.data.rows import Rows
-from loragate.errors import ConfigError, DataError
+from loragate.errors import DataError
 
 
 def rows_of(items):
@@ -29,13 +29,6 @@ def test_shuffling_depends_on_the_seed_alone_and_changes_nothing_else():
     assert sorted(row["n"] for row in first) == list(range(50))
     assert [row["n"] for row in rows] == list(range(50))
     assert [row["n"] for row in rows_of([{"n": n} for n in range(6)]).shuffled(0)] == [4, 2, 1, 0, 5, 3]
-
-
-def test_taking_more_than_there_is_takes_all():
-    rows = rows_of([{"n": 1}])
-    assert list(rows.take(9)) == [{"n": 1}]
-    with pytest.raises(ConfigError, match="found limit=0, expected a whole number of rows, at least 1"):
-        rows.take(0)
 
 
 def test_fingerprint_is_of_content_and_order():

@@ -82,11 +82,6 @@ def test_letters_outside_the_choices_do_not_count():
     assert choice_letter("The answer is (Z).") is None
 
 
-def test_grade_choice():
-    assert grade_choice("Answer: C", "C") == Grade(True, "C", "ok")
-    assert grade_choice("Answer: C", "b ") == Grade(False, "C", "wrong")
-
-
 def test_exact():
     assert grade_exact(" yes\n", "yes ") == Grade(True, "yes", "ok")
     assert grade_exact("yes.", "yes") == Grade(False, "yes.", "wrong")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import re
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tiny import scripts_of
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "coverage.json"
@@ -19,14 +20,9 @@ TASKS = ("AIME-like", "AMC-like", "Minerva-like", "OlympiadBench-like", "Math500
 
 
 @pytest.fixture(scope="module")
-def simulation() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("coverage_benchmark", ROOT / "benchmarks" / "coverage.py")
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[module.__name__] = module  # dataclasses look their module up
-    specification.loader.exec_module(module)
-    return module
+def simulation() -> Iterator[ModuleType]:
+    with scripts_of(ROOT / "benchmarks") as load:
+        yield load("coverage")
 
 
 @pytest.fixture(scope="module")

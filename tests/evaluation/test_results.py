@@ -53,11 +53,6 @@ def test_a_task_result_by_hand() -> None:
     assert make_result("adapter", control="T=0.6", temperature=0.6).name == "adapter T=0.6"
 
 
-def test_a_stop_string_counts_as_no_eos() -> None:
-    result = make_result("gated", finish_reasons=["stop"] * 6 + ["stop_text"] * 2 + ["length"])
-    assert (result.truncated, result.no_eos) == (pytest.approx(1 / 9), pytest.approx(1 / 3))
-
-
 def test_a_record_survives_its_file(tmp_path: Path) -> None:
     suite = SuiteResult("gated", suite_average([GATED, ADAPTER]), "math", None, compare_suites([GATED], [ADAPTER]))
     record = dataclasses.replace(make_record(), suites=(suite,), sandbox=None, canary={})
@@ -83,18 +78,6 @@ def test_averages_stand_per_suite() -> None:
     record = dataclasses.replace(make_record(), suites=rows).to_json()
     assert [(title, len(found)) for title, found in suites_of(record)] == [("average of the 2 math tasks", 2)]
     assert "average of the 2 math tasks" in score_markdown(record)
-
-
-def test_numbers_of_numpy_become_json() -> None:
-    record = dataclasses.replace(make_record(), canary={"adapter_from_base": np.float32(0.5)})
-    assert json.loads(json.dumps(record.to_json()))["canary"] == {"adapter_from_base": 0.5}
-
-
-def test_find_names_what_there_is() -> None:
-    record = make_record()
-    assert record.find("sums", "adapter", "T=0.6").temperature == 0.6
-    with pytest.raises(DataError, match="no result of gated λ=1 on sums; it has: base on sums, adapter on sums"):
-        record.find("sums", "gated", "λ=1")
 
 
 def test_p_values_are_adjusted_over_the_record() -> None:

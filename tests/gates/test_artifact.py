@@ -17,16 +17,9 @@ from loragate.errors import ArtifactError, ConfigError, GateError, LoragateError
 from loragate.files import file_sha256
 from loragate.gates import attached_config
 from loragate.gates.schema import gate_metadata, read_gate_config
-from tiny import tiny_adapter, tiny_base
+from tiny import logits, shake, tiny_adapter, tiny_base, write_adapter
 
 CONFIG = lg.GateConfig(-6, 3)
-
-
-def shake(model):
-    draw = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in lg.gate_parameters(model).values():
-            parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.3)
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +27,8 @@ def folders(tmp_path_factory):
     """(base folder, adapter folder, gated folder) written once."""
     root = tmp_path_factory.mktemp("artifact")
     tiny_base().save_pretrained(root / "base")
-    model = tiny_adapter(base=tiny_base())
-    model.peft_config["default"].base_model_name_or_path = str(root / "base")
-    model.save_pretrained(root / "adapter")
-    lg.attach_gates(model, CONFIG)
-    shake(model)
+    model = write_adapter(root / "adapter", root / "base", tiny_adapter(base=tiny_base()))
+    shake(lg.attach_gates(model, CONFIG))
     lg.save_gates(model, root / "gated", adapter_source=root / "adapter")
     return root / "base", root / "adapter", root / "gated"
 
@@ -69,53 +59,39 @@ def resave(folder, tensors):
 
 def test_round_trip_is_exact(folders, loaded, token_ids):
     _, adapter, gated = folders
-    original = tiny_adapter(base=tiny_base())
-    lg.attach_gates(original, CONFIG)
-    shake(original)
+    expected = logits(shake(lg.attach_gates(tiny_adapter(), CONFIG)), token_ids)
     lg.load_gates(loaded, gated)
-    with torch.no_grad():
-        expected = original(token_ids).logits
-        assert torch.equal(loaded(token_ids).logits, expected)
-        model = lg.load_gated(gated)
-        assert torch.equal(model(token_ids).logits, expected)
+    assert torch.equal(logits(loaded, token_ids), expected)
+    model = lg.load_gated(gated)
+    assert torch.equal(logits(model, token_ids), expected)
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         assert (gated / "adapter" / name).read_bytes() == (adapter / name).read_bytes()
-    assert sorted(path.name for path in gated.iterdir()) == [
-        "README.md",
-        "adapter",
-        "gate_config.json",
-        "gates.safetensors",
-    ]
+    files = ["README.md", "adapter", "gate_config.json", "gates.safetensors"]
+    assert sorted(path.name for path in gated.iterdir()) == files
 
 
 def test_adapter_without_a_source_is_written_without_gate_keys(tmp_path, folders, token_ids):
     model = PeftModel.from_pretrained(tiny_base(), folders[1])
-    with torch.no_grad():
-        plain = model(token_ids).logits
-    lg.attach_gates(model, CONFIG)
-    shake(model)
+    plain = logits(model, token_ids)
+    shake(lg.attach_gates(model, CONFIG))
     lg.save_gates(model, tmp_path / "gated")
     keys = load_file(tmp_path / "gated" / "adapter" / "adapter_model.safetensors")
     assert keys
     assert not any("lora_gate" in key for key in keys)
     again = PeftModel.from_pretrained(tiny_base(), tmp_path / "gated" / "adapter")
-    with torch.no_grad():
-        assert torch.equal(again(token_ids).logits, plain)
+    assert torch.equal(logits(again, token_ids), plain)
     lg.load_gates(again, tmp_path / "gated")
 
 
 @pytest.mark.parametrize("granularity", ["token", "module", "global"])
 def test_every_granularity_round_trips(tmp_path, folders, granularity, token_ids):
     model = PeftModel.from_pretrained(tiny_base(), folders[1])
-    lg.attach_gates(model, lg.GateConfig(-3, 1, granularity=granularity, target_modules=["q_proj", "up_proj"]))
-    shake(model)
-    with torch.no_grad():
-        expected = model(token_ids).logits
+    shake(lg.attach_gates(model, lg.GateConfig(-3, 1, granularity=granularity, target_modules=["q_proj", "up_proj"])))
+    expected = logits(model, token_ids)
     lg.save_gates(model, tmp_path / "gated", adapter_source=folders[1])
-    with torch.no_grad():
-        assert torch.equal(lg.load_gated(tmp_path / "gated")(token_ids).logits, expected)
+    assert torch.equal(logits(lg.load_gated(tmp_path / "gated"), token_ids), expected)
 
 
 def test_plain_programs_find_no_adapter_at_the_top(folders):
@@ -205,13 +181,11 @@ REFUSALS = {
 def test_refusals_are_clear_and_leave_the_model_ungated(gated, loaded, case, token_ids):
     break_it, words = REFUSALS[case]
     break_it(gated)
-    with torch.no_grad():
-        plain = loaded(token_ids).logits
+    plain = logits(loaded, token_ids)
     with pytest.raises(ArtifactError, match=words) as caught:
         lg.load_gates(loaded, gated)
     assert str(gated) in str(caught.value), "the message names the file"
-    with torch.no_grad():
-        assert torch.equal(loaded(token_ids).logits, plain)
+    assert torch.equal(logits(loaded, token_ids), plain)
     with pytest.raises(GateError):
         lg.gate_parameters(loaded)
 
@@ -315,8 +289,7 @@ def test_a_source_that_is_not_the_loaded_adapter_is_not_copied(tmp_path, folders
         lg.save_gates(model, tmp_path / "other", adapter_source=tmp_path / "nope")
     assert "does not hold the adapter as it is loaded" in caplog.text
     assert f"{tmp_path / 'nope'} does not exist; the loaded adapter is written instead" in caplog.text
-    with torch.no_grad():
-        assert torch.equal(lg.load_gated(tmp_path / "gated")(token_ids).logits, model(token_ids).logits)
+    assert torch.equal(logits(lg.load_gated(tmp_path / "gated"), token_ids), logits(model, token_ids))
 
 
 @pytest.mark.parametrize(
@@ -329,17 +302,14 @@ def test_a_source_that_is_not_the_loaded_adapter_is_not_copied(tmp_path, folders
 )
 def test_an_adapter_that_keeps_embeddings_and_head_tied_is_written_without_a_source(tmp_path, folders, tied, token_ids):
     model = tiny_adapter(ensure_weight_tying=True, **tied)
-    lg.attach_gates(model, CONFIG)
-    shake(model)
+    shake(lg.attach_gates(model, CONFIG))
     lg.save_gates(model, tmp_path / "gated", base_id=str(folders[0]))
-    with torch.no_grad():
-        assert torch.equal(lg.load_gated(tmp_path / "gated")(token_ids).logits, model(token_ids).logits)
+    assert torch.equal(logits(lg.load_gated(tmp_path / "gated"), token_ids), logits(model, token_ids))
 
 
 def test_gates_that_a_trainer_has_cast_are_written_as_the_reader_wants_them(tmp_path, folders):
     model = PeftModel.from_pretrained(tiny_base(), folders[1])
-    lg.attach_gates(model, CONFIG)
-    shake(model)
+    shake(lg.attach_gates(model, CONFIG))
     for parameter in lg.gate_parameters(model).values():
         parameter.data = parameter.data.to(torch.bfloat16)  # as TRL does it on a 4-bit base
     lg.save_gates(model, tmp_path / "gated", adapter_source=folders[1])
@@ -352,8 +322,7 @@ def test_gates_that_a_trainer_has_cast_are_written_as_the_reader_wants_them(tmp_
 def test_a_natively_loaded_adapter_round_trips(tmp_path, folders, dtype, token_ids):
     model = tiny_base().to(dtype)
     model.load_adapter(str(folders[1]))
-    lg.attach_gates(model, CONFIG)
-    shake(model)
+    shake(lg.attach_gates(model, CONFIG))
     lg.save_gates(model, tmp_path / "gated", base_id=str(folders[0]))
     again = lg.load_gated(tmp_path / "gated", dtype=dtype)
     for name, parameter in lg.gate_parameters(again).items():

@@ -10,7 +10,7 @@ from loragate.cli.main import main
 from loragate.errors import GateError
 from loragate.evaluation.canary import canary
 from loragate.gates.eligibility import base_path, changed_base
-from tiny import tiny_adapter, tiny_base
+from tiny import logits, shake, tiny_adapter, tiny_base
 
 
 @pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora", "OLoRA", "corda", "lora_ga", "loftq"])
@@ -27,8 +27,7 @@ def test_initialisations_that_leave_the_base_alone_are_not_refused(start):
 def test_an_adapter_without_which_the_model_is_not_the_base_is_refused(start, tmp_path, token_ids, capsys):
     base = tiny_base()
     base.save_pretrained(tmp_path / "base")
-    with torch.no_grad():
-        expected = base(token_ids).logits
+    expected = logits(base, token_ids)
     model = tiny_adapter(base=base, init_lora_weights=start)
     with torch.no_grad(), model.disable_adapter():
         assert not torch.allclose(model(token_ids).logits, expected, atol=0.1), (
@@ -74,18 +73,13 @@ def test_gates_of_wrapped_layers_are_saved_under_the_names_of_the_base(wrapper, 
     tiny_base().save_pretrained(tmp_path / "base")
     tiny_adapter().save_pretrained(tmp_path / "adapter")
     model = lg.attach_gates(PeftModel.from_pretrained(tiny_base(), tmp_path / "adapter").eval(), lg.GateConfig(-6, 3))
-    draw = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in lg.gate_parameters(model).values():
-            parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.3)
-        expected, names = model(token_ids).logits, list(lg.gate_parameters(model))
-        layers = model.get_base_model().model.layers
-        for index, layer in enumerate(layers):
-            layers[index] = WRAPPERS[wrapper](layer)
+    expected, names = logits(shake(model), token_ids), list(lg.gate_parameters(model))
+    layers = model.get_base_model().model.layers
+    for index, layer in enumerate(layers):
+        layers[index] = WRAPPERS[wrapper](layer)
     assert list(lg.gate_parameters(model)) == names
     for source in (None, tmp_path / "adapter"):
         folder = lg.save_gates(
             model, tmp_path / str(source is None), adapter_source=source, base_id=str(tmp_path / "base")
         )
-        with torch.no_grad():
-            assert torch.equal(lg.load_gated(folder)(token_ids).logits, expected)
+        assert torch.equal(logits(lg.load_gated(folder), token_ids), expected)

@@ -11,18 +11,13 @@ from peft import LoraConfig
 
 import loragate as lg
 from loragate.errors import GateError
-from tiny import tiny_adapter, tiny_base
+from tiny import logits, tiny_adapter, tiny_base
 
 CASES = {
     "some modules gated": ({}, ["down_proj"]),
     "an embedding": ({"target_modules": ["embed_tokens", "q_proj"]}, None),
     "a whole copy": ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, None),
 }
-
-
-def logits(model, ids):
-    with torch.no_grad():
-        return model(ids).logits
 
 
 def gated(case):

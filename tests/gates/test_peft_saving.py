@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel
 
 import loragate as lg
 from loragate.errors import ArtifactError
-from tiny import tiny_adapter, tiny_base
+from tiny import logits, tiny_adapter, tiny_base
 
 CONFIG = lg.GateConfig(-6, 3)
 
@@ -59,8 +59,7 @@ def test_a_folder_that_lost_its_gates_is_told_from_a_plain_adapter(adapter, tmp_
 
 
 def test_save_gates_is_silent_and_leaves_the_warning_on(tmp_path, told):
-    model = tiny_adapter()
-    lg.attach_gates(model, CONFIG)
+    model = lg.attach_gates(tiny_adapter(), CONFIG)
     lg.save_gates(model, tmp_path / "gated", base_id="someone/base")
     assert told() == ""
     lg.load_gates(PeftModel.from_pretrained(tiny_base(), tmp_path / "gated" / "adapter"), tmp_path / "gated")
@@ -97,8 +96,7 @@ def test_copies_and_natively_loaded_adapters_warn_for_themselves(adapter, tmp_pa
     assert "save_gates" in told()
     assert twin.peft_config["default"] is not adapter.peft_config["default"]
     again = pickle.loads(pickle.dumps(twin))
-    with torch.no_grad():
-        assert torch.equal(again(token_ids).logits, twin(token_ids).logits)
+    assert torch.equal(logits(again, token_ids), logits(twin, token_ids))
     native = tiny_base()
     native.load_adapter(str(tmp_path / "adapter"))
     lg.attach_gates(native, CONFIG)

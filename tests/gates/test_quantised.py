@@ -17,7 +17,7 @@ from loragate.gates.fingerprint import base_weight_samples, compare_base_samples
 from loragate.gates.quantised import keep_unpacked, quantization_of, quantization_of_config
 from loragate.training import CalibrationSettings, StageOneSettings, train_adapter
 from packed import packed
-from tiny import is_packed, tiny_base, tiny_rows
+from tiny import is_packed, logits, tiny_base, tiny_rows
 
 SETTINGS = {"batch_size": 8, "micro_batch_size": 4, "learning_rate": 0.05, "logging_steps": 1, "max_length": 64}
 
@@ -78,9 +78,8 @@ def loaded(place, case):
     return PeftModel.from_pretrained(base, place / "adapter").eval()
 
 
-@torch.no_grad()
 def logits_of(model, token_ids):
-    return model(input_ids=token_ids).logits.float()
+    return logits(model, token_ids).float()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,12 +1,12 @@
-"""Tiny random models and a word-level tokenizer, built on the spot."""
+"""Fixtures of the tests of generation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tiny_decoders import SHAPE, build_tokenizer
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -15,36 +15,6 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
-
-VOCABULARY = 24
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.4,  # wide enough that distributions are far from uniform and rows stop at different times
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": None,
-}
-
-
-def build_tokenizer(**special: str) -> PreTrainedTokenizerFast:
-    words = ["<pad>", "<eos>", "<unk>", "<stop>", *(f"w{i}" for i in range(4, VOCABULARY))]
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", **special)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers as tf
 from peft import IA3Config, LoraConfig, get_peft_model
+from tiny_decoders import SHAPE, identities
 
 import loragate as lg
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
@@ -24,19 +25,6 @@ from tiny import tiny_adapter
 PROMPTS = [" ".join(f"w{(5 * i + 3 * j) % 20 + 4}" for j in range(count)) for i, count in enumerate((4, 13, 1, 9))]
 CONFIG = SamplingConfig(max_new_tokens=12, samples=3, seed=5)
 STOPS = [5, 7, 9]
-SHAPE = {
-    "vocab_size": 24,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.4,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": None,
-}
 OWN_LOOP: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: tf.Qwen2Config(**SHAPE),
     "qwen3": lambda: tf.Qwen3Config(**SHAPE, head_dim=8),
@@ -65,10 +53,6 @@ def build(config: Any) -> Any:
 
 def drawn(model: Any, tokenizer: Any, config: SamplingConfig = CONFIG, prompts: Any = PROMPTS, **options: Any) -> Any:
     return TransformersEngine(model, tokenizer, stop_token_ids=STOPS, **options).generate(prompts, config)
-
-
-def identities(samples: list[Sample]) -> list[tuple[Any, ...]]:
-    return [(s.question, s.sample, s.text, s.token_ids, s.finish_reason) for s in samples]
 
 
 @contextmanager

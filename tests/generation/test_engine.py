@@ -9,16 +9,13 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tiny_decoders import identities
 
 from loragate.errors import ConfigError, DataError
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
 
 PROMPTS = [" ".join(f"w{(5 * i + 3 * j) % 20 + 4}" for j in range(1 + i % 6)) for i in range(9)]
 CONFIG = SamplingConfig(temperature=1.0, max_new_tokens=20, samples=3, seed=5)
-
-
-def identities(samples: list[Sample]) -> list[tuple[Any, ...]]:
-    return [(s.question, s.sample, s.text, s.token_ids, s.finish_reason) for s in samples]
 
 
 @pytest.mark.parametrize("config", [CONFIG, SamplingConfig(0.7, 0.8, 20, 3, 1), SamplingConfig(0, max_new_tokens=20)])

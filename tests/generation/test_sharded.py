@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_decoders import identities
 from transformers import Qwen2ForCausalLM
 
 from loragate.errors import ConfigError, DataError, LoragateError
@@ -30,10 +31,6 @@ from loragate.generation.sharded import (
 PROMPTS = [" ".join(f"w{(5 * i + 3 * j) % 20 + 4}" for j in range(1 + i % 6)) for i in range(9)]
 CONFIG = SamplingConfig(temperature=1.0, max_new_tokens=20, samples=3, seed=5)
 SAMPLE = Sample(0, 1, "zwei\n\u2028Zeilen é \x0b\x85", (6, 1), "stop", 1.0 / 3.0)
-
-
-def identities(samples: list[Sample]) -> list[tuple[Any, ...]]:
-    return [(s.question, s.sample, s.text, s.token_ids, s.finish_reason) for s in samples]
 
 
 def run_here(job: Job, parts: Any, replicas: int = 1) -> Iterator[list[Sample]]:

@@ -17,12 +17,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from tiny_decoders import identities
 
 from loragate.errors import ArtifactError, ConfigError, DataError, LoragateError
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from loragate.generation.sampling import request_seed
 from loragate.generation.vllm_engine import VllmEngine, lora_rank
-from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
+from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer, write_base
 
 # vLLM's attention on a CPU starts at heads of 32
 SHAPE = {"hidden_size": 128, "intermediate_size": 192, "max_position_embeddings": 128}
@@ -32,16 +33,11 @@ GREEDY = SamplingConfig(temperature=0, max_new_tokens=30)
 CONFIG = SamplingConfig(temperature=1.0, max_new_tokens=30, samples=4, seed=7)
 
 
-def identities(samples: list[Sample]) -> list[tuple[Any, ...]]:
-    return [(s.question, s.sample, s.text, s.token_ids, s.finish_reason) for s in samples]
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A base with its tokenizer and an adapter for it, whose ranks and scales differ between modules."""
     place = tmp_path_factory.mktemp("models")
-    tiny_base(**SHAPE).save_pretrained(place / "base")
-    tiny_tokenizer().save_pretrained(place / "base")
+    write_base(place / "base", **SHAPE)
     tiny_adapter(base=tiny_base(**SHAPE), **PATTERNS).save_pretrained(place / "adapter")
     return str(place / "base"), str(place / "adapter")
 
@@ -365,8 +361,7 @@ def test_likelihoods_are_the_transformers_engine_s_for_a_real_vocabulary(vllm_se
     Last in this file: closing its engine ends those that the other tests share.
     """
     shape = {**SHAPE, "vocab_size": 50_000}
-    tiny_base(**shape).save_pretrained(tmp_path / "base")
-    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    write_base(tmp_path / "base", **shape)
     adapted = tiny_adapter(base=tiny_base(**shape), **PATTERNS)
     adapted.save_pretrained(tmp_path / "adapter")
     here = TransformersEngine(adapted, tiny_tokenizer(), batch_size=2)

@@ -159,8 +159,7 @@ def test_padding_changes_nothing(tokenizer, side):
     from loragate.data import encode_rows
 
     encoded = list(encode_rows(tiny_rows(5), tokenizer, max_length=64))
-    model = tiny_adapter()
-    lg.attach_gates(model, GATES)
+    model = lg.attach_gates(tiny_adapter(), GATES)
     with statistics_forward(model), torch.no_grad():
 
         def entropies(rows, **options):
@@ -191,7 +190,7 @@ import json, os, sys
 sys.path.insert(0, {tests!r})
 import torch
 torch.set_num_threads(1)
-from tiny import tiny_adapter, tiny_rows, tiny_tokenizer
+from tiny import tiny_adapter, tiny_base, tiny_rows
 import loragate as lg
 from loragate.training import CalibrationSettings
 from accelerate import PartialState

@@ -15,14 +15,12 @@ from loragate.errors import ArtifactError, ConfigError
 from loragate.gates.gate import Override
 from loragate.models import is_gated, read_gates, resolve
 from loragate.models.folder_gates import stamp
-from tiny import tiny_adapter
+from tiny import shake, tiny_adapter
 
 
 def write(folder: Path, lora: dict | None = None, **gate) -> Path:
-    model = tiny_adapter(**(lora or {}))
-    lg.attach_gates(model, lg.GateConfig(**{"lower": -3, "upper": 2, **gate}))
-    for parameter in lg.gate_parameters(model).values():
-        parameter.data.normal_()
+    model = lg.attach_gates(tiny_adapter(**(lora or {})), lg.GateConfig(**{"lower": -3, "upper": 2, **gate}))
+    shake(model, 1.0)
     return lg.save_gates(model, folder, base_id="base")
 
 
@@ -120,20 +118,6 @@ def other_alpha(folder: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "lora_alpha": 9}))
 
 
-def edit(**changes):
-    def change(folder: Path) -> None:
-        path = folder / "gate_config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-    return change
-
-
-def drop_module(folder: Path) -> None:
-    path = folder / "gate_config.json"
-    record = json.loads(path.read_text())
-    path.write_text(json.dumps({**record, "modules": record["modules"][1:]}))
-
-
 def more_kinds(folder: Path) -> None:
     path = folder / "adapter" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "modules_to_save": ["lm_head"]}))
@@ -141,16 +125,11 @@ def more_kinds(folder: Path) -> None:
 
 MALFORMED = {
     "cut gates": (lambda f: (f / "gates.safetensors").write_bytes(b"x"), "sha256"),
-    "no gates": (lambda f: (f / "gates.safetensors").unlink(), "incomplete"),
     "no adapter": (lambda f: shutil.rmtree(f / "adapter"), "adapter_config.json"),
     "no weights": (lambda f: (f / "adapter" / "adapter_model.safetensors").unlink(), "not a readable safetensors"),
     "other adapter": (other_adapter, "another adapter"),
     "other alpha": (other_alpha, "another adapter"),
-    "schema": (edit(schema_version=99), "schema version 99"),
-    "extra module": (edit(modules=["model.layers.9.x"]), "is missing"),
-    "module left out": (drop_module, "belongs to no gate"),
     "modules to save": (more_kinds, "modules_to_save"),
-    "not json": (lambda f: (f / "gate_config.json").write_text("{"), "not valid JSON"),
 }
 
 

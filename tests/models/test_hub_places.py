@@ -16,7 +16,7 @@ from loragate.hub_names import cached_commit, hub_name, hub_source, is_hub_id, s
 from loragate.models import Loading, ModelRef, open_tokenizer, resolve
 from loragate.serving.server import served_places
 from loragate.serving.vllm_arguments import vllm_arguments
-from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
+from tiny import tiny_adapter, tiny_rows, tiny_tokenizer, write_adapter, write_base
 
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
 BASE_OLD, BASE_NEW = "b" * 39 + "1", "b" * 39 + "2"
@@ -32,12 +32,9 @@ def place(tmp_path_factory):
     """base/ and other-base/, adapter/ and other-adapter/ on the first, rows.jsonl."""
     root = tmp_path_factory.mktemp("names")
     for name, seed in (("base", 0), ("other-base", 7)):
-        tiny_base(seed).save_pretrained(root / name)
-        tiny_tokenizer().save_pretrained(root / name)
+        write_base(root / name, seed=seed)
     for name, seed in (("adapter", 0), ("other-adapter", 3)):
-        model = tiny_adapter(seed)
-        model.peft_config["default"].base_model_name_or_path = "user/base"
-        model.save_pretrained(root / name)
+        write_adapter(root / name, "user/base", tiny_adapter(seed))
     (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny_rows(12)))
     return root
 

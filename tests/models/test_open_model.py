@@ -11,38 +11,24 @@ from loragate.errors import ConfigError, LoragateError
 from loragate.gates.schema import read_gate_config
 from loragate.models import Loading, ModelRef, open_base, open_model, open_without_weights, put_on, resolve
 from loragate.serving.vllm_arguments import stopping_arguments
-from tiny import tiny_adapter, tiny_base, tiny_tokenizer
+from tiny import logits, shake, tiny_adapter, tiny_base, tiny_tokenizer
 
 CPU = Loading(device="cpu")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place(saved, tmp_path_factory):
     """base/, adapter/ on it, gated/ with gates that act, idle/ whose gates are off."""
     root = tmp_path_factory.mktemp("opened")
-    tiny_base().save_pretrained(root / "base")
-    tiny_tokenizer().save_pretrained(root / "base")
-    model = tiny_adapter()
-    model.peft_config["default"].base_model_name_or_path = str(root / "base")
-    model.save_pretrained(root / "adapter")
-    lg.attach_gates(model, lg.GateConfig(-3, 2))
+    for name in ("base", "adapter", "gated"):
+        (root / name).symlink_to(saved / name)
     off = {"selection": {"accepted": False, "reason": "nothing beat it"}}
-    for parameter in lg.gate_parameters(model).values():
-        parameter.data.zero_()
+    model = shake(lg.attach_gates(tiny_adapter(), lg.GateConfig(-3, 2)), 0)
     lg.save_gates(model, root / "idle", base_id=str(root / "base"), stop_token_ids=[7], evidence=off)
-    torch.manual_seed(0)
-    for parameter in lg.gate_parameters(model).values():
-        parameter.data.normal_()
-    lg.save_gates(model, root / "gated", base_id=str(root / "base"))
     return root
 
 
-def logits(model, token_ids):
-    with torch.no_grad():
-        return model(token_ids).logits
-
-
-def test_each_kind_is_what_its_parts_make(place, token_ids):
+def test_each_kind_is_what_its_parts_make(saved, place, token_ids):
     model = lg.load_gated(place / "gated")
     with lg.gates_disabled(model):
         adapter = logits(model, token_ids)
@@ -56,7 +42,7 @@ def test_each_kind_is_what_its_parts_make(place, token_ids):
         assert torch.equal(logits(loaded.model, token_ids), expected), name
         assert not any(parameter.requires_grad for parameter in loaded.model.parameters()) or kind == "base"
         assert len(loaded.tokenizer) == len(tiny_tokenizer())
-        assert loaded.names["base"] == str(place / "base")
+        assert loaded.names["base"] == str((saved if kind != "base" else place) / "base")
         held = open_base(ModelRef(str(place / "base")), CPU)
         if kind != "base":
             assert torch.equal(logits(put_on(held, resolve(place / name)), token_ids), expected), name

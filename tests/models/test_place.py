@@ -38,11 +38,6 @@ def test_an_adapter_below_the_folder_is_named_the_newest_first(tmp_path):
         resolve(tmp_path, expect="adapter")
 
 
-def test_a_whole_model_is_called_one(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    assert "holds a whole model: loragate extract" in _inside(tmp_path)
-
-
 def test_a_file_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
     adapter(tmp_path / "mine")
     monkeypatch.chdir(tmp_path)

@@ -15,7 +15,7 @@ from loragate.errors import ArtifactError, ConfigError
 from loragate.gates.card import render_card
 from loragate.models import resolve
 from loragate.models.upload import push_gated, stage, without_paths
-from tiny import tiny_adapter, tiny_base, tiny_tokenizer
+from tiny import tiny_adapter, tiny_tokenizer, write_base
 
 SENT = ["README.md", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"]
 SENT += [f"adapter/tokenizer/{name}" for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")]
@@ -26,8 +26,7 @@ SENT += ["gate_config.json", "gates.safetensors"]
 def place(tmp_path_factory):
     """base/, and gated/ on it as a calibration leaves it, with a run folder beside."""
     root = tmp_path_factory.mktemp("hub")
-    tiny_base().save_pretrained(root / "base")
-    tiny_tokenizer().save_pretrained(root / "base")
+    write_base(root / "base")
     model = tiny_adapter()
     model.peft_config["default"].base_model_name_or_path = str(root / "base")
     lg.attach_gates(model, lg.GateConfig(-3, 1))

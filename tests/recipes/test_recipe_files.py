@@ -82,16 +82,6 @@ def test_a_stage_with_a_name_of_its_own_begins_with_its_commands_block():
     assert "suite" not in values["diagnose"], "null leaves an option to the command"
 
 
-def test_eight_gpus_are_for_what_is_trained_in_several_processes():
-    for method, stage, expected in (
-        ("scale", "sft", 8), ("scale", "calibrate", 8), ("scale-auto", "calibrate", None), ("grid", "sweep", None),
-        ("mask", "reference", 8), ("scale", "eval", None),
-    ):  # fmt: skip
-        values = read_recipe(f"math/qwen2.5-32b/{method}", LIBRARY).stage(stage).values
-        assert values.get("processes") == expected, (method, stage)
-        assert values.get("strategy") == ("fsdp2" if expected else None)
-
-
 @pytest.mark.parametrize(
     ("name", "key", "expected"),
     [
@@ -125,14 +115,6 @@ def test_eight_gpus_are_for_what_is_trained_in_several_processes():
 )
 def test_values_of_the_paper(name, key, expected):
     assert value(name, key) == expected
-
-
-def test_the_two_hand_picked_ranges_are_apart_from_the_chosen_one():
-    hand, auto = read_recipe(SCALE, LIBRARY), read_recipe(f"{SCALE}-auto", LIBRARY)
-    assert hand.stage("calibrate").values["unverified"] is True
-    assert auto.stage("calibrate").values["unverified"] is False
-    assert "37.05" in hand.stage("calibrate").marks["range"], "both numbers are quoted where the paper disagrees"
-    assert auto.tables == ""
 
 
 @pytest.mark.parametrize("domain", ["math", "code"])

@@ -23,13 +23,6 @@ def recipe():
     return Recipe("own", "Own", (sft, Stage("eval", "eval", {"model": "{sft}"})))
 
 
-def test_a_new_folder_says_what_is_run_before_it_starts(tmp_path, recipe):
-    folder = RunFolder.begin(tmp_path / "run", recipe)
-    assert yaml.safe_load((folder.path / "resolved.yaml").read_text())["sft"] == {"rank": 4, "data": "rows.jsonl"}
-    record = json.loads((folder.path / "recipe.json").read_text())
-    assert record["stages"][0] == {"stage": "sft", "command": "sft", "rank": 4, "data": "rows.jsonl"}
-
-
 def test_another_recipe_is_refused_with_the_difference(tmp_path, recipe):
     RunFolder.begin(tmp_path / "run", recipe)
     RunFolder.begin(tmp_path / "run", recipe)

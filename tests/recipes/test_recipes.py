@@ -26,14 +26,6 @@ SMALL = ["max_rows=24", "max_steps=4", "batch_size=8", "micro_batch_size=8", "ma
 SMALL += ["save_steps=1", "device=cpu"]
 
 
-def fails(capsys, *argv, status=2):
-    capsys.readouterr()
-    assert main(["recipes", *map(str, argv)]) == status
-    captured = capsys.readouterr()
-    assert captured.err.count("loragate: error:") == 1
-    return " ".join(captured.err.split())
-
-
 def local(place):
     words = ["--local-model", str(place / "base"), "--local-data", str(place / "math.parquet")]
     for text in SMALL:
@@ -108,27 +100,24 @@ def test_dry_run_writes_nothing(place, tmp_path, capsys):
     assert "loragate sft" not in text
 
 
-def test_what_is_refused(place, tmp_path, capsys):
-    assert "did you mean 'show'" in fails(capsys, "shaw", SCALE)
-    assert "needs a name" in fails(capsys, "run")
-    assert "takes one name" in fails(capsys, "show", SCALE, SCALE)
-    assert "no recipe's name contains 'gpt'" in fails(capsys, "list", "gpt")
-    assert "no recipe's name contains 'table 99'" in fails(capsys, "list", "table 99")
-    assert "_beyond" not in fails(capsys, "show", SCALE.replace("math/qwen", "math/qwem"))
-    assert "--dry-run has no effect on loragate recipes show, only on run and rehearse" in fails(
-        capsys, "show", SCALE, "--dry-run"
-    )
-    assert "expected key=value" in fails(capsys, "show", SCALE, "--set", "rank")
-    message = fails(capsys, "show", SCALE, "--set", "sft.objective=dtf")
+def test_what_is_refused(place, tmp_path, fails):
+    assert "did you mean 'show'" in fails("recipes", "shaw", SCALE)
+    assert "needs a name" in fails("recipes", "run")
+    assert "takes one name" in fails("recipes", "show", SCALE, SCALE)
+    assert "no recipe's name contains 'gpt'" in fails("recipes", "list", "gpt")
+    assert "no recipe's name contains 'table 99'" in fails("recipes", "list", "table 99")
+    assert "--dry-run has no effect on loragate recipes show" in fails("recipes", "show", SCALE, "--dry-run")
+    assert "expected key=value" in fails("recipes", "show", SCALE, "--set", "rank")
+    message = fails("recipes", "show", SCALE, "--set", "sft.objective=dtf")
     assert f"{SCALE}: stage 'sft': objective must be one of" in message
     assert "did you mean 'dft'" in message
-    message = fails(capsys, "show", SCALE, "--set", "sft.rank=many")
+    message = fails("recipes", "show", SCALE, "--set", "sft.rank=many")
     assert "stage 'sft': rank must be a whole number, found 'many'" in message
-    assert "--local-model" in fails(capsys, "run", SCALE, "--local-model", tmp_path / "nowhere")
+    assert "--local-model" in fails("recipes", "run", SCALE, "--local-model", tmp_path / "nowhere")
     own = tmp_path / "own.yaml"
     own.write_text("stages: [sft]\nsft: {model: a/b, data: rows.jsonl, rnak: 4}\n")
-    assert "stage 'sft': unknown key 'rnak'; did you mean 'rank'" in fails(capsys, "check", own)
-    assert "has no stage 'sfr'; did you mean 'sft'" in fails(capsys, "run", SCALE, "--stages", "sfr", *local(place))
+    assert "stage 'sft': unknown key 'rnak'; did you mean 'rank'" in fails("recipes", "check", own)
+    assert "has no stage 'sfr'; did you mean 'sft'" in fails("recipes", "run", SCALE, "--stages", "sfr", *local(place))
 
 
 @pytest.mark.slow("kills")
@@ -179,14 +168,14 @@ def test_run_killed_resumed_and_used(place, tmp_path):
         ("eval: {sandbox: rlimits}", "--set eval.sandbox=rlimits"),
     ],
 )
-def test_a_file_of_others_starts_no_program_and_opens_nothing(text, message, place, tmp_path, capsys):
+def test_a_file_of_others_starts_no_program_and_opens_nothing(text, message, place, tmp_path, fails):
     own = yaml.safe_load(text)
     shared = {"model": str(place / "base"), "data": str(place / "math.parquet"), "trust_remote_code": False}
     own["sft"] = {**shared, **own.get("sft", {})}
     own["eval"] = {"model": "{sft}", "suite": "math", **own.get("eval", {})}
     (tmp_path / "own.yaml").write_text(yaml.safe_dump({"stages": ["sft", "eval"], **own}))
     for verb in ("run", "rehearse", "show"):
-        assert message in fails(capsys, verb, tmp_path / "own.yaml", "--out", tmp_path / "run")
+        assert message in fails("recipes", verb, tmp_path / "own.yaml", "--out", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -13,7 +13,7 @@ from loragate.evaluation.tasks import load_questions, suite
 from loragate.generation import SamplingConfig, TransformersEngine
 from loragate.recipes import Library, read_recipe
 from loragate.recipes.rehearsal import rehearsal_of
-from loragate.recipes.standins import QUESTIONS, magicoder_rows, numina_rows, write_standins
+from loragate.recipes.standins import QUESTIONS, write_standins
 
 LIBRARY = Library()
 SCALE = "math/qwen2.5-math-1.5b/scale"
@@ -25,13 +25,6 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stand-ins")
     write_standins(folder)
     return folder
-
-
-def test_columns_of_the_hub():
-    (row,) = numina_rows(1)
-    assert list(row) == ["source", "problem", "solution", "messages"]
-    assert [turn["content"] for turn in row["messages"]] == [row["problem"], row["solution"]]
-    assert list(magicoder_rows(1)[0]) == MAGICODER
 
 
 @pytest.mark.parametrize("domain", ["math", "code"])

@@ -15,7 +15,7 @@ from test_vllm_gates import SETTINGS, SHAPE, gated_model
 import loragate as lg
 from loragate.gates.attach import gate_modules
 from loragate.gates.override_names import parse_override
-from tiny import tiny_base, tiny_tokenizer
+from tiny import tiny_tokenizer, write_base
 
 pytestmark = [
     pytest.mark.slow("vLLM"),
@@ -32,8 +32,7 @@ CONTEXT, OPTIONS = "w5 w9 w20 w33", (" w7 w100", " w8", " w101 w12 w13")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     place = tmp_path_factory.mktemp("harness")
-    tiny_base(**SHAPE).save_pretrained(place / "base")
-    tiny_tokenizer().save_pretrained(place / "base")
+    write_base(place / "base", **SHAPE)
     lg.save_gates(gated_model("wide"), place / "wide", base_id=str(place / "base"))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SETTINGS.items():

@@ -13,27 +13,22 @@ from typing import Any
 
 import httpx2
 import pytest
-import torch
 from fastapi.testclient import TestClient
 
 import loragate as lg
 from loragate.errors import DataError
-from loragate.generation import SamplingConfig, TransformersEngine
+from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from loragate.serving.backend import transformers_backend
 from loragate.serving.http_app import Answer, Backend, make_app, make_server
 from loragate.serving.server import listen
-from tiny import tiny_adapter, tiny_base, tiny_tokenizer
+from tiny import shake, tiny_adapter, tiny_base, tiny_tokenizer
 
 PROMPT = "w5 w9 w20"
 
 
 def gated() -> Any:
     base = tiny_base(max_position_embeddings=128)
-    model = lg.attach_gates(tiny_adapter(base=base), lg.GateConfig(lower=-3, upper=2))
-    torch.manual_seed(3)
-    for parameter in lg.gate_parameters(model).values():
-        parameter.data.normal_(0, 0.5)
-    return model
+    return shake(lg.attach_gates(tiny_adapter(base=base), lg.GateConfig(lower=-3, upper=2)), 0.5, 3)
 
 
 def client_of(backend: Backend, host: str = "127.0.0.1") -> TestClient:
@@ -67,6 +62,11 @@ def complete(client: TestClient, **body: Any) -> dict[str, Any]:
     return reply
 
 
+def greedy(model: Any) -> Sample:
+    """What the engine answers without a server."""
+    return TransformersEngine(model, tiny_tokenizer()).generate([PROMPT], SamplingConfig(0, max_new_tokens=12))[0]
+
+
 def test_health_and_models(client: TestClient) -> None:
     assert call(client, "/health") == (200, {"status": "ok"})
     status, reply = call(client, "/v1/models")
@@ -75,24 +75,13 @@ def test_health_and_models(client: TestClient) -> None:
 
 
 def test_each_name_answers_as_its_own_model(client: TestClient) -> None:
-    engines = {
-        "base": tiny_base(max_position_embeddings=128),
-        "adapter": tiny_adapter(base=tiny_base(max_position_embeddings=128)),
-        "gated": gated(),
-    }
-    greedy = SamplingConfig(0, max_new_tokens=12)
-    texts = {}
-    for name, model in engines.items():
-        expected = TransformersEngine(model, tiny_tokenizer()).generate([PROMPT], greedy)[0]
-        reply = complete(client, model=name)
+    bases, texts = [tiny_base(max_position_embeddings=128) for _ in range(2)], {}
+    for name, model in (("base", bases[0]), ("adapter", tiny_adapter(base=bases[1])), ("gated", gated())):
+        expected, reply = greedy(model), complete(client, model=name)
         texts[name] = reply["choices"][0]["text"]
-        assert texts[name] == expected.text
-        assert reply["model"] == name
-        assert reply["usage"] == {
-            "prompt_tokens": 3,
-            "completion_tokens": len(expected.token_ids),
-            "total_tokens": 3 + len(expected.token_ids),
-        }
+        assert (texts[name], reply["model"]) == (expected.text, name)
+        drawn = len(expected.token_ids)
+        assert reply["usage"] == {"prompt_tokens": 3, "completion_tokens": drawn, "total_tokens": 3 + drawn}
     assert len(set(texts.values())) == 3
 
 
@@ -106,12 +95,10 @@ OVERRIDES: dict[str, dict[str, float]] = {
 @pytest.mark.parametrize("name", OVERRIDES)
 def test_an_override_behind_the_name_acts_on_this_request_alone(client: TestClient, name: str) -> None:
     before = complete(client)["choices"][0]["text"]
-    model = gated()
-    with lg.gate_override(model, **OVERRIDES[name]):
-        expected = TransformersEngine(model, tiny_tokenizer()).generate([PROMPT], SamplingConfig(0, max_new_tokens=12))
+    with lg.gate_override(model := gated(), **OVERRIDES[name]):
+        expected = greedy(model).text
     reply = complete(client, model=f"gated@{name}")
-    assert reply["choices"][0]["text"] == expected[0].text
-    assert reply["model"] == f"gated@{name}"
+    assert (reply["choices"][0]["text"], reply["model"]) == (expected, f"gated@{name}")
     assert complete(client)["choices"][0]["text"] == before
 
 
@@ -135,12 +122,8 @@ def test_a_plain_adapter_takes_a_constant() -> None:
     with client_of(transformers_backend(tiny_adapter(base=base), tiny_tokenizer(), "adapter")) as client:
         found = complete(client, model="adapter@constant=-0.5")["choices"][0]["text"]
         plain = complete(client, model="adapter")["choices"][0]["text"]
-        model = gated()
-        with lg.gate_override(model, constant=-0.5):
-            expected = TransformersEngine(model, tiny_tokenizer()).generate(
-                [PROMPT], SamplingConfig(0, max_new_tokens=12)
-            )
-        assert found == expected[0].text != plain
+    with lg.gate_override(model := gated(), constant=-0.5):
+        assert found == greedy(model).text != plain
 
 
 def test_seeds_and_several_choices(client: TestClient) -> None:
@@ -342,12 +325,8 @@ def test_a_fault_of_the_server_is_a_500_and_it_lives_on(caplog: pytest.LogCaptur
     with client_of(Backend(("base",), fail)) as client:
         status, reply = call(client, "/v1/completions", {"model": "base", "prompt": "w1"})
         assert status == 500
-        assert reply["error"] == {
-            "message": "RuntimeError: broken",
-            "type": "InternalServerError",
-            "param": None,
-            "code": 500,
-        }
+        told = {"message": "RuntimeError: broken", "type": "InternalServerError", "param": None, "code": 500}
+        assert reply["error"] == told
         assert "request failed" in caplog.text
         status, reply = call(client, "/v1/completions", {"model": "base", "prompt": "w1", "n": 2})
         assert (status, reply["error"]["message"]) == (400, "max_tokens=9 is wrong")

@@ -22,8 +22,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import loragate as lg
 from loragate.cli.main import main
@@ -35,7 +33,7 @@ from loragate.models import Loading, resolve
 from loragate.serving.http_app import CompletionRequest
 from loragate.serving.server import listen, print_clients, renders_chats, served_places
 from loragate.serving.vllm_server import server_command, unserved_heads, usual_share, without_secrets
-from tiny import chatml_tokenizer, ending_base, tiny_adapter, tiny_base, tiny_tokenizer
+from tiny import chatml_tokenizer, ending_base, shake, tiny_adapter, tiny_base, tiny_tokenizer, write_base
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 192, "max_position_embeddings": 128, "initializer_range": 0.1}
 SEEDS = {"gated": 1, "second": 2}
@@ -53,10 +51,7 @@ def model_of(name: str) -> Any:
     seed = SEEDS.get(name, SEEDS["gated"])
     model = tiny_adapter(seed=seed, base=base, lora_alpha=2)
     if name in SEEDS:
-        lg.attach_gates(model, lg.GateConfig(lower=-3, upper=2))
-        torch.manual_seed(seed)
-        for parameter in lg.gate_parameters(model).values():
-            parameter.data.normal_(0, 0.3)
+        shake(lg.attach_gates(model, lg.GateConfig(lower=-3, upper=2)), 0.3, seed)
     return model
 
 
@@ -72,16 +67,19 @@ def talkative_tokenizer() -> Any:
     return tokenizer
 
 
-def expected(name: str) -> list[str]:
-    samples = TransformersEngine(model_of(name), tiny_tokenizer()).generate(PROMPTS, SamplingConfig(0, 1, NEW_TOKENS))
+def greedy(model: Any) -> list[str]:
+    samples = TransformersEngine(model, tiny_tokenizer()).generate(PROMPTS, SamplingConfig(0, 1, NEW_TOKENS))
     return [sample.text for sample in samples]
+
+
+def expected(name: str) -> list[str]:
+    return greedy(model_of(name))
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("serve")
-    tiny_base(**SHAPE).save_pretrained(place / "base")
-    talkative_tokenizer().save_pretrained(place / "base")
+    write_base(place / "base", tokenizer=talkative_tokenizer(), **SHAPE)
     for name, temperature in (("gated", 0.0), ("second", None)):
         lg.save_gates(model_of(name), place / name, base_id=str(place / "base"), temperature=temperature)
     return place
@@ -159,7 +157,7 @@ class Running:
 
 def check_clients(server: Running, names: list[str]) -> None:
     """Every name answers as its own model, alone and among others."""
-    right = {name: expected("gated" if name == "gated" else name) for name in names}
+    right = {name: expected(name) for name in names}
     for name in names:
         assert [server.complete(name, prompt).strip() for prompt in PROMPTS] == right[name], name
     jobs = [(name, place) for _ in range(4) for place in range(len(PROMPTS)) for name in names]
@@ -178,8 +176,7 @@ def test_transformers_server(folders: Path) -> None:
     try:
         check_clients(server.wait(120), ["base", "adapter", "gated", "second"])
         with lg.gate_override(calm := model_of("second"), minimum=0.0, maximum=1.0):
-            samples = TransformersEngine(calm, tiny_tokenizer()).generate(PROMPTS, SamplingConfig(0, 1, NEW_TOKENS))
-        right = [sample.text for sample in samples]
+            right = greedy(calm)
         for name in ("calm", "second@unit"):
             assert [server.complete(name, prompt) for prompt in PROMPTS] == right
         assert server.call("/v1/completions", {"model": "calm@off", "prompt": "w1"})[0] == 400
@@ -236,10 +233,8 @@ def test_vllm_samples_as_the_folder_recommends(vllm_server: Running) -> None:
 @pytest.mark.slow("vLLM")
 def test_vllm_server_stops_at_the_end_of_the_turn(tmp_path: Path) -> None:
     """The base's EOS is another token than the one that ends a turn of its chat template."""
-    ending_base(**SHAPE).save_pretrained(tmp_path / "base")
-    chatml_tokenizer().save_pretrained(tmp_path / "base")
-    model = tiny_adapter(base=ending_base(**SHAPE), lora_alpha=1)
-    lg.attach_gates(model, lg.GateConfig(lower=-3, upper=2))
+    write_base(tmp_path / "base", ending_base(**SHAPE), chatml_tokenizer())
+    model = lg.attach_gates(tiny_adapter(base=ending_base(**SHAPE), lora_alpha=1), lg.GateConfig(lower=-3, upper=2))
     lg.save_gates(model, tmp_path / "gated", base_id=str(tmp_path / "base"))
     server = Running(str(tmp_path / "gated"), "--engine", "vllm", "--dtype", "float32").wait(600)
     try:
@@ -277,8 +272,7 @@ def test_a_client_asks_for_an_override(vllm_server: Running) -> None:
         model = model_of("gated")
         override = parse_override(text)
         with lg.gate_override(model, override.minimum, override.maximum, override.constant):
-            samples = TransformersEngine(model, tiny_tokenizer()).generate(PROMPTS, SamplingConfig(0, 1, NEW_TOKENS))
-        right = [sample.text for sample in samples]
+            right = greedy(model)
         assert [vllm_server.complete(f"gated@{text}", prompt).strip() for prompt in PROMPTS] == right
     assert vllm_server.call("/v1/completions", {"model": "gated@unti", "prompt": "w1"})[0] == 404
     assert vllm_server.complete("gated", PROMPTS[0]).strip() == expected("gated")[0]
@@ -322,61 +316,19 @@ def test_verify(folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "agrees: the bound is 0.0001" in printed
 
 
-@vllm_only
-@pytest.mark.slow("vLLM")
-def test_a_wrapped_head_of_a_real_vocabulary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """vLLM wraps a Qwen3's head for LoRA; asking for a prompt's log-probs then ended its engine."""
-    shape = {**SHAPE, "vocab_size": 49_152, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen3Config(**shape, head_dim=32, bos_token_id=None, eos_token_id=1)
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "base")
-    tokenizer = tiny_tokenizer()
-    del tokenizer.init_kwargs["auto_map"]  # transformers follows it for this architecture
-    tokenizer.save_pretrained(tmp_path / "base")
-    model = tiny_adapter(base=Qwen3ForCausalLM.from_pretrained(tmp_path / "base"), lora_alpha=2)
-    lg.attach_gates(model, lg.GateConfig(lower=-3, upper=2))
-    for parameter in lg.gate_parameters(model).values():
-        parameter.data.normal_(0, 0.3)
-    lg.save_gates(model, tmp_path / "gated", base_id=str(tmp_path / "base"))
-    arguments = (str(tmp_path / "gated"), "--engine", "vllm", "--dtype", "float32")
-    server = Running(*arguments).wait(600)
-    try:
-        for name in ("base", "adapter", "gated", "base"):
-            body = {"model": name, "prompt": PROMPTS, "max_tokens": 3, "temperature": 0, "prompt_logprobs": 1}
-            status, reply = server.call("/v1/completions", body)
-            assert status == 200, reply
-            counts = [len(choice["prompt_logprobs"]) for choice in reply["choices"]]
-            assert counts == [len(prompt.split()) for prompt in PROMPTS]
-    finally:
-        server.end()
-    for name, value in (("VLLM_CPU_OMP_THREADS_BIND", "nobind"), ("VLLM_CPU_KVCACHE_SPACE", "1")):
-        monkeypatch.setenv(name, value)
-    capsys.readouterr()
-    assert main(["serve", *arguments, "--verify"]) == 0
-    assert "agrees: the bound is 0.0001" in capsys.readouterr().out
-
-
-def fails(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    capsys.readouterr()
-    assert main([str(argument) for argument in argv]) == 2
-    return " ".join(capsys.readouterr().err.split())
-
-
-def test_settings_that_cannot_be(folders: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_settings_that_cannot_be(folders: Path, fails: Any, tmp_path: Path) -> None:
     gated = folders / "gated"
-    assert 'Did you mean "vllm"' in fails(capsys, "serve", gated, "--engine", "vlm")
-    assert "--port must be at most 65535" in fails(capsys, "serve", gated, "--port", "70000")
-    assert "--vllm-memory must be at most 1" in fails(capsys, "serve", gated, "--vllm-memory", "1.5")
-    assert "does not exist" in fails(capsys, "serve", tmp_path / "none")
-    assert "--dynamic has no effect" in fails(capsys, "serve", gated, "--engine", "transformers", "--dynamic")
+    assert 'Did you mean "vllm"' in fails("serve", gated, "--engine", "vlm")
+    assert "--port must be at most 65535" in fails("serve", gated, "--port", "70000")
+    assert "--vllm-memory must be at most 1" in fails("serve", gated, "--vllm-memory", "1.5")
+    assert "does not exist" in fails("serve", tmp_path / "none")
+    assert "--dynamic has no effect" in fails("serve", gated, "--engine", "transformers", "--dynamic")
     if importlib.util.find_spec("vllm") is None:
-        assert "vLLM is not installed" in fails(capsys, "serve", gated, "--engine", "vllm")
-        assert "vLLM is not installed" in fails(capsys, "serve", gated, "--verify")
+        assert "vLLM is not installed" in fails("serve", gated, "--engine", "vllm")
+        assert "vLLM is not installed" in fails("serve", gated, "--verify")
 
 
-def test_names_and_places_that_are_served(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_and_places_that_are_served(folders: Path, tmp_path: Path, fails: Any) -> None:
     gated, second = folders / "gated", folders / "second"
     options = ServeOptions(model=str(gated), adapters=f"math={second}, calm={second}@unit", overrides="off, clip=:1")
     place, adapters = served_places(options)
@@ -404,7 +356,7 @@ def test_names_and_places_that_are_served(folders: Path, tmp_path: Path, capsys:
     with pytest.raises(ConfigError, match="none of the adapters carries gates"):
         served_places(ServeOptions(model=str(gated / "adapter"), base=str(folders / "base"), overrides="unit"))
     argv = ("serve", gated, "--engine", "transformers", "--overrides", "unit")
-    assert "--overrides has no effect with engine transformers, only with vllm" in fails(capsys, *argv)
+    assert "--overrides has no effect with engine transformers, only with vllm" in fails(*argv)
 
 
 def test_the_template_for_vllm() -> None:
@@ -511,10 +463,7 @@ def test_gates_beside_a_plain_adapter_may_be_called_gated(folders: Path, started
     command = ["serve", str(folders / "gated" / "adapter"), "--base", str(folders / "base"), "--engine", "transformers"]
     assert main([*command, "--adapters", f"gated={place}", "--port", "0"]) == 0
     assert started["backend"].models == ("base", "adapter", "gated")
-    samples = TransformersEngine(model_of("second"), tiny_tokenizer()).generate(
-        PROMPTS, SamplingConfig(0, 1, NEW_TOKENS)
-    )
-    assert answers(started["backend"], "gated", NEW_TOKENS) == [sample.text for sample in samples]
+    assert answers(started["backend"], "gated", NEW_TOKENS) == expected("second")
 
 
 def test_gates_that_are_off_answer_to_their_name(
@@ -522,9 +471,7 @@ def test_gates_that_are_off_answer_to_their_name(
 ) -> None:
     """Clients of vLLM ask for `gated` whatever calibration found; the other server has to know it as well."""
     model = tiny_adapter(seed=1, base=tiny_base(**SHAPE), lora_alpha=2)
-    lg.attach_gates(model, lg.GateConfig(lower=-3, upper=2))
-    for parameter in lg.gate_parameters(model).values():
-        parameter.data.zero_()
+    shake(lg.attach_gates(model, lg.GateConfig(lower=-3, upper=2)), 0)
     lg.save_gates(model, tmp_path / "off", base_id=str(folders / "base"))
     record = tmp_path / "off" / "gate_config.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), "selection": {"accepted": False}}))

@@ -10,21 +10,14 @@ import torch
 
 import loragate as lg
 from loragate.gates.eligibility import lora_layers
-from tiny import tiny_adapter, tiny_base, tiny_tokenizer
+from tiny import shake, tiny_adapter, tiny_base, tiny_tokenizer
 
 PROMPTS = ["w5 w9 w20", "w7 w7 w30 w31 w32"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("gated")
-    tiny_base().save_pretrained(place / "base")
-    tiny_tokenizer().save_pretrained(place / "base")
-    model = lg.attach_gates(tiny_adapter(), lg.GateConfig(lower=-3, upper=2))
-    torch.manual_seed(3)
-    for parameter in lg.gate_parameters(model).values():
-        parameter.data.normal_(0, 0.5)
-    return lg.save_gates(model, place / "gated", base_id=str(place / "base"))
+@pytest.fixture
+def folder(saved: Path) -> Path:
+    return saved / "gated"
 
 
 @pytest.fixture
@@ -108,9 +101,7 @@ def test_pipeline(model: Any) -> None:
 def other_folder(place: Path) -> Path:
     """Another adapter with gates of another range."""
     adapter = lg.attach_gates(tiny_adapter(seed=8), lg.GateConfig(lower=-1, upper=3, granularity="module"))
-    torch.manual_seed(9)
-    for parameter in lg.gate_parameters(adapter).values():
-        parameter.data.normal_(0, 0.7)
+    shake(adapter, 0.7, 9)
     return lg.save_gates(adapter, place, base_id="base")
 
 

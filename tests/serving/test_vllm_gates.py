@@ -20,7 +20,7 @@ import loragate as lg
 from loragate.gates.attach import gate_modules
 from loragate.gates.override_names import parse_override
 from loragate.serving.parity import compare, greedy
-from tiny import tiny_adapter, tiny_base, tiny_tokenizer
+from tiny import shake, tiny_adapter, tiny_base, write_adapter, write_base
 
 pytestmark = [
     pytest.mark.slow("vLLM"),
@@ -65,9 +65,13 @@ def lora_model(name: str) -> Any:
 
 
 def gated_model(name: str) -> Any:
-    model = lora_model(name)
-    lg.attach_gates(model, lg.GateConfig(**GATES[name][1]))
-    torch.manual_seed(GATES[name][0] + 10)
+    model = lg.attach_gates(lora_model(name), lg.GateConfig(**GATES[name][1]))
+    return scattered(model, GATES[name][0] + 10)
+
+
+def scattered(model: Any, seed: int) -> Any:
+    """Gates whose biases lie further apart than their weights."""
+    torch.manual_seed(seed)
     for key, parameter in lg.gate_parameters(model).items():
         parameter.data.normal_(0, 0.15 if key.endswith("weight") else 0.7)
     return model
@@ -94,8 +98,7 @@ def overridden(name: str, text: str) -> Any:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("served")
-    tiny_base(**SHAPE).save_pretrained(place / "base")
-    tiny_tokenizer().save_pretrained(place / "base")
+    write_base(place / "base", **SHAPE)
     lora_model("plain").save_pretrained(place / "plain")
     for name in GATES:
         lg.save_gates(gated_model(name), place / name, base_id=str(place / "base"))
@@ -133,12 +136,7 @@ def llama(name: str) -> Any:
         return base
     modules = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj", *(["lm_head"] if name == "head" else [])]
     model = tiny_adapter(seed=3 if name == "head" else 1, base=base, lora_alpha=2, target_modules=modules)
-    if name == "gated":
-        lg.attach_gates(model, lg.GateConfig(lower=-6, upper=3))
-        torch.manual_seed(2)
-        for key, parameter in lg.gate_parameters(model).items():
-            parameter.data.normal_(0, 0.15 if key.endswith("weight") else 0.7)
-    return model
+    return scattered(lg.attach_gates(model, lg.GateConfig(lower=-6, upper=3)), 2) if name == "gated" else model
 
 
 @pytest.fixture(scope="module")
@@ -206,17 +204,20 @@ def check(folders: Path, engine: Any, names: list[str], **options: Any) -> None:
         assert found.mismatches == 0, name
 
 
-def test_base_plain_and_two_gated_adapters_in_one_batch(folders: Path, llm: Any) -> None:
-    check(folders, llm, ["base", "plain", "wide", "narrow"])
+# what is cached under one λ is not taken for another, and a plain adapter may get a slot that was gated
+BATCHES = {
+    "base, plain and two gated": [["base", "plain", "wide", "narrow"]],
+    "module, global and some": [["module", "global", "some", "base"]],
+    "plain after gated": [["wide", "narrow", "module"], ["plain", "base"]],
+    "virtual": [["base", *VIRTUAL[:3], "wide"], [*VIRTUAL[:3], "wide", "plain"]],
+    "virtual constants": [["base", *VIRTUAL[3:], "wide"], [*VIRTUAL[3:], "wide", "plain"]],
+}
 
 
-def test_module_global_and_partial_gates(folders: Path, llm: Any) -> None:
-    check(folders, llm, ["module", "global", "some", "base"])
-
-
-def test_a_plain_adapter_in_a_slot_that_was_gated(folders: Path, llm: Any) -> None:
-    check(folders, llm, ["wide", "narrow", "module"])
-    check(folders, llm, ["plain", "base"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_adapters_in_one_batch(folders: Path, llm: Any, name: str) -> None:
+    for turn, names in enumerate(BATCHES[name]):
+        check(folders, llm, names, prompt_logprobs=turn == 0)
 
 
 def test_hits_of_the_prefix_cache(folders: Path, llm: Any) -> None:
@@ -240,13 +241,6 @@ def test_one_slot_chunked_prefill_without_prefix_cache(folders: Path, small: Any
     check(folders, small, ["wide", "base", "plain", "narrow"])
 
 
-@pytest.mark.parametrize("names", [VIRTUAL[:3], VIRTUAL[3:]], ids=["gated", "constants"])
-def test_virtual_adapters_in_one_batch_and_from_the_prefix_cache(folders: Path, llm: Any, names: list[str]) -> None:
-    """The tensors of one folder under several λ at once; what is cached under one λ is not taken for another."""
-    check(folders, llm, ["base", *names, "wide"])
-    check(folders, llm, [*names, "wide", "plain"], prompt_logprobs=False)
-
-
 def test_an_override_that_cannot_be_is_this_request_s_error(folders: Path, llm: Any) -> None:
     from vllm.lora.request import LoRARequest
 
@@ -260,9 +254,7 @@ def test_gates_of_zero_change_no_bit_of_a_plain_adapter(folders: Path, llm: Any,
     from vllm.lora.request import LoRARequest
 
     model = lora_model("plain")
-    lg.attach_gates(model, lg.GateConfig(lower=-6, upper=3))
-    for parameter in lg.gate_parameters(model).values():
-        parameter.data.zero_()
+    shake(lg.attach_gates(model, lg.GateConfig(lower=-6, upper=3)), 0)
     lg.save_gates(model, tmp_path / "zero", base_id=str(folders / "base"))
     plain, zero = greedy(llm, PROMPTS, [request(folders, "plain"), LoRARequest("z", 77, str(tmp_path / "zero"))], 24)
     assert plain == zero
@@ -415,9 +407,9 @@ def test_a_dora_adapter_is_served_merged_into_its_base(
     settings: None, folders: Path, tmp_path: Path, loads: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
 
-    model = tiny_adapter(base=tiny_base(**SHAPE), use_dora=True, lora_alpha=2)
-    model.peft_config["default"].base_model_name_or_path = str(folders / "base")
-    model.save_pretrained(tmp_path / "dora")
+    write_adapter(
+        tmp_path / "dora", folders / "base", tiny_adapter(base=tiny_base(**SHAPE), use_dora=True, lora_alpha=2)
+    )
     command = ["eval", "--model", str(tmp_path / "dora")]
     answers_of(tmp_path, command, ["base", "adapter"])
     out = tmp_path / "vllm"
@@ -441,18 +433,19 @@ def test_retention_suites_give_the_same_answers_and_likelihoods_on_both_engines(
     found: dict[str, dict[tuple[str, str], Any]] = {}
     for engine in ("transformers", "vllm"):
         out = tmp_path / engine
-        command = [
-            "eval",
-            "--model",
-            str(folders / "wide"),
-            "--suite",
-            "retention",
-            "--data",
-            str(QUESTIONS),
+        command = ["eval", "--model", str(folders / "wide"), "--suite", "retention", "--data", str(QUESTIONS)]
+        command += [
             "--out",
             str(out),
+            "--engine",
+            engine,
+            "--controls",
+            "none",
+            "--max-new-tokens",
+            "12",
+            "--limit",
+            "2",
         ]
-        command += ["--engine", engine, "--controls", "none", "--max-new-tokens", "12", "--limit", "2"]
         assert main([*command, "--dtype", "float32", "--device", "cpu"]) == 0
         kept = {
             (row, suite): json.loads((out / "harness" / row / f"{suite}.json").read_text())

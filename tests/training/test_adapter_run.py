@@ -12,7 +12,7 @@ import loragate as lg
 from loragate.cli.main import main
 from loragate.errors import ConfigError, DataError, TrainingError
 from loragate.training import RowsSettings, StageOneSettings
-from tiny import tiny_base, tiny_rows, tiny_tokenizer
+from tiny import tiny_base, tiny_rows, write_base
 
 SETTINGS = StageOneSettings(batch_size=4, micro_batch_size=2, rank=2, max_steps=3, max_length=64, logging_steps=1)
 FLAGS = "--batch-size 4 --micro-batch-size 2 --rank 2 --max-steps 3 --max-length 64 --logging-steps 1 --device cpu"
@@ -21,8 +21,7 @@ FLAGS = "--batch-size 4 --micro-batch-size 2 --rank 2 --max-steps 3 --max-length
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tiny_base().save_pretrained("base")
-    tiny_tokenizer().save_pretrained("base")
+    write_base("base")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny_rows(12)))
     return tmp_path
 

@@ -79,15 +79,6 @@ def test_a_plan_is_read_from_the_settings():
     assert (plan.objective, plan.dora, plan.quantization) == ("dft", True, "8bit")
 
 
-def test_the_trainer_refuses_too(tokenizer):
-    import loragate as lg
-    from tiny import tiny_adapter, tiny_rows
-
-    settings = CalibrationSettings(batch_size=4, micro_batch_size=4, max_steps=1, max_length=64, precision="fp16")
-    with pytest.raises(ConfigError, match="fp16"):
-        lg.calibrate(tiny_adapter(), tokenizer, tiny_rows(4), lg.GateConfig(-3, 2), settings)
-
-
 def test_the_trainer_reads_how_the_base_is_stored(tokenizer, monkeypatch):
     import loragate as lg
     from loragate.training import run

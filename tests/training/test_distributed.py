@@ -3,7 +3,6 @@
 The losses of every step agree to 1e-5 (relative), trained values to 1e-3 (relative) or 2e-6.
 """
 
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -12,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from loragate.errors import TrainingError
 from loragate.training.run_folder import explain_lost_process, is_lost
 from loragate.training.sharding import average_gradients, decoder_layers, twin_of
 from loragate.training.strategy import STRATEGIES, Launch, launch_file, launch_of
-from tiny import tiny_adapter, tiny_base
+from tiny import load_script, tiny_adapter, tiny_base
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -42,13 +42,6 @@ JOBS = {
     "adapter, median of the batch": {"stage": "sft", "micro_batch_size": 1, "objective": "talr"},
     "adapter, sets of the batch": {"stage": "sft", "micro_batch_size": 2, "objective": "eksft"},
 }
-
-
-def worker():
-    spec = importlib.util.spec_from_file_location("distributed_worker", WORKER)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def free_port():
@@ -73,7 +66,7 @@ class Run:
         fork = multiprocessing.get_context("fork")
         self.processes = [
             fork.Process(
-                target=worker().forked,
+                target=load_script(WORKER).forked,
                 args=(jobs, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, self.errors[rank]),
             )
             for rank in range(2)
@@ -111,7 +104,7 @@ def read(folder):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """(record, trained values) of a job done by this process, each computed once."""
-    module, done = worker(), {}
+    module, done = load_script(WORKER), {}
 
     def of(name):
         if name not in done:
@@ -122,15 +115,12 @@ def alone(tmp_path_factory):
 
 
 def assert_same(found, expected):
-    losses, wanted = (
-        [entry["loss"] for entry in record["history"] if "loss" in entry] for record in (found[0], expected[0])
-    )
-    assert len(wanted) == 3
-    assert losses == pytest.approx(wanted, rel=1e-5)
-    norms, wanted = (
-        [entry["grad_norm"] for entry in record["history"] if "loss" in entry] for record in (found[0], expected[0])
-    )
-    assert norms == pytest.approx(wanted, rel=1e-3)
+    for key, limit in (("loss", 1e-5), ("grad_norm", 1e-3)):
+        values, wanted = (
+            [entry[key] for entry in record["history"] if "loss" in entry] for record, _ in (found, expected)
+        )
+        assert len(wanted) == 3
+        assert values == pytest.approx(wanted, rel=limit)
     for key in ("before", "after", "mean"):
         assert found[0].get(key, 0) == pytest.approx(expected[0].get(key, 0), rel=1e-4), key
     assert set(found[1]) == set(expected[1])
@@ -181,7 +171,9 @@ def test_fsdp2_resumes_bit_for_bit_and_its_checkpoint_serves_one_process(tmp_pat
         for key, values in before[1].items():
             assert torch.equal(after[1][key], values), key
         shutil.rmtree(tmp_path / f"{name} alone" / "run" / "checkpoint-3")
-        record, trained = worker().run(**JOBS[name], save_steps=2, resume=True, out=tmp_path / f"{name} alone")
+        record, trained = load_script(WORKER).run(
+            **JOBS[name], save_steps=2, resume=True, out=tmp_path / f"{name} alone"
+        )
         assert record["steps"] == 3
         for key, values in before[1].items():
             torch.testing.assert_close(trained[key], values, rtol=1e-3, atol=2e-6)
@@ -225,7 +217,7 @@ def test_accelerate_launch_with_the_shipped_configuration(tmp_path, alone, strat
 
 
 @pytest.mark.slow("processes")
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_zero3_follows_one_process(tmp_path, alone):
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     automatic = dict.fromkeys(sizes, "auto")

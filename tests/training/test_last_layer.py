@@ -3,71 +3,29 @@
 import pytest
 import torch
 import transformers as tf
-from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 
 import loragate as lg
 from loragate.gates import record_gates
-from loragate.gates.attach import gate_modules
 from loragate.losses import StatisticsRequest
 from loragate.training import CalibrationSettings
 from loragate.training.last_layer import LastLayer, read_positions_only, read_rows
 from loragate.training.model_state import statistics_forward, without_dropout
 from loragate.training.sharding import causal_model
+from test_families import FAMILIES as families
+from test_families import GROUPED
 from tiny import VOCABULARY, tiny_adapter, tiny_base
 
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": 1,
-    "initializer_range": 0.2,
-}
-FAMILIES = {
-    "qwen2": lambda: tf.Qwen2Config(**SHAPE),
-    "qwen3": lambda: tf.Qwen3Config(**SHAPE, head_dim=8),
-    "llama": lambda: tf.LlamaConfig(**SHAPE),
-    "mistral": lambda: tf.MistralConfig(**SHAPE, sliding_window=4),
-    "gemma": lambda: tf.GemmaConfig(**SHAPE, head_dim=8),
-    "gemma2": lambda: tf.Gemma2Config(**SHAPE, head_dim=8, final_logit_softcapping=5.0),
-    "gemma3": lambda: tf.Gemma3TextConfig(**SHAPE, head_dim=8),
-    "phi3": lambda: tf.Phi3Config(**SHAPE),
-    "olmo2": lambda: tf.Olmo2Config(**SHAPE),
-    "granite": lambda: tf.GraniteConfig(**SHAPE, logits_scaling=4.0),
-    "cohere": lambda: tf.CohereConfig(**SHAPE, logit_scale=0.25),
-}
-WHOLE = {
-    "gpt2": (lambda: tf.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4), "has no self_attn and mlp"),
-    "qwen2_moe": (
-        lambda: tf.Qwen2MoeConfig(
-            **SHAPE, moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=4, num_experts_per_tok=2
-        ),
-        "routes its tokens",
-    ),
-}
+FAMILIES = {name: make for name, make in families.items() if name not in ("gpt_neox", "gpt2", "qwen2_moe")}
+FAMILIES["gemma3"] = lambda: tf.Gemma3TextConfig(**GROUPED, head_dim=8)
+WHOLE = {"gpt2": "has no self_attn and mlp", "qwen2_moe": "routes its tokens"}
 REQUEST = StatisticsRequest(20, ("log_prob", "topk_entropy"))
 
 
 def gated(config, dropout=0.0):
     torch.manual_seed(0)
     base = tf.AutoModelForCausalLM.from_config(config)
-    lora = LoraConfig(
-        r=4,
-        lora_alpha=8,
-        target_modules="all-linear",
-        init_lora_weights=False,
-        lora_dropout=dropout,
-        task_type="CAUSAL_LM",
-    )
-    model = get_peft_model(base, lora).eval()
-    lg.attach_gates(model, lg.GateConfig(-3, 2, init_scale=0.2))
-    return model
+    return lg.attach_gates(tiny_adapter(base=base, lora_dropout=dropout), lg.GateConfig(-3, 2, init_scale=0.2))
 
 
 def batch():
@@ -80,6 +38,13 @@ def batch():
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
+def gradients_of(model):
+    """The gates' gradients, which are taken off."""
+    gradients = {name: parameter.grad for name, parameter in lg.gate_parameters(model).items()}
+    model.zero_grad(set_to_none=True)
+    return gradients
+
+
 def step(model, last=None, data=None):
     """(log_prob, top-k entropy, {gate: gradient}, λ statistics) of one forward and backward."""
     data = data or batch()
@@ -88,8 +53,7 @@ def step(model, last=None, data=None):
         recording.token_mask = data["labels"].ne(-100)
         stats = model(**data, statistics=REQUEST)
     (stats.topk_entropy.sum() - stats.log_prob.sum()).backward()
-    gradients = {name: parameter.grad for name, parameter in lg.gate_parameters(model).items()}
-    model.zero_grad(set_to_none=True)
+    gradients = gradients_of(model)
     return stats.log_prob.detach(), stats.topk_entropy.detach(), gradients, recording.statistics()
 
 
@@ -132,9 +96,8 @@ def test_losses_gradients_and_gate_statistics_are_those_of_the_whole_layer(name)
 
 def test_fp64_agreement():
     model = gated(FAMILIES["qwen3"]()).double()
-    for gate in gate_modules(model).values():
-        for parameter in gate.parameters():
-            parameter.data = parameter.data.double()
+    for parameter in lg.gate_parameters(model).values():
+        parameter.data = parameter.data.double()
     data = batch()
     gradients = []
     with statistics_forward(model), read_positions_only(model, causal_model(model)) as last:
@@ -143,8 +106,7 @@ def test_fp64_agreement():
                 hidden = causal_model(model).base_model(data["input_ids"]).last_hidden_state
             read = hidden.view(-1, 32)[read_rows(data["labels"])]
             (read * torch.linspace(-1, 1, read.numel(), dtype=read.dtype).view_as(read)).sum().backward()
-            gradients.append({name: parameter.grad for name, parameter in lg.gate_parameters(model).items()})
-            model.zero_grad(set_to_none=True)
+            gradients.append(gradients_of(model))
     for name, gradient in gradients[0].items():
         assert gradient.abs().max() > 0
         torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-9, atol=1e-12)
@@ -165,9 +127,7 @@ def test_recomputed_layers_keep_the_rows_of_their_own_forward(reentrant):
             with last.reading(data["labels"]):
                 totals.append(model(**data, statistics=REQUEST).topk_entropy.sum())
         (totals[0] - 2 * totals[1]).backward()
-        gradients = {name: parameter.grad for name, parameter in lg.gate_parameters(model).items()}
-        model.zero_grad(set_to_none=True)
-        return gradients
+        return gradients_of(model)
 
     with statistics_forward(model), read_positions_only(model, causal_model(model)) as last:
         assert last.reason is None
@@ -197,12 +157,11 @@ def test_flops_fall_by_the_rows_that_are_not_read():
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_layers_of_another_form_stay_whole(name):
-    make, reason = WHOLE[name]
-    model = gated(make())
+    model = gated(families[name]())
     with statistics_forward(model):
         whole = step(model)
         with read_positions_only(model, causal_model(model)) as last:
-            assert reason in last.reason
+            assert WHOLE[name] in last.reason
             some = step(model, last)
     assert torch.equal(some[0], whole[0])
 
@@ -224,8 +183,7 @@ def test_an_mlp_that_mixes_positions_is_noticed():
 
     base = tiny_base()
     base.model.layers[-1].mlp = Mixing(base.model.layers[-1].mlp)
-    model = tiny_adapter(base=base)
-    lg.attach_gates(model, lg.GateConfig(-3, 2))
+    model = lg.attach_gates(tiny_adapter(base=base), lg.GateConfig(-3, 2))
     with statistics_forward(model), read_positions_only(model, causal_model(model)) as last:
         assert "log-probabilities would differ" in last.reason
         assert not any(module._forward_hooks for module in model.modules())

@@ -44,26 +44,18 @@ def begin(quantization="none", **asked):
     return launching.begin(settings, LaunchSettings(**asked), Loading(device="cpu", quantization=quantization))
 
 
-def test_one_process_goes_on(started):
-    assert begin() is None
-    assert started == []
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", ["", "ddp", "fsdp2", "zero3"])
 def test_the_command_is_started_again_on_several_processes(started, strategy):
-    assert begin(strategy=strategy, processes=2) == 7
+    assert begin() is None
+    assert started == [], "one process goes on"
+    assert begin(**({"strategy": strategy} if strategy else {}), processes=2) == 7
     ((command, environment),) = started
     assert command[1:3] == ["-m", "torch.distributed.run"]
     assert "--nproc-per-node=2" in command
     assert command[-4:] == ["loragate", "calibrate", "--strategy", "fsdp2"]
-    assert environment["LORAGATE_STRATEGY"] == strategy
+    assert environment["LORAGATE_STRATEGY"] == (strategy or "ddp"), "processes alone mean ddp"
     assert environment["ACCELERATE_USE_CPU"] == "true"
     assert ("ACCELERATE_USE_DEEPSPEED" in environment) == (strategy == "zero3")
-
-
-def test_processes_alone_mean_ddp(started):
-    assert begin(processes=2) == 7
-    assert started[0][1]["LORAGATE_STRATEGY"] == "ddp"
 
 
 def test_under_a_launcher_nothing_is_started(started, monkeypatch):

@@ -1,8 +1,6 @@
 """Stage II on sampled answers: gradients by enumeration, the sample stream, resume, guards, refusals."""
 
 import json
-import os
-import signal
 from dataclasses import replace
 
 import pytest
@@ -13,7 +11,7 @@ from loragate.data import Collator, load_rows
 from loragate.errors import ConfigError, DataError, TrainingError
 from loragate.gates import weights_checksum
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
-from loragate.training import CalibrationSettings, calibration_rows
+from loragate.training import CalibrationSettings, calibration_rows, on_policy_loss
 from loragate.training.guards import GuardLimits
 from loragate.training.on_policy_loss import policy_loss
 from loragate.training.rollouts import (
@@ -26,12 +24,12 @@ from loragate.training.rollouts import (
 )
 from loragate.training.scoring import ResponseScorer
 from loragate.training.strategy import Launch
-from tiny import tiny_adapter, tiny_base, tiny_rows
+from tiny import gate_values, same, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 CONFIG = lg.GateConfig(-3, 2)
-SHARED = {"batch_size": 8, "micro_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1, "k": 20, "max_length": 64}
-ANCHORED = CalibrationSettings(**SHARED, objective="anchored", refresh=2, max_new_tokens=6, max_steps=6)
-REWARD = CalibrationSettings(**SHARED, objective="reward", samples_per_prompt=4, max_new_tokens=6, max_steps=6)
+PLAIN = CalibrationSettings(batch_size=8, micro_batch_size=4, learning_rate=1e-2, logging_steps=1, k=20, max_length=64)
+ANCHORED = replace(PLAIN, objective="anchored", refresh=2, max_new_tokens=6, max_steps=6)
+REWARD = replace(PLAIN, objective="reward", samples_per_prompt=4, max_new_tokens=6, max_steps=6)
 
 
 def short(row, text, finished):
@@ -42,23 +40,21 @@ def even_words(row, text, finished):
     return sum(int(word[1:]) % 2 == 0 for word in text.split() if word[1:].isdigit()) / 6
 
 
-def gates(model):
-    return {name: parameter.detach().clone() for name, parameter in lg.gate_parameters(model).items()}
+def train(settings, model=None, rows=None, **more):
+    return lg.calibrate(model or tiny_adapter(), tiny_tokenizer(), rows or tiny_rows(24), CONFIG, settings, **more)
 
 
-def prompts_of(tokenizer, rows, settings, positions=None):
+def prompts_of(rows, settings, positions=None):
+    tokenizer = tiny_tokenizer()
     source, encoded = calibration_rows(load_rows(rows), tokenizer, settings)
     return training_prompts(encoded, source, tokenizer, settings.max_new_tokens, positions)
 
 
 @pytest.mark.parametrize("anchor", ["base", "adapter", "mixture", "product"])
-def test_anchored_training_lowers_its_loss_and_changes_gates_only(tokenizer, rows, anchor):
+def test_anchored_training_lowers_its_loss_and_changes_gates_only(anchor):
     model = tiny_adapter()
     before = weights_checksum(model.named_parameters())
-    settings = CalibrationSettings(
-        **{**SHARED, "learning_rate": 2e-3}, objective="anchored", anchor=anchor, max_steps=8, max_new_tokens=6
-    )
-    result = lg.calibrate(model, tokenizer, rows, CONFIG, settings)
+    result = train(replace(ANCHORED, refresh=1, learning_rate=2e-3, anchor=anchor, max_steps=8), model)
     first, last = result.history[0], result.history[-1]
     assert first["loss"] == pytest.approx(first["entropy"] + first["kl"], rel=1e-4)
     if anchor == "adapter":
@@ -67,52 +63,43 @@ def test_anchored_training_lowers_its_loss_and_changes_gates_only(tokenizer, row
     else:
         assert sum(record["loss"] for record in result.history[-3:]) / 3 < first["loss"]
     assert {"grad_norm", "learning_rate", "gate_below_zero", "answer_length", "finished"} <= set(last)
-    assert result.steps == 8
-    assert result.sampled["answers"] == 64
-    assert result.evidence()["training"]["sampled"]["answers"] == 64
-    assert result.evidence()["training"]["settings"]["anchor"] == anchor
+    training = result.evidence()["training"]
+    assert (result.steps, training["sampled"]["answers"], training["settings"]["anchor"]) == (8, 64, anchor)
     assert model.training is False
     lg.detach_gates(model)
     assert weights_checksum(model.named_parameters()) == before
 
 
-def test_micro_batches_do_not_matter(tokenizer, rows):
-    for settings, reward in ((ANCHORED, None), (REWARD, short)):
-        results = []
-        for micro in (8, 1):
-            model = tiny_adapter()
-            options = {**settings.as_record(), "micro_batch_size": micro, "max_steps": 3}
-            lg.calibrate(model, tokenizer, rows, CONFIG, CalibrationSettings(**options), reward=reward)
-            results.append(gates(model))
-        for name in results[0]:
-            torch.testing.assert_close(results[0][name], results[1][name], rtol=1e-3, atol=1e-5, msg=name)
+@pytest.mark.parametrize(("settings", "reward"), [(ANCHORED, None), (REWARD, short)], ids=["anchored", "reward"])
+def test_micro_batches_do_not_matter(settings, reward):
+    whole, single = tiny_adapter(), tiny_adapter()
+    for model, micro in ((whole, 8), (single, 1)):
+        train(replace(settings, micro_batch_size=micro, max_steps=3), model, reward=reward)
+    for name, value in gate_values(whole).items():
+        torch.testing.assert_close(gate_values(single)[name], value, rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_answers_follow_from_seed_refresh_and_gates(tokenizer, rows):
-    prompts = prompts_of(tokenizer, rows, REWARD)
-    model = tiny_adapter()
-    lg.attach_gates(model, CONFIG)
+    prompts = prompts_of(rows, REWARD)
+    model = lg.attach_gates(tiny_adapter(), CONFIG)
     engines = {batch: TransformersEngine(model, tokenizer, batch_size=batch) for batch in (3, 64)}
     draws = {
         (refresh, batch): draw_answers(prompts, [0, 1, 2, 1], engines[batch].generate, REWARD, refresh)
         for refresh in (0, 1)
         for batch in engines
     }
-    assert draws[0, 3] == draws[0, 64]
-    assert draws[0, 3] != draws[1, 3]
+    assert draws[0, 3] == draws[0, 64] != draws[1, 3]
     first = draws[0, 3]
     assert [answer.prompt for answer in first] == [0] * 4 + [1] * 4 + [2] * 4 + [1] * 4
     assert first[4:8] != first[12:16], "the same prompt drawn twice gets answers of its own"
     assert stream_seed(1, 2) != stream_seed(2, 1)
-    assert stream_seed(1, 2) == stream_seed(1, 2)
 
 
 def test_prompts_are_what_the_rows_train_after(tokenizer):
     rows = tiny_rows(5)
-    conversation = rows[0]["messages"] + tiny_rows(1, seed=8)[0]["messages"]
-    rows.append({"messages": conversation})
-    settings = CalibrationSettings(**{**SHARED, "batch_size": 4}, objective="anchored", max_new_tokens=6)
-    prompts = prompts_of(tokenizer, rows, settings)
+    rows.append({"messages": rows[0]["messages"] + tiny_rows(1, seed=8)[0]["messages"]})
+    settings = replace(ANCHORED, batch_size=4)
+    prompts = prompts_of(rows, settings)
     source = load_rows(rows).shuffled(settings.seed)
     assert len(prompts) == 6
     for prompt in prompts:
@@ -121,14 +108,12 @@ def test_prompts_are_what_the_rows_train_after(tokenizer):
         assert list(prompt.ids) == tokenizer(rendered, add_special_tokens=False)["input_ids"]
         assert tokenizer(prompt.text, add_special_tokens=False)["input_ids"] == list(prompt.ids)
     row = as_training_row(Answer(2, (9, 8, 1), "", True), prompts)
-    count = len(prompts[2].ids)
-    assert row["labels"] == [-100] * count + [9, 8, 1]
+    assert row["labels"] == [-100] * len(prompts[2].ids) + [9, 8, 1]
     assert row["input_ids"] == [*prompts[2].ids, 9, 8, 1]
     longest = max(len(prompt.ids) for prompt in prompts)
-    fewer = prompts_of(tokenizer, rows, settings, positions=longest + 5)
-    assert 0 < len(fewer) < 6
-    with pytest.raises(DataError, match="nothing can be sampled: 6 of 6 prompts leave no room for 6 new tokens"):
-        prompts_of(tokenizer, rows, settings, positions=6)
+    assert 0 < len(prompts_of(rows, settings, positions=longest + 5)) < 6
+    with pytest.raises(DataError, match="6 of 6 prompts leave no room for 6 new tokens"):
+        prompts_of(rows, settings, positions=6)
 
 
 @pytest.mark.parametrize(
@@ -136,80 +121,51 @@ def test_prompts_are_what_the_rows_train_after(tokenizer):
     [
         (ANCHORED, None),
         (REWARD, even_words),
-        pytest.param(
-            CalibrationSettings(**{**REWARD.as_record(), "refresh": 3, "reward_kl": 0.1}),
-            even_words,
-            marks=pytest.mark.slow("products"),
-        ),
+        pytest.param(replace(REWARD, refresh=3, reward_kl=0.1), even_words, marks=pytest.mark.slow("products")),
     ],
     ids=["anchored", "reward", "reward-stale"],
 )
-def test_resume_continues_bit_for_bit(tokenizer, rows, tmp_path, settings, reward):
-    settings = CalibrationSettings(**{**settings.as_record(), "save_steps": 1})
+def test_resume_continues_bit_for_bit(tmp_path, settings, reward):
+    settings = replace(settings, save_steps=1)
     options = {"reward": reward, "guard": GuardLimits(answers=16, distinct=0)}
-    whole = tiny_adapter()
-    complete = lg.calibrate(whole, tokenizer, rows, CONFIG, settings, run_folder=tmp_path / "whole", **options)
-
-    class Killed(Exception):
-        pass
+    whole, model, folder = tiny_adapter(), tiny_adapter(), tmp_path / "run"
+    complete = train(settings, whole, run_folder=tmp_path / "whole", **options)
 
     def kill(report):
         if report.step == 4 and report.values:
-            raise Killed
+            raise RuntimeError("killed")
 
-    model = tiny_adapter()
-    with pytest.raises(Killed):
-        lg.calibrate(model, tokenizer, rows, CONFIG, settings, run_folder=tmp_path / "run", on_step=kill, **options)
-    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
-    suffixes = {path.suffix for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    assert suffixes <= {".json", ".jsonl", ".safetensors"}
-    with pytest.raises(TrainingError, match="continue it with --resume"):
-        lg.calibrate(model, tokenizer, rows, CONFIG, settings, run_folder=tmp_path / "run", **options)
-    other = CalibrationSettings(**{**settings.as_record(), "max_new_tokens": 7})
+    def kept():
+        return sorted(int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*"))
+
+    with pytest.raises(RuntimeError, match="killed"):
+        train(settings, model, run_folder=folder, on_step=kill, **options)
+    assert kept() == [2, 3]
+    assert {path.suffix for path in folder.rglob("*") if path.is_file()} <= {".json", ".jsonl", ".safetensors"}
     with pytest.raises(TrainingError, match=r"another run: 'settings.max_new_tokens' was 6, now 7"):
-        lg.calibrate(model, tokenizer, rows, CONFIG, other, run_folder=tmp_path / "run", resume=True, **options)
-    keeping = replace(settings, keep_checkpoints=0)
-    resumed = lg.calibrate(model, tokenizer, rows, CONFIG, keeping, run_folder=tmp_path / "run", resume=True, **options)
-    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == [
-        f"checkpoint-{step}" for step in range(2, 7)
-    ]
+        train(replace(settings, max_new_tokens=7), model, run_folder=folder, resume=True, **options)
+    resumed = train(replace(settings, keep_checkpoints=0), model, run_folder=folder, resume=True, **options)
+    assert kept() == [2, 3, 4, 5, 6]
     assert resumed.steps == complete.steps == 6
-    for name, parameter in gates(model).items():
-        assert torch.equal(parameter, gates(whole)[name]), name
-    assert resumed.history == complete.history
-    assert resumed.guard == complete.guard
+    assert same(gate_values(model), gate_values(whole))
+    assert (resumed.history, resumed.guard) == (complete.history, complete.guard)
     assert len(resumed.guard) > 1
     assert resumed.sampled["answers"] == complete.sampled["answers"]
-    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in logged if "loss" in record] == [1, 2, 3, 4, 5, 6]
     assert "train_runtime" in logged[-1]
 
 
-def test_a_torn_checkpoint_is_passed_over(tokenizer, rows, tmp_path):
-    settings = CalibrationSettings(**{**ANCHORED.as_record(), "save_steps": 1, "max_steps": 3})
-    whole = tiny_adapter()
-    lg.calibrate(whole, tokenizer, rows, CONFIG, settings, run_folder=tmp_path)
+def test_a_torn_checkpoint_is_passed_over(tmp_path):
+    settings = replace(ANCHORED, save_steps=1, max_steps=3)
+    whole, model = tiny_adapter(), tiny_adapter()
+    train(settings, whole, run_folder=tmp_path)
     (tmp_path / "checkpoint-3" / "trainer_state.json").unlink()
-    model = tiny_adapter()
-    lg.calibrate(model, tokenizer, rows, CONFIG, settings, run_folder=tmp_path, resume=True)
-    for name, parameter in gates(model).items():
-        assert torch.equal(parameter, gates(whole)[name])
+    train(settings, model, run_folder=tmp_path, resume=True)
+    assert same(gate_values(model), gate_values(whole))
     (tmp_path / "checkpoint-3" / "optimizer.safetensors").write_bytes(b"nothing")
     with pytest.raises(TrainingError, match="remove its folder and resume again"):
-        lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, settings, run_folder=tmp_path, resume=True)
-
-
-def test_ctrl_c_saves_and_says_how_to_go_on(tokenizer, rows, tmp_path):
-    def interrupt(report):
-        if report.step == 2 and not report.values:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    before = signal.getsignal(signal.SIGINT)
-    model = tiny_adapter()
-    with pytest.raises(TrainingError, match=r"stopped by Ctrl-C at step [23] of 6; .*--resume"):
-        lg.calibrate(model, tokenizer, rows, CONFIG, ANCHORED, run_folder=tmp_path, on_step=interrupt)
-    assert signal.getsignal(signal.SIGINT) is before
-    assert lg.calibrate(model, tokenizer, rows, CONFIG, ANCHORED, run_folder=tmp_path, resume=True).steps == 6
+        train(settings, run_folder=tmp_path, resume=True)
 
 
 def test_the_policy_gradient_is_that_of_the_expected_reward(tokenizer):
@@ -255,9 +211,9 @@ def test_advantages_are_relative_to_the_group():
 GOOD, BAD = (20, 21, 22, 1), (90, 91, 92, 1)
 
 
-def preference(model, tokenizer, rows):
+def preference(model, rows):
     """Mean log p of the good answer's tokens minus that of the bad one's, over the prompts."""
-    prompts = prompts_of(tokenizer, rows, REWARD)
+    prompts = prompts_of(rows, REWARD)
     scorer = ResponseScorer(model, "default")
     sums = []
     for ids in (GOOD, BAD):
@@ -270,9 +226,8 @@ def preference(model, tokenizer, rows):
 @pytest.mark.parametrize(
     "options", [{}, {"refresh": 2, "advantage": "std"}, {"reward_kl": 0.01, "anchor": "adapter"}], ids=str
 )
-def test_rewarded_answers_become_likelier(tokenizer, rows, options):
-    settings = CalibrationSettings(**{**REWARD.as_record(), "learning_rate": 5e-3, "max_steps": 4, **options})
-
+@pytest.mark.parametrize("sign", [1, -1])
+def test_rewarded_answers_become_likelier(rows, options, sign):
     def sampler(prompts, config):
         return [
             Sample(question, index, "", GOOD if index % 2 else BAD, "stop", 0.0)
@@ -280,37 +235,22 @@ def test_rewarded_answers_become_likelier(tokenizer, rows, options):
             for index in range(config.samples)
         ]
 
-    fresh = tiny_adapter()
-    lg.attach_gates(fresh, CONFIG)
-    for sign in (1, -1):
-        answers = iter(range(10_000))
-        model = tiny_adapter()
-        result = lg.calibrate(
-            model,
-            tokenizer,
-            rows,
-            CONFIG,
-            settings,
-            sampler=sampler,
-            reward=lambda row, text, finished, answers=answers, sign=sign: sign * float(next(answers) % 2),
-        )
-        moved = preference(model, tokenizer, rows) - preference(fresh, tokenizer, rows)
-        assert sign * moved > 0.05
-        assert result.history[0]["reward"] == sign * 0.5
-        assert ("kl" in result.history[-1]) == ("reward_kl" in options)
+    answers, model, fresh = iter(range(10_000)), tiny_adapter(), lg.attach_gates(tiny_adapter(), CONFIG)
+    settings = replace(REWARD, learning_rate=5e-3, max_steps=4, **options)
+    result = train(settings, model, sampler=sampler, reward=lambda *_: sign * float(next(answers) % 2))
+    assert sign * (preference(model, rows) - preference(fresh, rows)) > 0.05
+    assert result.history[0]["reward"] == sign * 0.5
+    assert ("kl" in result.history[-1]) == ("reward_kl" in options)
 
 
-def test_equal_rewards_teach_nothing(tokenizer, rows):
+def test_equal_rewards_teach_nothing():
     model = tiny_adapter()
-    result = lg.calibrate(model, tokenizer, rows, CONFIG, REWARD, reward=lambda row, text, finished: 1.0)
-    fresh = tiny_adapter()
-    lg.attach_gates(fresh, CONFIG)
-    for name, parameter in gates(model).items():
-        assert torch.equal(parameter, gates(fresh)[name])
+    result = train(REWARD, model, reward=lambda row, text, finished: 1.0)
+    assert same(gate_values(model), gate_values(lg.attach_gates(tiny_adapter(), CONFIG)))
     assert {record["loss"] for record in result.history} == {0.0}
 
 
-def test_rewards_see_the_whole_row(tokenizer):
+def test_rewards_see_the_whole_row():
     rows = [{**row, "gold": index} for index, row in enumerate(tiny_rows(8))]
     seen = []
 
@@ -318,15 +258,15 @@ def test_rewards_see_the_whole_row(tokenizer):
         seen.append((row["gold"], row["messages"][0]["content"], type(text), type(finished)))
         return 0.0
 
-    lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, REWARD, reward=reward)
+    train(REWARD, rows=rows, reward=reward)
     assert {gold for gold, *_ in seen} == set(range(8))
     assert all(rows[gold]["messages"][0]["content"] == content for gold, content, *_ in seen)
-    assert {kinds for _, _, *kinds in map(tuple, seen) for kinds in [tuple(kinds)]} == {(str, bool)}
+    assert {tuple(kinds) for _, _, *kinds in seen} == {(str, bool)}
     with pytest.raises(TrainingError, match=r"the reward of an answer to .* is nan"):
-        lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, REWARD, reward=lambda row, text, finished: float("nan"))
+        train(REWARD, reward=lambda row, text, finished: float("nan"))
 
 
-def test_a_sampler_from_outside_is_used_and_checked(tokenizer, rows):
+def test_a_sampler_from_outside_is_used_and_checked(tokenizer):
     model = tiny_adapter()
     engine = TransformersEngine(model, tokenizer, batch_size=16)
     calls = []
@@ -335,31 +275,27 @@ def test_a_sampler_from_outside_is_used_and_checked(tokenizer, rows):
         calls.append((len(prompts), config))
         return engine.generate(prompts, config)
 
-    own = lg.calibrate(model, tokenizer, rows, CONFIG, ANCHORED, sampler=sampler)
-    default = lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, ANCHORED)
+    own, default = train(ANCHORED, model, sampler=sampler), train(ANCHORED)
     assert [count for count, _ in calls] == [16, 16, 16]
     assert calls[0][1] == SamplingConfig(max_new_tokens=6, seed=stream_seed(ANCHORED.seed, 0))
     assert [record["loss"] for record in own.history] == [record["loss"] for record in default.history]
     with pytest.raises(TrainingError, match="returned 15 answers for 16 prompts"):
-        lg.calibrate(
-            tiny_adapter(), tokenizer, rows, CONFIG, ANCHORED, sampler=lambda *given: engine.generate(*given)[1:]
-        )
+        train(ANCHORED, sampler=lambda *given: engine.generate(*given)[1:])
 
 
 def looping(count):
     return [Sample(index, 0, "", (7,) * 40, "length", 0.0) for index in range(count)]
 
 
-def test_a_guard_stops_an_on_policy_run(tokenizer, rows):
-    engine_of = {}
+def test_a_guard_stops_an_on_policy_run(tokenizer):
+    model = tiny_adapter()
+    engine = TransformersEngine(model, tokenizer)
 
     def sampler(prompts, config):
         first = config.seed == stream_seed(ANCHORED.seed, 0)
-        engine = engine_of.setdefault("engine", TransformersEngine(model, tokenizer))
         return engine.generate(prompts, config) if first else looping(len(prompts))
 
-    model = tiny_adapter()
-    result = lg.calibrate(model, tokenizer, rows, CONFIG, ANCHORED, sampler=sampler, guard=GuardLimits(answers=16))
+    result = train(ANCHORED, model, sampler=sampler, guard=GuardLimits(answers=16))
     assert result.steps == 2
     assert result.stopped.startswith("stopped by the guard at step 2: 100% of the answers repeat themselves, 0% at")
     assert [reading["step"] for reading in result.guard] == [0, 2]
@@ -367,37 +303,18 @@ def test_a_guard_stops_an_on_policy_run(tokenizer, rows):
     assert lg.gate_parameters(model), "the caller decides what becomes of the gates"
 
 
-def test_small_steps_are_watched_from_the_adapter_on(tokenizer, rows):
-    result = lg.calibrate(
-        tiny_adapter(), tokenizer, rows, CONFIG, REWARD, reward=short, guard=GuardLimits(answers=20, distinct=0)
-    )
+def test_small_steps_are_watched_from_the_adapter_on():
+    result = train(REWARD, reward=short, guard=GuardLimits(answers=20, distinct=0))
     assert result.stopped is None
     # 20 answers drawn before training, then windows of at least 20 out of steps of 8
     assert [(reading["step"], reading["answers"]) for reading in result.guard] == [(0, 20), (2, 24), (5, 24)]
     assert result.sampled["answers"] == 20 + 6 * 8
 
 
-def test_a_guard_stops_a_trainer_run_through_its_probe(tokenizer, rows):
-    settings = CalibrationSettings(**{**SHARED, "batch_size": 4})
-    calls = []
-
-    def probe():
-        calls.append(1)
-        ended = [Sample(index, 0, "", (index, 5, 1), "stop", 0.0) for index in range(8)]
-        return ended if len(calls) < 3 else looping(8)
-
-    result = lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, settings, guard=GuardLimits(every=2), probe=probe)
-    assert result.steps == 4
-    assert [reading["step"] for reading in result.guard] == [0, 2, 4]
-    assert "0% of the answers come to an end, 100% at the start" in result.stopped
-    assert result.guard[0]["saturated"] == 0.0
-
-
 @pytest.mark.parametrize("killed", [True, False], ids=["before the verdict", "after the verdict"])
-def test_a_guarded_trainer_run_resumes_to_the_same_readings_and_verdict(tokenizer, rows, tmp_path, killed):
+def test_a_guarded_trainer_run_resumes_to_the_same_readings_and_verdict(tmp_path, killed):
     """The verdict falls at step 4, where there is a checkpoint too; a resumed run must not train on beyond it."""
-    settings = CalibrationSettings(**{**SHARED, "batch_size": 4}, save_steps=2)
-    steps = []
+    settings, steps = replace(PLAIN, batch_size=4, save_steps=2), []
 
     def probe():
         ended = [Sample(index, 0, "", (index, 5, 1), "stop", 0.0) for index in range(8)]
@@ -410,14 +327,13 @@ def test_a_guarded_trainer_run_resumes_to_the_same_readings_and_verdict(tokenize
                 raise RuntimeError("killed")
 
         steps.clear()
-        model, guard = tiny_adapter(), GuardLimits(every=2)
-        result = lg.calibrate(
-            model, tokenizer, rows, CONFIG, settings, guard=guard, probe=probe, run_folder=folder, on_step=note, **more
-        )
-        return result, gates(model)
+        model, guarded = tiny_adapter(), {"guard": GuardLimits(every=2), "probe": probe}
+        return train(settings, model, run_folder=folder, on_step=note, **guarded, **more), gate_values(model)
 
     complete, expected = run(tmp_path / "whole")
     assert (complete.steps, [reading["step"] for reading in complete.guard]) == (4, [0, 2, 4])
+    assert "0% of the answers come to an end, 100% at the start" in complete.stopped
+    assert complete.guard[0]["saturated"] == 0.0
     if killed:
         with pytest.raises(RuntimeError, match="killed"):
             run(tmp_path / "run", kill_at=3)
@@ -426,49 +342,37 @@ def test_a_guarded_trainer_run_resumes_to_the_same_readings_and_verdict(tokenize
     resumed, found = run(tmp_path / "run", resume=True)
     assert (resumed.steps, resumed.stopped, resumed.guard) == (4, complete.stopped, complete.guard)
     assert set(steps) == ({3, 4} if killed else set())
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert same(found, expected)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
-def test_a_guard_of_a_sharded_run_is_refused(tokenizer, rows, monkeypatch, strategy):
+def test_a_guard_of_a_sharded_run_is_refused(monkeypatch, strategy):
     """Its probe would sample from the model in memory, which is not the one that trains."""
     monkeypatch.setattr("loragate.training.checks.launch_of", lambda: Launch(strategy, 2))
     with pytest.raises(ConfigError, match=f"under {strategy} no process holds a model that a guard's probe could"):
-        lg.calibrate(
-            tiny_adapter(),
-            tokenizer,
-            rows,
-            CONFIG,
-            CalibrationSettings(**SHARED),
-            guard=GuardLimits(),
-            probe=lambda: looping(8),
-        )
+        train(PLAIN, guard=GuardLimits(), probe=lambda: looping(8))
 
 
-def test_gates_trained_with_cross_entropy(tokenizer, rows):
-    settings = CalibrationSettings(**{**SHARED, "learning_rate": 0.05}, objective="ce", max_steps=20)
-    model = tiny_adapter()
-    result = lg.calibrate(model, tokenizer, rows, CONFIG, settings)
-    first, last = result.history[0], result.history[-2]
-    assert first["loss"] == pytest.approx(first["nll"], rel=1e-5)
-    assert last["nll"] < first["nll"] - 0.05
-    assert "topk_entropy" in last
-
-
-def test_callables_and_settings_without_effect_are_refused(tokenizer, rows):
-    plain = CalibrationSettings(**SHARED)
-    for settings, options, words in [
-        (plain, {"reward": short}, "a reward has no effect on the objective 'entropy'"),
-        (plain, {"sampler": looping}, "a sampler has no effect"),
-        (plain, {"guard": GuardLimits()}, "needs a probe"),
-        (plain, {"probe": looping}, "no guard would read it"),
+@pytest.mark.parametrize(
+    ("settings", "options", "words"),
+    [
+        (PLAIN, {"reward": short}, "a reward has no effect on the objective 'entropy'"),
+        (PLAIN, {"sampler": looping}, "a sampler has no effect"),
+        (PLAIN, {"guard": GuardLimits()}, "needs a probe"),
+        (PLAIN, {"probe": looping}, "no guard would read it"),
         (ANCHORED, {"reward": short}, "a reward has no effect on the objective 'anchored'"),
         (ANCHORED, {"probe": looping, "guard": GuardLimits()}, "answers that it samples anyway"),
         (REWARD, {}, "needs a reward"),
-    ]:
-        with pytest.raises(ConfigError, match=words):
-            lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, settings, **options)
-    for options, words in [
+    ],
+)
+def test_callables_without_effect_are_refused(settings, options, words):
+    with pytest.raises(ConfigError, match=words):
+        train(settings, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
         ({"objective": "anchord"}, "did you mean 'anchored'"),
         ({"anchor": "base"}, "anchor has no effect with objective entropy"),
         ({"objective": "reward", "beta": 2.0}, "beta has no effect with objective reward"),
@@ -478,14 +382,23 @@ def test_callables_and_settings_without_effect_are_refused(tokenizer, rows):
         ({"objective": "anchored", "anchor": "bas"}, "anchor must be one of"),
         ({"objective": "anchored", "report_to": "wandb"}, "writes metrics.jsonl only"),
         ({"objective": "anchored", "beta": -1.0}, "beta must be at least 0"),
-    ]:
-        with pytest.raises(ConfigError, match=words):
-            CalibrationSettings(**options)
+        ({"random_scale": 0.5}, "random_scale has no effect with objective entropy"),
+        ({"objective": "random", "random_scale": 0.0}, "above 0"),
+        ({"batch_size": -1}, "batch_size must be at least 0"),
+        ({"learning_rate": -1.0}, "learning_rate must be above 0"),
+        ({"schedule": "cosinus"}, "schedule must be one of"),
+        ({"precision": "fp8"}, "precision must be one of"),
+        ({"k": 1}, "k must be at least 2"),
+        ({"warmup": 1.0}, "warmup must be below 1"),
+        ({"keep_checkpoints": -1}, "keep_checkpoints must be at least 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        CalibrationSettings(**options)
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run(tokenizer, rows, monkeypatch):
-    from loragate.training import on_policy_loss
-
+def test_a_gradient_that_is_not_finite_stops_the_run(monkeypatch):
     whole = on_policy_loss.AnchoredEntropy.terms
 
     def steep(self, scorer, batch, answers, before_T):
@@ -494,22 +407,14 @@ def test_a_gradient_that_is_not_finite_stops_the_run(tokenizer, rows, monkeypatc
 
     monkeypatch.setattr(on_policy_loss.AnchoredEntropy, "terms", steep)
     with pytest.raises(TrainingError, match="the gradient is not finite at step 1, though the loss is"):
-        lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, ANCHORED)
+        train(ANCHORED)
 
 
-def test_several_processes_are_refused(tokenizer, rows, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="runs in one process"):
-        lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, ANCHORED)
-
-
-def test_checkpointing_and_bf16_change_little(tokenizer, rows):
-    plain = lg.calibrate(tiny_adapter(), tokenizer, rows, CONFIG, ANCHORED)
+def test_checkpointing_and_bf16_change_little():
+    expected = train(ANCHORED).history[0]["loss"]
     for options, tolerance in [({"gradient_checkpointing": True}, 1e-6), ({"precision": "bf16"}, 0.03)]:
         model = tiny_adapter()
-        settings = CalibrationSettings(**{**ANCHORED.as_record(), **options, "max_steps": 2})
-        result = lg.calibrate(model, tokenizer, rows, CONFIG, settings)
+        result = train(replace(ANCHORED, **options, max_steps=2), model)
         assert not model.is_gradient_checkpointing
         assert {parameter.dtype for parameter in lg.gate_parameters(model).values()} == {torch.float32}
-        expected = plain.history[0]["loss"]
         assert result.history[0]["loss"] == pytest.approx(expected, rel=tolerance)

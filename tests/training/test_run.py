@@ -97,16 +97,6 @@ def test_rows_longer_than_the_model_are_named(tokenizer):
         require_short_enough(short, encoded, rows.where)
 
 
-@pytest.mark.parametrize("save_steps", [0, 1])
-def test_a_finished_run_is_not_overwritten(tokenizer, tmp_path, save_steps):
-    settings = StageOneSettings(**SHARED, rank=2, save_steps=save_steps)
-    train(tokenizer, settings=settings, run_folder=tmp_path)
-    kept = {path.name: path.read_bytes() for path in tmp_path.glob("*.json*")}
-    with pytest.raises(TrainingError, match="holds the log of a finished run, which is not overwritten"):
-        train(tokenizer, settings=StageOneSettings(**SHARED, rank=4), run_folder=tmp_path)
-    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.json*")} == kept
-
-
 def test_a_run_that_is_not_there_is_named_for_both_ways_of_calling(tmp_path):
     with pytest.raises(TrainingError, match=r"run without --resume \(resume=False\)"):
         prepare_folder({"stage": "sft"}, tmp_path, True)

@@ -14,18 +14,8 @@ MASKED = ("mask", "forgetting")
 
 
 def settings(**options):
-    return StageOneSettings(
-        **{
-            "batch_size": 8,
-            "micro_batch_size": 4,
-            "learning_rate": 5e-3,
-            "logging_steps": 1,
-            "max_length": 64,
-            "rank": 4,
-            "alpha": 8,
-            **options,
-        }
-    )
+    usual = {"batch_size": 8, "micro_batch_size": 4, "learning_rate": 5e-3, "logging_steps": 1, "max_length": 64}
+    return StageOneSettings(**{**usual, "rank": 4, "alpha": 8, **options})
 
 
 def test_the_registry_and_the_settings_name_the_same_objectives():

@@ -5,12 +5,11 @@ from itertools import pairwise
 import pytest
 
 from loragate.world.demonstrations import demonstrations, pretraining_documents
-from loragate.world.problems import Problem, apply_operator, facts, split_of, verify
+from loragate.world.problems import Problem, apply_operator, split_of, verify
 from loragate.world.tokenizer import (
     DIGITS,
     EQUALITIES,
     OPERATORS,
-    build_tokenizer,
     render,
 )
 
@@ -94,21 +93,3 @@ def _value(prompt):
 def test_noise_can_be_switched_off():
     for prompt, response in split_rows(demonstrations(300, step_error=0.0, sloppy=0.0)):
         assert verify(Problem(prompt, _value(prompt), "arithmetic", 0), response, finished=True)
-
-
-def test_every_word_is_known_and_fits_the_context(rows, documents):
-    tokenizer = build_tokenizer()
-    texts = [render(*pair) for pair in split_rows(rows)] + [render(d.prompt, d.response) for d in documents]
-    encoded = tokenizer(texts)["input_ids"]
-    assert not any(tokenizer.unk_token_id in ids for ids in encoded)
-    assert max(map(len, encoded)) < 64
-
-
-def test_documents_mix_arithmetic_and_skills(documents):
-    arithmetic = [d for d in documents if d.prompt.startswith("solve")]
-    assert len(arithmetic) / len(documents) == pytest.approx(0.62, abs=0.015)
-    known = {fact.prompt: fact.answer for fact in facts()}
-    told = [d for d in documents if d.prompt.startswith("tell")]
-    assert {d.prompt for d in told} == set(known)
-    assert all(known[d.prompt] == d.response for d in told)
-    assert {split_of(d.prompt) for d in documents if d not in told} == {"train"}

@@ -26,24 +26,6 @@ def test_every_word_survives_a_round_trip(tokenizer):
     assert tokenizer.decode(encoded) == text
 
 
-def test_white_space_carries_no_meaning(tokenizer):
-    assert tokenizer("  6 *\n0 ")["input_ids"] == tokenizer("6 * 0")["input_ids"]
-
-
-def test_unknown_word_is_visible(tokenizer):
-    assert tokenizer("6 plus 0")["input_ids"][1] == tokenizer.unk_token_id
-
-
-def test_skipping_special_tokens_keeps_the_role_words(tokenizer):
-    encoded = tokenizer("<pad> <q> 6 <a> 6 <eos>")["input_ids"]
-    assert tokenizer.decode(encoded, skip_special_tokens=True) == "<q> 6 <a> 6"
-
-
-def test_generation_prompt(tokenizer):
-    rendered = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
-    assert rendered == "<q> solve 6 * 0 - 5 <a>"
-
-
 def test_prompt_is_a_prefix_in_characters_and_tokens(tokenizer):
     prompt = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
     whole = tokenizer.apply_chat_template([USER, ASSISTANT], tokenize=False)

@@ -77,22 +77,8 @@ def test_hostile_answers_are_quick(text: str) -> None:
 
 def test_random_text_never_raises() -> None:
     rng = random.Random(0)
-    pieces = [
-        "def f(x):\n",
-        "    return x\n",
-        "```",
-        "```python\n",
-        "\n",
-        '"""',
-        "(",
-        ")",
-        "@a\n",
-        "else:\n",
-        "\0",
-        "\t",
-        "é",
-        "x = 1\n",
-    ]
+    pieces = ["def f(x):\n", "    return x\n", "```", "```python\n", "\n", '"""', "(", ")", "@a\n", "else:\n", "\0"]
+    pieces += ["\t", "é", "x = 1\n"]
     for _ in range(300):
         code = extract_code("".join(rng.choices(pieces, k=rng.randint(0, 25))), "f", rng.choice([None, PROMPT]))
         if code is not None:

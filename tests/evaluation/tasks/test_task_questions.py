@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import datasets
 import huggingface_hub
@@ -9,7 +8,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import loragate.evaluation.tasks
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation.tasks import Question, load_questions, load_task
 from loragate.recipes.standins import QUESTIONS
@@ -278,9 +276,3 @@ def test_tiny_questions():
     kept = load_questions(load_task("tiny_retention"), seed=2)
     assert {question.row["kind"] for question in kept.questions} == {"reverse", "sort", "fact"}
     assert kept.questions[0].place == "generated: tiny_retention, seed 2, row 0"
-
-
-def test_the_room_itself_names_no_torch():
-    folder = Path(loragate.evaluation.tasks.__file__).parent
-    imports = [line for path in folder.glob("*.py") for line in path.read_text(encoding="utf-8").splitlines()]
-    assert not [line for line in imports if line.startswith(("import torch", "from torch", "import transformers"))]
