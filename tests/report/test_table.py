@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from loragate.display import percent, points
-from loragate.report.table import CAPTION, Line, Sheet, p_value, results_table
+from loragate.report.table import BEST, CAPTION, Line, Sheet, p_value, results_table
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -81,13 +81,13 @@ def test_markdown() -> None:
     title, _, *lines = results_table(ROWS).markdown().splitlines()
     assert title == "### Results"
     assert lines[:5] == [
-        "| Method | Accuracy % | vs LoRA points | Retention % | Cut off % | Entropy nats | Tokens |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-        "| LoRA | 14.2 (10.2–18.3) | – | 100.0 (95.8–100.0) | 15.0 | 1.12 | 27.3 |",
-        "| random gates | not run | – | – | – | – | – |",
-        r"| SCALE [/red] a\|b | 100.0 (98.1–100.0) | +35.4, p<0.001 (0.0 to +42.9) | – | 0.0 | 0.26 | 123.0 |",
+        f"| Method | Accuracy % | vs LoRA points | Retention % | Cut off % | Entropy nats | Tokens | {BEST} |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| LoRA | 14.2 (10.2–18.3) | – | 100.0 (95.8–100.0) | 15.0 | 1.12 | 27.3 | 20.0 (10.0–30.0; T = 0.3) |",
+        "| random gates | not run | – | – | – | – | – | – |",
+        r"| SCALE [/red] a\|b | 100.0 (98.1–100.0) | +35.4, p<0.001 (0.0 to +42.9) | – | 0.0 | 0.26 | 123.0 "
+        "| 50.0 (40.0–60.0; greedy) |",
     ]
-    assert AT_BEST in lines[6]
     assert lines[7] == CAPTION
 
 

@@ -22,6 +22,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import loragate as lg
 from loragate.cli.main import main
@@ -314,6 +316,42 @@ def test_verify(folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     printed = capsys.readouterr().out
     assert printed.count(" 0 of 256") == 4
     assert "agrees: the bound is 0.0001" in printed
+
+
+@vllm_only
+@pytest.mark.slow("vLLM")
+def test_a_wrapped_head_of_a_real_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM wraps a Qwen3's head for LoRA; asking for a prompt's log-probs then ended its engine."""
+    shape = {**SHAPE, "vocab_size": 49_152, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3Config(**shape, head_dim=32, bos_token_id=None, eos_token_id=1)
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "base")
+    tokenizer = tiny_tokenizer()
+    del tokenizer.init_kwargs["auto_map"]  # transformers follows it for this architecture
+    tokenizer.save_pretrained(tmp_path / "base")
+    model = tiny_adapter(base=Qwen3ForCausalLM.from_pretrained(tmp_path / "base"), lora_alpha=2)
+    lg.attach_gates(model, lg.GateConfig(lower=-3, upper=2))
+    for parameter in lg.gate_parameters(model).values():
+        parameter.data.normal_(0, 0.3)
+    lg.save_gates(model, tmp_path / "gated", base_id=str(tmp_path / "base"))
+    arguments = (str(tmp_path / "gated"), "--engine", "vllm", "--dtype", "float32")
+    server = Running(*arguments).wait(600)
+    try:
+        for name in ("base", "adapter", "gated", "base"):
+            body = {"model": name, "prompt": PROMPTS, "max_tokens": 3, "temperature": 0, "prompt_logprobs": 1}
+            status, reply = server.call("/v1/completions", body)
+            assert status == 200, reply
+            counts = [len(choice["prompt_logprobs"]) for choice in reply["choices"]]
+            assert counts == [len(prompt.split()) for prompt in PROMPTS]
+    finally:
+        server.end()
+    for name, value in (("VLLM_CPU_OMP_THREADS_BIND", "nobind"), ("VLLM_CPU_KVCACHE_SPACE", "1")):
+        monkeypatch.setenv(name, value)
+    capsys.readouterr()
+    assert main(["serve", *arguments, "--verify"]) == 0
+    assert "agrees: the bound is 0.0001" in capsys.readouterr().out
 
 
 def test_settings_that_cannot_be(folders: Path, fails: Any, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from loragate.display import percent
-from loragate.report.table import ABSENT, GROUP_OF, Cell, Line, Sheet, at_best_line, difference_cell, share_cell
+from loragate.report.table import ABSENT, GROUP_OF, Cell, Line, Sheet, difference_cell, share_cell, with_best_scores
 
 Record = Mapping[str, Any]
 COLUMNS = ("Model", "Score %", "vs adapter, points", "Majority %", "Cut off, no EOS %", "No answer %", "Tokens")
@@ -44,10 +44,10 @@ def score_tables(record: Record) -> list[Sheet]:
         sampling, questions = task["sampling"], rows[0]["avg_at_k"]["questions"]
         title = f"{task['name']} v{task['version']} · Avg@{sampling['samples']}, {questions} questions, "
         title += f"T = {sampling['temperature']:g}, grader {task['grader']}"
-        tables.append(Sheet(title, COLUMNS, lines, _at_best(rows)))
+        tables.append(with_best_scores(Sheet(title, COLUMNS, lines), [row.get("at_best") for row in rows]))
     for title, rows in suites_of(record):
         lines = [_line(row, row["average"]) for row in rows]
-        tables.append(Sheet(title, SUITE_COLUMNS, lines, _at_best(rows)))
+        tables.append(with_best_scores(Sheet(title, SUITE_COLUMNS, lines), [row.get("at_best") for row in rows]))
     return tables
 
 
@@ -72,10 +72,6 @@ def _judged_cells(row: Record) -> list[Cell]:
         (percent(silent / total),),
         (f"{row['tokens']:.0f}",),
     ]
-
-
-def _at_best(rows: list[Record]) -> str:
-    return at_best_line((row_name(row), row.get("at_best")) for row in rows)
 
 
 def row_name(row: Record) -> str:

@@ -17,8 +17,8 @@ stands for what was not measured. A control that was not run has its line and sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from rich.box import SIMPLE_HEAD
@@ -34,6 +34,8 @@ NOT_RUN = "not run"
 ABSENT = "–"
 GROUP_OF = {"base": "control", "adapter": "baseline", "gated": "scale"}
 COLUMNS = ("Method", "Accuracy %", "vs LoRA points", "Retention %", "Cut off %", "Entropy nats", "Tokens")
+BEST = "At its best temperature %"
+BEST_HOW = "At its best temperature: each picked on one half of the questions and scored on the other."
 CAPTION = (
     "Ranges are 95 % intervals over questions; vs LoRA is paired by question. Cut off: answers that met the length limit. "
     "Entropy: per token. Tokens: per answer."
@@ -65,6 +67,7 @@ class Sheet:
         columns: their names, that of the lines' names first; a unit follows its name after a comma or a space.
         caption: what stands below it, or above on the page.
         wide: places of columns that a terminal of 80 has no room for.
+        said: what a terminal shows above the caption in their place.
         folded: what a long table says on the page while it is closed; it is not shown on a terminal.
         apart: on a terminal, groups of lines are set apart.
     """
@@ -75,6 +78,7 @@ class Sheet:
     lines: Sequence[Line]
     caption: str = ""
     wide: tuple[int, ...] = ()
+    said: str = ""
     folded: str = ""
     apart: bool = False
 
@@ -89,7 +93,8 @@ class Sheet:
         table.title_justify = table.caption_justify = "left"
         # text, as brackets in a string can be read as markup
         table.title = Text(self.title, "table.title") if self.title else None
-        table.caption = Text(self.caption) if self.caption else None
+        below = "\n".join(filter(None, (self.said, self.caption)))
+        table.caption = Text(below) if below else None
         table.add_column(self.columns[0], min_width=12, overflow="fold")
         shown = [place for place in range(1, len(self.columns)) if place not in self.wide]
         for name in (self.columns[place] for place in shown):
@@ -149,15 +154,31 @@ def difference_cell(versus: Mapping[str, float] | None, verdict: str | None = ""
     return f"{points(versus['mean'])}, p{p_value(versus['p'])}", ends, said
 
 
-def at_best_line(rows: Iterable[tuple[str, Mapping[str, Any] | None]]) -> str:
-    """Return the scores of rows (name, value) at their best temperatures as one sentence; empty where there are none."""
-    said = []
-    for name, value in rows:
-        if value is not None:
-            heat = f"T = {value['temperature']:g}" if value["temperature"] else "greedy"
-            said.append(f"{name} {joined((*share_cell(value['score']), heat))}")
-    how = "each picked on one half of the questions and scored on the other"
-    return f"At its best temperature in %, {how}: {'; '.join(said)}." if said else ""
+def with_best_scores(sheet: Sheet, values: Sequence[Mapping[str, Any] | None]) -> Sheet:
+    """Return the table with a last column, what its lines score at their best temperatures, where any does.
+
+    A terminal has no room for it and says it in a sentence.
+    """
+    if not any(values):
+        return sheet
+    cells = [_best_cell(value) for value in [*values, *[None] * (len(sheet.lines) - len(values))]]
+    lines = [replace(line, cells=[*line.cells, cell]) for line, cell in zip(sheet.lines, cells, strict=True)]
+    said = "; ".join(f"{line.name} {joined(cell)}" for line, cell in zip(lines, cells) if cell != (ABSENT,))
+    return replace(
+        sheet,
+        columns=(*sheet.columns, BEST),
+        lines=lines,
+        wide=(*sheet.wide, len(sheet.columns)),
+        said=f"{BEST}: {said}.",
+        caption="\n".join(filter(None, (BEST_HOW, sheet.caption))),
+    )
+
+
+def _best_cell(value: Mapping[str, Any] | None) -> Cell:
+    if value is None:
+        return (ABSENT,)
+    heat = f"T = {value['temperature']:g}" if value["temperature"] else "greedy"
+    return (*share_cell(value["score"]), heat)
 
 
 def results_table(rows: Sequence[Row]) -> Sheet:
@@ -172,5 +193,4 @@ def results_table(rows: Sequence[Row]) -> Sheet:
             *((or_absent(row.get(key), show),) for key, show in forms),
         ]
         lines.append(Line(row["name"], cells, row["group"], row.get("accuracy")))
-    best = at_best_line((row["name"], row.get("at_best")) for row in rows)
-    return Sheet("Results", COLUMNS, lines, "\n".join(filter(None, (best, CAPTION))), apart=True)
+    return with_best_scores(Sheet("Results", COLUMNS, lines, CAPTION, apart=True), [row.get("at_best") for row in rows])
