@@ -133,13 +133,7 @@ class RayData:
             # without an address Ray would join what a file in a folder of /tmp names, which any user can write
             address = os.environ.get("RAY_ADDRESS") or "local"
             ray.init(address=address, logging_level="warning", log_to_driver=False)
-        resources = ray.cluster_resources()
-        for name, each in (("GPU", self.gpus), ("CPU", self.cpus)):
-            if replicas * each > resources.get(name, 0):
-                raise ConfigError(
-                    f"{replicas} shards with {each:g} {name} each do not fit into a Ray cluster of "
-                    f"{resources.get(name, 0):g} {name}; give fewer shards or add machines."
-                )
+        self._require_room(ray.cluster_resources(), replicas)
         context = ray.data.DataContext.get_current()
         shown, context.enable_progress_bars = context.enable_progress_bars, False
         try:
@@ -157,6 +151,14 @@ class RayData:
                 yield samples_of(row["drawn"])
         finally:
             context.enable_progress_bars = shown
+
+    def _require_room(self, resources: dict[str, float], replicas: int) -> None:
+        for name, each in (("GPU", self.gpus), ("CPU", self.cpus)):
+            if replicas * each > resources.get(name, 0):
+                raise ConfigError(
+                    f"{replicas} shards with {each:g} {name} each do not fit into a Ray cluster of "
+                    f"{resources.get(name, 0):g} {name}; give fewer shards or add machines."
+                )
 
 
 class _Replica:
