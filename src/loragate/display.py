@@ -86,6 +86,21 @@ def duration(seconds: float) -> str:
     return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
 
 
+def percent(share: float) -> str:
+    """A share of 1 as a percentage with one decimal, without its sign."""
+    return f"{_tenths(share):.1f}"
+
+
+def points(share: float) -> str:
+    """A difference of shares in percentage points, signed."""
+    value = _tenths(share)
+    return f"{value:+.1f}" if value else "0.0"
+
+
+def _tenths(share: float) -> float:
+    return round(100 * share, 1) + 0.0  # adding zero turns -0.0 into 0.0
+
+
 def time_left(seconds: float) -> str:
     """An estimate in words, no finer than it is: "about 40 s left", "about 9 min left"."""
     if seconds < 90:

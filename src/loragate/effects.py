@@ -78,8 +78,6 @@ TABLE: dict[str, tuple[Acts, ...]] = {
     "sweep": (
         Acts(("workers", "gpus_per_trial", "cpus_per_trial"), "runner", ("auto", "ray")),
         Acts(("probe_task", "probe_grader", "probe_samples", "probe_temperature", "probe_max_new_tokens"), "probe"),
-        Acts(("test",), "probe"),
-        Acts(("test_samples",), "test"),
     ),
     # of every command that trains
     "rows": (Acts(("select_seed",), "max_rows"), Acts(("select_seed",), "select", ("shuffled",))),

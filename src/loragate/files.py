@@ -80,6 +80,15 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """A small JSON object; empty where the file is absent or holds none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def require_new(folder: Path) -> None:
     """Refuse a folder that holds anything; nothing is ever overwritten. Raises ConfigError."""
     if folder.exists() and not folder.is_dir():

@@ -19,14 +19,14 @@ from safetensors.torch import load_file
 import loragate as lg
 from loragate.cli.arguments import parse
 from loragate.cli.calibrate import COMMAND, CalibrateOptions, candidates_of
-from loragate.cli.calibration_report import accept_line, headline, report_selection
+from loragate.cli.calibration_report import accept_line
 from loragate.cli.main import main
-from loragate.display import console
 from loragate.errors import ConfigError
 from loragate.evaluation.results import read_record
 from loragate.gates.range import Range
 from loragate.generation import SamplingConfig, TransformersEngine
-from loragate.selection import Candidate, SelectionSettings, trial
+from loragate.selection import Candidate, Chosen, SelectionSettings, trial
+from loragate.selection.chosen import headline
 from loragate.selection.probe import Probe
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
@@ -227,6 +227,8 @@ def test_the_guard_watches_the_objectives_that_sample(place, tmp_path):
         stored = tmp_path / name / "run" / "candidates" / "trials" / "anchored_0_1_seed42" / "trained.json"
         training = json.loads(stored.read_text())["training"]
         assert bool(training.get("guard")) is watched
+        # the labels are its greedy answers, so none is wrong
+        assert selection_of(tmp_path / name)["own_answers"] == {"sampled": [], "nothing_to_learn": False}
 
 
 def test_the_adapter_stays_where_nothing_beats_it(place, tmp_path, capsys):
@@ -385,7 +387,7 @@ def test_flags_that_would_be_ignored_are_refused(place, tmp_path, capsys):
             "--probe-grader has no effect",
         ),
         ((*probe, "--no-guard"), "--guard has no effect"),
-        ((*probe, "--probe-temperature", "-1"), "must not be negative"),
+        ((*probe, "--probe-temperature", "-1"), "at least 0"),
         ((*given, "--probe-samples", "2"), "has no effect with --unverified; leave it out"),
         (("--range=0,1@ecntropy", "--unverified"), "error: the range 0,1@ecntropy has the unknown objective"),
     ]
@@ -555,18 +557,33 @@ def test_the_first_line_says_what_to_use_and_what_the_other_way_would_have_given
     assert headline(recorded("base", "base", 0.3, STEPS[:1])) == "Use the base without the adapter, at T = 0.3: 30.0 %."
 
 
-def test_a_range_that_dropped_out_is_named_with_its_reason(capsys):
-    report_selection(console(), recorded())
-    text = capsys.readouterr().out
-    assert text.startswith("Use the adapter alone")
-    assert "drops out" not in text
+def sentences(**more):
+    return Chosen(Path("gated"), None, None, {"selection": {**recorded(), **more}}).sentences()
+
+
+def test_a_range_that_dropped_out_is_named_with_its_reason():
+    lines = sentences()
+    assert lines[0].startswith("Use the adapter alone")
+    assert not any("drops out" in line for line in lines)
     stopped = {"[0,6]": {"steps": 49, "score": 0.31, "weakest_kept": 0.4}}
-    report_selection(
-        console(), {**recorded(), "failed": {"[-6,3]": "the loss is not finite at step 4"}, "stopped": stopped}
-    )
-    text = capsys.readouterr().out
-    assert "[-6,3] could not be trained and drops out: the loss is not finite at step 4" in text
-    assert "[0,6] was stopped after 49 steps: 31.0 % then, the others at least 40.0 %" in text
+    lines = sentences(failed={"[-6,3]": "the loss is not finite at step 4"}, stopped=stopped)
+    assert "[-6,3] could not be trained and drops out: the loss is not finite at step 4" in lines
+    assert "[0,6] was stopped after 49 steps: 31.0 % then, the others at least 40.0 %" in lines
+
+
+@pytest.mark.parametrize("nothing", [False, True])
+def test_what_own_answers_can_teach_is_said_of_the_temperature_with_most_questions(nothing):
+    few = {"temperature": 1.0, "mean": 0.5, "low": 0.1, "high": 0.9, "questions": 4, "samples": 4}
+    many = {"temperature": 0.3, "mean": 0.02, "low": 0.0, "high": 0.08, "questions": 90, "samples": 4}
+    (line,) = [
+        line
+        for line in sentences(own_answers={"sampled": [few, many], "nothing_to_learn": nothing})
+        if "wrongly" in line
+    ]
+    assert line.startswith("of 90 questions")
+    assert "2.0 % have a right answer among 4 sampled at T = 0.3 (95 % interval 0.0 to 8.0 %)" in line
+    assert ("nothing to learn" in line) is nothing
+    assert not any("wrongly" in line for line in sentences(own_answers={"sampled": [], "nothing_to_learn": False}))
 
 
 def test_a_gain_on_untouched_questions_is_the_one_that_is_said():

@@ -13,10 +13,10 @@ def place(once):
 
 @pytest.fixture(scope="session")
 def swept(place, once):
-    """A finished sequential sweep with a test set, uninterrupted: 2 ranges × 2 seeds and the adapter."""
+    """A finished sequential sweep, uninterrupted: 2 ranges × 2 seeds and the adapter."""
 
     def fill(folder):
-        arguments_of = arguments(place, folder / "sweep", "--runner", "sequential", "--test", str(place / "test.jsonl"))
+        arguments_of = arguments(place, folder / "sweep", "--runner", "sequential")
         assert sweep(arguments_of) == 0
 
     return once("swept", fill) / "sweep"

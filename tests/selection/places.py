@@ -21,8 +21,7 @@ def make_place(root: Path) -> Path:
         model = tiny_adapter(seed)
         model.peft_config["default"].base_model_name_or_path = str(root / "base")
         model.save_pretrained(root / name)
-    for name, seed in (("probe", 1), ("test", 2)):
-        write_questions(root / f"{name}.jsonl", tokenizer, seed)
+    write_questions(root / "probe.jsonl", tokenizer, 1)
     return root
 
 

@@ -17,7 +17,8 @@ from loragate.files import write_json
 from loragate.gates.range import Range
 from loragate.generation import read_samples
 from loragate.selection.candidate import grid
-from loragate.selection.evaluated import SweptCells, suite_record
+from loragate.selection.evaluated import SweptCells
+from loragate.selection.outcome import suite_record
 from loragate.selection.study import Study
 
 TASK = """\
@@ -188,7 +189,7 @@ def test_a_sweep_without_a_probe_recommends_nothing(swept, tasks, tmp_path):
         write_json(path, {**json.loads(path.read_text()), "probe": None, "sweep": study.fingerprint})
     (cells,) = SweptCells.of(copied, Request("", tmp_path / "out", TaskSettings(tasks=tasks)))
     assert len(cells.trials) == len(CELLS)
-    assert cells.written is None
+    assert cells.choice == {}
 
 
 @pytest.mark.parametrize(("asked", "rows"), [(None, 2), (1.0, 0)])

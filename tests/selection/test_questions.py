@@ -7,8 +7,10 @@ from selection_kit import write_jsonl
 
 from loragate.data import load_rows
 from loragate.errors import ConfigError, DataError
-from loragate.evaluation.tasks.questions import render_questions
-from loragate.selection.questions import held_out_prompts, probe_task, read_probe, set_aside
+from loragate.evaluation.judging import JudgeSettings
+from loragate.selection.evidence import read_asked
+from loragate.selection.questions import Manner, held_out_prompts, probe_task, read_probe, set_aside
+from loragate.selection.settings import ProbeSettings
 from tiny import tiny_rows, tiny_tokenizer
 
 
@@ -67,9 +69,10 @@ def test_a_task_brings_its_own_columns_and_prompt(tmp_path):
 
 def test_plain_text_probes_skip_the_chat_template(tmp_path):
     path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "w1 w2"}])
+    asked = read_asked(str(path), "", ProbeSettings(), JudgeSettings())
     for raw, expected in ((True, "w1 w2"), (False, "<user> w1 w2 <assistant> ")):
-        task, questions, _ = read_probe(str(path), raw=raw)
-        assert render_questions(task, questions, tiny_tokenizer()) == [expected]
+        task, prompts, sampling = asked.put(Manner(tiny_tokenizer(), None, 0, answer=9, raw=raw))
+        assert (task.raw, prompts, sampling.max_new_tokens) == (raw, [expected], 9)
 
 
 @pytest.mark.parametrize(("count", "aside"), [(1, 0), (9, 0), (10, 1), (99, 9), (640, 64), (2000, 64)])
@@ -94,12 +97,10 @@ def test_no_question_that_is_set_aside_was_trained_on():
 
 def test_prompts_that_are_held_out_are_rendered_as_in_training():
     rows = load_rows(tiny_rows(12))
-    questions, prompts = held_out_prompts(
-        rows, tiny_tokenizer(), max_length=64, max_new_tokens=8, positions=64, system="none"
-    )
+    questions, prompts = held_out_prompts(rows, Manner(tiny_tokenizer(), 64, 0, answer=8), 64)
     assert len(questions) == len(prompts) == 12
     text = rows[0]["messages"][0]["content"]
     assert prompts[0].split() == ["<user>", *text.split(), "<assistant>"]
     assert questions[0].row == rows[0]
     with pytest.raises(DataError, match="leave no room for 60 new tokens"):
-        held_out_prompts(rows, tiny_tokenizer(), max_length=64, max_new_tokens=60, positions=61, system="none")
+        held_out_prompts(rows, Manner(tiny_tokenizer(), 61, 0, answer=60), 64)

@@ -62,7 +62,7 @@ def test_a_worker_keeps_its_base_from_trial_to_trial(place, swept, tmp_path):
     from loragate.selection.ray_tune import SweepTrial
     from loragate.selection.store import Store
 
-    argv = arguments(place, tmp_path / "out", "--test", str(place / "test.jsonl"))
+    argv = arguments(place, tmp_path / "out")
     sweep_of, candidates = prepare(parse(COMMAND, argv[1:])[0])
     study = sweep_of.study(candidates)
     worker = object.__new__(SweepTrial)

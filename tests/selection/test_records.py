@@ -13,9 +13,9 @@ from loragate.errors import DivergenceError, LoragateError
 from loragate.files import held
 from loragate.gates.range import Range
 from loragate.selection.candidate import Candidate
-from loragate.selection.store import Scored, Status, Store, TrialResult
+from loragate.selection.probe import Scored
+from loragate.selection.store import Status, Store, TrialResult, Watch
 from loragate.selection.study import Study
-from loragate.selection.watch import Watch
 
 TRIAL = Candidate(Range(-3, 1), adapter="a")
 STUDY = Study((Candidate(None, "adapter", adapter="a"), TRIAL), {"data": 1})
@@ -25,7 +25,7 @@ OTHER = Study(STUDY.candidates, {"data": 2})
 def result():
     scored = Scored(np.array([[0.0, 1.0], [1.0, 1.0]]), {"finished": 1.0}, "abc", "questions")
     return TrialResult(
-        TRIAL, scored, None, None, {"steps": 3, "entropy_after": 0.5}, {"m": {"mean": 1.0}}, {"training": 1.23456}
+        TRIAL, scored, None, {"steps": 3, "entropy_after": 0.5}, {"m": {"mean": 1.0}}, {"training": 1.23456}
     )
 
 
@@ -34,12 +34,7 @@ def test_a_result_reads_as_it_was_written(tmp_path):
     Store(tmp_path, STUDY).write(result())
     found = Store(tmp_path, STUDY).read(TRIAL)
     assert found.probe.scores.tolist() == [[0, 1], [1, 1]]
-    assert (found.candidate, found.test, found.modules, found.seconds) == (
-        TRIAL,
-        None,
-        {"m": {"mean": 1.0}},
-        {"training": 1.235},
-    )
+    assert (found.candidate, found.modules, found.seconds) == (TRIAL, {"m": {"mean": 1.0}}, {"training": 1.235})
 
 
 def test_only_a_valid_result_of_this_trial_in_this_sweep_counts(tmp_path):

@@ -15,7 +15,7 @@ import pytest
 from places import COMMAND_LINE, arguments, attempts, numbers, stamps, sweep
 
 import loragate as lg
-from loragate.errors import ConfigError, DataError, DivergenceError, LoragateError
+from loragate.errors import ConfigError, DivergenceError, LoragateError
 from tiny import VOCABULARY
 
 
@@ -39,8 +39,6 @@ def test_a_finished_sweep_is_complete(swept):
     assert found["one_entropy_-3_2_seed1"]["training"]["settings"]["seed"] == 1
     summary = json.loads((swept / "sweep_results.json").read_text())
     assert [cell["seeds"] for cell in summary["cells"]] == [[0, 1], [0, 1]]
-    assert summary["choices"][0]["oracle"] is not None
-    assert "Oracle on the test set" in (swept / "sweep_results.md").read_text()
     assert (swept / "heatmap.png").read_bytes().startswith(b"\x89PNG")
     assert (swept / "heatmap.svg").exists()
     attempts = [json.loads(path.read_text()) for path in (swept / "trials").glob("*/attempts.jsonl")]
@@ -54,7 +52,7 @@ def test_nothing_finished_runs_again_and_what_is_lost_is_made_again(place, swept
     (lost / "result.json").unlink()
     (out / "trials" / "one_entropy_0_1_seed0" / "result.json").write_text("{torn")
     before = stamps(out)
-    again = arguments(place, out, "--runner", "sequential", "--test", str(place / "test.jsonl"), "--resume")
+    again = arguments(place, out, "--runner", "sequential", "--resume")
     assert sweep(again) == 0
     assert "5 trials, 3 of them finished before" in capsys.readouterr().out
     after = stamps(out)
@@ -93,27 +91,24 @@ def test_without_a_probe_cells_are_trained_and_none_is_chosen(place, tmp_path, c
 
 def test_another_sweep_is_not_resumed(place, swept):
     first = ("--runner", "sequential", "--resume")
-    with pytest.raises(ConfigError, match=r"begun with test\.|begun with test ="):
-        sweep(arguments(place, swept, *first))
-    both = (*first, "--test", str(place / "test.jsonl"))
     with pytest.raises(ConfigError, match=r"training\.entropy\.learning_rate = 0.05, now it is 0.01"):
-        sweep(arguments(place, swept, *both, "--learning-rate", "0.01"))
+        sweep(arguments(place, swept, *first, "--learning-rate", "0.01"))
     with pytest.raises(ConfigError, match=r"trials\."):
-        sweep(arguments(place, swept, *both, seeds="0,1,2"))
-    with pytest.raises(ConfigError, match="holds a sweep already"):
+        sweep(arguments(place, swept, *first, seeds="0,1,2"))
+    with pytest.raises(ConfigError, match="go on with --resume"):
         sweep(arguments(place, swept, "--runner", "sequential"))
 
 
 def test_adapters_and_objectives_and_the_base_as_it_was(place, swept, tmp_path):
     """The trials of the first adapter come out the same after another one was on the base."""
     out = tmp_path / "two"
-    argv = arguments(place, out, "--runner", "sequential", "--test", str(place / "test.jsonl"), ranges="0,1", seeds="0")
+    argv = arguments(place, out, "--runner", "sequential", ranges="0,1", seeds="0")
     argv[1:3] = ["--adapters", f"{place / 'two'},{place / 'one'}", "--objectives", "entropy,ce"]
     assert sweep(argv) == 0
     found, alone = numbers(out), numbers(swept)
     assert len(found) == 6
     for slug in ("one_untouched", "one_entropy_0_1_seed0"):
-        for part in ("probe", "test", "gates"):
+        for part in ("probe", "gates"):
             assert found[slug][part] == alone[slug][part]
     assert (
         found["one_ce_0_1_seed0"]["probe"]["answers_sha256"]
@@ -181,7 +176,6 @@ def test_the_best_cell_is_written_and_can_be_loaded(place, swept, tmp_path, caps
         (["--seeds", "3,3"], "seed 3 is given twice"),
         (["--probe", "nowhere.jsonl"], "no such file"),
         (["--adapters", "x,y"], "not both"),
-        (["--test-samples", "3"], "no effect without --test"),
         (["--runner", "sequential", "--workers", "4"], "--workers has no effect with runner sequential"),
         (["--granularity", "tokens"], "--granularity"),
         (["--k", "1"], "k must be at least 2"),
@@ -200,8 +194,6 @@ def test_bad_questions_and_folders(place, tmp_path):
     few.write_text("".join((place / "probe.jsonl").read_text().splitlines(keepends=True)[:31]))
     with pytest.raises(ConfigError, match="has 31 questions"):
         sweep(arguments(place, tmp_path / "out", "--probe", str(few)))
-    with pytest.raises(DataError, match="33 of 33 probe questions are also among the probe's"):
-        sweep(arguments(place, tmp_path / "out", "--test", str(place / "probe.jsonl")))
     bare = tmp_path / "bare.jsonl"
     bare.write_text("".join(json.dumps({"prompt": f"w1 w{i}"}) + "\n" for i in range(40)))
     with pytest.raises(ConfigError, match="has no answers"):

@@ -7,12 +7,12 @@ import io
 from rich.console import Console
 from test_records import result
 
+from loragate.cli.sweep_table import headline, line, live_table, states_table
 from loragate.errors import LoragateError
 from loragate.gates.range import Range
 from loragate.selection.candidate import grid
-from loragate.selection.store import Status, Store
+from loragate.selection.store import Status, Store, TrialState
 from loragate.selection.study import Study
-from loragate.selection.watch import TrialState, headline, line, live_table, states_table
 
 STUDY = Study(grid(["a"], [Range(-3.0, 1.0), Range(0.0, 1.0), Range(-6.0, 3.0)], [0], ["entropy"]), {"data": 1})
 

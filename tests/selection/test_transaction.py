@@ -15,10 +15,10 @@ from loragate.gates.range import Range
 from loragate.gates.schema import read_gate_config
 from loragate.models import resolve
 from loragate.selection import Candidate, SelectionSettings, choose, trial
-from loragate.selection.comparison import CONFIRMING, ELSEWHERE, LARGE, settings_on, vetoes
-from loragate.selection.outcome import unread
+from loragate.selection.chosen import accept_gates, is_unaccepted
+from loragate.selection.comparison import CONFIRMING, ELSEWHERE, LARGE, own_answers, settings_on, vetoes
+from loragate.selection.probe import unread
 from loragate.selection.transaction import Plan, Transaction, gates_all
-from loragate.selection.unverified import accept_gates, is_unaccepted
 from loragate.training import CalibrationSettings
 from loragate.training.guards import GuardLimits
 from tiny import tiny_adapter, tiny_rows, tiny_tokenizer
@@ -510,7 +510,8 @@ def test_lambda_zero_is_the_base_only_where_gates_reach_all_that_was_trained():
 def test_without_evidence_gates_stay_off_until_they_are_accepted(tmp_path):
     def none(seed=0):
         one = begin(tmp_path, {None: 0}, [ONE], seed=seed)
-        return one.run((None, "nobody knows"))
+        one.why = "nobody knows"
+        return one.run()
 
     chosen = none()
     assert (chosen.candidate, chosen.trained) == (None, ONE)
@@ -530,6 +531,35 @@ def test_without_evidence_gates_stay_off_until_they_are_accepted(tmp_path):
     assert not is_unaccepted(tmp_path)
     with pytest.raises(ConfigError, match="holds no gates that wait"):
         accept_gates(tmp_path, Range(-3, 1), tmp_path / "adapter")
+
+
+def test_what_there_is_to_learn_from_own_answers_is_recorded(tmp_path):
+    """54 of 64 greedy answers are wrong, and no sampled one is right: at most 7 % of such questions have a right sample."""
+    anchored = dataclasses.replace(SETTINGS, objective="anchored", max_new_tokens=2)
+    one = Candidate(Range(0, 1), "anchored", 3)
+    more = {"settings": anchored, "count": 64, "temperature": 1.0}
+    found = record_of(begin(tmp_path / "none", {None: 10, (0, 1): 12}, [one], **more).run())["own_answers"]
+    (row,) = [row for row in found["sampled"] if row["temperature"] == 1.0]
+    assert (row["mean"], row["questions"], row["samples"]) == (0.0, 54, 2)
+    assert (found["nothing_to_learn"], row["high"]) == (True, pytest.approx(0.0693, abs=1e-4))
+    right = {None: 30, (None, 0.0): 10, (0, 1): 12}
+    found = record_of(begin(tmp_path / "some", right, [one], **more).run())["own_answers"]
+    (row,) = [row for row in found["sampled"] if row["temperature"] == 1.0]
+    assert (row["mean"], found["nothing_to_learn"]) == (pytest.approx(20 / 54), False)
+    assert "own_answers" not in record_of(begin(tmp_path / "entropy", right, [TWO], count=32).run())
+
+
+def test_own_answers_teach_nothing_where_that_is_shown_and_not_contradicted():
+    greedy, never = np.zeros((60, 1)), np.zeros((60, 4))
+    once = np.zeros((4, 4))
+    once[0, 2] = 1
+    assert own_answers({0.0: greedy, 0.3: never})["nothing_to_learn"]
+    assert not own_answers({0.0: greedy, 0.3: never[:30]})["nothing_to_learn"], "0 of 30 may be 12 %"
+    found = own_answers({0.0: greedy, 0.3: never, 1.0: once})
+    assert [row["questions"] for row in found["sampled"]] == [60, 4]
+    assert found["sampled"][1]["mean"] == 0.25
+    assert not found["nothing_to_learn"], "hotter, one of four has a right answer"
+    assert own_answers({0.0: greedy + 1, 1.0: never}) == {"sampled": [], "nothing_to_learn": False}
 
 
 def scores(*right):

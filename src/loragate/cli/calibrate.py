@@ -114,7 +114,6 @@ def candidates_of(options: CalibrateOptions) -> tuple[Candidate, ...]:
     plain_retention = options.retention_probe and not options.retention_task
     if not plain_retention and not any(one.objective == "reward" for one in found):
         require_effect("probe grader", options, flags=True)
-    options.check_probe()
     return found
 
 

@@ -33,8 +33,8 @@ from loragate.models import Loaded
 from loragate.report.cells import suite_table
 from loragate.report.heatmap import heat_maps
 from loragate.report.scores import caption, score_markdown, score_tables
-from loragate.selection.evaluated import SweptCells, suite_record
-from loragate.selection.store import read_json
+from loragate.selection.evaluated import SweptCells
+from loragate.selection.outcome import suite_record
 from loragate.serving.vllm_server import require_served, usual_share
 from loragate.training.preflight import check_loading
 from loragate.validate import comma_list
@@ -127,11 +127,9 @@ def evaluate_sweep(options: EvalOptions) -> int:
         record = sample(session, evaluation, out, display)
         folder = cells.request.out
         write_text(folder / "results.md", score_markdown(record.to_json()))
-        choices = read_json(Path(options.sweep) / "sweep_results.json").get("choices", [])
-        chosen: dict[str, Any] = next((choice for choice in choices if choice["adapter"] == cells.label), {})
         for suite in dict.fromkeys(task.suite for task in cells.tasks):
             names = [task.name for task in cells.tasks if task.suite == suite]
-            maps = suite_record(record, cells.study, cells.label, suite, names, chosen)
+            maps = suite_record(record, cells.study, cells.label, suite, names, cells.choice)
             write_json(folder / f"cells_{suite}.json", maps)
             for name, draw in heat_maps(maps).items():
                 for suffix in ("png", "svg"):

@@ -40,8 +40,6 @@ class SweepOptions(RunOptions, CalibrationSettings, ProbeSettings, GateOptions):
         probe: questions that choose the range, at least 32: .jsonl, .json or .parquet with prompt and
             answer. Without it the cells are
             trained and none is chosen; score them with `loragate eval --sweep`.
-        test: further questions of the same kind, which every cell answers for the oracle; never used to choose.
-        test_samples: samples per test question; 0 takes probe_samples.
         runner: auto takes Ray if it is installed.
         workers: parallel trials on this machine; 0 takes as many as fit. On a cluster 0 leaves the number to Ray.
         gpus_per_trial: GPUs of one trial on Ray; 0.5 lets two trials share one. By default 1 if there is a GPU.
@@ -63,8 +61,6 @@ class SweepOptions(RunOptions, CalibrationSettings, ProbeSettings, GateOptions):
     seeds: str = "0"
     objectives: str = "entropy"
     probe: str = ""
-    test: str = ""
-    test_samples: Size = 0
     runner: Literal["auto", "ray", "sequential"] = "auto"
     workers: Size = 0
     gpus_per_trial: Amount | None = None
@@ -79,9 +75,9 @@ def run(options: SweepOptions) -> int:
     """Plan, run what is not finished, choose, write the best."""
     check(options)
     check_loading(options)
+    from loragate.cli.sweep_table import live_table
     from loragate.report.cells import choice_sentence, sweep_tables, write_sweep
     from loragate.selection.sweep import choose_runner, run_sweep
-    from loragate.selection.watch import live_table
 
     quiet_logging()
     folder, out = Path(options.out), console()
@@ -147,7 +143,7 @@ def check(options: SweepOptions) -> None:
     if options.adapter and options.adapters:
         raise ConfigError("give --adapter for one adapter or --adapters for several, not both")
     require_effect("sweep", options, flags=True)
-    for name in ("data", "probe", "test"):
+    for name in ("data", "probe"):
         value = getattr(options, name)
         looks_local = value.endswith((".jsonl", ".json", ".parquet", ".gz"))
         if value and (name != "data" or looks_local) and not Path(value).is_file():
@@ -178,10 +174,8 @@ def prepare(options: SweepOptions) -> tuple[Sweep, tuple[Candidate, ...]]:
         base=options.base,
         how=Loading.of(options),
         probe=options.probe,
-        test=options.test,
         config=gate_config(options),
         asking=taken_from(options, ProbeSettings),
-        test_samples=options.test_samples or options.probe_samples,
         system=options.system,
     )
     return sweep, grid(sweep.adapters, parse_ranges(options.ranges), seeds, objectives)
@@ -202,7 +196,7 @@ COMMAND = Command(
         "--gpus-per-trial 0.5 --out runs/grid --resume",
     ),
     common=(
-        "adapters ranges seeds objectives probe probe_task test learning_rate "
+        "adapters ranges seeds objectives probe probe_task learning_rate "
         "epochs batch_size micro_batch_size runner workers resume"
     ),
 )

@@ -162,11 +162,11 @@ def save_gates(
             changed,
         )
     name_of_base, revision = split_revision(base_id or own_base, base_revision)
-    # a base that is one GGUF file is known by it, where the file is at hand
-    file = Path(name_of_base) if Path(name_of_base).is_file() else cached_file(name_of_base, revision)
     adapter, adapter_revision = split_revision(adapter_id or "")
     if name_of_base == own_base:  # the adapter's pin means nothing on another base
         revision = revision or getattr(peft_config, "revision", None) or ""
+    # a base that is one GGUF file is known by it, where the file is at hand
+    file = Path(name_of_base) if Path(name_of_base).is_file() else cached_file(name_of_base, revision)
     record = {
         "format": FORMAT,
         "schema_version": SCHEMA_VERSION,

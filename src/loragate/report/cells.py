@@ -123,7 +123,7 @@ def choice_sentence(record: Mapping[str, Any], choice: Mapping[str, Any]) -> str
         text = "the adapter remains: no cell's training stayed finite in all its seeds."
     else:
         text = f"the adapter remains: none of {choice['candidates']} cells is above its {interval(own)} % on the probe ({size})."
-    oracle = choice["oracle"]
+    oracle = choice.get("oracle")
     if oracle is not None:
         regret = oracle["regret"]
         text += (

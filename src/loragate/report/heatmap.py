@@ -103,7 +103,7 @@ def heat_map(data: Mapping[str, Any], path: str | Path) -> None:
 def map_data(record: Mapping[str, Any], choice: Mapping[str, Any], adapter: str, objective: str) -> dict[str, Any]:
     """What `heat_map` draws, out of the record of a sweep (probe scores) or of its evaluation on a suite."""
     of = "score" if "suite" in record else "probe"
-    oracle = choice["oracle"]
+    oracle = choice.get("oracle")
     wanted = (adapter, objective, True)  # a cell that lacks a seed is not compared
     mine = [cell for cell in record["cells"] if (cell["adapter"], cell["objective"], cell["complete"]) == wanted]
     cells = [
@@ -133,7 +133,7 @@ def map_data(record: Mapping[str, Any], choice: Mapping[str, Any], adapter: str,
     elif of == "probe" and not choice["accepted"]:
         parts.append("No cell is above the adapter, which remains.")
     test = "the test set" if of == "probe" else "these questions themselves"
-    if any(cell["oracle"] for cell in cells):
+    if oracle is not None and any(cell["oracle"] for cell in cells):
         regret = oracle["regret"]
         parts.append(
             f"Dashed: best on {test} (oracle, not used to choose)"

@@ -26,6 +26,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from loragate.display import percent, points
+
 Row = Mapping[str, Any]
 Cell = tuple[str, ...]
 
@@ -38,17 +40,6 @@ CAPTION = (
     "Ranges are 95 % intervals over questions; vs LoRA is paired by question. Cut off: answers that met the length limit. "
     "Entropy: per token. Tokens: per answer."
 )
-
-
-def percent(share: float) -> str:
-    """Return a share of 1 as a percentage with one decimal, without its sign."""
-    return f"{_tenths(share):.1f}"
-
-
-def points(share: float) -> str:
-    """Return a difference of shares in percentage points, signed."""
-    value = _tenths(share)
-    return f"{value:+.1f}" if value else "0.0"
 
 
 def p_value(p: float) -> str:
@@ -161,7 +152,3 @@ def place_of(path: str) -> tuple[int | None, str]:
     """Return the layer and kind of a module: the first whole number in its path, if there is one, and the last name."""
     number = re.search(r"(?<![^.])\d+(?![^.])", path)
     return (int(number[0]) if number else None), path.rsplit(".", 1)[-1]
-
-
-def _tenths(share: float) -> float:
-    return round(100 * share, 1) + 0.0  # adding zero turns -0.0 into 0.0

@@ -4,20 +4,18 @@ candidate     a range and an objective to try, or what needs no training
 settings      how candidates are asked
 study         the candidates, and what their numbers depend on
 trial         one candidate: train, keep, ask; the only place that runs one
-store         the files of trials; what is finished there is never run again
-watch         where every trial stands, read from those files
+store         the files of trials; what is finished there is never run again, and where the others stand
 probe         questions with labels, or judged by the adapter's own majority (agreement)
 questions     probe questions from files and from rows that were set aside
 evidence      which questions there are for a choice, or why there are none
 disjoint      whether questions are also among other rows
 recommend     what answers say of all settings, whom to ask next, and what to recommend
 comparison    all settings of one adapter on one probe: train, ask, recommend, record; a second probe may veto
-choice        the pick of a sweep: best mean, ties to the adapter
-outcome       from trials to the choice, and the record of it
+outcome       the pick of a sweep (best mean, ties to the adapter), its record, and its cells on suites
 transaction   `choose_gates`: train → probe → keep or fall back → write, a few candidates in sequence
-unverified    gates without evidence: taken as they are, or left off and accepted later
+chosen        what a choice came to, in sentences; gates without evidence that are accepted later
 sweep         many candidates over adapters and seeds, in sequence or on Ray (ray_tune)
-evaluated     the cells of a sweep on whole suites
+evaluated     the cells of a sweep as rows of an evaluation
 """
 
 import lazy_loader

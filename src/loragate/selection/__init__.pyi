@@ -1,7 +1,11 @@
 from .candidate import (
     Candidate as Candidate,
 )
-from .choice import (
+from .chosen import (
+    Chosen as Chosen,
+    accept_gates as accept_gates,
+)
+from .outcome import (
     Choice as Choice,
     choose as choose,
 )
@@ -11,8 +15,4 @@ from .settings import (
 )
 from .transaction import (
     choose_gates as choose_gates,
-)
-from .unverified import (
-    Chosen as Chosen,
-    accept_gates as accept_gates,
 )

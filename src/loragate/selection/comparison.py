@@ -17,13 +17,13 @@ import numpy as np
 
 from loragate.errors import DivergenceError
 from loragate.evaluation import average_at_k, compare
+from loragate.evaluation.statistics import pass_where_greedy_fails
+from loragate.files import read_json
 from loragate.selection.candidate import ADAPTER, BASE, CONSTANT, Candidate
-from loragate.selection.outcome import WARN, unread
-from loragate.selection.probe import COOL, Probe
+from loragate.selection.probe import COOL, Probe, Scored, looks_worse, unread
 from loragate.selection.recommend import Recommendation, halve, most_answers, recommend
-from loragate.selection.store import PART, TRAINED, Scored, Store, TrialResult, read_json
+from loragate.selection.store import PART, TRAINED, Store, TrialResult
 from loragate.selection.trial import PART_QUESTIONS, Bench, OnEvent, run_trial, train_part, train_trial
-from loragate.training.guards import breaches
 
 TEMPERATURES = (1.0, 0.6, COOL, 0.0)
 ALWAYS = (COOL, 0.0)
@@ -37,6 +37,9 @@ LARGE, CONFIRMING = 512, 256
 
 LOSS = 0.02
 """What a setting may lose on the retention probe; a clear loss rules it out, a gain counts for nothing."""
+
+LITTLE = 0.1
+"""Of the questions whose greedy answer is wrong, the share with a right sampled one below which own answers teach nothing."""
 
 SCALES = (0.25, 0.5, 0.75, 1.25, 1.5)
 
@@ -214,7 +217,7 @@ class Comparison:
 
     def as_record(self) -> dict[str, Any]:
         """What the artifact keeps under "selection"."""
-        setting = self.found.setting
+        setting, retention = self.found.setting, self.bench.retention
         whole = [one for one in self.results if len(self._probed(one).scores) >= self.choosing]
         name, bounds = self.names[setting.model], setting.range
         trained = [read_json(self.store.place(one) / TRAINED) for one in self.trained]
@@ -238,8 +241,13 @@ class Comparison:
             "vetoed": self.vetoed,
             **({"failed": self.failed} if self.failed else {}),
             **({"stopped": {self.names[one]: self._stopped_at(one) for one in self.stopped}} if self.stopped else {}),
-            **({"retention": self._retention_record()} if self.retained else {}),
+            **(
+                {"retention": retention_record(self.retained, retention.as_dict())}
+                if retention and self.retained
+                else {}
+            ),
             **({"confirmation": self.confirmation} if self.confirmation else {}),
+            **self._own_answers(),
             "cost": {
                 "trainings": sum(bool(one) for one in trained),
                 "training_seconds": round(sum(one.get("seconds", 0.0) for one in (*trained, *self.parts.values())), 1),
@@ -277,16 +285,39 @@ class Comparison:
         alone = self._probed(Candidate(None, ADAPTER, temperature=setting.temperature))
         found = {ADAPTER: unread(alone.signs.get("read", 1.0), self.probe.task.grader)}
         if setting.kind != ADAPTER:
-            one, own = self._probed(setting).reading, alone.reading
             training = read_json(self.store.place(setting.model) / TRAINED).get("training", {})
             stopped = [training["stopped"]] if training.get("stopped") else []
-            looks = [] if one is None or own is None else breaches(own, one, WARN)
-            found[name] = [*stopped, *(f"on the probe {phrase} (the adapter)" for phrase in looks)]
+            found[name] = [*stopped, *looks_worse(self._probed(setting).signs, alone.signs)]
         return {key: phrases for key, phrases in found.items() if phrases}
 
-    def _retention_record(self) -> dict[str, Any]:
-        assert self.bench.retention is not None, "it was asked"
-        return retention_record(self.retained, next(iter(self.retained)), self.bench.retention.as_dict())
+    def _own_answers(self) -> dict[str, Any]:
+        """What there is to learn from the adapter's own answers, where an objective that learns from such was tried."""
+        if self.probe.kind != "labelled" or not any(self.bench.settings(one).on_policy for one in self.trained):
+            return {}
+        alone = {one.temperature or 0.0: self._probed(one).scores for one in self.results if one.kind == ADAPTER}
+        return {"own_answers": own_answers(alone)}
+
+
+def own_answers(scores: Mapping[float, np.ndarray]) -> dict[str, Any]:
+    """How many questions whose greedy answer is wrong have a right one among their sampled answers.
+
+    An objective that learns from its own answers makes some of them likelier; what is never sampled it cannot teach.
+
+    Args:
+        scores: {temperature: scores [questions, samples]} of the adapter, 0 being greedy, on the first of the same questions.
+
+    Returns:
+        sampled: for each temperature pass@k where greedy fails, with its 95 % interval, k (samples) and the number of these
+        questions; nothing_to_learn: whether that is shown to be below `LITTLE`, by the whole interval of the temperature with
+        the most questions, and contradicted by the mean of none.
+    """
+    rows = []
+    for heat in sorted(heat for heat in scores if heat):
+        count = min(len(scores[0.0]), len(scores[heat]))
+        if found := pass_where_greedy_fails(scores[0.0][:count], scores[heat][:count]):
+            rows.append({"temperature": heat, **asdict(found)})
+    shown = bool(rows) and max(rows, key=lambda row: row["questions"])["high"] < LITTLE
+    return {"sampled": rows, "nothing_to_learn": shown and all(row["mean"] < LITTLE for row in rows)}
 
 
 def vetoes(scores: Mapping[str, np.ndarray], fallback: str) -> dict[str, str]:
@@ -309,8 +340,9 @@ def vetoes(scores: Mapping[str, np.ndarray], fallback: str) -> dict[str, str]:
     return found
 
 
-def retention_record(scores: Mapping[str, np.ndarray], fallback: str, probe: dict[str, Any]) -> dict[str, Any]:
-    """The evidence for the artifact: each score, and each difference from the adapter."""
+def retention_record(scores: Mapping[str, np.ndarray], probe: dict[str, Any]) -> dict[str, Any]:
+    """The evidence for the artifact: each score, and each difference from the adapter, which was asked first."""
+    fallback = next(iter(scores))
     return {
         "probe": probe,
         "rule": f"a candidate that loses more than {100 * LOSS:g} points, its paired 95 % interval below 0, is not picked",

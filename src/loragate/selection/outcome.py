@@ -2,8 +2,9 @@
 
 All cells are asked at one temperature, and the choice holds there; what `loragate calibrate` recommends over all temperatures
 is in `comparison.py`. A cell is what is compared: an adapter, objective and range, its seeds averaged within each question, so
-that the question stays the unit of every interval. The choice is made on the probe alone. The best cell on a test set (the
-oracle) is worked out apart, to show what choosing on the probe cost; it is never an input to anything.
+that the question stays the unit of every interval. The choice is made on the probe alone: training entropy is never consulted,
+because it falls also where answers get worse. The best cell on a suite (the oracle, `suite_record`) shows what choosing on the
+probe cost; no choice may rest upon it.
 """
 
 from __future__ import annotations
@@ -15,18 +16,64 @@ from typing import Any
 
 import numpy as np
 
+from loragate.errors import ConfigError
 from loragate.evaluation import average_at_k, compare
-from loragate.evaluation.statistics import holm
+from loragate.evaluation.results import EvaluationRecord, TaskResult
+from loragate.evaluation.statistics import compare_suites, holm, suite_average
 from loragate.selection.candidate import ADAPTER, Candidate
-from loragate.selection.choice import Choice, choose
-from loragate.selection.store import Scored, TrialResult
+from loragate.selection.probe import Scored, looks_worse, unread
+from loragate.selection.store import TrialResult
 from loragate.selection.study import Study
-from loragate.training.guards import GuardLimits, Reading, breaches
 
 LEVEL = 0.05
-FEW_READ = 0.5
-WARN = GuardLimits(terminated=0.1, length=2.0)
-"""How far a candidate's probe answers may look away from the adapter's before the record says so."""
+_ROUNDING = (
+    1e-9  # means over another number of samples round differently; two shares of right answers are further apart
+)
+
+Tables = list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which candidate was picked and on what evidence.
+
+    Attributes:
+        name: the picked candidate.
+        accepted: False if the fallback was picked.
+        evidence: {candidate: {mean, low, high, ...}} on the selection questions.
+        questions, samples: size of the evidence.
+    """
+
+    name: str
+    accepted: bool
+    evidence: dict[str, dict[str, float]]
+    questions: int
+    samples: int
+
+
+def choose(candidates: Mapping[str, np.ndarray], fallback: str) -> Choice:
+    """The candidate with the highest mean score; the fallback wins ties, then the earlier candidate.
+
+    The questions must be disjoint from those of training and test; that is the caller's duty.
+
+    Args:
+        candidates: {name: scores [questions, samples]}, the fallback among them, all on the same questions.
+        fallback: name of the untouched adapter.
+
+    Raises:
+        ConfigError: if the fallback is missing, or the shapes differ.
+    """
+    if fallback not in candidates:
+        raise ConfigError(f"the fallback {fallback!r} must be among the candidates ({', '.join(candidates)})")
+    shapes = {name: np.shape(scores) for name, scores in candidates.items()}
+    if len(set(shapes.values())) != 1:
+        raise ConfigError(f"all candidates must be scored on the same questions and samples, found {shapes}")
+    best = fallback
+    for name, scores in candidates.items():
+        if np.mean(scores) > np.mean(candidates[best]) + _ROUNDING:
+            best = name
+    evidence = {name: asdict(average_at_k(scores)) for name, scores in candidates.items()}
+    return Choice(best, best != fallback, evidence, *map(int, shapes[fallback]))
 
 
 @dataclass(frozen=True)
@@ -53,19 +100,8 @@ class Cell:
 
     @cached_property
     def probe(self) -> np.ndarray:
-        """[questions, seeds × samples] on the probe."""
-        scores = self.scores("probe")
-        assert scores is not None, "a study without a probe has no outcome"
-        return scores
-
-    def scores(self, kind: str) -> np.ndarray | None:
-        """[questions, seeds × samples] on "probe" or "test"; None where a seed was not asked.
-
-        Every seed has the same number of samples, so the mean over them is that over seeds.
-        """
-        found: list[Scored | None] = [getattr(result, kind) for result in self.results]
-        tables = [scored.scores for scored in found if scored is not None]
-        return np.concatenate(tables, axis=1) if len(tables) == len(found) else None
+        """[questions, seeds × samples]; every seed has as many samples, so the mean over them is that over seeds."""
+        return np.concatenate([_probe(result).scores for result in self.results], axis=1)
 
     @property
     def by_seed(self) -> list[float]:
@@ -74,166 +110,43 @@ class Cell:
 
     @property
     def signs(self) -> dict[str, float]:
-        """What its probe answers look like (`ProbeScores.signs`)."""
+        """What its probe answers look like (`signs_of`)."""
         return _mean([_probe(result).signs for result in self.results])
-
-    @property
-    def reading(self) -> Reading | None:
-        """The same as a guard sees them; None where the records do not hold it."""
-        found = [asdict(reading) for result in self.results if (reading := _probe(result).reading) is not None]
-        return Reading(**_mean(found)) if found else None  # type: ignore[arg-type]
 
     def against(self, adapter: Cell) -> dict[str, float]:
         """Its difference from the adapter, paired by question."""
         return asdict(compare(self.probe, adapter.probe))
 
 
-@dataclass(frozen=True)
-class Selection:
-    """What was chosen for one adapter, and everything it was chosen from.
-
-    Attributes:
-        adapter: the untouched adapter.
-        cells: complete cells by name; those that lack a seed are not compared on the same footing.
-        failed: {cell: why its training could not go on}; these are no cells.
-        comparisons: number of cells that are told apart from an adapter in the whole study.
-    """
-
-    adapter: Cell
-    cells: dict[str, Cell]
-    failed: dict[str, str]
-    comparisons: int = 1
-
-    @cached_property
-    def choice(self) -> Choice:
-        """The pick and its evidence, on the mean over seeds and samples of each question."""
-        compared = {ADAPTER: self.adapter, **self.cells}
-        # one column, so that all shapes agree
-        return choose({name: cell.probe.mean(axis=1, keepdims=True) for name, cell in compared.items()}, ADAPTER)
-
-    @property
-    def picked(self) -> Cell:
-        """What was picked: a cell, or the adapter."""
-        return self.cells.get(self.choice.name, self.adapter)
-
-    @cached_property
-    def written(self) -> TrialResult | None:
-        """The trial whose gates are taken: the first seed that beats the adapter; None where the adapter remains.
-
-        A cell that beats the adapter on average has such a seed.
-        """
-        if not self.choice.accepted:
-            return None
-        own = float(self.adapter.probe.mean())
-        seeds = zip(self.picked.results, self.picked.by_seed, strict=True)
-        return next(result for result, score in seeds if score > own)
-
-    def warnings(self, name: str) -> list[str]:
-        """How the answers of a candidate look worse than the adapter's, and whether its training was stopped."""
-        if name == ADAPTER:
-            about = _probe(self.adapter.results[0]).about
-            return unread(self.adapter.signs.get("read", 1.0), str(about.get("grader", "")))
-        cell, own = self.cells[name], self.adapter.reading
-        stopped = [result.training["stopped"] for result in cell.results if result.training.get("stopped")]
-        found = [] if own is None or cell.reading is None else breaches(own, cell.reading, WARN)
-        return [*stopped, *(f"on the probe {phrase} (the adapter)" for phrase in found)]
-
-    def as_record(self) -> dict[str, Any]:
-        """What the artifact keeps under "selection"."""
-        about = _probe(self.adapter.results[0]).about
-        compared = {ADAPTER: self.adapter, **self.cells}
-        results = [result for cell in compared.values() for result in cell.results]
-        trainings = [result for result in results if result.training]
-        picked, bounds = self.picked, self.picked.candidates[0].range
-        record: dict[str, Any] = {
-            "method": f"best of {len(self.cells)} on a {about.get('kind', 'labelled')} probe, the adapter among the candidates",
-            "accepted": self.choice.accepted,
-            "picked": self.choice.name,
-            "range": None if bounds is None else [bounds.lower, bounds.upper],
-            "candidates": len(self.cells),
-            "seeds": [result.candidate.seed for result in picked.results],
-            "written_seed": None if self.written is None else self.written.candidate.seed,
-            "n": int(picked.probe.size),
-            "probe": about,
-            "evidence": {name: asdict(average_at_k(cell.probe)) for name, cell in compared.items()},
-            "signs": {name: cell.signs for name, cell in compared.items()},
-            "warnings": {name: found for name in compared if (found := self.warnings(name))},
-        }
-        if self.choice.accepted:
-            record["difference"] = {**picked.against(self.adapter), "comparisons": self.comparisons}
-            record["note"] = "the mean of what was picked is optimistic, because it was picked for it"
-        if self.failed:
-            record["failed"] = self.failed
-        record["cost"] = {
-            "trainings": len(trainings),
-            "training_seconds": round(_seconds(results, "training"), 1),
-            "probing_seconds": round(_seconds(results, "probing"), 1),
-        }
-        return record
-
-
-def unread(share: float, grader: str) -> list[str]:
-    """A warning where the grader finds no answer in most of the adapter's samples, so that the probe measures its form."""
-    if share >= FEW_READ:
-        return []
-    return [
-        f"an answer could be read from only {100 * share:.0f} % of the adapter's samples by the grader {grader!r}; does the "
-        "probe's prompt ask for the form that it reads, or does another --probe-grader fit?"
-    ]
-
-
 def cells_of(study: Study, results: Mapping[str, TrialResult]) -> dict[str, list[Cell]]:
     """{adapter: its cells}, in the study's order; of trials that are not finished nothing is there."""
-    groups: dict[tuple[str, str], list[Candidate]] = {}
-    for one in study.candidates:
-        groups.setdefault((one.adapter, one.cell), []).append(one)
     found: dict[str, list[Cell]] = {one.adapter: [] for one in study.candidates}
-    for (adapter, _), candidates in groups.items():
+    for (adapter, _), candidates in grouped(study.candidates).items():
         done = [results[one.slug] for one in candidates if one.slug in results]
         if done:
             found[adapter].append(Cell(tuple(candidates), tuple(done)))
     return found
 
 
-def selections(
-    study: Study, results: Mapping[str, TrialResult], diverged: Mapping[str, str] | None = None
-) -> dict[str, Selection]:
-    """{adapter: what is chosen}; without those that are not scored themselves yet.
-
-    Args:
-        results: {slug: result}; those of trials that are not finished are absent.
-        diverged: {slug: reason} of trials whose training could not go on.
-    """
-    found = {}
-    names = {one.slug: one for one in study.candidates}
-    every = cells_of(study, results)
-    comparisons = sum(_is_compared(cell, _own(cells)) for cells in every.values() for cell in cells)
-    for adapter, cells in every.items():
-        own = _own(cells)
-        if own is None:
-            continue
-        trained = {cell.name: cell for cell in cells if cell.candidates[0].range is not None and cell.complete}
-        failed = {names[slug].cell: why for slug, why in (diverged or {}).items() if names[slug].adapter == adapter}
-        found[adapter] = Selection(own, trained, failed, comparisons)
-    return found
+def grouped(candidates: Sequence[Candidate]) -> dict[tuple[str, str], list[Candidate]]:
+    """{(adapter, name of the cell): its candidates}."""
+    groups: dict[tuple[str, str], list[Candidate]] = {}
+    for one in candidates:
+        groups.setdefault((one.adapter, one.cell), []).append(one)
+    return groups
 
 
 def summarise(study: Study, results: Mapping[str, TrialResult]) -> dict[str, Any]:
     """The content of sweep_results.json: every cell, and what was chosen of them."""
-    every, chosen = cells_of(study, results), selections(study, results)
-    cells = [
-        _cell_record(cell, _own(mine))
-        for mine in every.values()
-        for cell in mine
-        if cell.candidates[0].range is not None
-    ]
+    cells, choices = [], []
+    for found in cells_of(study, results).values():
+        own = found[0] if found and found[0].name == ADAPTER else None
+        cells += [_cell_record(cell, own) for cell in found if cell.name != ADAPTER]
+        if own is not None:  # an adapter that is not scored itself yet has no choice
+            choices.append(_choice_record([own, *(cell for cell in found[1:] if cell.complete)]))
     compared = [cell for cell in cells if cell["complete"] and cell["difference"] is not None]
-    for cell, p in zip(compared, holm([cell["difference"]["p"] for cell in compared]) if compared else [], strict=True):
-        versus = cell["difference"]
-        versus["p_holm"] = p
-        cell["differs"] = p <= LEVEL and (versus["low"] > 0 or versus["high"] < 0)
-    first = next(iter(results.values()), None)
-    shape = (0, 0) if first is None else _probe(first).scores.shape
+    _tell_apart(compared)
+    shape = next((_probe(result).scores.shape for result in results.values()), (0, 0))
     return {
         "format": "loragate sweep results",
         "version": 1,
@@ -242,40 +155,89 @@ def summarise(study: Study, results: Mapping[str, TrialResult]) -> dict[str, Any
         "questions": shape[0],
         "samples": shape[1],
         "comparisons": len(compared),
-        "choices": [_choice_record(adapter, selection) for adapter, selection in chosen.items()],
+        "choices": choices,
         "cells": cells,
         "missing": [one.slug for one in study.candidates if one.slug not in results],
-        "seconds": {
-            stage: round(_seconds(list(results.values()), stage), 1) for stage in ("training", "probing", "testing")
-        },
+        "seconds": {stage: round(_seconds(list(results.values()), stage), 1) for stage in ("training", "probing")},
     }
 
 
-def _own(cells: Sequence[Cell]) -> Cell | None:
-    return next((cell for cell in cells if cell.name == ADAPTER), None)
+def suite_record(
+    record: EvaluationRecord, study: Study, label: str, suite: str, tasks: Sequence[str], chosen: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The cells of one adapter on one suite, in the form that `report.heatmap` draws.
+
+    A score is the mean over the suite's tasks, each counting the same, as in the paper's maps.
+
+    Args:
+        record: of an evaluation with the row "adapter" and one row per finished trial, whose control is `Candidate.name`.
+        label: of the adapter.
+        tasks: names of the suite's tasks in the record.
+        chosen: the sweep's choice for this adapter; empty where it has none.
+    """
+    rows = {(row.task, row.name): row for row in record.results}
+    own = [_means([rows[task, "adapter"]]) for task in tasks]
+    mine = [one for one in study.candidates if one.range is not None and one.adapter == label]
+    cells: list[dict[str, Any]] = []
+    tables: dict[str, Tables] = {}
+    for (_, name), trials in grouped(mine).items():
+        found = [trial for trial in trials if (tasks[0], f"gated {trial.name}") in rows]
+        if not found:
+            continue
+        scored = [_means([rows[task, f"gated {trial.name}"] for trial in found]) for task in tasks]
+        head = _cell_head(trials, found)
+        if head["complete"]:
+            tables[name] = scored
+        more = {"score": asdict(suite_average(scored)), "difference": asdict(compare_suites(scored, own))}
+        cells.append({**head, **more, "differs": False})
+    _tell_apart(cells)
+    return {
+        "format": "loragate sweep evaluation",
+        "version": 1,
+        "sweep": study.fingerprint,
+        "suite": suite,
+        "tasks": list(tasks),
+        "questions": sum(len(table) for table in own),
+        "samples": rows[tasks[0], "adapter"].avg_at_k.samples,
+        "seeds": list(dict.fromkeys(trial.seed for trial in mine)),
+        "comparisons": len(cells),
+        "cells": cells,
+        "choices": [_suite_choice(label, own, tables, chosen)],
+    }
 
 
-def _is_compared(cell: Cell, own: Cell | None) -> bool:
-    return cell.candidates[0].range is not None and cell.complete and own is not None
-
-
-def _cell_record(cell: Cell, own: Cell | None) -> dict[str, Any]:
-    one, test = cell.candidates[0], cell.scores("test")
+def _cell_head(trials: Sequence[Candidate], found: Sequence[Candidate]) -> dict[str, Any]:
+    """What a cell of a grid is; `found` are those of its seeds that were scored."""
+    one = trials[0]
     assert one.range is not None, "a cell of a grid is trained"
     return {
-        "name": cell.name,
+        "name": one.cell,
         "adapter": one.adapter,
         "objective": one.objective,
         "lower": one.range.lower,
         "upper": one.range.upper,
-        "seeds": [result.candidate.seed for result in cell.results],
-        "complete": cell.complete,
+        "seeds": [trial.seed for trial in found],
+        "complete": len(found) == len(trials),
+    }
+
+
+def _tell_apart(cells: Sequence[dict[str, Any]]) -> None:
+    """Say in records of cells which differ from their adapter, by Holm's method over all of them."""
+    adjusted = holm([cell["difference"]["p"] for cell in cells]) if cells else []
+    for cell, p in zip(cells, adjusted, strict=True):
+        versus = cell["difference"]
+        versus["p_holm"] = p
+        cell["differs"] = p <= LEVEL and (versus["low"] > 0 or versus["high"] < 0)
+
+
+def _cell_record(cell: Cell, own: Cell | None) -> dict[str, Any]:
+    return {
+        **_cell_head(cell.candidates, [result.candidate for result in cell.results]),
         "answers": int(cell.probe.size),
         "probe": asdict(average_at_k(cell.probe)),
         "by_seed": cell.by_seed,
         "difference": None if own is None else cell.against(own),
         "differs": False,
-        "test": None if test is None else asdict(average_at_k(test)),
         "signs": cell.signs,
         "entropy_before": _of_training(cell.results, "entropy_before"),
         "entropy_after": _of_training(cell.results, "entropy_after"),
@@ -283,48 +245,96 @@ def _cell_record(cell: Cell, own: Cell | None) -> dict[str, Any]:
     }
 
 
-def _choice_record(adapter: str, selection: Selection) -> dict[str, Any]:
-    """What was picked for one adapter, and the oracle beside it."""
-    one, own = selection.picked.candidates[0], selection.adapter
-    trained, test = one.range is not None, own.scores("test")
+def _choice_record(cells: Sequence[Cell]) -> dict[str, Any]:
+    """What is picked for one adapter out of its complete cells, itself the first; `seed` is the first one that beats it."""
+    own = cells[0]
+    # the mean over seeds and samples of each question: one column, so that all shapes agree
+    choice = choose({cell.name: cell.probe.mean(axis=1, keepdims=True) for cell in cells}, ADAPTER)
+    picked = next(cell for cell in cells if cell.name == choice.name)
+    one, mean = picked.candidates[0], float(own.probe.mean())
+    better = [r.candidate.seed for r, score in zip(picked.results, picked.by_seed, strict=True) if score > mean]
     return {
-        "adapter": adapter,
-        "picked": selection.choice.name,
-        "accepted": selection.choice.accepted,
-        "lower": one.range.lower if one.range is not None else None,
-        "upper": one.range.upper if one.range is not None else None,
-        "objective": one.objective if trained else None,
-        "seed": None if selection.written is None else selection.written.candidate.seed,
-        "candidates": len(selection.cells),
+        "adapter": one.adapter,
+        "picked": choice.name,
+        "accepted": choice.accepted,
+        "lower": None if one.range is None else one.range.lower,
+        "upper": None if one.range is None else one.range.upper,
+        "objective": None if one.range is None else one.objective,
+        "seed": better[0] if choice.accepted else None,
+        "candidates": len(cells) - 1,
         "adapter_probe": asdict(average_at_k(own.probe)),
         "adapter_signs": own.signs,
-        "adapter_test": None if test is None else asdict(average_at_k(test)),
-        "oracle": _oracle(selection),
     }
 
 
-def _oracle(selection: Selection) -> dict[str, Any] | None:
-    """The best cell on the test set; None where one was not asked."""
-    asked = {name: cell.scores("test") for name, cell in {ADAPTER: selection.adapter, **selection.cells}.items()}
-    tests = {name: scores for name, scores in asked.items() if scores is not None}
-    if len(tests) < len(asked):
-        return None
-    picked = selection.choice.name
-    best = max(tests, key=lambda name: float(tests[name].mean()))
+def written_of(study: Study, choice: Mapping[str, Any]) -> Candidate | None:
+    """The trial whose gates are taken for an adapter by its record in `summarise`; None where the adapter remains."""
+    wanted = (choice["adapter"], choice["picked"], choice["seed"])
+    trials = {(one.adapter, one.cell, one.seed): one for one in study.candidates}
+    return trials[wanted] if choice["accepted"] else None
+
+
+def best_record(
+    study: Study, summary: Mapping[str, Any], choice: Mapping[str, Any], about: dict[str, Any]
+) -> dict[str, Any]:
+    """What the artifact of an adapter's best cell keeps under "selection".
+
+    Args:
+        summary: of `summarise`, with the reasons of what diverged.
+        choice: one of its choices, of gates.
+        about: description of the probe.
+    """
+    own, adapter = choice["adapter_signs"], choice["adapter"]
+    cells = {cell["name"]: cell for cell in summary["cells"] if cell["adapter"] == adapter and cell["complete"]}
+    picked = cells[choice["picked"]]
+    mine = {one.slug: one.cell for one in study.candidates if one.adapter == adapter}
+    failed = {mine[slug]: why for slug, why in summary.get("diverged", {}).items() if slug in mine}
+    warnings = {
+        ADAPTER: unread(own.get("read", 1.0), str(about.get("grader", ""))),
+        choice["picked"]: looks_worse(picked["signs"], own),
+    }
     return {
-        "name": best,
-        "test": asdict(average_at_k(tests[best])),
-        "chosen_test": asdict(average_at_k(tests[picked])),
-        "regret": _difference(tests, best, picked),
-        "chosen_minus_adapter": _difference(tests, picked, ADAPTER),
+        "method": f"best of {len(cells)} on a {about.get('kind', 'labelled')} probe, the adapter among the candidates",
+        "accepted": True,
+        "picked": choice["picked"],
+        "range": [picked["lower"], picked["upper"]],
+        "candidates": len(cells),
+        "seeds": picked["seeds"],
+        "written_seed": choice["seed"],
+        "n": picked["answers"],
+        "probe": about,
+        "evidence": {ADAPTER: choice["adapter_probe"], **{name: cell["probe"] for name, cell in cells.items()}},
+        "signs": {ADAPTER: own, **{name: cell["signs"] for name, cell in cells.items()}},
+        "warnings": {name: found for name, found in warnings.items() if found},
+        "difference": {**picked["difference"], "comparisons": summary["comparisons"]},
+        "note": "the mean of what was picked is optimistic, because it was picked for it",
+        **({"failed": failed} if failed else {}),
     }
 
 
-def _difference(scores: Mapping[str, np.ndarray], one: str, other: str) -> dict[str, float]:
-    """One minus the other; a model does not differ from itself, which `compare` cannot know."""
-    if one == other:
-        return {"mean": 0.0, "low": 0.0, "high": 0.0, "p": 1.0}
-    return asdict(compare(scores[one], scores[other]))
+def _suite_choice(label: str, own: Tables, tables: Mapping[str, Tables], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """What the probe had chosen for one adapter, with the best cell of the suite beside it."""
+    every = {"adapter": own, **tables}
+    best = max(every, key=lambda name: suite_average(every[name]).mean)
+    picked = str(chosen.get("picked", "")) if chosen.get("accepted") else ""
+    regret = None
+    if picked in tables:
+        # a model does not differ from itself, which the test cannot know
+        alike = {"mean": 0.0, "low": 0.0, "high": 0.0, "p": 1.0}
+        regret = alike if best == picked else asdict(compare_suites(every[best], every[picked]))
+    return {
+        "adapter": label,
+        "picked": picked,
+        "accepted": picked in tables,
+        "candidates": len(tables),
+        "adapter_score": asdict(suite_average(own)),
+        "oracle": {"name": best, "score": asdict(suite_average(every[best])), "regret": regret},
+    }
+
+
+def _means(results: Sequence[TaskResult]) -> np.ndarray:
+    """[questions, 1]: the mean over seeds of each question's mean; all seeds are asked the same questions."""
+    return np.mean([result.question_scores for result in results], axis=0)[:, None]
 
 
 def _probe(result: TrialResult) -> Scored:
@@ -342,7 +352,5 @@ def _of_training(results: Sequence[TrialResult], key: str) -> float | None:
 
 
 def _mean(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    names = (
-        [name for name in records[0] if all(isinstance(r.get(name), int | float) for r in records)] if records else []
-    )
+    names = [name for name in records[0] if all(isinstance(r.get(name), int | float) for r in records)]
     return {name: float(np.mean([record[name] for record in records])) for name in names}

@@ -7,9 +7,8 @@ majority (`agreement.py`). Both return one number per question and sample, so th
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,54 +17,71 @@ import numpy as np
 from loragate.errors import DataError
 from loragate.evaluation import judging
 from loragate.evaluation.tasks import Question, Task
-from loragate.files import write_json
+from loragate.files import read_json, write_json
 from loragate.generation import Engine, OnProgress, Sample, SamplingConfig
-from loragate.selection.agreement import Majority, majority, why_unusable
+from loragate.selection.agreement import MIN_QUESTIONS, Majority, majority, why_unusable
 from loragate.selection.disjoint import key_of
 from loragate.selection.study import digest
-from loragate.training.guards import Reading, take_reading
+from loragate.training.guards import GuardLimits, Reading, breaches, take_reading
 from loragate.training.rollouts import as_answers
 
-MIN_QUESTIONS = 32
 COOL, COOL_SAMPLES = 0.3, 8
 TINY_COLUMNS = ("kind", "operations")
+FEW_READ = 0.5
+WARN = GuardLimits(terminated=0.1, length=2.0)
+"""How far probe answers may look away from the adapter's before the record says so."""
 
 
 @dataclass(frozen=True)
-class ProbeScores:
-    """What one candidate did on the probe.
+class Scored:
+    """What a model did on a set of questions.
 
     Attributes:
         scores: float64 [questions, samples], 1.0 where the sample counts.
-        samples: the samples, ordered by (question, sample).
-        extracted: the answer taken from each sample, None where there was none.
+        signs: what the answers look like, see `signs_of`.
+        answers_sha256: over the tokens of all answers; equal for equal answers.
+        questions: fingerprint of questions and sampling.
+        about: description of the questions (`Probe.as_dict`).
     """
 
     scores: np.ndarray
-    samples: list[Sample]
-    extracted: list[str | None]
+    signs: dict[str, float]
+    answers_sha256: str
+    questions: str
+    about: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def signs(self) -> dict[str, float]:
-        """Share of answers that ended, mean length in tokens, share of distinct answers per question."""
-        finished = [sample.finish_reason == "stop" for sample in self.samples]
-        lengths = [len(sample.token_ids) for sample in self.samples]
-        per_question: dict[int, set[str]] = {}
-        for sample in self.samples:
-            per_question.setdefault(sample.question, set()).add(sample.text)
-        each = len(self.samples) / len(per_question)
-        distinct = [len(texts) / each for texts in per_question.values()]
-        return {
-            "finished": float(np.mean(finished)),
-            "tokens": float(np.mean(lengths)),
-            "distinct": float(np.mean(distinct)),
-            "read": float(np.mean([answer is not None for answer in self.extracted])),
-        }
+    def with_more(self, more: Scored) -> Scored:
+        """The same with further questions; signs are means over the answers of both."""
+        here, there = self.scores.size, more.scores.size
+        return dataclasses.replace(
+            self,
+            scores=np.concatenate([self.scores, more.scores]),
+            signs={
+                name: (here * sign + there * more.signs[name]) / (here + there) for name, sign in self.signs.items()
+            },
+            answers_sha256=digest([self.answers_sha256, more.answers_sha256]),
+        )
 
-    @property
-    def reading(self) -> Reading:
-        """The same answers as a guard sees them."""
-        return take_reading(as_answers(self.samples), 0)
+
+def signs_of(samples: Sequence[Sample], extracted: Sequence[str | None]) -> dict[str, float]:
+    """What answers look like.
+
+    finished: share that ended; tokens: mean length; distinct: share of different ones per question, and varied: over all
+    questions; repeated: share that repeat themselves; read: share from which an answer was taken.
+    """
+    found = take_reading(as_answers(samples), 0)
+    per_question: dict[int, set[str]] = {}
+    for sample in samples:
+        per_question.setdefault(sample.question, set()).add(sample.text)
+    each = len(samples) / len(per_question)
+    return {
+        "finished": found.terminated,
+        "tokens": found.length,
+        "distinct": float(np.mean([len(texts) / each for texts in per_question.values()])),
+        "varied": found.distinct,
+        "repeated": found.repetition,
+        "read": float(np.mean([answer is not None for answer in extracted])),
+    }
 
 
 @dataclass(frozen=True)
@@ -94,7 +110,7 @@ class Probe:
 
     def score(
         self, engine: Engine, on_progress: OnProgress | None = None, start: int = 0, stop: int | None = None
-    ) -> ProbeScores:
+    ) -> Scored:
         """Sample the model as it stands and judge its answers to the questions from `start` to before `stop`.
 
         A question's random streams do not depend on which others are asked with it.
@@ -106,7 +122,9 @@ class Probe:
         scores = np.zeros((len(asked), self.sampling.samples))
         for sample, grade in zip(samples, grades, strict=True):
             scores[sample.question - start, sample.sample] = float(grade.correct)
-        return ProbeScores(scores, samples, [grade.extracted for grade in grades])
+        answers = [[sample.question, sample.sample, list(sample.token_ids)] for sample in samples]
+        signs = signs_of(samples, [grade.extracted for grade in grades])
+        return Scored(scores, signs, digest(answers), self.fingerprint, self.as_dict())
 
     def at(self, temperature: float | None) -> Probe:
         """The same questions, sampled at another temperature, greedily once each; None leaves it."""
@@ -195,8 +213,9 @@ def agreement_probe(
         return None, why
     cool = dataclasses.replace(sampling, temperature=COOL, samples=COOL_SAMPLES, seed=sampling.seed + 1)
     made_from = digest([list(prompts), dataclasses.asdict(cool), task.fingerprint])
-    extracted = _kept_answers(kept, made_from)
-    if extracted is None:
+    before = {} if kept is None else read_json(kept)
+    extracted: list[list[str | None]] = before.get("extracted", []) if before.get("made_from") == made_from else []
+    if not extracted:
         extracted = [[] for _ in questions]
         samples = adapter.generate(prompts, cool, on_progress)
         # an impossible gold: only what can be extracted matters here
@@ -224,21 +243,27 @@ def agreement_probe(
     )
 
 
+def looks_worse(signs: Mapping[str, float], own: Mapping[str, float]) -> list[str]:
+    """How answers look worse than the adapter's by their signs, each as a phrase; nothing where a record lacks a sign."""
+    if not {"varied", "repeated"} <= signs.keys() & own.keys():
+        return []
+    found, start = (Reading(0, 0, s["repeated"], s["tokens"], s["finished"], s["varied"]) for s in (signs, own))
+    return [f"on the probe {phrase} (the adapter)" for phrase in breaches(start, found, WARN)]
+
+
+def unread(share: float, grader: str) -> list[str]:
+    """A warning where the grader finds no answer in most of the adapter's samples, so that the probe measures its form."""
+    if share >= FEW_READ:
+        return []
+    return [
+        f"an answer could be read from only {100 * share:.0f} % of the adapter's samples by the grader {grader!r}; does the "
+        "probe's prompt ask for the form that it reads, or does another --probe-grader fit?"
+    ]
+
+
 def _why_not_judged(task: Task, questions: Sequence[Question]) -> str | None:
     """What a row lacks that its grader reads, or None."""
     for question in questions if task.grader == "tiny" else ():
         if missing := [name for name in ("prompt", *TINY_COLUMNS) if name not in question.row]:
             return f"{question.place}: the grader tiny reads the column {missing[0]!r}, which this row has not"
-    return None
-
-
-def _kept_answers(path: Path | None, made_from: str) -> list[list[str | None]] | None:
-    if path is None or not path.is_file():
-        return None
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if record["made_from"] == made_from:
-            return [list(row) for row in record["extracted"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: not what this version writes ({error}); delete it to ask the adapter again") from None
     return None

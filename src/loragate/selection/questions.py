@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,16 +18,36 @@ from loragate.training.rollouts import training_prompts
 ANSWERS = ("answer", "gold", "target")
 GRADERS = (*MATH, *TEXT)
 HELD_OUT = 64
+PROBE_TOKENS = 512  # where no training rows say how long an answer is
 
 
-def probe_task(grader: str = "default", file: str = "", *, labelled: bool = True, raw: bool = False) -> Task:
+@dataclass(frozen=True)
+class Manner:
+    """How questions are put to a model.
+
+    Attributes:
+        tokenizer: of the model.
+        positions: of the model; None where it has no limit.
+        seed: of the samples.
+        system: "none" leaves out a template's own system message, "keep" keeps it.
+        answer: tokens that an answer may take where the settings leave it open.
+        raw: the questions of a plain file are plain text to complete, as the training rows are.
+    """
+
+    tokenizer: Any
+    positions: int | None
+    seed: int
+    system: str = "none"
+    answer: int = PROBE_TOKENS
+    raw: bool = False
+
+
+def probe_task(grader: str = "default", *, labelled: bool = True) -> Task:
     """A task for a plain file of prompts and answers; the prompt column is the user's turn, as it stands.
 
     Args:
         grader: how answers are judged.
-        file: recorded as the task's file.
         labelled: whether there are answers.
-        raw: prompts are completed as plain text, without the chat template.
 
     Raises:
         ConfigError: for a grader that needs more than an answer.
@@ -37,10 +58,9 @@ def probe_task(grader: str = "default", file: str = "", *, labelled: bool = True
         name="probe",
         version=1,
         suite="math",
-        dataset=Dataset(file=file or None),
+        dataset=Dataset(),
         columns={"question": PROMPTS, "gold": ANSWERS if labelled else PROMPTS},
         prompt="{{ question }}",
-        raw=raw,
         generation=Generation(samples=4),
         extractor=EXTRACTORS_OF[grader][0],
         grader=cast(Grader, grader),
@@ -48,30 +68,31 @@ def probe_task(grader: str = "default", file: str = "", *, labelled: bool = True
     )
 
 
-def read_probe(
-    given: RowsGiven, task_name: str = "", grader: str = "default", limit: int | None = None, *, raw: bool = False
-) -> tuple[Task, list[Question], bool]:
+def read_probe(given: RowsGiven, task_name: str = "", grader: str = "default") -> tuple[Task, list[Question], bool]:
     """The questions of a probe.
 
     Args:
         given: .jsonl, .json or .parquet with a prompt and, where there are labels, an answer column; or such rows.
         task_name: a task whose prompt, columns and grader are used, by name or file; the rows have its schema then.
         grader: how answers are judged where no task is named.
-        limit: first questions only.
-        raw: the prompts are plain text to complete, where no task is named.
 
     Returns:
         (task, questions, whether they are labelled).
 
     Raises:
-        DataError: if some rows have an answer and others have not, or a row cannot be used.
+        DataError: for a file that is not there, a row that cannot be used, or if some rows have an answer and others have not.
     """
     if isinstance(given, str | Path):
-        require_file(str(given))
+        path = Path(given).expanduser()
+        if not path.is_file():
+            beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+            raise DataError(
+                f"found no file {given}{nearest(path.name, beside)} (a probe is a local .jsonl, .json or .parquet file)"
+            )
     rows = load_rows(given)
     if task_name:
         task = load_task(task_name)
-        return task, load_questions(task, rows, limit).questions, True
+        return task, load_questions(task, rows).questions, True
     for index, row in enumerate(rows):
         if row.get("messages") or row.get("conversations"):
             raise DataError(
@@ -89,34 +110,18 @@ def read_probe(
         raise DataError(
             f"{rows.where(missing)}: no answer, though other rows have one; give all of them an answer, or none"
         )
-    task = probe_task(grader, labelled=all(with_answer), raw=raw)
-    return task, load_questions(task, rows, limit).questions, all(with_answer)
+    task = probe_task(grader, labelled=all(with_answer))
+    return task, load_questions(task, rows).questions, all(with_answer)
 
 
-def require_file(file: str) -> None:
-    """Refuse a probe that is not there.
-
-    Raises:
-        DataError: naming the file most like it in its folder.
-    """
-    path = Path(file).expanduser()
-    if not path.is_file():
-        beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise DataError(
-            f"found no file {file}{nearest(path.name, beside)} (a probe is a local .jsonl, .json or .parquet file)"
-        )
-
-
-def held_out_prompts(
-    rows: Rows, tokenizer: Any, *, max_length: int, max_new_tokens: int, positions: int | None, system: str
-) -> tuple[list[Question], list[str]]:
+def held_out_prompts(rows: Rows, how: Manner, max_length: int) -> tuple[list[Question], list[str]]:
     """Questions without answers from rows that calibration does not use, and their rendered prompts.
 
     Raises:
         DataError: if no row can be used.
     """
-    encoded = encode_rows(rows, tokenizer, max_length=max_length, system=system)
-    prompts = training_prompts(encoded, rows, tokenizer, max_new_tokens, positions)
+    encoded = encode_rows(rows, how.tokenizer, max_length=max_length, system=how.system)
+    prompts = training_prompts(encoded, rows, how.tokenizer, how.answer, how.positions)
     questions = [Question(str(item.row), item.text, "", dict(rows[item.row]), rows.where(item.row)) for item in prompts]
     return questions, [item.text for item in prompts]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 from loragate.errors import ConfigError
 from loragate.training.strategy import launch_of
+from loragate.validate import Amount, Count, Size, check
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,12 @@ class ProbeSettings:
 
     probe_task: str = ""
     probe_grader: str = "default"
-    probe_samples: int = 4
-    probe_temperature: float | None = None
-    probe_max_new_tokens: int = 0
+    probe_samples: Count = 4
+    probe_temperature: Amount | None = None
+    probe_max_new_tokens: Size = 0
 
-    def check_probe(self) -> None:
-        """Refuse numbers that cannot be used; raises ConfigError."""
-        if self.probe_samples < 1 or self.probe_max_new_tokens < 0 or not 0 <= (self.probe_temperature or 0) < math.inf:
-            raise ConfigError(
-                "--probe-samples must be at least 1, --probe-max-new-tokens and --probe-temperature must not be negative"
-            )
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @dataclass(frozen=True)

@@ -16,20 +16,18 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from loragate.errors import DivergenceError, LoragateError
-from loragate.files import write_json
+from loragate.files import read_json, write_json
 from loragate.selection.candidate import Candidate
-from loragate.selection.probe import Probe, ProbeScores
-from loragate.selection.study import Study, digest
-from loragate.training.guards import Reading
+from loragate.selection.probe import Scored
+from loragate.selection.study import Study
 
 GATED, ADAPTERS = "gated", "adapters"
 RESULT, TRAINED, PART, FAILED, STATUS, ATTEMPTS = (
@@ -41,52 +39,7 @@ RESULT, TRAINED, PART, FAILED, STATUS, ATTEMPTS = (
     "attempts.jsonl",
 )
 WRITE_EVERY_S = 0.5
-
-
-@dataclass(frozen=True)
-class Scored:
-    """What a model did on a set of questions.
-
-    Attributes:
-        scores: float64 [questions, samples], 1 where the sample counts.
-        signs: finished, tokens, distinct, read, as in `selection.probe.ProbeScores`.
-        answers_sha256: over the tokens of all answers; equal for equal answers.
-        questions: fingerprint of questions and sampling.
-        about: description of the questions (`Probe.as_dict`).
-        reading: the answers as a guard sees them; None in records that do not hold it.
-    """
-
-    scores: np.ndarray
-    signs: dict[str, float]
-    answers_sha256: str
-    questions: str
-    about: dict[str, Any] = field(default_factory=dict)
-    reading: Reading | None = None
-
-    @classmethod
-    def of(cls, probe: Probe, found: ProbeScores) -> Scored:
-        """What a candidate did on a probe."""
-        answers = [[sample.question, sample.sample, list(sample.token_ids)] for sample in found.samples]
-        return cls(found.scores, found.signs, digest(answers), probe.fingerprint, probe.as_dict(), found.reading)
-
-    def with_more(self, more: Scored) -> Scored:
-        """The same with further questions; signs and reading are means over the answers of both."""
-        here, there = self.scores.size, more.scores.size
-
-        def mean(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-            return {name: (here * value + there * other[name]) / (here + there) for name, value in one.items()}
-
-        reading = None
-        if self.reading is not None and more.reading is not None:
-            one, other = ({k: v for k, v in asdict(r).items() if v is not None} for r in (self.reading, more.reading))
-            reading = Reading(**{**mean(one, other), "step": 0, "answers": here + there})  # type: ignore[arg-type]
-        return replace(
-            self,
-            scores=np.concatenate([self.scores, more.scores]),
-            signs=mean(self.signs, more.signs),
-            answers_sha256=digest([self.answers_sha256, more.answers_sha256]),
-            reading=reading,
-        )
+RUNNING = ("loading", "training", "probing", "retention")
 
 
 @dataclass(frozen=True)
@@ -95,7 +48,7 @@ class TrialResult:
 
     Attributes:
         candidate: what was tried.
-        probe, test, retention: scores; None without a probe, a test set, or a retention probe.
+        probe, retention: scores; None without such questions.
         training: the training's record (`CalibrationResult.evidence()["training"]` and its parity); empty where nothing
             is trained.
         modules: {module: λ statistics} after training.
@@ -105,7 +58,6 @@ class TrialResult:
 
     candidate: Candidate
     probe: Scored | None
-    test: Scored | None = None
     retention: Scored | None = None
     training: dict[str, Any] = field(default_factory=dict)
     modules: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -143,7 +95,6 @@ class Store:
             "kind": result.candidate.kind,
             "trial": result.candidate.as_record(),
             "probe": _plain(result.probe),
-            "test": _plain(result.test),
             **({} if result.retention is None else {"retention": _plain(result.retention)}),
             "training": result.training,
             "gates": result.modules,
@@ -165,7 +116,6 @@ class Store:
             return TrialResult(
                 candidate,
                 _scored(record["probe"]),
-                _scored(record["test"]),
                 _scored(record.get("retention")),
                 record["training"],
                 record["gates"],
@@ -222,15 +172,6 @@ class Store:
             write_json(self.place(candidate) / FAILED, {**note, "time": round(time.time(), 3)})
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A small JSON object; empty where the file is absent or being written."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 class Status:
     """Writes a trial's status.json, at most twice a second while a stage lasts."""
 
@@ -250,17 +191,71 @@ class Status:
             temporary.replace(self.path)
 
 
+@dataclass(frozen=True)
+class TrialState:
+    """One line of the live table.
+
+    Attributes:
+        candidate: what is tried.
+        state: waiting, loading, training, probing, retention, finished or failed.
+        done, total: steps, or answers while they are sampled.
+        entropy: normalised top-k entropy of the training so far, None where there is none.
+        score: mean probe score, 0 to 1, when finished; None without a probe.
+        error: why it failed.
+    """
+
+    candidate: Candidate
+    state: str
+    done: int = 0
+    total: int = 0
+    entropy: float | None = None
+    score: float | None = None
+    error: str = ""
+
+
+class Watch:
+    """Reads the states again at every call; what earlier processes left behind counts as waiting, unless it is final."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.began = time.time() - 1.0
+        self.finished: dict[str, TrialState] = {}
+        self.diverged = store.diverged()  # in an earlier process; what diverges in this one is recent
+
+    def states(self) -> list[TrialState]:
+        """The state of each trial, in the study's order."""
+        return [self._state(one) for one in self.store.study.candidates]
+
+    def _state(self, one: Candidate) -> TrialState:
+        if one.slug in self.finished:
+            return self.finished[one.slug]
+        if (result := self.store.read(one)) is not None:
+            return self.finished.setdefault(one.slug, _finished(result))
+        place = self.store.place(one)
+        if one.slug in self.diverged:
+            return TrialState(one, "failed", error=self.diverged[one.slug])
+        if self._recent(place / FAILED):
+            return TrialState(one, "failed", error=str(read_json(place / FAILED).get("error", "")))
+        status = read_json(place / STATUS) if self._recent(place / STATUS) else {}
+        if status.get("stage") not in RUNNING:
+            return TrialState(one, "waiting")
+        return TrialState(one, status["stage"], status.get("done", 0), status.get("total", 0), status.get("entropy"))
+
+    def _recent(self, path: Path) -> bool:
+        try:
+            return path.stat().st_mtime >= self.began
+        except OSError:
+            return False
+
+
+def _finished(result: TrialResult) -> TrialState:
+    steps = int(result.training.get("steps", 0))
+    score = None if result.probe is None else float(np.mean(result.probe.scores))
+    return TrialState(result.candidate, "finished", steps, steps, result.training.get("entropy_after"), score)
+
+
 def _plain(scored: Scored | None) -> dict[str, Any] | None:
-    if scored is None:
-        return None
-    return {
-        "questions": scored.questions,
-        "scores": scored.scores.tolist(),
-        "signs": scored.signs,
-        "answers_sha256": scored.answers_sha256,
-        "about": scored.about,
-        "reading": None if scored.reading is None else asdict(scored.reading),
-    }
+    return None if scored is None else {**vars(scored), "scores": scored.scores.tolist()}
 
 
 def _scored(record: dict[str, Any] | None) -> Scored | None:
@@ -269,12 +264,4 @@ def _scored(record: dict[str, Any] | None) -> Scored | None:
     scores = np.array(record["scores"], dtype=np.float64)
     if scores.ndim != 2 or not scores.size or not np.isfinite(scores).all():
         raise ValueError("not a table of scores")
-    reading = record.get("reading")
-    return Scored(
-        scores,
-        record["signs"],
-        record["answers_sha256"],
-        record["questions"],
-        record.get("about", {}),
-        None if reading is None else Reading(**reading),
-    )
+    return Scored(scores, record["signs"], record["answers_sha256"], record["questions"], record.get("about", {}))

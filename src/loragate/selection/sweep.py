@@ -15,7 +15,7 @@ from typing import Any
 from loragate.data import EncodedRows, Rows
 from loragate.errors import ConfigError, DivergenceError, LoragateError, nearest
 from loragate.evaluation.judging import JudgeSettings
-from loragate.files import held, write_json
+from loragate.files import held, read_json, require_new, write_json
 from loragate.gates import GateConfig
 from loragate.gates.schema import CONFIG
 from loragate.generation import TransformersEngine
@@ -23,11 +23,12 @@ from loragate.models import Loading, ModelRef, Place, explained, open_base, open
 from loragate.selection.candidate import Candidate, label_adapters
 from loragate.selection.disjoint import prompts_of
 from loragate.selection.evidence import Asked, read_asked
-from loragate.selection.outcome import Selection, selections, summarise
+from loragate.selection.outcome import best_record, summarise, written_of
 from loragate.selection.probe import MIN_QUESTIONS, Probe
+from loragate.selection.questions import Manner
 from loragate.selection.settings import ProbeSettings
-from loragate.selection.store import FAILED, GATED, Store, TrialResult, read_json
-from loragate.selection.study import Study, digest
+from loragate.selection.store import FAILED, GATED, Store, TrialResult
+from loragate.selection.study import RECORD, Study, digest
 from loragate.selection.trial import Bench, config_of, copy_artifact, origin_of, run_trial, settings_by_objective
 from loragate.training import CalibrationSettings, calibration_rows
 
@@ -47,10 +48,8 @@ class Sweep:
         read_rows: gives the rows to train on; like the rest it may be sent to another process.
         settings: {objective: of the training}; the seed is the candidate's.
         config: of the gates; range and seed are the candidate's.
-        asking: how probe and test are asked and judged.
+        asking: how the probe is asked and judged.
         probe: file of questions that choose; empty for none.
-        test: file of further questions for the oracle; empty for none.
-        test_samples: per question of the test.
         system: whether a template's own system message is kept.
     """
 
@@ -62,8 +61,6 @@ class Sweep:
     config: GateConfig = field(default_factory=lambda: GateConfig(0, 1))
     asking: ProbeSettings = field(default_factory=ProbeSettings)
     probe: str = ""
-    test: str = ""
-    test_samples: int = 4
     system: str = "none"
 
     def place(self, label: str) -> Place:
@@ -93,24 +90,19 @@ class Sweep:
                 for name, settings in self.settings.items()
             },
             "gates": gates,
+            "probe": None,
         }
-        self.asking.check_probe()
-        taken = [(prompts_of(rows), "the training rows")]
-        for name in ("probe", "test"):
-            identity[name] = None
-            if not (file := getattr(self, name)):
-                continue
-            asked = read_labelled(file, self.asking, taken)
+        if self.probe:
+            asked = read_labelled(self.probe, self.asking, [(prompts_of(rows), "the training rows")])
             if len(asked.questions) < MIN_QUESTIONS:
                 raise ConfigError(
-                    f"--{name} {file} has {len(asked.questions)} questions; at least {MIN_QUESTIONS} are needed to tell cells "
-                    "apart"
+                    f"--probe {self.probe} has {len(asked.questions)} questions; at least {MIN_QUESTIONS} are needed to tell "
+                    "cells apart"
                 )
-            taken.append(([question.prompt for question in asked.questions], "the probe's"))
-            identity[name] = {
+            identity["probe"] = {
                 "questions": digest([[question.prompt, question.gold, question.row] for question in asked.questions]),
                 "task": asked.task.fingerprint if self.asking.probe_task else self.asking.probe_grader,
-                "samples": self._samples(name),
+                "samples": self.asking.probe_samples,
                 "temperature": 1.0 if self.asking.probe_temperature is None else self.asking.probe_temperature,
                 "max_new_tokens": self.asking.probe_max_new_tokens,
                 "batch_size": self.batch_size,
@@ -120,15 +112,13 @@ class Sweep:
                 config_of(self.config, one)
         return Study(tuple(candidates), identity)
 
-    def questions(self, name: str, model: Any, tokenizer: Any) -> Probe | None:
-        """The probe or the test, if there is one."""
-        if not (file := getattr(self, name)):
+    def questions(self, model: Any, tokenizer: Any) -> Probe | None:
+        """The probe, if there is one."""
+        if not self.probe:
             return None
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        settings = replace(self.asking, probe_samples=self._samples(name))
-        asked = read_labelled(file, self.asking)
-        return asked.labelled_probe(
-            tokenizer, settings, JudgeSettings(), system=self.system, positions=positions, seed=PROBE_SEED
+        return read_labelled(self.probe, self.asking).labelled_probe(
+            Manner(tokenizer, positions, PROBE_SEED, self.system)
         )
 
     @classmethod
@@ -141,7 +131,6 @@ class Sweep:
         base: str = "",
         how: Loading | None = None,
         probe: str = "",
-        test: str = "",
         **more: Any,
     ) -> Sweep:
         """A sweep over adapters as they are typed; files are known by their whole paths, for workers in other folders.
@@ -165,7 +154,6 @@ class Sweep:
             settings,
             asking=replace(asking, probe_task=absolute(asking.probe_task)),
             probe=absolute(probe),
-            test=absolute(test),
             **more,
         )
 
@@ -173,9 +161,6 @@ class Sweep:
     def batch_size(self) -> int:
         """Answers that are sampled at a time."""
         return next(iter(self.settings.values())).sampling_batch_size
-
-    def _samples(self, name: str) -> int:
-        return self.asking.probe_samples if name == "probe" else self.test_samples
 
 
 def absolute(text: str) -> str:
@@ -215,7 +200,7 @@ def common_base(adapters: Sequence[str], given: str) -> ModelRef:
 
 def read_labelled(file: str, settings: ProbeSettings, taken: Sequence[tuple[Sequence[str], str]] = ()) -> Asked:
     """Questions with answers, of a file."""
-    asked = read_asked(file, settings.probe_task, settings, taken, JudgeSettings())
+    asked = read_asked(file, settings.probe_task, settings, JudgeSettings(), taken)
     if not asked.labelled:
         raise ConfigError(
             f"{file} has no answers; a sweep compares cells on labelled questions (columns prompt and answer)"
@@ -257,8 +242,7 @@ class Workshop:
             self._encode,
             sweep.config,
             lambda one: replace(sweep.settings[one.objective], seed=one.seed),
-            sweep.questions("probe", model, tokenizer),
-            sweep.questions("test", model, tokenizer),
+            sweep.questions(model, tokenizer),
             origin=origin_of(place),
             base_loads=self.loads,
         )
@@ -330,7 +314,6 @@ class Swept:
         results: {slug: result} of the finished trials.
         diverged, failures: {slug: why} of the others.
         summary: content of `sweep_results.json`; None for a sweep without a probe, which chooses nothing.
-        chosen: {adapter: what was chosen for it}; empty where nothing could be chosen.
         best: {adapter: folder of the chosen gates} where gates beat the adapter.
     """
 
@@ -339,7 +322,6 @@ class Swept:
     diverged: Mapping[str, str]
     failures: Mapping[str, str]
     summary: dict[str, Any] | None
-    chosen: Mapping[str, Selection]
     best: Mapping[str, Path]
 
     def check(self) -> None:
@@ -354,7 +336,7 @@ class Swept:
                 "the command with --resume to try them again"
             )
         trained = any(one.range is not None and one.slug in self.results for one in self.study.candidates)
-        if not trained or (self.summary is not None and not self.chosen):
+        if not trained or (self.summary is not None and not _candidates(self.summary)):
             raise DivergenceError(
                 "no cell's training stayed finite in all its seeds; lower --learning-rate or train in fp32, in a new --out"
             )
@@ -381,7 +363,11 @@ def run_sweep(
         KeyboardInterrupt: on Ctrl-C, after a checkpoint.
     """
     folder = Path(folder)
-    _require_sweep_folder(folder, resume)
+    begun = (folder / RECORD).is_file()
+    if resume and not begun:
+        raise ConfigError(f"--resume: there is no sweep in {folder}; run the command without --resume")
+    if not begun:
+        require_new(folder)
     study = sweep.study(candidates)
     store = Store(folder, study)
     with held(folder / "lock", 0.0, f"another sweep is running in {folder}; wait for it to end, or stop it"):
@@ -400,42 +386,28 @@ def _conclude(store: Store) -> Swept:
         for one in store.pending()
     }
     if study.identity["probe"] is None:
-        return Swept(study, results, diverged, failures, None, {}, {})
+        return Swept(study, results, diverged, failures, None, {})
     summary = summarise(study, results) | {"diverged": diverged, "failures": failures}
     write_json(folder / "sweep_results.json", summary)
-    whole = not failures and any(choice["candidates"] for choice in summary["choices"])
-    chosen = selections(study, results, diverged) if whole else {}
-    best = {
-        label: folder / "best" if len(chosen) == 1 else folder / "best" / label
-        for label, selection in chosen.items()
-        if selection.written is not None
-    }
-    for label, place in best.items():
-        _write_best(store, chosen[label], place)
-    return Swept(study, results, diverged, failures, summary, chosen, best)
+    best = {}
+    for choice in summary["choices"] if not failures and _candidates(summary) else ():
+        if (one := written_of(study, choice)) is not None:
+            label = choice["adapter"]
+            best[label] = folder / "best" if len(summary["choices"]) == 1 else folder / "best" / label
+            probe = results[one.slug].probe
+            assert probe is not None, "it was chosen on one"
+            _write_best(store.place(one) / GATED, best[label], best_record(study, summary, choice, probe.about))
+    return Swept(study, results, diverged, failures, summary, best)
 
 
-def _require_sweep_folder(folder: Path, resume: bool) -> None:
-    """Refuse a folder that holds anything but the sweep to resume."""
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--out {folder} is a file; give a folder")
-    begun = (folder / "sweep.json").is_file()
-    if resume and not begun:
-        raise ConfigError(f"--resume: there is no sweep in {folder}; run the command without --resume")
-    if not resume and begun:
-        raise ConfigError(f"--out {folder} holds a sweep already; go on with it with --resume, or give another folder")
-    present = sorted(path.name for path in folder.iterdir() if path.name != "lock") if folder.is_dir() else []
-    if not resume and present:
-        raise ConfigError(f"--out {folder} is not empty (it holds {', '.join(present[:3])}); choose another folder")
+def _candidates(summary: Mapping[str, Any]) -> bool:
+    """Whether there was anything to choose from."""
+    return any(choice["candidates"] for choice in summary["choices"])
 
 
-def _write_best(store: Store, selection: Selection, target: Path) -> None:
+def _write_best(source: Path, target: Path, record: dict[str, Any]) -> None:
     """Copy the chosen gates to `target`, unless they stand there already."""
-    assert selection.written is not None, "the adapter remains"
-    record = selection.as_record()
     kept = read_json(target / CONFIG).get("selection") or {}
     if any(kept.get(key) != record[key] for key in ("picked", "written_seed")):
         (target / CONFIG).unlink(missing_ok=True)  # of a choice before a diverged trial was tried again
-        probe = selection.written.probe
-        assert probe is not None, "it was chosen on one"
-        copy_artifact(store.place(selection.written.candidate) / GATED, target, record, probe.about.get("temperature"))
+        copy_artifact(source, target, record, record["probe"].get("temperature"))

@@ -30,16 +30,17 @@ from loragate.errors import ArtifactError, ConfigError, DivergenceError, GateErr
 from loragate.files import held
 from loragate.gates import GateConfig, adapter_fingerprint, attach_gates
 from loragate.gates.attach import active_adapter, is_gated
-from loragate.gates.eligibility import examine_adapter, trains_biases
+from loragate.gates.eligibility import examine_adapter, require_gateable, require_trainable, trains_biases
 from loragate.gates.fingerprint import base_weight_samples
 from loragate.gates.range import Range
 from loragate.gates.schema import CONFIG, GATES, read_gate_config
 from loragate.generation import Engine, OnProgress, TransformersEngine
 from loragate.selection.candidate import ADAPTER, Candidate, parse_candidates
+from loragate.selection.chosen import CANDIDATES, OFF, UNVERIFIED, Chosen, without_evidence
 from loragate.selection.comparison import Comparison, settings_on
-from loragate.selection.evidence import Evidence, answer_tokens, require_evidence, reward_of
+from loragate.selection.evidence import Evidence, answer_tokens, reward_of
 from loragate.selection.probe import Probe
-from loragate.selection.questions import set_aside
+from loragate.selection.questions import Manner, set_aside
 from loragate.selection.settings import SelectionSettings, require_one_process
 from loragate.selection.store import GATED, Store
 from loragate.selection.study import Study
@@ -54,7 +55,6 @@ from loragate.selection.trial import (
     save_artifact,
     settings_by_objective,
 )
-from loragate.selection.unverified import CANDIDATES, OFF, UNVERIFIED, Chosen, chosen_in, without_evidence
 from loragate.training import CalibrationSettings, calibrate, calibration_rows
 from loragate.training.guards import GuardLimits
 from loragate.training.rollouts import Reward
@@ -210,6 +210,8 @@ class Transaction:
         encode: Encode = lambda _, encode: encode(),
     ) -> None:
         self.tokenizer, self.folder, self.plan = tokenizer, Path(folder), plan
+        self.probe: Probe | None = None
+        self.why = ""
         if (self.folder / CONFIG).exists():
             raise ArtifactError(
                 f"{self.folder} already holds a gated adapter; choose another folder or remove it first"
@@ -220,22 +222,18 @@ class Transaction:
         self.reward = plan.reward
         if self.reward is None and any(one.objective == "reward" for one in plan.candidates):
             self.reward = reward_of(everything, asking.probe_grader)
-        require_evidence(asking, probe, retention)
         spare = None
         if probe is None and not plan.unverified:
             self.given, spare = set_aside(everything.shuffled(settings.seed))
-            require_evidence(asking, probe, retention, spare)
+        self.evidence = Evidence(everything, probe, retention, spare, asking)
         self.rows, self.encoded = encode(
             self.given, lambda **how: calibration_rows(self.given, tokenizer, settings, plan.system, **how)
         )
-        self.answer_tokens = asking.probe_max_new_tokens or answer_tokens(self.encoded)
         self.heldout = None
         if plan.heldout is not None:
             self.heldout = encode_rows(
                 load_rows(plan.heldout), tokenizer, max_length=settings.max_length, system=plan.system
             )
-        plain = self.encoded.summary.plain == self.encoded.summary.rows
-        self.evidence = Evidence(everything, probe, retention, spare, asking, raw=plain)
 
     def take(self, peft_model: Any, engine: Engine | None = None, **origin: Any) -> None:
         """The model to gate.
@@ -247,6 +245,9 @@ class Transaction:
         """
         if is_gated(peft_model, active_adapter(peft_model)):
             raise GateError("the model carries gates already; take them off first, with loragate.detach_gates(model)")
+        verdicts = examine_adapter(peft_model, active_adapter(peft_model), self.plan.config.target_modules)
+        self.gateable = len(require_gateable(verdicts))
+        require_trainable(verdicts)
         size = self.plan.settings.sampling_batch_size
         self.bench = Bench(
             peft_model,
@@ -258,29 +259,31 @@ class Transaction:
             options=self._options,
             origin=origin,
         )
-        self.positions = getattr(peft_model.config.get_text_config(), "max_position_embeddings", None)
-
-    def find_probe(self, on_progress: OnProgress | None = None) -> tuple[Probe | None, str]:
-        """(probe, "") or (None, why no evidence can be had); without labels the adapter is asked for its majority."""
-        return self.evidence.probe(
+        self.how = Manner(
             self.tokenizer,
-            self.bench.engine,
-            system=self.plan.system,
-            positions=self.positions,
-            max_length=self.plan.settings.max_length,
-            max_new_tokens=self.answer_tokens,
-            seed=self.plan.settings.seed + 1,
-            kept=self.folder / CANDIDATES / "majority.json",
-            on_progress=on_progress,
+            getattr(peft_model.config.get_text_config(), "max_position_embeddings", None),
+            self.plan.settings.seed + 1,
+            self.plan.system,
+            answer_tokens(self.encoded),
+            raw=self.encoded.summary.plain == self.encoded.summary.rows,
         )
 
-    def run(
-        self, found: tuple[Probe | None, str] | None = None, *, resume: bool = False, on_event: OnEvent | None = None
-    ) -> Chosen:
+    def find_probe(self, on_progress: OnProgress | None = None) -> None:
+        """Have the probe, or why no evidence can be had; without labels the adapter is asked for its majority."""
+        kept = self.folder / CANDIDATES / "majority.json"
+        self.probe, self.why = self.evidence.probe(
+            self.how, self.bench.engine, self.plan.settings.max_length, kept, on_progress
+        )
+
+    @property
+    def tried(self) -> tuple[Candidate, ...]:
+        """The ranges that `run` trains: those of the plan, or a single one that stays off where there is no evidence."""
+        return (self.plan.unproven,) if self.why else self.plan.candidates
+
+    def run(self, *, resume: bool = False, on_event: OnEvent | None = None) -> Chosen:
         """Train and ask what is not finished yet, choose, and write the folder.
 
         Args:
-            found: of `find_probe`, where that has been called.
             resume, on_event: see `choose_gates`, and for what is raised.
         """
         if self.plan.unverified:
@@ -290,20 +293,18 @@ class Transaction:
             if on_event is not None:
                 on_event(Candidate(None, ADAPTER), "asking", done, total, None)
 
-        probe, why = found or self.find_probe(progress)
+        if self.probe is None and not self.why:
+            self.find_probe(progress)
+        probe = self.bench.probe = self.probe
         if probe is None:
-            return self._left_off(why, resume, on_event)
-        self.bench.probe = probe
-        self.bench.retention = self.evidence.retention(
-            self.tokenizer, system=self.plan.system, positions=self.positions, seed=self.plan.settings.seed + 1
-        )
+            return self._left_off(resume, on_event)
+        retention = self.bench.retention = self.evidence.retention(self.how)
         settings = settings_on(
             probe,
             self.plan.candidates,
             self.plan.asking.probe_temperature,
             can_be_off=gates_all(self.bench.model),
         )
-        retention = self.bench.retention
         asked = {"probe": probe.fingerprint, "retention": None if retention is None else retention.fingerprint}
         store = self._store(settings, asked)
         with self._begun(store, resume):
@@ -320,14 +321,14 @@ class Transaction:
             trial = store.place(setting.model) / GATED
             copy_artifact(trial, self.folder, record, setting.temperature)
             self._put_on(setting, trial)
-            return chosen_in(self.folder, setting)
+            return Chosen.of(self.folder, setting)
         if setting.kind == ADAPTER:
             self._put_on(self.plan.candidates[0], None)
         else:
             attach_constant(self.bench.model, setting.fixed)
         k = self.plan.settings.k
         save_artifact(self.bench, self.folder, {"selection": record}, k, setting.temperature)
-        return chosen_in(self.folder, None if setting.kind == ADAPTER else setting)
+        return Chosen.of(self.folder, None if setting.kind == ADAPTER else setting)
 
     def _store(self, candidates: tuple[Candidate, ...], asked: dict[str, Any]) -> Store:
         """The study of these candidates; its identity is what their numbers depend on."""
@@ -355,10 +356,10 @@ class Transaction:
             store.study.begin(store.folder, resume)
             yield
 
-    def _left_off(self, why: str, resume: bool, on_event: OnEvent | None) -> Chosen:
+    def _left_off(self, resume: bool, on_event: OnEvent | None) -> Chosen:
         """Train one range and leave it off, because nothing can show whether it helps."""
-        one = self.plan.unproven
-        store = self._store((one,), {"probe": None, "why": why})
+        (one,) = self.tried
+        store = self._store((one,), {"probe": None, "why": self.why})
         with self._begun(store, resume):
             if one.slug in (diverged := store.diverged()):
                 raise DivergenceError(diverged[one.slug])
@@ -366,9 +367,9 @@ class Transaction:
         trained = read_gate_config(store.place(one) / GATED)
         evidence = {key: trained[key] for key in ("training", "parity")}
         self._put_on(one, None)
-        why_off = {**without_evidence(one, OFF, accepted=False), "why": why}
+        why_off = {**without_evidence(one, OFF, accepted=False), "why": self.why}
         save_artifact(self.bench, self.folder, {**evidence, "selection": why_off})
-        return chosen_in(self.folder, None, one)
+        return Chosen.of(self.folder, None, one)
 
     def _as_given(self, resume: bool, on_event: OnEvent | None) -> Chosen:
         """A range that the user accepted without evidence; on several processes only the main one writes."""

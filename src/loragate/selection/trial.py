@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from loragate.data import EncodedRows, Rows, find_endings
 from loragate.errors import TrainingError
-from loragate.files import held, write_json, write_text
+from loragate.files import held, read_json, write_json, write_text
 from loragate.gates import GateConfig, attach_gates, detach_gates, gate_parameters, save_gates
 from loragate.gates.artifact import write_sampling
 from loragate.gates.attach import active_adapter, is_gated
@@ -35,18 +35,16 @@ from loragate.gates.schema import GATES as GATES_FILE
 from loragate.generation import Engine, TransformersEngine
 from loragate.models import Place
 from loragate.selection.candidate import ADAPTER, GATES, Candidate
-from loragate.selection.probe import Probe
+from loragate.selection.probe import Probe, Scored
 from loragate.selection.store import (
     ADAPTERS,
     FAILED,
     GATED,
     PART,
     TRAINED,
-    Scored,
     Status,
     Store,
     TrialResult,
-    read_json,
 )
 from loragate.training import CalibrationSettings, calibrate
 from loragate.training.callbacks import PAUSE, StepReport
@@ -59,7 +57,7 @@ CONSTANT_RANGE = Range(-1, 2)
 """In which one λ for all is written; the values that are tried lie well inside."""
 OnEvent = Callable[[Candidate, str, int, int, float | None], None]
 """Called with (candidate, stage, done, total, entropy); stages are asking (the adapter, for its majority), planned (total: the
-most answers that will be asked), loading, training, probing, retention, testing, finished."""
+most answers that will be asked), loading, training, probing, retention, finished."""
 
 
 @dataclass
@@ -72,7 +70,7 @@ class Bench:
         encode: from settings to the rows of the training and their tokens, in training order.
         config: of the gates; range and seed are the candidate's.
         settings: from a candidate to the settings of its training.
-        probe, test, retention: questions; None where there are none.
+        probe, retention: questions; None where there are none.
         options: from settings to further arguments of `calibrate` (heldout, reward, guard, …).
         origin: arguments of `save_gates` that say where base and adapter come from.
         base_loads: how often this process has loaded a base.
@@ -85,7 +83,6 @@ class Bench:
     config: GateConfig
     settings: Callable[[Candidate], CalibrationSettings]
     probe: Probe | None = None
-    test: Probe | None = None
     retention: Probe | None = None
     options: Callable[[CalibrationSettings], Mapping[str, Any]] = lambda _: {}
     origin: Mapping[str, Any] = field(default_factory=dict)
@@ -149,14 +146,12 @@ def run_trial(
         KeyboardInterrupt: on Ctrl-C, after a checkpoint.
         Exception: whatever went wrong; it is also kept in failed.json.
     """
-    with _alone(store, candidate):
+    with _alone(store, candidate, on_event) as tell:
         known = store.read(candidate)
         asked = 0 if known is None or known.probe is None else len(known.probe.scores)
         if known is not None and asked >= (questions or 0) and (known.retention is not None or not retention):
             return known
-        tell = _teller(store, candidate, on_event)
         tell("loading")
-        (store.place(candidate) / FAILED).unlink(missing_ok=True)
         bench = bench_of(candidate.adapter)
         attempt = store.note_attempt(candidate, base_loads=bench.base_loads)
         with _acting(store, bench, candidate, tell) as trained:
@@ -172,10 +167,9 @@ def run_trial(
 
 def train_trial(store: Store, one: Candidate, bench: Bench, on_event: OnEvent | None = None) -> None:
     """Have the gates of a candidate trained and kept, so that it can be asked at any temperature; raises as `run_trial`."""
-    with _alone(store, one):
+    with _alone(store, one, on_event) as tell:
         if not read_json(store.place(one) / TRAINED):
-            (store.place(one) / FAILED).unlink(missing_ok=True)
-            with _acting(store, bench, one, _teller(store, one, on_event)):
+            with _acting(store, bench, one, tell):
                 pass
 
 
@@ -197,12 +191,10 @@ def train_part(
         steps, seconds of training and asking, answers, and {temperature: mean score}; what is finished is only read. Raises as
         `run_trial`.
     """
-    place = store.place(one)
-    with _alone(store, one):
+    place, probe = store.place(one), bench.probe
+    with _alone(store, one, on_event) as tell:
         if found := read_json(place / PART):
             return found
-        (place / FAILED).unlink(missing_ok=True)
-        tell, probe = _teller(store, one, on_event), bench.probe
         assert probe is not None, "there is evidence"
         with _acting(store, bench, one, tell, part=True) as trained:
             scores, answers, began = {}, 0, time.monotonic()
@@ -219,26 +211,22 @@ def train_part(
 
 
 @contextmanager
-def _alone(store: Store, candidate: Candidate) -> Iterator[None]:
-    """Have a trial's folder to oneself; what goes wrong is kept there."""
+def _alone(store: Store, candidate: Candidate, on_event: OnEvent | None) -> Iterator[Callable[..., None]]:
+    """Have a trial's folder to oneself, and a function that tells how far it is; what goes wrong is kept there."""
     place = store.place(candidate)
-    try:
-        with held(place / "lock", LOCK_WAIT_S, f"{place} is in use by another process; wait for it to end, or stop it"):
-            yield
-    except Exception as error:
-        store.note_failure(candidate, error)
-        raise
-
-
-def _teller(store: Store, candidate: Candidate, on_event: OnEvent | None) -> Callable[..., None]:
-    status = Status(store.place(candidate))
+    status = Status(place)
 
     def tell(stage: str, done: int = 0, total: int = 0, entropy: float | None = None) -> None:
         status(stage, done, total, entropy)
         if on_event is not None:
             on_event(candidate, stage, done, total, entropy)
 
-    return tell
+    try:
+        with held(place / "lock", LOCK_WAIT_S, f"{place} is in use by another process; wait for it to end, or stop it"):
+            yield tell
+    except Exception as error:
+        store.note_failure(candidate, error)
+        raise
 
 
 @contextmanager
@@ -251,6 +239,7 @@ def _acting(
         part: it is trained the first `SHARE` of its steps only, and nothing but a checkpoint is kept.
     """
     trained: dict[str, Any] = {"training": {}, "modules": {}, "seconds": 0.0}
+    (store.place(candidate) / FAILED).unlink(missing_ok=True)  # of an earlier attempt
     try:
         if candidate.kind == GATES:
             trained = _train(store, bench, candidate.model, tell, part)
@@ -318,9 +307,9 @@ def _ask(
     bench: Bench, known: TrialResult, questions: int | None, retention: bool, tell: Callable[..., None]
 ) -> TrialResult:
     """The result with the answers that it lacks."""
-    found: dict[str, Scored | None] = {"probe": known.probe, "test": known.test, "retention": known.retention}
+    found: dict[str, Scored | None] = {"probe": known.probe, "retention": known.retention}
     seconds = dict(known.seconds)
-    asked = {"probe": (bench.probe, "probing", questions), "test": (bench.test, "testing", None)}
+    asked = {"probe": (bench.probe, "probing", questions)}
     if retention:
         asked["retention"] = (bench.retention, "retention", None)
     for name, (probe, stage, stop) in asked.items():
@@ -330,11 +319,10 @@ def _ask(
             continue
         began = time.monotonic()
         tell(stage)
-        here = probe.at(known.candidate.temperature)
-        more = Scored.of(here, here.score(bench.engine, partial(tell, stage), start, stop))
+        more = probe.at(known.candidate.temperature).score(bench.engine, partial(tell, stage), start, stop)
         seconds[stage] = seconds.get(stage, 0.0) + time.monotonic() - began
         found[name] = more if before is None else before.with_more(more)
-    return replace(known, probe=found["probe"], test=found["test"], retention=found["retention"], seconds=seconds)
+    return replace(known, **found, seconds=seconds)  # type: ignore[arg-type]
 
 
 def attach_constant(model: Any, scale: float) -> None:

@@ -236,7 +236,7 @@ def train_adapter(
         source = source.shuffled(settings.seed)
         encoded = encode_rows(source, tokenizer, max_length=settings.max_length)
     settings = settings.fitted(len(encoded), launch_of().processes)
-    chosen = objective or objective_of(settings.objective, settings.objective_options)
+    chosen = objective_of(settings.objective, settings.objective_options) if objective is None else objective
     require_mask_column(chosen, encoded, source)
     refers = "reference_kl" in chosen.requires
     if reference_model is not None:

@@ -1,0 +1,213 @@
+"""What a choice came to, as a value and in sentences; and gates without evidence, which are left off until they are accepted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from filecmp import cmp
+from pathlib import Path
+from typing import Any
+
+from loragate.display import duration, percent, points
+from loragate.errors import ConfigError
+from loragate.gates.range import Range
+from loragate.gates.schema import ADAPTER as ADAPTER_FOLDER
+from loragate.gates.schema import CONFIG, EVIDENCE, read_gate_config
+from loragate.selection.candidate import ADAPTER, BASE, CONSTANT, GATES, Candidate
+from loragate.selection.store import GATED, Store
+from loragate.selection.study import RECORD, Study
+from loragate.selection.trial import copy_artifact
+
+CANDIDATES = Path("run") / "candidates"
+UNVERIFIED = "given by the user without a probe; not compared with the plain adapter"
+OFF = "trained without evidence, so the gates are off (λ = 1); accept them with --unverified"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a choice came to.
+
+    Attributes:
+        folder: the gated adapter.
+        candidate: whose gates act; None where the adapter remains or the gates stay off.
+        trained: what was trained where nothing could be compared; None where there was a probe.
+        evidence: as the artifact keeps it: "selection", and of gates that were trained "training" and "parity".
+    """
+
+    folder: Path
+    candidate: Candidate | None
+    trained: Candidate | None
+    evidence: dict[str, Any]
+
+    @classmethod
+    def of(cls, folder: Path, candidate: Candidate | None = None, trained: Candidate | None = None) -> Chosen:
+        """What stands in a folder that was just written."""
+        record = read_gate_config(folder)
+        return cls(folder, candidate, trained, {key: record[key] for key in EVIDENCE if record.get(key)})
+
+    def sentences(self) -> list[str]:
+        """What to use, the scores of what was asked, what speaks against them, and how the gates were trained."""
+        record = self.evidence["selection"]
+        compared = [headline(record), *_scores(record), *_remarks(record)] if "recommendation" in record else []
+        return [*compared, *(_training(self.evidence) if "training" in self.evidence else [])]
+
+
+def headline(record: dict[str, Any]) -> str:
+    """What to use, and what the other way would have given: by expected scores.
+
+    Args:
+        record: `evidence["selection"]` of what was compared.
+    """
+    found, scores = record["recommendation"], record["recommendation"]["expected"]
+    kind, steps = found["kind"], found["steps"]
+    words = {
+        ADAPTER: "the adapter alone",
+        BASE: "the base without the adapter",
+        CONSTANT: f"one {record['picked']} for all modules",
+        GATES: f"the gates {record['picked']}",
+    }
+    how = f"at T = {found['temperature']:g}" if found["temperature"] else "greedily"
+    text = f"Use {words[kind]}, {how}: {percent(scores[kind]['mean'])} %"
+    if confirmation := record.get("confirmation"):
+        gain = confirmation["difference"]
+        between = f"95 % interval {points(gain['low'])} to {points(gain['high'])}"
+        untouched = f"on {confirmation['questions']} questions that chose nothing ({between})"
+        if confirmation["confirmed"]:
+            return f"{text}; {points(gain['mean'])} points more than {confirmation['against']} {untouched}."
+        return f"{text}; {confirmation['setting']} gained {points(gain['mean'])} points {untouched}."
+    step = next((step for step in reversed(steps) if kind == GATES or step["kind"] == GATES), None)
+    if step is None:
+        return f"{text}."
+    interval = f"{round(100 * found['level'])} % interval {points(step['low'])} to {points(step['high'])}"
+    if kind != GATES:
+        gates = f"{percent(scores[GATES]['mean'])} % ({points(step['mean'])} points, {interval})"
+        return f"{text}; the gates would have given {gates}."
+    other = (words | {CONSTANT: "one λ for all modules"})[step["against"]]
+    gained = f"{points(step['mean'])} points for the gates, {interval}"
+    return f"{text}; {other} would have given {percent(scores[step['against']]['mean'])} % ({gained})."
+
+
+def _scores(record: dict[str, Any]) -> list[str]:
+    """The scores of all settings that were asked everything, one a line."""
+    lines, against = [], "the labels"
+    if record["probe"]["kind"] != "labelled":
+        against = "the adapter's own majority at T = 0.3"
+        lines.append(
+            "note: without labels, agreement with the adapter's own majority ranks ranges at one temperature; it cannot compare "
+            "temperatures, because a cooler adapter agrees with itself more. On all situations that were measured the adapter "
+            "alone at T = 0.3 was better than gates at T = 1. A few dozen questions with answers would tell"
+        )
+    found = record["recommendation"]
+    lines.append(
+        f"{found['tried']} settings were asked {record['cost']['answers']:,} answers in all, these the most questions, scored "
+        f"against {against}:"
+    )
+    for name, score in record["evidence"].items():
+        signs = record["signs"][name]
+        mark = "←" if name == found["setting"] else "not eligible" if name in record["vetoed"] else ""
+        interval = f"({percent(score['low'])}–{percent(score['high'])})"
+        ended = f"ended {100 * signs['finished']:.0f} %, {signs['tokens']:.0f} tokens"
+        lines.append(f"  {name:<18} {percent(score['mean']):>5} % {interval}  {ended} {mark}".rstrip())
+    return lines
+
+
+def _remarks(record: dict[str, Any]) -> list[str]:
+    """What dropped out, what speaks against the scores, and why the adapter remains where it does."""
+    lines = [
+        f"{name} could not be trained and drops out: {reason}" for name, reason in record.get("failed", {}).items()
+    ]
+    for name, stop in record.get("stopped", {}).items():
+        least = f"the others at least {percent(stop['weakest_kept'])} %"
+        lines.append(f"{name} was stopped after {stop['steps']} steps: {percent(stop['score'])} % then, {least}")
+    lines += [f"{name} is not eligible: it {reason}" for name, reason in record["vetoed"].items()]
+    for name, phrases in record["warnings"].items():
+        lines += [f"warning: {phrase if name == ADAPTER else f'{name}: {phrase}'}" for phrase in phrases]
+    if (own := record.get("own_answers")) and own["sampled"]:
+        nothing = "; an objective that learns from the adapter's own answers has nothing to learn here"
+        most = max(own["sampled"], key=lambda row: row["questions"])
+        lines.append(
+            f"of {most['questions']} questions that the adapter answers wrongly when greedy, {percent(most['mean'])} % have a "
+            f"right answer among {most['samples']} sampled at T = {most['temperature']:g} (95 % interval "
+            f"{percent(most['low'])} to {percent(most['high'])} %)"
+            f"{nothing if own['nothing_to_learn'] else ''}"
+        )
+    if not record["accepted"]:
+        why = "nothing is probably better than the adapter"
+        if failed := record.get("confirmation"):
+            why = f"{failed['setting']} had no gain on the {failed['questions']} untouched questions"
+        lines.append(
+            f"{why}, so the adapter remains: the folder holds zero gates (λ = 1), which answer exactly as the adapter does"
+        )
+    return lines
+
+
+def _training(evidence: dict[str, Any]) -> list[str]:
+    """One training: steps, entropy, λ, parity."""
+    training, parity = evidence["training"], evidence["parity"]
+    settings, total = training["settings"], training["gates"]
+    drawn = settings.get("objective") == "random"
+    work = "drawn at random, nothing trained" if drawn else f"{training['steps']} steps"
+    entropy = f"top-{settings['k']} entropy" if settings["k"] else "full entropy"
+    lesson = "This is the objective, not a score: it falls also where answers get worse."
+    return [
+        f"done in {duration(training['seconds'])}: {work}, {training['parameters']:,} gate parameters; "
+        "base and adapter unchanged (checked)",
+        *([f"warning: {training['stopped']}"] if training.get("stopped") else []),
+        f"{entropy} on {min(64, training['rows'])} training rows {training['entropy_before']:.3f} → "
+        f"{training['entropy_after']:.3f} (normalised). {'Nobody minimised it.' if drawn else lesson}",
+        f"λ < 0: {100 * total['below_zero']:.1f} %, 0 to 1: {100 * total['zero_to_one']:.1f} %, > 1: "
+        f"{100 * total['above_one']:.1f} %; at a bound: {100 * total['saturated']:.1f} %",
+        f"step-zero parity: {parity['initial']:.1e} in logits (the adapter's own effect is {parity['delta']:.2g})",
+    ]
+
+
+def is_unaccepted(folder: Path) -> bool:
+    """Whether the folder holds gates that were trained and are still off (also after an interrupted acceptance)."""
+    if not (folder / CANDIDATES / RECORD).is_file() or not (folder / ADAPTER_FOLDER).is_dir():
+        return False
+    if Study.read(folder / CANDIDATES).identity.get("probe", "") is not None:
+        return False
+    return not (folder / CONFIG).is_file() or (read_gate_config(folder).get("selection") or {}).get("accepted") is False
+
+
+def accept_gates(folder: str | Path, bounds: Range, adapter: str | Path) -> Chosen:
+    """Switch on gates that were trained where no evidence could be had, and left off.
+
+    Args:
+        folder: that `choose_gates` wrote.
+        bounds: range of the gates, which whoever accepts them should know.
+        adapter: folder of the adapter that they are for.
+
+    Raises:
+        ConfigError: if the folder holds none, or those of another range or adapter.
+    """
+    folder = Path(folder)
+    if not is_unaccepted(folder):
+        raise ConfigError(f"{folder} holds no gates that wait to be accepted")
+    store = Store.open(folder / CANDIDATES)
+    (one,) = store.study.candidates
+    gated = store.place(one) / GATED
+    assert one.range is not None, "gates were trained"
+    if one.range != bounds:
+        raise ConfigError(
+            f"{folder} holds gates of {one.cell}, not of {bounds}; accept them with --range={one.range.typed}, or give another "
+            "--out"
+        )
+    given, kept = (place / "adapter_model.safetensors" for place in (Path(adapter), gated / ADAPTER_FOLDER))
+    if given.is_file() and kept.is_file() and not cmp(given, kept, shallow=False):
+        raise ConfigError(f"{folder} holds gates of another adapter; give the --adapter they were trained on")
+    selection = {**without_evidence(one, UNVERIFIED, accepted=True), "why": store.study.identity["why"]}
+    (folder / CONFIG).unlink(missing_ok=True)  # written again last; until then nothing can be loaded
+    copy_artifact(gated, folder, selection)
+    return Chosen.of(folder, one, one)
+
+
+def without_evidence(one: Candidate, reason: str, *, accepted: bool) -> dict[str, Any]:
+    """The record of gates that were compared with nothing."""
+    assert one.range is not None, "gates were trained"
+    return {
+        "method": "given by the user",
+        "accepted": accepted,
+        "range": [one.range.lower, one.range.upper],
+        "reason": reason,
+        "evidence": "none: not compared with the adapter",
+    }
