@@ -24,8 +24,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import loragate as lg
+from loragate.analysis.counts import build_on_meta, count_parameters
 from loragate.analysis.plan import gpu_memory
-from loragate.analysis.plan_step import Tracer, build_on_meta, count_parameters
+from loragate.analysis.plan_step import Step
 from loragate.analysis.settings import Request
 from loragate.training import CalibrationSettings, StageOneSettings, train_adapter
 
@@ -192,8 +193,8 @@ def planned(case: Case) -> tuple[float, float, dict[str, float]]:
         strategy="single",
     )
     counts = count_parameters(build_on_meta(config, stage=case.stage, rank=RANK, dtype=dtype), config)
-    tracer = Tracer(config, response_share=rows_of(case)[1], device="cpu")
-    parts = gpu_memory(counts, tracer.footprint(way, padded=case.padded), way, dtype.itemsize)
+    peak = Step(config, way, case.padded, response_share=rows_of(case)[1]).peak()
+    parts = gpu_memory(counts, peak, way, dtype.itemsize)
     del parts["overhead"]  # of a GPU
     held = parts["weights"] + parts["adapter"] + parts["optimizer"]
     return held, sum(parts.values()), {name: round(value / 2**20, 2) for name, value in parts.items()}

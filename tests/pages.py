@@ -87,3 +87,45 @@ def traces(questions=2, tokens=5, modules=("model.layers.0.mlp.up_proj", "model.
         "modules": list(modules),
         "questions": [question] * questions,
     }
+
+
+def sweep_record(ranges, picked="[-3,1]", **changes):
+    """Cells that score from 10 % to 90 % in this order, on an adapter of 35 %."""
+    cells = []
+    for number, (lower, upper) in enumerate(ranges):
+        mean = 0.1 + 0.8 * number / max(1, len(ranges) - 1)
+        cells.append(
+            {
+                "name": f"[{lower:g},{upper:g}]",
+                "adapter": "lora",
+                "objective": "entropy",
+                "lower": float(lower),
+                "upper": float(upper),
+                "complete": True,
+                "probe": estimate(mean),
+                "by_seed": [mean - 0.01, mean + 0.01],
+                "difference": {**estimate(mean - 0.35), "p": 0.001, "p_holm": 0.04},
+                "differs": abs(mean - 0.35) > 0.2,
+                "signs": {"finished": 0.97},
+                "entropy_before": 0.31,
+                "entropy_after": 0.12,
+                "gates": {"below_zero": 0.2, "above_one": 0.1},
+            }
+        )
+    choice = {
+        "adapter": "lora",
+        "picked": picked,
+        "accepted": picked != "adapter",
+        "candidates": len(cells),
+        "adapter_probe": estimate(0.35),
+        "adapter_signs": {"finished": 0.9},
+        "oracle": {
+            "name": "[-2,2]",
+            "test": estimate(0.5),
+            "chosen_test": estimate(0.48),
+            "regret": {"mean": 0.02, "low": -0.01, "high": 0.05, "p": 0.2},
+            "chosen_minus_adapter": {"mean": 0.1, "low": 0.05, "high": 0.15, "p": 0.001},
+        },
+    }
+    size = {"seeds": [0, 1], "questions": 64, "samples": 4, "comparisons": len(cells)}
+    return {**size, "cells": cells, "choices": [choice], **changes}

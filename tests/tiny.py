@@ -9,6 +9,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+import loragate as lg
+
 VOCABULARY = 160
 
 
@@ -38,6 +40,16 @@ def tiny_adapter(seed: int = 0, base=None, name: str = "default", **lora):
     settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False, **lora}
     model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **settings), adapter_name=name)
     return model.eval()
+
+
+def tiny_gated(lower: float, upper: float, scale: float = 0.3, seed: int = 2, **lora):
+    """`tiny_adapter` with gates whose parameters are random, so that λ is of all kinds."""
+    model = lg.attach_gates(tiny_adapter(**lora), lg.GateConfig(lower, upper))
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in lg.gate_parameters(model).values():
+            parameter.normal_(0, scale)
+    return model
 
 
 def is_packed(layer) -> bool:

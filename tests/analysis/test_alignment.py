@@ -20,7 +20,6 @@ from loragate.analysis.directions import (
 from loragate.analysis.rows import Reader, TokenClasses, answer_rows
 from loragate.analysis.task_values import (
     Branch,
-    DenseValues,
     branches,
     leave_one_out,
     reference_values,
@@ -31,18 +30,9 @@ from loragate.analysis.task_values import (
 from loragate.analysis.theorem import all_terms
 from loragate.data import encode_rows
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
-from tiny import tiny_adapter, tiny_rows, tiny_tokenizer
+from tiny import tiny_gated, tiny_rows, tiny_tokenizer
 
 K = 20
-
-
-def gated(scale=0.3):
-    peft = lg.attach_gates(tiny_adapter(), lg.GateConfig(-2, 3))
-    torch.manual_seed(4)
-    with torch.no_grad():
-        for parameter in lg.gate_parameters(peft).values():
-            parameter.normal_(0, scale)
-    return peft
 
 
 def material(count=4):
@@ -59,13 +49,13 @@ def autograd_directions(peft, row, values):
     for name in NAMES:
         with gate_input_gradient(peft, detached=name == "entropy_semi"):
             z = peft(input_ids=ids, use_cache=False).logits[0, :-1][kept]
-        top = z.detach().topk(K, -1).indices
+        top, r = z.detach().topk(K, -1).indices, values.table(0, len(z), z)
         if name.startswith("entropy"):
             scalar = -math.log(K) * lg.topk_entropy(z, K).sum()
         elif name == "value_topk":
-            scalar = (torch.softmax(z.gather(-1, top), -1) * values.values.gather(-1, top)).sum()
+            scalar = (torch.softmax(z.gather(-1, top), -1) * r.gather(-1, top)).sum()
         else:
-            scalar = (torch.softmax(z, -1) * values.values).sum()
+            scalar = (torch.softmax(z, -1) * r).sum()
         gradients = torch.autograd.grad(scalar, list(lg.gate_parameters(peft).values()))
         found[name] = torch.cat([gradient.reshape(-1) for gradient in gradients])
     return found
@@ -84,7 +74,7 @@ def prompt_of(row):
 
 
 def test_directions_are_the_gradients():
-    peft, (tokenizer, rows) = gated(), material(2)
+    peft, (tokenizer, rows) = tiny_gated(-2, 3, seed=4), material(2)
     found, values = measured(peft, rows, tokenizer)
     assert Reader(peft, tokenizer).fused
     for row, value, direction in zip(rows, values, found, strict=True):
@@ -97,16 +87,18 @@ def test_directions_are_the_gradients():
 
 
 def test_reference_values_are_log_probabilities_of_the_model_that_acts():
-    peft, (tokenizer, rows) = gated(), material(1)
+    peft, (tokenizer, rows) = tiny_gated(-2, 3, seed=4), material(1)
     _, (values,) = measured(peft, rows, tokenizer)
     labels = torch.tensor(rows[0]["labels"])
     with torch.no_grad(), peft.disable_adapter():
         z = peft(input_ids=torch.tensor([rows[0]["input_ids"]])).logits[0, :-1][labels[1:] >= 0]
-    assert torch.allclose(values.values, torch.log_softmax(z, -1), atol=1e-5)
+    assert torch.allclose(values.table(0, len(z), z), torch.log_softmax(z, -1), atol=1e-5)
+    assert torch.allclose(values.table(1, 2, z), values.table(0, len(z), z)[1:2])
+    assert values.states.shape == (len(z), 32), "what is kept of each row is not as wide as the vocabulary"
 
 
 def test_terms_coordinates_and_updates():
-    peft, (tokenizer, rows) = gated(), material(5)
+    peft, (tokenizer, rows) = tiny_gated(-2, 3, seed=4), material(5)
     found, values = measured(peft, rows, tokenizer)
     slices = parameter_slices(peft)
     assert max(place.stop for place in slices.values()) == len(found[0].vectors["value"])
@@ -130,12 +122,22 @@ def test_terms_coordinates_and_updates():
     assert update.cosine == pytest.approx(1.0)
 
 
+class Given:
+    """Values [T, V] of all actions."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def table(self, start, stop, like):
+        return self.values[start:stop].to(like)
+
+
 def test_a_value_that_is_the_logits_agrees_everywhere():
     """eq:rw-signal-decomposition with ε = 0: r = z/β makes both directions one, and every coordinate's sign right."""
-    peft, (tokenizer, rows) = gated(), material(1)
+    peft, (tokenizer, rows) = tiny_gated(-2, 3, seed=4), material(1)
     reader, (row,) = Reader(peft, tokenizer), rows
     with torch.no_grad():
-        values = DenseValues(reader.logits(reader.states(reader.batch(row))) / 2.5)
+        values = Given(reader.logits(reader.states(reader.batch(row))) / 2.5)
     sums = CoordinateSums(peft)
     with differentiable_gates(peft):
         found = row_directions(reader, row, values, K)
@@ -146,7 +148,7 @@ def test_a_value_that_is_the_logits_agrees_everywhere():
 
 def test_the_answer_is_no_prompt_where_only_its_end_is_counted():
     """Rollouts count a few positions of an answer; a λ before the first of them still belongs to its own class."""
-    peft, (tokenizer, rows) = gated(), material(1)
+    peft, (tokenizer, rows) = tiny_gated(-2, 3, seed=4), material(1)
     prompt, length = prompt_of(rows[0]), len(rows[0]["labels"])
     late = {**rows[0], "labels": [*[-100] * (length - 1), rows[0]["labels"][-1]]}
     reader, sums = Reader(peft, tokenizer), CoordinateSums(peft)
@@ -159,7 +161,7 @@ def test_the_answer_is_no_prompt_where_only_its_end_is_counted():
 
 
 def test_rows_of_one_question_are_merged():
-    peft, (tokenizer, rows) = gated(), material(3)
+    peft, (tokenizer, rows) = tiny_gated(-2, 3, seed=4), material(3)
     found, _ = measured(peft, rows, tokenizer)
     together = merged(found, [7, 2, 7])
     assert [row.tokens for row in together] == [found[0].tokens + found[2].tokens, found[1].tokens]
@@ -168,7 +170,7 @@ def test_rows_of_one_question_are_merged():
 
 def test_reward_values_give_the_policy_gradient():
     """eq:rw-is-sft: at the policy that wrote the answer, ∇V is (R − b)∇ log μ(y)."""
-    peft, tokenizer = gated(), tiny_tokenizer()
+    peft, tokenizer = tiny_gated(-2, 3, seed=4), tiny_tokenizer()
     prompts = ["w1 w2"]
     sample = TransformersEngine(peft, tokenizer).generate(prompts, SamplingConfig(max_new_tokens=5, seed=2))[0]
     (row,) = answer_rows(tokenizer, prompts, [sample])
@@ -187,7 +189,7 @@ def test_reward_values_give_the_policy_gradient():
 
 
 def test_rollouts_complete_and_grade_every_branch():
-    peft, tokenizer = gated(), tiny_tokenizer()
+    peft, tokenizer = tiny_gated(-2, 3, seed=4), tiny_tokenizer()
     prompts = ["w1 w2", "w5 w6 w7"]
     engine = TransformersEngine(peft, tokenizer)
     samples = engine.generate(prompts, SamplingConfig(max_new_tokens=5, seed=2))

@@ -14,7 +14,7 @@ from loragate.data import encode_rows
 from loragate.errors import DataError
 from loragate.files import write_json
 from loragate.records import to_json
-from tiny import tiny_adapter, tiny_rows, tiny_tokenizer
+from tiny import tiny_adapter, tiny_gated, tiny_rows, tiny_tokenizer
 
 ABOUT = About("now", {}, "rows", 0, {}, {}, 1.0)
 
@@ -27,10 +27,7 @@ def encoded(count=6):
 def test_delta_is_the_difference_of_full_entropies():
     """eq:rw-delta-entropy at every response token, whatever the batch size."""
     tokenizer, rows = encoded()
-    peft = lg.attach_gates(tiny_adapter(), lg.GateConfig(-2, 2))
-    with torch.no_grad():
-        for parameter in lg.gate_parameters(peft).values():
-            parameter.normal_(0, 0.4)
+    peft = tiny_gated(-2, 2, 0.4)
     found = measure(Reader(peft, tokenizer), "gated", rows, batch_size=4)
     for index, row in enumerate(rows):
         ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])

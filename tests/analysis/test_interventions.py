@@ -9,7 +9,7 @@ from loragate.errors import ConfigError
 from loragate.evaluation.variants import Variant, acting
 from loragate.gates import trace_gates
 from loragate.gates.override_names import parse_override
-from tiny import tiny_adapter
+from tiny import tiny_gated
 
 
 def test_the_papers_four_by_default_and_no_row_without_effect():
@@ -36,11 +36,7 @@ def test_what_is_asked_for_by_name_must_have_an_effect():
 
 
 def test_rows_act_as_they_say():
-    peft = lg.attach_gates(tiny_adapter(), lg.GateConfig(-6, 3))
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in lg.gate_parameters(peft).values():
-            parameter.normal_(0, 0.5)
+    peft = tiny_gated(-6, 3, 0.5)
     chosen, _ = choose("noreverse,noextrapolate,unit,constant=0.5", lg.GateConfig(-6, 3))
     ids, seen = torch.arange(4, 14)[None], {}
     for variant in (Variant("gated"), *[Variant("gated", name, override=name) for name in chosen]):

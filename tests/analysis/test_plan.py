@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from loragate.analysis.plan import gpu_memory, make_plan
-from loragate.analysis.plan_step import Footprint, build_on_meta, count_parameters
+from loragate.analysis.counts import build_on_meta, count_parameters
+from loragate.analysis.plan import gpu_memory, launch_command, make_plan
 from loragate.analysis.settings import GPUS, Request, find_gpu
 from loragate.errors import ConfigError
 from tiny import tiny_adapter, tiny_base
 
-NOTHING = Footprint(0, 0, 0, 0, 0)
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
@@ -34,7 +33,7 @@ def model_file(tmp_path_factory):
 
 def memory(parameters, strategy="single", gpus=1, stage="sft", **options):
     way = Request("", stage, gpus, seq=64, batch=gpus, micro_batch=1, strategy=strategy, **options)
-    return gpu_memory(parameters, NOTHING, way, itemsize=2)
+    return gpu_memory(parameters, 0.0, way, itemsize=2)
 
 
 def test_sharding_divides_the_base_and_ddp_keeps_it_whole(parameters):
@@ -60,7 +59,7 @@ def test_gates_stay_whole_where_the_base_is_sharded():
 def test_bytes_of_quantised_weights(parameters, quantization, per_weight):
     found = memory(parameters, quantization=quantization)
     assert found["weights"] == pytest.approx(2 * (parameters.base - parameters.linear) + per_weight * parameters.linear)
-    assert (found["temporary"] > 0) == (quantization != "none"), "a weight is widened to be multiplied"
+    assert (found["activations"] > 0) == (quantization != "none"), "a weight is widened to be multiplied"
 
 
 def test_quantised_weights_are_those_that_bitsandbytes_makes():
@@ -100,7 +99,6 @@ def test_time_follows_flops_gpus_and_the_link(model_file):
     assert alone.step == pytest.approx(flops / (989e12 * 0.4))
     assert alone.seconds == pytest.approx(7 * alone.step)
     assert planned(gradient_checkpointing="yes")[1].step > alone.step
-    assert planned(mean_length=32)[1].step < alone.step
     plan, slow = planned(gpus=4, gpu_memory="l4", strategy="fsdp2")
     moved = 2 * 3 / 4 * (2 * 2 * plan.parameters.base + 4 * plan.parameters.lora) / 32e9
     assert slow.step == pytest.approx(moved), "a small model moves more than it computes: two passes, one update"
@@ -125,15 +123,15 @@ def test_the_fastest_that_fits_is_chosen(model_file):
     way = plan.chosen.way
     assert (way.strategy, way.quantization, way.recomputes) == ("ddp", "none", False)
     assert all(option.fits for option in plan.options)
-    command = plan.command(plan.chosen.way)
+    command = plan.command
     assert "--num_processes 2 -m loragate sft --model MODEL --rank 16" in command
     assert "ddp.yaml" in command
     assert "--max-length 512 --batch-size 8 --micro-batch-size 4" in command
     assert "--epochs" not in command
     longer = replace(plan.chosen.way, rows=5000, epochs=2.5)
-    assert "--max-rows 5000 --epochs 2.5" in plan.command(longer), "what the time was planned for"
+    assert "--max-rows 5000 --epochs 2.5" in launch_command(longer, "bfloat16"), "what the time was planned for"
     zero = next(option for option in plan.options if option.way.strategy == "zero3" and option.way.recomputes)
-    assert "--dtype bfloat16 --precision fp32 --gradient-checkpointing" in plan.command(zero.way)
+    assert "--dtype bfloat16 --precision fp32 --gradient-checkpointing" in launch_command(zero.way, "bfloat16")
 
 
 def test_what_does_not_fit_says_what_to_change(model_file):
@@ -168,7 +166,6 @@ def test_more_gpus_are_proposed_where_they_would_do(tmp_path):
         ({"stage": "stf"}, "did you mean 'sft'"),
         ({"gpus": 0}, "gpus must be at least 1"),
         ({"strategy": "fsdp2"}, "there is one: raise gpus"),
-        ({"mean_length": 9999}, "is more than seq"),
         ({"batch": 8, "micro_batch": 3}, "not a multiple of micro_batch 3"),
         ({"batch": 9, "gpus": 2}, "not a multiple of 2 GPUs"),
         ({"quantization": "2bit"}, "quantization must be one of"),
@@ -181,7 +178,7 @@ def test_settings_are_checked(changes, words):
 
 def test_combinations_that_cannot_work_are_refused(model_file, monkeypatch):
     """At once: tracing takes seconds."""
-    monkeypatch.setattr("loragate.analysis.plan_step.Tracer.trace", lambda *_: pytest.fail("traced"))
+    monkeypatch.setattr("loragate.analysis.plan_step.Step.trace", lambda *_: pytest.fail("traced"))
     with pytest.raises(ConfigError, match="4bit base cannot be sharded with fsdp2"):
         make_plan(Request(model_file, gpus=2, strategy="fsdp2", quantization="4bit", seq=128, batch=4))
     with pytest.raises(ConfigError, match="has no bf16"):

@@ -12,19 +12,10 @@ from loragate.analysis.subject import About
 from loragate.gates import trace_gates
 from loragate.gates.range import Range
 from loragate.generation import SamplingConfig, TransformersEngine
-from tiny import VOCABULARY, tiny_adapter, tiny_tokenizer
+from tiny import VOCABULARY, tiny_gated, tiny_tokenizer
 
 PROMPTS = ["w1 w2 w3", "w9"]
 ABOUT = About("now", {}, "answers", 0, {}, {}, 1.0)
-
-
-def gated(lower=-3.0, upper=2.0, scale=0.4):
-    peft = lg.attach_gates(tiny_adapter(), lg.GateConfig(lower, upper))
-    torch.manual_seed(2)
-    with torch.no_grad():
-        for parameter in lg.gate_parameters(peft).values():
-            parameter.normal_(0, scale)
-    return peft
 
 
 def counted(peft, position="written", batch_size=3):
@@ -38,7 +29,7 @@ def counted(peft, position="written", batch_size=3):
 
 @pytest.mark.parametrize("position", ["written", "read"])
 def test_shares_are_those_of_single_coefficients(position):
-    peft = gated()
+    peft = tiny_gated(-3, 2, 0.4)
     rows, counts = counted(peft, position)
     record = summarise(counts, ABOUT, position, len(rows))
     every = []
@@ -76,7 +67,7 @@ class VocabularyWide(TorchDispatchMode):
 
 
 def test_no_logits_are_made():
-    peft, tokenizer = gated(), tiny_tokenizer()
+    peft, tokenizer = tiny_gated(-3, 2, 0.4), tiny_tokenizer()
     row = {"input_ids": list(range(5, 25)), "labels": [-100] * 4 + list(range(9, 25)), "row": 0}
     reader = Reader(peft, tokenizer)  # it compares its head with the model's, once
     with VocabularyWide() as seen:
@@ -96,10 +87,10 @@ def test_histogram_has_zero_and_one_among_its_edges():
 
 
 def test_conclusions_name_the_place():
-    _, counts = counted(gated())
+    _, counts = counted(tiny_gated(-3, 2, 0.4))
     text = " ".join(summarise(counts, ABOUT, "written", 4).conclusion)
     assert "They reverse most in layer" in text
-    _, counts = counted(gated(0.0, 1.0))
+    _, counts = counted(tiny_gated(0, 1))
     record = summarise(counts, ABOUT, "written", 4)
     assert "They cannot reverse: the range starts at 0." in record.conclusion
     assert "They cannot extrapolate: the range ends at 1." in record.conclusion
@@ -107,7 +98,7 @@ def test_conclusions_name_the_place():
 
 
 def test_saturation_is_counted_at_both_ends():
-    _, counts = counted(gated(scale=60.0))
+    _, counts = counted(tiny_gated(-3, 2, 60.0))
     shares = summarise(counts, ABOUT, "written", 4).all
     assert shares.at_lower > 0.3
     assert shares.at_upper > 0.3

@@ -14,22 +14,13 @@ from loragate.errors import ConfigError, GateError
 from loragate.gates.attach import gate_modules
 from loragate.generation import SamplingConfig, TransformersEngine
 from loragate.generation.sampling import draw, uniform
-from tiny import tiny_adapter, tiny_tokenizer
+from tiny import tiny_adapter, tiny_gated, tiny_tokenizer
 
 IDS = torch.arange(4, 14)[None]
 
 
-def gated(seed=3):
-    peft = lg.attach_gates(tiny_adapter(), lg.GateConfig(-2, 3))
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in lg.gate_parameters(peft).values():
-            parameter.normal_(0, 0.3)
-    return peft
-
-
 def test_supplying_the_gates_own_values_changes_nothing():
-    peft = gated()
+    peft = tiny_gated(-2, 3, seed=3)
     gates = gate_modules(peft)
     with torch.no_grad():
         own = peft(input_ids=IDS).logits
@@ -45,7 +36,7 @@ def test_supplying_the_gates_own_values_changes_nothing():
 
 def test_leaves_carry_the_semi_gradient():
     """eq:rw-causal-jacobian with sg: ∂F/∂w_m = Σ_s ∂F/∂λ_m,s · ∂λ_m,s/∂w_m at inputs held fixed."""
-    peft = gated()
+    peft = tiny_gated(-2, 3, seed=3)
     gates, leaves, inputs = gate_modules(peft), {}, {}
 
     def leaf(path, _layer, x):
@@ -150,11 +141,8 @@ def test_decisions_can_be_read_off_the_answers():
 
 
 def test_the_model_is_left_as_it_was():
-    peft, ids = model(), torch.arange(4, 12)[None]
-    lg.attach_gates(peft, lg.GateConfig(-2, 2))
+    peft, ids = tiny_gated(-2, 2), torch.arange(4, 12)[None]
     with torch.no_grad():
-        for parameter in lg.gate_parameters(peft).values():
-            parameter.normal_(0, 0.5)
         before = peft(input_ids=ids).logits
         with suppressing(peft, Suppression("negative")):
             pass

@@ -6,20 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-import loragate as lg
 from loragate.analysis.token_traces import Answer, Question, token_texts, trace_answers
 from loragate.gates import gates_disabled
 from loragate.generation import Sample
+from tiny import tiny_gated
 
 
 @pytest.fixture
-def gated(adapter):
-    lg.attach_gates(adapter, lg.GateConfig(-6, 3))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in lg.gate_parameters(adapter).values():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    return adapter
+def gated():
+    return tiny_gated(-6, 3)
 
 
 def make(tokenizer, ids, variant="gated", **more):
@@ -39,7 +34,6 @@ def test_numbers_are_those_of_plain_forward_passes(gated, tokenizer, variant):
     answer = trace_answers(gated, tokenizer, [question])["questions"][0]["answers"][0]
     places = range(len(prompt) - 1, len(prompt) + len(ids) - 1)
     whole = [*prompt, *ids]
-    gated.eval()
     with torch.no_grad():
         with gated.disable_adapter():
             base = logits(gated, whole)
@@ -88,9 +82,7 @@ def test_long_answers_are_cut_and_empty_ones_left_out(gated, tokenizer):
 
 
 def test_the_model_is_left_as_it_was(gated, tokenizer):
-    gated.train()
     trace_answers(gated, tokenizer, [make(tokenizer, [9, 12])])
-    assert gated.training
     layer = next(module for module in gated.modules() if hasattr(module, "lora_gate"))
     assert layer.lora_gate["default"].recorder is None
 

@@ -3,27 +3,19 @@
 import shutil
 
 import pytest
-import torch
 
-import loragate as lg
 from loragate.errors import ConfigError
 from loragate.models import Loading
 from loragate.report.explorer import Ask, build_explorer, lambdas, launch
 from loragate.serving.explore import Session, explorer_of
-from tiny import tiny_adapter, tiny_tokenizer
+from tiny import tiny_gated, tiny_tokenizer
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 @pytest.fixture(scope="module")
 def session():
-    model = tiny_adapter()
-    lg.attach_gates(model, lg.GateConfig(-6, 3))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in lg.gate_parameters(model).values():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
-    return Session(model.eval(), tiny_tokenizer(), raw=True, system="none")
+    return Session(tiny_gated(-6, 3, 0.5), tiny_tokenizer(), raw=True, system="none")
 
 
 def test_answers_are_those_of_the_three_models(session):

@@ -10,60 +10,9 @@ from rich.console import Console
 
 from loragate.report.cells import choice_sentence, sweep_markdown, sweep_tables
 from loragate.report.heatmap import heat_maps
+from pages import sweep_record
 
 GRID = [(lower, upper) for upper in range(1, 7) for lower in range(-6, 1)]
-
-
-def estimate(mean: float, half: float = 0.06) -> dict[str, float]:
-    return {"mean": mean, "low": max(0.0, mean - half), "high": min(1.0, mean + half)}
-
-
-def record(ranges: list[tuple[float, float]], picked: str = "[-3,1]", **changes: Any) -> dict[str, Any]:
-    cells = []
-    for number, (lower, upper) in enumerate(ranges):
-        mean = 0.1 + 0.8 * number / max(1, len(ranges) - 1)
-        cells.append(
-            {
-                "name": f"[{lower:g},{upper:g}]",
-                "adapter": "lora",
-                "objective": "entropy",
-                "lower": float(lower),
-                "upper": float(upper),
-                "complete": True,
-                "probe": estimate(mean),
-                "by_seed": [mean - 0.01, mean + 0.01],
-                "difference": {**estimate(mean - 0.35), "p": 0.001, "p_holm": 0.04},
-                "differs": abs(mean - 0.35) > 0.2,
-                "signs": {"finished": 0.97},
-                "entropy_before": 0.31,
-                "entropy_after": 0.12,
-                "gates": {"below_zero": 0.2, "above_one": 0.1},
-            }
-        )
-    choice = {
-        "adapter": "lora",
-        "picked": picked,
-        "accepted": picked != "adapter",
-        "candidates": len(cells),
-        "adapter_probe": estimate(0.35, 0.08),
-        "adapter_signs": {"finished": 0.9},
-        "oracle": {
-            "name": "[-2,2]",
-            "test": estimate(0.5),
-            "chosen_test": estimate(0.48),
-            "regret": {"mean": 0.02, "low": -0.01, "high": 0.05, "p": 0.2},
-            "chosen_minus_adapter": {"mean": 0.1, "low": 0.05, "high": 0.15, "p": 0.001},
-        },
-    }
-    base = {
-        "seeds": [0, 1],
-        "questions": 64,
-        "samples": 4,
-        "comparisons": len(cells),
-        "cells": cells,
-        "choices": [choice],
-    }
-    return {**base, **changes}
 
 
 def draw(data: dict[str, Any], folder: Path) -> None:
@@ -72,21 +21,21 @@ def draw(data: dict[str, Any], folder: Path) -> None:
 
 
 def test_the_papers_grid(tmp_path: Path, drawn: list[Any]) -> None:
-    draw(record(GRID), tmp_path)
+    draw(sweep_record(GRID), tmp_path)
     axes = drawn[0].axes[0]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["−6", "−5", "−4", "−3", "−2", "−1", "0"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["6", "5", "4", "3", "2", "1"]
     texts = [text.get_text() for text in axes.texts]
     assert len(texts) == 2 * 42
-    assert texts[:2] == ["10.0", "±6.0"]
-    assert texts[-2:] == ["90.0", "±6.0"]
+    assert texts[:2] == ["10.0", "±5.0"]
+    assert texts[-2:] == ["90.0", "±5.0"]
     assert [(text.get_position()[0], round(text.get_position()[1])) for text in axes.texts[-2:]] == [(6, 0), (6, 0)]
     frames = {patch.get_linestyle(): patch for patch in axes.patches}
     assert len(axes.patches) == 2
     chosen = next(patch for style, patch in frames.items() if style in ("-", "solid"))
     assert (round(chosen.get_x() + 0.44), round(chosen.get_y() + 0.44)) == (3, 5)
     dots = [line for line in axes.lines if line.get_marker() == "o"]
-    assert len(dots) == sum(not cell["differs"] for cell in record(GRID)["cells"])
+    assert len(dots) == sum(not cell["differs"] for cell in sweep_record(GRID)["cells"])
     image = axes.images[0]
     assert image.norm.vmin == -image.norm.vmax
     assert "35.0 %" in axes.get_title(loc="left")
@@ -97,8 +46,8 @@ def test_the_papers_grid(tmp_path: Path, drawn: list[Any]) -> None:
 
 
 def test_nothing_overlaps_or_is_cut_off(tmp_path: Path, drawn: list[Any]) -> None:
-    draw(record(GRID), tmp_path)
-    draw(record([(-3, 1), (0, 1), (-6, 3)]), tmp_path)
+    draw(sweep_record(GRID), tmp_path)
+    draw(sweep_record([(-3, 1), (0, 1), (-6, 3)]), tmp_path)
     for figure in drawn:
         figure.draw_without_rendering()
         texts = [*figure.axes[0].texts, *figure.axes[0].get_xticklabels(), *figure.axes[0].get_yticklabels()]
@@ -112,7 +61,7 @@ def test_nothing_overlaps_or_is_cut_off(tmp_path: Path, drawn: list[Any]) -> Non
 
 
 def test_ranges_that_form_no_grid_stand_in_one_column(tmp_path: Path, drawn: list[Any]) -> None:
-    draw(record([(-3, 1), (0, 1), (-6, 3), (-1.5, 1.25), (-2, 7)]), tmp_path)
+    draw(sweep_record([(-3, 1), (0, 1), (-6, 3), (-1.5, 1.25), (-2, 7)]), tmp_path)
     axes = drawn[0].axes[0]
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels == ["[−6, 3]", "[−3, 1]", "[−2, 7]", "[−1.5, 1.25]", "[0, 1]"]
@@ -120,13 +69,13 @@ def test_ranges_that_form_no_grid_stand_in_one_column(tmp_path: Path, drawn: lis
 
 
 def test_a_gap_in_a_grid_stays_empty(tmp_path: Path, drawn: list[Any]) -> None:
-    draw(record([cell for cell in GRID if cell != (-6, 6)]), tmp_path)
+    draw(sweep_record([cell for cell in GRID if cell != (-6, 6)]), tmp_path)
     assert drawn[0].axes[0].images[0].get_array().mask.sum() == 1
     assert len(drawn[0].axes[0].texts) == 2 * 41
 
 
 def test_where_the_adapter_remains_nothing_is_framed(tmp_path: Path, drawn: list[Any]) -> None:
-    data = record(GRID, picked="adapter")
+    data = sweep_record(GRID, picked="adapter")
     data["choices"][0]["oracle"] = None
     draw(data, tmp_path)
     assert not drawn[0].axes[0].patches
@@ -134,7 +83,7 @@ def test_where_the_adapter_remains_nothing_is_framed(tmp_path: Path, drawn: list
 
 
 def test_one_map_per_adapter_and_objective() -> None:
-    data = record([(-3, 1), (0, 1)])
+    data = sweep_record([(-3, 1), (0, 1)])
     assert list(heat_maps(data)) == ["heatmap"]
     other = [{**cell, "objective": "anchored", "name": cell["name"] + " anchored"} for cell in data["cells"]]
     assert list(heat_maps({**data, "cells": [*data["cells"], *other]})) == ["heatmap_entropy", "heatmap_anchored"]
@@ -144,12 +93,12 @@ def test_one_map_per_adapter_and_objective() -> None:
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_equal_data_give_equal_files(tmp_path: Path, suffix: str) -> None:
     for name in ("one", "other"):
-        heat_maps(record(GRID[:7]))["heatmap"](tmp_path / f"{name}.{suffix}")
+        heat_maps(sweep_record(GRID[:7]))["heatmap"](tmp_path / f"{name}.{suffix}")
     assert (tmp_path / f"one.{suffix}").read_bytes() == (tmp_path / f"other.{suffix}").read_bytes()
 
 
 def test_tables_and_sentences() -> None:
-    data = record(GRID)
+    data = sweep_record(GRID)
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     for table in sweep_tables(data):
         console.print(table)
@@ -158,12 +107,12 @@ def test_tables_and_sentences() -> None:
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     markdown = sweep_markdown({**data, "failures": {"x_seed0": "no disk"}})
-    assert markdown.count("\n| [") + markdown.count("\n| **[") == 42
-    assert "| **[-3,1]** |" in markdown
+    assert markdown.count("\n| [") == 42
+    assert "| [-3,1] |" in markdown
     assert "- `x_seed0`: no disk" in markdown
     sentence = choice_sentence(data, data["choices"][0])
     assert sentence.startswith("chosen: [-3,1], ")
     assert "optimistic" in sentence or "may be luck" in sentence
     assert "a regret of 2.0 points (-1.0 to +5.0)" in sentence
-    remains = record(GRID, picked="adapter")
+    remains = sweep_record(GRID, picked="adapter")
     assert choice_sentence(remains, remains["choices"][0]).startswith("the adapter remains: none of 42 cells")

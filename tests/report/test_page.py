@@ -10,12 +10,12 @@ import re
 import pytest
 
 from loragate.errors import LoragateError
-from loragate.report.page.build import build_page, embedded, safe_json
+from loragate.report.page.build import Block, Section, build_page, safe_json, tokens_block
 from loragate.report.page.charts import column_chart, lambda_colour, line_chart, ticks
-from loragate.report.page.content import Block, Section
-from loragate.report.page.scores import evaluation_statements, quickstart_blocks, selection_blocks, sweep_blocks
+from loragate.report.page.scores import evaluation_statements, selection_blocks, sweep_blocks
 from loragate.report.page.training import gates_blocks, training_blocks
-from pages import HOSTILE, estimate, quickstart_record, quickstart_rows, traces
+from loragate.report.table import results_table
+from pages import HOSTILE, estimate, quickstart_record, quickstart_rows, sweep_record, traces
 
 
 class Reader(html.parser.HTMLParser):
@@ -42,16 +42,14 @@ class Reader(html.parser.HTMLParser):
 
 def whole_page():
     record = quickstart_record()
-    data, left = embedded(traces())
-    tokens = Section("tokens", "Tokens", (Block("tokens", {"questions": 2, "left_out": left}),))
     histories = {HOSTILE: record["calibrations"]["[-6,3]"]["history"]}
     sections = [
-        Section("scores", HOSTILE, quickstart_blocks(record["table"])),
+        Section("scores", HOSTILE, [results_table(record["table"])]),
         Section("gates", "Gates", gates_blocks(record["realised_gates"], -6, 3)),
         Section("training", "Training", training_blocks(histories)),
-        tokens,
+        Section("tokens", "Tokens", [tokens_block(traces())]),
     ]
-    return build_page(HOSTILE, record["reading"], sections, traces=data, footer=HOSTILE)
+    return build_page(HOSTILE, record["reading"], sections, HOSTILE)
 
 
 def test_hostile_text_stays_text():
@@ -84,7 +82,7 @@ def test_only_the_pages_own_script_may_run_and_nothing_is_loaded():
 
 
 def test_a_row_that_was_not_run_says_so():
-    page = build_page("t", [], [Section("scores", "Scores", quickstart_blocks(quickstart_rows()))])
+    page = build_page("t", [], [Section("scores", "Scores", [results_table(quickstart_rows())])])
     assert re.search(r"random gates</th>\s*<td class=\"absent\">not run", page)
 
 
@@ -99,15 +97,14 @@ def test_the_json_block_cannot_be_ended():
 def test_traces_are_cut_to_the_limit_and_the_cut_is_told():
     record = traces(questions=40, tokens=200)
     size = len(safe_json(record["questions"][0]))
-    data, left = embedded(record, limit=10 * size)
-    assert 5 <= len(data["questions"]) <= 12
-    assert left == 40 - len(data["questions"])
-    whole, none = embedded(record, limit=100 * size)
-    assert (len(whole["questions"]), none) == (40, 0)
+    cut, whole = (tokens_block(record, limit=limit * size).data for limit in (10, 100))
+    assert 5 <= len(cut["traces"]["questions"]) <= 12
+    assert cut["left_out"] == 40 - len(cut["traces"]["questions"])
+    assert (len(whole["traces"]["questions"]), whole["left_out"]) == (40, 0)
 
 
 def test_a_page_that_grows_too_large_is_refused():
-    block = Block("text", {"paragraphs": ["x" * 3_100_000]})
+    block = Block("text", ["x" * 3_100_000])
     with pytest.raises(LoragateError, match="more than 3 MB"):
         build_page("t", [], [Section("a", "b", (block,))])
 
@@ -201,54 +198,21 @@ def test_the_summary_names_the_verdict_and_the_cheaper_control():
 
 
 def test_a_sweep_marks_the_chosen_and_the_oracle_cell():
-    def cell(lower, upper, mean):
-        return {
-            "adapter": "a",
-            "objective": "entropy",
-            "lower": lower,
-            "upper": upper,
-            "name": f"[{lower:g},{upper:g}]",
-            "probe": estimate(mean),
-            "differs": mean > 0.5,
-            "difference": {"mean": mean - 0.3, "p": 0.01, "p_holm": 0.02},
-            "complete": True,
-        }
-
-    oracle = {
-        "name": "[-6,3]",
-        "test": estimate(0.6),
-        "chosen_test": estimate(0.5),
-        "regret": {"mean": 0.1, "low": 0.0, "high": 0.2},
-        "chosen_minus_adapter": {"mean": 0.2},
+    block, sentence = sweep_blocks(sweep_record([(-3, 1), (-2, 2), (0, 1)]))
+    cells = {row["name"]: row["cells"][0] for row in block.data["rows"]}
+    assert {name: cell["mark"] for name, cell in cells.items()} == {
+        "[−3, 1]": "chosen",
+        "[−2, 2]": "oracle",
+        "[0, 1]": "",
     }
-    choice = {
-        "adapter": "a",
-        "adapter_probe": estimate(0.3),
-        "accepted": True,
-        "picked": "[0,1]",
-        "candidates": 2,
-        "oracle": oracle,
-    }
-    record = {
-        "cells": [cell(0, 1, 0.55), cell(-6, 3, 0.45)],
-        "choices": [choice],
-        "seeds": [0],
-        "questions": 40,
-        "samples": 4,
-        "comparisons": 2,
-    }
-    section = Section("ranges", "Ranges", sweep_blocks(record))
-    cells = {row["name"]: row["cells"][0] for row in section.blocks[0].data["rows"]}
-    assert cells["[0, 1]"]["mark"] == "chosen"
-    assert cells["[−6, 3]"]["mark"] == "oracle"
-    assert cells["[0, 1]"]["text"] == "55.0"
-    assert "·" not in cells["[0, 1]"]["note"]
-    assert "·" in cells["[−6, 3]"]["note"]
-    assert cells["[0, 1]"]["background"] != cells["[−6, 3]"]["background"]
+    assert cells["[−2, 2]"]["text"] == "50.0"
+    assert {name for name, cell in cells.items() if "·" in cell["note"]} == {"[−2, 2]"}
+    assert len({cell["background"] for cell in cells.values()}) == 3
+    assert sentence.data[0].startswith("chosen: [-3,1]")
 
 
 def test_what_was_picked_is_marked_among_the_evidence():
     evidence = {"adapter": estimate(0.4), "[-3,1]": estimate(0.5), "[0,1]": estimate(0.45)}
     selection = {"method": "best of 2", "accepted": True, "picked": "[-3,1]", "evidence": evidence}
     section = Section("selection", "How the range was chosen", selection_blocks(selection))
-    assert [row["name"] for row in section.blocks[1].data["rows"]] == ["adapter", "[-3,1] (chosen)", "[0,1]"]
+    assert [line.name for line in section.blocks[1].lines] == ["adapter", "[-3,1] (chosen)", "[0,1]"]

@@ -2,9 +2,8 @@
 
 import pytest
 
-from loragate.report.page.build import build_page
-from loragate.report.page.content import Section
-from loragate.report.page.diagnosis import TITLES, diagnosis_blocks
+from loragate.report.page.build import Section, build_page
+from loragate.report.page.diagnosis import DIAGNOSES, diagnosis_blocks
 
 
 def interval(mean):
@@ -77,10 +76,10 @@ RECORDS = {
 }
 
 
-@pytest.mark.parametrize("kind", sorted(TITLES))
+@pytest.mark.parametrize("kind", sorted(DIAGNOSES))
 def test_each_kind_has_its_section(kind):
     record = {**RECORDS[kind], "kind": kind, "conclusion": ["It does <b>this</b>.", "And that."]}
-    page = build_page("t", record["conclusion"][:1], [Section("d", TITLES[kind], diagnosis_blocks(record))])
+    page = build_page("t", record["conclusion"][:1], [Section("d", DIAGNOSES[kind][0], diagnosis_blocks(record))])
     assert page.count("It does &lt;b&gt;this&lt;/b&gt;.") == 2
     assert page.count("And that.") == 1
     shown = {
@@ -119,6 +118,6 @@ def test_means_of_too_few_rows_stand_without_an_interval():
 
     for kind, mean in (("alignment", "0.50"), ("delta entropy", "0.500")):
         record = {**without_ends(RECORDS[kind]), "kind": kind, "conclusion": []}
-        page = build_page("t", [], [Section("d", TITLES[kind], diagnosis_blocks(record))])
+        page = build_page("t", [], [Section("d", DIAGNOSES[kind][0], diagnosis_blocks(record))])
         assert f"{mean} (too few rows for an interval)" in page
         assert "None" not in page

@@ -12,6 +12,7 @@ token_traces   diagnose_tokens: a few answers token by token
 alignment      diagnose_alignment, on task_values (r), directions (gradients) and theorem (the paper's terms)
 
 inspection     inspect_adapter: what can be gated, and what it costs
-plan           make_plan, on plan_step (counts, and the memory of a step)
+counts         a model without weights, counted
+plan           make_plan, on plan_step (the memory of a step)
 doctor         findings: what is installed here
 """

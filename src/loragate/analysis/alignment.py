@@ -23,7 +23,6 @@ from loragate.analysis.directions import (
     parameter_slices,
     row_directions,
 )
-from loragate.analysis.rows import Reader, unheard
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.subject import SCHEMA, About, Subject
 from loragate.analysis.task_values import Material, gather
@@ -31,9 +30,8 @@ from loragate.analysis.theorem import InnerProducts, Terms, all_terms, terms
 from loragate.errors import ConfigError
 from loragate.gates import gate_parameters
 from loragate.gates.attach import GLOBAL_BIAS, gate_modules
-from loragate.gates.gate import initial_weight
+from loragate.gates.gate import SignedGate
 from loragate.gates.schema import read_gate_config
-from loragate.generation import OnProgress
 from loragate.losses.entropy import support_size
 
 START = "start"
@@ -118,15 +116,13 @@ def diagnose_alignment(subject: Subject, settings: DiagnoseSettings) -> Alignmen
     k = support_size(k, model.get_output_embeddings().weight.shape[0])
     stored = read_checkpoints(Path(settings.checkpoints), model) if settings.checkpoints else {}
     material = gather(subject, settings)
-    count, sums = len(material.rows), CoordinateSums(model)
+    count, raw, sums = len(material.rows), [], CoordinateSums(model)
     with differentiable_gates(model):
         with subject.job("directions at the gates", count) as on_progress:
-            raw = directions(reader, material, k, on_progress)
-        with subject.job("single λ", count) as on_progress:
-            each = zip(material.rows, material.values, material.prompt_lengths, strict=True)
-            for done, (row, values, prompt_length) in enumerate(each, 1):
+            for row, values, prompt_length in zip(material.rows, material.values, material.prompt_lengths, strict=True):
+                raw.append(row_directions(reader, row, values, k))
                 sums.add(reader, row, values, k, subject.classes, prompt_length)
-                on_progress(done, count)
+                on_progress(len(raw), count)
         of_all, *of_modules = all_terms(merged(raw, material.groups), parameter_slices(model), seed)
         over, between = over_training(subject, material, k, stored) if stored else ((), ())
     tokens = sum(row.tokens for row in raw)
@@ -150,15 +146,6 @@ def diagnose_alignment(subject: Subject, settings: DiagnoseSettings) -> Alignmen
     return subject.keep(replace(record, conclusion=conclude(record)), "alignment")
 
 
-def directions(reader: Reader, material: Material, k: int, on_progress: OnProgress = unheard) -> list[RowDirections]:
-    """Directions of every row."""
-    found = []
-    for row, values in zip(material.rows, material.values, strict=True):
-        found.append(row_directions(reader, row, values, k))
-        on_progress(len(found), len(material.rows))
-    return found
-
-
 def over_training(
     subject: Subject, material: Material, k: int, checkpoints: Mapping[str, Mapping[str, Tensor]]
 ) -> tuple[tuple[Terms, ...], tuple[Update, ...]]:
@@ -174,7 +161,9 @@ def over_training(
         with subject.job("directions over training", len(points)) as on_progress:
             for name, point in points.items():
                 _set(parameters, point)
-                rows = merged(directions(subject.reader, material, k), material.groups)
+                each = zip(material.rows, material.values, strict=True)
+                rows = [row_directions(subject.reader, row, values, k) for row, values in each]
+                rows = merged(rows, material.groups)
                 found.append(terms(name, InnerProducts(rows), subject.seed))
                 places[name] = torch.cat([point[key].reshape(-1).cpu() for key in parameters])
                 means[name] = {key: mean_direction(rows, key) for key in ("entropy_semi", "value")}
@@ -194,13 +183,10 @@ def starting_point(model: Any) -> dict[str, Tensor]:
     """The gate parameters as `attach_gates` makes them: the deterministic perturbation that training starts from."""
     found: dict[str, Tensor] = {}
     for path, gate in gate_modules(model).items():
-        start = 0.0 if gate.config.granularity == "token" else -gate.config.init_scale
-        bias = torch.full((1,), start, device=gate.bias.device)
+        fresh = SignedGate(0 if gate.weight is None else gate.weight.numel(), gate.config, path)
         if gate.config.granularity == "global":
-            return {GLOBAL_BIAS: bias}
-        if gate.weight is not None:
-            found[f"{path}.weight"] = initial_weight(gate.weight.numel(), gate.config, path).to(gate.weight.device)
-        found[f"{path}.bias"] = bias
+            return {GLOBAL_BIAS: fresh.bias.detach()}
+        found |= {f"{path}.{name}": parameter.detach() for name, parameter in fresh.named_parameters()}
     return found
 
 

@@ -229,23 +229,18 @@ def measure(
 ) -> TokenEntropies:
     """Entropies and log-probabilities of base, adapter and (with gates) gated model at every response token."""
     streams: tuple[Kind, ...] = ("base", "adapter", "gated") if kind == "gated" else ("base", "adapter")
-    entropy: dict[str, list[np.ndarray]] = {name: [] for name in streams}
-    log_prob: dict[str, list[np.ndarray]] = {name: [] for name in streams}
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in streams}
     where, ids = [], []
     for batch, rows_T, ids_T in reader.batches(rows, batch_size, on_progress):
         for name in streams:
             with acting(reader.model, Variant(name), kind):
                 found = reader.read(batch)
-            entropy[name].append(found.entropy.double().cpu().numpy())
-            log_prob[name].append(found.log_prob.double().cpu().numpy())
+            parts[name].append(torch.stack([found.entropy, found.log_prob]).double().cpu().numpy())
         where.append(rows_T)
         ids.append(ids_T)
-    return TokenEntropies(
-        np.concatenate(where),
-        np.concatenate(ids),
-        {name: np.concatenate(parts) for name, parts in entropy.items()},
-        {name: np.concatenate(parts) for name, parts in log_prob.items()},
-    )
+    both = {name: np.concatenate(read, axis=1) for name, read in parts.items()}  # [2, T] each
+    entropy, log_prob = ({name: read[at] for name, read in both.items()} for at in (0, 1))
+    return TokenEntropies(np.concatenate(where), np.concatenate(ids), entropy, log_prob)
 
 
 def by_class(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import shutil
@@ -10,18 +9,11 @@ from importlib import metadata
 from typing import Any
 
 import torch
+from packaging.requirements import Requirement
 
 from loragate.evaluation.sandbox import available_tiers, probe
 from loragate.version import __version__
 
-REQUIRED = {
-    "torch": "2.8",
-    "transformers": "5.19",
-    "peft": "0.21",
-    "trl": "1.16",
-    "accelerate": "1.12",
-    "datasets": "4.7",
-}
 OPTIONAL = {
     "math_verify": 'math answers in eval and calibrate (pip install "loragate[math]")',
     "lm_eval": 'retention suites (pip install "loragate[eval]")',
@@ -39,7 +31,17 @@ OPTIONAL = {
 
 def findings() -> dict[str, Any]:
     """Versions, devices, optional parts and problems as plain data."""
-    versions = {name: _version(name) for name in [*REQUIRED, "safetensors", "tokenizers", "matplotlib"]}
+    versions: dict[str, str | None] = {}
+    problems = []
+    for text in metadata.requires("loragate") or ():
+        wanted = Requirement(text)
+        if wanted.marker is not None:
+            continue  # of an optional part
+        found = versions[wanted.name] = _version(wanted.name)
+        if found is None:
+            problems.append(f"{wanted.name} is missing; pip install '{wanted}'")
+        elif not wanted.specifier.contains(found, prereleases=True):
+            problems.append(f"{wanted.name} {found} does not fit {wanted.specifier}; pip install -U '{wanted}'")
     devices = [f"cpu ({os.cpu_count()} cores, {torch.get_num_threads()} threads)"]
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
@@ -47,13 +49,6 @@ def findings() -> dict[str, Any]:
             devices.append(f"cuda:{index} ({torch.cuda.get_device_name(index)}, {memory:.0f} GiB)")
     if torch.backends.mps.is_available():
         devices.append("mps")
-    problems = []
-    for name, lowest in REQUIRED.items():
-        found = versions[name]
-        if found is None:
-            problems.append(f"{name} is missing; pip install '{name}>={lowest}'")
-        elif _numbers(found) < _numbers(lowest):
-            problems.append(f"{name} {found} is older than {lowest}; pip install -U {name}")
     free = shutil.disk_usage(os.getcwd()).free / 2**30
     if free < 1:
         problems.append(f"only {free:.1f} GiB free on the disk of the current folder")
@@ -98,14 +93,7 @@ def consequences(instructions: list[str]) -> list[str]:
 
 
 def _version(name: str) -> str | None:
-    if importlib.util.find_spec(name) is None:
-        return None
     try:
-        return metadata.version(name.replace("_", "-"))
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return "unknown"
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    parts = version.split("+")[0].split(".")[:3]
-    return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in parts)
+        return None

@@ -13,7 +13,7 @@ from peft import get_peft_model
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
 
-from loragate.analysis.plan_step import count_parameters
+from loragate.analysis.counts import count_parameters
 from loragate.data import ending_health
 from loragate.errors import ConfigError, GateError, LoragateError
 from loragate.gates import examine_adapter

@@ -7,6 +7,7 @@ and quantising change is arithmetic and stands here. What the trainer would refu
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import shlex
@@ -14,14 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from loragate.analysis.plan_step import (
-    Footprint,
-    Parameters,
-    Tracer,
-    base_dtype,
-    build_on_meta,
-    count_parameters,
-)
+from loragate.analysis.counts import Parameters, base_dtype, build_on_meta, count_parameters
+from loragate.analysis.plan_step import Step
 from loragate.analysis.settings import GPUS, Gpu, Request, find_gpu
 from loragate.errors import ConfigError
 from loragate.models import read_config
@@ -65,7 +60,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Plan:
-    """All options of a request, and the one to take; if none fits, `changes` that would each do."""
+    """All options of a request, the one to take and its command; if none fits, `changes` that would each do."""
 
     request: Request
     gpu: Gpu
@@ -73,34 +68,13 @@ class Plan:
     parameters: Parameters
     options: list[Option]
     chosen: Option | None
+    command: str
     changes: list[str]
 
     @property
     def least(self) -> Option:
         """The chosen option, or the one that needs the least memory."""
         return self.chosen or min(self.options, key=lambda option: option.gib)
-
-    def command(self, way: Request) -> str:
-        """The command line that trains this way; capital words stand for the user's own files."""
-        words = ["loragate"]
-        if way.gpus > 1:
-            words = ["accelerate", "launch", "--config_file", str(launch_file(way.strategy))]
-            words += ["--num_processes", str(way.gpus), "-m", "loragate"]
-        if way.stage == "sft":
-            words += ["sft", "--model", "MODEL" if way.model.endswith(".json") else way.model]
-            words += ["--rank", str(way.rank), "--target-modules", way.target_modules]
-        else:
-            words += ["calibrate", "--adapter", "ADAPTER", "--k", str(way.k)]
-            # a range is chosen in one process
-            words += ["--range=L,U", "--unverified"] if way.gpus > 1 else ["--probe", "PROBE"]
-        words += ["--data", "DATA", "--out", "OUT", "--max-length", str(way.seq)]
-        words += ["--batch-size", str(way.batch), "--micro-batch-size", str(way.micro_batch)]
-        words += ["--max-rows", str(way.rows)] if way.rows else []
-        words += ["--epochs", f"{way.epochs:g}"] if way.epochs != 1 else []
-        words += ["--dtype", self.dtype, "--precision", way.launched_with(way.strategy)]
-        words += ["--quantization", way.quantization] if way.quantization != "none" else []
-        words += ["--gradient-checkpointing"] if way.recomputes else []
-        return " ".join(shlex.quote(word) for word in words)
 
 
 def make_plan(request: Request, config: Any = None) -> Plan:
@@ -114,7 +88,7 @@ def make_plan(request: Request, config: Any = None) -> Plan:
         LoragateError: if the configuration cannot be read.
     """
     request.check()
-    config = config or read_config(request.model, revision=request.revision, trust=request.trust_remote_code)
+    config = config or read_config(request.model, trust=request.trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
             f"{request.model} is a quantised checkpoint; plan with its unquantised base and --quantization 8bit or 4bit"
@@ -126,26 +100,42 @@ def make_plan(request: Request, config: Any = None) -> Plan:
         objections = request.objections(request.strategy, request.quantization)
         raise ConfigError("this combination cannot work: " + "; ".join(objections))
     gpu, dtype = find_gpu(request.gpu_memory), base_dtype(config, request.dtype)
-    model = build_on_meta(config, request.stage, request.rank, request.target_modules, dtype)
-    counts, tracer = count_parameters(model, config), Tracer(config)
+    counts = count_parameters(build_on_meta(config, request.stage, request.rank, request.target_modules, dtype), config)
+
+    @functools.cache
+    def peak(seq: int, rows: int, recompute: str) -> float:
+        if rows > 4:  # linear in rows too, where they all have a mask
+            two, four = (peak(seq, few, recompute) for few in (2, 4))
+            return four + (four - two) * (rows - 4) / 2
+        traced: dict[str, Any] = {"seq": seq, "micro_batch": rows, "gradient_checkpointing": recompute}
+        # rows of different lengths in one pass need a mask
+        return Step(config, replace(request, **traced), padded=rows > 1).peak()
+
+    def option_of(way: Request) -> Option:
+        activations = peak(way.seq, way.micro_batch, way.gradient_checkpointing)
+        memory = gpu_memory(counts, activations, way, dtype.itemsize)
+        parts = {name: count / GIB for name, count in memory.items()}
+        gib, step = sum(parts.values()), step_seconds(counts, way, gpu, dtype.itemsize)
+        steps = math.ceil(math.ceil((way.rows or PAPER_ROWS[way.stage]) / way.batch) * way.epochs)
+        return Option(way, parts, gib, step, steps * step, gib <= gpu.memory)
 
     def options(asked: Request) -> list[Option]:
         """Each way with the asked or the largest fitting micro-batch, or with the smallest if none fits."""
         found = []
         for way in _ways(asked):
             for size in [way.micro_batch] if way.micro_batch else [n for n in SIZES if way.batch // way.gpus % n == 0]:
-                option = _option(replace(way, micro_batch=size), gpu, dtype.itemsize, counts, tracer)
+                option = option_of(replace(way, micro_batch=size))
                 if option.fits:
                     break
             found.append(option)
         return found
 
-    found = options(request)
-    plan = Plan(request, gpu, str(dtype).removeprefix("torch."), counts, found, _best(found), [])
-    if plan.chosen:
-        return plan
+    found, name = options(request), str(dtype).removeprefix("torch.")
+    if chosen := _best(found):
+        return Plan(request, gpu, name, counts, found, chosen, launch_command(chosen.way, name), [])
+    plan = Plan(request, gpu, name, counts, found, None, "", [])
     # changes that would each do, smallest first
-    least, changes = plan.least, []
+    least = plan.least
     relaxed = replace(request, strategy="any", quantization="any", gradient_checkpointing="any", micro_batch=0)
     lengths = [request.seq * eighths // 8 // 64 * 64 for eighths in (6, 4, 3, 2, 1)]
     wide = replace(request, strategy="fsdp2", quantization="none", gradient_checkpointing="yes", micro_batch=1)
@@ -154,18 +144,18 @@ def make_plan(request: Request, config: Any = None) -> Plan:
         ("allow {option}", [relaxed]),
         (
             "rows of at most {one.seq} tokens (--seq {one.seq}) with {option}",
-            [replace(least.way, seq=length, mean_length=0) for length in lengths if length],
+            [replace(least.way, seq=length) for length in lengths if length],
         ),
         ("{one.gpus} such GPUs with {option}", [replace(wide, gpus=gpus) for gpus in more]),
     ):
         for one in tried:
             if option := _best(options(one)):
-                changes.append(words.format(one=one, option=option))
+                plan.changes.append(words.format(one=one, option=option))
                 break
     large = sorted((gpu.memory, gpu.name) for gpu in GPUS.values() if gpu.memory >= least.gib)
     named = ", such as " + " or ".join(name for _, name in large[:2]) if large else ""
-    changes.append(f"GPUs of at least {math.ceil(least.gib)} GiB{named} ({least})")
-    return replace(plan, changes=changes)
+    plan.changes.append(f"GPUs of at least {math.ceil(least.gib)} GiB{named} ({least})")
+    return plan
 
 
 def _ways(request: Request) -> Iterator[Request]:
@@ -189,31 +179,47 @@ def _best(options: list[Option]) -> Option | None:
     return min(fitting, key=lambda option: (option.way.quantization != "none", round(option.seconds, 1)), default=None)
 
 
-def _option(way: Request, gpu: Gpu, itemsize: int, counts: Parameters, tracer: Tracer) -> Option:
-    # rows of different lengths in one pass need a mask
-    memory = gpu_memory(counts, tracer.footprint(way, padded=way.micro_batch > 1), way, itemsize)
-    parts = {name: count / GIB for name, count in memory.items()}
-    gib = sum(parts.values())
-    # seconds: FLOPs over the assumed throughput, against the link, which works beside
-    length = way.mean_length or way.seq
-    flops = counts.flops(way.stage, int(length), k=way.k, recompute=way.recomputes) * way.micro_batch * length
+def launch_command(way: Request, dtype: str) -> str:
+    """The command line that trains this way; capital words stand for the user's own files."""
+    words = ["loragate"]
+    if way.gpus > 1:
+        words = ["accelerate", "launch", "--config_file", str(launch_file(way.strategy))]
+        words += ["--num_processes", str(way.gpus), "-m", "loragate"]
+    if way.stage == "sft":
+        words += ["sft", "--model", "MODEL" if way.model.endswith(".json") else way.model]
+        words += ["--rank", str(way.rank), "--target-modules", way.target_modules]
+    else:
+        words += ["calibrate", "--adapter", "ADAPTER", "--k", str(way.k)]
+        # a range is chosen in one process
+        words += ["--range=L,U", "--unverified"] if way.gpus > 1 else ["--probe", "PROBE"]
+    words += ["--data", "DATA", "--out", "OUT", "--max-length", str(way.seq)]
+    words += ["--batch-size", str(way.batch), "--micro-batch-size", str(way.micro_batch)]
+    words += ["--max-rows", str(way.rows)] if way.rows else []
+    words += ["--epochs", f"{way.epochs:g}"] if way.epochs != 1 else []
+    words += ["--dtype", dtype, "--precision", way.launched_with(way.strategy)]
+    words += ["--quantization", way.quantization] if way.quantization != "none" else []
+    words += ["--gradient-checkpointing"] if way.recomputes else []
+    return " ".join(shlex.quote(word) for word in words)
+
+
+def step_seconds(counts: Parameters, way: Request, gpu: Gpu, itemsize: int) -> float:
+    """Of an optimiser step: FLOPs over the assumed throughput, or the link's time, which works beside."""
+    tokens = way.micro_batch * way.seq
+    flops = tokens * counts.flops(way.stage, way.seq, k=way.k, recompute=way.recomputes)
     peak = gpu.half if way.precision != "fp32" or itemsize == 2 else gpu.single
     compute = flops / (peak * 1e12 * UTILISATION * STRATEGIES[way.strategy] * QUANTIZATIONS[way.quantization])
     # bytes over the link: the base for the forward and again for the backward, gradients once a step
     crossing = 2 * (way.gpus - 1) / way.gpus / (gpu.link * 1e9)
     moved = crossing * counts.base * itemsize if way.strategy in ("fsdp2", "zero3") else 0.0
     passes = max(1, way.batch // (way.micro_batch * way.gpus))
-    step = passes * max(compute, moved) + crossing * FP32 * counts.trained(way.stage)
-    steps = math.ceil(math.ceil((way.rows or PAPER_ROWS[way.stage]) / way.batch) * way.epochs)
-    return Option(way, parts, gib, step, steps * step, gib <= gpu.memory)
+    return passes * max(compute, moved) + crossing * FP32 * counts.trained(way.stage)
 
 
-def gpu_memory(counts: Parameters, footprint: Footprint, way: Request, itemsize: int) -> dict[str, float]:
-    """Bytes of one GPU, by part, at the worst moment of a pass whose `footprint` was traced; `itemsize` is the base's.
+def gpu_memory(counts: Parameters, peak: float, way: Request, itemsize: int) -> dict[str, float]:
+    """Bytes of one GPU, by part, at the worst moment of a pass that was traced (`Step.peak`); `itemsize` is the base's.
 
     Quantised are the linear layers but the head, as bitsandbytes does it. LoRA factors, gates and AdamW's two moments are fp32.
-    `gathered` are whole weights that sharding puts together for a moment, `temporary` is what the worst moment needs beyond the
-    activations, `overhead` is assumed.
+    `gathered` are whole weights that sharding puts together for a moment, `overhead` is assumed.
     """
     sharded = way.strategy in ("fsdp2", "zero3")
     per_weight = {"8bit": 1.0, "4bit": NF4_BYTES}.get(way.quantization, itemsize)
@@ -234,10 +240,8 @@ def gpu_memory(counts: Parameters, footprint: Footprint, way: Request, itemsize:
         "weights": weights / way.gpus if sharded else weights,
         "adapter": FP32 * (lora + counts.gates),
         "optimizer": 2.0 * FP32 * own,
-        # those of the first pass are in the trace
-        "gradients": FP32 * (own * way.accumulates + counts.trained(way.stage) * (way.strategy == "ddp")),
+        "gradients": FP32 * (own + counts.trained(way.stage) * (way.strategy == "ddp")),
         "gathered": gathered,
-        "activations": footprint.saved,
-        "temporary": max(footprint) - footprint.saved + widened,
+        "activations": peak + widened,
     }
     return parts | {"overhead": CONTEXT + COMMUNICATION * (way.gpus > 1) + FRAGMENTATION * sum(parts.values())}

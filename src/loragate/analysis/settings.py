@@ -14,7 +14,7 @@ from loragate.errors import ConfigError, nearest
 from loragate.training.compatibility import Plan as Combination
 from loragate.training.compatibility import impossible
 from loragate.training.strategy import Launch
-from loragate.validate import Amount, Count, Positive, Size, check
+from loragate.validate import Count, Positive, Size, check
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Request:
     """What is to be trained on what.
 
     Attributes:
-        model: hub id, model folder or config.json; only the configuration is read, no weights.
+        model: hub id (owner/name[@revision]), model folder or config.json; only the configuration is read, no weights.
         stage: Stage I or Stage II.
         gpus: GPUs, counted over all machines.
         gpu_memory: memory of one GPU in GiB, or its name (h100, a100-80, a100-40, l40s, 4090, ...).
@@ -88,8 +88,6 @@ class Request:
         k: support of the top-k entropy (Stage II).
         rows: rows of the training; 0 takes the paper's 100,000 (sft) or 20,000 (calibrate).
         epochs: passes over the rows.
-        mean_length: mean tokens of a row, for the time estimate; 0 takes seq.
-        revision: branch, tag or commit of a hub id.
         trust_remote_code: run model code from the hub.
     """
 
@@ -110,8 +108,6 @@ class Request:
     k: Size = 100
     rows: Size = 0
     epochs: Positive = 1.0
-    mean_length: Amount = 0
-    revision: str = ""
     trust_remote_code: bool = False
 
     def check(self) -> None:
@@ -121,8 +117,6 @@ class Request:
             ConfigError: naming the setting, what was found and what is allowed.
         """
         check(self)
-        if self.mean_length > self.seq:
-            raise ConfigError(f"mean_length {self.mean_length:g} is more than seq {self.seq}")
         if self.strategy not in ("any", "single") and self.gpus < 2:
             raise ConfigError(f"strategy {self.strategy} spreads over GPUs, and there is one: raise gpus")
         if self.batch % (self.gpus * max(1, self.micro_batch)):
@@ -137,11 +131,6 @@ class Request:
         """Whether the backward pass recomputes the activations of each decoder layer."""
         return self.gradient_checkpointing == "yes"
 
-    @property
-    def accumulates(self) -> bool:
-        """Whether a step takes several passes, so that gradients of an earlier one are in memory."""
-        return self.batch > self.gpus * self.micro_batch
-
     def launched_with(self, strategy: str) -> str:
         """The precision to train with; ZeRO-3 runs without autocast."""
         return "fp32" if strategy == "zero3" and self.precision == "bf16" else self.precision
@@ -155,14 +144,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU; throughput and bandwidth are the vendor's figures, dense and without sparsity.
+    """One GPU; throughput and link are the vendor's figures, dense and without sparsity.
 
     Attributes:
         name: as given on the command line.
         memory: GiB that a process can use; the driver takes the rest of the nominal size.
         half, single: TFLOP/s of bf16 matrix products (fp16 where there is no bf16), and of fp32 outside tensor cores.
         link: GB/s to and from the other GPUs of the machine, one direction.
-        bandwidth: GB/s between its memory and its cores.
         bf16: whether matrix products run in bf16 (else fp16 only).
     """
 
@@ -171,29 +159,28 @@ class Gpu:
     half: float
     single: float
     link: float
-    bandwidth: float
     bf16: bool = True
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("b200", 178, 2250, 80, 900, 8000),
-        Gpu("h200", 139, 989, 67, 450, 4800),
-        Gpu("h100", 79, 989, 67, 450, 3350),
-        Gpu("h100-pcie", 79, 756, 51, 64, 2000),
-        Gpu("mi300x", 191, 1307, 163, 448, 5300),
-        Gpu("a100-80", 79, 312, 19.5, 300, 2039),
-        Gpu("a100-40", 39, 312, 19.5, 300, 1555),
-        Gpu("l40s", 44, 362, 92, 32, 864),
-        Gpu("a6000", 47, 155, 39, 56, 768),
-        Gpu("a10", 22, 125, 31, 32, 600),
-        Gpu("l4", 22, 121, 30, 32, 300),
-        Gpu("5090", 31, 210, 105, 64, 1792),
-        Gpu("4090", 23, 165, 83, 32, 1008),
-        Gpu("3090", 23, 71, 36, 32, 936),
-        Gpu("v100-32", 31, 125, 15.7, 150, 900, bf16=False),
-        Gpu("t4", 14.5, 65, 8, 16, 320, bf16=False),
+        Gpu("b200", 178, 2250, 80, 900),
+        Gpu("h200", 139, 989, 67, 450),
+        Gpu("h100", 79, 989, 67, 450),
+        Gpu("h100-pcie", 79, 756, 51, 64),
+        Gpu("mi300x", 191, 1307, 163, 448),
+        Gpu("a100-80", 79, 312, 19.5, 300),
+        Gpu("a100-40", 39, 312, 19.5, 300),
+        Gpu("l40s", 44, 362, 92, 32),
+        Gpu("a6000", 47, 155, 39, 56),
+        Gpu("a10", 22, 125, 31, 32),
+        Gpu("l4", 22, 121, 30, 32),
+        Gpu("5090", 31, 210, 105, 64),
+        Gpu("4090", 23, 165, 83, 32),
+        Gpu("3090", 23, 71, 36, 32),
+        Gpu("v100-32", 31, 125, 15.7, 150, bf16=False),
+        Gpu("t4", 14.5, 65, 8, 16, bf16=False),
     )
 }
 

@@ -34,6 +34,7 @@ from loragate.errors import ConfigError, DataError
 from loragate.evaluation.judging import grader_for, judge
 from loragate.evaluation.variants import Kind
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
+from loragate.losses.causal_head import Head
 
 ROWS = 48
 
@@ -47,13 +48,22 @@ class ActionValues(Protocol):
 
 
 @dataclass(frozen=True)
-class DenseValues:
-    """Values of all actions, [T, V]."""
+class ReferenceValues:
+    """Log-probabilities of all actions under a policy, made when they are asked for: T × V of them would fill the memory.
 
-    values: Tensor
+    Attributes:
+        states: final hidden states of the policy, [T, D]; its logits [T, V] where it has no plain head.
+        head: its output head, None for logits.
+    """
 
+    states: Tensor
+    head: Head | None
+
+    @torch.no_grad()
     def table(self, start: int, stop: int, like: Tensor) -> Tensor:
-        return self.values[start:stop].to(like)
+        part = self.states[start:stop]
+        logits = part if self.head is None else self.head.logits(part, torch.float32)
+        return torch.log_softmax(logits.float(), -1).to(like)
 
 
 @dataclass(frozen=True)
@@ -201,13 +211,13 @@ def _rollouts(
     return [tables[index] for index in range(len(rows))], what
 
 
-def reference_values(reader: Reader, row: Row) -> DenseValues:
+@torch.no_grad()
+def reference_values(reader: Reader, row: Row) -> ReferenceValues:
     """log π_ref at the row's counted positions, from the model as it acts at the moment.
 
     `reader` may hold another model than the one that is diagnosed, with the same vocabulary.
     """
-    with torch.no_grad():
-        return DenseValues(torch.log_softmax(reader.logits(reader.states(reader.batch(row))), -1))
+    return ReferenceValues(reader.states(reader.batch(row)), reader.head() if reader.fused else None)
 
 
 def reward_values(reader: Reader, row: Row, reward: float, baseline: float) -> SparseValues:

@@ -8,8 +8,7 @@ draws; it is JSON through and through, λ as bytes in base64.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +18,9 @@ from loragate.analysis.rows import unheard
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.subject import Subject
 from loragate.errors import ConfigError
-from loragate.evaluation.variants import Kind
-from loragate.gates import active_adapter, attached_config, gates_disabled, trace_gates
+from loragate.evaluation.variants import Kind, Variant, acting
+from loragate.gates import attached_config, trace_gates
+from loragate.gates.attach import gate_modules
 from loragate.generation import OnProgress, Sample
 
 SCHEMA = 1
@@ -93,7 +93,7 @@ def trace_answers(
     """The trace record of some answers.
 
     Args:
-        peft_model: base with a gated adapter, the active one, in memory.
+        peft_model: base with a gated adapter, the active one, in memory and in evaluation mode.
         tokenizer: the base's; prompts are tokenised without added special tokens, as for generation.
         questions: prompts with answers of "base", "adapter" or "gated".
         max_tokens: of an answer that is traced; what lies beyond is left out and counted in "cut".
@@ -103,40 +103,25 @@ def trace_answers(
         {"schema", "kind", "lower", "upper", "modules", "questions"}; per answer "tokens", "log_prob", "entropy",
         "delta_entropy" (nats), "top" and "gates": uint8 [modules, tokens] in base64, λ = L + (U − L) · byte / 255.
     """
-    name = active_adapter(peft_model)
-    bounds = attached_config(peft_model, name).range
-    streams: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-        "base": peft_model.disable_adapter,
-        "adapter": lambda: gates_disabled(peft_model, name),
-    }
-    was_training = peft_model.training
-    peft_model.eval()
-    modules: list[str] = []
+    bounds, modules = attached_config(peft_model).range, list(gate_modules(peft_model))
     records: list[dict[str, Any]] = []
-    try:
-        for question in questions:
-            prompt = tokenizer(question.prompt, add_special_tokens=False)["input_ids"]
-            answers = []
-            for answer in question.answers:
-                ids = list(answer.sample.token_ids)[:max_tokens]
-                if not ids:
-                    continue
-                log_p = {}
-                for stream, enter in streams.items():
-                    with enter():
-                        log_p[stream] = _log_probabilities(peft_model, prompt, ids)
-                with trace_gates(peft_model, name) as traced:
-                    log_p["gated"] = _log_probabilities(peft_model, prompt, ids)
-                modules = list(traced)
-                # the λ that made position t stands at the position before it, whose logits chose the token
-                lam_MT = torch.stack([values[0].reshape(-1)[-len(ids) - 1 : -1] for values in traced.values()])
-                answers.append(
-                    _record(tokenizer, answer, ids, log_p, (lam_MT - bounds.lower) / (bounds.upper - bounds.lower))
-                )
-            records.append({"id": question.id, "prompt": question.prompt, "gold": question.gold, "answers": answers})
-            on_progress(len(records), len(questions))
-    finally:
-        peft_model.train(was_training)
+    for question in questions:
+        prompt = tokenizer(question.prompt, add_special_tokens=False)["input_ids"]
+        answers = []
+        for answer in question.answers:
+            ids = list(answer.sample.token_ids)[:max_tokens]
+            if not ids:
+                continue
+            log_p: dict[str, torch.Tensor] = {}
+            for stream in STREAMS:
+                with trace_gates(peft_model) as traced, acting(peft_model, Variant(stream), "gated"):
+                    log_p[stream] = _log_probabilities(peft_model, prompt, ids)
+            # of the gates, the last stream; the λ that made position t stands before it, where its token was chosen
+            lam_MT = torch.stack([traced[path][0].reshape(-1)[-len(ids) - 1 : -1] for path in modules])
+            share_MT = (lam_MT - bounds.lower) / (bounds.upper - bounds.lower)
+            answers.append(_record(tokenizer, answer, ids, log_p, share_MT))
+        records.append({"id": question.id, "prompt": question.prompt, "gold": question.gold, "answers": answers})
+        on_progress(len(records), len(questions))
     return {
         "schema": SCHEMA,
         "kind": "token traces",

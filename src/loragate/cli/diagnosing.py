@@ -12,8 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from loragate import records
 from loragate.analysis.alignment import diagnose_alignment
 from loragate.analysis.delta_entropy import diagnose_entropy
@@ -31,9 +29,8 @@ from loragate.evaluation.session import Session
 from loragate.files import write_text
 from loragate.generation import OnProgress
 from loragate.models import Loaded
-from loragate.report.page.content import Block
 from loragate.report.page.diagnosis import diagnosis_blocks
-from loragate.report.table import interval, stacked, terminal_table
+from loragate.report.table import Sheet
 
 LOOKS: dict[str, Callable[[Subject, DiagnoseOptions], Any]] = {
     "entropy": diagnose_entropy,
@@ -77,31 +74,14 @@ def diagnose(options: DiagnoseOptions) -> int:
         subject.say(f"{len(record['questions'])} questions written to {folder / 'tokens.json'}")
     else:
         for block in diagnosis_blocks(records.to_json(record)):
-            if table := terminal(block):
-                subject.out.print(table)
+            if isinstance(block, Sheet) and not block.folded:
+                subject.out.print(block)
         write_text(folder / "config.yaml", resolved_yaml(options))
         for line in record.conclusion:
             subject.say(f"• {line}")
         subject.say(f"written to {folder / what}.json in {duration(time.monotonic() - subject.began)}")
     subject.say(f"next: loragate {next_command(options, subject.loaded.kind)}")
     return 0
-
-
-def terminal(block: Block) -> Table | None:
-    """A block of the report as a table of the terminal; None for charts, text, and long tables, which the report folds."""
-    data = block.data
-    if block.kind == "scores":
-        columns = ("row", "score %", *data["columns"])
-        rows = [(row["name"], interval(row["estimate"]), *row["cells"]) for row in data["rows"]]
-    elif block.kind == "table" and "folded" not in data:
-        columns, rows = data["columns"], data["rows"]
-    else:
-        return None
-    # words and the ends of intervals under one another, or 80 columns would not hold it
-    table = terminal_table(block.title, [name.replace(" ", "\n") for name in columns], data["caption"])
-    for row in rows:
-        table.add_row(*stacked([(cell.replace(" (", "\n(").replace(" to ", "\nto "),) for cell in row]))
-    return table
 
 
 def next_command(options: DiagnoseOptions, kind: str) -> str:

@@ -31,7 +31,7 @@ def run(options: DoctorOptions) -> int:
         return 1 if found["problems"] else 0
     print(f"loragate {found['loragate']}, Python {found['python']} on {found['platform']} ({sys.executable})")
     for name, version in found["versions"].items():
-        print(f"  {name:<14} {version or 'missing'}")
+        print(f"  {name:<18} {version or 'missing'}")
     print("devices: " + ", ".join(found["devices"]))
     instructions = found["instructions"]
     lacking = [name for name in ("AVX512-BF16", "AMX") if name not in instructions]
@@ -40,7 +40,7 @@ def run(options: DoctorOptions) -> int:
         print(f"  {sentence}")
     print("optional parts:")
     for name, purpose in OPTIONAL.items():
-        print(f"  {name:<14} {found['optional'][name] or 'not installed'}: {purpose}")
+        print(f"  {name:<18} {found['optional'][name] or 'not installed'}: {purpose}")
     tiers = ", ".join(found["sandbox"]) or "none"
     print(f"sandbox for programs: {tiers}")
     if found["sandbox_problem"]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loragate.analysis.settings import Request
 from loragate.cli.arguments import Command
 from loragate.display import console, duration, quiet_logging
 from loragate.errors import LoragateError
-from loragate.files import write_json
 
 if TYPE_CHECKING:
     from loragate.analysis.plan import Plan
@@ -22,10 +20,10 @@ class PlanOptions(Request):
     """Settings of `loragate plan`.
 
     Attributes:
-        json: also write the whole plan to this file ("-" prints it instead of the table).
+        json: print the plan as JSON.
     """
 
-    json: str = ""
+    json: bool = False
 
 
 def run(options: PlanOptions) -> int:
@@ -34,14 +32,10 @@ def run(options: PlanOptions) -> int:
 
     quiet_logging()
     plan = make_plan(options)
-    command = plan.command(plan.chosen.way) if plan.chosen else ""
-    record = {**asdict(plan), "command": command}
-    if options.json == "-":
-        print(json.dumps(record, indent=2))
+    if options.json:
+        print(json.dumps(asdict(plan), indent=2))
     else:
-        if options.json:
-            write_json(Path(options.json), record)
-        _print(plan, command)
+        _print(plan)
     if plan.chosen is None:
         ways = "\n".join(f"- {change}" for change in plan.changes)
         raise LoragateError(
@@ -50,8 +44,8 @@ def run(options: PlanOptions) -> int:
     return 0
 
 
-def _print(plan: Plan, command: str) -> None:
-    from rich.table import Table
+def _print(plan: Plan) -> None:
+    from loragate.report.table import Line, Sheet
 
     out, request, counts = console(), plan.request, plan.parameters
     out.print(
@@ -60,14 +54,10 @@ def _print(plan: Plan, command: str) -> None:
         f"a step: {request.batch} rows of {request.seq} tokens on {plan.gpu.name} with {plan.gpu.memory:g} GiB",
         markup=False,
     )
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    for name in ("strategy", "weights", "recompute", "rows", "GiB", "step", "run", ""):
-        right: Any = "right" if name in ("rows", "GiB", "step", "run") else "left"
-        table.add_column(name, justify=right, no_wrap=right == "right" or not name)
+    lines = []
     for option in plan.options:
         way = option.way
-        table.add_row(
-            way.strategy if way.gpus == 1 else f"{way.strategy} ×{way.gpus}",
+        cells = [
             plan.dtype if way.quantization == "none" else way.quantization,
             way.gradient_checkpointing,
             str(way.micro_batch),
@@ -75,13 +65,15 @@ def _print(plan: Plan, command: str) -> None:
             duration(option.step),
             duration(option.seconds),
             "← take this" if option is plan.chosen else "" if option.fits else "too large",
-        )
-    out.print(table)
-    out.print("recompute: gradient checkpointing; rows: micro-batch of one GPU; GiB: its peak; times are estimates")
+        ]
+        name = way.strategy if way.gpus == 1 else f"{way.strategy} ×{way.gpus}"
+        lines.append(Line(name, [(cell,) for cell in cells]))
+    note = "recompute: gradient checkpointing; rows: micro-batch of one GPU; GiB: its peak; times are estimates"
+    out.print(Sheet("", ("strategy", "weights", "recompute", "rows", "GiB", "step", "run", ""), lines, note))
     parts = ", ".join(f"{name} {gib:.2f}" for name, gib in plan.least.parts.items() if gib >= 0.005)
     out.print(f"GiB per GPU by part ({plan.least}): {parts}", markup=False)
-    if command:
-        out.print(f"next: {command}", markup=False, soft_wrap=True)
+    if plan.command:
+        out.print(f"next: {plan.command}", markup=False, soft_wrap=True)
 
 
 COMMAND = Command(
@@ -91,7 +83,7 @@ COMMAND = Command(
     run=run,
     examples=(
         "loragate plan Qwen/Qwen2.5-Math-7B --gpus 1 --gpu-memory 4090",
-        "loragate plan config.json --stage sft --gpus 8 --gpu-memory h100 --seq 4096 --json plan.json",
+        "loragate plan config.json --stage sft --gpus 8 --gpu-memory h100 --seq 4096 --json > plan.json",
     ),
     positional="model",
     common=(

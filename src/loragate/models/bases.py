@@ -168,8 +168,8 @@ def _config_of(base: ModelRef, trust: bool) -> Any:
     return AutoConfig.from_pretrained(name, trust_remote_code=trust, **beside)
 
 
-def read_config(name: str, *, revision: str = "", trust: bool = False) -> Any:
-    """The transformers configuration behind a hub id, a model folder or a config.json.
+def read_config(name: str, *, trust: bool = False) -> Any:
+    """The transformers configuration behind a hub id (owner/name[@revision]), a model folder or a config.json.
 
     Raises:
         ConfigError: for a name that leads nowhere, and a file that cannot be read; LoragateError where the hub gives none.
@@ -178,7 +178,7 @@ def read_config(name: str, *, revision: str = "", trust: bool = False) -> Any:
     try:
         if path.suffix == ".json" and path.is_file():
             return AutoConfig.from_pretrained(name, trust_remote_code=trust)
-        return base_config(resolve(name, expect="base", what="model", revision=revision or None).base, trust)
+        return base_config(resolve(name, expect="base", what="model").base, trust)
     except (OSError, ValueError, KeyError, TypeError) as error:
         refusal = ConfigError if path.exists() else LoragateError
         raise refusal(f"the configuration of {name} cannot be read: {str(error).splitlines()[0]}") from error

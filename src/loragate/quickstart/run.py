@@ -22,7 +22,7 @@ from loragate.quickstart import QuickstartSettings
 from loragate.quickstart.study import CONSTANTS, CONTROLS, RANDOM, OnStep, Study, control_statements
 from loragate.report.figures import accuracy_bars, entropy_curve, lambda_map
 from loragate.report.reading import read_results
-from loragate.report.table import results_markdown, results_table
+from loragate.report.table import results_table
 from loragate.selection import choose
 from loragate.version import __version__
 from loragate.world.base import save_base
@@ -192,7 +192,7 @@ def write(study: Study, folder: Path, results: dict[str, Any]) -> None:
     entropy_curve(histories, folder / "figures" / "entropy.png")
     lambda_map(results["realised_gates"], folder / "figures" / "lambda.png")
     reading = "\n".join(f"- {line}" for line in results["reading"])
-    write_text(folder / "results.md", f"{results_markdown(study.table)}\n\n{reading}\n")
+    write_text(folder / "results.md", f"{results_table(study.table).markdown()}\n\n{reading}\n")
 
 
 def show(study: Study, folder: Path, reading: list[str]) -> None:

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from transformers import AutoConfig
 
+from loragate.analysis.counts import base_dtype, build_on_meta, count_parameters
 from loragate.analysis.plan import FP32, Plan, make_plan
-from loragate.analysis.plan_step import base_dtype, build_on_meta, count_parameters
 from loragate.analysis.settings import Request
 from loragate.evaluation.tasks import Task, load_task, suite
 from loragate.evaluation.variants import Kind, Variant, variants_for

@@ -1,45 +1,34 @@
-"""The results of a sweep as tables and sentences, for the terminal and for Markdown, from its record (plain data)."""
+"""The results of a sweep as tables and sentences, from its record (plain data)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
+from loragate.display import percent, points
 from loragate.files import write_text
 from loragate.report.heatmap import heat_maps
-from loragate.report.table import (
-    ABSENT,
-    Cell,
-    interval,
-    markdown_table,
-    or_absent,
-    p_value,
-    percent,
-    points,
-    share_cell,
-    stacked,
-    terminal_table,
-)
+from loragate.report.table import ABSENT, Cell, Line, Sheet, interval, or_absent, p_value, share_cell
 
 COLUMNS = ("Cell", "Probe %", "vs adapter, points", "Seeds %", "Entropy", "Ended %", "λ < 0 / > 1 %")
 ROWS = 15
-SHOWN = (0, 1, 2, 4, 5)  # the columns that fit a terminal of 80
 
 
-def sweep_tables(record: Mapping[str, Any]) -> list[Table]:
-    """One table per adapter: itself, then its cells from the best down, at most 15."""
+def sweep_tables(record: Mapping[str, Any], most: int | None = ROWS) -> list[Sheet]:
+    """One table per adapter: itself, then its cells from the best down, the first `most` of them."""
     tables = []
     for choice in record["choices"]:
-        cells = _ranked(record, choice)
-        left = f" {len(cells) - ROWS} cells below are in the files." if len(cells) > ROWS else ""
-        table = terminal_table(_title(record, choice), [COLUMNS[place] for place in SHOWN], _caption(record) + left)
-        for name, values in _rows(choice, cells[:ROWS]):
-            row = ((name,), *values)
-            table.add_row(*stacked(row[place] for place in SHOWN), style="bold" if name == choice["picked"] else None)
-        tables.append(table)
+        mine = [
+            cell for cell in record["cells"] if cell["adapter"] == choice["adapter"] and cell["difference"] is not None
+        ]
+        mine.sort(key=lambda cell: -cell["probe"]["mean"])
+        ended = (or_absent(choice["adapter_signs"].get("finished"), percent),)
+        own = [share_cell(choice["adapter_probe"]), *[(ABSENT,)] * 3, ended, (ABSENT,)]
+        lines = [Line("adapter", own), *(_line(cell, choice) for cell in mine[:most])]
+        title = f"{choice['adapter']}: Avg@{record['samples']} on {record['questions']} probe questions"
+        left = f" {len(mine) - most} cells below are in the files." if most and len(mine) > most else ""
+        tables.append(Sheet(title, COLUMNS, lines, _caption(record) + left, wide=(3, 6)))
     return tables
 
 
@@ -56,12 +45,8 @@ def write_sweep(record: Mapping[str, Any], folder: Path) -> list[str]:
 def sweep_markdown(record: Mapping[str, Any]) -> str:
     """All cells of all adapters as Markdown, ending in a line end."""
     parts = ["# Sweep"]
-    for choice in record["choices"]:
-        rows = _rows(choice, _ranked(record, choice))
-        named = [(f"**{name}**" if name == choice["picked"] else name, cells) for name, cells in rows]
-        table = markdown_table(COLUMNS, named)
-        parts.append(f"## {_title(record, choice)}\n\n{table}\n\n{choice_sentence(record, choice)}")
-    parts.append(_caption(record))
+    for choice, table in zip(record["choices"], sweep_tables(record, most=None), strict=True):
+        parts += [table.markdown(), choice_sentence(record, choice)]
     for title, key in (("Diverged, and out of the comparison:", "diverged"), ("Not finished:", "failures")):
         reasons = record.get(key) or {}
         if reasons:
@@ -69,16 +54,14 @@ def sweep_markdown(record: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def suite_table(record: Mapping[str, Any]) -> Table:
+def suite_table(record: Mapping[str, Any]) -> Sheet:
     """The cells of one adapter on a suite, from the best down; from the record of `selection.evaluated`."""
     (choice,) = record["choices"]
     title = f"{choice['adapter']}: {record['suite']}, mean over {len(record['tasks'])} tasks, Avg@{record['samples']}"
-    table = terminal_table(title, ("Cell", "Score %", "vs adapter, points"), choice_sentence(record, choice))
-    table.add_row(*stacked([("adapter",), share_cell(choice["adapter_score"]), (ABSENT,)]))
+    lines = [Line("adapter", [share_cell(choice["adapter_score"]), (ABSENT,)])]
     for cell in sorted(record["cells"], key=lambda cell: -cell["score"]["mean"]):
-        row = (_name(cell),), share_cell(cell["score"]), _versus(cell)
-        table.add_row(*stacked(row), style="bold" if cell["name"] == choice["picked"] else None)
-    return table
+        lines.append(Line(_name(cell), [share_cell(cell["score"]), _versus(cell)], _group(cell, choice)))
+    return Sheet(title, ("Cell", "Score %", "vs adapter, points"), lines, choice_sentence(record, choice))
 
 
 def _suite_sentence(record: Mapping[str, Any], choice: Mapping[str, Any]) -> str:
@@ -135,24 +118,18 @@ def choice_sentence(record: Mapping[str, Any], choice: Mapping[str, Any]) -> str
     return text
 
 
-def _rows(choice: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Cell]]]:
-    """(name, cells) of the adapter and of these cells of the grid."""
-    ended = choice["adapter_signs"].get("finished")
-    own: list[Cell] = [share_cell(choice["adapter_probe"]), *[(ABSENT,)] * 3, (or_absent(ended, percent),), (ABSENT,)]
-    rows = [("adapter", own)]
-    for cell in cells:
-        gates, after = cell["gates"], cell["entropy_after"]
-        shares = f"{percent(gates['below_zero'])} / {percent(gates['above_one'])}" if "below_zero" in gates else ABSENT
-        found: list[Cell] = [
-            share_cell(cell["probe"]),
-            _versus(cell),
-            (", ".join(percent(mean) for mean in cell["by_seed"]) if len(cell["by_seed"]) > 1 else ABSENT,),
-            (ABSENT if after is None else f"{cell['entropy_before']:.3f} → {after:.3f}",),
-            (or_absent(cell["signs"].get("finished"), percent),),
-            (shares,),
-        ]
-        rows.append((_name(cell), found))
-    return rows
+def _line(cell: Mapping[str, Any], choice: Mapping[str, Any]) -> Line:
+    gates, after = cell["gates"], cell["entropy_after"]
+    seeds = ", ".join(percent(mean) for mean in cell["by_seed"]) if len(cell["by_seed"]) > 1 else ABSENT
+    entropy = ABSENT if after is None else f"{cell['entropy_before']:.3f} → {after:.3f}"
+    ended = or_absent(cell["signs"].get("finished"), percent)
+    shares = f"{percent(gates['below_zero'])} / {percent(gates['above_one'])}" if "below_zero" in gates else ABSENT
+    cells = [share_cell(cell["probe"]), _versus(cell), (seeds,), (entropy,), (ended,), (shares,)]
+    return Line(_name(cell), cells, _group(cell, choice))
+
+
+def _group(cell: Mapping[str, Any], choice: Mapping[str, Any]) -> str:
+    return "scale" if cell["name"] == choice["picked"] else ""
 
 
 def _name(cell: Mapping[str, Any]) -> str:
@@ -163,15 +140,6 @@ def _versus(cell: Mapping[str, Any]) -> Cell:
     """The difference to the adapter, with p where all seeds are there."""
     versus = cell["difference"]
     return points(versus["mean"]), f"p{p_value(versus['p_holm'])}" if cell["complete"] else ""
-
-
-def _ranked(record: Mapping[str, Any], choice: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    mine = [cell for cell in record["cells"] if cell["adapter"] == choice["adapter"] and cell["difference"] is not None]
-    return sorted(mine, key=lambda cell: -cell["probe"]["mean"])
-
-
-def _title(record: Mapping[str, Any], choice: Mapping[str, Any]) -> str:
-    return f"{choice['adapter']}: Avg@{record['samples']} on {record['questions']} probe questions"
 
 
 def _caption(record: Mapping[str, Any]) -> str:

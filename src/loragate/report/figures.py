@@ -7,6 +7,7 @@ when a figure is drawn, and its figures are used without pyplot: neither a displ
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from loragate.display import percent
 from loragate.errors import ConfigError
 from loragate.files import write_atomically
-from loragate.report.table import NOT_RUN, Row, percent, place_of
+from loragate.report.table import NOT_RUN, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -118,20 +120,14 @@ def entropy_curve(histories: Mapping[str, Sequence[Mapping[str, Any]]], path: st
 def lambda_map(stats: Mapping[str, Mapping[str, float]], path: str | Path) -> None:
     """Draw the mean λ of every module, layer by kind, and beside it the shares of λ below 0, from 0 to 1 and above 1.
 
-    `stats` is {module path: {"mean", "below_zero", "zero_to_one", "above_one"}}. The layer is the first integer in the
-    path and the kind its last component; modules that share both, such as experts, are averaged, and so are the shares
-    over the modules of a layer. The colours are centred at 1, where a gate leaves the adapter as it was.
+    `stats` is {module path: {"mean", "below_zero", "zero_to_one", "above_one"}}. Modules that share layer and kind, such as
+    experts, are averaged, and so are the shares over the modules of a layer. The colours are centred at 1, where a gate leaves
+    the adapter as it was.
     Raises `ConfigError` for a file name of another kind than png, svg or pdf.
     """
     from matplotlib.colors import Normalize
 
-    cells: dict[tuple[int | None, str], list[Mapping[str, float]]] = {}
-    for module, values in stats.items():
-        cells.setdefault(place_of(module), []).append(values)
-    layers = sorted({layer for layer, _ in cells}, key=lambda layer: (layer is None, layer))
-    kinds = sorted(
-        {kind for _, kind in cells}, key=lambda kind: MODULES.index(kind) if kind in MODULES else len(MODULES)
-    )
+    layers, kinds, cells = by_place(stats)
     means = np.full((len(layers), len(kinds)), np.nan)
     for (layer, kind), modules in cells.items():
         means[layers.index(layer), kinds.index(kind)] = np.mean([values["mean"] for values in modules])
@@ -154,16 +150,11 @@ def lambda_map(stats: Mapping[str, Mapping[str, float]], path: str | Path) -> No
         left.tick_params(length=0)
         figure.colorbar(image, ax=left, pad=0.02, fraction=0.06, aspect=min(max(12, 2 * len(layers)), 60))
 
-        reached = np.zeros(len(layers))
-        for key, (label, colour) in SHARES.items():
-            shares = [
-                100 * np.mean([values[key] for (at, _), modules in cells.items() if at == layer for values in modules])
-                for layer in layers
-            ]
-            right.barh(range(len(layers)), shares, left=reached, height=0.72, color=colour, label=label)
-            reached += shares
-        right.set_xlim(0, 100)
-        right.set_xlabel("% of tokens")
+        of_layer = {
+            layer: [one for (at, _), group in cells.items() if at == layer for one in group] for layer in layers
+        }
+        shares = [{key: np.mean([one[key] for one in group]) for key in SHARES} for group in of_layer.values()]
+        share_bars(right, shares, "% of tokens")
         right.set_title("Where λ lies")
         right.tick_params(axis="y", length=0, labelleft=False)
         right.spines[["top", "right", "left"]].set_visible(False)
@@ -204,3 +195,35 @@ def legend(figure: Figure, colours: Mapping[str, str], columns: int) -> None:
 def grid(axes: Axes, axis: Any) -> None:
     axes.grid(axis=axis, color="#DDDDDD", linewidth=0.8)
     axes.set_axisbelow(True)
+
+
+def share_bars(axes: Axes, shares: Sequence[Mapping[str, Any]], what: str) -> list[Any]:
+    """One stacked bar for each {key of `SHARES`: share of 1}, in per cent of `what`; returns the bars of each key."""
+    bars, reached = [], np.zeros(len(shares))
+    for key, (label, colour) in SHARES.items():
+        widths = np.array([100 * one[key] for one in shares])
+        bars.append(axes.barh(range(len(shares)), widths, left=reached, height=0.72, color=colour, label=label))
+        reached += widths
+    axes.set_xlim(0, 100)
+    axes.set_xlabel(what)
+    return bars
+
+
+Stats = Mapping[str, float]
+
+
+def by_place(
+    stats: Mapping[str, Stats],
+) -> tuple[list[int | None], list[str], dict[tuple[int | None, str], list[Stats]]]:
+    """(layers, kinds, {(layer, kind): statistics}) of {module path: statistics}, in the order in which they are drawn.
+
+    The layer is the first whole number in the path, None where there is none, and the kind its last component.
+    """
+    cells: dict[tuple[int | None, str], list[Stats]] = {}
+    for path, values in stats.items():
+        number = re.search(r"(?<![^.])\d+(?![^.])", path)
+        cells.setdefault((int(number[0]) if number else None, path.rsplit(".", 1)[-1]), []).append(values)
+    layers = sorted({layer for layer, _ in cells}, key=lambda layer: (layer is None, layer))
+    order = {kind: place for place, kind in enumerate(MODULES)}
+    kinds = sorted(dict.fromkeys(kind for _, kind in cells), key=lambda kind: order.get(kind, len(MODULES)))
+    return layers, kinds, cells

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from loragate.display import percent, points
 from loragate.report.figures import drawn
-from loragate.report.table import percent, points
 
 COLOURS = "PuOr"  # orange is worse than the adapter, purple better; told apart by all common kinds of colour vision
 CHOSEN, ORACLE = "#000000", "#009E73"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.errors import ConfigError, DataError
-from loragate.report.figures import SHARES, accuracy_bars, drawn, entropy_curve, grid, lambda_map, legend
+from loragate.report.figures import accuracy_bars, drawn, entropy_curve, grid, lambda_map, legend, share_bars
 from loragate.report.heatmap import heat_maps
 from loragate.report.sources import Source
 
@@ -51,19 +51,11 @@ def gate_shares(shares: Mapping[str, Mapping[str, float]], path: str | Path) -> 
     """
     with drawn(path, 7.0, 1.5 + 0.45 * len(shares)) as figure:
         axes = figure.subplots()
-        reached = [0.0] * len(shares)
-        for key, (label, colour) in SHARES.items():
-            widths = [100 * values[key] for values in shares.values()]
-            bars = axes.barh(range(len(shares)), widths, left=reached, height=0.7, color=colour, label=label)
-            ink = "white" if key == "below_zero" else "black"
-            axes.bar_label(
-                bars, [f"{w:.1f}" if w >= 6 else "" for w in widths], label_type="center", fontsize=9, color=ink
-            )
-            reached = [a + b for a, b in zip(reached, widths, strict=True)]
+        for number, bars in enumerate(share_bars(axes, list(shares.values()), "% of (token, module) pairs")):
+            labels = [f"{bar.get_width():.1f}" if bar.get_width() >= 6 else "" for bar in bars]
+            axes.bar_label(bars, labels, label_type="center", fontsize=9, color="black" if number else "white")
         axes.set_yticks(range(len(shares)), list(shares))
         axes.invert_yaxis()
-        axes.set_xlim(0, 100)
-        axes.set_xlabel("% of (token, module) pairs")
         axes.tick_params(axis="y", length=0)
         figure.legend(loc="outside upper center", ncols=3, frameon=False)
 

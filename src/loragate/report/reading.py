@@ -13,7 +13,8 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from loragate.report.table import Row, p_value, percent, points
+from loragate.display import percent, points
+from loragate.report.table import Row, p_value
 
 Order = Literal["above", "below", "unclear"]
 

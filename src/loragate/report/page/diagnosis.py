@@ -5,171 +5,141 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from loragate.display import percent
+from loragate.report.page.build import Block, text
 from loragate.report.page.charts import column_chart
-from loragate.report.page.content import Block, score, scores, table, text
 from loragate.report.page.training import gates_blocks
-from loragate.report.table import ABSENT, difference_cell, joined, or_absent, percent
+from loragate.report.table import ABSENT, GROUP_OF, Cell, Line, Sheet, difference_cell, or_absent, share_cell
 
 Record = Mapping[str, Any]
-TITLES = {
-    "delta entropy": "Entropy: adapter against base",
-    "realised gates": "Gates on generated text",
-    "interventions": "Interventions on the gates",
-    "alignment": "Does entropy point the right way?",
-}
+Blocks = list[Block | Sheet]
 
 
-def diagnosis_blocks(record: Record) -> list[Block]:
+def diagnosis_blocks(record: Record) -> Blocks:
     """What one diagnosis found; its conclusion in words first."""
-    return [text(*record["conclusion"]), *_BLOCKS[record["kind"]](record)]
+    return [text(*record["conclusion"]), *DIAGNOSES[record["kind"]][1](record)]
 
 
-def _entropy(record: Record) -> list[Block]:
-    blocks = []
+def _entropy(record: Record) -> Blocks:
+    blocks: Blocks = []
     if record["classes"]:
-        rows = [
-            [
-                item["name"],
-                f"{item['tokens']:,}",
-                _nats(item["base"]),
-                _nats(item["adapter"]),
-                _nats(item.get("gated")),
-                _nats(item["delta"], "+.3f"),
-                percent(item["negative"]["mean"]),
-                percent(item["positive"]["mean"]),
-            ]
-            for item in record["classes"]
-        ]
-        columns = ["tokens", "number", "H base", "H adapter", "H gated", "ΔH", "ΔH < 0, %", "ΔH > 0, %"]
-        blocks.append(
-            table(columns, rows, "Entropy in nats per token, with 95 % intervals over rows", "By token class")
-        )
+        columns = ("tokens", "number", "H base", "H adapter", "H gated", "ΔH", "ΔH < 0, %", "ΔH > 0, %")
+        lines = []
+        for item in record["classes"]:
+            streams = [_interval(item.get(stream), "{:.3f}".format) for stream in ("base", "adapter", "gated")]
+            shares = [(percent(item[side]["mean"]),) for side in ("negative", "positive")]
+            cells = [(f"{item['tokens']:,}",), *streams, _interval(item["delta"], "{:+.3f}".format), *shares]
+            lines.append(Line(item["name"], cells))
+        caption = "Entropy in nats per token, with 95 % intervals over rows"
+        blocks.append(Sheet("By token class", columns, lines, caption))
     if record["distribution"]:
-        blocks.append(_histogram(record["distribution"], "ΔH, nats", "Distribution of ΔH"))
-    if record["interventions"]:
-        blocks += _scores(record["interventions"], "vs the adapter, points")
-    return blocks
+        blocks += _histogram(record["distribution"], "ΔH, nats", "Distribution of ΔH")
+    return [*blocks, *_scores(record["interventions"], "vs the adapter, points")]
 
 
-def _gates(record: Record) -> list[Block]:
-    stats = {item["module"]: {"tokens": item["all"]["count"], **item["all"]} for item in record["modules"]}
-    blocks = gates_blocks(stats, record["lower"], record["upper"])
+def _gates(record: Record) -> Blocks:
+    stats = {item["module"]: item["all"] for item in record["modules"] if item["all"]["count"]}
+    blocks: Blocks = [*gates_blocks(stats, record["lower"], record["upper"])]
     shares = ("below_zero", "zero_to_one", "above_one", "at_lower", "at_upper")
-    columns = ["coefficients", "mean λ", "λ < 0, %", "0 to 1, %", "λ > 1, %", "at L, %", "at U, %"]
+    columns = ("coefficients", "mean λ", "λ < 0, %", "0 to 1, %", "λ > 1, %", "at L, %", "at U, %")
     groups = {"token class": {"all": record["all"], **record["by_class"]}}
     groups |= {"module type": record["by_type"], "layer": record["by_layer"]}
     for what, values in groups.items():
-        rows = [
-            [name, f"{one['count']:,}", f"{one['mean']:+.2f}", *(percent(one[key]) for key in shares)]
+        lines = [
+            Line(name, [(f"{one['count']:,}",), (f"{one['mean']:+.2f}",), *((percent(one[key]),) for key in shares)])
             for name, one in values.items()
         ]
-        blocks.append(table([what, *columns], rows, "", f"By {what}"))
-    blocks.append(_histogram(record["histogram"], "λ", "Distribution of λ"))
-    return blocks
+        blocks.append(Sheet(f"By {what}", (what, *columns), lines))
+    return [*blocks, *_histogram(record["histogram"], "λ", "Distribution of λ")]
 
 
-def _interventions(record: Record) -> list[Block]:
+def _interventions(record: Record) -> Blocks:
     blocks = _scores(record["rows"], "vs the gates, points")
     if record["left_out"]:
         blocks.append(text(f"Left out: {', '.join(map(str, record['left_out']))}."))
     return blocks
 
 
-def _alignment(record: Record) -> list[Block]:
-    columns = ["module", "angle", "cosine", "ρ", "condition", "b_sg, %", "tail, %"]
+def _alignment(record: Record) -> Blocks:
+    columns = ("angle", "cosine", "ρ", "condition", "b_sg, %", "tail, %")
     caption = (
         f"Direction of gate training against the direction of the task value ({record['value_of']}); {record['tokens']:,} "
         f"tokens of {record['rows']} rows, k = {record['k']}. The condition can be met where ρ < 1. b_sg: error of the stopped "
         "gradient; tail: of the top k."
     )
-    blocks = [table(columns, [_alignment_row(record["all"])], caption, "All gates")]
-    if record["checkpoints"]:
-        steps = [_alignment_row(item) for item in record["checkpoints"]]
-        blocks.append(table(["point", *columns[1:]], steps, "", "Over training"))
-    modules = [_alignment_row(item) for item in record["modules"]]
-    if modules:
-        blocks.append(table(columns, modules, caption, "By module", folded=f"{len(modules)} modules"))
-    names = ["where", "number of λ", "right way, %", "weighted, %"]
-    names += ["entropy wants more, %", "value wants more, %"]
+    count = len(record["modules"])
+    blocks: Blocks = []
+    for title, what, terms, folded in (
+        ("All gates", "module", [record["all"]], ""),
+        ("Over training", "point", record["checkpoints"], ""),
+        ("By module", "module", record["modules"], f"{count} modules"),
+    ):
+        if terms:
+            blocks.append(Sheet(title, (what, *columns), [_terms(one) for one in terms], caption, folded=folded))
+            caption = ""
+    wanted = ("entropy\nwants more, %", "value\nwants more, %")
+    where = ("where", "number of λ", "right way, %", "weighted, %", *wanted)
     caption = "Single λ: do entropy and task value agree on the sign? Weighted: by what each matters for the value"
     known = {item["name"] for item in record["modules"]}
     for title, inside in (("Single coefficients", False), ("Single coefficients by module", True)):
-        rows = [
-            [
-                item["name"],
-                f"{item['coordinates']:,}",
-                *(_interval(item[key], percent, "–") for key in ("share", "weighted")),
-                *(percent(item[key]) for key in ("raised", "value_raised")),
-            ]
-            for item in record["coordinates"]
-            if (item["name"] in known) == inside
-        ]
-        if rows:
-            blocks.append(table(names, rows, caption, title, **({"folded": f"{len(rows)} modules"} if inside else {})))
+        lines = []
+        for item in record["coordinates"]:
+            if (item["name"] in known) == inside:
+                agreement = [_interval(item[key], percent, "–") for key in ("share", "weighted")]
+                more = [(percent(item[key]),) for key in ("raised", "value_raised")]
+                lines.append(Line(item["name"], [(f"{item['coordinates']:,}",), *agreement, *more]))
+        if lines:
+            blocks.append(Sheet(title, where, lines, caption, folded=f"{len(lines)} modules" if inside else ""))
     return blocks
 
 
-def _alignment_row(item: Record) -> list[str]:
-    total, stopped = item["total"], item["stopped_error"]
-    cosine, rho = total["cosine"], total["rho"]
-    return [
-        item["name"],
-        or_absent(total["angle"], lambda value: f"{value:.0f}°"),
-        _interval(cosine, "{:.2f}".format),
-        _interval(rho, "{:.2f}".format),
-        str(total["verdict"]),
-        or_absent(stopped, percent),
-        or_absent(item["tail_error"], percent),
+def _terms(item: Record) -> Line:
+    total = item["total"]
+    cells = [
+        (or_absent(total["angle"], "{:.0f}°".format),),
+        _interval(total["cosine"], "{:.2f}".format),
+        _interval(total["rho"], "{:.2f}".format),
+        (str(total["verdict"]),),
+        *((or_absent(item[error], percent),) for error in ("stopped_error", "tail_error")),
     ]
+    return Line(item["name"], cells)
 
 
-_BLOCKS: dict[str, Callable[[Record], list[Block]]] = {
-    "delta entropy": _entropy,
-    "realised gates": _gates,
-    "interventions": _interventions,
-    "alignment": _alignment,
+DIAGNOSES: dict[str, tuple[str, Callable[[Record], Blocks]]] = {
+    "delta entropy": ("Entropy: adapter against base", _entropy),
+    "realised gates": ("Gates on generated text", _gates),
+    "interventions": ("Interventions on the gates", _interventions),
+    "alignment": ("Does entropy point the right way?", _alignment),
 }
+"""{kind of record: its heading, and what makes its blocks}"""
 
 
-def _scores(rows: Sequence[Record], versus: str) -> list[Block]:
-    """One block of bars per task, from rows with score, low, high, difference, …"""
-    blocks = []
-    for task in dict.fromkeys(row["task"] for row in rows):
-        shown = []
-        for row in (row for row in rows if row["task"] == task):
-            group = {"base": "control", "adapter": "baseline", "gated": "scale"}.get(row["name"], "intervention")
-            name = f"{row['name']}: {row['meaning']}" if "meaning" in row else row["name"]
-            estimate = {"mean": row["score"], "low": row["low"], "high": row["high"]}
-            ends = {
-                "mean": row["difference"],
-                "low": row["difference_low"],
-                "high": row["difference_high"],
-                "p": row["p"],
-            }
-            cell = difference_cell(None if row["difference"] is None else ends, row["verdict"])
-            shown.append(score(name, group, estimate, [joined(cell)]))
-        blocks.append(scores(shown, (versus,), title=task))
-    return blocks
+def _scores(rows: Sequence[Record], versus: str) -> Blocks:
+    """One table per task, from rows with score, low, high, difference, …"""
+    lines: dict[str, list[Line]] = {}
+    for row in rows:
+        name = f"{row['name']}: {row['meaning']}" if "meaning" in row else row["name"]
+        score = {"mean": row["score"], "low": row["low"], "high": row["high"]}
+        ends = {"low": row["difference_low"], "high": row["difference_high"], "p": row["p"]}
+        difference = None if row["difference"] is None else {"mean": row["difference"], **ends}
+        cells = [share_cell(score), difference_cell(difference, row["verdict"])]
+        line = Line(name, cells, GROUP_OF.get(row["name"], "intervention"), score)
+        lines.setdefault(row["task"], []).append(line)
+    return [Sheet(task, ("row", "score %", versus), found) for task, found in lines.items()]
 
 
-def _histogram(data: Record, label: str, title: str) -> Block:
+def _histogram(data: Record, label: str, title: str) -> Blocks:
     edges, counts = data["edges"], data["counts"]
-    rows = [
-        [f"{low:.3g} to {high:.3g}", f"{count:,}"] for low, high, count in zip(edges, edges[1:], counts, strict=False)
-    ]
-    return Block(
-        "curves", {"chart": column_chart(edges, counts, label), "columns": [label, "number"], "rows": rows}, title
-    )
+    bins = zip(edges, edges[1:], counts, strict=False)
+    lines = [Line(f"{low:.3g} to {high:.3g}", [(f"{count:,}",)]) for low, high, count in bins]
+    numbers = Sheet("", (label, "number"), lines, folded="The numbers")
+    return [Block("chart", column_chart(edges, counts, label), title), numbers]
 
 
-def _nats(value: Mapping[str, float | None] | None, form: str = ".3f") -> str:
-    return _interval(value, lambda nats: f"{nats:{form}}")
-
-
-def _interval(value: Mapping[str, float | None] | None, show: Callable[[float], str], to: str = " to ") -> str:
+def _interval(value: Mapping[str, float | None] | None, show: Callable[[Any], str], to: str = "\nto ") -> Cell:
     """Mean and ends; the ends are null where rows were too few for them."""
     if value is None or value["mean"] is None:
-        return ABSENT
+        return (ABSENT,)
     if value["low"] is None or value["high"] is None:
-        return f"{show(value['mean'])} (too few rows for an interval)"
-    return f"{show(value['mean'])} ({show(value['low'])}{to}{show(value['high'])})"
+        return show(value["mean"]), "too few rows\nfor an interval"
+    return show(value["mean"]), f"{show(value['low'])}{to}{show(value['high'])}"

@@ -1,37 +1,19 @@
-"""Scores as blocks: of an evaluation, of a quickstart, of a sweep; and what stands beside a score."""
+"""What stands beside scores: verdicts in words, the evidence for a range, and the maps of a sweep."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from loragate.display import percent, points
 from loragate.report.cells import choice_sentence
 from loragate.report.heatmap import LEAST_REACH, layout_of, map_data, map_groups
+from loragate.report.page.build import Block, text
 from loragate.report.page.charts import difference_colour
-from loragate.report.page.content import Block, score, scores, text
-from loragate.report.scores import COLUMNS as SCORE_COLUMNS
-from loragate.report.scores import caption, cells_of, metric, row_name, rows_of, suite_cells, suites_of
-from loragate.report.table import COLUMNS, Cell, joined, percent, points, result_cells
+from loragate.report.scores import row_name, rows_of
+from loragate.report.table import Line, Sheet, share_cell
 
 Record = Mapping[str, Any]
-
-
-def evaluation_blocks(record: Record) -> list[Block]:
-    """Scores per task of an evaluation's record, with intervals, controls, termination and how answers were judged."""
-    blocks = []
-    for task in record["tasks"]:
-        rows = [_scored(row, row["avg_at_k"], cells_of(row)) for row in rows_of(record, task["name"])]
-        blocks.append(scores(rows, SCORE_COLUMNS[2:], metric(record, task), task["name"]))
-    for heading, averages in suites_of(record):
-        rows = [_scored(row, row["average"], suite_cells(row)) for row in averages]
-        blocks.append(scores(rows, SCORE_COLUMNS[2:3], title=heading[0].upper() + heading[1:]))
-    return [*blocks, text(*caption(record).split("\n"))]
-
-
-def _scored(row: Record, estimate: Record, cells: Sequence[Cell]) -> dict[str, Any]:
-    control = row["control"] is not None or row["variant"] == "base"
-    group = "control" if control else {"adapter": "baseline", "gated": "scale"}.get(row["variant"], "intervention")
-    return score(row_name(row), group, estimate, map(joined, cells[1:]))
 
 
 def evaluation_statements(record: Record) -> list[str]:
@@ -68,18 +50,7 @@ def evaluation_statements(record: Record) -> list[str]:
     return statements
 
 
-def quickstart_blocks(rows: Sequence[Record]) -> list[Block]:
-    """The table of a quickstart (rows as `report/table.py` describes them)."""
-    shown = [
-        score(
-            row["name"], row["group"], row.get("accuracy"), map(joined, result_cells(row)[1:]), bool(row.get("not_run"))
-        )
-        for row in rows
-    ]
-    return [scores(shown, COLUMNS[2:])]
-
-
-def selection_blocks(selection: Record) -> list[Block]:
+def selection_blocks(selection: Record | None) -> list[Block | Sheet]:
     """The evidence on which a range was chosen, as the artifact's record keeps it: scores of candidates, or a sentence."""
     if not selection:
         return []
@@ -88,21 +59,15 @@ def selection_blocks(selection: Record) -> list[Block]:
     if isinstance(evidence, str):
         sentences.append(f"Evidence: {evidence}.")
         evidence = {}
-    references = selection.get("references")
-    references = references if isinstance(references, Mapping) else {}
     # of a sweep and of earlier records the name, else the setting with its temperature
     chosen = (selection.get("recommendation") or {}).get("setting", selection.get("picked"))
-    rows = [
-        score(
-            name + (" (chosen)" if name == chosen else ""),
-            "control" if name in references else "baseline" if name == "adapter" else "scale",
-            value,
-        )
-        for name, value in {**evidence, **references}.items()
-        if isinstance(value, Mapping) and {"mean", "low", "high"} <= set(value)
-    ]
-    caption = "On the probe; the chosen one is optimistic."
-    return [text(*sentences), *([scores(rows, caption=caption)] if rows else [])]
+    lines = []
+    for name, value in evidence.items():
+        if isinstance(value, Mapping) and {"mean", "low", "high"} <= set(value):
+            group = "baseline" if name.startswith("adapter") else "scale"
+            lines.append(Line(name + (" (chosen)" if name == chosen else ""), [share_cell(value)], group, value))
+    scored = [Sheet("", ("Setting", "Score %"), lines, "On the probe; the chosen one is optimistic.")] if lines else []
+    return [text(*sentences), *scored]
 
 
 def sweep_blocks(record: Record) -> list[Block]:

@@ -8,45 +8,37 @@ from typing import Any
 
 from loragate.errors import ConfigError
 from loragate.report.cells import choice_sentence
-from loragate.report.page.build import build_page, embedded
-from loragate.report.page.content import Block, Section, table
-from loragate.report.page.diagnosis import TITLES, diagnosis_blocks
-from loragate.report.page.scores import (
-    evaluation_blocks,
-    evaluation_statements,
-    quickstart_blocks,
-    selection_blocks,
-    sweep_blocks,
-)
+from loragate.report.page.build import Block, Section, build_page, text, tokens_block
+from loragate.report.page.diagnosis import DIAGNOSES, diagnosis_blocks
+from loragate.report.page.scores import evaluation_statements, selection_blocks, sweep_blocks
 from loragate.report.page.training import gates_blocks, training_blocks
+from loragate.report.scores import caption, score_tables
 from loragate.report.sources import Source
+from loragate.report.table import Line, Sheet, results_table
 from loragate.version import __version__
 
 Record = Mapping[str, Any]
 
 
-def _of_quickstart(record: Record) -> Sequence[Block]:
-    gates = record["picked"].strip("[]").split(",")
-    return gates_blocks(record["realised_gates"], *map(float, gates))
+def _gates(record: Record) -> Sequence[Block]:
+    stats = {path: values for path, values in record["realised_gates"].items() if values["tokens"]}
+    lower, upper = map(float, record["picked"].strip("[]").split(","))
+    return gates_blocks(stats, lower, upper)
 
 
 def _histories(record: Record) -> dict[str, Any]:
     return {name: value["history"] for name, value in record["calibrations"].items()}
 
 
-SECTIONS: tuple[tuple[str, str, str | Callable[[Record], str], Callable[[Any], Sequence[Block]]], ...] = (
-    ("quickstart", "scores", "Scores", lambda record: quickstart_blocks(record["table"])),
-    ("evaluation", "scores", "Scores", evaluation_blocks),
+Make = Callable[[Any], Sequence[Block | Sheet]]
+SECTIONS: tuple[tuple[str, str, str | Callable[[Record], str], Make], ...] = (
+    ("quickstart", "scores", "Scores", lambda record: [results_table(record["table"])]),
+    ("evaluation", "scores", "Scores", lambda record: [*score_tables(record), text(*caption(record).split("\n"))]),
     ("sweep", "ranges", "Ranges", sweep_blocks),
-    (
-        "artifact",
-        "selection",
-        "How the range was chosen",
-        lambda record: selection_blocks(record.get("selection") or {}),
-    ),
-    ("quickstart", "gates", "Gates on generated text", _of_quickstart),
+    ("artifact", "selection", "How the range was chosen", lambda record: selection_blocks(record.get("selection"))),
+    ("quickstart", "gates", "Gates on generated text", _gates),
     ("quickstart", "training", "Training", lambda record: training_blocks(_histories(record))),
-    ("diagnosis", "diagnosis", lambda record: TITLES[record["kind"]], diagnosis_blocks),
+    ("diagnosis", "diagnosis", lambda record: DIAGNOSES[record["kind"]][0], diagnosis_blocks),
 )
 """(kind of source, anchor, heading, its blocks) in the order of the page; a section without blocks is left out."""
 
@@ -64,25 +56,24 @@ def page(sources: Sequence[Source], title: str) -> str:
             said = heading if isinstance(heading, str) else source.read(heading)
             said = f"{said}: {source.name}" if several or len(of[kind]) > 1 else said
             sections += [Section(f"{anchor}-{len(sections)}", said, blocks)] if blocks else []
-    traces = None
     if shown := of.get("traces", []):
         if len(shown) > 1:
             raise ConfigError(
                 f"{shown[1].path}: a report shows the tokens of one run; {shown[0].path} is there already"
             )
-        traces, left_out = shown[0].read(embedded)
-        block = Block("tokens", {"questions": len(traces["questions"]), "left_out": left_out})
-        sections.append(Section("tokens", "Token by token", (block,)))
+        sections.append(Section("tokens", "Token by token", (shown[0].read(tokens_block),)))
     if trained := of.get("training"):
         for source in trained:  # so that a fault is that of one file
             source.read(lambda record: training_blocks({"": record["history"]}))
         histories = {source.name: source.record["history"] for source in trained}
         sections.append(Section("trainings", "Training runs", training_blocks(histories)))
-    facts = [(f"{source.name}: {what}", value) for source in sources for what, value in source.read(_facts(source))]
-    where = table(("What", "Value"), facts, plain=True)
+    facts = [
+        Line(f"{source.name}: {what}", [(value,)]) for source in sources for what, value in source.read(_facts(source))
+    ]
+    where = Sheet("", ("What", "Value"), facts)
     sections.append(Section("provenance", "Where this comes from", (where,)))
     footer = f"Written by loragate {__version__} on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from {len(sources)} records."
-    return build_page(title, statements(sources), sections, traces=traces, footer=footer)
+    return build_page(title, statements(sources), sections, footer)
 
 
 def statements(sources: Sequence[Source]) -> list[str]:
