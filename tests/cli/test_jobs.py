@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 import loragate as lg
 from loragate.cli.main import main
+from loragate.selection import transaction
 from tiny import run, tiny_base, tiny_tokenizer, write_adapter
 
 
@@ -112,13 +113,15 @@ def test_inspect(place, tmp_path, capsys, fails):
         assert words in capsys.readouterr().out
 
 
-def test_evidence_that_cannot_be_had_is_missed_before_anything_is_read(place, tmp_path, fails, monkeypatch):
-    options = ["--adapter", place / "adapter", "--data", place / "gone.jsonl", "--out", tmp_path / "out"]
+def test_evidence_that_cannot_be_had_is_missed_before_anything_is_tokenised(place, tmp_path, fails, monkeypatch):
+    monkeypatch.setattr(transaction, "calibration_rows", None)
+    options = ["--adapter", place / "adapter", "--data", place / "messages.jsonl", "--out", tmp_path / "out"]
     probe = tmp_path / "probe.jsonl"
     assert "found no file" in fails("calibrate", *options, "--probe", probe, status=1)
-    probe.write_text("{}\n")
+    probe.write_text('{"prompt": "1 + 1", "answer": "2"}\n')
     monkeypatch.setitem(sys.modules, "math_verify", None)
     assert "math answers need math-verify" in fails("calibrate", *options, "--probe", probe)
+    assert not (tmp_path / "out").exists()
 
 
 def test_wrong_paths(place, tmp_path, fails):
