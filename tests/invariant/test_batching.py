@@ -190,7 +190,7 @@ import json, os, sys
 sys.path.insert(0, {tests!r})
 import torch
 torch.set_num_threads(1)
-from tiny import tiny_adapter, tiny_base, tiny_rows
+from tiny import tiny_adapter, tiny_rows, tiny_tokenizer
 import loragate as lg
 from loragate.training import CalibrationSettings
 from accelerate import PartialState

@@ -67,7 +67,7 @@ def test_an_anchored_trial_that_was_cut_off_goes_on(place, both, tmp_path, monke
     out, step = tmp_path / "cut", on_policy._Loop._step
 
     def stumble(loop, logged):
-        if loop.state.step == 2:
+        if loop.step == 2:
             raise RuntimeError("the machine went away")
         return step(loop, logged)
 

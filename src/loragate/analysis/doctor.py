@@ -33,7 +33,12 @@ def findings() -> dict[str, Any]:
     """Versions, devices, optional parts and problems as plain data."""
     versions: dict[str, str | None] = {}
     problems = []
-    for text in metadata.requires("loragate") or ():
+    try:
+        required = metadata.requires("loragate") or ()
+    except metadata.PackageNotFoundError:
+        required = ()
+        problems.append("loragate is not installed, only found; what it requires is not known: pip install -e .")
+    for text in required:
         wanted = Requirement(text)
         if wanted.marker is not None:
             continue  # of an optional part

@@ -26,6 +26,7 @@ GIB = 2**30
 FP32 = 4
 PAPER_ROWS = {"sft": 100_000, "calibrate": 20_000}
 SIZES = (16, 8, 4, 2, 1)  # rows of a pass; more than 16 does not make a GPU faster at these lengths
+MOST = 8  # rows that are traced
 # assumed of memory
 CONTEXT = 0.8 * GIB  # CUDA context, cuBLAS workspaces
 COMMUNICATION = 0.5 * GIB  # NCCL buffers, with several GPUs
@@ -104,9 +105,9 @@ def make_plan(request: Request, config: Any = None) -> Plan:
 
     @functools.cache
     def peak(seq: int, rows: int, recompute: str) -> float:
-        if rows > 4:  # linear in rows too, where they all have a mask
-            two, four = (peak(seq, few, recompute) for few in (2, 4))
-            return four + (four - two) * (rows - 4) / 2
+        if rows > MOST:  # a line from there on, as by then one moment is the worst
+            half, most = (peak(seq, few, recompute) for few in (MOST // 2, MOST))
+            return most + (most - half) * (rows - MOST) / (MOST // 2)
         traced: dict[str, Any] = {"seq": seq, "micro_batch": rows, "gradient_checkpointing": recompute}
         # rows of different lengths in one pass need a mask
         return Step(config, replace(request, **traced), padded=rows > 1).peak()

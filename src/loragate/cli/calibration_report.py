@@ -15,6 +15,7 @@ from loragate.display import Display, Parts, console, next_evaluation, quiet_log
 from loragate.models import Loading, Place, open_tokenizer, open_weights, resolve
 from loragate.selection import Candidate, Chosen, SelectionSettings, accept_gates
 from loragate.selection.chosen import is_unaccepted
+from loragate.selection.evidence import require_evidence
 from loragate.selection.transaction import Plan, Transaction
 from loragate.selection.trial import origin_of
 from loragate.training import CalibrationSettings
@@ -64,6 +65,8 @@ def choose(options: CalibrateOptions, place: Place, candidates: tuple[Candidate,
     display, folder = Display(), Path(options.out)
     probe, retention = options.probe or None, options.retention_probe or None
     asking, settings = taken_from(options, SelectionSettings), taken_from(options, CalibrationSettings)
+    # rows may be many, and on the hub
+    require_evidence(asking, options.probe, options.retention_probe, set_aside=options.range == "auto")
     rows = read_rows(options, options.max_rows, begun=folder / "run" if options.resume else None)
     tokenizer = open_tokenizer(place, Loading.of(options))
     heldout = None

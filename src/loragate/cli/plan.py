@@ -64,12 +64,12 @@ def _print(plan: Plan) -> None:
             f"{option.gib:.1f}",
             duration(option.step),
             duration(option.seconds),
-            "← take this" if option is plan.chosen else "" if option.fits else "too large",
+            "←" if option is plan.chosen else "yes" if option.fits else "no",
         ]
         name = way.strategy if way.gpus == 1 else f"{way.strategy} ×{way.gpus}"
         lines.append(Line(name, [(cell,) for cell in cells]))
-    note = "recompute: gradient checkpointing; rows: micro-batch of one GPU; GiB: its peak; times are estimates"
-    out.print(Sheet("", ("strategy", "weights", "recompute", "rows", "GiB", "step", "run", ""), lines, note))
+    note = "recompute: gradient checkpointing; rows: micro-batch of one GPU; GiB: its peak; times are estimates; ←: take this"
+    out.print(Sheet("", ("strategy", "weights", "recompute", "rows", "GiB", "step", "run", "fits"), lines, note))
     parts = ", ".join(f"{name} {gib:.2f}" for name, gib in plan.least.parts.items() if gib >= 0.005)
     out.print(f"GiB per GPU by part ({plan.least}): {parts}", markup=False)
     if plan.command:

@@ -165,10 +165,14 @@ def decode(
 def keeps_prompts(causal: Any | None) -> bool:
     """Whether readings may be laid together in another batch than they were made in.
 
-    Not where layers keep a window of the last tokens, padding included, or where places and positions are one. On an accelerator
-    reading is cheap beside decoding, and memory is scarce.
+    Not where layers keep a window of the last tokens, padding included, where places and positions are one, or where rotary
+    angles follow the longest row of a batch. On an accelerator reading is cheap beside decoding, and memory is scarce.
     """
     if causal is None or not takes_positions(causal) or causal.device.type != "cpu":
+        return False
+    config = causal.config.get_text_config(decoder=True)
+    angles = str([getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")])
+    if "longrope" in angles or "dynamic" in angles:
         return False
     return all(type(layer) is DynamicLayer for layer in _new_cache(causal).layers)
 

@@ -33,8 +33,7 @@ from loragate.generation.vllm_engine import require_gate_plugin, require_vllm
 from loragate.losses.objectives import objective_of
 from loragate.models import Loading, Place, base_config, explained, open_tokenizer, resolve
 from loragate.recipes.recipe import Stage, options_of
-from loragate.selection.evidence import read_asked
-from loragate.selection.questions import probe_task
+from loragate.selection.evidence import require_evidence
 from loragate.selection.sweep import read_labelled
 from loragate.serving.versions import vllm_version, why_unsupported
 from loragate.serving.vllm_server import require_served
@@ -163,16 +162,8 @@ def _training(options: Training) -> Iterator[Check]:
 
 def _calibrating(options: CalibrateOptions) -> Iterator[Check]:
     yield from _training(options)
-    yield partial(_evidence, options)
-
-
-def _evidence(options: CalibrateOptions) -> None:
-    judging = JudgeSettings(sandbox=options.probe_sandbox)
-    for file, task in ((options.probe, options.probe_task), (options.retention_probe, options.retention_task)):
-        if file:
-            read_asked(file, task, options, judging)
-    if options.range == "auto" and not options.probe:  # prompts of the training rows stand in
-        require_graders([probe_task(options.probe_grader, labelled=False)], "", judging)
+    alone = options.range == "auto"  # prompts of the training rows stand in for a probe
+    yield partial(require_evidence, options, options.probe, options.retention_probe, set_aside=alone)
 
 
 def _sweeping(options: SweepOptions) -> Iterator[Check]:

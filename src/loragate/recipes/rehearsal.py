@@ -172,9 +172,8 @@ def _rehearsed(stage: Stage, folder: Path, engine: str) -> dict[str, Any]:
                 values |= {"heldout": str(folder / rows_file(data, "held-out")), "heldout_split": None}
     if stage.command == "sweep" and values.get("ranges") == "grid":
         values["ranges"] = RANGES
-    for option in ("probe", "test"):
-        if values.get(option):
-            values |= {option: str(folder / "probe.jsonl"), "probe_task": None}
+    if values.get("probe"):
+        values |= {"probe": str(folder / "probe.jsonl"), "probe_task": None}
     if values.get("suite") or values.get("tasks"):
         values |= {"limit": min(values.get("limit") or QUESTIONS, QUESTIONS), "data": str(folder / "questions")}
         values["revision"] = None

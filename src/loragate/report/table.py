@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loragate.display import percent, points
+from loragate.printable import printable
 
 Row = Mapping[str, Any]
 Cell = tuple[str, ...]
@@ -92,9 +93,9 @@ class Sheet:
         table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True, show_edge=False)
         table.title_justify = table.caption_justify = "left"
         # text, as brackets in a string can be read as markup
-        table.title = Text(self.title, "table.title") if self.title else None
+        table.title = Text(printable(self.title), "table.title") if self.title else None
         below = "\n".join(filter(None, (self.said, self.caption)))
-        table.caption = Text(below) if below else None
+        table.caption = Text(printable(below)) if below else None
         table.add_column(self.columns[0], min_width=12, overflow="fold")
         shown = [place for place in range(1, len(self.columns)) if place not in self.wide]
         for name in (self.columns[place] for place in shown):
@@ -104,7 +105,8 @@ class Sheet:
             cells = ["\n".join(filter(None, line.cells[place - 1])) for place in shown]
             ends_group = self.apart and following is not None and following.group != line.group
             style = "bold" if line.group == "scale" else None
-            table.add_row(*map(Text, [line.name, *cells]), style=style, end_section=ends_group)
+            texts = [Text(printable(cell)) for cell in (line.name, *cells)]
+            table.add_row(*texts, style=style, end_section=ends_group)
         return table
 
     def markdown(self) -> str:

@@ -117,6 +117,25 @@ def read_asked(
     return Asked(source, named, found, labelled, settings, judging)
 
 
+def require_evidence(settings: SelectionSettings, probe: str, retention: str, *, set_aside: bool) -> None:
+    """Refuse what no model is needed to refuse: before rows are read, and before a recipe's first stage.
+
+    Args:
+        set_aside: whether training rows may stand in for a probe.
+
+    Raises:
+        DataError, ConfigError: naming what cannot be used.
+    """
+    if settings.exclude and not (probe or retention):
+        raise ConfigError("--exclude has no effect without --probe FILE")
+    judging = JudgeSettings(sandbox=settings.probe_sandbox)
+    for file, task in ((probe, settings.probe_task), (retention, settings.retention_task)):
+        if file:
+            read_asked(file, task, settings, judging)
+    if set_aside and not probe:
+        require_graders([probe_task(settings.probe_grader, labelled=False)], "", judging)
+
+
 class Evidence:
     """The questions of one choice: the probe's, those of the retention probe, and rows set aside where there is no probe.
 

@@ -99,6 +99,8 @@ class Study:
                 f"--resume: {path} was begun with {key} = {before!r:.80}, now it is {now!r:.80}; repeat the command with the "
                 "same settings, or choose another --out"
             )
+        if stored.get("fingerprint") != wanted["fingerprint"]:  # its finished trials are known by it
+            raise ConfigError(f"--resume: {path} was begun by another version of loragate; choose another --out")
 
 
 def digest(value: Any) -> str:

@@ -246,7 +246,8 @@ def _acting(
         elif candidate.kind != ADAPTER:
             attach_constant(bench.model, candidate.fixed)
         engine, weights = bench.engine, (candidate.model, part)
-        with engine.keeping_prompts(weights) if isinstance(engine, TransformersEngine) else nullcontext():
+        again = part or candidate.temperature is not None  # asked at several temperatures
+        with engine.keeping_prompts(weights) if again and isinstance(engine, TransformersEngine) else nullcontext():
             yield trained
     except TrainingError as error:
         if str(error).startswith("stopped by Ctrl-C"):
