@@ -96,6 +96,12 @@ def test_the_tests_run_on_every_python_that_is_promised():
     assert flow["jobs"]["test"]["strategy"]["matrix"]["python"] == promised
 
 
+def test_a_release_stores_no_token():
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    assert "secrets." not in text
+    assert "id-token: write" in text
+
+
 def test_the_lowest_versions_are_those_of_the_package():
     """constraints-lowest.txt pins each direct dependency to the floor that pyproject.toml names."""
     import tomllib

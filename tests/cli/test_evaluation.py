@@ -5,6 +5,10 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -319,6 +323,29 @@ def test_a_stopped_evaluation_goes_on(place, whole, tmp_path):
         shutil.rmtree(folder / name)
     assert run(place, "gated", folder, *FEW, "--resume") == 0
     require_same(folder, whole)
+
+
+@pytest.mark.slow("kills")
+def test_a_killed_evaluation_loses_nothing(place, tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "loragate", "eval", "--model", str(place / "gated"), "--out", str(out)]
+    command += ["--tasks", str(place / "words.yaml"), "--batch-size", "1", "--samples", "20", "--controls", "none"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    path = out / "samples" / "adapter" / "words.jsonl"
+    began = time.monotonic()
+    while not (path.exists() and path.read_bytes().count(b"\n") >= 5):
+        assert process.poll() is None, "ended before it could be killed"
+        assert time.monotonic() - began < 120
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    before = path.read_text().rpartition("\n")[0].splitlines()
+    assert len(before) >= 5
+    assert main([*command[3:], "--resume"]) == 0
+    after = path.read_text().splitlines()
+    assert after[: len(before)] == before, "nothing was drawn again"
+    keys = [(row["question"], row["sample"]) for row in map(json.loads, after)]
+    assert sorted(keys) == [(question, sample) for question in range(6) for sample in range(20)]
 
 
 def full_after(writes):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import loragate as lg
 from loragate.cli.main import main
 from loragate.selection import transaction
-from tiny import run, tiny_base, tiny_tokenizer, write_adapter
+from tiny import run, tiny_base, tiny_tokenizer, write_adapter, write_base, write_rows
 
 
 @pytest.fixture
@@ -227,6 +227,16 @@ def test_mistakes_are_found_before_anything_is_loaded(place, tmp_path, fails):
     assert "base model" in fails(*sft)
     assert "wrong way round" in fails("quickstart", "--ranges", "3,-1", "--out", tmp_path / "q")
     assert not (tmp_path / "q").exists()
+
+
+def test_rows_longer_than_the_model_are_refused(tmp_path, fails):
+    write_base(tmp_path / "base", max_position_embeddings=16)
+    write_adapter(tmp_path / "adapter", tmp_path / "base")
+    write_rows(tmp_path / "long.jsonl", [{"prompt": "w1", "completion": " ".join(["w2"] * 30)}])
+    data = ["--data", tmp_path / "long.jsonl", "--out", tmp_path / "out"]
+    calibrate = ["calibrate", "--adapter", tmp_path / "adapter", "--range=0,1", "--unverified"]
+    for line in (["sft", "--model", tmp_path / "base"], calibrate):
+        assert "long.jsonl:1 has 32 tokens, but the model has 16 positions" in fails(*line, *data, status=1)
 
 
 @pytest.mark.slow("whole commands")

@@ -140,6 +140,9 @@ def test_configuration_files(tmp_path, fails):
 
     assert "unknown key 'learning_rat'; did you mean 'learning_rate'?" in message("learning_rat: 1")
     assert "line 2: not valid YAML" in message("a: 1\n: : x\n - ]")
+    assert "k must be a whole number, found 1.5" in message("k: 1.5")
+    assert "expected keys and values, found list" in message("- 1")
+    assert "put them in quotes" in message("probe: yes")
     assert "found 'bfloat'; did you mean 'bfloat16'?" in message("dtype: bfloat")
     assert "line 2" in message("k: 1\nk: 2")
     assert "'max_rows' and 'max-rows' are one key" in message("max_rows: 1\nmax-rows: 3")

@@ -35,6 +35,16 @@ def test_zero_gates_are_the_adapter_and_lambda_zero_the_base_bit_for_bit(adapter
         assert torch.equal(logits(adapter, token_ids), base)
 
 
+def test_parameters_have_the_promised_names_and_shapes(adapter):
+    lg.attach_gates(adapter, CONFIG)
+    parameters = lg.gate_parameters(adapter)
+    assert len(parameters) == 2 * 7 * 2
+    assert parameters["model.layers.0.self_attn.q_proj.weight"].shape == (32,)
+    assert parameters["model.layers.1.mlp.down_proj.weight"].shape == (48,)
+    assert parameters["model.layers.1.mlp.down_proj.bias"].shape == (1,)
+    assert all(parameter.dtype == torch.float32 for parameter in parameters.values())
+
+
 def attention_of(model):
     return model.base_model.model.model.layers[0].self_attn
 
@@ -395,3 +405,12 @@ def test_a_base_without_an_adapter_is_told_apart(base):
         lg.gate_parameters(tiny_adapter(), "zz")
     with pytest.raises(GateError, match="'default' carries no gates to detach"):
         lg.detach_gates(tiny_adapter(), None)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [({"seed": -1}, "seed must be at least 0"), ({"detach_input": 1}, "detach_input must be true or false")],
+)
+def test_settings_of_another_type_are_refused(setting, words):
+    with pytest.raises(GateError, match=words):
+        lg.GateConfig(-6, 3, **setting)

@@ -1,6 +1,7 @@
 """The recommended sampling of an artifact: written, read closed, set where the folder is loaded, and said with figures."""
 
 import json
+import logging
 
 import pytest
 import torch
@@ -161,3 +162,16 @@ def test_what_is_said(folder):
     assert recommended.sampling_note("gated", None, 1.0) == ""
     assert [recommended.chosen_temperature(record, asked) for asked in (None, 0.0, 1.0)] == [0.3, 0.0, 1.0]
     assert recommended.chosen_temperature({}, None) == 1.0
+
+
+def test_one_warning_for_each_name(folder, caplog, monkeypatch):
+    monkeypatch.setattr(recommended, "_warned", set())
+    record, logger = read_gate_config(folder), logging.getLogger("loragate")
+    recommended.warn_elsewhere("gated", record, 0.3, logger)
+    recommended.warn_elsewhere("gated", {}, 1.0, logger)
+    assert not caplog.messages
+    for asked in (1.0, 0.0, 1.0):
+        recommended.warn_elsewhere("gated", record, asked, logger)
+    assert caplog.messages == [recommended.sampling_note("gated", record, 1.0)]
+    recommended.warn_elsewhere("other", record, 1.0, logger)
+    assert len(caplog.messages) == 2

@@ -12,7 +12,7 @@ from loragate.losses import ObjectiveContext, objectives, statistics_of_logits
 from loragate.losses.objectives import EntropyKLSelective, Forgetting
 from loragate.training import StageOneSettings
 from loragate.training.settings import CalibrationSettings
-from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
+from tiny import same, tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 ROWS = tiny_rows(24)
 WHOLE = {"batch_size": 24, "micro_batch_size": 24}
@@ -82,6 +82,11 @@ def test_eksft_in_the_trainer_equals_full_logits(folder, other):
 def test_what_has_no_effect_or_does_not_fit_is_refused(reference, options, told):
     with pytest.raises(ConfigError, match=told):
         train(reference_model=reference if reference is None else tiny_base(1, **reference), **options)
+
+
+def test_the_base_is_left_as_it_was():
+    kept = train(objective="eksft", max_steps=2).model.unload().state_dict()
+    assert same(kept, tiny_base().state_dict())
 
 
 def test_forgetting_in_the_trainer():

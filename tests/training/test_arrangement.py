@@ -11,7 +11,7 @@ from loragate.data.packed import PackedRows
 from loragate.errors import ConfigError
 from loragate.losses.head import IGNORED
 from loragate.training import CalibrationSettings, trainer
-from loragate.training.arrangement import PackedCollator, arranged_steps, packed, require_separate_sequences
+from loragate.training.arrangement import PackedCollator, arranged_steps, balanced, packed, require_separate_sequences
 from loragate.training.run import encoded_fingerprint
 from tiny import tiny_base
 
@@ -62,6 +62,24 @@ def test_grouping_sorts_within_a_step_only(processes):
     assert arrange(rows, settings(group_by_length=True), processes) == arranged
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_packing_makes_as_many_passes_of_the_same_rows(processes):
+    rows = rows_of(*LENGTHS)
+    passes = arrange(rows, settings(packing=True), processes)
+    # 4 + 4 + 3 rows in passes of 2, the last step filled up to a multiple of the processes
+    assert len(passes) == 6
+    labelled = [{row for row, label in zip(p["row"], p["labels"], strict=True)} for p in passes]
+    per_step = [labelled[0] | labelled[1], labelled[2] | labelled[3], labelled[4] | labelled[5]]
+    assert per_step == [{0, 1, 2, 3}, {4, 5, 6, 7}, {8, 9, 10}]
+    assert [len(p["row"]) for p in passes[:2]] == [9, 9], "passes of a step are of like length"
+
+
+def test_a_pass_without_rows_is_filled_without_labels():
+    passes = arrange(rows_of(3), settings(packing=True), 2)
+    assert len(passes) == 2
+    assert sum(label != IGNORED for p in passes for label in p["labels"]) == 2
+
+
 def test_packed_rows_lie_end_to_end():
     item = packed([{**row, "keep_mask": [1] * len(row["labels"])} for row in rows_of(2, 3)])
     assert item["input_ids"] == [0, 1, 10, 11, 12]
@@ -72,6 +90,16 @@ def test_packed_rows_lie_end_to_end():
     assert batch["input_ids"].shape == (1, 5)
     assert "attention_mask" not in batch
     assert batch["keep_mask"].dtype == torch.bool
+
+
+def test_balanced_parts_are_nearly_equal_and_complete():
+    rows = rows_of(*LENGTHS)
+    parts = balanced(rows, 3)
+    sums = [sum(len(row["input_ids"]) for row in part) for part in parts]
+    assert sum(sums) == sum(LENGTHS)
+    assert max(sums) - min(sums) <= 2
+    assert sorted(row["row"] for part in parts for row in part) == list(range(11))
+    assert all([row["row"] for row in part] == sorted(row["row"] for row in part) for part in parts)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -104,3 +104,15 @@ def test_a_head_with_an_adapter_is_scored_from_full_logits(tokenizer):
     labels = batch["labels"][:, 1:]
     expected = torch.log_softmax(states, -1).gather(-1, labels[labels != -100].unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(found.log_prob, expected)
+
+
+def test_statistics_are_those_of_the_model(tokenizer):
+    batch = batch_of(tokenizer)
+    model = gated()
+    scorer = ResponseScorer(model, "default")
+    found = scorer.statistics(scorer.states(batch), batch, 20)
+    labels = batch["labels"][:, 1:]
+    logits = response_logits(model, batch)
+    expected = torch.log_softmax(logits, -1).gather(-1, labels[labels != -100].unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(found.log_prob, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.topk_entropy, lg.topk_entropy(logits, 20), rtol=1e-5, atol=1e-5)

@@ -1,9 +1,12 @@
 """Stage II without training, over the whole vocabulary, with the complete gradient and at every granularity."""
 
+import math
+
 import pytest
 import torch
 
 import loragate as lg
+from loragate.data import Collator, encode_rows, load_rows
 from loragate.gates import draw_gates, sizes_of
 from loragate.training.settings import CalibrationSettings
 from tiny import VOCABULARY, tiny_adapter
@@ -57,6 +60,13 @@ def test_full_entropy_is_k_of_zero(tokenizer, rows):
         run = lg.calibrate(tiny_adapter(), tokenizer, rows, lg.GateConfig(-3, 2), settings(k=k, max_steps=2))
         losses.append([run.entropy_before, *(record["loss"] for record in run.history if "loss" in record)])
     assert losses[0] == losses[1] == losses[2]
+    adapter = lg.attach_gates(tiny_adapter(), lg.GateConfig(-3, 2))
+    batch = Collator(0)(list(encode_rows(load_rows(rows).shuffled(42), tokenizer, max_length=64)))
+    with torch.no_grad():
+        logits = adapter(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    p = torch.softmax(logits[batch["labels"][:, 1:] != -100].double(), -1)
+    expected = (-(p * p.log()).sum(-1) / math.log(VOCABULARY)).mean().item()
+    assert losses[0][1] == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_complete_gradient_is_that_of_autograd_and_not_the_semi_gradient(tokenizer, rows):

@@ -376,3 +376,8 @@ def test_several_visible_gpus_do_not_become_data_parallel(tmp_path, monkeypatch)
 
     monkeypatch.setattr(SFTConfig, "n_gpu", property(lambda self: 4))
     assert trainer_arguments(SETTINGS, tmp_path, 8, "cpu")._n_gpu == 1
+
+
+def test_an_untrained_adapter_is_refused(tokenizer, rows):
+    with pytest.raises(GateError, match="nothing to gate"):
+        lg.calibrate(tiny_adapter(init_lora_weights=True), tokenizer, rows, CONFIG, SETTINGS)
