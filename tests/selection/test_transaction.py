@@ -13,6 +13,7 @@ import loragate as lg
 from loragate.errors import ArtifactError, ConfigError, DataError, DivergenceError, GateError
 from loragate.gates.range import Range
 from loragate.gates.schema import read_gate_config
+from loragate.generation import TransformersEngine
 from loragate.models import resolve
 from loragate.selection import Candidate, SelectionSettings, choose, trial
 from loragate.selection.chosen import accept_gates, is_unaccepted
@@ -604,3 +605,25 @@ def test_a_grader_that_reads_no_answer_is_reported():
     (phrase,) = unread(0.2, "default")
     assert "only 20 %" in phrase
     assert "--probe-grader" in phrase
+
+
+class Rereading(TransformersEngine):
+    """Answers twice, the second time without what it has kept of the prompts, and says how often it could keep."""
+
+    kept = 0
+
+    def generate(self, *arguments, **keywords):
+        found = super().generate(*arguments, **keywords)
+        keeping, self._keeping = self._keeping, False
+        assert [one.token_ids for one in super().generate(*arguments, **keywords)] == [one.token_ids for one in found]
+        self._keeping, self.kept = keeping, self.kept + keeping
+        return found
+
+
+def test_kept_prompts_are_those_of_the_gates_that_act(tmp_path):
+    one = begin(tmp_path, {}, settings=dataclasses.replace(SETTINGS, max_steps=8, learning_rate=0.3))
+    model = tiny_adapter(0)
+    one.bench = None
+    one.take(model, engine := Rereading(model, tiny_tokenizer()))
+    one.run()
+    assert engine.kept > 20
