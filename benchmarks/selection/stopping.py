@@ -1,13 +1,14 @@
 """What does it cost that `loragate calibrate` stops the weaker ranges after a quarter of their steps?
 
-    python benchmarks/selection/stopping.py [--cache CACHE --situations a,b] [--seed 23] [--out FILE]
+    python benchmarks/selection/stopping.py --cache CACHE [--situations a,b]     # measures what is not on file
+    python benchmarks/selection/stopping.py [--seed 23] [--out FILE]              # judges what is
 
-With --cache, the situations (`benchmarks/worlds/situations.py`) that are not on file are measured first: the adapter is
-trained, then the three default ranges as calibrate trains them; they pause after a quarter and after half of their steps,
-where their answers to a pool of development questions are kept, and go on to the end. Every setting that calibrate compares
-answers the pool, and test questions. The verdicts are committed (benchmarks/results/selection_stopping.jsonl.gz).
+In each situation (`benchmarks/worlds/situations.py`) the adapter is trained, then the three default ranges as calibrate trains
+them. They pause after a quarter and after half of their steps, where their answers to a pool of development questions are
+kept, and go on to the end. Every setting that calibrate compares answers the pool, and test questions. The verdicts are
+committed (benchmarks/results/selection_stopping.jsonl.gz).
 
-Then 128 questions of the pool are dealt as a probe, 200 times in each situation. The part's questions are the first ones
+To judge, 128 questions of the pool are dealt as a probe, 200 times in each situation. The part's questions are the first ones
 of a deal, as in calibrate, and the package's own functions rank, halve and recommend. Each rule of stopping is compared with
 training all ranges to the end, on the same deals: how often the recommendation is the same setting, what it loses on the
 test questions, how often it is harmful (`recommending.py` says what that is), and what it costs in steps and answers.
@@ -59,6 +60,8 @@ SHARES = (SHARE, 0.5)
 HEATS = (max(TEMPERATURES), min(TEMPERATURES))  # at which a part is asked
 USES = {"any temperature": TEMPERATURES, "T = 1 only": (1.0,)}
 Row = dict[str, Any]
+Parts = dict[Candidate, Scores]
+"""{gates: {gates at a temperature: what they answered after a share of their steps}}."""
 
 
 @dataclass(frozen=True)
@@ -208,13 +211,9 @@ class Deal:
         """The gates, in the order in which they are trained."""
         return list(dict.fromkeys(one.model for one in self.verdicts.dev if one.kind == GATES))
 
-    def part(self, share: float, times: int = 1) -> dict[Candidate, Scores]:
-        """{gates: {setting: scores}} after a share of the steps, on as many first questions of the probe as calibrate asks.
-
-        Args:
-            times: so many times as many questions.
-        """
-        asked: dict[Candidate, Scores] = {one: {} for one in self.ranges}
+    def part(self, share: float, times: int) -> Parts:
+        """What the ranges answered after a share of their steps, on `times` as many first questions as calibrate asks."""
+        asked: Parts = {one: {} for one in self.ranges}
         for setting, scores in self.verdicts.parts[share].items():
             if setting.temperature in self.heats:
                 count = times * PART_QUESTIONS * SAMPLES // scores.shape[1]
@@ -231,50 +230,65 @@ class Deal:
         }
 
 
-def strongest(deal: Deal, count: int = 0, share: float = SHARE, times: int = 1) -> list[Candidate]:
-    """The ranges that do best after a share of their steps: as many as calibrate keeps, or `count`."""
-    parts = {
+def strongest(deal: Deal, parts: Parts, count: int = 0) -> list[Candidate]:
+    """The ranges that did best: as many as calibrate keeps, or `count`."""
+    means = {
         one: {"scores": {setting.temperature: float(scores.mean()) for setting, scores in asked.items()}}
-        for one, asked in deal.part(share, times).items()
+        for one, asked in parts.items()
     }
-    going, stopping = stronger(parts, len(parts))
+    going, stopping = stronger(means, len(means))
     return [*going, *stopping][: count or len(going)]
 
 
-def not_clearly_worse(deal: Deal, share: float = SHARE) -> list[Candidate]:
+def not_clearly_worse(deal: Deal, parts: Parts) -> list[Candidate]:
     """The ranges that are as good as the best with a probability of at least 1 − SURE, at either temperature."""
-    belief = believe({setting: scores for asked in deal.part(share).values() for setting, scores in asked.items()})
+    belief = believe({setting: scores for asked in parts.values() for setting, scores in asked.items()})
     top = int(np.argmax(belief.mean))
-    chances = [
-        float(ndtr(mean / spread)) for mean, spread in (belief.difference(i, top) for i in range(len(belief.mean)))
-    ]
-    hopeful = {setting.model for setting, chance in zip(belief.settings, chances, strict=True) if chance >= 1 - SURE}
+    behind = [belief.difference(i, top) for i in range(len(belief.settings))]
+    hopeful = {
+        setting.model
+        for setting, (mean, spread) in zip(belief.settings, behind, strict=True)
+        if ndtr(mean / spread) >= 1 - SURE
+    }
     return [one for one in deal.ranges if one in hopeful]
 
 
-def by_lot(deal: Deal) -> list[Candidate]:
+def by_lot(deal: Deal, parts: Parts) -> list[Candidate]:
     return [deal.ranges[deal.number % len(deal.ranges)]]
 
 
-def always(number: int, deal: Deal) -> list[Candidate]:
-    return [deal.ranges[number]]
+@dataclass(frozen=True)
+class Rule:
+    """A rule of stopping.
+
+    Attributes:
+        keep: which ranges are trained to the end.
+        share: of the steps after which it decides; 0 for before the training.
+        times: how many times as many questions as by calibrate a part is asked.
+    """
+
+    keep: Callable[[Deal, Parts], list[Candidate]]
+    share: float = 0.0
+    times: int = 1
 
 
 ALL = "all to the end"
 TODAY = "the best of three after a quarter"
-RULES: dict[str, tuple[float, Callable[[Deal], Sequence[Candidate]]]] = {
-    ALL: (0.0, lambda deal: deal.ranges),
-    TODAY: (SHARE, strongest),
-    "the same, four times the questions": (SHARE, partial(strongest, times=4)),
-    "the best of three after half": (0.5, partial(strongest, share=0.5)),
-    "the best two after a quarter": (SHARE, partial(strongest, count=2)),
-    "the best two after half": (0.5, partial(strongest, count=2, share=0.5)),
-    "not clearly worse after a quarter": (SHARE, not_clearly_worse),
-    "not clearly worse after half": (0.5, partial(not_clearly_worse, share=0.5)),
-    "one by lot": (0.0, by_lot),
-    **{f"always [{bounds}]": (0.0, partial(always, number)) for number, bounds in enumerate(RANGES.split(";"))},
+RULES = {
+    ALL: Rule(lambda deal, parts: deal.ranges),
+    TODAY: Rule(strongest, SHARE),
+    "the same, four times the questions": Rule(strongest, SHARE, 4),
+    "the best of three after half": Rule(strongest, 0.5),
+    "the best two after a quarter": Rule(partial(strongest, count=2), SHARE),
+    "the best two after half": Rule(partial(strongest, count=2), 0.5),
+    "not clearly worse after a quarter": Rule(not_clearly_worse, SHARE),
+    "not clearly worse after half": Rule(not_clearly_worse, 0.5),
+    "one by lot": Rule(by_lot),
+    **{
+        f"always [{bounds}]": Rule(lambda deal, parts, number=number: [deal.ranges[number]])
+        for number, bounds in enumerate(RANGES.split(";"))
+    },
 }
-"""{rule of stopping: share of the steps after which it decides, and which ranges it then trains to the end}."""
 
 
 def judge(verdicts: Verdicts, orders: Sequence[np.ndarray], heats: tuple[float, ...]) -> dict[str, list[Row]]:
@@ -291,14 +305,14 @@ def judge(verdicts: Verdicts, orders: Sequence[np.ndarray], heats: tuple[float, 
 
         whole, _ = advice(frozenset(deal.ranges))
         best = {one: max(truth[setting] for setting in truth if setting.model == one) for one in deal.ranges}
-        for name, (share, rule) in RULES.items():
-            kept = rule(deal)
+        for name, rule in RULES.items():
+            parts = deal.part(rule.share, rule.times) if rule.share else {}
+            kept = rule.keep(deal, parts)
             pick, asked = advice(frozenset(kept))
             regret, _, harm = score(pick, truth)
-            part = math.ceil(share * verdicts.steps)
+            part = math.ceil(rule.share * verdicts.steps)
             steps = len(deal.ranges) * part + len(kept) * (verdicts.steps - part)
-            if share:
-                asked += sum(scores.size for tables in deal.part(share).values() for scores in tables.values())
+            asked += sum(scores.size for tables in parts.values() for scores in tables.values())
             found[name].append(
                 {
                     "same": pick == whole,
@@ -352,7 +366,7 @@ def report(measured: Mapping[str, Verdicts], seed: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", type=Path, help="measure what is not on file, with bases and adapters kept here")
+    parser.add_argument("--cache", type=Path, help="measure, with bases and adapters kept here")
     parser.add_argument("--situations", default="", help="names separated by commas; all otherwise")
     parser.add_argument("--seed", type=int, default=23)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/selection_stopping.json"))
@@ -360,11 +374,13 @@ def main() -> None:
     torch.set_num_threads(1)
     names = options.situations.split(",") if options.situations else [one.name for one in SITUATIONS]
     rows = read()
-    for name in names if options.cache else ():
+    if options.cache:
         options.cache.mkdir(parents=True, exist_ok=True)
-        if name not in {row["situation"] for row in rows}:
-            rows += measure(situation_named(name), options.cache)
-            write(rows)
+        for name in names:
+            if name not in {row["situation"] for row in rows}:
+                rows += measure(situation_named(name), options.cache)
+                write(rows)
+        return
     measured = unpack(rows)
     head = {"seed": options.seed, "deals": DEALS, "probe": PROBE, "pool": POOL, "test": TEST, "part": PART_QUESTIONS}
     about = {name: {"split": one.split, "steps": one.steps} for name, one in measured.items()}

@@ -72,6 +72,8 @@ def test_costs_are_steps_and_answers_of_everything_that_was_trained_and_asked(st
     assert found[stopping.ALL]["trainings"] == 3
     parts = 3 * 2 * stopping.PART_QUESTIONS * stopping.SAMPLES
     assert found[stopping.TODAY]["answers"] - found["always [-6,3]"]["answers"] == parts
+    more = found["the same, four times the questions"]["answers"] - found["always [-6,3]"]["answers"]
+    assert more == 3 * (96 * stopping.SAMPLES + POOL), "greedily all there are"
 
 
 def test_a_part_is_asked_the_first_questions_of_the_deal(stopping, misleading):
@@ -82,21 +84,18 @@ def test_a_part_is_asked_the_first_questions_of_the_deal(stopping, misleading):
         scores = misleading.parts[0.25][replace(LOW, temperature=heat)]
         scores[:] = 1
         scores[order[:count]] = 0
-        assert stopping.strongest(deal) == [WIDE]
+        assert stopping.strongest(deal, deal.part(0.25, 1)) == [WIDE]
         scores[:] = 0
         scores[order[:count]] = 1
-        assert stopping.strongest(deal) == [LOW]
-        assert stopping.strongest(deal, times=4) == [WIDE if heat else LOW], (
-            "of 96 questions 24 are few, of all 128 96 are many"
-        )
+        assert stopping.strongest(deal, deal.part(0.25, 1)) == [LOW]
 
 
 def test_what_is_clearly_worse_stops_and_what_may_be_as_good_goes_on(stopping, misleading):
     deal = stopping.Deal(misleading, np.arange(POOL), 0, TEMPERATURES)
-    assert stopping.not_clearly_worse(deal, 0.5) == [HIGH]
+    assert stopping.not_clearly_worse(deal, deal.part(0.5, 1)) == [HIGH]
     for setting, scores in misleading.parts[0.25].items():
         scores[:] = misleading.parts[0.25][replace(WIDE, temperature=setting.temperature)]
-    assert stopping.not_clearly_worse(deal) == RANGES
+    assert stopping.not_clearly_worse(deal, deal.part(0.25, 1)) == RANGES
 
 
 def test_committed_verdicts_are_whole(stopping):
