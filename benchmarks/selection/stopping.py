@@ -58,6 +58,7 @@ VERDICTS = Path("benchmarks/results/selection_stopping.jsonl.gz")
 POOL, TEST = 256, 160
 SHARES = (SHARE, 0.5)
 HEATS = (max(TEMPERATURES), min(TEMPERATURES))  # at which a part is asked
+WORSE = 1.0  # points of test score from which a recommendation counts as worse
 USES = {"any temperature": TEMPERATURES, "T = 1 only": (1.0,)}
 Row = dict[str, Any]
 Parts = dict[Candidate, Scores]
@@ -317,6 +318,7 @@ def judge(verdicts: Verdicts, orders: Sequence[np.ndarray], heats: tuple[float, 
                 {
                     "same": pick == whole,
                     "same model": pick.model == whole.model,
+                    "stopped": whole.kind == GATES and whole.model not in kept,
                     "lost": truth[whole] - truth[pick],
                     "harm": harm,
                     "regret": regret,
@@ -335,6 +337,8 @@ def summary(deals: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {
         "same_percent": round(100 * float(same.mean()), 1),
         "same_model_percent": round(100 * float(columns["same model"].mean()), 1),
+        "best_stopped_percent": round(100 * float(columns["stopped"].mean()), 1),
+        "worse_percent": round(100 * float((lost > WORSE).mean()), 1),
         "lost_mean": round(float(lost.mean()), 2),
         "lost_where_different": round(float(lost[~same].mean()), 2) if not same.all() else 0.0,
         "lost_worst": round(float(lost.max()), 1),
