@@ -486,7 +486,7 @@ def test_the_first_line_says_what_to_use_and_what_the_other_way_would_have_given
 
 
 def sentences(**more):
-    return Chosen(Path("gated"), None, None, {"selection": {**recorded(), **more}}).sentences()
+    return Chosen(Path("gated"), None, {"selection": {**recorded(), **more}}).sentences()
 
 
 def test_a_range_that_dropped_out_is_named_with_its_reason():
