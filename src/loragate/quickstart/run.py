@@ -49,7 +49,7 @@ def run_quickstart(settings: QuickstartSettings) -> Path:
     )
     display = Display(
         [
-            (base, 1 if settings.base_seed is None else 150),
+            (base, 1),
             ("training LoRA (sft)", 10),
             ("training LoRA (dft)", 10),
             *[(f"calibrating {name}", 9) for name in ranges],
@@ -66,8 +66,8 @@ def run_quickstart(settings: QuickstartSettings) -> Path:
     folder = next(one for one in (wanted_folder, *numbered) if not one.exists())
     folder.mkdir(parents=True)
     study = Study(settings.seed, settings.questions, settings.samples)
-    with display.job(base) as job:
-        study.take_base(settings.base_seed, lambda step, total, loss: job.advance_to(step, total, f"loss {loss:.2f}"))
+    with display.job(base):
+        study.take_base()
         # the base and the demonstrations, so that every command can be tried on them
         save_base(study.base, study.tokenizer, folder / "base")
         study.base.name_or_path = study.base.config._name_or_path = str((folder / "base").resolve())
