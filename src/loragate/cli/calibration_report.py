@@ -20,7 +20,7 @@ from loragate.selection.transaction import Plan, Transaction
 from loragate.selection.trial import origin_of
 from loragate.training import CalibrationSettings
 from loragate.training.preflight import require_free_out, require_reporters
-from loragate.training.rows import encode_run, keep_rows_record, read_rows
+from loragate.training.rows import encode_run, read_rows
 from loragate.training.strategy import launch_of
 
 
@@ -67,7 +67,7 @@ def choose(options: CalibrateOptions, place: Place, candidates: tuple[Candidate,
     asking, settings = taken_from(options, SelectionSettings), taken_from(options, CalibrationSettings)
     # rows may be many, and on the hub
     require_evidence(asking, options.probe, options.retention_probe, set_aside=options.range == "auto")
-    rows = read_rows(options, options.max_rows, begun=folder / "run" if options.resume else None)
+    rows = read_rows(options, options.max_rows)
     tokenizer = open_tokenizer(place, Loading.of(options))
     heldout = None
     if options.heldout or options.heldout_split:
@@ -101,7 +101,6 @@ def choose(options: CalibrateOptions, place: Place, candidates: tuple[Candidate,
     out.print(f"gating {one.gateable} modules" + (", drawn at random, no training" if drawn else ""))
     if not drawn:
         say_steps(out, settings, len(one.encoded), " for each range")
-    keep_rows_record(options, settings, settings.max_rows, folder / "run", one.rows, one.encoded, options.resume)
     keep_configuration(options, folder)
     if not options.unverified:
         with display.job("preparing the probe", unit="answer") as shown:
