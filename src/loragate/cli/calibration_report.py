@@ -12,7 +12,7 @@ from loragate.cli.calibrate import CalibrateOptions, gate_config, taken_from
 from loragate.cli.training_report import keep_configuration, say_steps, show_data, warn_about_endings
 from loragate.data import load_rows
 from loragate.display import Display, Parts, console, next_evaluation, quiet_logging
-from loragate.models import Loading, Place, open_tokenizer, open_weights, resolve
+from loragate.models import Place, open_tokenizer, open_weights, resolve
 from loragate.selection import Candidate, Chosen, SelectionSettings, accept_gates
 from loragate.selection.chosen import is_unaccepted
 from loragate.selection.evidence import require_evidence
@@ -68,7 +68,7 @@ def choose(options: CalibrateOptions, place: Place, candidates: tuple[Candidate,
     # rows may be many, and on the hub
     require_evidence(asking, options.probe, options.retention_probe, set_aside=options.range == "auto")
     rows = read_rows(options, options.max_rows)
-    tokenizer = open_tokenizer(place, Loading.of(options))
+    tokenizer = open_tokenizer(place, options)
     heldout = None
     if options.heldout or options.heldout_split:
         where = None if options.heldout else options.revision or None
@@ -94,7 +94,7 @@ def choose(options: CalibrateOptions, place: Place, candidates: tuple[Candidate,
         )
     show_data(out, one.encoded, tokenizer)
     with display.job("loading the model"):
-        model = open_weights(place, Loading.of(options, host_memory=launch_of().sharded))
+        model = open_weights(place, options, host_memory=launch_of().sharded)
     warn_about_endings(out, tokenizer, one.encoded, model.get_base_model())
     one.take(model, **origin_of(place, options.base_id))
     drawn = {candidate.objective for candidate in candidates} == {"random"}

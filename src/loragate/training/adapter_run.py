@@ -133,9 +133,8 @@ class AdapterRun:
     def load(self) -> None:
         """The base, and the reference where there is one."""
         # under a launcher that shards, the base lies in host memory and its shards go to the devices
-        how = replace(self.loading, host_memory=launch_of().sharded)
         with explained("base model", self.place.base.name):
-            self.base = open_base(self.place.base, how)
+            self.base = open_base(self.place.base, self.loading, host_memory=launch_of().sharded)
             self.reference: Any = open_base(self.other.base, self.loading) if self.other else None
 
     def train(self, on_step: OnStep | None = None) -> StageOneResult:
