@@ -381,7 +381,7 @@ def test_another_transaction_is_not_resumed(tmp_path):
     with pytest.raises(ConfigError, match=r"go on with --resume"):
         begin(tmp_path, right, [ONE]).run()
     (tmp_path / "run" / "candidates" / "sweep.json").write_text("{")
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="not JSON"):
         begin(tmp_path, right, [ONE]).run(resume=True)
 
 

@@ -11,14 +11,14 @@ from loragate.cli.calibrate import CalibrateOptions, gate_config, taken_from
 from loragate.cli.training_report import keep_configuration, say_steps, show_data, warn_about_endings
 from loragate.data import load_rows
 from loragate.display import Display, Parts, console, next_evaluation, quiet_logging
-from loragate.models import Loading, Place, open_tokenizer, open_weights, resolve
+from loragate.models import Place, open_tokenizer, open_weights, resolve
 from loragate.selection import Candidate, Chosen, SelectionSettings
 from loragate.selection.evidence import require_evidence
 from loragate.selection.transaction import Plan, Transaction
 from loragate.selection.trial import origin_of
 from loragate.training import CalibrationSettings
 from loragate.training.preflight import require_free_out, require_reporters
-from loragate.training.rows import encode_run, keep_rows_record, read_rows
+from loragate.training.rows import encode_run, read_rows
 from loragate.training.strategy import launch_of
 
 
@@ -50,8 +50,8 @@ def choose(options: CalibrateOptions, place: Place, candidates: tuple[Candidate,
     asking, settings = taken_from(options, SelectionSettings), taken_from(options, CalibrationSettings)
     # rows may be many, and on the hub
     require_evidence(asking, options.probe, options.retention_probe, set_aside=options.range == "auto")
-    rows = read_rows(options, options.max_rows, begun=folder / "run" if options.resume else None)
-    tokenizer = open_tokenizer(place, Loading.of(options))
+    rows = read_rows(options, options.max_rows)
+    tokenizer = open_tokenizer(place, options)
     heldout = None
     if options.heldout or options.heldout_split:
         where = None if options.heldout else options.revision or None
@@ -77,14 +77,13 @@ def choose(options: CalibrateOptions, place: Place, candidates: tuple[Candidate,
         )
     show_data(out, one.encoded, tokenizer)
     with display.job("loading the model"):
-        model = open_weights(place, Loading.of(options, host_memory=launch_of().sharded))
+        model = open_weights(place, options, host_memory=launch_of().sharded)
     warn_about_endings(out, tokenizer, one.encoded, model.get_base_model())
     one.take(model, **origin_of(place, options.base_id))
     drawn = {candidate.objective for candidate in candidates} == {"random"}
     out.print(f"gating {one.gateable} modules" + (", drawn at random, no training" if drawn else ""))
     if not drawn:
         say_steps(out, settings, len(one.encoded), " for each range")
-    keep_rows_record(options, settings, settings.max_rows, folder / "run", one.rows, one.encoded, options.resume)
     keep_configuration(options, folder)
     if not options.unverified:
         with display.job("preparing the probe", unit="answer") as shown:

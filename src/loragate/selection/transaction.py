@@ -325,7 +325,7 @@ class Transaction:
         gates = asdict(self.plan.config)
         identity = {
             **asked,
-            "data": self.rows.fingerprint,
+            "data": self.rows.as_record(),
             "tokens": encoded_fingerprint(self.encoded),
             "heldout": None if self.heldout is None else encoded_fingerprint(self.heldout),
             "adapter": adapter_fingerprint(model, active_adapter(model)),
