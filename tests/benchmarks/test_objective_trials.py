@@ -19,13 +19,11 @@ from objectives.report import HERE, MARKERS, best_cheap, tables
 
 
 def test_a_wrong_greedy_answer_gives_way_to_the_rarest_right_sample():
-    assert flip_pair(False, [True, False, True], [-2.0, -1.0, -5.0]) == Pair(2, GREEDY, 1.0)
-    assert flip_pair(False, [False, False], [-1.0, -2.0]) is None
+    assert flip_pair(False, {0: -2.0, 2: -5.0}) == Pair(2, GREEDY, 1.0)
 
 
 def test_a_right_greedy_answer_is_kept_against_the_likeliest_wrong_sample_at_half_weight():
-    assert flip_pair(True, [False, True, False], [-4.0, -1.0, -3.0]) == Pair(GREEDY, 2, 0.5)
-    assert flip_pair(True, [True, True], [-1.0, -2.0]) is None
+    assert flip_pair(True, {0: -4.0, 2: -3.0}) == Pair(GREEDY, 2, 0.5)
 
 
 def test_preference_by_hand():
