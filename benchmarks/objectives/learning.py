@@ -120,14 +120,18 @@ class Learner:
 
     # scores
 
-    def score(self, model: Any, rows: list[dict[str, Any]]) -> Scored:
+    def scorer(self, model: Any) -> ResponseScorer:
+        """What `score` reads a model by; its head is verified once."""
+        return ResponseScorer(model, precision=self.precision)
+
+    def score(self, scorer: ResponseScorer, rows: list[dict[str, Any]]) -> Scored:
         """One forward pass; the head reads the response positions alone."""
-        scorer, batch = ResponseScorer(model, precision=self.precision), self.collate(rows)
+        batch = self.collate(rows)
         return Scored.of(scorer.states(batch), scorer, batch)
 
     def scored_by_adapter(self, rows: list[dict[str, Any]]) -> Scored:
         """The same by the adapter that everything started from, which reads each row once."""
-        scorer, keys = ResponseScorer(self.frozen, precision=self.precision), [tuple(row["input_ids"]) for row in rows]
+        scorer, keys = self._frozen_scorer, [tuple(row["input_ids"]) for row in rows]
         new = {key: row for key, row in zip(keys, rows, strict=True) if key not in self._states}
         with torch.no_grad():
             if new:
@@ -139,6 +143,10 @@ class Learner:
     @cached_property
     def collate(self) -> Collator:
         return Collator(self.tokenizer.pad_token_id)
+
+    @cached_property
+    def _frozen_scorer(self) -> ResponseScorer:
+        return self.scorer(self.frozen)
 
     @cached_property
     def _states(self) -> dict[tuple[int, ...], torch.Tensor]:
@@ -154,25 +162,25 @@ def with_samples(greedy: list[Sample], sampled: list[Sample]) -> list[tuple[Samp
 # the losses of a step
 
 
-def cross_entropy(learner: Learner, model: Any) -> Loss:
+def cross_entropy(learner: Learner, scorer: ResponseScorer) -> Loss:
     """On the references of unseen rows."""
     batches = learner.batches(learner.references, learner.sequences)
-    return lambda _: -learner.score(model, next(batches)).log_probs().mean()
+    return lambda _: -learner.score(scorer, next(batches)).log_probs().mean()
 
 
-def entropy(learner: Learner, model: Any, temperature: float) -> Loss:
+def entropy(learner: Learner, scorer: ResponseScorer, temperature: float) -> Loss:
     """The paper's, on softmax(z/T)."""
     batches = learner.batches(learner.references, learner.sequences)
-    return lambda _: losses.entropy_at(learner.score(model, next(batches)).logits, temperature).mean()
+    return lambda _: losses.entropy_at(learner.score(scorer, next(batches)).logits, temperature).mean()
 
 
-def margins(learner: Learner, model: Any, kappa: float = 0.02) -> Loss:
+def margins(learner: Learner, scorer: ResponseScorer, kappa: float = 0.02) -> Loss:
     """Margins of references, with a KL."""
     batches = learner.batches(learner.references, learner.sequences)
 
     def loss(_: float) -> torch.Tensor:
         rows = next(batches)
-        found, before = learner.score(model, rows), learner.scored_by_adapter(rows)
+        found, before = learner.score(scorer, rows), learner.scored_by_adapter(rows)
         hinge_T = losses.margin(found.logits, found.labels)
         return (hinge_T + kappa * losses.kl_from(before.logits, found.logits)).mean()
 
@@ -222,14 +230,14 @@ def pairs(learner: Learner, labels: str) -> list[tuple[dict[str, Any], dict[str,
     return found
 
 
-def flips(learner: Learner, model: Any, labels: str, kappa: float = 0.02) -> Loss:
+def flips(learner: Learner, scorer: ResponseScorer, labels: str, kappa: float = 0.02) -> Loss:
     """Greedy-flip preference over the adapter's own answers."""
     batches = learner.batches(pairs(learner, labels), learner.sequences // 2)
 
     def loss(_: float) -> torch.Tensor:
         batch = next(batches)
         rows = [better for better, _, _ in batch] + [worse for _, worse, _ in batch]
-        found, before = learner.score(model, rows), learner.scored_by_adapter(rows)
+        found, before = learner.score(scorer, rows), learner.scored_by_adapter(rows)
         now_N = found.summed(found.log_probs(), len(rows))
         better_P, worse_P = (now_N - before.summed(before.log_probs(), len(rows))).chunk(2)
         lengths_N = found.summed(torch.ones_like(found.labels, dtype=torch.float), len(rows))
@@ -241,7 +249,7 @@ def flips(learner: Learner, model: Any, labels: str, kappa: float = 0.02) -> Los
     return loss
 
 
-def reward(learner: Learner, model: Any, random: bool = False, kappa: float = 0.01) -> Loss:
+def reward(learner: Learner, scorer: ResponseScorer, random: bool = False, kappa: float = 0.01) -> Loss:
     """Policy gradient on the verdict, sampled and differentiated at a temperature that falls from 1 to 0.5."""
     prompts = learner.practice
     batches = learner.batches(list(range(len(prompts))), learner.sequences // 4)
@@ -250,16 +258,16 @@ def reward(learner: Learner, model: Any, random: bool = False, kappa: float = 0.
     def loss(progress: float) -> torch.Tensor:
         heat, asked = 1.0 - 0.5 * progress, next(batches)
         seed = int(1e6 * progress) + learner.seed
-        drawn = learner.draw(model, [prompts[index] for index in asked], heat, GROUP, seed)
+        drawn = learner.draw(scorer.model, [prompts[index] for index in asked], heat, GROUP, seed)
         right = torch.tensor([learner.judge(sample, asked[sample.question])[0] for sample in drawn])
         if random:
             right = torch.rand(len(drawn), generator=generator) < 0.5
         advantages = torch.cat([losses.leave_one_out(group) for group in right.float().split(GROUP)])
         used = advantages.nonzero()[:, 0].tolist()
         if not used:
-            return sum(parameter.sum() * 0 for parameter in model.parameters() if parameter.requires_grad)  # type: ignore
+            return sum(parameter.sum() * 0 for parameter in scorer.model.parameters() if parameter.requires_grad)  # type: ignore
         rows = [learner.row(asked[drawn[index].question], drawn[index]) for index in used]
-        found, before = learner.score(model, rows), learner.scored_by_adapter(rows)
+        found, before = learner.score(scorer, rows), learner.scored_by_adapter(rows)
         log_prob_N = found.summed(found.log_probs(heat), len(rows))
         kl = losses.kl_from(before.logits, found.logits).mean()
         return losses.policy_gradient(log_prob_N, advantages[used]) + kappa * kl
@@ -267,7 +275,7 @@ def reward(learner: Learner, model: Any, random: bool = False, kappa: float = 0.
     return loss
 
 
-OBJECTIVES: dict[str, Callable[[Any, Any], Loss]] = {
+OBJECTIVES: dict[str, Callable[[Any, ResponseScorer], Loss]] = {
     "entropy": partial(entropy, temperature=1.0),
     "CE": cross_entropy,
     "a flips": partial(flips, labels="gold"),

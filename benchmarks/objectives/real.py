@@ -33,6 +33,7 @@ from loragate.data import encode_rows, load_rows, render_prompt
 from loragate.gates import GateConfig, attach_gates, gate_parameters, record_gates
 from loragate.generation import Sample, TransformersEngine
 from loragate.generation.samples import read_samples
+from loragate.losses.head import IGNORED
 from loragate.models import Loaded
 from objectives.diagnostic import boxed, diagnose
 from objectives.learning import OBJECTIVES, RANGE, Learner, fit, with_samples
@@ -108,7 +109,7 @@ class RealCell(Learner):
                     parameters[path].copy_(value)
             return model, json.loads(told.read_text(encoding="utf-8"))
         began = time.process_time()
-        learning = OBJECTIVES[name.split(", ", 1)[1]](self, model)
+        learning = OBJECTIVES[name.split(", ", 1)[1]](self, self.scorer(model))
         prepared = time.process_time()
         found = fit(learning, list(parameters.values()), self.rate, self.steps, beta2=0.95)  # as the study's
         training = {
@@ -125,8 +126,10 @@ class RealCell(Learner):
 
     def acting(self, model: Any) -> dict[str, Any]:
         """λ on the response tokens of a few unseen rows."""
+        scorer, batch = self.scorer(model), self.collate(self.references[: 4 * self.sequences])
         with record_gates(model) as recording, torch.no_grad():
-            self.score(model, self.references[: self.sequences])
+            recording.token_mask = batch["labels"].ne(IGNORED)
+            scorer.states(batch)
         return {"gates": {key: round(float(value), 4) for key, value in recording.total().items()}}
 
 

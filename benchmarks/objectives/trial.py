@@ -159,7 +159,9 @@ def gates_by(cell: Cell, name: str) -> None:
     """Gates trained by one of the objectives."""
     with gated(cell, *RANGE) as model:
         began = time.process_time()
-        last = fit(OBJECTIVES[name](cell, model), list(gate_parameters(model).values()), GATE_RATE, STEPS)[-1]
+        last = fit(OBJECTIVES[name](cell, cell.scorer(model)), list(gate_parameters(model).values()), GATE_RATE, STEPS)[
+            -1
+        ]
         cell.keep(f"gates, {name}", model, cpu_seconds=time.process_time() - began, last_loss=last)
 
 
@@ -170,7 +172,7 @@ def lora_by(cell: Cell, name: str) -> None:
     for parameter in parameters:
         parameter.requires_grad_(True)
     began = time.process_time()
-    last = fit(OBJECTIVES[name](cell, model), parameters, cell.situation.learning_rate, STEPS)[-1]
+    last = fit(OBJECTIVES[name](cell, cell.scorer(model)), parameters, cell.situation.learning_rate, STEPS)[-1]
     cell.keep(f"LoRA, {name}", model, cpu_seconds=time.process_time() - began, last_loss=last)
 
 

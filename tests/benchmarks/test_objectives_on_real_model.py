@@ -47,7 +47,7 @@ def fresh_gates(cell, size=0.0):
     with torch.no_grad():
         for parameter in gate_parameters(model).values():
             parameter.normal_(0, size) if size else parameter.zero_()
-    return model
+    return cell.scorer(model)
 
 
 def test_prompts_of_practice_are_those_that_the_references_answer(cell):
@@ -65,17 +65,17 @@ def test_gates_at_zero_prefer_nothing_and_have_no_divergence(cell):
         assert right == [True, False]
         assert weight in (1.0, 0.5)
     cell.sequences = 2 * len(pairs)  # all pairs in a step
-    model = fresh_gates(cell)
-    loss = learning.flips(cell, model, "gold")(0.0).item()
+    scorer = fresh_gates(cell)
+    loss = learning.flips(cell, scorer, "gold")(0.0).item()
     # −log σ(0) and the adapter's own mean log-probability are all that is left
     scored = cell.scored_by_adapter([better for better, _, _ in pairs])
     lengths = scored.summed(torch.ones(len(scored.labels)), len(pairs))
     mean = scored.summed(scored.log_probs(), len(pairs)) / lengths
     weights = torch.tensor([weight for _, _, weight in pairs])
     assert loss == pytest.approx(float((weights * (math.log(2) - mean)).mean()), abs=1e-4)
-    found = cell.score(model, [worse for _, worse, _ in pairs])
+    found = cell.score(scorer, [worse for _, worse, _ in pairs])
     before = cell.scored_by_adapter([worse for _, worse, _ in pairs])
-    assert float(losses.kl_from(before.logits, found.logits).max()) < 1e-5
+    assert losses.kl_from(before.logits, found.logits).max().item() < 1e-5
     assert learning.flips(cell, fresh_gates(cell, 0.5), "gold")(0.0).item() != pytest.approx(loss, abs=1e-3)
 
 
@@ -86,11 +86,11 @@ def sample_of(row):
 
 def test_scores_are_those_of_a_plain_forward_pass(cell):
     rows = cell.references[:3]
-    model = fresh_gates(cell, 0.5)
+    scorer = fresh_gates(cell, 0.5)
     batch = cell.collate(rows)
     with torch.no_grad():
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
-        found = cell.score(model, rows)
+        logits = scorer.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+        found = cell.score(scorer, rows)
     place = batch["labels"][:, 1:] != -100
     torch.testing.assert_close(found.logits, logits[place], atol=1e-4, rtol=1e-4)
     # the adapter's are kept, whatever batch they came in
