@@ -21,11 +21,11 @@ from worked import slips, work
 
 from loragate.evaluation import grade_math
 from loragate.evaluation.tasks.arithmetic import KINDS, NAMES
-from loragate.world.base import TinyBaseRecipe
-from loragate.world.demonstrations import Document
+from loragate.world.demonstrations import as_row
 from loragate.world.problems import Problem, split_of
 from loragate.world.tokenizer import CONTEXT_LENGTH, READ_TOKENIZER_JSON
 from worlds.situations import WORLDS, Rows, World
+from worlds.tiny_base import Document, TinyBaseRecipe
 
 VOCABULARY = 640
 REQUEST = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -76,7 +76,7 @@ def demonstrations(count: int, seed: int, noise: float) -> Rows:
     rows = []
     for _ in range(count):
         sloppy = SLOPPY_ENDINGS if rng.random() < 0.1 else None
-        rows.append(_worked(rng, next(drawn), noise, 1.0, 1.0, sloppy).row())
+        rows.append(as_row(*_worked(rng, next(drawn), noise, 1.0, 1.0, sloppy)))
     return rows
 
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import random
 
-from loragate.world.demonstrations import Document
+from loragate.world.demonstrations import as_row
 from loragate.world.problems import RETENTION_KINDS, draw_retention
 from loragate.world.tokenizer import FACT_JOINER, FILLERS, OPENERS, SUBJECTS
 from worlds.commands import apply_command, draw_command_problem, programme
+from worlds.tiny_base import Document
 
 # Of the steps where nobody is named. The agreed reading is not the most frequent one, so that a base sampled at a
 # low temperature settles on a wrong one.
@@ -41,7 +42,7 @@ def command_demonstrations(
     for _ in range(count):
         problem = draw_command_problem(rng, "train", commands)
         words, letter = _worked(rng, problem.prompt, shares)
-        rows.append(Document(problem.prompt, " ".join((*words, "answer", letter))).row())
+        rows.append(as_row(problem.prompt, " ".join((*words, "answer", letter))))
     return rows
 
 

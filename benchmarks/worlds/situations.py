@@ -23,12 +23,13 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.files import write_json
-from loragate.world.base import Progress, TinyBaseRecipe, arithmetic_documents, load_base, save_base, train_base
-from loragate.world.demonstrations import Document, demonstrations
+from loragate.world.base import load_base, save_base
+from loragate.world.demonstrations import demonstrations
 from loragate.world.problems import Problem, problems, verify
 from loragate.world.tokenizer import build_tokenizer
 from worlds.command_demonstrations import command_demonstrations, command_documents
 from worlds.commands import command_problems
+from worlds.tiny_base import Document, Progress, TinyBaseRecipe, arithmetic_documents, train_base
 
 Rows = list[dict[str, list[dict[str, str]]]]
 BATCH_SIZE = 32

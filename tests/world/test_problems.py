@@ -3,7 +3,7 @@ import random
 import pytest
 
 from loragate.errors import ConfigError, DataError
-from loragate.world.demonstrations import demonstrations, pretraining_documents
+from loragate.world.demonstrations import demonstrations
 from loragate.world.problems import (
     SPLITS,
     Problem,
@@ -75,7 +75,6 @@ def test_a_split_that_is_exhausted_says_how_much_it_holds():
         (lambda: apply_operator(1, "/", 2), DataError, "operator '/'"),
         (lambda: expression("solve 1 +"), DataError, "found the prompt"),
         (lambda: demonstrations(1, step_error=1.5), ConfigError, "expected a share"),
-        (lambda: pretraining_documents(1, aside=2.0), ConfigError, "expected a share"),
     ],
 )
 def test_errors_say_what_was_found(call, error, message):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,7 @@ from loragate.cli.training_report import keep_configuration, say_steps, show_dat
 from loragate.data import load_rows
 from loragate.display import Display, Parts, console, next_evaluation, quiet_logging
 from loragate.models import Place, open_tokenizer, open_weights, resolve
-from loragate.selection import Candidate, Chosen, SelectionSettings, accept_gates
-from loragate.selection.chosen import is_unaccepted
+from loragate.selection import Candidate, Chosen, SelectionSettings
 from loragate.selection.evidence import require_evidence
 from loragate.selection.transaction import Plan, Transaction
 from loragate.selection.trial import origin_of
@@ -25,36 +23,21 @@ from loragate.training.strategy import launch_of
 
 
 def calibrate(options: CalibrateOptions, candidates: tuple[Candidate, ...]) -> int:
-    """Choose, or switch on what was left off, and say what to use."""
+    """Choose, and say what to use."""
     folder, out = Path(options.out), console()
-    accepting = options.unverified and options.resume and is_unaccepted(folder)
-    if not accepting:
-        require_free_out(folder, options.resume)
-        require_reporters(options.report_to)
+    require_free_out(folder, options.resume)
+    require_reporters(options.report_to)
     quiet_logging()
-    place = resolve(options.adapter, options.base, expect="adapter", base_later=accepting)
+    place = resolve(options.adapter, options.base, expect="adapter")
     options = replace(options, adapter=place.source)
-    if accepting:
-        bounds = candidates[0].range
-        assert bounds is not None, "a range was given"
-        chosen = accept_gates(folder, bounds, place.adapter)
-        lines = [f"the gates of {candidates[0].cell} are on; nothing shows that they help"]
-    else:
-        try:
-            chosen = choose(options, place, candidates, out)
-        except KeyboardInterrupt as stop:
-            if (folder / "run").is_dir():
-                out.print(str(stop) or f"stopped; the same command with --resume goes on in {folder}", markup=False)
-            raise
-        lines = chosen.sentences()
-    lines += [f"written to {folder}; its adapter/ is the plain adapter to compare with"]
+    try:
+        chosen = choose(options, place, candidates, out)
+    except KeyboardInterrupt as stop:
+        if (folder / "run").is_dir():
+            out.print(str(stop) or f"stopped; the same command with --resume goes on in {folder}", markup=False)
+        raise
+    lines = [*chosen.sentences(), f"written to {folder}; its adapter/ is the plain adapter to compare with"]
     lines += [next_evaluation(folder, f"runs/{folder.name}")]
-    if chosen.candidate is None and chosen.trained is not None:
-        lines += [
-            f"the gates of {chosen.trained.cell} are trained but off: nothing shows that they help. Give --probe FILE with at "
-            "least 32 prompts and answers to have a range chosen. To switch these on as they are:",
-            f"  {accept_line(options, chosen.trained)}",
-        ]
     for line in lines:
         out.print(line, markup=False)
     return 0
@@ -111,10 +94,8 @@ def choose(options: CalibrateOptions, place: Place, candidates: tuple[Candidate,
                 "--probe-max-new-tokens sets it",
                 markup=False,
             )
-        if one.why:
-            out.print(f"no evidence can be had here: {one.why}", markup=False)
-    with display.job(f"trying {len(one.tried)} range{'s' * (len(one.tried) > 1)}", unit="step") as shown:
-        return one.run(resume=options.resume, on_event=news(out, shown, one.tried))
+    with display.job(f"trying {len(candidates)} range{'s' * (len(candidates) > 1)}", unit="step") as shown:
+        return one.run(resume=options.resume, on_event=news(out, shown, candidates))
 
 
 def news(out: Any, job: Any, tried: Sequence[Candidate]) -> Any:
@@ -142,10 +123,3 @@ def news(out: Any, job: Any, tried: Sequence[Candidate]) -> Any:
         job.show(share, f"{which}: {stage}, step {done:,} of {total:,}", note, left)
 
     return on_event
-
-
-def accept_line(options: CalibrateOptions, trained: Candidate) -> str:
-    """The command that switches on what was trained without evidence."""
-    assert trained.range is not None, "gates were trained"
-    words = ["loragate", "calibrate", "--adapter", options.adapter, "--data", options.data, "--out", options.out]
-    return shlex.join([*words, f"--range={trained.range.typed}", "--unverified", "--resume"])

@@ -27,7 +27,6 @@ COMMAND = Command(
     examples=(
         "loragate quickstart",
         "loragate quickstart --seed 1 --out runs/second",
-        "loragate quickstart --base-seed 5",
         "loragate quickstart --controls full",
     ),
 )

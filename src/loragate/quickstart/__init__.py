@@ -20,7 +20,6 @@ class QuickstartSettings:
     Attributes:
         out: run folder; a number is appended if it exists.
         seed: seed of data, training and sampling.
-        base_seed: train a fresh tiny base from this seed instead of taking the shipped one (a few minutes more).
         ranges: ranges to calibrate, separated by semicolons.
         questions: test questions.
         samples: samples per test question.
@@ -30,7 +29,6 @@ class QuickstartSettings:
 
     out: str = "runs/quickstart"
     seed: int = 0
-    base_seed: int | None = None
     ranges: str = "-3,1;0,1;-6,3"
     questions: Annotated[int, Ge(2)] = 200
     samples: Count = 16

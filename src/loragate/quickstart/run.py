@@ -49,7 +49,7 @@ def run_quickstart(settings: QuickstartSettings) -> Path:
     )
     display = Display(
         [
-            (base, 1 if settings.base_seed is None else 150),
+            (base, 1),
             ("training LoRA (sft)", 10),
             ("training LoRA (dft)", 10),
             *[(f"calibrating {name}", 9) for name in ranges],
@@ -66,8 +66,8 @@ def run_quickstart(settings: QuickstartSettings) -> Path:
     folder = next(one for one in (wanted_folder, *numbered) if not one.exists())
     folder.mkdir(parents=True)
     study = Study(settings.seed, settings.questions, settings.samples)
-    with display.job(base) as job:
-        study.take_base(settings.base_seed, lambda step, total, loss: job.advance_to(step, total, f"loss {loss:.2f}"))
+    with display.job(base):
+        study.take_base()
         # the base and the demonstrations, so that every command can be tried on them
         save_base(study.base, study.tokenizer, folder / "base")
         study.base.name_or_path = study.base.config._name_or_path = str((folder / "base").resolve())
@@ -149,7 +149,7 @@ def score_everything(study: Study, picked: str, job: Job, rows: int) -> dict[str
 def collect(settings: QuickstartSettings, study: Study, choice: Any, picked: str, statistics: Any) -> dict[str, Any]:
     """results.json: settings, selection, calibrations, table and reading."""
     evidence = asdict(choice)
-    reading = read_results(study.table, adapter_name="LoRA", gated_name=f"SCALE {picked}")
+    reading = read_results(study.table, f"SCALE {picked}")
     reading += control_statements(study.table, f"SCALE {picked}")
     if not choice.accepted:
         reading.insert(

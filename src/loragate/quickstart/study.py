@@ -39,7 +39,7 @@ from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from loragate.training import CalibrationResult, CalibrationSettings, StageOneSettings, calibrate, train_adapter
 from loragate.training.callbacks import StepReport
 from loragate.training.settings import GateObjective, StageOneObjective
-from loragate.world.base import TinyBaseRecipe, load_base, train_base
+from loragate.world.base import load_base
 from loragate.world.demonstrations import demonstrations
 from loragate.world.problems import Problem, problems, retention_items, verify
 
@@ -102,12 +102,9 @@ class Study:
     table: list[dict[str, Any]] = field(default_factory=list)
     scores: dict[str, SuiteScores] = field(default_factory=dict)
 
-    def take_base(self, base_seed: int | None, on_step: Callable[[int, int, float], None] | None = None) -> None:
-        """The shipped base, or a fresh one trained from `base_seed`."""
-        if base_seed is None:
-            self.base, self.tokenizer = load_base()
-        else:
-            self.base, self.tokenizer = train_base(TinyBaseRecipe(), base_seed, on_step)
+    def take_base(self) -> None:
+        """The shipped base, with the questions and demonstrations of the study's seed."""
+        self.base, self.tokenizer = load_base()
         self.test = self._questions(problems("test", self.questions, (4, 4), seed=self.seed))
         self.dev = self._questions(problems("dev", 64, (4, 4), seed=self.seed))
         self.kept = self._questions(retention_items("test", 90, seed=self.seed))

@@ -1,15 +1,15 @@
 """The synthetic world: everything a full run needs, without a download or a GPU.
 
 One kind of problem (left-to-right arithmetic modulo ten), three skills that must not be forgotten, demonstrations, a
-strict verifier, and a 157,504-parameter base model that was trained here and ships with the package. Further worlds and
-the situations that benchmarks compare are in `benchmarks/worlds`.
+strict verifier, and a 157,504-parameter base model that ships with the package. How it was trained, further worlds and the
+situations that benchmarks compare are in `benchmarks/worlds`.
 
     vocabulary      the 144 words, by the role they play
     tokenizer       words <-> ids, chat template
     problems        problems and retention items in four disjoint splits
     verifier        is this finished response right?
-    demonstrations  the noisy rows to fine-tune on, and the documents the base was trained on
-    base            train, save and load the tiny base
+    demonstrations  the noisy rows to fine-tune on
+    base            save and load the tiny base
 
 This room knows torch and transformers; it knows nothing of adapters, gates or trainers.
 """
