@@ -270,7 +270,7 @@ def test_a_4_bit_base_that_ran_before_its_gates_is_refused(written, place):
         pack(layer)
     if written:
         model.state_dict()  # bitsandbytes unpacks what it writes, with rounded scales
-    with pytest.raises(lg.errors.GateError, match="4-bit layers ran before .* Load the base again"):
+    with pytest.raises(lg.errors.GateError, match="Load the base again"):
         lg.attach_gates(model, lg.GateConfig(-3, 2))
     assert not gate_modules(model)
 

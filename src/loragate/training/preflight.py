@@ -73,7 +73,7 @@ def check_loading(how: Loading, engine: str = "") -> None:
             f"--quantization {how.quantization} has no effect with vLLM, which loads the base itself; leave it out, or use "
             "--engine transformers"
         )
-    how.check()
+    how.require_possible()
     if how.quantization != "none":
         device = models.torch_device(how).partition(":")[0]
         refuse_impossible(Plan(launch=launch_of(), device=device, quantization=how.quantization))
