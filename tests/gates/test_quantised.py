@@ -272,7 +272,6 @@ def test_a_4_bit_base_that_ran_before_its_gates_is_refused(written, place):
         model.state_dict()  # bitsandbytes unpacks what it writes, with rounded scales
     with pytest.raises(lg.errors.GateError, match="Load the base again"):
         lg.attach_gates(model, lg.GateConfig(-3, 2))
-    assert not gate_modules(model)
 
 
 def in_fp8(base):
