@@ -7,7 +7,7 @@ gates act at all.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,9 +39,6 @@ class Parity:
     delta: float
     logit_scale: float
     tokens: int
-
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
 
     def rounding(self, dtype: torch.dtype, share: float = 1e-6) -> float:
         """How far logits may be apart by rounding; `share` of their size in fp32, 2⁻⁶ of it in half precision."""

@@ -34,22 +34,14 @@ def require_free_out(folder: Path, resume: bool) -> None:
     foreign = [name for name in present if name != "run"]
     if foreign:
         raise ConfigError(f"--out {folder} is not empty (it holds {', '.join(foreign[:3])}); choose another folder")
-    if not resume and present and (work := _work_in(folder / "run")):
-        raise ConfigError(f"--out {folder} holds {work}; continue it with --resume, or choose another folder")
+    if not resume and present:
+        from loragate.training.run_folder import work_in
+
+        kept = any((folder / "run" / "candidates").glob("*.json"))
+        if work := "candidates of an earlier run" if kept else work_in(folder / "run"):
+            raise ConfigError(f"--out {folder} holds {work}; continue it with --resume, or choose another folder")
     if resume and not any((folder / "run" / name).is_file() for name in ("run.json", "config.yaml")):
         raise ConfigError(f"--resume: there is no unfinished run in {folder}; run the command without --resume")
-
-
-def _work_in(run: Path) -> str:
-    """What a run folder holds that another run must not be mixed with, in words; empty where no step was kept yet."""
-    if any((run / "candidates").glob("*.json")):
-        return "candidates of an earlier run"
-    from loragate.training.run_folder import is_finished, last_checkpoint
-
-    last = last_checkpoint(run)
-    if is_finished(run, last):
-        return "the log of a finished run"
-    return f"an unfinished run ({Path(last).name})" if last is not None else ""
 
 
 def require_reporters(names: str) -> None:
