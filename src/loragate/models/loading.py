@@ -283,8 +283,5 @@ def _sentence(what: str, name: str, error: Exception) -> LoragateError:
 
 def _declares_plain_tokenizer(name: str) -> bool:
     """Whether a local folder says that its tokenizer.json is all there is to its tokenizer."""
-    plain = read_json(Path(name) / "tokenizer_config.json").get("tokenizer_class") in (
-        "TokenizersBackend",
-        "PreTrainedTokenizerFast",
-    )
-    return plain and (Path(name) / "tokenizer.json").is_file()
+    named = read_json(Path(name) / "tokenizer_config.json").get("tokenizer_class")
+    return named in ("TokenizersBackend", "PreTrainedTokenizerFast") and (Path(name) / "tokenizer.json").is_file()
