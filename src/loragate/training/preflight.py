@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from loragate import models
 from loragate.errors import ConfigError
+from loragate.files import require_new
 from loragate.training.compatibility import Plan, refuse_impossible
 from loragate.training.strategy import launch_of
 from loragate.validate import comma_list
@@ -26,15 +27,10 @@ def require_free_out(folder: Path, resume: bool) -> None:
     Raises:
         ConfigError: naming the folder, what is in it, and what to do.
     """
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--out {folder} is a file; give a folder")
-    present = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    if "gate_config.json" in present:
+    if (folder / "gate_config.json").is_file():
         raise ConfigError(f"--out {folder} already holds a gated adapter; choose another folder or remove it first")
-    foreign = [name for name in present if name != "run"]
-    if foreign:
-        raise ConfigError(f"--out {folder} is not empty (it holds {', '.join(foreign[:3])}); choose another folder")
-    if not resume and present:
+    require_new(folder, "run")
+    if not resume and (folder / "run").is_dir():
         from loragate.training.run_folder import work_in
 
         kept = any((folder / "run" / "candidates").glob("*.json"))
