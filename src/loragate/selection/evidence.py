@@ -28,7 +28,7 @@ from loragate.evaluation.tasks.questions import render_questions
 from loragate.generation import Engine, OnProgress, SamplingConfig
 from loragate.generation.requests import tokenize_prompts
 from loragate.selection.disjoint import prompts_of, prompts_to_exclude, require_disjoint
-from loragate.selection.probe import MIN_QUESTIONS, Probe, agreement_probe, labelled_probe
+from loragate.selection.probe import MIN_QUESTIONS, Probe, by_agreement, labelled
 from loragate.selection.questions import ANSWERS, PROBE_TOKENS, Manner, held_out_prompts, probe_task, read_probe
 from loragate.selection.settings import ProbeSettings, SelectionSettings
 from loragate.training.rollouts import Reward
@@ -59,20 +59,10 @@ class Asked:
 
     def labelled_probe(self, how: Manner) -> Probe:
         """The probe of questions with answers."""
-        task, prompts, sampling = self.put(how)
-        return labelled_probe(task, self.questions, prompts, sampling, self.judging, self.source)
+        return labelled(self.put(how))
 
-    def agreement_probe(
-        self, how: Manner, adapter: Engine, kept: Path | None, on_progress: OnProgress | None
-    ) -> tuple[Probe | None, str]:
-        """The probe of questions without answers, or why there is none; see `probe.agreement_probe`."""
-        task, prompts, sampling = self.put(how)
-        return agreement_probe(
-            task, self.questions, prompts, adapter, sampling, self.judging, self.source, on_progress, kept
-        )
-
-    def put(self, how: Manner) -> tuple[Task, list[str], SamplingConfig]:
-        """(task, prompts, how a candidate is sampled that has no temperature of its own).
+    def put(self, how: Manner) -> Probe:
+        """The questions as they are put to this model.
 
         The engine lowers the token limit for a prompt that leaves fewer of the model's positions; a prompt that leaves none is
         refused (DataError), which is better known before anything is trained.
@@ -91,7 +81,7 @@ class Asked:
             samples=settings.probe_samples if temperature else 1,
             seed=how.seed,
         )
-        return task, prompts, sampling
+        return Probe("labelled", task, tuple(self.questions), tuple(prompts), sampling, self.judging, self.source)
 
 
 def read_asked(
@@ -215,7 +205,7 @@ class Evidence:
                 raise _none(str(error)) from error
             source = f"{len(self.spare)} rows of {self.spare.source}, set aside"
             asked = Asked(source, self.task, questions, False, self.settings, self.judging, prompts)
-        found, why = asked.agreement_probe(how, adapter, kept, on_progress)
+        found, why = by_agreement(asked.put(how), adapter, on_progress, kept)
         if found is None:
             raise _none(why)
         return found
