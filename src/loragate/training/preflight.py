@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from loragate import models
 from loragate.errors import ConfigError
 from loragate.files import require_new
+from loragate.models.settings import Loading
 from loragate.training.compatibility import Plan, refuse_impossible
 from loragate.training.strategy import launch_of
 from loragate.validate import comma_list
-
-if TYPE_CHECKING:
-    from loragate.models.settings import Loading
 
 
 def require_free_out(folder: Path, resume: bool) -> None:
