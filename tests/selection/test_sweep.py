@@ -272,21 +272,20 @@ def test_auto_runs_sequentially_where_ray_is_absent(place, tmp_path, monkeypatch
 
 
 def test_ctrl_c_leaves_a_sweep_that_goes_on(place, tmp_path, monkeypatch):
-    from loragate.selection import trial
+    from loragate.cli.sweep import Trials
 
     out = tmp_path / "out"
     argv = arguments(
         place, out, "--runner", "sequential", "--epochs", "4", "--save-steps", "0", ranges="-3,2", seeds="0"
     )
-    real, asked = trial.Status.__call__, []
+    asked = []
 
-    def interrupt(self, stage, done=0, total=0, entropy=None):
+    def interrupt(self, one, stage, done, total, entropy):
         if stage == "training" and done == 5 and not asked:
             asked.append(True)  # a second Ctrl-C would stop without a checkpoint
             os.kill(os.getpid(), signal.SIGINT)
-        real(self, stage, done, total, entropy)
 
-    monkeypatch.setattr(trial.Status, "__call__", interrupt)
+    monkeypatch.setattr(Trials, "hear", interrupt)
     with pytest.raises(KeyboardInterrupt):
         sweep(argv)
     run = out / "trials" / "one_entropy_-3_2_seed0" / "run"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from loragate.cli.arguments import Command, require_given, resolved_yaml
 from loragate.cli.calibrate import GateOptions, gate_config, taken_from
 from loragate.cli.options import RunOptions
-from loragate.display import console, duration, next_evaluation, quiet_logging
+from loragate.display import Display, Job, console, duration, next_evaluation, quiet_logging, time_left
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.files import write_text
@@ -22,8 +26,13 @@ from loragate.training.settings import CalibrationSettings
 from loragate.validate import Amount, Count, Size, comma_list
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from loragate.selection import Candidate
+    from loragate.selection.store import Store
     from loragate.selection.sweep import Sweep
+
+POLL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,6 @@ def run(options: SweepOptions) -> int:
     """Plan, run what is not finished, choose, write the best."""
     check(options)
     check_loading(options)
-    from loragate.cli.sweep_table import live_table
     from loragate.report.cells import choice_sentence, sweep_tables, write_sweep
     from loragate.selection.sweep import choose_runner, run_sweep
 
@@ -86,8 +94,9 @@ def run(options: SweepOptions) -> int:
         out.print(text, markup=False)
 
     sweep, candidates = prepare(options)
+    trials = Trials()
     where, execute = choose_runner(
-        options.runner, options.workers, options.cpus_per_trial, options.gpus_per_trial, options.device
+        options.runner, options.workers, options.cpus_per_trial, options.gpus_per_trial, options.device, trials.hear
     )
 
     def watched(sweep: Any, store: Any, pending: Any) -> None:
@@ -95,7 +104,7 @@ def run(options: SweepOptions) -> int:
         done = len(store.finished())
         say(f"{len(candidates)} trials{f', {done} of them finished before' if done else ''}; {where}")
         try:
-            with live_table(store):
+            with trials.shown(store):
                 execute(sweep, store, pending)
         except KeyboardInterrupt:
             say(
@@ -135,6 +144,54 @@ def run(options: SweepOptions) -> int:
             say(f"written to {best} (seed {choice['seed']})")
             say(next_evaluation(best, "runs/best"))
     return 0
+
+
+class Trials:
+    """One line about the trials while they run; it counts what their files say, so it does not matter where they run."""
+
+    def __init__(self) -> None:
+        self.at = ""  # what runs in this process
+
+    def hear(self, one: Candidate, stage: str, done: int, total: int, entropy: float | None) -> None:
+        """Keep what a trial of this process is at; see `trial.OnEvent`."""
+        measured = "" if entropy is None else f", entropy {entropy:.3f}"
+        self.at = f"{one.name}: {stage}" + (f" {done:,} of {total:,}" if total else "") + measured
+
+    @contextmanager
+    def shown(self, store: Store, out: Console | None = None) -> Iterator[None]:
+        """Show the line while the body runs: "12 of 43 finished, 1 failed, about 8 min left"."""
+        began, every, pending = time.time(), len(store.study.candidates), store.pending()
+        before, diverged = len(store.finished()), len(store.diverged())
+        stop = threading.Event()
+
+        def watch(job: Job) -> None:
+            finished: set[str] = set()
+            last = False
+            while not last:
+                last = stop.is_set()  # what has just ended is counted, too
+                finished |= {one.slug for one in pending if one.slug not in finished and store.read(one) is not None}
+                # a note of an earlier attempt is no failure of this one
+                failed = {one.slug for one in pending if store.failure(one).get("time", 0.0) >= began} - finished
+                ended, lost = before + len(finished), diverged + len(failed)
+                counted = f"{ended} of {every} finished" + (f", {lost} failed" if lost else "")
+                # the plain adapter is not trained and takes no time that tells anything of the others
+                trained = [one.slug in finished for one in pending if one.range is not None and one.slug not in failed]
+                left = ""
+                if 0 < sum(trained) < len(trained):
+                    pace = (time.time() - began) / sum(trained)
+                    left = f", {time_left(pace * (len(trained) - sum(trained)))}"
+                job.show((ended + lost) / every, counted + left, self.at)
+                job.close_with(counted)
+                stop.wait(POLL_S)
+
+        with Display(out=out).job("trials") as job:
+            thread = threading.Thread(target=watch, args=(job,), daemon=True)
+            thread.start()
+            try:
+                yield
+            finally:
+                stop.set()
+                thread.join()
 
 
 def check(options: SweepOptions) -> None:

@@ -6,7 +6,6 @@ trials/<slug>/trained.json        record of the training; from here on it is not
 trials/<slug>/part.json           what came of the first quarter of the training, where others were to be stopped there
 trials/<slug>/run/                log and checkpoints of the training
 trials/<slug>/attempts.jsonl      one line per start: when, where, by which process
-trials/<slug>/status.json         where it stands, for the live table; may be out of date
 trials/<slug>/failed.json         why the last attempt failed, until another one starts; final where the training diverged
 """
 
@@ -30,16 +29,13 @@ from loragate.selection.probe import Scored
 from loragate.selection.study import Study
 
 GATED, ADAPTERS = "gated", "adapters"
-RESULT, TRAINED, PART, FAILED, STATUS, ATTEMPTS = (
+RESULT, TRAINED, PART, FAILED, ATTEMPTS = (
     "result.json",
     "trained.json",
     "part.json",
     "failed.json",
-    "status.json",
     "attempts.jsonl",
 )
-WRITE_EVERY_S = 0.5
-RUNNING = ("loading", "training", "probing", "retention")
 
 
 @dataclass(frozen=True)
@@ -130,9 +126,13 @@ class Store:
         found = {one.slug: self.read(one) for one in self.study.candidates}
         return {slug: result for slug, result in found.items() if result is not None}
 
+    def failure(self, candidate: Candidate) -> dict[str, Any]:
+        """What `note_failure` kept of the last attempt; empty where it did not fail."""
+        return read_json(self.place(candidate) / FAILED)
+
     def diverged(self) -> dict[str, str]:
         """{slug: why} of the trials whose training met a value that is not finite; another attempt would meet it again."""
-        notes = {one.slug: read_json(self.place(one.model) / FAILED) for one in self.study.candidates}
+        notes = {one.slug: self.failure(one.model) for one in self.study.candidates}
         return {
             slug: str(note.get("error"))
             for slug, note in notes.items()
@@ -170,88 +170,6 @@ class Store:
                 "sweep": self.study.fingerprint,
             }
             write_json(self.place(candidate) / FAILED, {**note, "time": round(time.time(), 3)})
-
-
-class Status:
-    """Writes a trial's status.json, at most twice a second while a stage lasts."""
-
-    def __init__(self, place: Path) -> None:
-        self.path = place / STATUS
-        self.stage, self.written = "", 0.0
-
-    def __call__(self, stage: str, done: int = 0, total: int = 0, entropy: float | None = None) -> None:
-        now = time.monotonic()
-        if stage == self.stage and done < total and now - self.written < WRITE_EVERY_S:
-            return
-        self.stage, self.written = stage, now
-        record = {"stage": stage, "done": done, "total": total, "entropy": entropy, "process": os.getpid()}
-        temporary = self.path.with_suffix(f".{os.getpid()}.partial")
-        with suppress(OSError):  # only a display depends on it
-            temporary.write_text(json.dumps(record), encoding="utf-8")
-            temporary.replace(self.path)
-
-
-@dataclass(frozen=True)
-class TrialState:
-    """One line of the live table.
-
-    Attributes:
-        candidate: what is tried.
-        state: waiting, loading, training, probing, retention, finished or failed.
-        done, total: steps, or answers while they are sampled.
-        entropy: normalised top-k entropy of the training so far, None where there is none.
-        score: mean probe score, 0 to 1, when finished; None without a probe.
-        error: why it failed.
-    """
-
-    candidate: Candidate
-    state: str
-    done: int = 0
-    total: int = 0
-    entropy: float | None = None
-    score: float | None = None
-    error: str = ""
-
-
-class Watch:
-    """Reads the states again at every call; what earlier processes left behind counts as waiting, unless it is final."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.began = time.time() - 1.0
-        self.finished: dict[str, TrialState] = {}
-        self.diverged = store.diverged()  # in an earlier process; what diverges in this one is recent
-
-    def states(self) -> list[TrialState]:
-        """The state of each trial, in the study's order."""
-        return [self._state(one) for one in self.store.study.candidates]
-
-    def _state(self, one: Candidate) -> TrialState:
-        if one.slug in self.finished:
-            return self.finished[one.slug]
-        if (result := self.store.read(one)) is not None:
-            return self.finished.setdefault(one.slug, _finished(result))
-        place = self.store.place(one)
-        if one.slug in self.diverged:
-            return TrialState(one, "failed", error=self.diverged[one.slug])
-        if self._recent(place / FAILED):
-            return TrialState(one, "failed", error=str(read_json(place / FAILED).get("error", "")))
-        status = read_json(place / STATUS) if self._recent(place / STATUS) else {}
-        if status.get("stage") not in RUNNING:
-            return TrialState(one, "waiting")
-        return TrialState(one, status["stage"], status.get("done", 0), status.get("total", 0), status.get("entropy"))
-
-    def _recent(self, path: Path) -> bool:
-        try:
-            return path.stat().st_mtime >= self.began
-        except OSError:
-            return False
-
-
-def _finished(result: TrialResult) -> TrialState:
-    steps = int(result.training.get("steps", 0))
-    score = None if result.probe is None else float(np.mean(result.probe.scores))
-    return TrialState(result.candidate, "finished", steps, steps, result.training.get("entropy_after"), score)
 
 
 def _plain(scored: Scored | None) -> dict[str, Any] | None:

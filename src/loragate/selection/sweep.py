@@ -27,9 +27,17 @@ from loragate.selection.outcome import best_record, summarise, written_of
 from loragate.selection.probe import MIN_QUESTIONS, Probe
 from loragate.selection.questions import Manner
 from loragate.selection.settings import ProbeSettings
-from loragate.selection.store import FAILED, GATED, Store, TrialResult
+from loragate.selection.store import GATED, Store, TrialResult
 from loragate.selection.study import RECORD, Study, digest
-from loragate.selection.trial import Bench, config_of, copy_artifact, origin_of, run_trial, settings_by_objective
+from loragate.selection.trial import (
+    Bench,
+    OnEvent,
+    config_of,
+    copy_artifact,
+    origin_of,
+    run_trial,
+    settings_by_objective,
+)
 from loragate.training import CalibrationSettings, calibration_rows
 
 OBJECTIVES = ("entropy", "ce", "anchored")
@@ -264,8 +272,11 @@ Execute = Callable[[Sweep, Store, Sequence[Candidate]], None]
 """Runs those candidates of a sweep that are not finished; a trial that fails is noted in its folder."""
 
 
-def run_in_sequence(sweep: Sweep, store: Store, pending: Sequence[Candidate]) -> None:
+def run_in_sequence(sweep: Sweep, store: Store, pending: Sequence[Candidate], on_event: OnEvent | None = None) -> None:
     """Run trials one after the other in this process; one that fails is noted in its folder and does not stop the others.
+
+    Args:
+        on_event: see `trial.OnEvent`.
 
     Raises:
         KeyboardInterrupt: on Ctrl-C, after a checkpoint.
@@ -273,13 +284,18 @@ def run_in_sequence(sweep: Sweep, store: Store, pending: Sequence[Candidate]) ->
     workshop = Workshop(sweep)
     for one in pending:
         try:
-            run_trial(store, one, workshop.bench)
+            run_trial(store, one, workshop.bench, on_event)
         except Exception:  # noted by the trial, reported by whoever reads the folder
             continue
 
 
 def choose_runner(
-    name: str = "auto", workers: int = 0, cpus: int = 1, gpus: float | None = None, device: str = "auto"
+    name: str = "auto",
+    workers: int = 0,
+    cpus: int = 1,
+    gpus: float | None = None,
+    device: str = "auto",
+    on_event: OnEvent | None = None,
 ) -> tuple[str, Execute]:
     """(what runs the trials, in words, and the function that does it).
 
@@ -287,6 +303,7 @@ def choose_runner(
         name: "ray", "sequential", or "auto" for Ray if it is installed.
         workers: parallel trials; 0 takes as many as fit.
         cpus, gpus: of one trial; None takes a GPU if there is one.
+        on_event: see `trial.OnEvent`; not called for trials on Ray, which run in other processes.
 
     Raises:
         ConfigError: for "ray" without Ray.
@@ -302,7 +319,7 @@ def choose_runner(
         else:
             resources = Resources.found(workers, cpus, gpus, device)
             return resources.describe(), partial(run_on_ray, resources=resources)
-    return where, run_in_sequence
+    return where, partial(run_in_sequence, on_event=on_event)
 
 
 @dataclass(frozen=True)
@@ -382,8 +399,7 @@ def _conclude(store: Store) -> Swept:
     diverged = store.diverged()
     # neither finished nor diverged
     failures = {
-        one.slug: str(read_json(store.place(one) / FAILED).get("error", "its worker was lost, several times"))
-        for one in store.pending()
+        one.slug: str(store.failure(one).get("error", "its worker was lost, several times")) for one in store.pending()
     }
     if study.identity["probe"] is None:
         return Swept(study, results, diverged, failures, None, {})

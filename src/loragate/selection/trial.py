@@ -42,7 +42,6 @@ from loragate.selection.store import (
     GATED,
     PART,
     TRAINED,
-    Status,
     Store,
     TrialResult,
 )
@@ -214,10 +213,8 @@ def train_part(
 def _alone(store: Store, candidate: Candidate, on_event: OnEvent | None) -> Iterator[Callable[..., None]]:
     """Have a trial's folder to oneself, and a function that tells how far it is; what goes wrong is kept there."""
     place = store.place(candidate)
-    status = Status(place)
 
     def tell(stage: str, done: int = 0, total: int = 0, entropy: float | None = None) -> None:
-        status(stage, done, total, entropy)
         if on_event is not None:
             on_event(candidate, stage, done, total, entropy)
 
