@@ -73,8 +73,7 @@ def numbers(out: Path) -> dict[str, dict]:
     found = {}
     for path in sorted((out / "trials").glob("*/result.json")):
         record = json.loads(path.read_text())
-        for name in ("seconds", "attempt"):
-            record.pop(name)
+        record.pop("seconds")
         for name in ("seconds", "training_seconds"):
             record["training"].pop(name, None)
         record["training"].get("sampled", {}).pop("seconds", None)
@@ -82,19 +81,18 @@ def numbers(out: Path) -> dict[str, dict]:
     return found
 
 
-def stamps(out: Path) -> dict[str, tuple[int, int, int]]:
-    """{slug: (inode, time of change, attempts)} of the finished trials."""
+def stamps(out: Path) -> dict[str, tuple[int, int]]:
+    """{slug: (inode, time of change)} of the finished trials."""
     found = {}
     for path in sorted((out / "trials").glob("*/result.json")):
         stat = path.stat()
-        attempts = (path.parent / "attempts.jsonl").read_text().count("\n")
-        found[path.parent.name] = (stat.st_ino, stat.st_mtime_ns, attempts)
+        found[path.parent.name] = (stat.st_ino, stat.st_mtime_ns)
     return found
 
 
-def attempts(out: Path) -> int:
-    """How often any trial was started."""
-    return sum(path.read_text().count("\n") for path in (out / "trials").glob("*/attempts.jsonl"))
+def work(out: Path) -> tuple[dict[str, tuple[int, int]], int]:
+    """What changes whenever a trial gets further: the finished ones, and the lengths of the logs of training."""
+    return stamps(out), sum(path.stat().st_size for path in (out / "trials").glob("*/run/metrics.jsonl"))
 
 
 def sweep(argv: list[str]) -> int:

@@ -52,18 +52,6 @@ def test_only_a_valid_result_of_this_trial_in_this_sweep_counts(tmp_path):
     assert Store(tmp_path, STUDY).read(TRIAL) is None
 
 
-def test_attempts_are_counted_in_spite_of_a_torn_line(tmp_path):
-    store = Store(tmp_path, STUDY)
-    store.place(TRIAL).mkdir(parents=True)
-    attempts = store.place(TRIAL) / "attempts.jsonl"
-    assert store.note_attempt(TRIAL, base_loads=1)["attempt"] == 1
-    with attempts.open("a") as file:
-        file.write('{"attempt": 2, "st')
-    assert store.note_attempt(TRIAL)["attempt"] == 3
-    lines = attempts.read_text().splitlines()
-    assert [json.loads(lines[i])["attempt"] for i in (0, 2)] == [1, 3]
-
-
 def test_a_diverged_trial_is_final_for_its_own_sweep(tmp_path):
     place = Store(tmp_path, STUDY).place(TRIAL)
     place.mkdir(parents=True)

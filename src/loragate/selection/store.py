@@ -5,15 +5,12 @@ trials/<slug>/gated/              the trained gates as a gated adapter, whose ad
 trials/<slug>/trained.json        record of the training; from here on it is not trained again
 trials/<slug>/part.json           what came of the first quarter of the training, where others were to be stopped there
 trials/<slug>/run/                log and checkpoints of the training
-trials/<slug>/attempts.jsonl      one line per start: when, where, by which process
 trials/<slug>/failed.json         why the last attempt failed, until another one starts; final where the training diverged
 """
 
 from __future__ import annotations
 
 import json
-import os
-import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,13 +26,7 @@ from loragate.selection.probe import Scored
 from loragate.selection.study import Study
 
 GATED, ADAPTERS = "gated", "adapters"
-RESULT, TRAINED, PART, FAILED, ATTEMPTS = (
-    "result.json",
-    "trained.json",
-    "part.json",
-    "failed.json",
-    "attempts.jsonl",
-)
+RESULT, TRAINED, PART, FAILED = "result.json", "trained.json", "part.json", "failed.json"
 
 
 @dataclass(frozen=True)
@@ -49,7 +40,6 @@ class TrialResult:
             is trained.
         modules: {module: λ statistics} after training.
         seconds: by stage.
-        attempt: number of the start that finished it, its process and machine.
     """
 
     candidate: Candidate
@@ -58,7 +48,6 @@ class TrialResult:
     training: dict[str, Any] = field(default_factory=dict)
     modules: dict[str, dict[str, float]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    attempt: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -95,7 +84,6 @@ class Store:
             "training": result.training,
             "gates": result.modules,
             "seconds": {name: round(value, 3) for name, value in result.seconds.items()},
-            "attempt": result.attempt,
         }
         write_json(self.place(result.candidate) / RESULT, record)
 
@@ -116,7 +104,6 @@ class Store:
                 record["training"],
                 record["gates"],
                 record["seconds"],
-                record["attempt"],
             )
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -143,22 +130,6 @@ class Store:
         """What is neither finished nor diverged."""
         final = {*self.finished(), *self.diverged()}
         return [one for one in self.study.candidates if one.slug not in final]
-
-    def note_attempt(self, candidate: Candidate, **facts: Any) -> dict[str, Any]:
-        """Add a line to attempts.jsonl and return it; its number counts from 1."""
-        path = self.place(candidate) / ATTEMPTS
-        before = path.read_bytes() if path.exists() else b""
-        torn = bool(before) and not before.endswith(b"\n")
-        record = {
-            "attempt": before.count(b"\n") + torn + 1,
-            "started": round(time.time(), 3),
-            "process": os.getpid(),
-            "machine": socket.gethostname(),
-            **facts,
-        }
-        with path.open("a", encoding="utf-8") as file:
-            file.write("\n" * torn + json.dumps(record) + "\n")
-        return record
 
     def note_failure(self, candidate: Candidate, error: BaseException) -> None:
         """Keep why an attempt failed."""

@@ -226,7 +226,6 @@ class Workshop:
         self.current: Bench | None = None
         self.rows: Rows | None = None
         self.encoded: dict[Any, tuple[Rows, EncodedRows]] = {}
-        self.loads = 0
 
     def bench(self, label: str) -> Bench:
         """Have this adapter on the base."""
@@ -234,7 +233,6 @@ class Workshop:
         if self.base is None:
             with explained("base model", sweep.base.name):
                 self.base = open_base(sweep.base, sweep.how)
-            self.loads += 1
         if self.current is not None and self.label == label:
             return self.current
         if self.current is not None:
@@ -252,7 +250,6 @@ class Workshop:
             lambda one: replace(sweep.settings[one.objective], seed=one.seed),
             sweep.questions(model, tokenizer),
             origin=origin_of(place),
-            base_loads=self.loads,
         )
         return self.current
 

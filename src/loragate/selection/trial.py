@@ -72,7 +72,6 @@ class Bench:
         probe, retention: questions; None where there are none.
         options: from settings to further arguments of `calibrate` (heldout, reward, guard, …).
         origin: arguments of `save_gates` that say where base and adapter come from.
-        base_loads: how often this process has loaded a base.
     """
 
     model: Any
@@ -85,7 +84,6 @@ class Bench:
     retention: Probe | None = None
     options: Callable[[CalibrationSettings], Mapping[str, Any]] = lambda _: {}
     origin: Mapping[str, Any] = field(default_factory=dict)
-    base_loads: int = 1
 
 
 def settings_by_objective(options: CalibrationSettings, objectives: Iterable[str]) -> dict[str, CalibrationSettings]:
@@ -152,10 +150,8 @@ def run_trial(
             return known
         tell("loading")
         bench = bench_of(candidate.adapter)
-        attempt = store.note_attempt(candidate, base_loads=bench.base_loads)
         with _acting(store, bench, candidate, tell) as trained:
-            result = known or TrialResult(candidate, None)
-            result = replace(_ask(bench, result, questions, retention, tell), attempt=attempt)
+            result = _ask(bench, known or TrialResult(candidate, None), questions, retention, tell)
         if candidate == candidate.model and trained["seconds"]:  # at several temperatures it is trained once
             seconds = {"training": trained["seconds"], **result.seconds}
             result = replace(result, training=trained["training"], modules=trained["modules"], seconds=seconds)
