@@ -85,10 +85,10 @@ def test_a_worker_keeps_its_base_from_trial_to_trial(place, swept, tmp_path):
     first, second = (trial for trial in study.candidates if trial.slug.endswith(("untouched", "0_1_seed1")))
     worker.setup({"trial": first.as_record()}, parts=(sweep_of, Store(tmp_path / "out", study)))
     assert worker.step() == {"done": True, "failed": False}
-    base = worker.workshop.base
+    bench = worker.workshop.current
     assert worker.reset_config({"trial": second.as_record()}) is True
     assert worker.step() == {"done": True, "failed": False}
-    assert worker.workshop.base is base
+    assert worker.workshop.current is bench is not None
     found, whole = numbers(tmp_path / "out"), numbers(swept)
     assert found == {slug: whole[slug] for slug in found}
     assert len(found) == 2

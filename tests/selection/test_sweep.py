@@ -102,24 +102,6 @@ def test_another_sweep_is_not_resumed(place, swept):
         sweep(arguments(place, swept, "--runner", "sequential"))
 
 
-def test_adapters_and_objectives_and_the_base_as_it_was(place, swept, tmp_path):
-    """The trials of the first adapter come out the same after another one was on the base."""
-    out = tmp_path / "two"
-    argv = arguments(place, out, "--runner", "sequential", ranges="0,1", seeds="0")
-    argv[1:3] = ["--adapters", f"{place / 'two'},{place / 'one'}", "--objectives", "entropy,ce"]
-    assert sweep(argv) == 0
-    found, alone = numbers(out), numbers(swept)
-    assert len(found) == 6
-    for slug in ("one_untouched", "one_entropy_0_1_seed0"):
-        for part in ("probe", "gates"):
-            assert found[slug][part] == alone[slug][part]
-    assert (
-        found["one_ce_0_1_seed0"]["probe"]["answers_sha256"]
-        != alone["one_entropy_0_1_seed0"]["probe"]["answers_sha256"]
-    )
-    assert (out / "heatmap_one_ce.png").exists()
-
-
 def test_the_best_cell_is_written_and_can_be_loaded(place, swept, tmp_path, capsys):
     from loragate.generation import SamplingConfig, TransformersEngine
     from loragate.selection.store import Store
@@ -178,7 +160,6 @@ def test_the_best_cell_is_written_and_can_be_loaded(place, swept, tmp_path, caps
         (["--seeds", "0,x"], "whole numbers"),
         (["--seeds", "3,3"], "seed 3 is given twice"),
         (["--probe", "nowhere.jsonl"], "no such file"),
-        (["--adapters", "x,y"], "not both"),
         (["--runner", "sequential", "--workers", "4"], "--workers has no effect with runner sequential"),
         (["--granularity", "tokens"], "--granularity"),
         (["--k", "1"], "k must be at least 2"),

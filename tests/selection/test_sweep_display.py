@@ -17,7 +17,7 @@ from loragate.selection.candidate import grid
 from loragate.selection.store import Store
 from loragate.selection.study import Study
 
-STUDY = Study(grid(["a"], [Range(-3.0, 1.0), Range(0.0, 1.0), Range(-6.0, 3.0)], [0], ["entropy"]), {"data": 1})
+STUDY = Study(grid("a", [Range(-3.0, 1.0), Range(0.0, 1.0), Range(-6.0, 3.0)], [0], ["entropy"]), {"data": 1})
 
 
 def test_a_line_counts_what_the_files_say_and_names_what_runs_here(tmp_path, monkeypatch):

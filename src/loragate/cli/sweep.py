@@ -1,4 +1,4 @@
-"""`loragate sweep`: any grid of ranges × seeds × adapters × objectives, and what the probe makes of it."""
+"""`loragate sweep`: any grid of ranges × seeds × objectives, and what the probe makes of it."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ class SweepOptions(RunOptions, CalibrationSettings, ProbeSettings, GateOptions):
     """Settings of `loragate sweep`.
 
     Attributes:
-        adapter: finished PEFT LoRA adapter, folder or hub id; or several with --adapters.
-        adapters: several adapters on one base, separated by commas, instead of adapter.
+        adapter: finished PEFT LoRA adapter, folder or hub id.
         base: base model instead of the one the adapter names.
         ranges: "grid" for the paper's 42, or ranges separated by semicolons, as in --ranges="-3,1;0,1;-6,3".
         seeds: seeds of gates and row order, separated by commas.
@@ -64,7 +63,6 @@ class SweepOptions(RunOptions, CalibrationSettings, ProbeSettings, GateOptions):
 
     select: Literal["first", "shuffled"] = "shuffled"
     adapter: str = ""
-    adapters: str = ""
     base: str = ""
     ranges: str = "0,1;-6,3;0,6"
     seeds: str = "0"
@@ -135,14 +133,13 @@ def run(options: SweepOptions) -> int:
         say("nothing was chosen, as there was no --probe; every cell's gates are in trials/*/gated")
         say(f"next: loragate eval --sweep {folder} --suite math --engine vllm --out {folder}-eval")
         return 0
-    for choice in summary["choices"]:
-        say(choice_sentence(summary, choice))
-        best = swept.best.get(choice["adapter"])
-        if best is None:
-            say(next_evaluation(sweep.adapters[choice["adapter"]], "runs/adapter"))
-        else:
-            say(f"written to {best} (seed {choice['seed']})")
-            say(next_evaluation(best, "runs/best"))
+    (choice,) = summary["choices"]
+    say(choice_sentence(summary, choice))
+    if swept.best is None:
+        say(next_evaluation(sweep.adapter, "runs/adapter"))
+    else:
+        say(f"written to {swept.best} (seed {choice['seed']})")
+        say(next_evaluation(swept.best, "runs/best"))
     return 0
 
 
@@ -196,9 +193,7 @@ class Trials:
 
 def check(options: SweepOptions) -> None:
     """Refuse what can be seen to be wrong before anything is loaded."""
-    require_given(COMMAND, replace(options, adapter=options.adapter or options.adapters))
-    if options.adapter and options.adapters:
-        raise ConfigError("give --adapter for one adapter or --adapters for several, not both")
+    require_given(COMMAND, options)
     require_effect("sweep", options, flags=True)
     for name in ("data", "probe"):
         value = getattr(options, name)
@@ -211,7 +206,7 @@ def prepare(options: SweepOptions) -> tuple[Sweep, tuple[Candidate, ...]]:
     """What was typed, as `run_sweep` takes it.
 
     Raises:
-        ConfigError: for seeds or objectives that there cannot be, and adapters that cannot be swept together.
+        ConfigError: for seeds or objectives that there cannot be, and an adapter that cannot be used.
     """
     from loragate.models import Loading
     from loragate.selection.sweep import Sweep, absolute, settings_of_each
@@ -225,7 +220,7 @@ def prepare(options: SweepOptions) -> tuple[Sweep, tuple[Candidate, ...]]:
             f"--seeds: expected whole numbers separated by commas, such as 0,1,2, found {options.seeds!r}"
         ) from None
     sweep = Sweep.over(
-        comma_list(options.adapters or options.adapter),
+        options.adapter,
         partial(read_rows, replace(options, data=absolute(options.data)), options.max_rows),
         settings_of_each(options, objectives),
         base=options.base,
@@ -235,12 +230,12 @@ def prepare(options: SweepOptions) -> tuple[Sweep, tuple[Candidate, ...]]:
         asking=taken_from(options, ProbeSettings),
         system=options.system,
     )
-    return sweep, grid(sweep.adapters, parse_ranges(options.ranges), seeds, objectives)
+    return sweep, grid(sweep.label, parse_ranges(options.ranges), seeds, objectives)
 
 
 COMMAND = Command(
     name="sweep",
-    summary="Calibrate over a grid of ranges, seeds, adapters and objectives, score every cell on a probe, and keep the best.",
+    summary="Calibrate over a grid of ranges, seeds and objectives, score every cell on a probe, and keep the best.",
     options=SweepOptions,
     run=run,
     needs=("adapter", "data", "out"),
@@ -253,7 +248,7 @@ COMMAND = Command(
         "--gpus-per-trial 0.5 --out runs/grid --resume",
     ),
     common=(
-        "adapters ranges seeds objectives probe probe_task learning_rate "
+        "ranges seeds objectives probe probe_task learning_rate "
         "epochs batch_size micro_batch_size runner workers resume"
     ),
 )

@@ -61,7 +61,7 @@ most answers that will be asked), loading, training, probing, retention, finishe
 
 @dataclass
 class Bench:
-    """What the trials of one adapter work on, in this process.
+    """What trials work on, in this process.
 
     Attributes:
         model, tokenizer: base with the plain adapter, and its tokenizer; gates come and go.
@@ -126,7 +126,7 @@ def origin_of(place: Place, base_id: str = "") -> dict[str, Any]:
 def run_trial(
     store: Store,
     candidate: Candidate,
-    bench_of: Callable[[str], Bench],
+    bench_of: Callable[[], Bench],
     on_event: OnEvent | None = None,
     *,
     questions: int | None = None,
@@ -135,7 +135,7 @@ def run_trial(
     """Run a trial, or go on where an earlier attempt was cut off; what is finished is only read.
 
     Args:
-        bench_of: from the adapter's label to what its trials work on; asked only where something is left to do.
+        bench_of: gives what the trials work on; asked only where something is left to do.
         questions: of the probe that it is asked at least, the first ones; None for all. More can be asked later.
         retention: whether it is asked the retention probe as well.
 
@@ -149,7 +149,7 @@ def run_trial(
         if known is not None and asked >= (questions or 0) and (known.retention is not None or not retention):
             return known
         tell("loading")
-        bench = bench_of(candidate.adapter)
+        bench = bench_of()
         with _acting(store, bench, candidate, tell) as trained:
             result = _ask(bench, known or TrialResult(candidate, None), questions, retention, tell)
         if candidate == candidate.model and trained["seconds"]:  # at several temperatures it is trained once
