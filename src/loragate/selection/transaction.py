@@ -363,7 +363,7 @@ class Transaction:
         with self._begun(store, resume):
             if one.slug in (diverged := store.diverged()):
                 raise DivergenceError(diverged[one.slug])
-            run_trial(store, one, lambda _: self.bench, on_event)
+            run_trial(store, one, lambda: self.bench, on_event)
         trained = read_gate_config(store.place(one) / GATED)
         evidence = {key: trained[key] for key in ("training", "parity")}
         self._put_on(one, None)
