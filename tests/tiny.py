@@ -202,11 +202,12 @@ def scripts_of(*folders):
     """import_module for scripts of these folders, which import each other as neighbours; they are forgotten afterwards."""
     own = {path.stem for folder in folders for path in folder.glob("*.py")}
     hidden = {name: sys.modules.pop(name) for name in own & sys.modules.keys()}
+    before = sys.path[:]
     sys.path[:0] = [str(folder) for folder in folders]
     try:
         yield importlib.import_module
     finally:
-        del sys.path[: len(folders)]
+        sys.path[:] = before  # scripts put further folders there
         for name in own & sys.modules.keys():
             del sys.modules[name]
         sys.modules.update(hidden)

@@ -4,9 +4,10 @@
     python benchmarks/objectives/diagnostic.py --out FOLDER --model ADAPTER --base BASE --data QUESTIONS.jsonl [--limit N]
 
 The first form asks adapters of tiny situations (`trial.py`) their development questions; the second any adapter, for rows
-with `prompt` and `answer` whose answers stand in a box. Answers go to FOLDER as they are drawn, and a stopped run goes on.
-Where fewer than about a tenth of the wrong prompts have a right sample, or no more than by chance, an objective that learns
-from its own answers has next to nothing to learn from. Chance is how often a prompt's samples hold another prompt's answer.
+with `prompt` and `answer` whose answers stand in a box; `real.py` asks an adapter of the study on the real model. Answers go
+to FOLDER as they are drawn, and a stopped run goes on. Where fewer than about a tenth of the wrong prompts have a right
+sample, or no more than by chance, an objective that learns from its own answers has next to nothing to learn from. Chance is
+how often a prompt's samples hold another prompt's answer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +32,10 @@ from loragate.files import write_json
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from loragate.generation.samples import SampleWriter, read_samples
 from loragate.models import open_model, resolve
+from objectives.learning import GROUP, HEAT
 from objectives.losses import vote
-from objectives.trial import DEV, MAX_NEW_TOKENS, Cell, said
+from objectives.trial import DEV, MAX_NEW_TOKENS, Cell, judged
 
-HEAT, SAMPLES = 0.8, 8
 SHIFTS = (1, 2, 3)
 Judge = Callable[[Sample, int], tuple[bool, str | None]]
 """An answer and the question that it is held against, to the verdict and to what the answer states."""
@@ -90,29 +92,36 @@ def summary(
 def diagnose(engine: Any, prompts: Sequence[str], judge: Judge, limit: int, folder: Path) -> dict[str, Any]:
     """Draw, judge, and write `summary.json` in the folder."""
     one = drawn(engine, prompts, SamplingConfig(0.0, 1.0, limit, 1, 0), folder / "greedy.jsonl")
-    eight = drawn(engine, prompts, SamplingConfig(HEAT, 1.0, limit, SAMPLES, 0), folder / "sampled.jsonl")
-    judged = [judge(sample, sample.question) for sample in eight]
-    sampled = np.array([verdict for verdict, _ in judged]).reshape(len(prompts), SAMPLES)
-    stated = [[answer for _, answer in judged[at : at + SAMPLES]] for at in range(0, len(judged), SAMPLES)]
+    eight = drawn(engine, prompts, SamplingConfig(HEAT, 1.0, limit, GROUP, 0), folder / "sampled.jsonl")
+    found = [judge(sample, sample.question) for sample in eight]
+    sampled = np.array([verdict for verdict, _ in found]).reshape(len(prompts), GROUP)
+    stated = [[answer for _, answer in found[at : at + GROUP]] for at in range(0, len(found), GROUP)]
     by_chance = []
     for shift in SHIFTS:
         verdicts = [judge(sample, (sample.question + shift) % len(prompts))[0] for sample in eight]
-        by_chance.append(np.array(verdicts).reshape(len(prompts), SAMPLES).any(axis=1))
-    found = summary([judge(sample, sample.question)[0] for sample in one], sampled, stated, by_chance)
-    write_json(folder / "summary.json", found)
-    return found
+        by_chance.append(np.array(verdicts).reshape(len(prompts), GROUP).any(axis=1))
+    figures = summary([judge(sample, sample.question)[0] for sample in one], sampled, stated, by_chance)
+    write_json(folder / "summary.json", figures)
+    return figures
+
+
+def boxed(rows: Sequence[Mapping[str, Any]]) -> Judge:
+    """By what stands in the box, against the `answer` of the rows."""
+    grade = cache(grade_math)  # short answers repeat
+
+    def judge(sample: Sample, question: int) -> tuple[bool, str | None]:
+        found = grade(sample.text, rows[question]["answer"])
+        return found.correct, found.extracted
+
+    return judge
 
 
 def of_cell(name: str, cache: Path, out: Path) -> dict[str, Any]:
     """The development questions of a tiny situation."""
     cell = Cell(name, cache)
     asked = cell.asked["dev"]
-
-    def judge(sample: Sample, question: int) -> tuple[bool, str | None]:
-        return asked.verify(question, sample.text, sample.finish_reason == "stop"), said(sample)
-
-    engine = TransformersEngine(cell.frozen, cell.tokenizer, batch_size=DEV * SAMPLES)
-    return diagnose(engine, cell.prompts(asked), judge, MAX_NEW_TOKENS, out / name)
+    engine = TransformersEngine(cell.frozen, cell.tokenizer, batch_size=DEV * GROUP)
+    return diagnose(engine, cell.prompts(asked), partial(judged, asked), MAX_NEW_TOKENS, out / name)
 
 
 def of_adapter(options: argparse.Namespace) -> dict[str, Any]:
@@ -120,13 +129,8 @@ def of_adapter(options: argparse.Namespace) -> dict[str, Any]:
     rows = [json.loads(line) for line in options.data.read_text(encoding="utf-8").splitlines()][: options.limit]
     loaded = open_model(resolve(options.model, options.base))
     prompts = [render_prompt([{"role": "user", "content": row["prompt"]}], loaded.tokenizer) for row in rows]
-
-    def judge(sample: Sample, question: int) -> tuple[bool, str | None]:
-        grade = grade_math(sample.text, rows[question]["answer"])
-        return grade.correct, grade.extracted
-
     engine = TransformersEngine(loaded.model, loaded.tokenizer, batch_size=options.batch)
-    return diagnose(engine, prompts, judge, options.max_new_tokens, options.out / "adapter")
+    return diagnose(engine, prompts, boxed(rows), options.max_new_tokens, options.out / "adapter")
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ Shapes: P pairs, G answers to one prompt, T response tokens, V vocabulary, M mem
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,20 +26,17 @@ class Pair(NamedTuple):
     weight: float
 
 
-def flip_pair(greedy_right: bool, right: Sequence[bool], log_probs: Sequence[float]) -> Pair | None:
-    """The pair that would turn a wrong greedy answer right, or keep a right one; None where the samples hold none.
+def flip_pair(greedy_right: bool, others: Mapping[int, float]) -> Pair:
+    """The pair that would turn a wrong greedy answer right, or keep a right one.
 
     Args:
         greedy_right: the verdict on the greedy answer.
-        right: those on the samples.
-        log_probs: log-probability of each sample under the adapter. Of the right samples the least likely is the better
-            answer; of the wrong ones the likeliest is the worse.
+        others: samples of the other verdict, one at least, by index, and their log-probability under the adapter. Of right
+            ones the least likely is the better answer; of wrong ones the likeliest is the worse.
     """
-    if not greedy_right:
-        found = [(value, index) for index, value in enumerate(log_probs) if right[index]]
-        return Pair(min(found)[1], GREEDY, 1.0) if found else None
-    wrong = [(value, -index) for index, value in enumerate(log_probs) if not right[index]]
-    return Pair(GREEDY, -max(wrong)[1], 0.5) if wrong else None
+    if greedy_right:
+        return Pair(GREEDY, max(others, key=others.__getitem__), 0.5)
+    return Pair(min(others, key=others.__getitem__), GREEDY, 1.0)
 
 
 def vote(answers: Sequence[str | None]) -> tuple[str | None, float]:

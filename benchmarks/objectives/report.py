@@ -1,15 +1,16 @@
-"""The tables of the trials, from the verdicts that `trial.py` kept; no model is loaded.
+"""The tables of the trials, from the verdicts that `trial.py` and `real.py` kept; no model is loaded.
 
     python benchmarks/objectives/report.py [--cache CACHE] [--diagnostic FOLDER] [--readme]
 
-reads benchmarks/results/objectives_verdicts.jsonl.gz and objectives_diagnostic.json. `--cache` and `--diagnostic` first pack
-what `trial.py` and `diagnostic.py` have left into them (the diagnostic's answers too, without their tokens). `--readme` puts
-the tables between the markers of README.md.
+reads benchmarks/results/objectives_verdicts.jsonl.gz and objectives_diagnostic.json, and for the real model records/ beside
+this file with the study's own (benchmarks/real/records). `--cache` first packs what `trial.py` has left; `--diagnostic` takes
+up what `diagnostic.py` or `real.py` has left (answers too, without their tokens). `--readme` puts the tables between the
+markers of README.md.
 
 The best cheap setting of a cell is chosen on its development questions among base, adapter, one λ and the contrast, each at
 every temperature. A contender is compared with it at every temperature on the same test questions; fixes and breaks are
 counted against the adapter at the same temperature, answer by answer on the same random streams. Intervals are Student's
-over training seeds within a situation, and over all cells.
+over training seeds within a situation, and over all tiny cells; where there is one cell, over its questions.
 
 The diagnostic is also read from the adapters of the study (benchmarks/results/study_verdicts.jsonl.gz), whose greedy
 answers and samples are on file; four at T = 1 and four at T = 0.6 make the eight there.
@@ -20,15 +21,20 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 from scipy.stats import t as student
 
+from loragate.evaluation import compare
 from loragate.files import write_json, write_text
+from objectives.real import CONTENDERS, RECORDS, measure
 
 HERE = Path(__file__).parent
 VERDICTS = HERE.parent / "results" / "objectives_verdicts.jsonl.gz"
@@ -37,16 +43,50 @@ STUDY = HERE.parent / "results" / "study_verdicts.jsonl.gz"
 MARKERS = ("<!-- tables: begin -->", "<!-- tables: end -->")
 HEATS = ("0", "0.3", "0.6", "1")
 CHEAP = ("base", "adapter", "λ=", "contrast")
+REAL = "real "  # begins the names of situations of the study on the real model
+ALL = "all tiny situations"
+# that study's methods by their names here; its gates by entropy learned from the adapter's own rows
+STUDY_METHODS = {
+    "base": "base",
+    "LoRA": "adapter",
+    "λ=0.5": "λ=0.5",
+    "λ=1.5": "λ=1.5",
+    "gates [-6,3]": "gates, entropy on own rows",
+    "gates [-6,3], unseen rows": "gates, entropy",
+    "CE gates [-6,3], unseen rows": "gates, CE",
+    "LoRA continued, unseen rows": "LoRA, CE",
+}
 Cells = dict[str, dict[str, dict[str, Any]]]
 
 
-def load(path: Path = VERDICTS) -> Cells:
-    """Records by cell and contender."""
+def load(path: Path = VERDICTS, real: Path = RECORDS) -> Cells:
+    """Records by cell and contender; the real model's cells come last."""
     cells: Cells = defaultdict(dict)
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for record in map(json.loads, lines):
             cells[record["cell"]][record["contender"]] = record
+    for place in sorted(real.glob("*.jsonl.gz")):
+        name = place.name.removesuffix(".jsonl.gz")
+        situation, seed = name.rsplit("-", 1)
+        study = measure.records_of(name, measure.read_design(), measure.RECORDS)
+        lines = [(STUDY_METHODS.get(line["method"]), line) for record in study for line in record.lines.values()]
+        lines += [(line["method"], line) for line in measure.Record(place).lines.values()]
+        cells[f"{REAL}{situation}/{seed}"] = as_in_trials(lines)
     return dict(cells)
+
+
+def as_in_trials(lines: Sequence[tuple[str | None, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Lines of the real model's records in the form of `trial.py`, with the training: {contender: record}."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, line in lines:
+        if name is None or line["what"] == "retention":
+            continue
+        record = found.setdefault(name, {"verdicts": {}})
+        if line["what"] == "training":
+            record["training"] = line
+        else:
+            record["verdicts"][line["what"]] = line["correct"]
+    return found
 
 
 def pack(cache: Path, path: Path = VERDICTS) -> None:
@@ -57,18 +97,26 @@ def pack(cache: Path, path: Path = VERDICTS) -> None:
 
 
 def pack_diagnostic(folder: Path, path: Path = DIAGNOSTIC) -> None:
-    """The summaries of a folder of `diagnostic.py` as one file, and its answers beside it."""
-    found, answers = {}, []
+    """Take the summaries of a folder of `diagnostic.py` up into one file, and its answers into the one beside it."""
+    answers_path = path.with_suffix(".jsonl.gz")
+    found, answers = {}, {}
+    if path.is_file():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        with gzip.open(answers_path, "rt", encoding="utf-8") as lines:
+            for line in lines:
+                answers.setdefault(json.loads(line)["of"], []).append(line)
     for place in sorted(one.parent for one in folder.rglob("summary.json")):
         name = str(place.relative_to(folder))
         found[name] = json.loads((place / "summary.json").read_text(encoding="utf-8"))
+        answers[name] = []
         for kind in ("greedy", "sampled"):
             for line in (place / f"{kind}.jsonl").read_text(encoding="utf-8").splitlines():
                 sample = json.loads(line)
                 kept = {key: sample[key] for key in ("question", "sample", "text", "finish_reason")}
-                answers.append(json.dumps({"of": name, "kind": kind, **kept}, ensure_ascii=False) + "\n")
+                answers[name].append(json.dumps({"of": name, "kind": kind, **kept}, ensure_ascii=False) + "\n")
     write_json(path, found)
-    path.with_suffix(".jsonl.gz").write_bytes(gzip.compress("".join(answers).encode(), mtime=0))
+    text = "".join(line for name in found for line in answers[name])
+    answers_path.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 def diagnosed(path: Path = DIAGNOSTIC) -> str:
@@ -95,7 +143,12 @@ def scores(record: dict[str, Any], split: str, heat: str) -> np.ndarray:
 
 def best_cheap(contenders: dict[str, dict[str, Any]]) -> tuple[str, str]:
     """The cheap setting with the most right development answers; ties go to the adapter, then to the cooler."""
-    offered = [(name, heat) for name in contenders if name.startswith(CHEAP) for heat in HEATS]
+    offered = [
+        (name, heat)
+        for name, record in contenders.items()
+        for heat in HEATS
+        if name.startswith(CHEAP) and f"dev T={heat}" in record["verdicts"]
+    ]
     return max(
         offered,
         key=lambda one: (scores(contenders[one[0]], "dev", one[1]).mean(), one[0] == "adapter", -HEATS.index(one[1])),
@@ -107,13 +160,17 @@ def flips(after: np.ndarray, before: np.ndarray) -> tuple[int, int]:
     return int((after > before).sum()), int((after < before).sum())
 
 
-def interval(values: Sequence[float]) -> str:
-    """Mean with its 95 % interval over cells."""
-    mean = float(np.mean(values))
-    if len(values) < 2:
-        return f"{mean:+.1f}"
-    half = float(student.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / np.sqrt(len(values)))
-    return f"{mean:+.1f} ({mean - half:+.1f} to {mean + half:+.1f})"
+def interval(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> str:
+    """Mean difference of pairs of verdicts [Q, K], one pair a cell, in points, with its 95 % interval."""
+    if len(pairs) == 1:
+        found = compare(*pairs[0])
+        mean, low, high = (100 * value for value in (found.mean, found.low, found.high))
+    else:
+        values = [100 * (own.mean() - other.mean()) for own, other in pairs]
+        mean = float(np.mean(values))
+        half = float(student.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / np.sqrt(len(values)))
+        low, high = mean - half, mean + half
+    return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
 
 
 def ledger(cells: Cells) -> str:
@@ -122,34 +179,59 @@ def ledger(cells: Cells) -> str:
     groups: dict[str, list[str]] = defaultdict(list)
     for name in cells:
         groups[name.rsplit("/", 1)[0]].append(name)
-    for situation, members in {**groups, "all situations": list(cells)}.items():
+    tiny = [name for name in cells if not name.startswith(REAL)]
+    for situation, members in {**groups, **({ALL: tiny} if len(tiny) > 1 else {})}.items():
         picked = {name: best_cheap(cells[name]) for name in members}
         told = ", ".join(f"seed {name.rsplit('/', 1)[1]}: {who} T={heat}" for name, (who, heat) in picked.items())
-        whole = situation == "all situations"
-        parts.append(
-            f"### {situation[0].upper()}{situation[1:]}\n\n" + ("" if whole else f"Best cheap setting, {told}.\n")
-        )
+        parts.append(f"### {situation[0].upper()}{situation[1:]}\n")
+        if situation != ALL:
+            parts.append(f"Best cheap setting, {told}.\n")
         heads = [f"T = {heat}" if heat != "0" else "greedy" for heat in HEATS]
-        parts.append(f"| | cells | {' | '.join(heads)} | greedy − best cheap |\n|---|---:|{'---:|' * (len(HEATS) + 1)}")
+        heads += ["greedy − best cheap", "greedy − adapter's greedy"]
+        parts.append(f"| | cells | {' | '.join(heads)} |\n|---|---:|{'---:|' * len(heads)}")
         for contender in ordered(cells, members):
-            measured = [name for name in members if contender in cells[name] and "adapter" in cells[name]]
-            columns = []
-            for heat in HEATS:
-                pairs = [
-                    (scores(cells[name][contender], "test", heat), scores(cells[name]["adapter"], "test", heat))
-                    for name in measured
-                ]
-                counts = np.sum([flips(after, before) for after, before in pairs], axis=0)
-                mean = 100 * np.mean([after.mean() for after, _ in pairs])
-                columns.append(f"{mean:.1f}" if contender == "adapter" else f"{mean:.1f} (+{counts[0]} −{counts[1]})")
-            gaps = [
-                100
-                * (scores(cells[name][contender], "test", "0").mean() - scores(cells[name][who], "test", heat).mean())
-                for name in measured
-                for who, heat in [picked[name]]
-            ]
-            parts.append(f"| {contender} | {len(measured)} | {' | '.join(columns)} | {interval(gaps)} |")
+            asked = [name for name in members if "test T=0" in cells[name].get(contender, {"verdicts": ()})["verdicts"]]
+            if not asked:
+                parts.append(f"| {contender} | 0 | {' | '.join(['not run'] * len(heads))} |")
+                continue
+            columns = [column(contender, [cells[name] for name in asked], heat) for heat in HEATS]
+            for settings in (picked, dict.fromkeys(asked, ("adapter", "0"))):
+                others = [scores(cells[name][settings[name][0]], "test", settings[name][1]) for name in asked]
+                own = [scores(cells[name][contender], "test", "0") for name in asked]
+                columns.append(interval(list(zip(own, others, strict=True))))
+            columns[-1] = "" if contender == "adapter" else columns[-1]
+            parts.append(f"| {contender} | {len(asked)} | {' | '.join(columns)} |")
         parts.append("")
+    return "\n".join(parts)
+
+
+def column(contender: str, cells: Sequence[dict[str, dict[str, Any]]], heat: str) -> str:
+    """Share of right answers at a temperature, and fixes and breaks against the adapter."""
+    if any(f"test T={heat}" not in cell[contender]["verdicts"] for cell in cells):
+        return "not run"
+    pairs = [(scores(cell[contender], "test", heat), scores(cell["adapter"], "test", heat)) for cell in cells]
+    mean = 100 * np.mean([after.mean() for after, _ in pairs])
+    counts = np.sum([flips(after, before) for after, before in pairs], axis=0)
+    return f"{mean:.1f}" if contender == "adapter" else f"{mean:.1f} (+{counts[0]} −{counts[1]})"
+
+
+def trainings(cells: Cells) -> str:
+    """How the contenders' training on the real model went; a loss compares with itself alone, the first with the last."""
+    parts = ["| | first five losses | last five | λ mean | λ < 0 | λ > 1 | CPU minutes |", f"|---|{'---:|' * 6}"]
+    for name in (name for name in cells if name.startswith(REAL)):
+        for contender in CONTENDERS:
+            found = cells[name].get(contender, {}).get("training")
+            if found is None:
+                continue
+            first, last = np.mean(found["losses"][:5]), np.mean(found["losses"][-5:])
+            acting = found.get("gates")
+            shares = (
+                [f"{acting['mean']:.2f}", *(f"{100 * acting[key]:.0f} %" for key in ("below_zero", "above_one"))]
+                if acting
+                else ["–"] * 3
+            )
+            minutes = (found["preparing_cpu_seconds"] + found["training_cpu_seconds"]) / 60
+            parts.append(f"| {name}: {contender} | {first:.3f} | {last:.3f} | {' | '.join(shares)} | {minutes:.1f} |")
     return "\n".join(parts)
 
 
@@ -176,16 +258,22 @@ def reached_in_study(path: Path = STUDY) -> str:
 
 def tables() -> str:
     """Everything between the markers."""
-    trials = ledger(load()) if VERDICTS.is_file() else "No cell has been measured yet."
-    asked = f"## The diagnostic on development questions\n\n{diagnosed()}"
-    return (
-        f"{asked}\n\n## The diagnostic on the study's adapters\n\n{reached_in_study()}\n\n## Trials\n\n{trials}".strip()
-    )
+    cells = load()
+    parts = {
+        "The diagnostic: development questions of tiny situations, unseen prompts of the real model": diagnosed(),
+        "The diagnostic on the study's adapters": reached_in_study(),
+        "Trials": ledger(cells),
+    }
+    if any(name.startswith(REAL) for name in cells):
+        parts["Training on the real model"] = trainings(cells)
+    return "\n\n".join(f"## {title}\n\n{table}" for title, table in parts.items()).strip()
 
 
 def ordered(cells: Cells, members: Sequence[str]) -> list[str]:
     """Contenders of some cells: cheap settings, gates, controls on the LoRA."""
     found = {contender for name in members for contender in cells[name]}
+    if any(name.startswith(REAL) for name in members):
+        found |= set(CONTENDERS)  # those that were not run are said to be so
     groups = ("base", "adapter", "λ=", "contrast", "gates", "f ", "LoRA")
     return sorted(found, key=lambda one: (next(i for i, g in enumerate(groups) if one.startswith(g)), one))
 

@@ -252,6 +252,36 @@ class Cell:
             "tokens": [len(ids) for _, ids in pairs],
         }
 
+    def fill(
+        self,
+        record: Record,
+        method: str,
+        loaded: Loaded,
+        wanted: list[Asked],
+        budget: Budget,
+        own: list[str] | None = None,
+    ) -> None:
+        """Ask a method what its record lacks; `own` are the base's solutions, see `retention`.
+
+        Raises:
+            OutOfTime: before a step that would not fit.
+        """
+        drawing = engine(loaded, BATCH)
+        for one in wanted:
+            if (method, one.what) in record.lines:
+                continue
+            if not budget.fits(one.what):
+                raise OutOfTime
+            began = time.monotonic()
+            # all temperatures of a method are asked the same prompts
+            with budget.spent(one.what), drawing.keeping_prompts(method):
+                found = self.retention(loaded, own) if one.split == "retention" else self.answers(loaded, drawing, one)
+            seconds = round(time.monotonic() - began, 1)
+            by = {"precision": self.precision, **package_versions(("loragate", "torch", "transformers", "peft"))}
+            record.add({"method": method, "what": one.what, **found, "seconds": seconds, "by": by})
+            score = f"{100 * found['correct'].count('1') / len(found['correct']):.1f} %" if "correct" in found else ""
+            print(f"{self.name} {method}, {one.what}: {score} {seconds:.0f} s", flush=True)
+
 
 def demonstrations(settings: dict[str, Any], seed: int) -> dict[str, list[dict[str, str]]]:
     """{"own": rows, "unseen": rows}: two halves of the pool, dealt by the seed; own rows have wrong formulas where asked for.
@@ -338,30 +368,13 @@ def run_cell(cell: Cell, methods: list[str], records: tuple[Record, Record], bud
     everything = asked_of(cell.design)
     for method, asked in [("base", everything[-1:]), *((method, everything) for method in methods)]:
         record = of_base if method == "base" else own
-        wanted = [one for one in asked if (method, one.what) not in record.lines]
-        if not wanted:
+        if all((method, one.what) in record.lines for one in asked):
             continue
         with cell.acting(method, budget) as loaded:
             if DONE.keys() & cell.design["methods"][method].keys():
                 record.add({"method": method, "what": "training", **cell.training(method)})
-            drawing = engine(loaded, BATCH)
-            for one in wanted:
-                if not budget.fits(one.what):
-                    raise OutOfTime
-                began = time.monotonic()
-                # all temperatures of a method are asked the same prompts
-                with budget.spent(one.what), drawing.keeping_prompts(method):
-                    if one.split == "retention":
-                        found = cell.retention(loaded, of_base.lines.get(("base", one.what), {}).get("texts"))
-                    else:
-                        found = cell.answers(loaded, drawing, one)
-                seconds = round(time.monotonic() - began, 1)
-                by = {"precision": cell.precision, **package_versions(("loragate", "torch", "transformers", "peft"))}
-                record.add({"method": method, "what": one.what, **found, "seconds": seconds, "by": by})
-                score = (
-                    f"{100 * found['correct'].count('1') / len(found['correct']):.1f} %" if "correct" in found else ""
-                )
-                print(f"{cell.name} {method}, {one.what}: {score} {seconds:.0f} s", flush=True)
+            solutions = of_base.lines.get(("base", "retention"), {}).get("texts")
+            cell.fill(record, method, loaded, asked, budget, solutions)
 
 
 def main() -> None:

@@ -163,6 +163,22 @@ def held(path: Path, wait_s: float, taken: str) -> Iterator[None]:
         yield
 
 
+def require_same(record: Path, old: Any, new: Any, remedy: str, error: type[LoragateError] = ConfigError) -> None:
+    """Refuse to go on with another work than was begun.
+
+    Args:
+        record: the file that says what was begun.
+        old, new: JSON-able; what was begun, and what is asked for now.
+        remedy: what to do, for the message.
+
+    Raises:
+        `error`: naming the file and the first key that differs, with both values.
+    """
+    if (found := first_difference(old, json.loads(json.dumps(new)))) is not None:
+        key, before, now = (found[0], *("none" if value is None else f"{value!r:.160}" for value in found[1:]))
+        raise error(f"{record} was begun with {key} = {before}, now it is {now}; {remedy}")
+
+
 def first_difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any] | None:
     """(dotted key, old, new) of the first place where two JSON-able values differ; None where they are equal."""
     if isinstance(old, dict) and isinstance(new, dict):

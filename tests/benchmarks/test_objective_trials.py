@@ -1,3 +1,5 @@
+import gzip
+import json
 import math
 
 import numpy as np
@@ -15,17 +17,15 @@ from objectives.losses import (
     preference,
     recombined,
 )
-from objectives.report import HERE, MARKERS, best_cheap, tables
+from objectives.report import HERE, MARKERS, best_cheap, pack_diagnostic, tables
 
 
 def test_a_wrong_greedy_answer_gives_way_to_the_rarest_right_sample():
-    assert flip_pair(False, [True, False, True], [-2.0, -1.0, -5.0]) == Pair(2, GREEDY, 1.0)
-    assert flip_pair(False, [False, False], [-1.0, -2.0]) is None
+    assert flip_pair(False, {0: -2.0, 2: -5.0}) == Pair(2, GREEDY, 1.0)
 
 
 def test_a_right_greedy_answer_is_kept_against_the_likeliest_wrong_sample_at_half_weight():
-    assert flip_pair(True, [False, True, False], [-4.0, -1.0, -3.0]) == Pair(GREEDY, 2, 0.5)
-    assert flip_pair(True, [True, True], [-1.0, -2.0]) is None
+    assert flip_pair(True, {0: -4.0, 2: -3.0}) == Pair(GREEDY, 2, 0.5)
 
 
 def test_preference_by_hand():
@@ -104,3 +104,22 @@ def test_the_committed_tables_are_those_of_the_verdicts():
     page = (HERE / "README.md").read_text(encoding="utf-8")
     shown = page.split(MARKERS[0])[1].split(MARKERS[1])[0].strip()
     assert shown == tables(), "run `python benchmarks/objectives/report.py --readme`"
+
+
+def test_a_diagnostic_is_taken_up_beside_those_on_file(tmp_path):
+    target = tmp_path / "diagnostic.json"
+    for name, text in (("real clean-0", "a"), ("commands/0", "b"), ("real clean-0", "c")):
+        place = tmp_path / text / name
+        place.mkdir(parents=True)
+        (place / "summary.json").write_text(json.dumps({"questions": text}), encoding="utf-8")
+        sample = {"question": 0, "sample": 0, "text": text, "token_ids": [1], "finish_reason": "stop", "entropy": None}
+        for kind in ("greedy", "sampled"):
+            (place / f"{kind}.jsonl").write_text(json.dumps(sample) + "\n", encoding="utf-8")
+        pack_diagnostic(tmp_path / text, target)
+    found = json.loads(target.read_text(encoding="utf-8"))
+    assert {name: one["questions"] for name, one in found.items()} == {"real clean-0": "c", "commands/0": "b"}
+    lines = gzip.decompress(target.with_suffix(".jsonl.gz").read_bytes()).decode().splitlines()
+    assert [(json.loads(line)["of"], json.loads(line)["text"]) for line in lines] == [
+        *[("real clean-0", "c")] * 2,
+        *[("commands/0", "b")] * 2,
+    ]

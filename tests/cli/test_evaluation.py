@@ -417,7 +417,7 @@ def test_other_weights_in_the_same_folder_are_not_resumed(place, tmp_path, fails
     model = shake(lg.attach_gates(tiny_adapter(base=tiny_base()), lg.GateConfig(-3, 2)), 0.25)
     lg.save_gates(model, tmp_path / "gated", adapter_source=place / "adapter", base_id=base)
     line = ("eval", "--model", tmp_path / "gated", "--tasks", place / "words.yaml", "--out", tmp_path / "run")
-    assert f"other weights than are in {tmp_path / 'gated'} now (weights.gated" in fails(*line, *FEW, "--resume")
+    assert f"begun with weights.{tmp_path / 'gated'} = " in fails(*line, *FEW, "--resume")
 
 
 def test_vllm_on_a_cpu_is_given_what_is_free_and_heads_that_it_takes(place, monkeypatch):

@@ -171,13 +171,13 @@ def test_resume_through_the_command(place, tmp_path, fails, monkeypatch):
     assert not (out / "gate_config.json").exists(), "nothing half-written"
     monkeypatch.undo()
     kept = {path.name: path.read_bytes() for path in (out / "run").glob("*.*")}
-    assert {"config.yaml", "data.json", "run.json"} <= set(kept)
+    assert {"config.yaml", "run.json"} <= set(kept)
     other = [place / "plain.jsonl" if word == place / "messages.jsonl" else word for word in line]
     for again in (line, [*other, "--max-rows", 8]):
         assert "an unfinished run (checkpoint-2); continue it with --resume" in fails(*again)
     said = fails("export", place / "adapter", "--out", out)
     assert "is not empty (it holds run)" in said
-    assert "'settings.learning_rate' was" in fails(*line, "--resume", "--learning-rate", "1e-3", status=1)
+    assert "begun with settings.learning_rate = " in fails(*line, "--resume", "--learning-rate", "1e-3", status=1)
     assert kept == {path.name: path.read_bytes() for path in (out / "run").glob("*.*")}, "what the run began with stays"
     run(*line, "--resume")
     run(*line[:-1], tmp_path / "whole")

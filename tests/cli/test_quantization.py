@@ -11,6 +11,7 @@ from loragate.cli.main import main
 from loragate.errors import ConfigError
 from loragate.gates.quantised import quantization_of
 from loragate.models import Loading, ModelRef, bases, open_base
+from loragate.models.bases import torch_dtype
 from tiny import is_packed, write_base
 
 needs_bitsandbytes = pytest.mark.skipif(
@@ -71,7 +72,7 @@ def test_bases_and_stored_checkpoints(storage, place, tmp_path):
     how = Loading(device="cpu", quantization=storage)
     model = open_base(ModelRef(str(place / "base")), how)
     assert quantization_of(model) == storage
-    assert model.model.norm.weight.dtype == how.torch_dtype
+    assert model.model.norm.weight.dtype == torch_dtype(how)
     with torch.no_grad():
         model(input_ids=torch.tensor([[3, 4, 5]]))
     assert not any(is_packed(layer) for layer in model.modules() if isinstance(layer, torch.nn.Linear))
@@ -84,10 +85,10 @@ def test_bases_and_stored_checkpoints(storage, place, tmp_path):
 
 @needs_bitsandbytes
 def test_dtypes():
-    assert Loading(device="cpu").torch_dtype == torch.float32
-    assert Loading(device="cpu", quantization="4bit").torch_dtype == torch.float32
-    assert Loading(device="cpu", quantization="8bit").torch_dtype == torch.bfloat16
-    assert Loading("float16", "cpu", "8bit").torch_dtype == torch.float16
+    assert torch_dtype(Loading(device="cpu")) == torch.float32
+    assert torch_dtype(Loading(device="cpu", quantization="4bit")) == torch.float32
+    assert torch_dtype(Loading(device="cpu", quantization="8bit")) == torch.bfloat16
+    assert torch_dtype(Loading("float16", "cpu", "8bit")) == torch.float16
     arguments = bases._bitsandbytes(Loading("bfloat16", "cpu", "4bit"))
     assert arguments.bnb_4bit_quant_type == "nf4"
     assert arguments.bnb_4bit_use_double_quant

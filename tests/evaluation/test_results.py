@@ -32,7 +32,7 @@ from loragate.evaluation.statistics import (
 )
 from loragate.evaluation.variants import Variant
 from loragate.records import package_versions
-from loragate.report.reading import read_results
+from loragate.report.reading import verdict_in_words
 from loragate.report.scores import caption, score_markdown, score_tables, suites_of
 
 TASKS = {"sums": "math", "tiny": "tiny", "products": "math"}
@@ -137,12 +137,10 @@ def test_the_report_in_words_follows_the_same_rule(low: float, p: float) -> None
         ends = sorted((sign * low, sign * 0.2))
         difference = Difference(sum(ends) / 2, *ends, p)
         score = {"mean": 0.5, "low": 0.4, "high": 0.6}
-        rows = [
-            {"name": "LoRA", "group": "baseline", "accuracy": score},
-            {"name": "SCALE", "group": "scale", "accuracy": score, "versus_lora": dataclasses.asdict(difference)},
-        ]
+        adapter = {"name": "LoRA", "accuracy": score}
+        gated = {"name": "SCALE", "accuracy": score, "versus_lora": dataclasses.asdict(difference)}
         words = {"better": "SCALE is better", "worse": "SCALE is worse", "no difference shown": "No difference between"}
-        assert read_results(rows)[0].startswith(words[verdict(difference)])
+        assert verdict_in_words(gated, adapter).startswith(words[verdict(difference)])
 
 
 def test_versions_name_what_is_absent() -> None:

@@ -13,7 +13,7 @@ from loragate.cli.main import main
 from loragate.cli.serve import ServeOptions
 from loragate.errors import ArtifactError
 from loragate.hub_names import cached_commit, hub_name, hub_source, is_hub_id, split_revision
-from loragate.models import Loading, ModelRef, open_tokenizer, resolve
+from loragate.models import ModelRef, open_tokenizer, resolve
 from loragate.serving.server import served_places
 from loragate.serving.vllm_arguments import vllm_arguments
 from tiny import tiny_adapter, tiny_rows, tiny_tokenizer, write_adapter, write_base
@@ -239,5 +239,5 @@ def test_vllm_is_told_the_revision(place, hub, tmp_path):
     served, adapters = served_places(options)
     assert (served.base, list(adapters)) == (ModelRef("user/base", "v1"), ["adapter", "b"])
     assert adapters["b"].source == f"user/plain@{OLD}"
-    arguments = vllm_arguments(options, Loading.of(options), options.system, served, adapters, tmp_path)
+    arguments = vllm_arguments(options, options, options.system, served, adapters, tmp_path)
     assert arguments[arguments.index("--revision") + 1] == "v1"

@@ -81,7 +81,7 @@ def test_custom_code_is_trusted_for_the_endings_too(place, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(record))
     with pytest.raises(LoragateError, match="custom code"):
         open_without_weights(resolve(tmp_path), CPU)
-    loaded = open_without_weights(resolve(tmp_path), Loading(device="cpu", trust=True))
+    loaded = open_without_weights(resolve(tmp_path), Loading(device="cpu", trust_remote_code=True))
     assert 5 in loaded.endings.token_ids
     asked = stopping_arguments(loaded.tokenizer, loaded.place, {}, tmp_path, trust=True)
     assert asked == stopping_arguments(tiny_tokenizer(), resolve(place / "base"), {}, tmp_path)

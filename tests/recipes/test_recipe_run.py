@@ -29,9 +29,9 @@ def test_another_recipe_is_refused_with_the_difference(tmp_path, recipe):
     other = dataclasses.replace(
         recipe, stages=(Stage("sft", "sft", {"rank": 8, "data": "rows.jsonl"}), recipe.stages[1])
     )
-    with pytest.raises(ConfigError, match=r"another recipe: sft\.rank was 4, now 8"):
+    with pytest.raises(ConfigError, match=r"begun with sft\.rank = 4, now it is 8"):
         RunFolder.begin(tmp_path / "run", other)
-    with pytest.raises(ConfigError, match=r"another recipe: eval was .*, now not there"):
+    with pytest.raises(ConfigError, match=r"begun with eval = .*, now it is none"):
         RunFolder.begin(tmp_path / "run", dataclasses.replace(recipe, stages=recipe.stages[:1]))
 
 
@@ -46,7 +46,7 @@ def test_an_evaluation_may_change_until_it_has_begun(tmp_path, recipe):
     assert yaml.safe_load((folder.path / "resolved.yaml").read_text())["eval"]["data"] == "here"
     (folder.path / "eval").mkdir()
     (folder.path / "eval" / "eval.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"another recipe: eval\.data was \"here\", now not there"):
+    with pytest.raises(ConfigError, match=r"begun with eval\.data = 'here', now it is none"):
         RunFolder.begin(tmp_path / "run", recipe)
 
 

@@ -141,8 +141,7 @@ def test_run_killed_resumed_and_used(place, tmp_path):
     state = json.loads((out / "recipe.json").read_text())["state"]
     assert len(state["sft"]["started"]) == 2
     assert state["calibrate"]["finished"]
-    record = json.loads((out / "sft" / "run" / "data.json").read_text())
-    assert (record["rows"], record["select"], record["format"]) == (24, "first", "messages")
+    assert json.loads((out / "sft" / "run" / "run.json").read_text())["data"]["rows"] == 24
     assert json.loads((out / "calibrate" / "gate_config.json").read_text())["gate"]["lower"] == -6
     model = lg.load_gated(out / "calibrate")
     assert len(lg.gate_parameters(model)) == 42

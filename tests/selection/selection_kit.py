@@ -7,7 +7,7 @@ from loragate.evaluation.judging import JudgeSettings
 from loragate.evaluation.tasks import Question
 from loragate.gates.attach import attached_config, gate_parameters
 from loragate.generation import Sample, SamplingConfig
-from loragate.selection.probe import labelled_probe
+from loragate.selection.probe import Probe, labelled
 from loragate.selection.questions import probe_task
 
 RETAINED = 40
@@ -71,11 +71,15 @@ class FakeEngine:
 
 
 def probe(count=32, samples=2, seed=1):
-    asked = questions(count)
-    prompts = [question.prompt for question in asked]
-    return labelled_probe(
-        probe_task("exact"), asked, prompts, SamplingConfig(samples=samples, seed=seed), JudgeSettings(), "probe.jsonl"
+    return labelled(
+        put(probe_task("exact"), questions(count), SamplingConfig(samples=samples, seed=seed), "probe.jsonl")
     )
+
+
+def put(task, asked, sampling, source="x"):
+    """Questions as they are put to a model, their prompts rendered already."""
+    prompts = tuple(question.prompt for question in asked)
+    return Probe("labelled", task, tuple(asked), prompts, sampling, JudgeSettings(), source)
 
 
 def write_jsonl(path, rows):

@@ -3,17 +3,15 @@
 import dataclasses
 
 import pytest
-from selection_kit import probe, questions, sample
+from selection_kit import probe, put, questions, sample
 
 from loragate.errors import DataError
-from loragate.evaluation.judging import JudgeSettings
 from loragate.evaluation.tasks import Question, load_task
 from loragate.generation import SamplingConfig
 from loragate.selection.disjoint import key_of, prompts_of, prompts_to_exclude, require_disjoint, shared_with
-from loragate.selection.probe import COOL, COOL_SAMPLES, agreement_probe, labelled_probe, signs_of
+from loragate.selection.probe import COOL, COOL_SAMPLES, by_agreement, labelled, signs_of
 from loragate.selection.questions import probe_task
 
-JUDGE = JudgeSettings()
 SAMPLING = SamplingConfig(samples=2, seed=5)
 
 
@@ -36,11 +34,8 @@ def agreement(texts, tmp_path=None, task=None, asked=None):
     asked = asked or questions(len(texts))
     engine = Told(texts)
     kept = None if tmp_path is None else tmp_path / "majority.json"
-    prompts = [question.prompt for question in asked]
-    found = agreement_probe(
-        task or probe_task("exact", labelled=False), asked, prompts, engine, SAMPLING, JUDGE, "x", None, kept
-    )
-    return found, engine
+    task = task or probe_task("exact", labelled=False)
+    return by_agreement(put(task, asked, SAMPLING), engine, None, kept), engine
 
 
 def test_scores_are_ordered_by_question_and_sample():
@@ -61,9 +56,7 @@ def test_signs():
 
 
 def test_a_greedy_probe_has_one_sample():
-    asked = questions()
-    greedy = SamplingConfig(temperature=0.0, samples=1)
-    one = labelled_probe(probe_task("exact"), asked, [q.prompt for q in asked], greedy, JUDGE, "x")
+    one = put(probe_task("exact"), questions(), SamplingConfig(temperature=0.0, samples=1))
     assert one.score(Told([["w3"]] * 32)).scores.mean() == 1
 
 
@@ -73,12 +66,12 @@ def test_fewer_than_32_different_questions_are_refused():
         (questions(31) + questions(5), r"31 .* \(36 rows\)"),
     ):
         with pytest.raises(DataError, match=words):
-            labelled_probe(probe_task("exact"), asked, [q.prompt for q in asked], SAMPLING, JUDGE, "x")
+            labelled(put(probe_task("exact"), asked, SAMPLING))
 
 
 def test_rows_that_the_tiny_grader_cannot_read():
     with pytest.raises(DataError, match=r"probe.jsonl:1: the grader tiny reads the column 'kind'"):
-        labelled_probe(probe_task("tiny"), questions(), [q.prompt for q in questions()], SAMPLING, JUDGE, "x")
+        labelled(put(probe_task("tiny"), questions(), SAMPLING))
     (found, why), _ = agreement([["w3"]] * 32, task=probe_task("tiny", labelled=False))
     assert found is None
     assert "the column 'kind'" in why

@@ -71,8 +71,8 @@ def test_plain_text_probes_skip_the_chat_template(tmp_path):
     path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "w1 w2"}])
     asked = read_asked(str(path), "", ProbeSettings(), JudgeSettings())
     for raw, expected in ((True, "w1 w2"), (False, "<user> w1 w2 <assistant> ")):
-        task, prompts, sampling = asked.put(Manner(tiny_tokenizer(), None, 0, answer=9, raw=raw))
-        assert (task.raw, prompts, sampling.max_new_tokens) == (raw, [expected], 9)
+        put = asked.put(Manner(tiny_tokenizer(), None, 0, answer=9, raw=raw))
+        assert (put.task.raw, put.prompts, put.sampling.max_new_tokens) == (raw, (expected,), 9)
 
 
 @pytest.mark.parametrize(("count", "aside"), [(1, 0), (9, 0), (10, 1), (99, 9), (640, 64), (2000, 64)])

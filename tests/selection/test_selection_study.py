@@ -86,5 +86,5 @@ def test_the_same_sweep_is_resumed_and_another_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"trials\.a_entropy_0_1_seed0"):
         fewer.begin(tmp_path, resume=True)
     (tmp_path / "sweep.json").write_text("{")
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="not JSON"):
         study().begin(tmp_path, resume=True)

@@ -31,7 +31,7 @@ from loragate.cli.serve import ServeOptions
 from loragate.errors import ConfigError
 from loragate.gates.override_names import parse_override
 from loragate.generation import SamplingConfig, TransformersEngine
-from loragate.models import Loading, resolve
+from loragate.models import resolve
 from loragate.serving.http_app import CompletionRequest
 from loragate.serving.server import listen, print_clients, renders_chats, served_places
 from loragate.serving.vllm_server import server_command, unserved_heads, usual_share, without_secrets
@@ -437,10 +437,10 @@ def test_what_is_printed_to_paste_fits_the_tokenizer(capsys: pytest.CaptureFixtu
 def test_a_tokenizer_that_vllm_alone_reads_ends_no_server(folders: Path, tmp_path: Path) -> None:
     """Asked once vLLM serves: with --system keep nothing else loads the tokenizer here."""
     options = ServeOptions(model=str(folders / "gated"), system="keep")
-    assert renders_chats(Loading.of(options), resolve(options.model))
+    assert renders_chats(options, resolve(options.model))
     shutil.copytree(folders / "base", tmp_path / "base")
     (tmp_path / "base" / "tokenizer.json").write_text("{")
-    assert renders_chats(Loading.of(options), resolve(tmp_path / "base"))
+    assert renders_chats(options, resolve(tmp_path / "base"))
 
 
 def test_a_port_in_use_is_named_before_vllm_starts() -> None:

@@ -156,7 +156,7 @@ def test_resume_refuses_an_adapter_that_changed(tmp_path):
     how = {"adapter": str(tmp_path / "adapter"), "max_steps": 2, "run_folder": tmp_path / "run", **SILENT}
     train(**how)
     tiny_adapter(3).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(TrainingError, match="another run: 'start'"):
+    with pytest.raises(TrainingError, match="begun with start = "):
         train(**how, resume=True)
 
 

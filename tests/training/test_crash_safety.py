@@ -111,10 +111,10 @@ def test_another_package_version_is_named(tmp_path):
 def test_another_stage_or_recipe_is_named(tmp_path):
     identity = {"stage": "sft", "settings": {"learning_rate": 1e-3, "rank": 16}}
     prepare_folder(identity, tmp_path, resume=False)
-    with pytest.raises(TrainingError, match="this is a run of 'sft', and 'calibrate' is to go on"):
+    with pytest.raises(TrainingError, match="begun with stage = 'sft', now it is 'calibrate'"):
         prepare_folder({**identity, "stage": "calibrate"}, tmp_path, resume=True)
     changed = {**identity, "settings": {"learning_rate": 1e-3, "rank": 8}}
-    with pytest.raises(TrainingError, match=r"'settings\.rank' was 16, now 8"):
+    with pytest.raises(TrainingError, match=r"settings\.rank = 16, now it is 8"):
         prepare_folder(changed, tmp_path, resume=True)
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(DataError, match="cannot be resumed"):

@@ -142,7 +142,7 @@ def test_resume_continues_bit_for_bit(tmp_path, settings, reward):
         train(settings, model, run_folder=folder, on_step=kill, **options)
     assert kept() == [2, 3]
     assert {path.suffix for path in folder.rglob("*") if path.is_file()} <= {".json", ".jsonl", ".safetensors"}
-    with pytest.raises(TrainingError, match=r"another run: 'settings.max_new_tokens' was 6, now 7"):
+    with pytest.raises(TrainingError, match=r"settings.max_new_tokens = 6, now it is 7"):
         train(replace(settings, max_new_tokens=7), model, run_folder=folder, resume=True, **options)
     resumed = train(replace(settings, keep_checkpoints=0), model, run_folder=folder, resume=True, **options)
     assert kept() == [2, 3, 4, 5, 6]

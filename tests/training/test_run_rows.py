@@ -1,14 +1,13 @@
-"""The rows of a training: which are taken, what data.json says of them, and what is said when they are not there any more."""
+"""The rows of a training: which are taken, and what is said when a run is to go on with others."""
 
 import json
 from dataclasses import replace
 
 import pytest
 
-from loragate.data import encode_rows
-from loragate.errors import ConfigError, DataError
-from loragate.training import StageOneSettings
-from loragate.training.rows import ROWS_RECORD, keep_rows_record, read_rows
+from loragate.errors import ConfigError, TrainingError
+from loragate.training.rows import read_rows
+from loragate.training.run_folder import prepare_folder
 from loragate.training.settings import RowsSettings
 
 ROWS = [{"prompt": f"w{n}", "completion": f"w{n + 1}"} for n in range(8)]
@@ -23,40 +22,20 @@ def write(tmp_path):
     return write
 
 
-@pytest.fixture
-def keep(tokenizer, tmp_path):
-    def keep(asked, resume):
-        rows = read_rows(asked, 0, begun=tmp_path if resume else None)
-        encoded = encode_rows(rows, tokenizer, max_length=40)
-        keep_rows_record(asked, StageOneSettings(), 9, tmp_path, rows, encoded, resume)
-        return rows
-
-    return keep
-
-
-def test_the_record_has_counts_order_and_content(write, keep, tmp_path):
-    rows = keep(write([*ROWS, {"prompt": "w1", "completion": ""}]), resume=False)
-    record = json.loads((tmp_path / ROWS_RECORD).read_text())
-    assert (record["rows"], record["trained"], record["without_response"], record["max_rows"]) == (9, 8, 1, 9)
-    assert record["order_sha256"] == rows.fingerprint != rows.shuffled(1).fingerprint
-    assert record["content_sha256"] == rows.content == rows.shuffled(1).content
-
-
-def test_a_changed_file_is_named_with_what_changed(write, keep, tmp_path):
-    keep(write(ROWS), resume=True)  # without a record there is nothing to compare
-    before = (tmp_path / ROWS_RECORD).read_bytes()
-    keep(write(ROWS), resume=True)
-    for content, change in (
-        (ROWS[:-1], "gave 8 rows then and gives 7 now"),
-        (ROWS[::-1], "in another order now"),
-        ([*ROWS[:-1], ROWS[0]], "not the same ones any more"),
-    ):
-        with pytest.raises(DataError, match=f"rows.jsonl has changed since the run .*{change}"):
-            keep(write(content), resume=True)
-    (tmp_path / "rows.jsonl").unlink()
-    with pytest.raises(DataError, match="begun with 8 rows of"):
-        keep(RowsSettings(data=str(tmp_path / "rows.jsonl")), resume=True)
-    assert (tmp_path / ROWS_RECORD).read_bytes() == before
+@pytest.mark.parametrize(
+    ("content", "change"),
+    [
+        (ROWS[:-1], "data.rows = 8, now it is 7"),
+        (ROWS[::-1], "data.order_sha256"),
+        ([*ROWS[:-1], ROWS[0]], "data.content_sha256"),
+    ],
+    ids=["fewer", "another order", "other rows"],
+)
+def test_a_resumed_run_names_what_has_changed_in_the_rows(write, tmp_path, content, change):
+    prepare_folder({"data": read_rows(write(ROWS), 0).as_record()}, tmp_path, resume=False)
+    prepare_folder({"data": read_rows(write(ROWS), 0).as_record()}, tmp_path, resume=True)
+    with pytest.raises(TrainingError, match=change):
+        prepare_folder({"data": read_rows(write(content), 0).as_record()}, tmp_path, resume=True)
 
 
 def test_which_rows_are_taken(write):

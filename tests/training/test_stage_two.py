@@ -316,14 +316,14 @@ def test_resume_needs_the_same_tokens_and_the_same_weights(tokenizer, rows, tmp_
     run = partial(lg.calibrate, tokenizer=tokenizer, rows=rows, settings=settings, run_folder=tmp_path)
     run(tiny_adapter(), config=CONFIG, encoded=own)
     _, other = calibration_rows(load_rows(tiny_rows(24, seed=5)), tokenizer, settings)
-    with pytest.raises(TrainingError, match="another run: 'tokens'"):
+    with pytest.raises(TrainingError, match="begun with tokens = "):
         run(tiny_adapter(), config=CONFIG, resume=True, encoded=other)
-    with pytest.raises(TrainingError, match=r"another run: 'gate.lower' was -3, now -1"):
+    with pytest.raises(TrainingError, match=r"gate.lower = -3, now it is -1"):
         run(tiny_adapter(), config=lg.GateConfig(-1, 2), resume=True, encoded=own)
     changed = tiny_adapter()
     with torch.no_grad():
         changed.base_model.model.model.norm.weight.mul_(1.5)
-    with pytest.raises(TrainingError, match="another run: 'frozen_weights'"):
+    with pytest.raises(TrainingError, match="begun with frozen_weights = "):
         run(changed, config=CONFIG, resume=True, encoded=own)
 
 

@@ -77,7 +77,7 @@ def test_scores_survive_an_interruption(tmp_path):
     assert all(np.array_equal(a, b) for a, b in zip(again.read("base"), values, strict=True))
     with pytest.raises(ConfigError, match="--resume"):
         ScoreFolder(tmp_path / "s", {"a": 1}, lengths, resume=False)
-    with pytest.raises(ConfigError, match="another run: a was"):
+    with pytest.raises(ConfigError, match="begun with a = "):
         ScoreFolder(tmp_path / "s", {"a": 2}, lengths, resume=True)
     with pytest.raises(ConfigError, match="no unfinished run"):
         ScoreFolder(tmp_path / "t", {"a": 2}, lengths, resume=True)

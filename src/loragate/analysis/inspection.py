@@ -119,7 +119,7 @@ def _gates(place: Place) -> dict[str, Any]:
 
 def _endings(place: Place, trust: bool) -> dict[str, Any]:
     try:
-        tokenizer = open_tokenizer(place, Loading(trust=trust))
+        tokenizer = open_tokenizer(place, Loading(trust_remote_code=trust))
     except LoragateError as error:
         return {"problems": [f"the tokenizer could not be read, so endings were not checked: {error}"]}
     report = ending_health(tokenizer, None, generation_config(place.base, trust))

@@ -77,12 +77,12 @@ def run(options: CalibrateOptions) -> int:
     """Refuse what cannot work, start further processes where they are asked for, and calibrate."""
     require_given(COMMAND, options)
     candidates = candidates_of(options)
-    how = check_loading(options)
+    check_loading(options)
     from loragate.cli.calibration_report import calibrate
     from loragate.training.launching import begin
 
     settings = taken_from(options, CalibrationSettings)
-    if (status := begin(settings, options, how, sampling=not options.unverified)) is not None:
+    if (status := begin(settings, options, options, sampling=not options.unverified)) is not None:
         return status
 
     return calibrate(options, candidates)

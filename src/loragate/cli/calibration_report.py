@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,49 +11,33 @@ from loragate.cli.calibrate import CalibrateOptions, gate_config, taken_from
 from loragate.cli.training_report import keep_configuration, say_steps, show_data, warn_about_endings
 from loragate.data import load_rows
 from loragate.display import Display, Parts, console, next_evaluation, quiet_logging
-from loragate.models import Loading, Place, open_tokenizer, open_weights, resolve
-from loragate.selection import Candidate, Chosen, SelectionSettings, accept_gates
-from loragate.selection.chosen import is_unaccepted
+from loragate.models import Place, open_tokenizer, open_weights, resolve
+from loragate.selection import Candidate, Chosen, SelectionSettings
 from loragate.selection.evidence import require_evidence
 from loragate.selection.transaction import Plan, Transaction
 from loragate.selection.trial import origin_of
 from loragate.training import CalibrationSettings
 from loragate.training.preflight import require_free_out, require_reporters
-from loragate.training.rows import encode_run, keep_rows_record, read_rows
+from loragate.training.rows import encode_run, read_rows
 from loragate.training.strategy import launch_of
 
 
 def calibrate(options: CalibrateOptions, candidates: tuple[Candidate, ...]) -> int:
-    """Choose, or switch on what was left off, and say what to use."""
+    """Choose, and say what to use."""
     folder, out = Path(options.out), console()
-    accepting = options.unverified and options.resume and is_unaccepted(folder)
-    if not accepting:
-        require_free_out(folder, options.resume)
-        require_reporters(options.report_to)
+    require_free_out(folder, options.resume)
+    require_reporters(options.report_to)
     quiet_logging()
-    place = resolve(options.adapter, options.base, expect="adapter", base_later=accepting)
+    place = resolve(options.adapter, options.base, expect="adapter")
     options = replace(options, adapter=place.source)
-    if accepting:
-        bounds = candidates[0].range
-        assert bounds is not None, "a range was given"
-        chosen = accept_gates(folder, bounds, place.adapter)
-        lines = [f"the gates of {candidates[0].cell} are on; nothing shows that they help"]
-    else:
-        try:
-            chosen = choose(options, place, candidates, out)
-        except KeyboardInterrupt as stop:
-            if (folder / "run").is_dir():
-                out.print(str(stop) or f"stopped; the same command with --resume goes on in {folder}", markup=False)
-            raise
-        lines = chosen.sentences()
-    lines += [f"written to {folder}; its adapter/ is the plain adapter to compare with"]
+    try:
+        chosen = choose(options, place, candidates, out)
+    except KeyboardInterrupt as stop:
+        if (folder / "run").is_dir():
+            out.print(str(stop) or f"stopped; the same command with --resume goes on in {folder}", markup=False)
+        raise
+    lines = [*chosen.sentences(), f"written to {folder}; its adapter/ is the plain adapter to compare with"]
     lines += [next_evaluation(folder, f"runs/{folder.name}")]
-    if chosen.candidate is None and chosen.trained is not None:
-        lines += [
-            f"the gates of {chosen.trained.cell} are trained but off: nothing shows that they help. Give --probe FILE with at "
-            "least 32 prompts and answers to have a range chosen. To switch these on as they are:",
-            f"  {accept_line(options, chosen.trained)}",
-        ]
     for line in lines:
         out.print(line, markup=False)
     return 0
@@ -67,8 +50,8 @@ def choose(options: CalibrateOptions, place: Place, candidates: tuple[Candidate,
     asking, settings = taken_from(options, SelectionSettings), taken_from(options, CalibrationSettings)
     # rows may be many, and on the hub
     require_evidence(asking, options.probe, options.retention_probe, set_aside=options.range == "auto")
-    rows = read_rows(options, options.max_rows, begun=folder / "run" if options.resume else None)
-    tokenizer = open_tokenizer(place, Loading.of(options))
+    rows = read_rows(options, options.max_rows)
+    tokenizer = open_tokenizer(place, options)
     heldout = None
     if options.heldout or options.heldout_split:
         where = None if options.heldout else options.revision or None
@@ -94,14 +77,13 @@ def choose(options: CalibrateOptions, place: Place, candidates: tuple[Candidate,
         )
     show_data(out, one.encoded, tokenizer)
     with display.job("loading the model"):
-        model = open_weights(place, Loading.of(options, host_memory=launch_of().sharded))
+        model = open_weights(place, options, host_memory=launch_of().sharded)
     warn_about_endings(out, tokenizer, one.encoded, model.get_base_model())
     one.take(model, **origin_of(place, options.base_id))
     drawn = {candidate.objective for candidate in candidates} == {"random"}
     out.print(f"gating {one.gateable} modules" + (", drawn at random, no training" if drawn else ""))
     if not drawn:
         say_steps(out, settings, len(one.encoded), " for each range")
-    keep_rows_record(options, settings, settings.max_rows, folder / "run", one.rows, one.encoded, options.resume)
     keep_configuration(options, folder)
     if not options.unverified:
         with display.job("preparing the probe", unit="answer") as shown:
@@ -112,10 +94,8 @@ def choose(options: CalibrateOptions, place: Place, candidates: tuple[Candidate,
                 "--probe-max-new-tokens sets it",
                 markup=False,
             )
-        if one.why:
-            out.print(f"no evidence can be had here: {one.why}", markup=False)
-    with display.job(f"trying {len(one.tried)} range{'s' * (len(one.tried) > 1)}", unit="step") as shown:
-        return one.run(resume=options.resume, on_event=news(out, shown, one.tried))
+    with display.job(f"trying {len(candidates)} range{'s' * (len(candidates) > 1)}", unit="step") as shown:
+        return one.run(resume=options.resume, on_event=news(out, shown, candidates))
 
 
 def news(out: Any, job: Any, tried: Sequence[Candidate]) -> Any:
@@ -143,10 +123,3 @@ def news(out: Any, job: Any, tried: Sequence[Candidate]) -> Any:
         job.show(share, f"{which}: {stage}, step {done:,} of {total:,}", note, left)
 
     return on_event
-
-
-def accept_line(options: CalibrateOptions, trained: Candidate) -> str:
-    """The command that switches on what was trained without evidence."""
-    assert trained.range is not None, "gates were trained"
-    words = ["loragate", "calibrate", "--adapter", options.adapter, "--data", options.data, "--out", options.out]
-    return shlex.join([*words, f"--range={trained.range.typed}", "--unverified", "--resume"])

@@ -67,9 +67,9 @@ def load_inputs(options: ModelOptions, name: str, engine: str = "transformers") 
     Raises:
         ConfigError: for a place that holds no model, or what the engine cannot serve.
     """
-    how = check_loading(options, engine)
+    check_loading(options, engine)
     quiet_logging()
-    loaded = load(name, getattr(options, "base", ""), how, engine)
+    loaded = load(name, getattr(options, "base", ""), options, engine)
     if engine == "vllm":
         require_served(loaded.names["base"], loaded.config)
     return loaded

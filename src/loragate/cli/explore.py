@@ -32,14 +32,14 @@ class ExploreOptions(ModelOptions):
 
 def run(options: ExploreOptions) -> int:
     """Load, build the page, serve it until Ctrl-C."""
-    how = check_loading(options)
+    check_loading(options)
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     quiet_logging()
     from loragate.report.explorer import launch
     from loragate.serving.explore import explorer_of
 
     page = explorer_of(
-        options.model, how, base=options.base, prompt=options.prompt, raw=options.raw, system=options.system
+        options.model, options, base=options.base, prompt=options.prompt, raw=options.raw, system=options.system
     )
     launch(page, options.port)
     return 0

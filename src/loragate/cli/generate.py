@@ -63,7 +63,7 @@ class GenerateOptions(ModelOptions):
 
 def run(options: GenerateOptions) -> int:
     """Generate and print; finish reasons go to stderr."""
-    how = check_loading(options)
+    check_loading(options)
     prompts = read_prompts(options)
     quiet_logging()
     from loragate.generation import SamplingConfig, TransformersEngine
@@ -84,7 +84,7 @@ def run(options: GenerateOptions) -> int:
     )
     if note := sampling_note(options.model, place.sampling, options.temperature):
         print(f"loragate: {note}", file=sys.stderr)
-    loaded = models.open_model(place, how)
+    loaded = models.open_model(place, options)
     model, tokenizer = loaded.model, loaded.tokenizer
     override = (options.lambda_constant, options.lambda_min, options.lambda_max)
     overriding: Any = nullcontext()

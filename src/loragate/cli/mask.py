@@ -41,7 +41,7 @@ class MaskOptions(DataOptions, ModelOptions, OutputOptions):
 
 def run(options: MaskOptions) -> int:
     """Score every response token under both models, keep the best share, write the rows."""
-    how = check_loading(options)
+    check_loading(options)
     require_given(COMMAND, options)
     quiet_logging()
     from loragate.training.token_influence import mask_rows
@@ -60,7 +60,7 @@ def run(options: MaskOptions) -> int:
         max_length=options.max_length,
         micro_batch_size=options.micro_batch_size,
         system=options.system,
-        loading=how,
+        loading=options,
         resume=options.resume,
     )
     share = 100 * summary["kept"] / max(1, summary["scored"])

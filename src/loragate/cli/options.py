@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from loragate.models.settings import Loading
 from loragate.training.settings import LaunchSettings, RowsSettings
 from loragate.validate import Count, Positive
 
@@ -23,24 +24,14 @@ class OutputOptions:
 
 
 @dataclass(frozen=True)
-class ModelOptions:
+class ModelOptions(Loading):
     """How a model is loaded and spoken to.
 
     Attributes:
-        dtype: of the base; auto takes the checkpoint's.
-        quantization: storage of the base (bitsandbytes, with the engine transformers); trained parameters stay fp32.
-        device: auto, cpu, cuda, cuda:1 or mps.
-        trust_remote_code: run model code from the hub.
         system: none leaves out a default system message of the template.
-        chat_template: jinja file to use instead of the tokenizer's template.
     """
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    quantization: Literal["none", "8bit", "4bit"] = "none"
-    device: str = "auto"
-    trust_remote_code: bool = False
     system: Literal["none", "keep"] = "none"
-    chat_template: str = ""
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,10 @@ def run(options: ServeOptions) -> int:
     with_vllm = options.engine == "vllm" or options.verify or (options.engine == "auto" and fits)
     engine: Literal["vllm", "transformers"] = "vllm" if with_vllm else "transformers"
     require_effect("serve", options, flags=True, engine=engine)
-    how = check_loading(options)
+    check_loading(options)
     quiet_logging()
     # the commit that the model is now
-    return serve(replace(options, model=asked.source, engine=engine), how, options.system)
+    return serve(replace(options, model=asked.source, engine=engine), options, options.system)
 
 
 COMMAND = Command(

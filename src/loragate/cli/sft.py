@@ -38,8 +38,8 @@ def run(options: SftOptions) -> int:
     folder = Path(options.out)
     settings = StageOneSettings(**{field.name: getattr(options, field.name) for field in fields(StageOneSettings)})
     require_free_out(folder, options.resume)
-    how = check_loading(options)
-    if (status := begin(settings, options, how, reference=bool(options.reference))) is not None:
+    check_loading(options)
+    if (status := begin(settings, options, options, reference=bool(options.reference))) is not None:
         return status
     require_reporters(options.report_to)
     quiet_logging()
@@ -52,7 +52,7 @@ def run(options: SftOptions) -> int:
             settings,
             reference=options.reference,
             max_rows=options.max_rows,
-            loading=how,
+            loading=options,
             system=options.system,
             resume=options.resume,
             on_progress=job.advance_to,

@@ -208,7 +208,6 @@ def prepare(options: SweepOptions) -> tuple[Sweep, tuple[Candidate, ...]]:
     Raises:
         ConfigError: for seeds or objectives that there cannot be, and an adapter that cannot be used.
     """
-    from loragate.models import Loading
     from loragate.selection.sweep import Sweep, absolute, settings_of_each
     from loragate.training.rows import read_rows
 
@@ -224,7 +223,7 @@ def prepare(options: SweepOptions) -> tuple[Sweep, tuple[Candidate, ...]]:
         partial(read_rows, replace(options, data=absolute(options.data)), options.max_rows),
         settings_of_each(options, objectives),
         base=options.base,
-        how=Loading.of(options),
+        how=options,
         probe=options.probe,
         config=gate_config(options),
         asking=taken_from(options, ProbeSettings),

@@ -30,7 +30,7 @@ from loragate.conversion.extract_layout import (
     require_same_architecture,
 )
 from loragate.errors import ConfigError
-from loragate.models import Loading, Place, resolve
+from loragate.models import Loading, Place, resolve, torch_device
 
 PART = 1 << 24  # numbers of a tensor that are compared at a time
 
@@ -133,7 +133,7 @@ def extract_adapter(
         raise ConfigError(f"rank must be at least 1, found {rank}")
     if device == "mps":
         raise ConfigError("--device mps: it has no double precision, which decompositions need; use --device cpu")
-    device = Loading(device=device).torch_device.replace("mps", "cpu")
+    device = torch_device(Loading(device=device)).replace("mps", "cpu")
     tuned = open_checkpoint(resolve(model, expect="base", what="model", revision=revision or None), trust_remote_code)
     start = open_checkpoint(resolve(base, expect="base", revision=base_revision or None), trust_remote_code)
     require_same_architecture(tuned, start)

@@ -80,7 +80,7 @@ def write_adapter_folder(extraction: Extraction, folder: str | Path, *, trust_re
             f"of the whole difference lies elsewhere and is left out. `{RECORD}` has the figures of every layer.\n",
         )
         try:
-            open_tokenizer(extraction.model, Loading(trust=trust_remote_code)).save_pretrained(str(partial))
+            open_tokenizer(extraction.model, Loading(trust_remote_code=trust_remote_code)).save_pretrained(str(partial))
         except LoragateError as error:
             logger.warning("no tokenizer was copied, the base's will be used: %s", error)
     return folder

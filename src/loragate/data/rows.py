@@ -82,10 +82,10 @@ class Rows(Sequence[dict[str, Any]]):
         """
         return self._hashes[0]
 
-    @property
-    def content(self) -> str:
-        """SHA-256 (hex) of the rows whatever their order: equal for two shuffles of the same rows."""
-        return self._hashes[1]
+    def as_record(self) -> dict[str, Any]:
+        """What these rows are known by: their number, their content in any order, and their order."""
+        order, content = self._hashes
+        return {"rows": len(self), "content_sha256": content, "order_sha256": order}
 
     @cached_property
     def _hashes(self) -> tuple[str, str]:

@@ -55,7 +55,7 @@ from loragate.evaluation.retention import retention_averages, retention_info, re
 from loragate.evaluation.statistics import compare_suites, suite_average
 from loragate.evaluation.tasks import Questions, load_task
 from loragate.evaluation.variants import Kind, Variant
-from loragate.files import first_difference, write_json, write_text
+from loragate.files import require_same, write_json, write_text
 from loragate.generation import SamplingConfig, ScoringEngine
 from loragate.generation.samples import draw_samples, read_samples
 from loragate.models import folder_sha256
@@ -114,7 +114,7 @@ class Evaluation:
             ConfigError: naming the first difference.
         """
         path = self.folder / "eval.json"
-        places = {**self.models, **{v.slug: v.gates for v in self.variants if v.gates is not None}}
+        places = {*self.models.values(), *(one.gates for one in self.variants if one.gates is not None)}
         identity = to_json(
             {
                 "models": self.models,
@@ -123,7 +123,7 @@ class Evaluation:
                 "variants": self.variants,
                 "tasks": [prepared.as_dict() for prepared in self.tasks],
                 "suites": self.suites,
-                "weights": {kind: folder_sha256(place) for kind, place in places.items() if Path(place).exists()},
+                "weights": {place: folder_sha256(place) for place in sorted(places) if Path(place).exists()},
             }
         )
         if not resume:
@@ -132,17 +132,8 @@ class Evaluation:
         else:
             before = read_value(path, "choose another --out")
             kept = {key: value for key, value in before.items() if key not in ("notes", "left_out")}
-            if (found := first_difference(kept, identity)) is not None:
-                key, old, new = found
-                if key.startswith("weights"):
-                    raise ConfigError(
-                        f"--resume: the answers in {self.folder} came from other weights than are in "
-                        f"{places[key.split('.', 1)[1]]} now ({key} in {path.name}); put those back, or choose another --out"
-                    )
-                raise ConfigError(
-                    f"--resume: {path} was begun with {key} = {old!r:.80}, now it is {new!r:.80}; repeat the command with the "
-                    "same settings, or choose another --out"
-                )
+            remedy = "repeat the command with the same settings, weights and questions, or choose another --out"
+            require_same(path, kept, identity, remedy)
         for prepared in self.tasks:
             write_questions(self.folder, prepared)
             write_text(

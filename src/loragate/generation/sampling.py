@@ -117,9 +117,12 @@ def keep_nucleus(probs_BV: Tensor, top_p: float) -> Tensor:
 
 def draw(scores_BV: Tensor, uniforms_B: Tensor, temperature: float, top_p: float) -> Tensor:
     """Return one token id per row, [B] int64, by inverting the cumulative distribution at `uniforms_B` in float64."""
-    scores_BV = scores_BV.double()
+    scores_BV = scores_BV.to(torch.float64, copy=True)  # rows of a whole vocabulary: from here on in place
     # The maximum goes first so that a tiny temperature gives 0 and -inf, not inf - inf.
-    probs_BV = ((scores_BV - scores_BV.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
+    scores_BV -= scores_BV.amax(dim=-1, keepdim=True)
+    if temperature != 1:
+        scores_BV /= temperature
+    probs_BV = scores_BV.softmax(dim=-1)
     if top_p < 1:
         probs_BV = keep_nucleus(probs_BV, top_p)
     cumulative_BV = probs_BV.cumsum(dim=-1)

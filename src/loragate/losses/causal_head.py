@@ -24,7 +24,6 @@ from loragate.losses.divergence import Reference, reference_statistics
 from loragate.losses.entropy import support_size
 from loragate.losses.head import IGNORED, STATISTICS, TokenStatistics, head_statistics, statistics_of_logits
 from loragate.losses.projection import Head as Head
-from loragate.losses.sharded_head import is_vocabulary_sharded
 
 
 @dataclass(frozen=True)
@@ -105,8 +104,7 @@ def add_statistics_forward(model: Any, verified: bool | None = None) -> bool:
         kwargs.pop("num_items_in_batch", None)
         kwargs["use_cache"] = False
         head = read_head(self) if self._loragate_statistics else None
-        alone = isinstance(statistics, StatisticsRequest) and statistics.reference is None
-        head = None if head is None else gathered(head, keep_shards=alone)
+        head = None if head is None else gathered(head)
         shifted = labels[:, 1:]
         if head is None:
             logits = original(*args, **kwargs).logits[:, :-1]
@@ -127,14 +125,11 @@ def add_statistics_forward(model: Any, verified: bool | None = None) -> bool:
     return bool(model._loragate_statistics)
 
 
-def gathered(head: Head, keep_shards: bool = False) -> Head:
+def gathered(head: Head) -> Head:
     """The head with its full weight and bias, once per forward pass, where FSDP2, ZeRO-3 or tensor parallelism spread it.
 
-    In FSDP2's root group the weight is whole already. With `keep_shards` a head that is spread by vocabulary over a
-    tensor-parallel group stays so; the token-statistics head takes it as it is. Every process must call this.
+    In FSDP2's root group the weight is whole already. Every process must call this.
     """
-    if keep_shards and is_vocabulary_sharded(head.weight):
-        return head
     if not any(hasattr(head.weight, name) for name in ("full_tensor", "ds_id")):
         return head
     bias = None if head.bias is None else whole_parameter(head.bias)
@@ -165,8 +160,7 @@ def verify_head(model: Any) -> bool:
     head = read_head(model)
     if head is None or head.weight.device.type == "meta":
         return False
-    if is_vocabulary_sharded(head.weight):
-        head = gathered(head)
+    head = gathered(head)
     count = min(8, head.weight.shape[0])
     step = max(1, head.weight.shape[0] // (count + 1))
     tokens = (torch.arange(1, count + 1, device=head.weight.device) * step % head.weight.shape[0]).unsqueeze(0)

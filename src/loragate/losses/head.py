@@ -6,8 +6,7 @@ logits only, so the forward keeps k indices and k derivatives per token and the 
 of the head: exact, at k/V of the dense cost. Log-probability and full entropy have dense gradients; these are summed in
 the forward where it costs no more (`gradients=`), or recomputed tile by tile in the backward.
 
-The head's weight is frozen here: gradients flow to `hidden` only. It may be spread over a tensor-parallel group
-(`sharded_head.py`).
+The head's weight is frozen here: gradients flow to `hidden` only.
 
 Shapes: T tokens, D hidden, V vocabulary, K support, C tokens of one chunk.
 """
@@ -22,7 +21,6 @@ from loragate.errors import ConfigError
 from loragate.losses.entropy import support_size, topk_entropy
 from loragate.losses.head_function import STATISTICS, Plan, TokenStatisticsFunction
 from loragate.losses.projection import Head, needs_widening
-from loragate.losses.sharded_head import local_head
 from loragate.losses.tiling import BUDGET, tiling
 
 IGNORED = -100
@@ -83,9 +81,7 @@ def token_statistics(
 
     Args:
         hidden: [..., D], after the final norm and already shifted: position t predicts `labels[..., t]`.
-        weight: [V, D] frozen output embedding; `bias` [V] likewise, where −inf masks a token (not for the full entropy). Or a
-            DTensor that spreads the rows over a tensor-parallel group, all of whose processes call this with the same
-            positions.
+        weight: [V, D] frozen output embedding; `bias` [V] likewise, where −inf masks a token (not for the full entropy).
         labels: [...] int64 indices of the vocabulary, −100 where a position does not count (it is not projected).
         k: support of the top-k entropy; k ≥ V, or 0, makes it the full entropy divided by log V.
         scale, softcap: the family's logit scale and soft cap.
@@ -100,7 +96,7 @@ def token_statistics(
 
     Raises:
         ConfigError: for labels that do not fit `hidden`, one outside the vocabulary, an unknown name in `outputs` or `gradients`,
-            a head that requires a gradient, or a DTensor spread in another way.
+            a head that requires a gradient, or one whose rows are spread over processes.
     """
     if hidden.shape[:-1] != labels.shape:
         raise ConfigError(
@@ -115,21 +111,21 @@ def token_statistics(
             "the output head is trainable, but token statistics carry gradients to the hidden states only; freeze it "
             "(take lm_head out of modules_to_save)"
         )
-    vocabulary = weight.shape[0]
+    if hasattr(weight, "full_tensor"):
+        raise ConfigError(
+            "the output head is a DTensor, whose rows are spread over processes; pass weight.full_tensor()"
+        )
+    vocabulary, width = weight.shape
     k = support_size(k, vocabulary)
     mask = labels != IGNORED
     chosen_TD, chosen_T = hidden[mask], labels[mask]  # response positions alone: T is often a small part of B·S
     require_labels(chosen_T, vocabulary)
-    weight, bias, shard = local_head(weight, bias)
-    if shard is not None:
-        shard.require_same_tokens(chosen_T)
     if chosen_TD.shape[0] == 0:
         return TokenStatistics.without_labels(hidden, mask, k)
-    rows, width = weight.shape
     sizes = tiling(
-        rows, width, weight.device.type, widened=needs_widening(weight), tokens=chunk_tokens, budget=_CHUNK_BYTES
+        vocabulary, width, weight.device.type, widened=needs_widening(weight), tokens=chunk_tokens, budget=_CHUNK_BYTES
     )
-    plan = Plan(k, tuple(outputs), gradients, sizes, scale, softcap, vocabulary, shard)
+    plan = Plan(k, tuple(outputs), gradients, sizes, scale, softcap, vocabulary)
     log_prob_T, entropy_T, topk_T = TokenStatisticsFunction.apply(chosen_TD, weight, bias, chosen_T, plan)
     return TokenStatistics(log_prob_T, entropy_T, topk_T, mask, k).spread(labels.shape, mask)
 

@@ -16,8 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from loragate.losses.projection import Head, Projection
-from loragate.losses.running import RunningRows, Wanted, label_columns, recomputed_gradient
-from loragate.losses.sharded_head import Shard
+from loragate.losses.running import RunningRows, Wanted, recomputed_gradient
 from loragate.losses.tiling import Tiling, chunks
 
 STATISTICS = ("log_prob", "entropy", "topk_entropy")
@@ -26,7 +25,7 @@ _DENSE = ("log_prob", "entropy")
 
 @dataclass(frozen=True)
 class Plan:
-    """What one call computes, on which tiles; `vocabulary` is the whole one where a shard of the head is given."""
+    """What one call computes, on which tiles."""
 
     k: int
     outputs: tuple[str, ...]
@@ -35,7 +34,6 @@ class Plan:
     scale: float
     softcap: float | None
     vocabulary: int
-    shard: Shard | None
 
     @property
     def full(self) -> bool:
@@ -61,7 +59,7 @@ class Plan:
         dense = [name for name in _DENSE if name in planned]
         if self.gradients is None or len(dense) != 1:
             return None
-        return dense[0] if dense[0] == "log_prob" or (tiles == 1 and self.shard is None) else None
+        return dense[0] if dense[0] == "log_prob" or tiles == 1 else None
 
 
 class TokenStatisticsFunction(torch.autograd.Function):
@@ -91,7 +89,7 @@ class TokenStatisticsFunction(torch.autograd.Function):
         with torch.autocast(hidden_TD.device.type, enabled=False):
             head = Head(weight_VD, bias_V, plan.scale, plan.softcap).projection()
             for rows in chunks(hidden_TD.shape[0], plan.tiling.tokens):
-                running = RunningRows(head, hidden_TD[rows], labels_T[rows], wanted, plan.shard)
+                running = RunningRows(head, hidden_TD[rows], labels_T[rows], wanted)
                 running.run(spans)
                 _collect(found, rows, running, plan, "topk_entropy" in planned, eager, recompute)
         kept = [found.get(name) for name in ("index", "slope", "log_z", "full entropy", "direction")]
@@ -121,7 +119,7 @@ class TokenStatisticsFunction(torch.autograd.Function):
         with torch.autocast(weight_VD.device.type, enabled=False):
             head = Head(weight_VD, bias_V, plan.scale, plan.softcap).projection()
             if grad_topk is not None:
-                total_TD = _sparse(head, index_TK, slope_TK * grad_topk.unsqueeze(-1), plan.shard)
+                total_TD = head.pull_back_sparse(index_TK, slope_TK * grad_topk.unsqueeze(-1))
             if hidden_TD is not None and any(value is not None for value in dense.values()):
                 saved = (hidden_TD, labels_T, log_z_T, entropy_T)
                 total_TD = _recomputed(head, saved, dense, plan, ctx.spans, total_TD)
@@ -183,15 +181,6 @@ def _collect_topk(found: _Found, rows: slice, running: RunningRows, log_k: float
         found.put("index", rows, index_CK.to(torch.int32))  # a vocabulary has fewer than 2³¹ entries
 
 
-def _sparse(
-    head: Projection, index_TK: torch.Tensor, coefficient_TK: torch.Tensor, shard: Shard | None
-) -> torch.Tensor:
-    if shard is None:
-        return head.pull_back_sparse(index_TK, coefficient_TK)
-    at_TK, inside_TK = label_columns(index_TK, shard.first, shard.first + head.vocabulary)
-    return shard.total(head.pull_back_sparse(at_TK, coefficient_TK * inside_TK))
-
-
 def _recomputed(
     head: Projection,
     saved: tuple[torch.Tensor, ...],
@@ -204,16 +193,14 @@ def _recomputed(
     hidden_TD, labels_T, log_z_T, entropy_T = saved
     if total_TD is None:
         total_TD = log_z_T.new_zeros(hidden_TD.shape)
-    first = 0 if plan.shard is None else plan.shard.first
     for rows in chunks(hidden_TD.shape[0], plan.tiling.tokens):
-        part_CD = recomputed_gradient(
+        total_TD[rows] += recomputed_gradient(
             head,
             hidden_TD[rows],
-            labels_T[rows] - first,
+            labels_T[rows],
             log_z_T[rows],
             None if entropy_T is None else entropy_T[rows],
             {name: None if value is None else value[rows] for name, value in dense.items()},
             spans,
         )
-        total_TD[rows] += part_CD if plan.shard is None else plan.shard.total(part_CD)
     return total_TD

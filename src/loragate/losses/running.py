@@ -11,15 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from loragate.losses.projection import Projection
-
-if TYPE_CHECKING:
-    from loragate.losses.sharded_head import Shard
 
 
 @dataclass(frozen=True)
@@ -51,9 +47,8 @@ class RunningRows:
         hidden_CD: torch.Tensor,
         labels_C: torch.Tensor,
         wanted: Wanted,
-        shard: Shard | None = None,
     ) -> None:
-        self.head, self.labels_C, self.wanted, self.shard = head, labels_C, wanted, shard
+        self.head, self.labels_C, self.wanted = head, labels_C, wanted
         self.states_CD = head.states(hidden_CD)
         self.normalising = bool(wanted.log_prob or wanted.entropy or wanted.direction or wanted.normaliser)
         self.top = RunningLargest(wanted.top)
@@ -66,11 +61,9 @@ class RunningRows:
         self.pull_CD = self.maximum_C.new_zeros((count, hidden_CD.shape[1])) if wanted.direction else None
 
     def run(self, spans: list[tuple[int, int]]) -> None:
-        """Project all tiles and take them in; then join with the other processes' parts of the vocabulary."""
+        """Project all tiles and take them in."""
         for start, stop in spans:
             self._take(start, stop)
-        if self.shard is not None:
-            self._join()
 
     def _take(self, start: int, stop: int) -> None:
         z_CV = self.head.tile(self.states_CD, start, stop)
@@ -78,7 +71,7 @@ class RunningRows:
             self.top.add(z_CV, start)
         if not self.normalising:
             return
-        at_C, inside_C = label_columns(self.labels_C - self._first, start, stop)
+        at_C, inside_C = label_columns(self.labels_C, start, stop)
         self.label_C += torch.where(inside_C, z_CV.gather(-1, at_C.unsqueeze(-1)).squeeze(-1), 0.0)
         slope = self.head.slope(z_CV) if self.pull_CD is not None else None
         highest_C = torch.maximum(self.maximum_C, z_CV.amax(-1))  # the slope was taken before z is overwritten
@@ -98,11 +91,6 @@ class RunningRows:
                 share_CV *= slope
             self.pull_CD += self.head.tile_back(share_CV, start, stop)  # [C, V]·[V, D], while the tile is there
 
-    @property
-    def _first(self) -> int:
-        """The vocabulary index of this process's first head row."""
-        return 0 if self.shard is None else self.shard.first
-
     def _rescale(self, highest_C: torch.Tensor) -> None:
         """State the sums relative to a new maximum."""
         gap_C = self.maximum_C - highest_C
@@ -114,18 +102,6 @@ class RunningRows:
         if self.pull_CD is not None:
             self.pull_CD *= decay_C.unsqueeze(-1)
         self.maximum_C = highest_C
-
-    def _join(self) -> None:
-        assert self.shard is not None
-        if self.wanted.top:
-            assert self.top.found is not None
-            top_CK, column_CK = self.top.found
-            self.top = RunningLargest(self.wanted.top)
-            self.top.merge(*self.shard.candidates(top_CK, column_CK + self._first, self.wanted.top))
-        if self.normalising:
-            self._rescale(self.shard.maximum(self.maximum_C))
-            sums = self.shard.total(torch.stack((self.total_C, self.weighted_C, self.label_C)))
-            self.total_C, self.weighted_C, self.label_C = sums.unbind()
 
     def normaliser(self) -> torch.Tensor:
         """log Σ e^z, [C]."""
@@ -150,12 +126,9 @@ class RunningRows:
             mean_CD *= self.head.scale  # a slope that varies went into each tile
         if self.wanted.direction == "entropy":
             return mean_CD.neg_()
-        at_C, inside_C = label_columns(self.labels_C - self._first, 0, self.head.vocabulary)
-        own_CD = F.embedding(at_C, self.head.weight_VD).to(self.head.working)
-        slope = self.head.slope(self.label_C)
-        factor_C = inside_C.to(own_CD.dtype) * slope
-        direction_CD = torch.addcmul(mean_CD.neg_(), own_CD, factor_C.unsqueeze(-1))
-        return direction_CD if self.shard is None else self.shard.total(direction_CD)
+        own_CD = F.embedding(self.labels_C, self.head.weight_VD).to(self.head.working)
+        slope_C = torch.ones_like(self.label_C) * self.head.slope(self.label_C)
+        return torch.addcmul(mean_CD.neg_(), own_CD, slope_C.unsqueeze(-1))
 
 
 def label_columns(labels_C: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,8 +149,7 @@ def recomputed_gradient(
     """d(Σ g_y log p_y + g_h H)/d hidden, [C, D], by projecting the tiles once more.
 
     Args:
-        head: the head, or this process's rows of it.
-        hidden_CD, labels_C: the chunk; labels count from the head's first row.
+        hidden_CD, labels_C: the chunk.
         log_z_C: log-sum-exp over the whole vocabulary.
         entropy_C: full entropy, where it has a gradient.
         upstream: g_y as "log_prob" and g_h as "entropy", each [C] or None; not both None.

@@ -3,7 +3,7 @@
     ref = ModelRef.parse("owner/name@v1@unit")     # name, revision, override; a folder that exists wins over a hub id
     place = resolve("gated", base="")              # Place: kind ("base" | "adapter" | "gated"), folder, base, override;
                                                    # an adapter on the hub is downloaded and pinned, records are read once
-    loaded = open_model(place, Loading(dtype="auto", device="auto", quantization="none", trust=False, chat_template=""))
+    loaded = open_model(place, Loading(dtype="auto", device="auto", quantization="none", chat_template=""))
     loaded.model, loaded.tokenizer, loaded.place   # the same for base, adapter and gated, an override laid over λ
     open_tokenizer(place, how)                     # the tokenizer alone
     open_without_weights(place, how)               # tokenizer and configuration, for vLLM, which loads the weights itself

@@ -1,11 +1,10 @@
 from .bases import (
-    Loading as Loading,
-    LoadingOptions as LoadingOptions,
     base_config as base_config,
     base_weights as base_weights,
     generation_config as generation_config,
     open_base as open_base,
     read_config as read_config,
+    torch_device as torch_device,
 )
 from .folder_gates import (
     FolderGates as FolderGates,
@@ -30,4 +29,7 @@ from .place import (
     read_adapter_config as read_adapter_config,
     require_here as require_here,
     resolve as resolve,
+)
+from .settings import (
+    Loading as Loading,
 )

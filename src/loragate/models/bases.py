@@ -8,17 +8,15 @@ base is.
 from __future__ import annotations
 
 import copy
-import importlib.util
 import os
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, GgufConfig
 
-from loragate.errors import ConfigError, LoragateError, nearest
+from loragate.errors import ConfigError, LoragateError
 from loragate.gates.quantised import (
     EIGHT_BIT,
     FOUR_BIT,
@@ -29,111 +27,44 @@ from loragate.gates.quantised import (
 )
 from loragate.models import gguf
 from loragate.models.place import ModelRef, resolve
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = (NONE, EIGHT_BIT, FOUR_BIT)
+from loragate.models.settings import Loading
 
 
-class LoadingOptions(Protocol):
-    """The settings of a command that loads a model."""
+def torch_device(how: Loading) -> str:
+    """The device; "auto" is CUDA, then MPS, then the CPU. Each of several processes on a machine has its own GPU.
 
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def quantization(self) -> str: ...
-    @property
-    def trust_remote_code(self) -> bool: ...
-    @property
-    def chat_template(self) -> str: ...
-
-
-@dataclass(frozen=True)
-class Loading:
-    """How a model is loaded.
-
-    Attributes:
-        dtype: auto, float32, bfloat16 or float16 of the base; see `torch_dtype`.
-        device: auto, cpu, cuda, cuda:1, mps.
-        quantization: none, 8bit or 4bit storage of the base.
-        trust: run model code from the hub.
-        chat_template: jinja file to use instead of the tokenizer's template; empty for none.
-        host_memory: load the base into host memory instead of the device, from where its shards go to the devices.
+    Raises:
+        ConfigError: for a device that is not usable here.
     """
-
-    dtype: str = "auto"
-    device: str = "auto"
-    quantization: str = NONE
-    trust: bool = False
-    chat_template: str = ""
-    host_memory: bool = False
-
-    @classmethod
-    def of(cls, options: LoadingOptions, host_memory: bool = False) -> Loading:
-        """The loading that a command's options ask for."""
-        device, stored, trust = options.device, options.quantization, options.trust_remote_code
-        return cls(options.dtype, device, stored, trust, options.chat_template, host_memory)
-
-    def check(self) -> None:
-        """Refuse what is unknown, not installed or contradictory, before anything is loaded.
-
-        Raises:
-            ConfigError: naming the setting, and what to change.
-        """
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, found {self.dtype!r}")
-        wanted = self.quantization
-        if wanted not in QUANTIZATIONS:
+    if how.device != "auto":
+        try:
+            torch.empty(0, device=how.device)
+        except (RuntimeError, AssertionError) as error:
             raise ConfigError(
-                f"--quantization {wanted}: expected {', '.join(QUANTIZATIONS)}{nearest(wanted, QUANTIZATIONS)}"
-            )
-        if wanted == EIGHT_BIT and self.dtype == "float32":
-            raise ConfigError(
-                "--quantization 8bit with --dtype float32: 8-bit layers multiply in float16, so float32 would be a false "
-                "promise; leave --dtype out, or use --quantization 4bit"
-            )
-        if wanted != NONE and importlib.util.find_spec("bitsandbytes") is None:
-            raise ConfigError(
-                f"--quantization {wanted} needs bitsandbytes, which is not installed; pip install bitsandbytes"
-            )
+                f"--device {how.device}: not usable here ({str(error).splitlines()[0]}); try --device cpu"
+            ) from error
+        return how.device
+    if torch.cuda.is_available():
+        several = int(os.environ.get("WORLD_SIZE") or 1) > 1
+        return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if several else "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
 
-    @property
-    def torch_device(self) -> str:
-        """The device; "auto" is CUDA, then MPS, then the CPU. Each of several processes on a machine has its own GPU.
 
-        Raises:
-            ConfigError: for a device that is not usable here.
-        """
-        if self.device != "auto":
-            try:
-                torch.empty(0, device=self.device)
-            except (RuntimeError, AssertionError) as error:
-                raise ConfigError(
-                    f"--device {self.device}: not usable here ({str(error).splitlines()[0]}); try --device cpu"
-                ) from error
-            return self.device
-        if torch.cuda.is_available():
-            several = int(os.environ.get("WORLD_SIZE") or 1) > 1
-            return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if several else "cuda"
-        return "mps" if torch.backends.mps.is_available() else "cpu"
+def torch_dtype(how: Loading) -> Any:
+    """The dtype of the base, or of what stays unquantised, which is also what 4-bit layers compute in.
 
-    @property
-    def torch_dtype(self) -> Any:
-        """The dtype of the base, or of what stays unquantised, which is also what 4-bit layers compute in.
-
-        "auto" is the checkpoint's own on a GPU and float32 on the CPU. With quantised weights it is bfloat16, or float16 on
-        GPUs without it; float32 for 4 bits on a CPU.
-        """
-        self.check()
-        if self.dtype != "auto":
-            return getattr(torch, self.dtype)
-        device = self.torch_device
-        if self.quantization == NONE:
-            return torch.float32 if device == "cpu" else "auto"
-        if device == "cpu":
-            return torch.float32 if self.quantization == FOUR_BIT else torch.bfloat16
-        return torch.bfloat16 if not device.startswith("cuda") or torch.cuda.is_bf16_supported() else torch.float16
+    "auto" is the checkpoint's own on a GPU and float32 on the CPU. With quantised weights it is bfloat16, or float16 on
+    GPUs without it; float32 for 4 bits on a CPU.
+    """
+    how.check()
+    if how.dtype != "auto":
+        return getattr(torch, how.dtype)
+    device = torch_device(how)
+    if how.quantization == NONE:
+        return torch.float32 if device == "cpu" else "auto"
+    if device == "cpu":
+        return torch.float32 if how.quantization == FOUR_BIT else torch.bfloat16
+    return torch.bfloat16 if not device.startswith("cuda") or torch.cuda.is_bf16_supported() else torch.float16
 
 
 def pretrained(base: ModelRef) -> tuple[str, dict[str, Any]]:
@@ -214,19 +145,22 @@ def base_weights(base: ModelRef, **arguments: Any) -> Any:
     return model
 
 
-def open_base(base: ModelRef, how: Loading) -> Any:
+def open_base(base: ModelRef, how: Loading, host_memory: bool = False) -> Any:
     """A causal LM on its device, in eval mode, its errors those of transformers; in 8 or 4 bits where that is asked for.
 
     Quantised weights are put on their device while they are loaded and are not moved afterwards.
 
+    Args:
+        host_memory: load the base into host memory instead of the device, from where its shards go to the devices.
+
     Raises:
         ConfigError: if a quantisation is asked for and the checkpoint is quantised already.
     """
-    arguments: dict[str, Any] = {"dtype": how.torch_dtype, "trust_remote_code": how.trust}
-    device = "cpu" if how.host_memory else how.torch_device
+    arguments: dict[str, Any] = {"dtype": torch_dtype(how), "trust_remote_code": how.trust_remote_code}
+    device = "cpu" if host_memory else torch_device(how)
     if base.gguf and arguments["dtype"] == "auto":
         arguments["dtype"] = torch.bfloat16  # the file names none, and transformers would take fp32
-    stored = quantization_of_config(base_config(base, how.trust))
+    stored = quantization_of_config(base_config(base, how.trust_remote_code))
     if stored != NONE and how.quantization != NONE:
         raise ConfigError(f"{base.name} is {describe_storage(stored)} already; leave --quantization out")
     if how.quantization != NONE:
@@ -247,5 +181,5 @@ def _bitsandbytes(how: Loading) -> Any:
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=how.torch_dtype,
+        bnb_4bit_compute_dtype=torch_dtype(how),
     )

@@ -20,8 +20,9 @@ from loragate.gates.quantised import quantization_of
 from loragate.gates.schema import CONFIG
 from loragate.hub_names import hub_source
 from loragate.models import gguf
-from loragate.models.bases import Loading, base_config, base_weights, generation_config, open_base, pretrained
+from loragate.models.bases import base_config, base_weights, generation_config, open_base, pretrained
 from loragate.models.place import Kind, Place, resolve
+from loragate.models.settings import Loading
 
 # PEFT's names of tasks whose models have another class and other outputs
 _OTHER_TASKS = ("SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS")
@@ -90,7 +91,9 @@ class Loaded:
     def endings(self) -> Any:
         """What ends an answer, whichever row gives it."""
         settings = (
-            generation_config(self.place.base, self.how.trust) if self.model is None else self.model.generation_config
+            generation_config(self.place.base, self.how.trust_remote_code)
+            if self.model is None
+            else self.model.generation_config
         )
         return find_endings(self.tokenizer, settings, self.stop_token_ids)
 
@@ -120,17 +123,17 @@ def open_without_weights(place: Place, how: Loading | None = None) -> Loaded:
     how = how or Loading()
     gguf.refuse(place.base, "vLLM")
     with explained("base model", place.base.name):
-        config = base_config(place.base, how.trust)
+        config = base_config(place.base, how.trust_remote_code)
     return Loaded(place, how, open_tokenizer(place, how), config, stop_token_ids=place.stop_token_ids)
 
 
-def open_weights(place: Place, how: Loading) -> Any:
-    """The model of `open_model` without its tokenizer."""
+def open_weights(place: Place, how: Loading, host_memory: bool = False) -> Any:
+    """The model of `open_model` without its tokenizer; `host_memory` as in `open_base`."""
     if place.kind == "gated":
         with explained("gated adapter", place.ref.name):
-            return put_on(_base_of_gated(place, lambda: open_base(place.base, how)), place)
+            return put_on(_base_of_gated(place, lambda: open_base(place.base, how, host_memory)), place)
     with explained("base model", place.base.name):
-        base = open_base(place.base, how)
+        base = open_base(place.base, how, host_memory)
     return base if place.kind == "base" else put_on(base, place)
 
 
@@ -209,7 +212,7 @@ def open_tokenizer(place: Place, how: Loading | None = None) -> Any:
             tokenizer.init_kwargs.pop("auto_map", None)
         else:
             name, beside = pretrained(place.base) if chosen == place.base.name else (chosen, {})
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=how.trust, **beside)
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=how.trust_remote_code, **beside)
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         # transformers makes an empty one of a folder that has no file of it
         raise ConfigError(f"tokenizer {chosen}: there is no tokenizer in this folder")

@@ -149,7 +149,7 @@ def score_everything(study: Study, picked: str, job: Job, rows: int) -> dict[str
 def collect(settings: QuickstartSettings, study: Study, choice: Any, picked: str, statistics: Any) -> dict[str, Any]:
     """results.json: settings, selection, calibrations, table and reading."""
     evidence = asdict(choice)
-    reading = read_results(study.table, adapter_name="LoRA", gated_name=f"SCALE {picked}")
+    reading = read_results(study.table, f"SCALE {picked}")
     reading += control_statements(study.table, f"SCALE {picked}")
     if not choice.accepted:
         reading.insert(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.errors import ConfigError, LoragateError
-from loragate.files import first_difference, write_json, write_text
+from loragate.files import require_same, write_json, write_text
 from loragate.recipes.recipe import Recipe, Stage
 from loragate.version import __version__
 
@@ -62,15 +62,7 @@ class RunFolder:
                 answers = new[name]["command"] in ("eval", "diagnose")
                 if answers and unfinished and not (path / name / "eval.json").is_file():
                     del old[name], new[name]
-            if found := first_difference(old, new):
-                values = [
-                    "not there" if value is None else json.dumps(value, ensure_ascii=False) for value in found[1:]
-                ]
-                before, now = (text if len(text) <= 160 else text[:157] + "..." for text in values)
-                raise ConfigError(
-                    f"--out {path} holds the run of another recipe: {found[0]} was {before}, now {now}. Run the recipe as it "
-                    "was, or choose another --out"
-                )
+            require_same(file, old, new, "run the recipe as it was, or choose another --out")
         elif there := sorted(item.name for item in path.iterdir() if item.name != "lock") if path.is_dir() else []:
             raise ConfigError(
                 f"--out {path} is not empty (it holds {', '.join(there[:3])}) and no recipe's run; choose another folder"

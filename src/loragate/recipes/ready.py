@@ -31,7 +31,7 @@ from loragate.files import write_json
 from loragate.generation.sharded import require_ray
 from loragate.generation.vllm_engine import require_gate_plugin, require_vllm
 from loragate.losses.objectives import objective_of
-from loragate.models import Loading, Place, base_config, explained, open_tokenizer, resolve
+from loragate.models import Place, base_config, explained, open_tokenizer, resolve
 from loragate.recipes.recipe import Stage, options_of
 from loragate.selection.evidence import require_evidence
 from loragate.selection.sweep import read_labelled
@@ -145,7 +145,7 @@ def _first_row(data: str, split: str | None, revision: str | None) -> None:
 
 def _model(options: SftOptions | MaskOptions | Asking) -> None:
     if (place := _base_of(options.model)) is not None:
-        open_tokenizer(place, Loading.of(options))
+        open_tokenizer(place, options)
 
 
 def _base_of(name: str) -> Place | None:

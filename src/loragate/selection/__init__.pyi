@@ -3,7 +3,6 @@ from .candidate import (
 )
 from .chosen import (
     Chosen as Chosen,
-    accept_gates as accept_gates,
 )
 from .outcome import (
     Choice as Choice,

@@ -1,25 +1,17 @@
-"""What a choice came to, as a value and in sentences; and gates without evidence, which are left off until they are accepted."""
+"""What a choice came to, as a value and in sentences."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from filecmp import cmp
 from pathlib import Path
 from typing import Any
 
 from loragate.display import duration, percent, points
-from loragate.errors import ConfigError
-from loragate.gates.range import Range
-from loragate.gates.schema import ADAPTER as ADAPTER_FOLDER
-from loragate.gates.schema import CONFIG, EVIDENCE, read_gate_config
+from loragate.gates.schema import EVIDENCE, read_gate_config
 from loragate.selection.candidate import ADAPTER, BASE, CONSTANT, GATES, Candidate
-from loragate.selection.store import GATED, Store
-from loragate.selection.study import RECORD, Study
-from loragate.selection.trial import copy_artifact
 
 CANDIDATES = Path("run") / "candidates"
 UNVERIFIED = "given by the user without a probe; not compared with the plain adapter"
-OFF = "trained without evidence, so the gates are off (λ = 1); accept them with --unverified"
 
 
 @dataclass(frozen=True)
@@ -28,21 +20,19 @@ class Chosen:
 
     Attributes:
         folder: the gated adapter.
-        candidate: whose gates act; None where the adapter remains or the gates stay off.
-        trained: what was trained where nothing could be compared; None where there was a probe.
+        candidate: whose gates act; None where the adapter remains.
         evidence: as the artifact keeps it: "selection", and of gates that were trained "training" and "parity".
     """
 
     folder: Path
     candidate: Candidate | None
-    trained: Candidate | None
     evidence: dict[str, Any]
 
     @classmethod
-    def of(cls, folder: Path, candidate: Candidate | None = None, trained: Candidate | None = None) -> Chosen:
+    def of(cls, folder: Path, candidate: Candidate | None = None) -> Chosen:
         """What stands in a folder that was just written."""
         record = read_gate_config(folder)
-        return cls(folder, candidate, trained, {key: record[key] for key in EVIDENCE if record.get(key)})
+        return cls(folder, candidate, {key: record[key] for key in EVIDENCE if record.get(key)})
 
     def sentences(self) -> list[str]:
         """What to use, the scores of what was asked, what speaks against them, and how the gates were trained."""
@@ -160,54 +150,13 @@ def _training(evidence: dict[str, Any]) -> list[str]:
     ]
 
 
-def is_unaccepted(folder: Path) -> bool:
-    """Whether the folder holds gates that were trained and are still off (also after an interrupted acceptance)."""
-    if not (folder / CANDIDATES / RECORD).is_file() or not (folder / ADAPTER_FOLDER).is_dir():
-        return False
-    if Study.read(folder / CANDIDATES).identity.get("probe", "") is not None:
-        return False
-    return not (folder / CONFIG).is_file() or (read_gate_config(folder).get("selection") or {}).get("accepted") is False
-
-
-def accept_gates(folder: str | Path, bounds: Range, adapter: str | Path) -> Chosen:
-    """Switch on gates that were trained where no evidence could be had, and left off.
-
-    Args:
-        folder: that `choose_gates` wrote.
-        bounds: range of the gates, which whoever accepts them should know.
-        adapter: folder of the adapter that they are for.
-
-    Raises:
-        ConfigError: if the folder holds none, or those of another range or adapter.
-    """
-    folder = Path(folder)
-    if not is_unaccepted(folder):
-        raise ConfigError(f"{folder} holds no gates that wait to be accepted")
-    store = Store.open(folder / CANDIDATES)
-    (one,) = store.study.candidates
-    gated = store.place(one) / GATED
-    assert one.range is not None, "gates were trained"
-    if one.range != bounds:
-        raise ConfigError(
-            f"{folder} holds gates of {one.cell}, not of {bounds}; accept them with --range={one.range.typed}, or give another "
-            "--out"
-        )
-    given, kept = (place / "adapter_model.safetensors" for place in (Path(adapter), gated / ADAPTER_FOLDER))
-    if given.is_file() and kept.is_file() and not cmp(given, kept, shallow=False):
-        raise ConfigError(f"{folder} holds gates of another adapter; give the --adapter they were trained on")
-    selection = {**without_evidence(one, UNVERIFIED, accepted=True), "why": store.study.identity["why"]}
-    (folder / CONFIG).unlink(missing_ok=True)  # written again last; until then nothing can be loaded
-    copy_artifact(gated, folder, selection)
-    return Chosen.of(folder, one, one)
-
-
-def without_evidence(one: Candidate, reason: str, *, accepted: bool) -> dict[str, Any]:
-    """The record of gates that were compared with nothing."""
+def without_evidence(one: Candidate) -> dict[str, Any]:
+    """The record of gates that were accepted without a comparison."""
     assert one.range is not None, "gates were trained"
     return {
         "method": "given by the user",
-        "accepted": accepted,
+        "accepted": True,
         "range": [one.range.lower, one.range.upper],
-        "reason": reason,
+        "reason": UNVERIFIED,
         "evidence": "none: not compared with the adapter",
     }

@@ -112,7 +112,7 @@ class Comparison:
 
     def most_answers(self) -> int:
         """How many answers are asked at most, the retention probe's not counted; known before anything is trained."""
-        samples, stopped = self.probe.sampling.samples, self._stopped_of(len(self.trained))
+        samples, stopped = self.probe.sampling.samples, stopped_of(len(self.trained))
         parts = len(self.trained) * len(self._heats()) * PART_QUESTIONS * samples if stopped else 0
         settings = len(self.settings) - stopped * len({one.temperature for one in self.settings})
         confirming = 2 * (len(self.probe.questions) - self.choosing) * samples
@@ -123,13 +123,11 @@ class Comparison:
         """Train gates; those that drop out, because they were stopped or met a value that is not finite, now or earlier."""
         lost = self._lost()
         going, waiting = list(self.trained), []
-        if stopped := self._stopped_of(len(self.trained)):
+        if stopped_of(len(self.trained)):
             # ranges that were lost after their part keep their place, so that a resumed choice is the same
             able = [one for one in self.trained if one not in lost or read_json(self.store.place(one) / PART)]
             parts = self._each(able, partial(train_part, temperatures=self._heats(), most=self.choosing))
-            ranked = sorted(parts, key=lambda one: -max(parts[one]["scores"].values()))
-            kept = len(self.trained) - stopped
-            going, waiting = ranked[:kept], ranked[kept:]
+            going, waiting = stronger(parts, len(self.trained))
         trained = self._each([one for one in going if one not in lost], train_trial)
         trained = trained or self._each([one for one in waiting if one not in lost], train_trial)
         lost = self._lost()
@@ -152,10 +150,6 @@ class Comparison:
         """{gates: why their training could not go on}, in this run or an earlier one."""
         diverged = self.store.diverged()
         return {one.model: diverged[one.slug] for one in self.settings if one.slug in diverged}
-
-    def _stopped_of(self, ranges: int) -> int:
-        """How many of so many ranges stop after a part of their steps: the weaker half, rounded up, but never all."""
-        return 0 if ranges < 2 else ranges - ranges // 2
 
     def _heats(self) -> list[float]:
         """The hottest and the coolest temperature of the settings, at which a part of a training is asked."""
@@ -295,6 +289,23 @@ class Comparison:
             return {}
         alone = {one.temperature or 0.0: self._probed(one).scores for one in self.results if one.kind == ADAPTER}
         return {"own_answers": own_answers(alone)}
+
+
+def stopped_of(ranges: int) -> int:
+    """How many of so many ranges stop after a part of their steps: the weaker half, rounded up, but never all."""
+    return 0 if ranges < 2 else ranges - ranges // 2
+
+
+def stronger(parts: Mapping[Candidate, Mapping[str, Any]], ranges: int) -> tuple[list[Candidate], list[Candidate]]:
+    """The gates that are trained on, and those that stop, the better ones first in both.
+
+    Args:
+        parts: {gates: what `train_part` gave}, in the order of the ranges, which decides between equals.
+        ranges: how many there are, those included whose part was lost.
+    """
+    ranked = sorted(parts, key=lambda one: -max(parts[one]["scores"].values()))
+    kept = ranges - stopped_of(ranges)
+    return ranked[:kept], ranked[kept:]
 
 
 def own_answers(scores: Mapping[float, np.ndarray]) -> dict[str, Any]:

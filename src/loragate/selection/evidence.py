@@ -1,8 +1,9 @@
-"""Where the evidence for a choice comes from, and why there is none where that is so.
+"""Where the evidence for a choice comes from.
 
 labelled    questions with answers
 agreement   questions without answers, or prompts of training rows that were set aside: the adapter's majority stands in
-none        no evidence can be had: gates are trained, and stay off until they are accepted
+
+Where none can be had, that is said before anything is trained.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from loragate.evaluation.tasks.questions import render_questions
 from loragate.generation import Engine, OnProgress, SamplingConfig
 from loragate.generation.requests import tokenize_prompts
 from loragate.selection.disjoint import prompts_of, prompts_to_exclude, require_disjoint
-from loragate.selection.probe import MIN_QUESTIONS, Probe, agreement_probe, labelled_probe
+from loragate.selection.probe import MIN_QUESTIONS, Probe, by_agreement, labelled
 from loragate.selection.questions import ANSWERS, PROBE_TOKENS, Manner, held_out_prompts, probe_task, read_probe
 from loragate.selection.settings import ProbeSettings, SelectionSettings
 from loragate.training.rollouts import Reward
@@ -58,20 +59,10 @@ class Asked:
 
     def labelled_probe(self, how: Manner) -> Probe:
         """The probe of questions with answers."""
-        task, prompts, sampling = self.put(how)
-        return labelled_probe(task, self.questions, prompts, sampling, self.judging, self.source)
+        return labelled(self.put(how))
 
-    def agreement_probe(
-        self, how: Manner, adapter: Engine, kept: Path | None, on_progress: OnProgress | None
-    ) -> tuple[Probe | None, str]:
-        """The probe of questions without answers, or why there is none; see `probe.agreement_probe`."""
-        task, prompts, sampling = self.put(how)
-        return agreement_probe(
-            task, self.questions, prompts, adapter, sampling, self.judging, self.source, on_progress, kept
-        )
-
-    def put(self, how: Manner) -> tuple[Task, list[str], SamplingConfig]:
-        """(task, prompts, how a candidate is sampled that has no temperature of its own).
+    def put(self, how: Manner) -> Probe:
+        """The questions as they are put to this model.
 
         The engine lowers the token limit for a prompt that leaves fewer of the model's positions; a prompt that leaves none is
         refused (DataError), which is better known before anything is trained.
@@ -90,7 +81,7 @@ class Asked:
             samples=settings.probe_samples if temperature else 1,
             seed=how.seed,
         )
-        return task, prompts, sampling
+        return Probe("labelled", task, tuple(self.questions), tuple(prompts), sampling, self.judging, self.source)
 
 
 def read_asked(
@@ -185,21 +176,24 @@ class Evidence:
         max_length: int,
         kept: Path | None = None,
         on_progress: OnProgress | None = None,
-    ) -> tuple[Probe | None, str]:
-        """(probe, "") or (None, why no evidence can be had).
+    ) -> Probe:
+        """The probe.
 
         Args:
             adapter: answers as the untouched adapter; asked where there are no labels.
             max_length: tokens from which a training row is cut.
             kept: file for the adapter's answers on the agreement path.
+
+        Raises:
+            ConfigError: if no evidence can be had, with the reason.
         """
         asked = self.asked
         if asked is not None and asked.labelled:
-            return asked.labelled_probe(how), ""
+            return asked.labelled_probe(how)
         if asked is None:
             assert self.spare is not None, "without a probe, rows are set aside"
             if len(self.spare) < MIN_QUESTIONS:
-                return None, (
+                raise _none(
                     f"a tenth of {self.spare.source} leaves {len(self.spare)} prompts to set aside, and {MIN_QUESTIONS} "
                     "are needed"
                 )
@@ -208,14 +202,24 @@ class Evidence:
             try:
                 questions, prompts = held_out_prompts(self.spare, replace(how, answer=limit), max_length)
             except DataError as error:
-                return None, str(error)
+                raise _none(str(error)) from error
             source = f"{len(self.spare)} rows of {self.spare.source}, set aside"
             asked = Asked(source, self.task, questions, False, self.settings, self.judging, prompts)
-        return asked.agreement_probe(how, adapter, kept, on_progress)
+        found, why = by_agreement(asked.put(how), adapter, on_progress, kept)
+        if found is None:
+            raise _none(why)
+        return found
 
     def retention(self, how: Manner) -> Probe | None:
         """The retention probe, or None where none was given."""
         return None if self.retained is None else self.retained.labelled_probe(replace(how, answer=PROBE_TOKENS))
+
+
+def _none(why: str) -> ConfigError:
+    return ConfigError(
+        f"no evidence can be had here: {why}. Give --probe FILE with at least {MIN_QUESTIONS} prompts and answers, or take the "
+        "gates of one range as they come, with nothing to show that they help: --range=0,1 --unverified"
+    )
 
 
 def answer_tokens(encoded: EncodedRows) -> int:

@@ -160,58 +160,43 @@ class Probe:
         return record
 
 
-def labelled_probe(
-    task: Task,
-    questions: Sequence[Question],
-    prompts: Sequence[str],
-    sampling: SamplingConfig,
-    judge_settings: judging.JudgeSettings,
-    source: str,
-) -> Probe:
-    """A probe with answers; `prompts` are rendered, one per question.
+def labelled(probe: Probe) -> Probe:
+    """The probe, whose questions can be judged by their answers.
 
     Raises:
         DataError: for fewer than 32 different questions, or a row that lacks what its grader reads.
     """
-    different = len({key_of(prompt) for prompt in prompts})
+    rows, different = len(probe.questions), len({key_of(prompt) for prompt in probe.prompts})
     if different < MIN_QUESTIONS:
-        repeated = f" ({len(questions)} rows)" if different < len(questions) else ""
+        repeated = f" ({rows} rows)" if different < rows else ""
         raise DataError(
-            f"the probe {source} has {different} different questions{repeated}; fewer than {MIN_QUESTIONS} cannot tell "
+            f"the probe {probe.source} has {different} different questions{repeated}; fewer than {MIN_QUESTIONS} cannot tell "
             "ranges apart, so nothing would be picked on them"
         )
-    if why := _why_not_judged(task, questions):
+    if why := _why_not_judged(probe.task, probe.questions):
         raise DataError(why)
-    return Probe("labelled", task, tuple(questions), tuple(prompts), sampling, judge_settings, source)
+    return probe
 
 
-def agreement_probe(
-    task: Task,
-    questions: Sequence[Question],
-    prompts: Sequence[str],
-    adapter: Engine,
-    sampling: SamplingConfig,
-    judge_settings: judging.JudgeSettings,
-    source: str,
-    on_progress: OnProgress | None = None,
-    kept: Path | None = None,
+def by_agreement(
+    probe: Probe, adapter: Engine, on_progress: OnProgress | None = None, kept: Path | None = None
 ) -> tuple[Probe | None, str]:
-    """A probe without answers: the adapter's majority at T = 0.3 stands in for them.
+    """The probe without its answers: the adapter's majority at T = 0.3 stands in for them.
 
     Args:
-        prompts: rendered, one per question.
         adapter: answers as the untouched adapter.
         kept: file in which its extracted answers are kept, so that a resumed selection has the same majority though
             another batch rounds differently.
 
     Returns:
-        (the probe, "") or (None, why agreement cannot select here).
+        (the probe of the questions that have a majority, "") or (None, why agreement cannot select here).
     """
+    task, questions, prompts = probe.task, probe.questions, probe.prompts
     if task.grader in judging.CODE:
         return None, "programs have no extractable answer that could agree"
     if why := _why_not_judged(task, questions):
         return None, why
-    cool = dataclasses.replace(sampling, temperature=COOL, samples=COOL_SAMPLES, seed=sampling.seed + 1)
+    cool = dataclasses.replace(probe.sampling, temperature=COOL, samples=COOL_SAMPLES, seed=probe.sampling.seed + 1)
     made_from = digest([list(prompts), dataclasses.asdict(cool), task.fingerprint])
     before = {} if kept is None else read_json(kept)
     extracted: list[list[str | None]] = before.get("extracted", []) if before.get("made_from") == made_from else []
@@ -220,7 +205,7 @@ def agreement_probe(
         samples = adapter.generate(prompts, cool, on_progress)
         # an impossible gold: only what can be extracted matters here
         blank = [judging.with_answer(question, judging.NOTHING) for question in questions]
-        grades = judging.judge(task, blank, samples, task.grader, judge_settings)
+        grades = judging.judge(task, blank, samples, task.grader, probe.judging)
         for sample, grade in zip(samples, grades, strict=True):
             extracted[sample.question].append(grade.extracted)
         if kept is not None:
@@ -228,19 +213,9 @@ def agreement_probe(
     found = majority(extracted)
     if why := why_unusable(found):
         return None, why
-    return (
-        Probe(
-            "agreement",
-            task,
-            tuple(judging.with_answer(questions[index], str(found.answers[index])) for index in found.usable),
-            tuple(prompts[index] for index in found.usable),
-            sampling,
-            judge_settings,
-            source,
-            found,
-        ),
-        "",
-    )
+    answered = tuple(judging.with_answer(questions[index], str(found.answers[index])) for index in found.usable)
+    asked = tuple(prompts[index] for index in found.usable)
+    return dataclasses.replace(probe, kind="agreement", questions=answered, prompts=asked, majority=found), ""
 
 
 def looks_worse(signs: Mapping[str, float], own: Mapping[str, float]) -> list[str]:

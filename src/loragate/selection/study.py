@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from loragate.errors import ConfigError, DataError, GateError
-from loragate.files import first_difference, write_json
+from loragate.files import require_same, write_json
+from loragate.records import read_value
 from loragate.selection.candidate import Candidate
 
 RECORD = "sweep.json"
@@ -85,22 +86,8 @@ class Study:
             raise ConfigError(
                 f"{folder} holds candidates of an earlier run; go on with --resume, or choose another --out"
             )
-        try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{path}: cannot be read ({error}); the run cannot be resumed, choose another --out"
-            ) from error
-        without = {"fingerprint": None}  # follows from the rest and says nothing to a person
-        found = first_difference({**stored, **without}, {**wanted, **without})
-        if found is not None:
-            key, before, now = found
-            raise ConfigError(
-                f"--resume: {path} was begun with {key} = {before!r:.80}, now it is {now!r:.80}; repeat the command with the "
-                "same settings, or choose another --out"
-            )
-        if stored.get("fingerprint") != wanted["fingerprint"]:  # its finished trials are known by it
-            raise ConfigError(f"--resume: {path} was begun by another version of loragate; choose another --out")
+        remedy = "repeat the command with the same settings, rows and loragate, or choose another --out"
+        require_same(path, read_value(path, "choose another --out"), wanted, remedy)
 
 
 def digest(value: Any) -> str:

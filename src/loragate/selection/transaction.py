@@ -1,9 +1,9 @@
 """Find the best way to use an adapter: train gates, ask everything on a probe, and write what is recommended.
 
 The whole of `loragate calibrate`, as one transaction that is resumable at every point; `choose_gates` is the call. It ends in
-one of four ways: gates, one λ for all, or the base, that do probably better on a probe than the adapter at its best temperature;
-the adapter (zero gates) where nothing does; gates that were trained but stay off because there was no evidence; and gates that
-the user accepted without any. What a probe showed is written with the sampling temperature at which it did. Zero gates are
+one of three ways: gates, one λ for all, or the base, that do probably better on a probe than the adapter at its best
+temperature; the adapter (zero gates) where nothing does; and gates that the user accepted without evidence. Where none can be
+had, nothing is trained. What a probe showed is written with the sampling temperature at which it did. Zero gates are
 λ = 1 everywhere, bit for bit the adapter, in every program that can load gates. Nothing here prints, and training's own loss
 is never looked at.
 
@@ -26,17 +26,16 @@ from safetensors.torch import load_file
 
 from loragate.data import EncodedRows, Rows, encode_rows, load_rows
 from loragate.data.loading import RowsGiven
-from loragate.errors import ArtifactError, ConfigError, DivergenceError, GateError
+from loragate.errors import ArtifactError, ConfigError, GateError
 from loragate.files import held
 from loragate.gates import GateConfig, adapter_fingerprint, attach_gates
 from loragate.gates.attach import active_adapter, is_gated
 from loragate.gates.eligibility import examine_adapter, require_gateable, require_trainable, trains_biases
 from loragate.gates.fingerprint import base_weight_samples
-from loragate.gates.range import Range
-from loragate.gates.schema import CONFIG, GATES, read_gate_config
+from loragate.gates.schema import CONFIG, GATES
 from loragate.generation import Engine, OnProgress, TransformersEngine
 from loragate.selection.candidate import ADAPTER, Candidate, parse_candidates
-from loragate.selection.chosen import CANDIDATES, OFF, UNVERIFIED, Chosen, without_evidence
+from loragate.selection.chosen import CANDIDATES, Chosen, without_evidence
 from loragate.selection.comparison import Comparison, settings_on
 from loragate.selection.evidence import Evidence, answer_tokens, reward_of
 from loragate.selection.probe import Probe
@@ -51,7 +50,6 @@ from loragate.selection.trial import (
     config_of,
     copy_artifact,
     load_gate_values,
-    run_trial,
     save_artifact,
     settings_by_objective,
 )
@@ -62,7 +60,6 @@ from loragate.training.run import encoded_fingerprint
 from loragate.training.strategy import process_state
 
 RANGES = "0,1;-6,3;0,6"
-CAUTIOUS = Range(0, 1)
 
 Encode = Callable[[Rows, Callable[..., tuple[Rows, EncodedRows]]], tuple[Rows, EncodedRows]]
 
@@ -108,12 +105,6 @@ class Plan:
         for one in self.candidates:
             config_of(self.config, one)
             self.settings_of(one)  # a setting that does not fit shows before any training
-
-    @property
-    def unproven(self) -> Candidate:
-        """The one range that is trained, and left off, where there is no evidence: what was given, or the cautious one."""
-        (first, *others) = self.candidates
-        return Candidate(CAUTIOUS, self.settings.objective, self.settings.seed) if others else first
 
     def settings_of(self, one: Candidate) -> CalibrationSettings:
         """Of the training of a candidate; raises ConfigError for a setting that no candidate reads."""
@@ -175,7 +166,8 @@ def choose_gates(
 
     Raises:
         ConfigError: for settings that cannot be used together, earlier candidates in `folder` that are not to be resumed,
-            resuming with other settings, or several processes (except with `unverified`).
+            resuming with other settings, several processes (except with `unverified`), or questions from which no evidence
+            can be had.
         DataError: for rows or questions that cannot be used, or a probe that shares questions with the rows.
         DivergenceError: if no range's training stayed finite. One that did not only drops out.
         GateError: if the adapter cannot be gated, or is gated already.
@@ -183,7 +175,7 @@ def choose_gates(
     """
     settings = settings or CalibrationSettings()
     candidates = parse_candidates(ranges, settings.objective, settings.seed) if isinstance(ranges, str) else ranges
-    config = config or GateConfig(CAUTIOUS.lower, CAUTIOUS.upper)
+    config = config or GateConfig(0, 1)
     asking = asking or SelectionSettings()
     plan = Plan(tuple(candidates), config, settings, asking, retention, heldout, reward, system, unverified)
     one = Transaction(tokenizer, rows, probe, folder, plan)
@@ -211,7 +203,6 @@ class Transaction:
     ) -> None:
         self.tokenizer, self.folder, self.plan = tokenizer, Path(folder), plan
         self.probe: Probe | None = None
-        self.why = ""
         if (self.folder / CONFIG).exists():
             raise ArtifactError(
                 f"{self.folder} already holds a gated adapter; choose another folder or remove it first"
@@ -269,16 +260,13 @@ class Transaction:
         )
 
     def find_probe(self, on_progress: OnProgress | None = None) -> None:
-        """Have the probe, or why no evidence can be had; without labels the adapter is asked for its majority."""
-        kept = self.folder / CANDIDATES / "majority.json"
-        self.probe, self.why = self.evidence.probe(
-            self.how, self.bench.engine, self.plan.settings.max_length, kept, on_progress
-        )
+        """Have the probe; without labels the adapter is asked for its majority.
 
-    @property
-    def tried(self) -> tuple[Candidate, ...]:
-        """The ranges that `run` trains: those of the plan, or a single one that stays off where there is no evidence."""
-        return (self.plan.unproven,) if self.why else self.plan.candidates
+        Raises:
+            ConfigError: if no evidence can be had, with the reason.
+        """
+        kept = self.folder / CANDIDATES / "majority.json"
+        self.probe = self.evidence.probe(self.how, self.bench.engine, self.plan.settings.max_length, kept, on_progress)
 
     def run(self, *, resume: bool = False, on_event: OnEvent | None = None) -> Chosen:
         """Train and ask what is not finished yet, choose, and write the folder.
@@ -293,11 +281,10 @@ class Transaction:
             if on_event is not None:
                 on_event(Candidate(None, ADAPTER), "asking", done, total, None)
 
-        if self.probe is None and not self.why:
+        if self.probe is None:
             self.find_probe(progress)
         probe = self.bench.probe = self.probe
-        if probe is None:
-            return self._left_off(resume, on_event)
+        assert probe is not None, "it was found"
         retention = self.bench.retention = self.evidence.retention(self.how)
         settings = settings_on(
             probe,
@@ -338,7 +325,7 @@ class Transaction:
         gates = asdict(self.plan.config)
         identity = {
             **asked,
-            "data": self.rows.fingerprint,
+            "data": self.rows.as_record(),
             "tokens": encoded_fingerprint(self.encoded),
             "heldout": None if self.heldout is None else encoded_fingerprint(self.heldout),
             "adapter": adapter_fingerprint(model, active_adapter(model)),
@@ -355,21 +342,6 @@ class Transaction:
         with held(store.folder / "lock", 0.0, taken):
             store.study.begin(store.folder, resume)
             yield
-
-    def _left_off(self, resume: bool, on_event: OnEvent | None) -> Chosen:
-        """Train one range and leave it off, because nothing can show whether it helps."""
-        (one,) = self.tried
-        store = self._store((one,), {"probe": None, "why": self.why})
-        with self._begun(store, resume):
-            if one.slug in (diverged := store.diverged()):
-                raise DivergenceError(diverged[one.slug])
-            run_trial(store, one, lambda: self.bench, on_event)
-        trained = read_gate_config(store.place(one) / GATED)
-        evidence = {key: trained[key] for key in ("training", "parity")}
-        self._put_on(one, None)
-        why_off = {**without_evidence(one, OFF, accepted=False), "why": self.why}
-        save_artifact(self.bench, self.folder, {**evidence, "selection": why_off})
-        return Chosen.of(self.folder, None, one)
 
     def _as_given(self, resume: bool, on_event: OnEvent | None) -> Chosen:
         """A range that the user accepted without evidence; on several processes only the main one writes."""
@@ -392,10 +364,10 @@ class Transaction:
             on_step=report,
             **self._options(settings),
         )
-        evidence = {**result.evidence(), "selection": without_evidence(one, UNVERIFIED, accepted=True)}
+        evidence = {**result.evidence(), "selection": without_evidence(one)}
         if process_state().is_main_process:
             save_artifact(self.bench, self.folder, evidence)
-        return Chosen(self.folder, one, one, evidence)
+        return Chosen(self.folder, one, evidence)
 
     def _encoded(self, settings: CalibrationSettings) -> tuple[Rows, EncodedRows]:
         if settings.seed == self.plan.settings.seed:

@@ -18,7 +18,7 @@ import torch
 
 from loragate.display import Display, console, quiet_logging
 from loragate.errors import ConfigError, LoragateError
-from loragate.models import Loading, ModelRef, Place, base_config, open_weights
+from loragate.models import Loading, ModelRef, Place, base_config, open_weights, torch_device
 from loragate.serving.settings import ServerSettings
 from loragate.serving.vllm_arguments import prepare_vllm
 from loragate.serving.vllm_server import usual_share
@@ -172,11 +172,11 @@ def verify(settings: ServerSettings, how: Loading, place: Place, adapters: Mappi
     16 bits the figures are printed and not judged: both programs round, in different places.
     """
     quiet_logging()
-    base, revision, device = place.base.name, place.base.revision or None, how.torch_device
+    base, revision, device = place.base.name, place.base.revision or None, torch_device(how)
     dtype = how.dtype if how.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
-    rank, display = prepare_vllm(place, adapters, how.trust), Display()
+    rank, display = prepare_vllm(place, adapters, how.trust_remote_code), Display()
     how = replace(how, dtype=dtype)
-    prompts = random_prompts(place.base, how.trust)
+    prompts = random_prompts(place.base, how.trust_remote_code)
     try:
         with display.job("starting vLLM"):
             llm, requests = open_llm(
@@ -187,7 +187,7 @@ def verify(settings: ServerSettings, how: Loading, place: Place, adapters: Mappi
                 max_model_len=settings.max_model_len or None,
                 tensor_parallel_size=settings.tensor_parallel,
                 gpu_memory_utilization=settings.vllm_memory or usual_share(),
-                trust_remote_code=how.trust,
+                trust_remote_code=how.trust_remote_code,
                 revision=revision,
             )
     except (RuntimeError, ValueError) as error:

@@ -101,7 +101,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def serve_vllm(settings: ServerSettings, how: Loading, system: str, place: Place, adapters: Mapping[str, Place]) -> int:
     """vLLM's own server as a child, until Ctrl-C."""
-    rank = prepare_vllm(place, adapters, how.trust)
+    rank = prepare_vllm(place, adapters, how.trust_remote_code)
     texts = {name: adapter.text for name, adapter in adapters.items()}
     with listen(settings.host, settings.port) as free:
         port = int(free.getsockname()[1])

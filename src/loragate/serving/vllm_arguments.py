@@ -56,7 +56,7 @@ def vllm_arguments(
     found = ["--dtype", how.dtype, "--tensor-parallel-size", str(settings.tensor_parallel)]
     found += ["--gpu-memory-utilization", f"{settings.vllm_memory or usual_share():g}"]
     found += ["--max-model-len", str(settings.max_model_len)] if settings.max_model_len else []
-    found += ["--trust-remote-code"] if how.trust else []
+    found += ["--trust-remote-code"] if how.trust_remote_code else []
     found += ["--revision", place.base.revision] if place.base.revision else []
     own = next((one for one in place.tokenizers[:-1] if (Path(one) / "tokenizer_config.json").is_file()), None)
     found += ["--tokenizer", own] if own else []
@@ -65,7 +65,7 @@ def vllm_arguments(
         template = str(scratch / "chat_template.jinja")
         write_text(Path(template), wrapped)
     found += ["--chat-template", template] if template else []
-    return [*found, *stopping_arguments(tokenizer, place, adapters, scratch, how.trust)]
+    return [*found, *stopping_arguments(tokenizer, place, adapters, scratch, how.trust_remote_code)]
 
 
 def template_for_vllm(tokenizer: Any) -> str | None:

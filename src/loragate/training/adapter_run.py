@@ -1,7 +1,7 @@
 """Stage I from names to a finished adapter folder: the whole of `loragate sft`; `make_adapter` is the call.
 
 folder/          the adapter, written last, with its tokenizer
-folder/run/      what is trained on what (run.json, data.json), the log and checkpoints to go on from
+folder/run/      what is trained on what (run.json), the log and checkpoints to go on from
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from loragate.generation import OnProgress
 from loragate.losses.objectives import objective_of
 from loragate.models import Loading, explained, open_base, open_tokenizer, resolve
 from loragate.training.preflight import require_free_out
-from loragate.training.rows import encode_run, keep_rows_record, read_rows
+from loragate.training.rows import encode_run, read_rows
 from loragate.training.run import OnStep, require_mask_column
 from loragate.training.run_folder import RECORD
 from loragate.training.settings import RowsSettings, StageOneSettings
@@ -60,8 +60,8 @@ def make_adapter(
     Raises:
         ConfigError: for settings that cannot be used together, rows without a keep_mask that the objective needs, or a folder
             that holds something else.
-        DataError: for rows that cannot be used, or that have changed since the run to resume began.
-        TrainingError: as in `train_adapter`.
+        DataError: for rows that cannot be used.
+        TrainingError: as in `train_adapter`; also where rows or settings have changed since the run to resume began.
     """
     require_free_out(Path(folder), resume)
     asked = RowsSettings(data=data) if isinstance(data, str) else data
@@ -107,7 +107,6 @@ class AdapterRun:
         """As in `make_adapter`; `on_progress` is called with the rows that are tokenised, and all rows."""
         self.settings = settings = settings or StageOneSettings()
         self.folder, self.resume, self.loading = Path(folder), resume, loading or Loading()
-        self.asked, self.max_rows = asked, max_rows
         self.place = resolve(model, expect="base")
         if settings.adapter:
             adapter = resolve(settings.adapter, expect="adapter", base_later=True)
@@ -119,7 +118,7 @@ class AdapterRun:
         if reference:
             require_reference_read(self.objective)
             self.other = resolve(reference, expect="base", what="reference model")
-        rows = read_rows(asked, max_rows, settings.seed, self.folder / "run" if resume else None)
+        rows = read_rows(asked, max_rows, settings.seed)
         self.rows = rows = rows.shuffled(settings.seed)
         self.tokenizer = open_tokenizer(self.place, self.loading)
         self.encoded = encode_run(
@@ -134,15 +133,13 @@ class AdapterRun:
     def load(self) -> None:
         """The base, and the reference where there is one."""
         # under a launcher that shards, the base lies in host memory and its shards go to the devices
-        how = replace(self.loading, host_memory=launch_of().sharded)
         with explained("base model", self.place.base.name):
-            self.base = open_base(self.place.base, how)
+            self.base = open_base(self.place.base, self.loading, host_memory=launch_of().sharded)
             self.reference: Any = open_base(self.other.base, self.loading) if self.other else None
 
     def train(self, on_step: OnStep | None = None) -> StageOneResult:
         """Train, and write the adapter; on several processes only the main one writes."""
         run = self.folder / "run"
-        keep_rows_record(self.asked, self.settings, self.max_rows, run, self.rows, self.encoded, self.resume)
         result = train_adapter(
             self.base,
             self.tokenizer,

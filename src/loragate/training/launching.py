@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from loragate.errors import ConfigError
-from loragate.models import Loading
+from loragate.models import Loading, torch_device
 from loragate.training.compatibility import Plan, refuse_impossible
 from loragate.training.settings import LaunchSettings, TrainSettings
 from loragate.training.strategy import ASKED, Launch, launch_of
@@ -65,7 +65,7 @@ def begin(settings: TrainSettings, asked: LaunchSettings, how: Loading, **more: 
                 )
         launch = Launch(strategy, processes, cpu=launch.cpu)
     # a GPU that is named is not looked at here: this process may only start the others
-    device = (how.torch_device if how.device == "auto" else how.device).partition(":")[0]
+    device = (torch_device(how) if how.device == "auto" else how.device).partition(":")[0]
     refuse_impossible(Plan.of_settings(settings, launch, device, quantization=how.quantization, **more))
     settings.accumulation(launch.processes)
     if launched or launch.processes < 2:

@@ -13,7 +13,7 @@ from loragate.training.strategy import launch_of
 from loragate.validate import comma_list
 
 if TYPE_CHECKING:
-    from loragate.models import Loading, LoadingOptions
+    from loragate.models.settings import Loading
 
 
 def require_free_out(folder: Path, resume: bool) -> None:
@@ -59,8 +59,8 @@ def require_reporters(names: str) -> None:
             raise ConfigError(f"--report-to {name}: the package is not installed; pip install {name}")
 
 
-def check_loading(options: LoadingOptions, engine: str = "") -> Loading:
-    """The `Loading` that a command's options ask for, refused here where it is impossible.
+def check_loading(how: Loading, engine: str = "") -> None:
+    """Refuse a loading that is impossible here.
 
     Args:
         engine: "vllm" where that loads the model.
@@ -68,7 +68,6 @@ def check_loading(options: LoadingOptions, engine: str = "") -> Loading:
     Raises:
         ConfigError: naming the flag, and what to change.
     """
-    how = models.Loading.of(options)
     if how.quantization != "none" and engine == "vllm":
         raise ConfigError(
             f"--quantization {how.quantization} has no effect with vLLM, which loads the base itself; leave it out, or use "
@@ -76,6 +75,5 @@ def check_loading(options: LoadingOptions, engine: str = "") -> Loading:
         )
     how.check()
     if how.quantization != "none":
-        device = how.torch_device.partition(":")[0]
+        device = models.torch_device(how).partition(":")[0]
         refuse_impossible(Plan(launch=launch_of(), device=device, quantization=how.quantization))
-    return how

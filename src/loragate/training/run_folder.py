@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from loragate.errors import ConfigError, TrainingError
-from loragate.files import first_difference, write_json
+from loragate.files import require_same, write_json
 from loragate.records import read_value
 from loragate.training.strategy import Launch, process_state
 from loragate.training.trainer import TRAINED
@@ -88,8 +88,6 @@ def prepare_folder(identity: dict[str, Any], folder: Path, resume: bool) -> str 
             f"{record} is missing: there is no run to resume in {folder}; run without --resume (resume=False)"
         )
     stored = read_value(record, "the run cannot be resumed")
-    if not isinstance(stored, dict):
-        raise TrainingError(f"{record}: found {stored!r:.40}, expected a run's record; the run cannot be resumed")
     before = stored.pop(VERSION, None)
     if before != __version__:
         raise TrainingError(
@@ -97,18 +95,8 @@ def prepare_folder(identity: dict[str, Any], folder: Path, resume: bool) -> str 
             "could compute the steps differently, so the run is not mixed of the two: go on with that version "
             f"(pip install 'loragate=={before or 'VERSION'}'), or begin again in another --out (run_folder)"
         )
-    wanted = json.loads(json.dumps(identity))
-    if stored.get("stage") != wanted.get("stage"):
-        raise TrainingError(
-            f"{record}: this is a run of {stored.get('stage')!r}, and {wanted.get('stage')!r} is to go on; choose another --out "
-            "(run_folder)"
-        )
-    if (difference := first_difference(stored, wanted)) is not None:
-        key, before, now = (f"{part:.160}" for part in (difference[0], *map(json.dumps, difference[1:])))
-        raise TrainingError(
-            f"{record}: this is another run: '{key}' was {before}, now {now}. "
-            "Repeat the original settings to resume, or choose another --out (run_folder)"
-        )
+    remedy = "repeat the original settings, on the same rows, to resume, or choose another --out (run_folder)"
+    require_same(record, stored, identity, remedy, TrainingError)
     if process_state().is_main_process:
         # half a checkpoint beyond the last whole one would count as the newest, and be kept in place of one written now
         step = 0 if last is None else _step_of(Path(last))

@@ -4,7 +4,7 @@ A sharded run works on a twin of the model: same modules, own parameters over th
 with the original. FSDP2 shards the twin layer by layer; the gates are left out of every group, stay whole and fp32 on
 every process, and their gradients are averaged by one all-reduce per optimiser step (`average_gradients`). The original is
 not touched until the end, when what trained is written back into it. It therefore lies in host memory while the twin's
-shards lie on the device (`Loading.host_memory`).
+shards lie on the device (`host_memory` of `open_base`).
 """
 
 from __future__ import annotations

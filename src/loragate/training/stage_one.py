@@ -274,7 +274,7 @@ def train_adapter(
         identity={
             "stage": "sft",
             "settings": {**recorded(asdict(settings)), "objective": chosen.name},
-            "data": source.fingerprint,
+            "data": source.as_record(),
             "tokens": encoded_fingerprint(encoded),
             "base": base,
             "constants": chosen.settings,

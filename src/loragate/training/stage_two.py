@@ -250,7 +250,7 @@ def calibrate(
             "stage": "calibrate",
             "settings": {**settings.as_record(), "objective": trained_by},
             "gate": asdict(config),
-            "data": source.fingerprint,
+            "data": source.as_record(),
             "tokens": encoded_fingerprint(encoded),
             "adapter_sha256": adapter_fingerprint(model, name),
             "frozen_weights": frozen,

@@ -26,7 +26,7 @@ import torch
 from loragate.data import Collator, encode_rows, load_rows
 from loragate.display import Display
 from loragate.errors import ConfigError, DataError, nearest
-from loragate.files import first_difference, write_json, write_text
+from loragate.files import require_same, write_json, write_text
 from loragate.losses import StatisticsRequest
 from loragate.losses.head import IGNORED
 from loragate.models import Loading, open_tokenizer, open_weights, put_on, resolve
@@ -287,12 +287,7 @@ class ScoreFolder:
             if not resume:
                 raise ConfigError(f"{folder} holds an unfinished run; go on with --resume, or remove the folder")
             stored = read_value(record, f"remove {folder} to begin again")
-            if (found := first_difference(stored, identity)) is not None:
-                key, before, now = found
-                raise ConfigError(
-                    f"{folder} holds scores of another run: {key} was {before!r:.80}, now {now!r:.80}; repeat the original "
-                    "command, or remove the folder"
-                )
+            require_same(record, stored, identity, f"repeat the original command, or remove {folder}")
         elif resume:
             raise ConfigError(f"--resume: there is no unfinished run in {folder}; run the command without --resume")
         write_json(record, identity)

@@ -1,0 +1,149 @@
+"""The trials of objectives on the study's real model, on a tiny random one: losses wired rightly, and work that goes on."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from loragate.gates import GateConfig, attach_gates, gate_parameters
+from loragate.generation import Sample
+from loragate.models import Loading, open_model, resolve
+from objectives import learning, losses, report
+from objectives.real import CONTENDERS, RealCell, measure, run_cell
+from tiny import write_adapter, write_base
+
+
+@pytest.fixture
+def cell(tmp_path, monkeypatch):
+    """A smoke cell whose adapter is random and whose verdicts are the parity of an answer's first token."""
+    base, design = tmp_path / "base", measure.read_design()
+    write_base(base)
+    study = measure.Cell(design, "clean", 0, base, tmp_path / "study", "fp32", smoke=True)
+    write_adapter(study.folder / "LoRA", base)
+    (study.folder / "LoRA" / "run").mkdir()
+    (study.folder / "LoRA" / "run" / "metrics.jsonl").write_text("{}\n", encoding="utf-8")
+    loaded = open_model(resolve(study.folder / "LoRA", base), Loading(dtype="float32", device="cpu"))
+    made = RealCell(study, loaded, tmp_path / "out")
+    made.max_new_tokens = study.settings["max_new_tokens"] = 6
+    monkeypatch.setattr(made, "_judge", lambda sample, question: (sample.token_ids[0] % 2 == 0, sample.text or None))
+    # in this process, as starting graders takes seconds
+    monkeypatch.setattr(measure, "judge", lambda task, asked, drawn, grader: [Verdict(one) for one in drawn])
+    return made
+
+
+class Verdict:
+    def __init__(self, sample: Sample) -> None:
+        self.correct = sample.token_ids[0] % 2 == 0
+
+
+def fresh_gates(cell, size=0.0):
+    model = attach_gates(copy.deepcopy(cell.frozen), GateConfig(*learning.RANGE, seed=0))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in gate_parameters(model).values():
+            parameter.normal_(0, size) if size else parameter.zero_()
+    return cell.scorer(model)
+
+
+def test_prompts_of_practice_are_those_that_the_references_answer(cell):
+    for prompt, row in zip(cell.practice_ids, cell.references):
+        assert row["input_ids"][: len(prompt)] == prompt
+        assert row["labels"][: len(prompt)] == [-100] * len(prompt)
+    assert len(cell.references) == 480
+
+
+def test_gates_at_zero_prefer_nothing_and_have_no_divergence(cell):
+    pairs = learning.pairs(cell, "gold")
+    assert pairs
+    for better, worse, weight in pairs:
+        right = [cell.judge(sample_of(row), 0)[0] for row in (better, worse)]
+        assert right == [True, False]
+        assert weight in (1.0, 0.5)
+    cell.sequences = 2 * len(pairs)  # all pairs in a step
+    scorer = fresh_gates(cell)
+    loss = learning.flips(cell, scorer, "gold")(0.0).item()
+    # −log σ(0) and the adapter's own mean log-probability are all that is left
+    scored = cell.scored_by_adapter([better for better, _, _ in pairs])
+    lengths = scored.summed(torch.ones(len(scored.labels)), len(pairs))
+    mean = scored.summed(scored.log_probs(), len(pairs)) / lengths
+    weights = torch.tensor([weight for _, _, weight in pairs])
+    assert loss == pytest.approx(float((weights * (math.log(2) - mean)).mean()), abs=1e-4)
+    found = cell.score(scorer, [worse for _, worse, _ in pairs])
+    before = cell.scored_by_adapter([worse for _, worse, _ in pairs])
+    assert losses.kl_from(before.logits, found.logits).max().item() < 1e-5
+    assert learning.flips(cell, fresh_gates(cell, 0.5), "gold")(0.0).item() != pytest.approx(loss, abs=1e-3)
+
+
+def sample_of(row):
+    answer = tuple(label for label in row["labels"] if label != -100)
+    return Sample(0, 0, "", answer, "stop", None)
+
+
+def test_scores_are_those_of_a_plain_forward_pass(cell):
+    rows = cell.references[:3]
+    scorer = fresh_gates(cell, 0.5)
+    batch = cell.collate(rows)
+    with torch.no_grad():
+        logits = scorer.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+        found = cell.score(scorer, rows)
+    place = batch["labels"][:, 1:] != -100
+    torch.testing.assert_close(found.logits, logits[place], atol=1e-4, rtol=1e-4)
+    # the adapter's are kept, whatever batch they came in
+    alone = torch.cat([cell.scored_by_adapter([row]).logits for row in rows])
+    torch.testing.assert_close(cell.scored_by_adapter(rows).logits, alone)
+
+
+def test_shuffled_verdicts_are_those_of_the_prompts_in_another_order(cell):
+    gold, shuffled = learning.verdicts(cell, "gold"), learning.verdicts(cell, "shuffled")
+    assert sorted(gold) == sorted(shuffled)
+    assert gold != shuffled
+    for better, worse, _ in learning.pairs(cell, "shuffled"):
+        assert better["input_ids"] != worse["input_ids"]
+
+
+def test_every_contender_learns_and_answers_and_a_stopped_run_goes_on(cell, tmp_path, monkeypatch, capsys):
+    record = measure.Record(tmp_path / "records" / "clean-0.jsonl.gz")
+    with pytest.raises(measure.OutOfTime):
+        run_cell(cell, record, measure.Budget(0))
+    run_cell(cell, record, measure.Budget(10))
+    whats = ["training", "test T=0", "test T=0.3", "test T=1"]
+    assert list(record.lines) == [(name, what) for name in CONTENDERS for what in whats]
+    for name in CONTENDERS:
+        found = record.lines[name, "training"]
+        assert len(found["losses"]) == 2
+        assert ("gates" in found) == name.startswith("gates")
+        assert len(record.lines[name, "test T=0.3"]["correct"]) == 8
+    assert json.loads((cell.folder / "summary.json").read_text(encoding="utf-8"))["questions"] == 8
+    # with weights on file nothing is trained or drawn again
+    monkeypatch.setattr("objectives.real.fit", None)
+    again = RealCell(cell.study, replace(cell.loaded), tmp_path / "out")
+    again.max_new_tokens = cell.max_new_tokens
+    taken = record.lines.pop(("gates, a flips", "test T=1"))
+    run_cell(again, record, measure.Budget(10))
+    found = measure.Record(record.path).lines
+    assert found.keys() == record.lines.keys()
+    assert found["gates, a flips", "test T=1"]["texts"] == taken["texts"]
+    before = dict(cell.frozen.named_parameters())
+    after = dict(cell.trained("LoRA, a flips")[0].named_parameters())
+    assert {path for path in before if not torch.equal(before[path], after[path])} == {
+        path for path in before if "lora_" in path
+    }
+
+
+def test_the_real_cell_stands_beside_the_trials(cell, tmp_path):
+    record = measure.Record(tmp_path / "records" / "clean-0.jsonl.gz")
+    test = "10" * 150
+    record.add({"method": "gates, a flips", "what": "test T=0", "samples": 1, "correct": test})
+    (found,) = (table for name, table in report.load(real=record.path.parent).items() if name == "real clean/0")
+    assert {"adapter", "λ=0.5", "gates, CE", "gates, entropy on own rows", "gates, a flips"} == set(found)
+    text = report.ledger({"real clean/0": found})
+    rows = {parts[1].strip(): parts for line in text.splitlines() if len(parts := line.split("|")) > 7}
+    assert "50.0 (+" in rows["gates, a flips"][3]
+    assert rows["gates, a flips"][4].strip() == "not run"
+    assert " to " in rows["gates, a flips"][7]
+    assert rows["LoRA, a flips"][3].strip() == "not run"
