@@ -89,11 +89,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def require_new(folder: Path) -> None:
-    """Refuse a folder that holds anything; nothing is ever overwritten. Raises ConfigError."""
+def require_new(folder: Path, *besides: str) -> None:
+    """Refuse a folder that holds anything else than `besides`; nothing is ever overwritten. Raises ConfigError."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--out {folder} is a file; give a folder")
-    if folder.is_dir() and (present := sorted(path.name for path in folder.iterdir())):
+    if folder.is_dir() and (present := sorted({path.name for path in folder.iterdir()} - set(besides))):
         raise ConfigError(f"--out {folder} is not empty (it holds {', '.join(present[:3])}); choose another folder")
 
 

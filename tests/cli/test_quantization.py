@@ -11,7 +11,6 @@ from loragate.cli.main import main
 from loragate.errors import ConfigError
 from loragate.gates.quantised import quantization_of
 from loragate.models import Loading, ModelRef, bases, open_base
-from loragate.models.bases import torch_dtype
 from tiny import is_packed, write_base
 
 needs_bitsandbytes = pytest.mark.skipif(
@@ -72,7 +71,7 @@ def test_bases_and_stored_checkpoints(storage, place, tmp_path):
     how = Loading(device="cpu", quantization=storage)
     model = open_base(ModelRef(str(place / "base")), how)
     assert quantization_of(model) == storage
-    assert model.model.norm.weight.dtype == torch_dtype(how)
+    assert model.model.norm.weight.dtype == bases.torch_dtype(how)
     with torch.no_grad():
         model(input_ids=torch.tensor([[3, 4, 5]]))
     assert not any(is_packed(layer) for layer in model.modules() if isinstance(layer, torch.nn.Linear))
@@ -85,10 +84,10 @@ def test_bases_and_stored_checkpoints(storage, place, tmp_path):
 
 @needs_bitsandbytes
 def test_dtypes():
-    assert torch_dtype(Loading(device="cpu")) == torch.float32
-    assert torch_dtype(Loading(device="cpu", quantization="4bit")) == torch.float32
-    assert torch_dtype(Loading(device="cpu", quantization="8bit")) == torch.bfloat16
-    assert torch_dtype(Loading("float16", "cpu", "8bit")) == torch.float16
+    assert bases.torch_dtype(Loading(device="cpu")) == torch.float32
+    assert bases.torch_dtype(Loading(device="cpu", quantization="4bit")) == torch.float32
+    assert bases.torch_dtype(Loading(device="cpu", quantization="8bit")) == torch.bfloat16
+    assert bases.torch_dtype(Loading("float16", "cpu", "8bit")) == torch.float16
     arguments = bases._bitsandbytes(Loading("bfloat16", "cpu", "4bit"))
     assert arguments.bnb_4bit_quant_type == "nf4"
     assert arguments.bnb_4bit_use_double_quant
@@ -114,7 +113,7 @@ def test_refused_at_start(command, place, tmp_path, fails, monkeypatch):
     eight = [*line, "--device", "cpu", "--quantization", "8bit"]
     assert "float32 would be a false promise" in fails(*eight, "--dtype", "float32")
     with monkeypatch.context() as patch:
-        patch.setattr(bases.importlib.util, "find_spec", lambda name: None)
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
         assert "pip install bitsandbytes" in fails(*eight)
     if importlib.util.find_spec("bitsandbytes") is not None:
         monkeypatch.setenv("WORLD_SIZE", "2")

@@ -7,7 +7,7 @@ from chat_tokenizers import byte_level, space_adding
 from rich.console import Console
 
 from loragate.data.encoding import encode_rows
-from loragate.data.rendering import mask_as_text, preview
+from loragate.data.rendering import preview
 
 ATTACK = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\x08\u202e\u200b\u2028[red]markup[/red]"
 
@@ -34,13 +34,7 @@ def test_prompt_is_dim_response_bold_green_and_special_tokens_literal():
         ("four\n\tü", "bold green"),
         ("<|im_end|>", "bold cyan"),
     ]
-
-
-def test_marks_show_the_response_without_colour():
-    tokenizer = byte_level()
-    assert mask_as_text(encoded(tokenizer, "two?", "four"), tokenizer) == (
-        "<|im_start|>user\ntwo?<|im_end|>\n<|im_start|>assistant\n⟦four<|im_end|>⟧"
-    )
+    assert text.plain.endswith("<|im_start|>assistant\n⟦four\n\tü<|im_end|>⟧")
 
 
 @pytest.mark.parametrize("tokenizer", [byte_level(), space_adding()], ids=["byte-level", "space-adding"])
@@ -48,19 +42,18 @@ def test_data_cannot_send_escape_codes_or_markup(tokenizer):
     row = encoded(tokenizer, ATTACK, ATTACK)
     screen = io.StringIO()
     Console(file=screen, force_terminal=False, width=400).print(preview(row, tokenizer))
-    for shown in (screen.getvalue(), mask_as_text(row, tokenizer)):
-        assert all(char.isprintable() or char == "\n" for char in shown)
-        assert shown.count("[red]markup[/red]") == 2
+    shown = screen.getvalue()
+    assert all(char.isprintable() or char == "\n" for char in shown)
+    assert shown.count("[red]markup[/red]") == 2
 
 
 def test_escapes_are_readable():
-    tokenizer = byte_level()
-    shown = mask_as_text(encoded(tokenizer, "hi", ATTACK), tokenizer)
+    shown = preview(encoded(byte_level(), "hi", ATTACK), byte_level()).plain
     assert r"\x1b[2J\x1b]0;owned\x07\x9b31m\x0d\x08\u202e\u200b\u2028[red]" in shown
 
 
 def test_data_cannot_forge_the_marks():
     tokenizer = byte_level()
-    shown = mask_as_text(encoded(tokenizer, "⟦fake⟧", "true"), tokenizer)
+    shown = preview(encoded(tokenizer, "⟦fake⟧", "true"), tokenizer).plain
     assert shown.count("⟦") == shown.count("⟧") == 1
     assert r"\u27e6fake\u27e7" in shown

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from loragate.cli.arguments import resolved_yaml
 from loragate.cli.options import RunOptions
-from loragate.data import EncodedRows, ending_health, mask_as_text, preview
+from loragate.data import EncodedRows, ending_health, preview
 from loragate.files import write_text
 from loragate.training.settings import STEPS, TrainSettings
 from loragate.training.strategy import launch_of, process_state
@@ -64,12 +64,8 @@ def show_data(out: Console, encoded: EncodedRows, tokenizer: Any) -> None:
         )
         if share > 0.01:
             out.print(f"warning: {100 * share:.0f} % of the tokens are unknown to the tokenizer; is it the right one?")
-    if out.is_terminal:
-        out.print("first row, response bright:")
-        out.print(preview(encoded[0], tokenizer))
-    else:
-        out.print("first row, response between ⟦ and ⟧:")
-        out.print(mask_as_text(encoded[0], tokenizer), markup=False)
+    out.print("first row, response between ⟦ and ⟧:")
+    out.print(preview(encoded[0], tokenizer))
 
 
 def warn_about_endings(out: Console, tokenizer: Any, encoded: EncodedRows, base: Any) -> None:

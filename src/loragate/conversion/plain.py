@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from loragate.errors import ConfigError
 from loragate.files import file_sha256, new_folder, require_new, write_json
@@ -11,7 +12,9 @@ from loragate.models import Loading, gguf, open_model, resolve
 ORIGIN = "converted_from.json"
 
 
-def write_plain_base(base: str, folder: str | Path, dtype: str = "float32") -> Path:
+def write_plain_base(
+    base: str, folder: str | Path, dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+) -> Path:
     """Unpack a GGUF file into a folder that `from_pretrained` of transformers reads.
 
     The weights are those that every command computes with when it is given the file itself, so that gates and adapters fit both.

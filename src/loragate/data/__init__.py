@@ -16,7 +16,7 @@ from loragate.data.endings import Endings, ending_health, find_endings
 from loragate.data.formats import detect_format, normalize
 from loragate.data.loading import load_rows
 from loragate.data.packed import Collator
-from loragate.data.rendering import mask_as_text, preview, prompt_ids, render_prompt
+from loragate.data.rendering import preview, prompt_ids, render_prompt
 from loragate.data.rows import Rows
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "ending_health",
     "find_endings",
     "load_rows",
-    "mask_as_text",
     "normalize",
     "preview",
     "prompt_ids",

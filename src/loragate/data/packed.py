@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 from loragate.data.rendering import IGNORED
 from loragate.errors import DataError, LoragateError
 from loragate.files import write_atomically
-from loragate.validate import Count, check
+from loragate.validate import check
 
 logger = logging.getLogger("loragate")
 
@@ -125,36 +125,28 @@ def _checksum(array: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class Collator:
-    """Pads encoded rows to one length; a `collate_fn` for a DataLoader.
+    """Pads encoded rows on the right to one length; a `collate_fn` for a DataLoader.
 
     Attributes:
         pad_token_id: id to pad `input_ids` with; attention is 0 there and the label -100, so any valid id serves.
-        pad_to_multiple_of: round the length up to a multiple.
-        side: "right" for training, "left" to go on generating.
     """
 
     pad_token_id: int
-    pad_to_multiple_of: Count | None = None
-    side: Literal["right", "left"] = "right"
 
     def __post_init__(self) -> None:
         check(self)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """Return input_ids, attention_mask, labels [B,S] and row [B] as int64, and keep_mask [B,S] bool when present."""
-        longest = max(len(row["input_ids"]) for row in rows)
-        step = self.pad_to_multiple_of or 1
-        length = -(-longest // step) * step
+        length = max(len(row["input_ids"]) for row in rows)
 
-        def pad(key: str, value: int) -> torch.Tensor:
-            return torch.tensor([self._padded(row[key], length, value) for row in rows], dtype=torch.int64)
+        def pad(columns: Iterable[Sequence[int]], value: int) -> torch.Tensor:
+            return torch.tensor([[*column, *[value] * (length - len(column))] for column in columns], dtype=torch.int64)
 
         batch = {
-            "input_ids": pad("input_ids", self.pad_token_id),
-            "attention_mask": torch.tensor(
-                [self._padded([1] * len(row["input_ids"]), length, 0) for row in rows], dtype=torch.int64
-            ),
-            "labels": pad("labels", IGNORED),
+            "input_ids": pad((row["input_ids"] for row in rows), self.pad_token_id),
+            "attention_mask": pad(([1] * len(row["input_ids"]) for row in rows), 0),
+            "labels": pad((row["labels"] for row in rows), IGNORED),
             "row": torch.tensor([row["row"] for row in rows], dtype=torch.int64),
         }
         masked = [row["row"] for row in rows if "keep_mask" in row]
@@ -163,9 +155,5 @@ class Collator:
                 f"found keep_mask on rows {masked} of a batch of {len(rows)}; give it on every row or on none"
             )
         if masked:
-            batch["keep_mask"] = pad("keep_mask", 0).bool()
+            batch["keep_mask"] = pad((row["keep_mask"] for row in rows), 0).bool()
         return batch
-
-    def _padded(self, values: Sequence[int], length: int, value: int) -> list[int]:
-        padding = [value] * (length - len(values))
-        return [*values, *padding] if self.side == "right" else [*padding, *values]

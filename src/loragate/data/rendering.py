@@ -7,7 +7,7 @@ Labels follow the convention of transformers: -100 outside of the response, the 
 happens in the loss. Where rows come from is not this room's matter, only how to name them.
 
 What is shown comes from data, so every control character is escaped: a row cannot move the cursor, recolour the
-terminal or forge the marks of the plain variant.
+terminal or forge the marks.
 """
 
 from __future__ import annotations
@@ -189,25 +189,19 @@ def _spread(mask: tuple[int, ...] | None, labels: list[int], rewritten: bool, wh
 
 
 OPEN, CLOSE = "⟦", "⟧"
+MARKS = str.maketrans({OPEN: f"\\u{ord(OPEN):04x}", CLOSE: f"\\u{ord(CLOSE):04x}"})
 STYLES = {(False, False): "dim", (False, True): "dim cyan", (True, False): "bold green", (True, True): "bold cyan"}
 
 
 def preview(encoded_row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text:
-    """Coloured sample of an encoded row: prompt dim, response bold green, special tokens literal in cyan."""
+    """A row with every response between ⟦ and ⟧; where there is colour, prompt dim, response bold, special tokens cyan."""
     text = Text()
-    for is_response, is_special, piece in _pieces(encoded_row, tokenizer):
-        text.append(piece, style=STYLES[is_response, is_special])
-    return text
-
-
-def mask_as_text(encoded_row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The same without colour, for logs: every response stands between ⟦ and ⟧."""
-    parts = []
     for is_response, pieces in groupby(_pieces(encoded_row, tokenizer), key=lambda piece: piece[0]):
-        marks = str.maketrans({OPEN: f"\\u{ord(OPEN):04x}", CLOSE: f"\\u{ord(CLOSE):04x}"})
-        joined = "".join(piece for _, _, piece in pieces).translate(marks)
-        parts.append(f"{OPEN}{joined}{CLOSE}" if is_response else joined)
-    return "".join(parts)
+        text.append(OPEN if is_response else "")
+        for _, is_special, piece in pieces:
+            text.append(piece.translate(MARKS), style=STYLES[is_response, is_special])
+        text.append(CLOSE if is_response else "")
+    return text
 
 
 def _pieces(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[bool, bool, str]]:

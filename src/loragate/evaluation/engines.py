@@ -20,6 +20,7 @@ from loragate.generation import RayData, ScoringEngine, ShardedEngine, Transform
 from loragate.generation.sharded import require_ray
 from loragate.generation.vllm_engine import require_gate_plugin, require_vllm
 from loragate.models import Loaded, Loading, open_model, open_without_weights, resolve
+from loragate.models.loading import USUAL
 from loragate.models.merge import merge_adapter
 
 MERGED = "merged"
@@ -28,7 +29,7 @@ USUAL_SHARE = 0.9
 """Of a device's memory, for vLLM; on a CPU the command gives half of what is free."""
 
 
-def load(model: str, base: str = "", how: Loading | None = None, engine: str = "transformers") -> Loaded:
+def load(model: str, base: str = "", how: Loading = USUAL, engine: str = "transformers") -> Loaded:
     """The model and tokenizer behind a name; its plain adapter where the gates are off; no weights for vLLM, which loads them.
 
     Raises:

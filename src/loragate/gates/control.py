@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from loragate.errors import GateError
-from loragate.gates.attach import attach_gates, detach_gates, gate_modules
+from loragate.gates.attach import attach_gates, detach_gates, gate_modules, is_gated
 from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import active_adapter, lora_layers
 from loragate.gates.gate import Override, SignedGate
@@ -57,7 +57,7 @@ def constant_gate(peft_model: nn.Module, constant: float, adapter_name: str | No
         GateError: as `gate_override`, or as `attach_gates` where gates cannot be put on.
     """
     name = active_adapter(peft_model, adapter_name)
-    plain = not any(name in getattr(layer, "lora_gate", ()) for _, layer in lora_layers(peft_model, name))
+    plain = not is_gated(peft_model, name)
     if plain:
         attach_gates(peft_model, GateConfig(min(constant, -1.0), max(constant, 2.0)), name)
     try:

@@ -7,7 +7,7 @@ gates act at all.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,8 +40,22 @@ class Parity:
     logit_scale: float
     tokens: int
 
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
+    def rounding(self, dtype: torch.dtype, share: float = 1e-6) -> float:
+        """How far logits may be apart by rounding; `share` of their size in fp32, 2⁻⁶ of it in half precision."""
+        return (2.0**-6 if dtype in (torch.bfloat16, torch.float16) else share) * max(self.logit_scale, 1.0)
+
+    def require_acting(self, rounding: float) -> None:
+        """Refuse gates under which λ ≡ 1 is not the adapter, or λ ≡ 0 not the model without the gated deltas.
+
+        Raises:
+            GateError: with the measured figures.
+        """
+        if not (self.at_one <= rounding and self.at_zero <= rounding):
+            raise GateError(
+                f"the gates do not act as they must: λ = 1 differs from the adapter by {self.at_one:.2g} and λ = 0 from the model "
+                f"without the gated deltas by {self.at_zero:.2g} in logits (rounding explains {rounding:.2g}). Another library "
+                "may run LoRA layers through its own kernels; load the model without them"
+            )
 
 
 @torch.no_grad()

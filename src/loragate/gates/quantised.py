@@ -9,14 +9,11 @@ forward in evaluation mode, for a kernel that rounds to bf16 and has no backward
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
-logger = logging.getLogger("loragate")
+from loragate.errors import GateError
 
 NONE, EIGHT_BIT, FOUR_BIT = "none", "8bit", "4bit"
 # bitsandbytes layers of PEFT, which round a plain delta to the base's dtype before it is added
@@ -51,42 +48,22 @@ def keep_unpacked(model: nn.Module) -> None:
     """Keep the 4-bit weights of a model in the form that trains, in place; it then computes the same on every processor.
 
     `load_gated`, `attach_gates`, `calibrate`, `train_adapter` and every command do it. Call it right after loading a 4-bit
-    base that runs before one of these: a weight that was packed is unpacked here, but the scales of its blocks stay rounded
-    to bf16, and a warning says so. Other models are left as they are.
+    base that runs before one of these. Other models are left as they are.
+
+    Raises:
+        GateError: if weights were packed by then: the scales of their blocks are rounded to bf16 for good.
     """
-    rounded = 0
-    layers: Iterator[Any] = model.modules()
-    for layer in layers:
-        # of bitsandbytes.nn.Linear4bit, which is not imported to look for it
-        if "support_avx512bf16_for_cpu" not in vars(layer):
-            continue
-        layer.support_avx512bf16_for_cpu = False
-        if hasattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu"):
-            _unpack(layer.weight)
-            rounded += 1
-    if rounded:
-        logger.warning(
-            "%d 4-bit layers ran before gates or a training came to them: on this processor bitsandbytes packed their weights "
-            "for inference and rounded the scales to bf16. They train as they are now, and on the base loaded anew the same "
-            "gates or adapter give slightly other logits. To avoid it, load the base again and call "
-            "loragate.gates.keep_unpacked(model) before it runs",
-            rounded,
+    # of bitsandbytes.nn.Linear4bit, which is not imported to look for it
+    layers: list[Any] = [layer for layer in model.modules() if "support_avx512bf16_for_cpu" in vars(layer)]
+    packed = sum(hasattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu") for layer in layers)
+    if packed:
+        raise GateError(
+            f"{packed} 4-bit layers ran before gates or a training came to them: on this processor bitsandbytes packed their "
+            "weights for inference and rounded the scales to bf16. Load the base again, and call "
+            "loragate.gates.keep_unpacked(model) before it runs"
         )
-
-
-def _unpack(weight: Any) -> None:
-    """Restore a weight that is packed, or that bitsandbytes unpacked, as any `state_dict()` makes it do."""
-    from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
-
-    state = weight.quant_state
-    if state.packing_format_for_cpu:
-        state.original_nested = False  # or the inverse would quantise the rounded scales once more
-        weight.data, _ = _convert_weight_packed_for_cpu_inverse(weight.data, state)
-        state.offset = state.state2 = None
-    if not state.nested:
-        # the inverse leaves plain scales as a packed weight has them: transposed, in bf16
-        state.absmax = state.absmax.T.reshape(-1).to(torch.float32)
-    del state.packing_format_for_cpu
+    for layer in layers:
+        layer.support_avx512bf16_for_cpu = False
 
 
 def describe_storage(name: str) -> str:

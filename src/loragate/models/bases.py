@@ -56,7 +56,7 @@ def torch_dtype(how: Loading) -> Any:
     "auto" is the checkpoint's own on a GPU and float32 on the CPU. With quantised weights it is bfloat16, or float16 on
     GPUs without it; float32 for 4 bits on a CPU.
     """
-    how.check()
+    how.require_possible()
     if how.dtype != "auto":
         return getattr(torch, how.dtype)
     device = torch_device(how)

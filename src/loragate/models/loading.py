@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from loragate.data import find_endings
 from loragate.errors import ArtifactError, ConfigError, LoragateError
+from loragate.files import read_json
 from loragate.gates import GateConfig, attach_gates, detach_gates, load_gates
 from loragate.gates.attach import gate_modules
 from loragate.gates.quantised import quantization_of
@@ -24,6 +24,7 @@ from loragate.models.bases import base_config, base_weights, generation_config, 
 from loragate.models.place import Kind, Place, resolve
 from loragate.models.settings import Loading
 
+USUAL = Loading()
 # PEFT's names of tasks whose models have another class and other outputs
 _OTHER_TASKS = ("SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS")
 
@@ -105,22 +106,20 @@ class Loaded:
         return self
 
 
-def open_model(place: Place, how: Loading | None = None) -> Loaded:
+def open_model(place: Place, how: Loading = USUAL) -> Loaded:
     """The model of a place with its tokenizer, frozen and in eval mode, an override of λ laid over it for good.
 
     Raises:
         LoragateError: in one sentence, for what transformers and PEFT cannot load.
         ArtifactError: for gates of another base or adapter.
     """
-    how = how or Loading()
     model = open_weights(place, how)
     tokenizer = open_tokenizer(place, how)
     return Loaded(place, how, tokenizer, model.config, model, stop_token_ids=place.stop_token_ids)
 
 
-def open_without_weights(place: Place, how: Loading | None = None) -> Loaded:
+def open_without_weights(place: Place, how: Loading = USUAL) -> Loaded:
     """Tokenizer and configuration alone, for an engine that loads the weights itself."""
-    how = how or Loading()
     gguf.refuse(place.base, "vLLM")
     with explained("base model", place.base.name):
         config = base_config(place.base, how.trust_remote_code)
@@ -193,9 +192,8 @@ def load_gated(
     return put_on(weights, place)
 
 
-def open_tokenizer(place: Place, how: Loading | None = None) -> Any:
+def open_tokenizer(place: Place, how: Loading = USUAL) -> Any:
     """The tokenizer of the first folder of `place.tokenizers` that has one; the last is the base's, which may be on the hub."""
-    how = how or Loading()
     files = ("tokenizer.json", "tokenizer_config.json")
     chosen = next(
         (
@@ -285,9 +283,5 @@ def _sentence(what: str, name: str, error: Exception) -> LoragateError:
 
 def _declares_plain_tokenizer(name: str) -> bool:
     """Whether a local folder says that its tokenizer.json is all there is to its tokenizer."""
-    try:
-        record = json.loads((Path(name) / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    plain = record.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
-    return plain and (Path(name) / "tokenizer.json").is_file()
+    named = read_json(Path(name) / "tokenizer_config.json").get("tokenizer_class")
+    return named in ("TokenizersBackend", "PreTrainedTokenizerFast") and (Path(name) / "tokenizer.json").is_file()

@@ -6,16 +6,14 @@ for it. PEFT merges, in fp32, and the result is rounded once, to the dtype that 
 
 from __future__ import annotations
 
-import json
 import shutil
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 from peft import PeftModel
 
 from loragate.errors import LoragateError
-from loragate.files import write_json
+from loragate.files import read_json, write_json
 from loragate.models.bases import base_weights
 from loragate.models.place import ModelRef, folder_sha256
 
@@ -44,9 +42,8 @@ def merge_adapter(
         "dtype": dtype,
         "weights": {str(place): folder_sha256(place) for place in (base, adapter) if Path(place).exists()},
     }
-    with suppress(OSError, ValueError):
-        if json.loads((folder / RECORD).read_text(encoding="utf-8")) == made_of:
-            return folder
+    if read_json(folder / RECORD) == made_of:
+        return folder
     shutil.rmtree(folder, ignore_errors=True)
     model = base_weights(ModelRef(base, revision or ""), dtype="auto")
     served = model.dtype if dtype == "auto" else getattr(torch, dtype)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from loragate.errors import ArtifactError, ConfigError
+from loragate.files import read_json
 from loragate.gates.adapter_files import ADAPTER_CONFIG, read_adapter_config
 from loragate.gates.gate import Override
 from loragate.gates.override_names import parse_override, split_folder
@@ -266,11 +266,7 @@ def sampling_of(folder: Path) -> dict[str, Any]:
     """
     if is_gated(folder):
         return read_gate_config(folder)
-    try:
-        settings = json.loads((folder / SAMPLING).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return exported_sampling(settings) if isinstance(settings, dict) else {}
+    return exported_sampling(read_json(folder / SAMPLING))
 
 
 def require_here(what: str, name: str) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from loragate.errors import ConfigError, nearest
-
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["none", "8bit", "4bit"]
+from loragate.errors import ConfigError
+from loragate.validate import check
 
 
 @dataclass(frozen=True)
@@ -24,21 +22,21 @@ class Loading:
         chat_template: jinja file to use instead of the tokenizer's template.
     """
 
-    dtype: Dtype = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
-    quantization: Quantization = "none"
+    quantization: Literal["none", "8bit", "4bit"] = "none"
     trust_remote_code: bool = False
     chat_template: str = ""
 
-    def check(self) -> None:
-        """Refuse what is unknown, not installed or contradictory, before anything is loaded.
+    def __post_init__(self) -> None:
+        check(self)
+
+    def require_possible(self) -> None:
+        """Refuse what is not installed or contradictory, before anything is loaded.
 
         Raises:
             ConfigError: naming the setting, and what to change.
         """
-        for name, known in (("dtype", get_args(Dtype)), ("quantization", get_args(Quantization))):
-            if (found := getattr(self, name)) not in known:
-                raise ConfigError(f"--{name} {found}: expected {', '.join(known)}{nearest(found, known)}")
         if self.quantization == "8bit" and self.dtype == "float32":
             raise ConfigError(
                 "--quantization 8bit with --dtype float32: 8-bit layers multiply in float16, so float32 would be a false "

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from loragate.errors import ConfigError, LoragateError
-from loragate.files import require_same, write_json, write_text
+from loragate.files import require_new, require_same, write_json, write_text
 from loragate.recipes.recipe import Recipe, Stage
 from loragate.version import __version__
 
@@ -50,8 +50,6 @@ class RunFolder:
         Raises:
             ConfigError: if the folder holds another recipe's run, naming the first difference, or something else.
         """
-        if path.exists() and not path.is_dir():
-            raise ConfigError(f"--out {path} is a file; give a folder")
         stages, file = json.loads(json.dumps(recipe.as_record())), path / RECORD
         if file.is_file():
             record = read_record(path)
@@ -63,11 +61,8 @@ class RunFolder:
                 if answers and unfinished and not (path / name / "eval.json").is_file():
                     del old[name], new[name]
             require_same(file, old, new, "run the recipe as it was, or choose another --out")
-        elif there := sorted(item.name for item in path.iterdir() if item.name != "lock") if path.is_dir() else []:
-            raise ConfigError(
-                f"--out {path} is not empty (it holds {', '.join(there[:3])}) and no recipe's run; choose another folder"
-            )
         else:
+            require_new(path, "lock")
             record = {"recipe": recipe.name, "loragate": __version__, "state": {}}
         folder = cls(path, record)
         if record.get("stages") != stages:

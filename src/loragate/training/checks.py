@@ -40,21 +40,15 @@ def check_callables(objective: str, on_policy: bool, sampler: Any, reward: Any, 
 def check_parity(parity: Parity, dtype: torch.dtype) -> None:
     """Refuse to train gates that do not start at the adapter.
 
-    In fp32, λ ≡ 1 must give the adapter and λ ≡ 0 the base up to 1e-6 of the logits, and the initial gates may move
-    logits by 1e-3 plus 1 % of the adapter's own effect. Half precision is judged against its own rounding.
+    The initial gates may move logits by 1e-3 plus 1 % of the adapter's own effect, in half precision by its rounding more.
 
     Raises:
+        GateError: as in `Parity.require_acting`.
         TrainingError: with the measured figures.
     """
-    half = dtype in (torch.bfloat16, torch.float16)
-    rounding = (2.0**-6 if half else 1e-6) * max(parity.logit_scale, 1.0)
-    if not (parity.at_one <= rounding and parity.at_zero <= rounding):
-        raise TrainingError(
-            f"the gates do not act as they must: λ = 1 differs from the adapter by {parity.at_one:.2g} and λ = 0 from the "
-            f"base by {parity.at_zero:.2g} in logits (limit {rounding:.2g}). Another library may run LoRA layers through its "
-            "own kernels; load the model without them"
-        )
-    limit = 1e-3 + 0.01 * parity.delta + (rounding if half else 0.0)
+    rounding = parity.rounding(dtype)
+    parity.require_acting(rounding)
+    limit = 1e-3 + 0.01 * parity.delta + (0.0 if dtype == torch.float32 else rounding)
     if not parity.initial <= limit:
         raise TrainingError(
             f"the gated model does not start at the adapter: logits differ by {parity.initial:.2g} (limit {limit:.2g}); "

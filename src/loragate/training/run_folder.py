@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from loragate.errors import ConfigError, TrainingError
-from loragate.files import require_same, write_json
+from loragate.files import read_json, require_same, write_json
 from loragate.records import read_value
 from loragate.training.strategy import Launch, process_state
 from loragate.training.trainer import TRAINED
@@ -66,17 +66,11 @@ def prepare_folder(identity: dict[str, Any], folder: Path, resume: bool) -> str 
         TrainingError: if the folder holds a run that is not to be resumed, finished or not, or another run.
     """
     record = folder / RECORD
-    last = last_checkpoint(folder)
     if not resume:
-        if is_finished(folder, last):
+        if work := work_in(folder):
             raise TrainingError(
-                f"{folder} holds the log of a finished run, which is not overwritten; choose another --out (run_folder), "
-                "remove the folder, or have the run's result again with --resume (resume=True)"
-            )
-        if last is not None:
-            raise TrainingError(
-                f"{folder} holds an unfinished run ({Path(last).name}); continue it with --resume (resume=True), or choose "
-                "another --out (run_folder)"
+                f"{folder} holds {work}, which is not overwritten; go on with it, or have its result again, with --resume "
+                "(resume=True), or choose another --out (run_folder)"
             )
         state = process_state()
         state.wait_for_everyone()  # a slower process must not take this run's record for that of an earlier one
@@ -97,6 +91,7 @@ def prepare_folder(identity: dict[str, Any], folder: Path, resume: bool) -> str 
         )
     remedy = "repeat the original settings, on the same rows, to resume, or choose another --out (run_folder)"
     require_same(record, stored, identity, remedy, TrainingError)
+    last = last_checkpoint(folder)
     if process_state().is_main_process:
         # half a checkpoint beyond the last whole one would count as the newest, and be kept in place of one written now
         step = 0 if last is None else _step_of(Path(last))
@@ -106,21 +101,22 @@ def prepare_folder(identity: dict[str, Any], folder: Path, resume: bool) -> str 
     return last
 
 
-def is_finished(folder: Path, last: str | None) -> bool:
-    """Whether a run came to its end: its log ends in the wall time, at the last step.
+def work_in(folder: Path) -> str:
+    """What a run folder holds that another run must not be mixed with, in words; empty where no step was kept yet.
 
-    A run that was stopped logs its wall time too, and leaves a checkpoint. Random gates take no steps: their run is
-    finished once it is on record.
+    The log of a finished run ends in the wall time, at the last step; a run that was stopped logs its wall time too, and
+    leaves a checkpoint. Random gates take no steps: their run is finished once it is on record.
     """
+    last = last_checkpoint(folder)
+    finished = read_json(folder / RECORD).get("settings", {}).get("objective") == "random"
     with suppress(OSError, ValueError, LookupError, TypeError):
-        if json.loads((folder / RECORD).read_text(encoding="utf-8"))["settings"]["objective"] == "random":
-            return True
-    try:
         end = json.loads((folder / LOG).read_text(encoding="utf-8").splitlines()[-1])
-        state = None if last is None else json.loads((Path(last) / STATE).read_text(encoding="utf-8"))
-        return "train_runtime" in end and (state is None or end["step"] >= state["max_steps"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
+        finished |= "train_runtime" in end and (
+            last is None or end["step"] >= read_json(Path(last) / STATE)["max_steps"]
+        )
+    if finished:
+        return "the log of a finished run"
+    return "" if last is None else f"an unfinished run ({Path(last).name})"
 
 
 def last_checkpoint(folder: Path) -> str | None:

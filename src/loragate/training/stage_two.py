@@ -122,7 +122,7 @@ class CalibrationResult:
         """The JSON-able record that goes into the artifact."""
         watched = {"stopped": self.stopped, "guard": self.guard} if self.guard else {}
         return {
-            "parity": self.parity.as_dict(),
+            "parity": asdict(self.parity),
             "training": {
                 "settings": {**self.settings.as_record(), "objective": self.objective},
                 **({"constants": self.constants} if self.constants else {}),
