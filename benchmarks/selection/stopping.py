@@ -120,7 +120,7 @@ def measure(situation: Situation, cache_folder: Path) -> list[Row]:
                     found.append({**about, "setting": setting.as_record(), "share": share, "dev": bits(scores)})
             train_trial(store, gates, bench)
         for setting in compared:
-            result = run_trial(store, setting, lambda _: bench, retention=True)
+            result = run_trial(store, setting, lambda: bench, retention=True)
             assert result.probe is not None
             assert result.retention is not None
             verdicts = {"dev": bits(result.probe.scores), "test": bits(result.retention.scores)}
