@@ -190,14 +190,14 @@ def test_inspect_generate_and_mask(place, hub, tmp_path, capsys):
     assert record["reference"]["name"] == f"user/plain@{OLD}"
 
 
-def test_sweep_pins_its_adapters(place, hub, tmp_path):
+def test_sweep_pins_its_adapter(place, hub, tmp_path):
     from loragate.cli.sweep import SweepOptions, prepare
     from loragate.selection.sweep import Workshop
 
     rows = [{"prompt": f"w{i} w{i + 1}", "answer": str(i)} for i in range(40)]
     (tmp_path / "probe.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = SweepOptions(
-        adapters="user/plain@v1,user/plain",
+        adapter="user/plain@v1",
         data=str(place / "rows.jsonl"),
         probe=str(tmp_path / "probe.jsonl"),
         base="user/base@v1",
@@ -206,9 +206,9 @@ def test_sweep_pins_its_adapters(place, hub, tmp_path):
     )
     sweep, candidates = prepare(options)
     study = sweep.study(candidates)
-    assert sweep.adapters == {"plain-v1": f"user/plain@{OLD}", "plain": f"user/plain@{NEW}"}
-    assert study.identity["adapters"]["plain"] == f"user/plain@{NEW}"
-    bench = Workshop(sweep).bench("plain-v1")
+    assert (sweep.label, sweep.adapter) == ("plain-v1", f"user/plain@{OLD}")
+    assert study.identity["adapters"] == {"plain-v1": f"user/plain@{OLD}"}
+    bench = Workshop(sweep).bench()
     assert cached_commit("user/base", "v1") == BASE_OLD
     origin = bench.origin
     assert (origin["adapter_id"], origin["base_id"], origin["base_revision"]) == (

@@ -1,4 +1,4 @@
-"""A tiny base, two adapters, rows and questions on disk, and a sweep's command line over them."""
+"""A tiny base, an adapter, rows and questions on disk, and a sweep's command line over them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ QUESTIONS = 33
 
 
 def make_place(root: Path) -> Path:
-    """Files of everything that a sweep needs; the answers are words that the adapters often give."""
+    """Files of everything that a sweep needs; the answers are words that the adapter often gives."""
     tiny_base().save_pretrained(root / "base")
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(root / "base")
     (root / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny_rows(24)))
-    for name, seed in (("one", 0), ("two", 7)):
-        model = tiny_adapter(seed)
-        model.peft_config["default"].base_model_name_or_path = str(root / "base")
-        model.save_pretrained(root / name)
+    model = tiny_adapter(0)
+    model.peft_config["default"].base_model_name_or_path = str(root / "base")
+    model.save_pretrained(root / "one")
     write_questions(root / "probe.jsonl", tokenizer, 1)
     return root
 
 
 def write_questions(path: Path, tokenizer, seed: int) -> None:
-    """Questions of random words; the gold is one answer that the first adapter samples."""
+    """Questions of random words; the gold is one answer that the adapter samples."""
     from loragate.generation import SamplingConfig, TransformersEngine
 
     draw = random.Random(seed)
@@ -73,8 +72,7 @@ def numbers(out: Path) -> dict[str, dict]:
     found = {}
     for path in sorted((out / "trials").glob("*/result.json")):
         record = json.loads(path.read_text())
-        for name in ("seconds", "attempt"):
-            record.pop(name)
+        record.pop("seconds")
         for name in ("seconds", "training_seconds"):
             record["training"].pop(name, None)
         record["training"].get("sampled", {}).pop("seconds", None)
@@ -82,19 +80,18 @@ def numbers(out: Path) -> dict[str, dict]:
     return found
 
 
-def stamps(out: Path) -> dict[str, tuple[int, int, int]]:
-    """{slug: (inode, time of change, attempts)} of the finished trials."""
+def stamps(out: Path) -> dict[str, tuple[int, int]]:
+    """{slug: (inode, time of change)} of the finished trials."""
     found = {}
     for path in sorted((out / "trials").glob("*/result.json")):
         stat = path.stat()
-        attempts = (path.parent / "attempts.jsonl").read_text().count("\n")
-        found[path.parent.name] = (stat.st_ino, stat.st_mtime_ns, attempts)
+        found[path.parent.name] = (stat.st_ino, stat.st_mtime_ns)
     return found
 
 
-def attempts(out: Path) -> int:
-    """How often any trial was started."""
-    return sum(path.read_text().count("\n") for path in (out / "trials").glob("*/attempts.jsonl"))
+def work(out: Path) -> tuple[dict[str, tuple[int, int]], int]:
+    """What changes whenever a trial gets further: the finished ones, and the lengths of the logs of training."""
+    return stamps(out), sum(path.stat().st_size for path in (out / "trials").glob("*/run/metrics.jsonl"))
 
 
 def sweep(argv: list[str]) -> int:

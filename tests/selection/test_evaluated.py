@@ -103,11 +103,11 @@ def test_the_map_is_the_mean_over_tasks_with_seeds_averaged(swept, evaluated):
 
 
 def test_a_cell_of_many_digits_has_the_name_that_the_sweep_chose():
-    trials = grid(["one"], [Range(-0.12345678, 1), Range(0, 1)], [0], ["entropy"])
+    trials = grid("one", [Range(-0.12345678, 1), Range(0, 1)], [0], ["entropy"])
     scored = {"adapter": [0.0, 0.5], **{f"gated {trial.name}": [0.5, 1.0] for trial in trials[1:]}}
     rows = [SimpleNamespace(task="t", name=name, question_scores=s, avg_at_k=AVERAGE) for name, s in scored.items()]
     chosen = {"accepted": True, "picked": "[-0.12345678,1]"}
-    found = suite_record(SimpleNamespace(results=rows), Study(trials, {}), "one", "s", ["t"], chosen)
+    found = suite_record(SimpleNamespace(results=rows), Study(trials, {}), "s", ["t"], chosen)
     assert found["choices"][0]["accepted"]
     assert found["choices"][0]["picked"] == found["cells"][0]["name"] == "[-0.12345678,1]"
 
@@ -187,7 +187,7 @@ def test_a_sweep_without_a_probe_recommends_nothing(swept, tasks, tmp_path):
     for one in study.candidates:
         path = copied / "trials" / one.slug / "result.json"
         write_json(path, {**json.loads(path.read_text()), "probe": None, "sweep": study.fingerprint})
-    (cells,) = SweptCells.of(copied, Request("", tmp_path / "out", TaskSettings(tasks=tasks)))
+    cells = SweptCells.of(copied, Request("", tmp_path / "out", TaskSettings(tasks=tasks)))
     assert len(cells.trials) == len(CELLS)
     assert cells.choice == {}
 
@@ -202,7 +202,7 @@ def test_the_recommended_gates_are_scored_as_they_are_to_be_sampled(swept, tasks
         result["probe"]["scores"] = np.ones_like(result["probe"]["scores"]).tolist()
         path.write_text(json.dumps(result))
     given = TaskSettings(tasks=tasks, temperature=asked)
-    (cells,) = SweptCells.of(copied, Request("", tmp_path / "out", given))
+    cells = SweptCells.of(copied, Request("", tmp_path / "out", given))
     session = object.__new__(Session)
     session.request = cells.request
     session.prepared = [SimpleNamespace(sampling=SimpleNamespace(temperature=asked or 0.5))]

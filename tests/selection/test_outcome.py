@@ -16,17 +16,17 @@ from loragate.selection.store import TrialResult
 from loragate.selection.study import Study
 
 RANGES = [Range(-3, 1), Range(0, 1), Range(-6, 3)]
-PLAN = Study(grid(["a"], RANGES, [0, 1], ["entropy"]), {"x": 1})
+PLAN = Study(grid("a", RANGES, [0, 1], ["entropy"]), {"x": 1})
 
 
 def scored(mean, seed):
     return Scored((np.random.default_rng(seed).random((40, 4)) < mean).astype(float), {"finished": 1.0}, "", "q")
 
 
-def results(means, plan=PLAN):
+def results(means):
     """{slug: result}; `means` is {(lower, upper): share right}, (1, 1) being the adapter."""
     found = {}
-    for number, trial in enumerate(plan.candidates):
+    for number, trial in enumerate(PLAN.candidates):
         key = (1.0, 1.0) if trial.range is None else (trial.range.lower, trial.range.upper)
         training = (
             {} if trial.range is None else {"entropy_before": 0.4, "entropy_after": 0.2, "gates": {"below_zero": 0.1}}
@@ -97,17 +97,6 @@ def test_a_cell_that_lacks_a_seed_is_shown_but_not_chosen():
     assert summary["cells"][0]["complete"] is False
     assert summary["choices"][0]["picked"] != "[-3,1]"
     assert summary["missing"] == ["a_entropy_-3_1_seed1"]
-
-
-def test_each_adapter_has_its_own_baseline():
-    plan = Study(grid(["a", "b"], RANGES[:1], [0], ["entropy", "anchored"]), {})
-    found = results(MEANS, plan=plan)
-    slug = "b_untouched"
-    found[slug] = TrialResult(found[slug].candidate, scored(1.0, 1))
-    summary = summarise(plan, found)
-    assert [choice["accepted"] for choice in summary["choices"]] == [True, False]
-    assert summary["comparisons"] == 4
-    assert {cell["name"] for cell in summary["cells"]} == {"[-3,1]", "[-3,1] anchored"}
 
 
 def test_nothing_finished_yet():

@@ -14,7 +14,7 @@ from loragate.files import held
 from loragate.gates.range import Range
 from loragate.selection.candidate import Candidate
 from loragate.selection.probe import Scored
-from loragate.selection.store import Status, Store, TrialResult, Watch
+from loragate.selection.store import Store, TrialResult
 from loragate.selection.study import Study
 
 TRIAL = Candidate(Range(-3, 1), adapter="a")
@@ -22,10 +22,10 @@ STUDY = Study((Candidate(None, "adapter", adapter="a"), TRIAL), {"data": 1})
 OTHER = Study(STUDY.candidates, {"data": 2})
 
 
-def result():
+def result(trial=TRIAL):
     scored = Scored(np.array([[0.0, 1.0], [1.0, 1.0]]), {"finished": 1.0}, "abc", "questions")
     return TrialResult(
-        TRIAL, scored, None, {"steps": 3, "entropy_after": 0.5}, {"m": {"mean": 1.0}}, {"training": 1.23456}
+        trial, scored, None, {"steps": 3, "entropy_after": 0.5}, {"m": {"mean": 1.0}}, {"training": 1.23456}
     )
 
 
@@ -52,35 +52,6 @@ def test_only_a_valid_result_of_this_trial_in_this_sweep_counts(tmp_path):
     assert Store(tmp_path, STUDY).read(TRIAL) is None
 
 
-def test_attempts_are_counted_in_spite_of_a_torn_line(tmp_path):
-    store = Store(tmp_path, STUDY)
-    store.place(TRIAL).mkdir(parents=True)
-    attempts = store.place(TRIAL) / "attempts.jsonl"
-    assert store.note_attempt(TRIAL, base_loads=1)["attempt"] == 1
-    with attempts.open("a") as file:
-        file.write('{"attempt": 2, "st')
-    assert store.note_attempt(TRIAL)["attempt"] == 3
-    lines = attempts.read_text().splitlines()
-    assert [json.loads(lines[i])["attempt"] for i in (0, 2)] == [1, 3]
-
-
-def test_states_are_read_from_files_and_old_ones_count_as_waiting(tmp_path):
-    place = Store(tmp_path, STUDY).place(TRIAL)
-    place.mkdir(parents=True)
-    watch = Watch(Store(tmp_path, STUDY))
-    Status(place)("training", 3, 10, 0.25)
-    own, state = watch.states()
-    assert (own.state, state.state, state.done, state.total, state.entropy) == ("waiting", "training", 3, 10, 0.25)
-    later = Watch(Store(tmp_path, STUDY))
-    later.began += 3600
-    assert later.states()[1].state == "waiting"
-    Store(tmp_path, STUDY).note_failure(TRIAL, LoragateError("no disk"))
-    assert (watch.states()[1].state, watch.states()[1].error) == ("failed", "no disk")
-    Store(tmp_path, STUDY).write(result())
-    state = watch.states()[1]
-    assert (state.state, state.score, state.done) == ("finished", 0.75, 3)
-
-
 def test_a_diverged_trial_is_final_for_its_own_sweep(tmp_path):
     place = Store(tmp_path, STUDY).place(TRIAL)
     place.mkdir(parents=True)
@@ -88,9 +59,6 @@ def test_a_diverged_trial_is_final_for_its_own_sweep(tmp_path):
     assert Store(tmp_path, STUDY).diverged() == {}
     Store(tmp_path, STUDY).note_failure(TRIAL, DivergenceError("not finite at step 3"))
     assert Store(tmp_path, STUDY).diverged() == {TRIAL.slug: "not finite at step 3"}
-    later = Watch(Store(tmp_path, STUDY))
-    later.began += 3600
-    assert (later.states()[1].state, later.states()[1].error) == ("failed", "not finite at step 3")
     assert Store(tmp_path, OTHER).diverged() == {}
 
 

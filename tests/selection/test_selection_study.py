@@ -8,34 +8,32 @@ import pytest
 
 from loragate.errors import ConfigError, DataError
 from loragate.gates.range import Range
-from loragate.selection.candidate import Candidate, grid, label_adapters, parse_candidates
+from loragate.selection.candidate import Candidate, grid, label_of, parse_candidates
 from loragate.selection.study import Study
 
 
 def study(**identity):
     return Study(
-        grid(["a"], [Range(-3, 1), Range(0, 1)], [0, 1], ["entropy"]),
+        grid("a", [Range(-3, 1), Range(0, 1)], [0, 1], ["entropy"]),
         identity or {"data": {"rows": 3}},
     )
 
 
-def test_trials_are_the_product_and_each_adapter_comes_first():
-    trials = grid(["a", "b"], [Range(-3.0, 1.0), Range(0.0, 1.5)], [0, 7], ["entropy", "anchored"])
-    assert len(trials) == 2 * (1 + 2 * 2 * 2)
-    assert trials[0] == Candidate(None, "adapter", adapter="a")
-    assert trials[9] == Candidate(None, "adapter", adapter="b")
-    assert [trial.range for trial in trials].count(None) == 2
+def test_trials_are_the_product_and_the_adapter_comes_first():
+    trials = grid("b", [Range(-3.0, 1.0), Range(0.0, 1.5)], [0, 7], ["entropy", "anchored"])
+    assert len(trials) == 1 + 2 * 2 * 2
+    assert trials[0] == Candidate(None, "adapter", adapter="b")
+    assert [trial.range for trial in trials].count(None) == 1
     slugs = [trial.slug for trial in trials]
     assert len(set(slugs)) == len(slugs)
-    assert slugs[1] == "a_entropy_-3_1_seed0"
+    assert slugs[:2] == ["b_untouched", "b_entropy_-3_1_seed0"]
     assert slugs[-1] == "b_anchored_0_1.5_seed7"
-    assert slugs[0] == "a_untouched"
 
 
 @pytest.mark.parametrize(("seeds", "objectives", "word"), [([0, 0], ["entropy"], "seed 0"), ([0], [], "no objective")])
 def test_a_trial_runs_once(seeds, objectives, word):
     with pytest.raises(ConfigError, match=word):
-        grid(["a"], [Range(0.0, 1.0)], seeds, objectives)
+        grid("a", [Range(0.0, 1.0)], seeds, objectives)
 
 
 def test_a_candidate_reads_as_it_was_written():
@@ -72,15 +70,8 @@ def test_candidates_are_read_as_typed():
             parse_candidates(text)
 
 
-def test_adapters_have_short_labels(tmp_path):
-    for name in ("x/run", "y/run"):
-        (tmp_path / name).mkdir(parents=True)
-    places = [str(tmp_path / "x/run"), str(tmp_path / "y/run"), "owner/my lora"]
-    assert list(label_adapters(places)) == ["run", "run-2", "my-lora"]
-    with pytest.raises(ConfigError, match="given twice"):
-        label_adapters([str(tmp_path / "x/run"), str(tmp_path / "x/../x/run")])
-    with pytest.raises(ConfigError, match="no adapter"):
-        label_adapters([])
+def test_an_adapter_has_a_short_label():
+    assert [label_of(place) for place in ("x/run", "owner/my lora", "/")] == ["run", "my-lora", "adapter"]
 
 
 def test_the_same_sweep_is_resumed_and_another_is_refused(tmp_path):

@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 import pytest
-from places import COMMAND_LINE, arguments, attempts, numbers, stamps, sweep
+from places import COMMAND_LINE, arguments, numbers, stamps, sweep, work
 
 import loragate as lg
 from loragate.errors import ConfigError, DivergenceError, LoragateError
@@ -41,11 +41,13 @@ def test_a_finished_sweep_is_complete(swept):
     assert [cell["seeds"] for cell in summary["cells"]] == [[0, 1], [0, 1]]
     assert (swept / "heatmap.png").read_bytes().startswith(b"\x89PNG")
     assert (swept / "heatmap.svg").exists()
-    attempts = [json.loads(path.read_text()) for path in (swept / "trials").glob("*/attempts.jsonl")]
-    assert {attempt["base_loads"] for attempt in attempts} == {1}
 
 
-def test_nothing_finished_runs_again_and_what_is_lost_is_made_again(place, swept, tmp_path, capsys):
+def test_nothing_finished_runs_again_and_what_is_lost_is_made_again(place, swept, tmp_path, capsys, monkeypatch):
+    from loragate.selection import sweep as module
+
+    real, loads = module.open_base, []
+    monkeypatch.setattr(module, "open_base", lambda *given: loads.append(given) or real(*given))
     out = tmp_path / "copy"
     shutil.copytree(swept, out)
     lost = out / "trials" / "one_entropy_0_1_seed1"
@@ -55,6 +57,7 @@ def test_nothing_finished_runs_again_and_what_is_lost_is_made_again(place, swept
     again = arguments(place, out, "--runner", "sequential", "--resume")
     assert sweep(again) == 0
     assert "5 trials, 3 of them finished before" in capsys.readouterr().out
+    assert len(loads) == 1, "both trials work on one base"
     after = stamps(out)
     kept = set(before) - {"one_entropy_0_1_seed0"}
     assert {slug: after[slug] for slug in kept} == {slug: before[slug] for slug in kept}
@@ -97,24 +100,6 @@ def test_another_sweep_is_not_resumed(place, swept):
         sweep(arguments(place, swept, *first, seeds="0,1,2"))
     with pytest.raises(ConfigError, match="go on with --resume"):
         sweep(arguments(place, swept, "--runner", "sequential"))
-
-
-def test_adapters_and_objectives_and_the_base_as_it_was(place, swept, tmp_path):
-    """The trials of the first adapter come out the same after another one was on the base."""
-    out = tmp_path / "two"
-    argv = arguments(place, out, "--runner", "sequential", ranges="0,1", seeds="0")
-    argv[1:3] = ["--adapters", f"{place / 'two'},{place / 'one'}", "--objectives", "entropy,ce"]
-    assert sweep(argv) == 0
-    found, alone = numbers(out), numbers(swept)
-    assert len(found) == 6
-    for slug in ("one_untouched", "one_entropy_0_1_seed0"):
-        for part in ("probe", "gates"):
-            assert found[slug][part] == alone[slug][part]
-    assert (
-        found["one_ce_0_1_seed0"]["probe"]["answers_sha256"]
-        != alone["one_entropy_0_1_seed0"]["probe"]["answers_sha256"]
-    )
-    assert (out / "heatmap_one_ce.png").exists()
 
 
 def test_the_best_cell_is_written_and_can_be_loaded(place, swept, tmp_path, capsys):
@@ -175,7 +160,6 @@ def test_the_best_cell_is_written_and_can_be_loaded(place, swept, tmp_path, caps
         (["--seeds", "0,x"], "whole numbers"),
         (["--seeds", "3,3"], "seed 3 is given twice"),
         (["--probe", "nowhere.jsonl"], "no such file"),
-        (["--adapters", "x,y"], "not both"),
         (["--runner", "sequential", "--workers", "4"], "--workers has no effect with runner sequential"),
         (["--granularity", "tokens"], "--granularity"),
         (["--k", "1"], "k must be at least 2"),
@@ -272,21 +256,20 @@ def test_auto_runs_sequentially_where_ray_is_absent(place, tmp_path, monkeypatch
 
 
 def test_ctrl_c_leaves_a_sweep_that_goes_on(place, tmp_path, monkeypatch):
-    from loragate.selection import trial
+    from loragate.cli.sweep import Trials
 
     out = tmp_path / "out"
     argv = arguments(
         place, out, "--runner", "sequential", "--epochs", "4", "--save-steps", "0", ranges="-3,2", seeds="0"
     )
-    real, asked = trial.Status.__call__, []
+    asked = []
 
-    def interrupt(self, stage, done=0, total=0, entropy=None):
+    def interrupt(self, one, stage, done, total, entropy):
         if stage == "training" and done == 5 and not asked:
             asked.append(True)  # a second Ctrl-C would stop without a checkpoint
             os.kill(os.getpid(), signal.SIGINT)
-        real(self, stage, done, total, entropy)
 
-    monkeypatch.setattr(trial.Status, "__call__", interrupt)
+    monkeypatch.setattr(Trials, "hear", interrupt)
     with pytest.raises(KeyboardInterrupt):
         sweep(argv)
     run = out / "trials" / "one_entropy_-3_2_seed0" / "run"
@@ -308,8 +291,8 @@ def test_a_driver_killed_at_random_moments_loses_nothing(place, tmp_path):
     for kill in range(4):
         argv = arguments(place, out, *more, *(["--resume"] if kill else []))
         driver = subprocess.Popen([sys.executable, "-c", COMMAND_LINE, *argv], stdout=-3, stderr=-3)
-        began = attempts(out)
-        while driver.poll() is None and attempts(out) <= began:
+        began = work(out)
+        while driver.poll() is None and work(out) == began:
             time.sleep(0.02)
         time.sleep(float(draw.uniform(0.0, 1.5)))
         driver.kill()

@@ -1,66 +1,49 @@
-"""The live table on a terminal and the plain lines elsewhere, from the same files."""
+"""The line about the trials of a sweep, counted from their files."""
 
 from __future__ import annotations
 
 import io
+import time
 
 from rich.console import Console
 from test_records import result
 
-from loragate.cli.sweep_table import headline, line, live_table, states_table
+from loragate import display
+from loragate.cli import sweep
+from loragate.cli.sweep import Trials
 from loragate.errors import LoragateError
 from loragate.gates.range import Range
 from loragate.selection.candidate import grid
-from loragate.selection.store import Status, Store, TrialState
+from loragate.selection.store import Store
 from loragate.selection.study import Study
 
-STUDY = Study(grid(["a"], [Range(-3.0, 1.0), Range(0.0, 1.0), Range(-6.0, 3.0)], [0], ["entropy"]), {"data": 1})
+STUDY = Study(grid("a", [Range(-3.0, 1.0), Range(0.0, 1.0), Range(-6.0, 3.0)], [0], ["entropy"]), {"data": 1})
 
 
-def shown(folder, terminal):
-    out = Console(file=io.StringIO(), force_terminal=terminal, width=100, highlight=False)
-    store = Store(folder, STUDY)
-    places = [store.place(one) for one in STUDY.candidates]
-    for place in places:
-        place.mkdir(parents=True)
-    with live_table(store, out):
-        Status(places[2])("training", 3, 10, 0.25)
-        store.note_failure(STUDY.candidates[3], LoragateError("no disk"))
+def test_a_line_counts_what_the_files_say_and_names_what_runs_here(tmp_path, monkeypatch):
+    monkeypatch.setattr(display, "PLAIN_SECONDS", 0.0)
+    monkeypatch.setattr(sweep, "POLL_S", 0.01)
+    out = Console(file=io.StringIO(), force_terminal=False, width=100, highlight=False)
+    store, trials = Store(tmp_path, STUDY), Trials()
+    _, _, other, last = STUDY.candidates
+
+    def wait_for(text):
+        until = time.monotonic() + 10
+        while text not in out.file.getvalue():
+            assert time.monotonic() < until, out.file.getvalue()
+            time.sleep(0.01)
+
+    store.note_failure(last, LoragateError("of an earlier attempt"))
+    with trials.shown(store, out):
+        wait_for("trials: 0 of 4 finished\n")
+        trials.hear(other, "training", 3, 10, 0.25)
+        wait_for("0 of 4 finished · [0,1] entropy, seed 0: training 3 of 10, entropy 0.250\n")
         store.write(result())
-    return out.file.getvalue()
-
-
-def test_a_terminal_has_a_table(tmp_path):
-    text = shown(tmp_path, True)
-    for part in (
-        "1 of 4 finished, 1 running, 1 failed",
-        "[0,1] entropy, seed 0",
-        "3/10",
-        "0.250",
-        "75.0",
-        "[-6,3] entropy",
-    ):
-        assert part in text
-
-
-def test_elsewhere_a_line_per_change(tmp_path):
-    lines = shown(tmp_path, False).splitlines()
-    assert sorted(line.split(" (")[0] for line in lines) == [
-        "[-3,1] entropy, seed 0: finished, probe 75.0 %, entropy 0.500",
-        "[-6,3] entropy, seed 0: failed, no disk",
-        "[0,1] entropy, seed 0: training 3/10",
-    ]
-    assert any("(1 of 4 finished" in line for line in lines)
-
-
-def test_without_a_probe_a_line_has_no_score():
-    state = TrialState(STUDY.candidates[1], "finished", 3, 3, 0.5)
-    assert line(state, "all") == "[-3,1] entropy, seed 0: finished, entropy 0.500 (all)"
-
-
-def test_many_trials_stay_short_and_the_rest_is_estimated():
-    trials = grid(["a"], [Range(-float(n), 1.0) for n in range(100)], [0], ["entropy"])
-    states = [TrialState(trial, "finished", score=0.5) for trial in trials[:51]]
-    states += [TrialState(trial, "waiting") for trial in trials[51:]]
-    assert states_table(states, "").row_count == 6
-    assert headline(states, 1, 100.0) == "51 of 101 finished, 0 running, about 1 min 40 s left"
+        wait_for("1 of 4 finished, about ")
+        assert " s left · [0,1] entropy" in out.file.getvalue()
+        store.note_failure(last, LoragateError("no disk"))
+        wait_for("1 of 4 finished, 1 failed, about ")
+        store.write(result(other))
+    assert out.file.getvalue().splitlines()[-1].endswith(" · 2 of 4 finished, 1 failed")
+    with trials.shown(store, out):
+        wait_for("trials: 2 of 4 finished · ")

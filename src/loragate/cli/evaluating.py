@@ -108,36 +108,35 @@ def evaluate(options: EvalOptions) -> int:
 
 
 def evaluate_sweep(options: EvalOptions) -> int:
-    """`loragate eval --sweep`: one evaluation for each adapter of the sweep, with its finished cells as rows; heat maps."""
+    """`loragate eval --sweep`: an evaluation with the finished cells of the sweep as rows; heat maps."""
     require_effect("eval", options, flags=True)
     if options.controls == "full":
         raise ConfigError("--controls full has no effect with --sweep, whose rows are the adapter and the cells")
-    found = SweptCells.of(Path(options.sweep), request_of(options, ""))
+    cells = SweptCells.of(Path(options.sweep), request_of(options, ""))
     out, display = console(), Display()
-    for cells in found:
-        told = replace(options, model=cells.request.model, base=cells.request.base)
-        with display.job("loading the model"):
-            loaded = load_inputs(told, told.model, options.engine)
-            loaded.stop_token_ids = cells.stop_token_ids
-        with display.job("reading the questions"):
-            session = Session(cells.request, cells.tasks, loaded)
-        evaluation = cells.evaluation(session)
-        count = f"{cells.label}: {len(cells.trials)} cells, {evaluation.sample_count:,} answers to sample"
-        begin(told, session, evaluation, out, count)
-        record = sample(session, evaluation, out, display)
-        folder = cells.request.out
-        write_text(folder / "results.md", score_markdown(record.to_json()))
-        for suite in dict.fromkeys(task.suite for task in cells.tasks):
-            names = [task.name for task in cells.tasks if task.suite == suite]
-            maps = suite_record(record, cells.study, cells.label, suite, names, cells.choice)
-            write_json(folder / f"cells_{suite}.json", maps)
-            for name, draw in heat_maps(maps).items():
-                for suffix in ("png", "svg"):
-                    draw(folder / f"{name}_{suite}.{suffix}")
-            out.print(suite_table(maps))
-        took = duration(record.seconds)
-        out.print(f"written to {folder / 'results.json'}, .md, cells_*.json and heatmap_*.png in {took}", markup=False)
-        out.print(f"next: loragate report {folder} --figures {folder}/figures", markup=False)
+    told = replace(options, model=cells.request.model, base=cells.request.base)
+    with display.job("loading the model"):
+        loaded = load_inputs(told, told.model, options.engine)
+        loaded.stop_token_ids = cells.stop_token_ids
+    with display.job("reading the questions"):
+        session = Session(cells.request, cells.tasks, loaded)
+    evaluation = cells.evaluation(session)
+    count = f"{len(cells.trials)} cells, {evaluation.sample_count:,} answers to sample"
+    begin(told, session, evaluation, out, count)
+    record = sample(session, evaluation, out, display)
+    folder = cells.request.out
+    write_text(folder / "results.md", score_markdown(record.to_json()))
+    for suite in dict.fromkeys(task.suite for task in cells.tasks):
+        names = [task.name for task in cells.tasks if task.suite == suite]
+        maps = suite_record(record, cells.study, suite, names, cells.choice)
+        write_json(folder / f"cells_{suite}.json", maps)
+        for name, draw in heat_maps(maps).items():
+            for suffix in ("png", "svg"):
+                draw(folder / f"{name}_{suite}.{suffix}")
+        out.print(suite_table(maps))
+    took = duration(record.seconds)
+    out.print(f"written to {folder / 'results.json'}, .md, cells_*.json and heatmap_*.png in {took}", markup=False)
+    out.print(f"next: loragate report {folder} --figures {folder}/figures", markup=False)
     return 0
 
 

@@ -1,7 +1,11 @@
-"""`loragate sweep`: any grid of ranges × seeds × adapters × objectives, and what the probe makes of it."""
+"""`loragate sweep`: any grid of ranges × seeds × objectives, and what the probe makes of it."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from loragate.cli.arguments import Command, require_given, resolved_yaml
 from loragate.cli.calibrate import GateOptions, gate_config, taken_from
 from loragate.cli.options import RunOptions
-from loragate.display import console, duration, next_evaluation, quiet_logging
+from loragate.display import Display, Job, console, duration, next_evaluation, quiet_logging, time_left
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.files import write_text
@@ -22,8 +26,13 @@ from loragate.training.settings import CalibrationSettings
 from loragate.validate import Amount, Count, Size, comma_list
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from loragate.selection import Candidate
+    from loragate.selection.store import Store
     from loragate.selection.sweep import Sweep
+
+POLL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -31,8 +40,7 @@ class SweepOptions(RunOptions, CalibrationSettings, ProbeSettings, GateOptions):
     """Settings of `loragate sweep`.
 
     Attributes:
-        adapter: finished PEFT LoRA adapter, folder or hub id; or several with --adapters.
-        adapters: several adapters on one base, separated by commas, instead of adapter.
+        adapter: finished PEFT LoRA adapter, folder or hub id.
         base: base model instead of the one the adapter names.
         ranges: "grid" for the paper's 42, or ranges separated by semicolons, as in --ranges="-3,1;0,1;-6,3".
         seeds: seeds of gates and row order, separated by commas.
@@ -55,7 +63,6 @@ class SweepOptions(RunOptions, CalibrationSettings, ProbeSettings, GateOptions):
 
     select: Literal["first", "shuffled"] = "shuffled"
     adapter: str = ""
-    adapters: str = ""
     base: str = ""
     ranges: str = "0,1;-6,3;0,6"
     seeds: str = "0"
@@ -75,7 +82,6 @@ def run(options: SweepOptions) -> int:
     """Plan, run what is not finished, choose, write the best."""
     check(options)
     check_loading(options)
-    from loragate.cli.sweep_table import live_table
     from loragate.report.cells import choice_sentence, sweep_tables, write_sweep
     from loragate.selection.sweep import choose_runner, run_sweep
 
@@ -86,8 +92,9 @@ def run(options: SweepOptions) -> int:
         out.print(text, markup=False)
 
     sweep, candidates = prepare(options)
+    trials = Trials()
     where, execute = choose_runner(
-        options.runner, options.workers, options.cpus_per_trial, options.gpus_per_trial, options.device
+        options.runner, options.workers, options.cpus_per_trial, options.gpus_per_trial, options.device, trials.hear
     )
 
     def watched(sweep: Any, store: Any, pending: Any) -> None:
@@ -95,7 +102,7 @@ def run(options: SweepOptions) -> int:
         done = len(store.finished())
         say(f"{len(candidates)} trials{f', {done} of them finished before' if done else ''}; {where}")
         try:
-            with live_table(store):
+            with trials.shown(store):
                 execute(sweep, store, pending)
         except KeyboardInterrupt:
             say(
@@ -126,22 +133,67 @@ def run(options: SweepOptions) -> int:
         say("nothing was chosen, as there was no --probe; every cell's gates are in trials/*/gated")
         say(f"next: loragate eval --sweep {folder} --suite math --engine vllm --out {folder}-eval")
         return 0
-    for choice in summary["choices"]:
-        say(choice_sentence(summary, choice))
-        best = swept.best.get(choice["adapter"])
-        if best is None:
-            say(next_evaluation(sweep.adapters[choice["adapter"]], "runs/adapter"))
-        else:
-            say(f"written to {best} (seed {choice['seed']})")
-            say(next_evaluation(best, "runs/best"))
+    (choice,) = summary["choices"]
+    say(choice_sentence(summary, choice))
+    if swept.best is None:
+        say(next_evaluation(sweep.adapter, "runs/adapter"))
+    else:
+        say(f"written to {swept.best} (seed {choice['seed']})")
+        say(next_evaluation(swept.best, "runs/best"))
     return 0
+
+
+class Trials:
+    """One line about the trials while they run; it counts what their files say, so it does not matter where they run."""
+
+    def __init__(self) -> None:
+        self.at = ""  # what runs in this process
+
+    def hear(self, one: Candidate, stage: str, done: int, total: int, entropy: float | None) -> None:
+        """Keep what a trial of this process is at; see `trial.OnEvent`."""
+        measured = "" if entropy is None else f", entropy {entropy:.3f}"
+        self.at = f"{one.name}: {stage}" + (f" {done:,} of {total:,}" if total else "") + measured
+
+    @contextmanager
+    def shown(self, store: Store, out: Console | None = None) -> Iterator[None]:
+        """Show the line while the body runs: "12 of 43 finished, 1 failed, about 8 min left"."""
+        began, every, pending = time.time(), len(store.study.candidates), store.pending()
+        before, diverged = len(store.finished()), len(store.diverged())
+        stop = threading.Event()
+
+        def watch(job: Job) -> None:
+            finished: set[str] = set()
+            last = False
+            while not last:
+                last = stop.is_set()  # what has just ended is counted, too
+                finished |= {one.slug for one in pending if one.slug not in finished and store.read(one) is not None}
+                # a note of an earlier attempt is no failure of this one
+                failed = {one.slug for one in pending if store.failure(one).get("time", 0.0) >= began} - finished
+                ended, lost = before + len(finished), diverged + len(failed)
+                counted = f"{ended} of {every} finished" + (f", {lost} failed" if lost else "")
+                # the plain adapter is not trained and takes no time that tells anything of the others
+                trained = [one.slug in finished for one in pending if one.range is not None and one.slug not in failed]
+                left = ""
+                if 0 < sum(trained) < len(trained):
+                    pace = (time.time() - began) / sum(trained)
+                    left = f", {time_left(pace * (len(trained) - sum(trained)))}"
+                job.show((ended + lost) / every, counted + left, self.at)
+                job.close_with(counted)
+                stop.wait(POLL_S)
+
+        with Display(out=out).job("trials") as job:
+            thread = threading.Thread(target=watch, args=(job,), daemon=True)
+            thread.start()
+            try:
+                yield
+            finally:
+                stop.set()
+                thread.join()
 
 
 def check(options: SweepOptions) -> None:
     """Refuse what can be seen to be wrong before anything is loaded."""
-    require_given(COMMAND, replace(options, adapter=options.adapter or options.adapters))
-    if options.adapter and options.adapters:
-        raise ConfigError("give --adapter for one adapter or --adapters for several, not both")
+    require_given(COMMAND, options)
     require_effect("sweep", options, flags=True)
     for name in ("data", "probe"):
         value = getattr(options, name)
@@ -154,7 +206,7 @@ def prepare(options: SweepOptions) -> tuple[Sweep, tuple[Candidate, ...]]:
     """What was typed, as `run_sweep` takes it.
 
     Raises:
-        ConfigError: for seeds or objectives that there cannot be, and adapters that cannot be swept together.
+        ConfigError: for seeds or objectives that there cannot be, and an adapter that cannot be used.
     """
     from loragate.selection.sweep import Sweep, absolute, settings_of_each
     from loragate.training.rows import read_rows
@@ -167,7 +219,7 @@ def prepare(options: SweepOptions) -> tuple[Sweep, tuple[Candidate, ...]]:
             f"--seeds: expected whole numbers separated by commas, such as 0,1,2, found {options.seeds!r}"
         ) from None
     sweep = Sweep.over(
-        comma_list(options.adapters or options.adapter),
+        options.adapter,
         partial(read_rows, replace(options, data=absolute(options.data)), options.max_rows),
         settings_of_each(options, objectives),
         base=options.base,
@@ -177,12 +229,12 @@ def prepare(options: SweepOptions) -> tuple[Sweep, tuple[Candidate, ...]]:
         asking=taken_from(options, ProbeSettings),
         system=options.system,
     )
-    return sweep, grid(sweep.adapters, parse_ranges(options.ranges), seeds, objectives)
+    return sweep, grid(sweep.label, parse_ranges(options.ranges), seeds, objectives)
 
 
 COMMAND = Command(
     name="sweep",
-    summary="Calibrate over a grid of ranges, seeds, adapters and objectives, score every cell on a probe, and keep the best.",
+    summary="Calibrate over a grid of ranges, seeds and objectives, score every cell on a probe, and keep the best.",
     options=SweepOptions,
     run=run,
     needs=("adapter", "data", "out"),
@@ -195,7 +247,7 @@ COMMAND = Command(
         "--gpus-per-trial 0.5 --out runs/grid --resume",
     ),
     common=(
-        "adapters ranges seeds objectives probe probe_task learning_rate "
+        "ranges seeds objectives probe probe_task learning_rate "
         "epochs batch_size micro_batch_size runner workers resume"
     ),
 )

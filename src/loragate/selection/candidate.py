@@ -7,7 +7,7 @@ candidates stands in their fields and nowhere else, so another thing to compare 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -130,9 +130,9 @@ def parse_candidates(text: str, objective: str = "entropy", seed: int = 0) -> tu
 
 
 def grid(
-    adapters: Iterable[str], ranges: Sequence[Range], seeds: Sequence[int], objectives: Sequence[str]
+    adapter: str, ranges: Sequence[Range], seeds: Sequence[int], objectives: Sequence[str]
 ) -> tuple[Candidate, ...]:
-    """The product, one adapter after the other so that workers seldom change it; each adapter itself comes first.
+    """The product, and before it the adapter itself, by its label.
 
     Raises:
         ConfigError: for nothing to do, or a candidate that is there twice.
@@ -142,36 +142,10 @@ def grid(
             raise ConfigError(f"the sweep has no {name}; give at least one")
         if repeated := [value for value in values if list(values).count(value) > 1]:
             raise ConfigError(f"the {name} {repeated[0]} is given twice; each trial runs once")
-    found: list[Candidate] = []
-    for adapter in adapters:
-        found.append(Candidate(None, ADAPTER, adapter=adapter))
-        found += [
-            Candidate(one, objective, seed, adapter) for objective in objectives for seed in seeds for one in ranges
-        ]
-    return tuple(found)
+    trained = (Candidate(one, objective, seed, adapter) for objective in objectives for seed in seeds for one in ranges)
+    return (Candidate(None, ADAPTER, adapter=adapter), *trained)
 
 
-def label_adapters(places: Sequence[str]) -> dict[str, str]:
-    """{short label: place} for folders or hub ids, the label being the end of the place.
-
-    Raises:
-        ConfigError: for none, or the same place twice.
-    """
-    labels: dict[str, str] = {}
-    if not places:
-        raise ConfigError("the sweep has no adapter; give --adapter FOLDER")
-    for place in places:
-        if any(_same_place(place, other) for other in labels.values()):
-            raise ConfigError(f"the adapter {place} is given twice; each trial runs once")
-        stem = re.sub(r"[^A-Za-z0-9.-]+", "-", Path(place).name).strip("-.") or "adapter"
-        label, number = stem, 2
-        while label in labels:
-            label, number = f"{stem}-{number}", number + 1
-        labels[label] = place
-    return labels
-
-
-def _same_place(one: str, other: str) -> bool:
-    return one == other or (
-        Path(one).exists() and Path(other).exists() and Path(one).resolve() == Path(other).resolve()
-    )
+def label_of(place: str) -> str:
+    """A short name of an adapter's folder or hub id, fit for a file: the end of it."""
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", Path(place).name).strip("-.") or "adapter"

@@ -157,11 +157,8 @@ class Comparison:
         return list(dict.fromkeys([max(heats), min(heats)]))
 
     def _ask(self, setting: Candidate, count: int) -> np.ndarray:
-        self.results[setting] = run_trial(self.store, setting, self._bench, self.on_event, questions=count)
+        self.results[setting] = run_trial(self.store, setting, lambda: self.bench, self.on_event, questions=count)
         return self._probed(setting).scores[:count]
-
-    def _bench(self, _: str) -> Bench:
-        return self.bench
 
     def _not_vetoed(self, scores: dict[Candidate, np.ndarray]) -> None:
         """Find the recommendation; one that clearly loses on the retention probe gives way to the next."""
@@ -195,7 +192,9 @@ class Comparison:
             self.found = replace(self.found, setting=alone)
 
     def _retention(self, setting: Candidate) -> np.ndarray:
-        result = run_trial(self.store, setting, self._bench, self.on_event, questions=self.choosing, retention=True)
+        result = run_trial(
+            self.store, setting, lambda: self.bench, self.on_event, questions=self.choosing, retention=True
+        )
         assert result.retention is not None, "it was asked"
         self.results[setting] = result
         return result.retention.scores

@@ -20,13 +20,12 @@ from loragate.selection.study import Study
 
 @dataclass(frozen=True)
 class SweptCells:
-    """The finished cells of one adapter of a sweep, which are rows of one evaluation beside it.
+    """The finished cells of a sweep, which are rows of one evaluation beside its adapter.
 
     Attributes:
         study: of the sweep.
-        label: of the adapter.
         trials: the gated folder of every finished cell.
-        request: of the evaluation: its model is the adapter of the cells, its folder this adapter's.
+        request: of the evaluation: its model is the adapter of the cells.
         tasks: what is asked.
         stop_token_ids: that end an answer, as the cells record them.
         choice: what the sweep chose on its probe, as `summarise` records it; empty where it chose nothing.
@@ -34,7 +33,6 @@ class SweptCells:
     """
 
     study: Study
-    label: str
     trials: dict[Candidate, Path]
     request: Request
     tasks: list[Task]
@@ -43,50 +41,42 @@ class SweptCells:
     heat: float | None = None
 
     @classmethod
-    def of(cls, sweep: Path, request: Request) -> list[SweptCells]:
-        """Those of every adapter of a sweep, each in a folder of its own where there are several.
+    def of(cls, sweep: Path, request: Request) -> SweptCells:
+        """Those of a sweep.
 
         Raises:
             ConfigError: as `Request.check`, and for retention suites.
             DataError: for a sweep without a finished cell.
         """
-        store, cells = Store.open(sweep), dict[str, dict[Candidate, Path]]()
+        store = Store.open(sweep)
         done = store.finished()
+        trials = {
+            one: store.place(one) / GATED
+            for one in store.study.candidates
+            if one.range is not None and one.slug in done
+        }
+        if not trials:
+            raise DataError(f"{sweep} has no finished cell yet; go on with the sweep first (loragate sweep … --resume)")
         # without a probe nothing was chosen
         choices = summarise(store.study, done)["choices"] if store.study.identity.get("probe") else []
-        chosen = {choice["adapter"]: choice for choice in choices}
         heat = next((result.probe.about.get("temperature") for result in done.values() if result.probe), None)
-        for one in store.study.candidates:
-            if one.range is not None and one.slug in done:
-                cells.setdefault(one.adapter, {})[one] = store.place(one) / GATED
-        if not cells:
-            raise DataError(f"{sweep} has no finished cell yet; go on with the sweep first (loragate sweep … --resume)")
-        folders = {label: request.out if len(cells) == 1 else request.out / label for label in cells}
-        begun = [folder for folder in folders.values() if (folder / "eval.json").is_file()]
-        found = []
-        for label, trials in cells.items():
-            folder, first = folders[label], next(iter(trials.values()))
-            gates = read_gate_config(first)
-            base, revision = gates["base"]["id"], gates["base"].get("revision")
-            own = replace(
-                request,
-                model=str(first / "adapter"),
-                base=request.base or (f"{base}@{revision}" if revision else base),
-                out=folder,
-                resume=request.resume and (folder in begun or not begun),
-            )
-            tasks = own.check()
-            if asked := [task.name for task in tasks if task.harness is not None]:
-                raise ConfigError(
-                    f"--sweep: {', '.join(asked)} are retention suites, which are scored one model at a time"
-                )
-            endings = tuple(gates.get("stop_token_ids") or ())
-            found.append(cls(store.study, label, trials, own, tasks, endings, chosen.get(label, {}), heat))
-        return found
+        first = next(iter(trials.values()))
+        gates = read_gate_config(first)
+        base, revision = gates["base"]["id"], gates["base"].get("revision")
+        own = replace(
+            request,
+            model=str(first / "adapter"),
+            base=request.base or (f"{base}@{revision}" if revision else base),
+        )
+        tasks = own.check()
+        if asked := [task.name for task in tasks if task.harness is not None]:
+            raise ConfigError(f"--sweep: {', '.join(asked)} are retention suites, which are scored one model at a time")
+        endings = tuple(gates.get("stop_token_ids") or ())
+        return cls(store.study, trials, own, tasks, endings, choices[0] if choices else {}, heat)
 
     def evaluation(self, session: Session) -> Evaluation:
         """The adapter and a row for each cell; at the recommended temperature the recommended gates and the adapter as well."""
-        expected = [one for one in self.study.candidates if one.range is not None and one.adapter == self.label]
+        expected = [one for one in self.study.candidates if one.range is not None]
         left = [trial.name for trial in expected if trial not in self.trials]
         notes = [f"cells that are not finished, and not scored: {', '.join(left)}"] if left else []
         rows = [Variant("gated", trial.name, gates=str(place)) for trial, place in self.trials.items()]

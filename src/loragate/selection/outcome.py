@@ -118,32 +118,31 @@ class Cell:
         return asdict(compare(self.probe, adapter.probe))
 
 
-def cells_of(study: Study, results: Mapping[str, TrialResult]) -> dict[str, list[Cell]]:
-    """{adapter: its cells}, in the study's order; of trials that are not finished nothing is there."""
-    found: dict[str, list[Cell]] = {one.adapter: [] for one in study.candidates}
-    for (adapter, _), candidates in grouped(study.candidates).items():
+def cells_of(study: Study, results: Mapping[str, TrialResult]) -> list[Cell]:
+    """The cells, in the study's order; of trials that are not finished nothing is there."""
+    found = []
+    for candidates in grouped(study.candidates).values():
         done = [results[one.slug] for one in candidates if one.slug in results]
         if done:
-            found[adapter].append(Cell(tuple(candidates), tuple(done)))
+            found.append(Cell(tuple(candidates), tuple(done)))
     return found
 
 
-def grouped(candidates: Sequence[Candidate]) -> dict[tuple[str, str], list[Candidate]]:
-    """{(adapter, name of the cell): its candidates}."""
-    groups: dict[tuple[str, str], list[Candidate]] = {}
+def grouped(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:
+    """{name of the cell: its candidates}."""
+    groups: dict[str, list[Candidate]] = {}
     for one in candidates:
-        groups.setdefault((one.adapter, one.cell), []).append(one)
+        groups.setdefault(one.cell, []).append(one)
     return groups
 
 
 def summarise(study: Study, results: Mapping[str, TrialResult]) -> dict[str, Any]:
     """The content of sweep_results.json: every cell, and what was chosen of them."""
-    cells, choices = [], []
-    for found in cells_of(study, results).values():
-        own = found[0] if found and found[0].name == ADAPTER else None
-        cells += [_cell_record(cell, own) for cell in found if cell.name != ADAPTER]
-        if own is not None:  # an adapter that is not scored itself yet has no choice
-            choices.append(_choice_record([own, *(cell for cell in found[1:] if cell.complete)]))
+    found = cells_of(study, results)
+    own = found[0] if found and found[0].name == ADAPTER else None
+    cells = [_cell_record(cell, own) for cell in found if cell.name != ADAPTER]
+    # without the adapter's own scores there is no choice
+    choices = [] if own is None else [_choice_record([own, *(cell for cell in found[1:] if cell.complete)])]
     compared = [cell for cell in cells if cell["complete"] and cell["difference"] is not None]
     _tell_apart(compared)
     shape = next((_probe(result).scores.shape for result in results.values()), (0, 0))
@@ -163,24 +162,23 @@ def summarise(study: Study, results: Mapping[str, TrialResult]) -> dict[str, Any
 
 
 def suite_record(
-    record: EvaluationRecord, study: Study, label: str, suite: str, tasks: Sequence[str], chosen: Mapping[str, Any]
+    record: EvaluationRecord, study: Study, suite: str, tasks: Sequence[str], chosen: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The cells of one adapter on one suite, in the form that `report.heatmap` draws.
+    """The cells on one suite, in the form that `report.heatmap` draws.
 
     A score is the mean over the suite's tasks, each counting the same, as in the paper's maps.
 
     Args:
         record: of an evaluation with the row "adapter" and one row per finished trial, whose control is `Candidate.name`.
-        label: of the adapter.
         tasks: names of the suite's tasks in the record.
-        chosen: the sweep's choice for this adapter; empty where it has none.
+        chosen: the sweep's choice; empty where it has none.
     """
     rows = {(row.task, row.name): row for row in record.results}
     own = [_means([rows[task, "adapter"]]) for task in tasks]
-    mine = [one for one in study.candidates if one.range is not None and one.adapter == label]
+    mine = [one for one in study.candidates if one.range is not None]
     cells: list[dict[str, Any]] = []
     tables: dict[str, Tables] = {}
-    for (_, name), trials in grouped(mine).items():
+    for name, trials in grouped(mine).items():
         found = [trial for trial in trials if (tasks[0], f"gated {trial.name}") in rows]
         if not found:
             continue
@@ -202,7 +200,7 @@ def suite_record(
         "seeds": list(dict.fromkeys(trial.seed for trial in mine)),
         "comparisons": len(cells),
         "cells": cells,
-        "choices": [_suite_choice(label, own, tables, chosen)],
+        "choices": [_suite_choice(study.candidates[0].adapter, own, tables, chosen)],
     }
 
 
@@ -222,7 +220,7 @@ def _cell_head(trials: Sequence[Candidate], found: Sequence[Candidate]) -> dict[
 
 
 def _tell_apart(cells: Sequence[dict[str, Any]]) -> None:
-    """Say in records of cells which differ from their adapter, by Holm's method over all of them."""
+    """Say in records of cells which differ from the adapter, by Holm's method over all of them."""
     adjusted = holm([cell["difference"]["p"] for cell in cells]) if cells else []
     for cell, p in zip(cells, adjusted, strict=True):
         versus = cell["difference"]
@@ -246,7 +244,7 @@ def _cell_record(cell: Cell, own: Cell | None) -> dict[str, Any]:
 
 
 def _choice_record(cells: Sequence[Cell]) -> dict[str, Any]:
-    """What is picked for one adapter out of its complete cells, itself the first; `seed` is the first one that beats it."""
+    """What is picked out of the complete cells, the adapter the first; `seed` is the first one that beats it."""
     own = cells[0]
     # the mean over seeds and samples of each question: one column, so that all shapes agree
     choice = choose({cell.name: cell.probe.mean(axis=1, keepdims=True) for cell in cells}, ADAPTER)
@@ -268,27 +266,26 @@ def _choice_record(cells: Sequence[Cell]) -> dict[str, Any]:
 
 
 def written_of(study: Study, choice: Mapping[str, Any]) -> Candidate | None:
-    """The trial whose gates are taken for an adapter by its record in `summarise`; None where the adapter remains."""
-    wanted = (choice["adapter"], choice["picked"], choice["seed"])
-    trials = {(one.adapter, one.cell, one.seed): one for one in study.candidates}
-    return trials[wanted] if choice["accepted"] else None
+    """The trial whose gates are taken by the choice's record in `summarise`; None where the adapter remains."""
+    trials = {(one.cell, one.seed): one for one in study.candidates}
+    return trials[choice["picked"], choice["seed"]] if choice["accepted"] else None
 
 
 def best_record(
     study: Study, summary: Mapping[str, Any], choice: Mapping[str, Any], about: dict[str, Any]
 ) -> dict[str, Any]:
-    """What the artifact of an adapter's best cell keeps under "selection".
+    """What the artifact of the best cell keeps under "selection".
 
     Args:
         summary: of `summarise`, with the reasons of what diverged.
-        choice: one of its choices, of gates.
+        choice: its choice, of gates.
         about: description of the probe.
     """
-    own, adapter = choice["adapter_signs"], choice["adapter"]
-    cells = {cell["name"]: cell for cell in summary["cells"] if cell["adapter"] == adapter and cell["complete"]}
+    own = choice["adapter_signs"]
+    cells = {cell["name"]: cell for cell in summary["cells"] if cell["complete"]}
     picked = cells[choice["picked"]]
-    mine = {one.slug: one.cell for one in study.candidates if one.adapter == adapter}
-    failed = {mine[slug]: why for slug, why in summary.get("diverged", {}).items() if slug in mine}
+    names = {one.slug: one.cell for one in study.candidates}
+    failed = {names[slug]: why for slug, why in summary.get("diverged", {}).items()}
     warnings = {
         ADAPTER: unread(own.get("read", 1.0), str(about.get("grader", ""))),
         choice["picked"]: looks_worse(picked["signs"], own),
@@ -313,7 +310,7 @@ def best_record(
 
 
 def _suite_choice(label: str, own: Tables, tables: Mapping[str, Tables], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """What the probe had chosen for one adapter, with the best cell of the suite beside it."""
+    """What the probe had chosen, with the best cell of the suite beside it."""
     every = {"adapter": own, **tables}
     best = max(every, key=lambda name: suite_average(every[name]).mean)
     picked = str(chosen.get("picked", "")) if chosen.get("accepted") else ""

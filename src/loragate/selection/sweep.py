@@ -1,7 +1,7 @@
-"""A study of many candidates over several adapters and seeds: what it needs beside them, its benches, and its best.
+"""A study of many candidates over ranges, seeds and objectives: what it needs beside them, its bench, and its best.
 
 `run_sweep` is what `loragate sweep` does. A `Sweep` can be sent to another process, because it holds names and settings, not
-weights. The base is loaded once in a process, and adapters change on it.
+weights. The base is loaded once in a process.
 """
 
 from __future__ import annotations
@@ -20,16 +20,24 @@ from loragate.gates import GateConfig
 from loragate.gates.schema import CONFIG
 from loragate.generation import TransformersEngine
 from loragate.models import Loading, ModelRef, Place, explained, open_base, open_tokenizer, put_on, resolve
-from loragate.selection.candidate import Candidate, label_adapters
+from loragate.selection.candidate import Candidate, label_of
 from loragate.selection.disjoint import prompts_of
 from loragate.selection.evidence import Asked, read_asked
 from loragate.selection.outcome import best_record, summarise, written_of
 from loragate.selection.probe import MIN_QUESTIONS, Probe
 from loragate.selection.questions import Manner
 from loragate.selection.settings import ProbeSettings
-from loragate.selection.store import FAILED, GATED, Store, TrialResult
+from loragate.selection.store import GATED, Store, TrialResult
 from loragate.selection.study import RECORD, Study, digest
-from loragate.selection.trial import Bench, config_of, copy_artifact, origin_of, run_trial, settings_by_objective
+from loragate.selection.trial import (
+    Bench,
+    OnEvent,
+    config_of,
+    copy_artifact,
+    origin_of,
+    run_trial,
+    settings_by_objective,
+)
 from loragate.training import CalibrationSettings, calibration_rows
 
 OBJECTIVES = ("entropy", "ce", "anchored")
@@ -42,9 +50,10 @@ class Sweep:
     """What all candidates share.
 
     Attributes:
-        adapters: {label: folder or "owner/name@commit"}.
-        base: of all adapters.
-        how: base and adapters are loaded.
+        adapter: folder or "owner/name@commit".
+        label: of the adapter, as the candidates name it.
+        base: of the adapter.
+        how: base and adapter are loaded.
         read_rows: gives the rows to train on; like the rest it may be sent to another process.
         settings: {objective: of the training}; the seed is the candidate's.
         config: of the gates; range and seed are the candidate's.
@@ -53,7 +62,8 @@ class Sweep:
         system: whether a template's own system message is kept.
     """
 
-    adapters: Mapping[str, str]
+    adapter: str
+    label: str
     base: ModelRef
     how: Loading
     read_rows: Callable[[], Rows]
@@ -63,9 +73,10 @@ class Sweep:
     probe: str = ""
     system: str = "none"
 
-    def place(self, label: str) -> Place:
-        """An adapter on the common base, as this machine has it."""
-        return resolve(self.adapters[label], str(self.base), expect="adapter")
+    @property
+    def place(self) -> Place:
+        """The adapter on its base, as this machine has it."""
+        return resolve(self.adapter, str(self.base), expect="adapter")
 
     def study(self, candidates: Sequence[Candidate]) -> Study:
         """The study, after everything was checked that does not need the base in memory.
@@ -75,12 +86,11 @@ class Sweep:
         """
         rows = self.read_rows()
         gates = {name: value for name, value in asdict(self.config).items() if name not in ("lower", "upper", "seed")}
-        places = {label: self.place(label) for label in self.adapters}
         base = resolve(str(self.base), expect="base")
         template = Path(self.how.chat_template).read_text("utf-8") if self.how.chat_template else None
         identity: dict[str, Any] = {
             "base": {"name": base.folder.name if base.folder.exists() else base.source, "files": base.fingerprint},
-            "adapters": {label: place.fingerprint for label, place in places.items()},
+            "adapters": {self.label: self.place.fingerprint},
             "dtype": self.how.dtype,
             **({} if self.how.quantization == "none" else {"quantization": self.how.quantization}),
             "chat_template": None if template is None else digest(template),
@@ -124,7 +134,7 @@ class Sweep:
     @classmethod
     def over(
         cls,
-        adapters: Sequence[str],
+        adapter: str,
         read_rows: Callable[[], Rows],
         settings: Mapping[str, CalibrationSettings],
         *,
@@ -133,22 +143,23 @@ class Sweep:
         probe: str = "",
         **more: Any,
     ) -> Sweep:
-        """A sweep over adapters as they are typed; files are known by their whole paths, for workers in other folders.
+        """A sweep over an adapter as it is typed; files are known by their whole paths, for workers in other folders.
 
         Args:
-            adapters: folders or hub ids, on one base.
-            base: instead of the one that they name.
+            adapter: folder or hub id.
+            base: instead of the one that it names.
             more: further fields.
 
         Raises:
-            ConfigError: for a place that holds no adapter, or adapters with different bases.
+            ConfigError: for a place that holds no adapter, or one that names no base.
         """
         how, asking = how or Loading(), more.pop("asking", ProbeSettings())
-        places = label_adapters([absolute(place) for place in adapters])
-        found = {label: resolve(place, expect="adapter", base_later=True).source for label, place in places.items()}
+        typed = absolute(adapter)
+        found = resolve(typed, absolute(base), expect="adapter")
         return cls(
-            found,
-            common_base(list(found.values()), absolute(base)),
+            found.source,
+            label_of(typed),
+            replace(found.base, name=found.base.lasting),
             replace(how, chat_template=absolute(how.chat_template)),
             read_rows,
             settings,
@@ -179,25 +190,6 @@ def settings_of_each(options: Any, objectives: Sequence[str]) -> dict[str, Calib
     return settings_by_objective(options, objectives)
 
 
-def common_base(adapters: Sequence[str], given: str) -> ModelRef:
-    """The base of all adapters.
-
-    Raises:
-        ConfigError: if an adapter names none, or they name different ones.
-    """
-    bases = {}
-    for adapter in adapters:
-        base = resolve(adapter, given, expect="adapter").base
-        bases[adapter] = replace(base, name=base.lasting)
-    first = next(iter(bases))
-    for adapter, base in bases.items():
-        if base != bases[first]:
-            raise ConfigError(
-                f"the adapters have different bases: {first} has {bases[first]}, {adapter} has {base}; sweep them apart"
-            )
-    return bases[first]
-
-
 def read_labelled(file: str, settings: ProbeSettings, taken: Sequence[tuple[Sequence[str], str]] = ()) -> Asked:
     """Questions with answers, of a file."""
     asked = read_asked(file, settings.probe_task, settings, JudgeSettings(), taken)
@@ -209,43 +201,32 @@ def read_labelled(file: str, settings: ProbeSettings, taken: Sequence[tuple[Sequ
 
 
 class Workshop:
-    """The benches of a sweep in one process; the base is as freshly loaded for each adapter."""
+    """The bench of a sweep in one process; opened where a trial asks for it first."""
 
     def __init__(self, sweep: Sweep) -> None:
         self.sweep = sweep
-        self.base: Any = None
-        self.label: str | None = None
         self.current: Bench | None = None
         self.rows: Rows | None = None
         self.encoded: dict[Any, tuple[Rows, EncodedRows]] = {}
-        self.loads = 0
 
-    def bench(self, label: str) -> Bench:
-        """Have this adapter on the base."""
-        sweep = self.sweep
-        if self.base is None:
+    def bench(self) -> Bench:
+        """The adapter on its base."""
+        if self.current is None:
+            sweep = self.sweep
             with explained("base model", sweep.base.name):
-                self.base = open_base(sweep.base, sweep.how)
-            self.loads += 1
-        if self.current is not None and self.label == label:
-            return self.current
-        if self.current is not None:
-            self.base, self.current = self.current.model.unload(), None
-        place = sweep.place(label)
-        model, tokenizer = put_on(self.base, place), open_tokenizer(place, sweep.how)
-        self.encoded = {}
-        self.label = label
-        self.current = Bench(
-            model,
-            tokenizer,
-            TransformersEngine(model, tokenizer, batch_size=sweep.batch_size),
-            self._encode,
-            sweep.config,
-            lambda one: replace(sweep.settings[one.objective], seed=one.seed),
-            sweep.questions(model, tokenizer),
-            origin=origin_of(place),
-            base_loads=self.loads,
-        )
+                base = open_base(sweep.base, sweep.how)
+            place = sweep.place
+            model, tokenizer = put_on(base, place), open_tokenizer(place, sweep.how)
+            self.current = Bench(
+                model,
+                tokenizer,
+                TransformersEngine(model, tokenizer, batch_size=sweep.batch_size),
+                self._encode,
+                sweep.config,
+                lambda one: replace(sweep.settings[one.objective], seed=one.seed),
+                sweep.questions(model, tokenizer),
+                origin=origin_of(place),
+            )
         return self.current
 
     def _encode(self, settings: CalibrationSettings) -> tuple[Rows, EncodedRows]:
@@ -264,8 +245,11 @@ Execute = Callable[[Sweep, Store, Sequence[Candidate]], None]
 """Runs those candidates of a sweep that are not finished; a trial that fails is noted in its folder."""
 
 
-def run_in_sequence(sweep: Sweep, store: Store, pending: Sequence[Candidate]) -> None:
+def run_in_sequence(sweep: Sweep, store: Store, pending: Sequence[Candidate], on_event: OnEvent | None = None) -> None:
     """Run trials one after the other in this process; one that fails is noted in its folder and does not stop the others.
+
+    Args:
+        on_event: see `trial.OnEvent`.
 
     Raises:
         KeyboardInterrupt: on Ctrl-C, after a checkpoint.
@@ -273,13 +257,18 @@ def run_in_sequence(sweep: Sweep, store: Store, pending: Sequence[Candidate]) ->
     workshop = Workshop(sweep)
     for one in pending:
         try:
-            run_trial(store, one, workshop.bench)
+            run_trial(store, one, workshop.bench, on_event)
         except Exception:  # noted by the trial, reported by whoever reads the folder
             continue
 
 
 def choose_runner(
-    name: str = "auto", workers: int = 0, cpus: int = 1, gpus: float | None = None, device: str = "auto"
+    name: str = "auto",
+    workers: int = 0,
+    cpus: int = 1,
+    gpus: float | None = None,
+    device: str = "auto",
+    on_event: OnEvent | None = None,
 ) -> tuple[str, Execute]:
     """(what runs the trials, in words, and the function that does it).
 
@@ -287,6 +276,7 @@ def choose_runner(
         name: "ray", "sequential", or "auto" for Ray if it is installed.
         workers: parallel trials; 0 takes as many as fit.
         cpus, gpus: of one trial; None takes a GPU if there is one.
+        on_event: see `trial.OnEvent`; not called for trials on Ray, which run in other processes.
 
     Raises:
         ConfigError: for "ray" without Ray.
@@ -302,7 +292,7 @@ def choose_runner(
         else:
             resources = Resources.found(workers, cpus, gpus, device)
             return resources.describe(), partial(run_on_ray, resources=resources)
-    return where, run_in_sequence
+    return where, partial(run_in_sequence, on_event=on_event)
 
 
 @dataclass(frozen=True)
@@ -314,7 +304,7 @@ class Swept:
         results: {slug: result} of the finished trials.
         diverged, failures: {slug: why} of the others.
         summary: content of `sweep_results.json`; None for a sweep without a probe, which chooses nothing.
-        best: {adapter: folder of the chosen gates} where gates beat the adapter.
+        best: folder of the chosen gates; None where the adapter remains.
     """
 
     study: Study
@@ -322,7 +312,7 @@ class Swept:
     diverged: Mapping[str, str]
     failures: Mapping[str, str]
     summary: dict[str, Any] | None
-    best: Mapping[str, Path]
+    best: Path | None
 
     def check(self) -> None:
         """Refuse what is not whole.
@@ -350,7 +340,7 @@ def run_sweep(
     resume: bool = False,
     execute: Execute = run_in_sequence,
 ) -> Swept:
-    """Train and score what is not finished, choose, and write `sweep_results.json` and the best gates of each adapter.
+    """Train and score what is not finished, choose, and write `sweep_results.json` and the best gates.
 
     Args:
         candidates: of `grid`.
@@ -382,21 +372,19 @@ def _conclude(store: Store) -> Swept:
     diverged = store.diverged()
     # neither finished nor diverged
     failures = {
-        one.slug: str(read_json(store.place(one) / FAILED).get("error", "its worker was lost, several times"))
-        for one in store.pending()
+        one.slug: str(store.failure(one).get("error", "its worker was lost, several times")) for one in store.pending()
     }
     if study.identity["probe"] is None:
-        return Swept(study, results, diverged, failures, None, {})
+        return Swept(study, results, diverged, failures, None, None)
     summary = summarise(study, results) | {"diverged": diverged, "failures": failures}
     write_json(folder / "sweep_results.json", summary)
-    best = {}
-    for choice in summary["choices"] if not failures and _candidates(summary) else ():
+    best = None
+    if not failures and _candidates(summary):
+        (choice,) = summary["choices"]
         if (one := written_of(study, choice)) is not None:
-            label = choice["adapter"]
-            best[label] = folder / "best" if len(summary["choices"]) == 1 else folder / "best" / label
-            probe = results[one.slug].probe
+            best, probe = folder / "best", results[one.slug].probe
             assert probe is not None, "it was chosen on one"
-            _write_best(store.place(one) / GATED, best[label], best_record(study, summary, choice, probe.about))
+            _write_best(store.place(one) / GATED, best, best_record(study, summary, choice, probe.about))
     return Swept(study, results, diverged, failures, summary, best)
 
 

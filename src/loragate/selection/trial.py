@@ -42,7 +42,6 @@ from loragate.selection.store import (
     GATED,
     PART,
     TRAINED,
-    Status,
     Store,
     TrialResult,
 )
@@ -62,7 +61,7 @@ most answers that will be asked), loading, training, probing, retention, finishe
 
 @dataclass
 class Bench:
-    """What the trials of one adapter work on, in this process.
+    """What trials work on, in this process.
 
     Attributes:
         model, tokenizer: base with the plain adapter, and its tokenizer; gates come and go.
@@ -73,7 +72,6 @@ class Bench:
         probe, retention: questions; None where there are none.
         options: from settings to further arguments of `calibrate` (heldout, reward, guard, …).
         origin: arguments of `save_gates` that say where base and adapter come from.
-        base_loads: how often this process has loaded a base.
     """
 
     model: Any
@@ -86,7 +84,6 @@ class Bench:
     retention: Probe | None = None
     options: Callable[[CalibrationSettings], Mapping[str, Any]] = lambda _: {}
     origin: Mapping[str, Any] = field(default_factory=dict)
-    base_loads: int = 1
 
 
 def settings_by_objective(options: CalibrationSettings, objectives: Iterable[str]) -> dict[str, CalibrationSettings]:
@@ -129,7 +126,7 @@ def origin_of(place: Place, base_id: str = "") -> dict[str, Any]:
 def run_trial(
     store: Store,
     candidate: Candidate,
-    bench_of: Callable[[str], Bench],
+    bench_of: Callable[[], Bench],
     on_event: OnEvent | None = None,
     *,
     questions: int | None = None,
@@ -138,7 +135,7 @@ def run_trial(
     """Run a trial, or go on where an earlier attempt was cut off; what is finished is only read.
 
     Args:
-        bench_of: from the adapter's label to what its trials work on; asked only where something is left to do.
+        bench_of: gives what the trials work on; asked only where something is left to do.
         questions: of the probe that it is asked at least, the first ones; None for all. More can be asked later.
         retention: whether it is asked the retention probe as well.
 
@@ -152,11 +149,9 @@ def run_trial(
         if known is not None and asked >= (questions or 0) and (known.retention is not None or not retention):
             return known
         tell("loading")
-        bench = bench_of(candidate.adapter)
-        attempt = store.note_attempt(candidate, base_loads=bench.base_loads)
+        bench = bench_of()
         with _acting(store, bench, candidate, tell) as trained:
-            result = known or TrialResult(candidate, None)
-            result = replace(_ask(bench, result, questions, retention, tell), attempt=attempt)
+            result = _ask(bench, known or TrialResult(candidate, None), questions, retention, tell)
         if candidate == candidate.model and trained["seconds"]:  # at several temperatures it is trained once
             seconds = {"training": trained["seconds"], **result.seconds}
             result = replace(result, training=trained["training"], modules=trained["modules"], seconds=seconds)
@@ -214,10 +209,8 @@ def train_part(
 def _alone(store: Store, candidate: Candidate, on_event: OnEvent | None) -> Iterator[Callable[..., None]]:
     """Have a trial's folder to oneself, and a function that tells how far it is; what goes wrong is kept there."""
     place = store.place(candidate)
-    status = Status(place)
 
     def tell(stage: str, done: int = 0, total: int = 0, entropy: float | None = None) -> None:
-        status(stage, done, total, entropy)
         if on_event is not None:
             on_event(candidate, stage, done, total, entropy)
 
