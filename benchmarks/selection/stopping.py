@@ -120,7 +120,7 @@ def measure(situation: Situation, cache_folder: Path) -> list[Row]:
                     found.append({**about, "setting": setting.as_record(), "share": share, "dev": bits(scores)})
             train_trial(store, gates, bench)
         for setting in compared:
-            result = run_trial(store, setting, lambda _: bench, retention=True)
+            result = run_trial(store, setting, lambda: bench, retention=True)
             assert result.probe is not None
             assert result.retention is not None
             verdicts = {"dev": bits(result.probe.scores), "test": bits(result.retention.scores)}
@@ -275,6 +275,7 @@ class Rule:
 
 ALL = "all to the end"
 TODAY = "the best of three after a quarter"
+HOPEFUL = "not clearly worse after a quarter"
 RULES = {
     ALL: Rule(lambda deal, parts: deal.ranges),
     TODAY: Rule(strongest, SHARE),
@@ -282,7 +283,7 @@ RULES = {
     "the best of three after half": Rule(strongest, 0.5),
     "the best two after a quarter": Rule(partial(strongest, count=2), SHARE),
     "the best two after half": Rule(partial(strongest, count=2), 0.5),
-    "not clearly worse after a quarter": Rule(not_clearly_worse, SHARE),
+    HOPEFUL: Rule(not_clearly_worse, SHARE),
     "not clearly worse after half": Rule(not_clearly_worse, 0.5),
     "one by lot": Rule(by_lot),
     **{
@@ -351,7 +352,7 @@ def summary(deals: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def report(measured: Mapping[str, Verdicts], seed: int) -> dict[str, Any]:
-    """{use: {rule: {split or situation: summary}}}."""
+    """{use: {rule: {split, and for some rules situation: summary}}}."""
     result: dict[str, Any] = {}
     for use, heats in USES.items():
         tables = {name: judge(one, [probe for probe, _ in dealt(POOL, seed)], heats) for name, one in measured.items()}
@@ -362,6 +363,7 @@ def report(measured: Mapping[str, Verdicts], seed: int) -> dict[str, Any]:
             rule: {
                 group: summary([deal for name in names for deal in tables[name][rule]])
                 for group, names in groups.items()
+                if group not in measured or rule in (TODAY, HOPEFUL)
             }
             for rule in RULES
         }

@@ -106,14 +106,11 @@ def comma_list(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def check(instance: Any, error: type[LoragateError] = ConfigError, *, flags: bool = False) -> None:
+def check(instance: Any, error: type[LoragateError] = ConfigError) -> None:
     """Refuse a dataclass whose values its annotations do not allow; for `__post_init__` of what Python callers construct.
 
-    Args:
-        flags: whether the values were given as flags of a command line; only words depend on it.
-
     Raises:
-        error: naming the field, what was found and what was expected.
+        error: beginning with the field, what was found and what was expected.
     """
     from pydantic import ValidationError
 
@@ -122,9 +119,7 @@ def check(instance: Any, error: type[LoragateError] = ConfigError, *, flags: boo
     try:
         _adapter(kind).validate_python(values)
     except ValidationError as found:
-        said = _sentence(found.errors(), kind, values)
-        name, _, rest = said.partition(" ")
-        raise error(f"--{name.replace('_', '-')} {rest}" if flags else said) from None
+        raise error(_sentence(found.errors(), kind, values)) from None
 
 
 def _checked(kind: Any, value: Any, partial: bool = False) -> Any:

@@ -31,7 +31,6 @@ def test_a_template_that_ends_in_eos_is_healthy(tokenizer, ends):
     assert report.stops
     assert report.stop_ids == (tokenizer.eos_token_id,)
     assert report.problems == []
-    assert report.share_ending is None
 
 
 def test_a_base_model_whose_eos_is_another_token_stops_at_the_end_of_the_turn():
@@ -39,9 +38,8 @@ def test_a_base_model_whose_eos_is_another_token_stops_at_the_end_of_the_turn():
     end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     report = ending_health(tokenizer, encode_rows(ROWS, tokenizer, max_length=None))
     assert report.stops
-    assert report.end_ids == (end,)
+    assert report.end_tokens == ("<|im_end|>",)
     assert report.stop_ids == tuple(sorted((end, eos)))
-    assert report.share_ending == 1.0
     assert report.problems == []
     found = find_endings(tokenizer)
     assert (found.token_ids, found.texts, found.declared) == ({end, eos}, (), {eos})
@@ -91,10 +89,9 @@ def test_tokenizer_and_generation_config_count_both():
 def test_the_share_of_rows_that_end_in_a_stop_token():
     tokenizer = byte_level(CHATML, eos="<|im_end|>")
     whole = encode_rows(ROWS, tokenizer, max_length=None)
-    assert ending_health(tokenizer, whole).share_ending == 1.0
+    assert ending_health(tokenizer, whole).problems == []
     cut = encode_rows(ROWS, tokenizer, max_length=len(whole[2]["input_ids"]) - 1)
     report = ending_health(tokenizer, cut)
-    assert report.share_ending == 0.75
     assert len(report.problems) == 1
     assert report.problems[0].startswith(
         "25.0% of the rows have a last response that does not end where generation stops"
@@ -105,13 +102,12 @@ def test_plain_rows_that_stop_are_healthy_whatever_the_template_says():
     tokenizer = byte_level(CHATML)
     encoded = encode_rows([{"prompt": "two", "completion": " four"}], tokenizer, max_length=None)
     report = ending_health(tokenizer, encoded)
-    assert report.share_ending == 1.0
     assert report.problems == []
 
 
 def test_a_template_without_an_end_of_turn_is_told():
     report = ending_health(byte_level(NO_END))
-    assert report.end_ids == ()
+    assert report.end_tokens == ()
     assert len(report.problems) == 1
     assert "writes no token after an assistant turn" in report.problems[0]
 
@@ -122,13 +118,13 @@ def test_an_end_of_turn_in_ordinary_tokens_is_a_text_to_stop_at():
     assert (found.token_ids, found.texts, found.added) == ({0}, ("<|fin|>",), {"texts": ["<|fin|>"]})
     report = ending_health(tokenizer, encode_rows(ROWS, tokenizer, max_length=None))
     assert report.stops
-    assert report.share_ending == 1.0
-    assert len(report.end_ids) > 1
-    assert f"<|fin|> as {len(report.end_ids)} ordinary token" in report.problems[0]
+    assert len(report.problems) == 1
+    assert len(report.end_tokens) > 1
+    assert f"<|fin|> as {len(report.end_tokens)} ordinary token" in report.problems[0]
     assert "as one special token" in report.problems[0]
     whole = encode_rows(ROWS[:2], tokenizer, max_length=None)
     cut = encode_rows(ROWS[:2], tokenizer, max_length=len(whole[0]["input_ids"]) - 1)
-    assert ending_health(tokenizer, cut).share_ending == 0.0
+    assert "100.0% of the rows" in ending_health(tokenizer, cut).problems[-1]
 
 
 def test_a_tokenizer_without_any_stop_token_is_told():

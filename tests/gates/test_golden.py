@@ -117,3 +117,13 @@ def test_the_schema_numbers_of_all_records_are_known():
 
     written = next(field.default for field in fields(results.EvaluationRecord) if field.name == "schema")
     assert (SCHEMA_VERSION, written, subject.SCHEMA, token_traces.SCHEMA) == (1, 1, 1, 1)
+
+
+def test_newer_records_are_refused(tmp_path):
+    from loragate.analysis.delta_entropy import EntropyRecord
+    from loragate.analysis.subject import read
+    from loragate.errors import DataError
+
+    (tmp_path / "entropy.json").write_text(json.dumps({"kind": EntropyRecord.kind, "schema": 2}))
+    with pytest.raises(DataError, match="found schema 2, this version reads 1"):
+        read(EntropyRecord, tmp_path / "entropy.json")

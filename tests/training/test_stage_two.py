@@ -345,7 +345,7 @@ def test_all_checkpoints_are_kept_where_that_is_asked(tokenizer, rows, tmp_path)
     with pytest.raises(RuntimeError, match="killed"):
         run(tiny_adapter(), settings=everything, run_folder=tmp_path / "run", on_step=kill)
     assert (kept("whole"), kept("run")) == ([4, 5], [1, 2, 3])
-    with pytest.raises(TrainingError, match="continue it with --resume"):
+    with pytest.raises(TrainingError, match="holds an unfinished run"):
         run(tiny_adapter(), settings=everything, run_folder=tmp_path / "run")
     shutil.copytree(tmp_path / "run", tmp_path / "fewer")
     for name, again in (("run", everything), ("fewer", replace(settings, keep_checkpoints=3))):

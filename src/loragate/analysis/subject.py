@@ -7,7 +7,9 @@ Records are frozen dataclasses with the fields `about`, `conclusion`, `kind` and
 
 from __future__ import annotations
 
+import dataclasses
 import time
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from loragate import records
 from loragate.analysis.rows import OnProgress, Reader, Row, TokenClasses, answer_rows, unheard
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.data import encode_rows, load_rows
-from loragate.errors import ConfigError, nearest
+from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.answers import Grade
 from loragate.evaluation.engines import load
 from loragate.evaluation.evaluate import EngineFor, Evaluation, open_evaluation
@@ -33,6 +35,7 @@ from loragate.evaluation.variants import Kind, Variant, acting
 from loragate.files import write_json
 from loragate.generation import Sample, TransformersEngine, read_samples
 from loragate.models import Loaded, resolve
+from loragate.validate import validate
 
 SCHEMA = 1
 R = TypeVar("R")
@@ -257,3 +260,19 @@ class Subject:
         """The record, written as `name`.json into the folder."""
         write_json(self.folder / f"{name}.json", records.to_json(record))
         return record
+
+
+def read(kind: type[R], path: str | Path) -> R:
+    """The record of one kind in a file.
+
+    Raises:
+        DataError: naming file and key, for anything that a diagnosis did not write.
+    """
+    value = records.read_value(Path(path), "run the diagnostic again")
+    wanted = {field.name: field.default for field in dataclasses.fields(typing.cast(Any, kind))}["kind"]
+    found, schema = (value.get("kind"), value.get("schema")) if isinstance(value, dict) else (None, None)
+    if found != wanted:
+        raise DataError(f"{path}: found kind {found!r}, expected {wanted!r}; this is another record")
+    if type(schema) is not int or schema != SCHEMA:
+        raise DataError(f"{path}: found schema {schema!r}, this version reads {SCHEMA}; run the diagnostic again")
+    return validate(kind, value, str(path), DataError, "run the diagnostic again")

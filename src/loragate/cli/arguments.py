@@ -94,8 +94,12 @@ def parse(command: Command, argv: list[str]) -> tuple[Any, dict[str, Any]]:
     if "config" in given:
         values = read_config(given["config"], command) | values
     _refuse_missing(command, [name for name in command.required if name not in command.needs and name not in values])
-    options = command.options(**values)
-    check(options, flags=True)
+    try:
+        options = command.options(**values)
+        check(options)
+    except ConfigError as error:
+        name, _, rest = str(error).partition(" ")  # a setting that is refused opens the sentence
+        raise ConfigError(f"{flag_of(name)} {rest}" if name in field_kinds(command.options) else str(error)) from None
     return options, given
 
 

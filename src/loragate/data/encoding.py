@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
@@ -48,7 +48,6 @@ class Summary:
         response_tokens, prompt_tokens: tokens of the kept rows after truncation, with and without a label.
         plain: rows used as plain text, without the chat template.
         last_turn_only: kept rows of which only the last assistant turn is trained (the template rewrites earlier ones).
-        fingerprint: of the rows given, see `Rows.fingerprint`.
         empty: rows left out because their response is empty.
         cached: the items were read from the cache.
     """
@@ -60,7 +59,6 @@ class Summary:
     response_tokens: int
     prompt_tokens: int
     last_turn_only: int
-    fingerprint: str
     plain: int = 0
     empty: int = 0
     cached: bool = False
@@ -151,7 +149,6 @@ def encode_rows(
         response_tokens=counts["response_tokens"],
         prompt_tokens=counts["prompt_tokens"],
         last_turn_only=counts["last_turn_only"],
-        fingerprint=rows.fingerprint,
         plain=counts["plain"],
         empty=counts["empty"],
     )
@@ -234,6 +231,7 @@ def _cache_file(
     model = {key: value for key, value in json.loads(core.to_str()).items() if key not in ("padding", "truncation")}
     key = {
         "rows": rows.fingerprint,
+        "kept": [field.name for field in fields(Summary)],
         "tokenizer": [type(tokenizer).__name__, model, {k: str(v) for k, v in tokenizer.special_tokens_map.items()}],
         "template": active_template(tokenizer),
         "max_length": max_length,

@@ -91,19 +91,16 @@ class EndingReport:
     """How responses end.
 
     Attributes:
-        end_ids, end_tokens: ids and texts that end a response in training, first to last: the chat template's end of
-            turn, or EOS for a tokenizer without a template. Empty when the template writes nothing.
+        end_tokens: texts of the tokens that end a response in training, first to last: the chat template's end of turn, or
+            EOS for a tokenizer without a template. Empty when the template writes nothing.
         stop_ids: ids that generation stops at.
         stops: generation stops at the end of a response.
-        share_ending: share of the given rows whose last response ends where generation stops; None without rows.
         problems: what is wrong, in sentences; empty when all is well.
     """
 
-    end_ids: tuple[int, ...]
     end_tokens: tuple[str, ...]
     stop_ids: tuple[int, ...]
     stops: bool
-    share_ending: float | None
     problems: list[str] = field(default_factory=list)
 
 
@@ -137,7 +134,7 @@ def ending_health(
             "max_length cuts it), so they teach the model to go on; raise max_length or drop those rows."
         )
     stop_ids = tuple(sorted(endings.token_ids))
-    return EndingReport(end_ids, tuple(_name(tokenizer, [i]) for i in end_ids), stop_ids, stops, share, problems)
+    return EndingReport(tuple(_name(tokenizer, [i]) for i in end_ids), stop_ids, stops, problems)
 
 
 def _template_problem(tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], endings: Endings) -> str:

@@ -122,7 +122,7 @@ class Comparison:
     def _train(self) -> set[Candidate]:
         """Train gates; those that drop out, because they were stopped or met a value that is not finite, now or earlier."""
         lost = self._lost()
-        going, waiting = list(self.trained), []
+        going, waiting = list(self.trained), list[Candidate]()
         if stopped_of(len(self.trained)):
             # ranges that were lost after their part keep their place, so that a resumed choice is the same
             able = [one for one in self.trained if one not in lost or read_json(self.store.place(one) / PART)]
