@@ -69,6 +69,8 @@ class Study:
             ) from None
         if study.fingerprint != fingerprint:
             raise DataError(f"{path} was changed by hand: its fingerprint is of other settings; restore it")
+        if len({one.adapter for one in candidates}) > 1:
+            raise DataError(f"{path}: a sweep of several adapters, by an earlier version; sweep each of them again")
         return study
 
     def begin(self, folder: Path, resume: bool) -> None:
