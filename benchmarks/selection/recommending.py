@@ -225,12 +225,18 @@ def study_cells() -> dict[str, Scores]:
 
 
 def real_cells() -> dict[str, Scores]:
-    """{cell: {setting: verdicts}} of the study on the real model, development and test questions together."""
+    """{cell: {setting: verdicts}} of the study on the real model, development and test questions together.
+
+    Of models that were asked at all temperatures, in cells with gates.
+    """
     design = read_design()
     cells = {}
     for name, lines in read(RECORDS, design).items():
         of_dev, of_test = (settings(lines, design, split) for split in ("dev", "test"))
-        cells[name] = {one: np.concatenate([of_dev[one], of_test[one]]) for one in of_dev if one in of_test}
+        both = {one: np.concatenate([of_dev[one], of_test[one]]) for one in of_dev if one in of_test}
+        whole = {one: scores for one, scores in both.items() if sum(one.model == other.model for other in both) == 4}
+        if any(one.kind == GATES for one in whole):
+            cells[name] = whole
     return cells
 
 
@@ -298,15 +304,15 @@ def main() -> None:
         "seed": arguments.seed,
         "simulated": {count: simulated(arguments.worlds, count, arguments.seed) for count in (64, 128, 256)},
         "measured": measured(study_cells(), halves, arguments.seed),
-        "real model": measured(real, dealt, arguments.seed) if (real := real_cells()) else {"cells": 0},
+        "real model": {name: measured({name: scores}, dealt, arguments.seed) for name, scores in real_cells().items()},
     }
     arguments.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     for title, table in [*((f"{n} questions, {k}", t) for n, by in result["simulated"].items() for k, t in by.items())]:
         print(f"\n{title}")
         for name, row in table.items():
             print(f"  {name:34s}", *(f"{key} {value}" for key, value in row.items()))
-    for cells in ("measured", "real model"):
-        for title, table in result[cells].items():
+    for cells, tables in {"measured": result["measured"], **result["real model"]}.items():
+        for title, table in tables.items():
             print(f"\n{cells}, {title}", "" if isinstance(table, dict) else table)
             for name, row in table.items() if isinstance(table, dict) else ():
                 print(f"  {name:34s}", *(f"{key} {value}" for key, value in row.items()))

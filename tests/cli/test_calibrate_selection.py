@@ -1,4 +1,4 @@
-"""`loragate calibrate` choosing its range: the four paths, what is written, what is refused, and resuming after a kill."""
+"""`loragate calibrate` choosing its range: the three paths, what is written, what is refused, and resuming after a kill."""
 
 import json
 import os
@@ -297,6 +297,9 @@ def test_without_evidence_nothing_is_trained(place, tmp_path, capsys):
     assert "--unverified" in text
     assert not (out / "gate_config.json").exists()
     assert not list(out.rglob("trials")), "no range was begun"
+    more = ("--range=0,1", "--unverified", "--max-rows", "20")
+    assert calibrate(place, out, *more, data="many.jsonl") == 0, "what was advised works in the same folder"
+    assert selection_of(out)["accepted"] is True
 
 
 def test_flags_that_would_be_ignored_are_refused(place, tmp_path, capsys):

@@ -98,8 +98,9 @@ def parse(command: Command, argv: list[str]) -> tuple[Any, dict[str, Any]]:
         options = command.options(**values)
         check(options)
     except ConfigError as error:
-        name, _, rest = str(error).partition(" ")  # a setting that is refused opens the sentence
-        raise ConfigError(f"{flag_of(name)} {rest}" if name in field_kinds(command.options) else str(error)) from None
+        name = re.split(r"[ .\[]", str(error), maxsplit=1)[0]  # a setting that is refused opens the sentence
+        named = name in field_kinds(command.options)
+        raise ConfigError(f"{flag_of(name)}{str(error).removeprefix(name)}" if named else str(error)) from None
     return options, given
 
 

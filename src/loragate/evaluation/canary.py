@@ -53,7 +53,10 @@ def canary(model: Any, tokenizer: Any, prompts: Sequence[str], kind: Kind) -> di
             "zero_from_base": parity.at_zero,
             "one_from_adapter": parity.at_one,
         }
-        parity.require_acting(parity.rounding(model.dtype, 1e-5))
+        try:
+            parity.require_acting(parity.rounding(model.dtype, 1e-5))
+        except GateError as error:
+            raise GateError(f"canary: {error}; nothing was scored") from None
         if figures["gates_from_adapter"] == 0.0:
             raise GateError(
                 "canary: the gates change no logit on the first prompts, so the gated model would be scored as the "

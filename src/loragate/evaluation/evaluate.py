@@ -131,6 +131,10 @@ class Evaluation:
             write_json(path, {**identity, "notes": self.notes, "left_out": self.left_out})
         else:
             before = read_value(path, "choose another --out")
+            if not isinstance(before, dict):
+                raise ConfigError(
+                    f"{path}: found {before!r:.40}, expected an evaluation's record; choose another --out"
+                )
             kept = {key: value for key, value in before.items() if key not in ("notes", "left_out")}
             remedy = "repeat the command with the same settings, weights and questions, or choose another --out"
             require_same(path, kept, identity, remedy)

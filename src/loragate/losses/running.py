@@ -127,7 +127,9 @@ class RunningRows:
         if self.wanted.direction == "entropy":
             return mean_CD.neg_()
         own_CD = F.embedding(self.labels_C, self.head.weight_VD).to(self.head.working)
-        slope_C = torch.ones_like(self.label_C) * self.head.slope(self.label_C)
+        slope_C = torch.ones_like(self.label_C) * self.head.slope(
+            self.label_C
+        )  # without a soft cap the slope is one number
         return torch.addcmul(mean_CD.neg_(), own_CD, slope_C.unsqueeze(-1))
 
 

@@ -188,7 +188,7 @@ class Place:
     def gates_off(self) -> str:
         """Why a gated folder holds the plain adapter, as one sentence; empty for anything else.
 
-        Where calibration kept the adapter, or was left without evidence, the folder's gates are zero. Scoring them as a row
+        Where calibration kept the adapter, the folder's gates are zero. Scoring them as a row
         of their own would compare the adapter with itself.
         """
         selection = (self.gates or {}).get("selection")

@@ -49,7 +49,7 @@ def read_results(rows: Sequence[Row], gated_name: str) -> list[str]:
     gated, adapter = named[gated_name], named["LoRA"]
     statements = [verdict_in_words(gated, adapter)]
     for names, noun in CHEAP.items():
-        found = [row for row in rows if row["name"].startswith(names)]
+        found = [row for row in rows if row["name"].startswith(names) and row["accuracy"]]
         statements.append(_against_cheap(max(found, key=lambda row: row["accuracy"]["mean"]), noun, gated, adapter))
     for name, (lead, remarks) in REFERENCES.items():
         order = _order(named[name], gated)

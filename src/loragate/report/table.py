@@ -8,7 +8,7 @@ The table of a quickstart is made of rows, plain dictionaries of whoever measure
     {"name": str, "group": "control" | "baseline" | "scale" | "intervention",
      "accuracy": {"mean", "low", "high"} | None, "retention": {"mean", "low", "high"} | None,
      "truncated": float, "entropy": float, "tokens": float,
-     "versus_lora": {"mean", "low", "high", "p"} | None, "not_run": bool,
+     "versus_lora": {"mean", "low", "high", "p"} | None, "versus_gated": likewise, "not_run": bool,
      "at_best": {"temperature", "score": {"mean", "low", "high"}} | None}
 
 Accuracy, retention, truncation and differences are shares of 1, entropy is in nats per token, tokens are per answer; None

@@ -13,7 +13,7 @@ recommend     what answers say of all settings, whom to ask next, and what to re
 comparison    all settings of one adapter on one probe: train, ask, recommend, record; a second probe may veto
 outcome       the pick of a sweep (best mean, ties to the adapter), its record, and its cells on suites
 transaction   `choose_gates`: train → probe → keep or fall back → write, a few candidates in sequence
-chosen        what a choice came to, in sentences; gates without evidence that are accepted later
+chosen        what a choice came to, in sentences
 sweep         many candidates over ranges and seeds, in sequence or on Ray (ray_tune)
 evaluated     the cells of a sweep as rows of an evaluation
 """

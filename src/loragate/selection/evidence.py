@@ -218,7 +218,7 @@ class Evidence:
 def _none(why: str) -> ConfigError:
     return ConfigError(
         f"no evidence can be had here: {why}. Give --probe FILE with at least {MIN_QUESTIONS} prompts and answers, or take the "
-        "gates of one range as they come, with nothing to show that they help: --range=0,1 --unverified"
+        "gates of one range as they come, with nothing to show that they help: --range=0,1 --unverified (unverified=True)"
     )
 
 

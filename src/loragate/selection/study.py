@@ -69,6 +69,9 @@ class Study:
             ) from None
         if study.fingerprint != fingerprint:
             raise DataError(f"{path} was changed by hand: its fingerprint is of other settings; restore it")
+        if len({one.adapter for one in candidates}) > 1:
+            names = ", ".join(dict.fromkeys(one.adapter for one in candidates))
+            raise DataError(f"{path}: 'trials' are of several adapters ({names}); sweep each in an --out of its own")
         return study
 
     def begin(self, folder: Path, resume: bool) -> None:
@@ -87,7 +90,11 @@ class Study:
                 f"{folder} holds candidates of an earlier run; go on with --resume, or choose another --out"
             )
         remedy = "repeat the command with the same settings, rows and loragate, or choose another --out"
-        require_same(path, read_value(path, "choose another --out"), wanted, remedy)
+        stored = read_value(path, "choose another --out")
+        if not isinstance(stored, dict):
+            raise DataError(f"{path}: found {stored!r:.40}, expected the record of a study; choose another --out")
+        for known in ({"fingerprint": None}, {}):  # it follows from the rest, and alone says nothing to a person
+            require_same(path, {**stored, **known}, {**wanted, **known}, remedy)
 
 
 def digest(value: Any) -> str:

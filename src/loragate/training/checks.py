@@ -48,7 +48,7 @@ def check_parity(parity: Parity, dtype: torch.dtype) -> None:
     """
     rounding = parity.rounding(dtype)
     parity.require_acting(rounding)
-    limit = 1e-3 + 0.01 * parity.delta + (0.0 if dtype == torch.float32 else rounding)
+    limit = 1e-3 + 0.01 * parity.delta + (rounding if dtype in (torch.bfloat16, torch.float16) else 0.0)
     if not parity.initial <= limit:
         raise TrainingError(
             f"the gated model does not start at the adapter: logits differ by {parity.initial:.2g} (limit {limit:.2g}); "

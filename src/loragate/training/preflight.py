@@ -30,7 +30,7 @@ def require_free_out(folder: Path, resume: bool) -> None:
     if not resume and (folder / "run").is_dir():
         from loragate.training.run_folder import work_in
 
-        kept = any((folder / "run" / "candidates").glob("*.json"))
+        kept = (folder / "run" / "candidates" / "sweep.json").is_file()
         if work := "candidates of an earlier run" if kept else work_in(folder / "run"):
             raise ConfigError(f"--out {folder} holds {work}; continue it with --resume, or choose another folder")
     if resume and not any((folder / "run" / name).is_file() for name in ("run.json", "config.yaml")):

@@ -82,6 +82,8 @@ def prepare_folder(identity: dict[str, Any], folder: Path, resume: bool) -> str 
             f"{record} is missing: there is no run to resume in {folder}; run without --resume (resume=False)"
         )
     stored = read_value(record, "the run cannot be resumed")
+    if not isinstance(stored, dict):
+        raise TrainingError(f"{record}: found {stored!r:.40}, expected a run's record; the run cannot be resumed")
     before = stored.pop(VERSION, None)
     if before != __version__:
         raise TrainingError(
@@ -89,7 +91,7 @@ def prepare_folder(identity: dict[str, Any], folder: Path, resume: bool) -> str 
             "could compute the steps differently, so the run is not mixed of the two: go on with that version "
             f"(pip install 'loragate=={before or 'VERSION'}'), or begin again in another --out (run_folder)"
         )
-    remedy = "repeat the original settings, on the same rows, to resume, or choose another --out (run_folder)"
+    remedy = "repeat the original settings, on the same rows in the same order, or choose another --out (run_folder)"
     require_same(record, stored, identity, remedy, TrainingError)
     last = last_checkpoint(folder)
     if process_state().is_main_process:
@@ -108,7 +110,7 @@ def work_in(folder: Path) -> str:
     leaves a checkpoint. Random gates take no steps: their run is finished once it is on record.
     """
     last = last_checkpoint(folder)
-    finished = read_json(folder / RECORD).get("settings", {}).get("objective") == "random"
+    finished = (read_json(folder / RECORD).get("settings") or {}).get("objective") == "random"
     with suppress(OSError, ValueError, LookupError, TypeError):
         end = json.loads((folder / LOG).read_text(encoding="utf-8").splitlines()[-1])
         finished |= "train_runtime" in end and (

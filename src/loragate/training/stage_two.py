@@ -199,12 +199,12 @@ def calibrate(
         The result; `loragate.save_gates` writes the model as an artifact.
 
     Raises:
-        GateError: if the adapter cannot be gated.
+        GateError: if the adapter cannot be gated, or λ ≡ 0 and λ ≡ 1 do not act as they must.
         DataError: if a row cannot be used.
         ConfigError: for a callable that the objective would not use, or one that it lacks; an objective of one's own that
             the settings contradict.
-        TrainingError: if the base is no causal language model, parity fails, a frozen weight changed, or the loss is not
-            finite.
+        TrainingError: if the base is no causal language model, the gates do not start at the adapter, a frozen weight
+            changed, or the loss is not finite.
     """
     began, settings = time.monotonic(), settings or CalibrationSettings()
     folder = run_folder_given(run_folder, resume)
