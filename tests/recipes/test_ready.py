@@ -206,3 +206,13 @@ def test_evaluations_run_in_the_interpreter_that_was_named_once(tmp_path, monkey
     assert "nowhere" in capfd.readouterr().err
     assert main([*words, "--dry-run", "--eval-python", other]) == 0
     assert capfd.readouterr().out.startswith(f"# {other} -m loragate eval --config ")
+
+
+@pytest.mark.parametrize(
+    ("suite", "probe", "missing"), [("code", "", True), ("math", "", False), ("code", "p.jsonl", False)]
+)
+def test_a_range_for_programs_is_chosen_by_labels(suite, probe, missing, tmp_path):
+    """Without any, calibrate would refuse after hours of Stage I."""
+    stages = recipe(suite=suite).with_values({"calibrate.probe": probe} if probe else {}).placed(str(tmp_path))
+    found = [text for text in ready.lacking(stages, str(tmp_path)) if "--set calibrate.probe=FILE" in text]
+    assert [text.startswith("calibrate: ") for text in found] == [True] * missing

@@ -78,14 +78,18 @@ def lacking(stages: Sequence[Stage], folder: str) -> list[str]:
         stages: placed in `folder`; what lies below it is the work of earlier stages and not looked for.
     """
     found: dict[str, list[str]] = {}
+    programs = any(stage.values.get("suite") == "code" for stage in stages)
     for stage in stages:
         here = {key: value for key, value in stage.values.items() if not str(value).startswith(f"{folder}/")}
         options = options_of(dataclasses.replace(stage, values=here), stage.name)
         options = dataclasses.replace(
             options, **({"out": f"{folder}/{stage.output}"} if hasattr(options, "out") else {})
         )
-        for check in CHECKS.get(stage.command, ()):
-            for text in _tried(partial(check, options)):
+        checks = [partial(check, options) for check in CHECKS.get(stage.command, ())]
+        if programs and isinstance(options, CalibrateOptions):
+            checks.append(partial(_evidence_on_programs, options, stage.name))
+        for check in checks:
+            for text in _tried(check):
                 found.setdefault(text, []).append(stage.name)
     return [f"{', '.join(dict.fromkeys(names))}: {text}" for text, names in found.items()]
 
@@ -164,6 +168,15 @@ def _calibrating(options: CalibrateOptions) -> Iterator[Check]:
     yield from _training(options)
     alone = options.range == "auto"  # prompts of the training rows stand in for a probe
     yield partial(require_evidence, options, options.probe, options.retention_probe, set_aside=alone)
+
+
+def _evidence_on_programs(options: CalibrateOptions, stage: str) -> None:
+    """Refuse a choice among programs without labels, which their command meets after the adapter's training."""
+    if options.range == "auto" and not options.probe:
+        raise ConfigError(
+            "programs have no answer that could agree, so a range is chosen by labelled questions alone: "
+            f"--set {stage}.probe=FILE --set {stage}.probe_task=NAME"
+        )
 
 
 def _sweeping(options: SweepOptions) -> Iterator[Check]:
