@@ -52,6 +52,14 @@ def read_value(path: Path, remedy: str) -> Any:
         raise DataError(f"{path} is not JSON ({error}); {remedy}") from None
 
 
+def read_object(path: Path, remedy: str) -> dict[str, Any]:
+    """The object of a JSON file; raises `DataError` as `read_value`, and for a value that is none."""
+    value = read_value(path, remedy)
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: found {value!r:.40}, expected a record; {remedy}")
+    return value
+
+
 def read(kind: type[T], path: Path, remedy: str) -> T:
     """The dataclass of a JSON file that `to_json` gave; raises `DataError`, naming file, key and remedy, for anything else."""
     return validate(kind, read_value(path, remedy), str(path), DataError, remedy)

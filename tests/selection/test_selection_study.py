@@ -103,5 +103,5 @@ def test_another_study_is_named_by_what_differs_and_not_by_its_fingerprint(tmp_p
     with pytest.raises(ConfigError, match="quantization = none, now it is '4bit'"):
         study(data={"rows": 3}, quantization="4bit").begin(tmp_path, resume=True)
     (tmp_path / "sweep.json").write_text("[]")
-    with pytest.raises(DataError, match="expected the record of a study"):
+    with pytest.raises(DataError, match=r"sweep.json: found .*, expected a record"):
         study(data={"rows": 3}).begin(tmp_path, resume=True)

@@ -59,7 +59,7 @@ from loragate.files import require_same, write_json, write_text
 from loragate.generation import SamplingConfig, ScoringEngine
 from loragate.generation.samples import draw_samples, read_samples
 from loragate.models import folder_sha256
-from loragate.records import package_versions, read, read_value, to_json
+from loragate.records import package_versions, read, read_object, to_json
 from loragate.validate import STRICT
 
 EngineFor = Callable[[Variant], AbstractContextManager[ScoringEngine]]
@@ -130,11 +130,7 @@ class Evaluation:
             # first of all: with it the folder can be resumed
             write_json(path, {**identity, "notes": self.notes, "left_out": self.left_out})
         else:
-            before = read_value(path, "choose another --out")
-            if not isinstance(before, dict):
-                raise ConfigError(
-                    f"{path}: found {before!r:.40}, expected an evaluation's record; choose another --out"
-                )
+            before = read_object(path, "choose another --out")
             kept = {key: value for key, value in before.items() if key not in ("notes", "left_out")}
             remedy = "repeat the command with the same settings, weights and questions, or choose another --out"
             require_same(path, kept, identity, remedy)

@@ -16,7 +16,7 @@ from typing import Any
 
 from loragate.errors import ConfigError, DataError, GateError
 from loragate.files import require_same, write_json
-from loragate.records import read_value
+from loragate.records import read_object
 from loragate.selection.candidate import Candidate
 
 RECORD = "sweep.json"
@@ -90,9 +90,7 @@ class Study:
                 f"{folder} holds candidates of an earlier run; go on with --resume, or choose another --out"
             )
         remedy = "repeat the command with the same settings, rows and loragate, or choose another --out"
-        stored = read_value(path, "choose another --out")
-        if not isinstance(stored, dict):
-            raise DataError(f"{path}: found {stored!r:.40}, expected the record of a study; choose another --out")
+        stored = read_object(path, "choose another --out")
         for known in ({"fingerprint": None}, {}):  # it follows from the rest, and alone says nothing to a person
             require_same(path, {**stored, **known}, {**wanted, **known}, remedy)
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from loragate.errors import ConfigError, TrainingError
 from loragate.files import read_json, require_same, write_json
-from loragate.records import read_value
+from loragate.records import read_object
 from loragate.training.strategy import Launch, process_state
 from loragate.training.trainer import TRAINED
 from loragate.version import __version__
@@ -81,9 +81,7 @@ def prepare_folder(identity: dict[str, Any], folder: Path, resume: bool) -> str 
         raise TrainingError(
             f"{record} is missing: there is no run to resume in {folder}; run without --resume (resume=False)"
         )
-    stored = read_value(record, "the run cannot be resumed")
-    if not isinstance(stored, dict):
-        raise TrainingError(f"{record}: found {stored!r:.40}, expected a run's record; the run cannot be resumed")
+    stored = read_object(record, "the run cannot be resumed")
     before = stored.pop(VERSION, None)
     if before != __version__:
         raise TrainingError(
