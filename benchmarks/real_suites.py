@@ -124,13 +124,12 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 def retention_checks(data: Path) -> dict[str, Any]:
     """Questions of BBH and of MMLU's STEM subjects that the retention suites accept."""
     from loragate.evaluation.tasks import load_questions, load_task
-    from loragate.evaluation.tasks.questions import SUBSET
 
     with tempfile.TemporaryDirectory() as scratch:
         files = write_retention(data, Path(scratch))
         read = {name: load_questions(load_task(name), path) for name, path in files.items()}
     return {
-        name: {"questions": len(found.questions), "subsets": len({one.row[SUBSET] for one in found.questions})}
+        name: {"questions": len(found.questions), "subsets": len({one.subset for one in found.questions})}
         for name, found in read.items()
     }
 

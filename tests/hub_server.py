@@ -42,13 +42,7 @@ class Hub:
         self.bodies: list[tuple[str, bytes]] = []
         self.refuse: dict[str, int] = {}
         self.messages: list[str] = []
-        hub = self
-
-        class Handler(_Handler):
-            pass
-
-        Handler.hub = hub
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
         self.thread.start()
@@ -78,6 +72,18 @@ class Hub:
 def blob_id(data: bytes) -> str:
     """git's name of a blob."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def large(name: str) -> bool:
+    """Whether a file travels through the large file protocol."""
+    return name.endswith(".safetensors")
+
+
+def oid(name: str, files: dict[str, bytes]) -> str | None:
+    """What the hub calls the content of a file; None where it has none of that name."""
+    if name not in files:
+        return None
+    return hashlib.sha256(files[name]).hexdigest() if large(name) else blob_id(files[name])
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -132,22 +138,19 @@ class _Handler(BaseHTTPRequestHandler):
             return self.missing("RevisionNotFound")
         files = self.hub.commits[repository][commit]
         if rest[0] == "revision":
-            siblings = [{"rfilename": name} for name in files]
-            return self.answer(
-                200, {"id": repository, "sha": commit, "siblings": siblings, "tags": [], "private": False}
-            )
+            more = {"siblings": [{"rfilename": name} for name in files], "tags": [], "private": False}
+            return self.answer(200, {"id": repository, "sha": commit, **more})
         if rest[0] == "tree":
             return self.answer(200, [self.entry(name, data) for name, data in sorted(files.items())])
         if rest[0] == "preupload":
-            asked = json.loads(body)["files"]
             modes = [
                 {
-                    "path": file["path"],
-                    "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular",
+                    "path": name,
+                    "uploadMode": "lfs" if large(name) else "regular",
                     "shouldIgnore": False,
-                    "oid": self.oid(file["path"], files),
+                    "oid": oid(name, files),
                 }
-                for file in asked
+                for name in (file["path"] for file in json.loads(body)["files"])
             ]
             return self.answer(200, {"files": modes})
         if rest[0] == "commit":
@@ -158,16 +161,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_any
 
-    def oid(self, name: str, files: dict[str, bytes]) -> str | None:
-        if name not in files:
-            return None
-        return hashlib.sha256(files[name]).hexdigest() if name.endswith(".safetensors") else blob_id(files[name])
-
     def entry(self, name: str, data: bytes) -> dict:
         found: dict = {"type": "file", "path": name, "size": len(data), "oid": blob_id(data)}
-        if name.endswith(".safetensors"):
-            found["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
-        return found
+        stored = {"oid": oid(name, {name: data}), "size": len(data), "pointerSize": 130}
+        return {**found, "lfs": stored} if large(name) else found
 
     def create(self, asked: dict) -> None:
         repository = f"{asked['organization'] or 'someone'}/{asked['name']}"

@@ -9,57 +9,53 @@ def estimate(mean):
     return {"mean": mean, "low": mean - 0.05, "high": mean + 0.05}
 
 
-def quickstart_rows():
-    versus = {"mean": 0.1, "low": 0.05, "high": 0.15, "p": 0.001}
-    shared = {"retention": estimate(0.9), "truncated": 0.01, "entropy": 0.5, "tokens": 20.0}
-    return [
-        {"name": "base", "group": "control", "accuracy": estimate(0.3), "versus_lora": versus, **shared},
-        {"name": "LoRA", "group": "baseline", "accuracy": estimate(0.2), "versus_lora": None, **shared},
-        {"name": HOSTILE, "group": "scale", "accuracy": estimate(0.4), "versus_lora": versus, **shared},
-        {"name": "random gates", "group": "control", "accuracy": None, "retention": None, "not_run": True},
-    ]
+def row(variant, mean, control=None, **more):
+    """A result of an evaluation, 10 points from the adapter's."""
+    versus = None if (variant, control) == ("adapter", None) else {**estimate(0.1), "p": 0.001}
+    return {
+        "task": "t",
+        "variant": variant,
+        "control": control,
+        "temperature": None,
+        "constant": None,
+        "avg_at_k": {**estimate(mean), "questions": 10, "samples": 4},
+        "comparison": versus,
+        "verdict": None if versus is None else "better",
+        "majority_at_k": None,
+        "reasons": {"ok": 3, "wrong": 5},
+        "truncated": 0.01,
+        "no_eos": 0.01,
+        "tokens": 20.0,
+        "entropy": 0.5,
+        **more,
+    }
 
 
-def quickstart_record():
-    stats = {
-        f"model.layers.{layer}.mlp.{kind}": {
-            "tokens": 10.0,
-            "mean": mean,
-            "below_zero": 0.3,
-            "zero_to_one": 0.4,
-            "above_one": 0.3,
-        }
+def evaluation_record(*rows, warnings=(HOSTILE,)):
+    task = {"name": "t", "version": "1", "grader": "exact", "sampling": {"samples": 4, "temperature": 1.0}}
+    task |= {"dataset": "d", "dataset_revision": None}
+    record = {"tasks": [task], "suites": [], "sandbox": None, "models": {}, "versions": {"torch": "0"}}
+    rows = rows or (row("adapter", 0.2), row("base", 0.3), row("gated", 0.4))
+    return {**record, "results": list(rows), "warnings": list(warnings)}
+
+
+def gates_record():
+    shares = {"count": 10, "below_zero": 0.3, "zero_to_one": 0.4, "above_one": 0.3, "at_lower": 0.0, "at_upper": 0.0}
+    modules = [
+        {"module": f"model.layers.{layer}.mlp.{kind}", "all": {**shares, "mean": mean}}
         for layer, mean in ((0, -0.5), (1, 1.7))
         for kind in ("gate_proj", "down_proj")
-    }
-    history = [
-        {
-            "step": step,
-            "topk_entropy": 0.3 / step,
-            "gate_mean": 1.0,
-            "gate_below_zero": 0.1 * step,
-            "gate_above_one": 0.0,
-        }
-        for step in (1, 2, 3)
     ]
-    training = {
-        "entropy_before": 0.3,
-        "entropy_after": 0.1,
-        "seconds": 12.0,
-        "training_seconds": 9.0,
-        "heldout": {"rows": 64, "entropy_before": 0.35, "entropy_after": 0.15},
-        "steps": 3,
-        "gates": stats["model.layers.0.mlp.gate_proj"],
-    }
-    return {
-        "schema": 1,
-        "picked": "[-6,3]",
-        "table": quickstart_rows(),
-        "reading": [f"SCALE is better. {HOSTILE}"],
-        "realised_gates": stats,
-        "calibrations": {"[-6,3]": {"training": training, "history": history}},
-        "versions": {"torch": "0"},
-    }
+    groups = {"all": modules[0]["all"], "by_class": {}, "by_type": {}, "by_layer": {"0": modules[0]["all"]}}
+    histogram = {"edges": [-6.0, 0.0, 3.0], "counts": [1, 3]}
+    record = {"kind": "realised gates", "conclusion": [f"They reverse. {HOSTILE}"], "lower": -6.0, "upper": 3.0}
+    return {**record, **groups, "modules": modules, "histogram": histogram}
+
+
+HISTORY = [
+    {"step": step, "topk_entropy": 0.3 / step, "gate_mean": 1.0, "gate_below_zero": 0.1 * step, "gate_above_one": 0.0}
+    for step in (1, 2, 3)
+]
 
 
 def traces(questions=2, tokens=5, modules=("model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj")):

@@ -13,6 +13,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 IMAGES = sorted((ROOT / "docker").glob("Dockerfile*"))
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 KNOWN = {"FROM", "RUN", "COPY", "WORKDIR", "ENV", "USER", "ENTRYPOINT", "CMD", "ARG", "LABEL", "EXPOSE"}
@@ -104,14 +105,8 @@ def test_a_release_stores_no_token():
 
 def test_the_lowest_versions_are_those_of_the_package():
     """constraints-lowest.txt pins each direct dependency to the floor that pyproject.toml names."""
-    import tomllib
-
-    from packaging.requirements import Requirement
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     floors = {}
-    for text in project["dependencies"]:
-        requirement = Requirement(text)
+    for requirement in map(Requirement, PROJECT["dependencies"]):
         (floor,) = [part.version for part in requirement.specifier if part.operator == ">="]
         floors[requirement.name.lower()] = floor
     pins = dict(
@@ -127,27 +122,23 @@ def test_the_lowest_versions_are_those_of_the_package():
 @pytest.mark.parametrize("name", ["constraints.txt", "constraints-lowest.txt"])
 def test_every_pin_takes_the_oldest_python(name):
     """Distributions ship Python 3.11.2; a pin that wants a later patch release stops `make test` there."""
-    floor = SpecifierSet(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"])
-    oldest = next(iter(floor)).version + ".0"
+    oldest = next(iter(SpecifierSet(PROJECT["requires-python"]))).version + ".0"
     installed = {canonicalize_name(each.metadata["Name"]): each for each in metadata.distributions()}
     pins = [Requirement(line) for line in (ROOT / name).read_text().splitlines() if line and line[0].isalnum()]
-    here = [
-        pin for pin in pins if (found := installed.get(canonicalize_name(pin.name))) and found.version in pin.specifier
-    ]
-    assert here, "no pin is installed"
-    refusing = {}
-    for pin in here:
-        needed = installed[canonicalize_name(pin.name)].metadata["Requires-Python"]
-        if needed and oldest not in SpecifierSet(needed):
-            refusing[pin.name] = needed
-    assert not refusing
+    found = {pin: installed.get(canonicalize_name(pin.name)) for pin in pins}
+    needed = {
+        pin.name: one.metadata["Requires-Python"] or ""
+        for pin, one in found.items()
+        if one and one.version in pin.specifier
+    }
+    assert needed, "no pin is installed"
+    assert not {name: text for name, text in needed.items() if oldest not in SpecifierSet(text)}
 
 
 def test_the_environment_of_vllm_has_what_the_package_needs():
     """The list is installed with what it names alone, so a dependency that is missing from it is missing there."""
     lines = (ROOT / "scripts" / "vllm-cpu-requirements.txt").read_text().splitlines()
     listed = {canonicalize_name(Requirement(line).name) for line in lines if line and line[0].isalnum()}
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
+    needed = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
     # the script installs torch itself; TRL trains, and wants a newer transformers than vLLM takes
     assert needed - listed == {"torch", "trl"}

@@ -10,8 +10,13 @@ import pytest
 from rich.console import Console
 
 from loragate import display
-from loragate.display import FILE_WIDTH, Display, Parts, console, time_left
+from loragate.cli import generate
+from loragate.cli.calibration_report import news
+from loragate.display import FILE_WIDTH, Display, console, time_left
+from loragate.generation import Sample, TransformersEngine
 from loragate.printable import printable
+from loragate.selection.candidate import ADAPTER, Candidate, parse_candidates
+from tiny import tiny_base, tiny_tokenizer
 
 
 @pytest.fixture
@@ -50,41 +55,15 @@ def test_an_estimate_is_no_finer_than_it_is(seconds, words):
     assert time_left(seconds) == words
 
 
-def test_kinds_of_parts_have_their_own_pace_and_the_time_left_never_grows(clock, monkeypatch):
-    """Probes of 30 s and trainings of 300 s: one pace for both would first say two minutes and then twenty."""
-    monkeypatch.setattr(display, "time_left", lambda seconds: str(round(seconds)))
-    order = [
-        ("adapter", "probing"),
-        *[(name, kind) for name in ("[0,1]", "[-6,3]") for kind in ("training", "probing")],
-    ]
-    lengths = {"probing": 30, "training": 300}
-    parts, said = Parts(order), []
-    for name, kind in order:
-        for tenth in range(11):
-            clock.now += lengths[kind] / 10 if tenth else 0
-            done, left = parts.at(name, kind, tenth / 10)
-            said.append((name, kind, tenth, done, left))
-    assert [left for name, _, tenth, _, left in said if name == "adapter"] == [""] * 11, "no training was seen yet"
-    assert next(float(left) for *_, left in said if left) == pytest.approx(630, abs=1), "a tenth of the first training"
-    told = [float(left) for *_, left in said if left]
-    assert told == sorted(told, reverse=True)
-    assert told[-1] == 0
-    shares = [done for *_, done, _ in said]
-    assert shares == sorted(shares)
-
-
 def test_what_was_done_before_a_resume_gives_no_pace(clock, monkeypatch):
     monkeypatch.setattr(display, "time_left", lambda seconds: str(round(seconds)))
-    parts = Parts([("a", "training"), ("b", "training")])
-    assert parts.at("a", "training", 0.8)[1] == "", "the first news of a part says how far it was"
-    clock.now += 10
-    assert parts.at("a", "training", 0.9)[1] == "110", "100 s a training: 10 s of this one and the other whole"
+    with Display(out=Console(file=io.StringIO())).job("training") as job:
+        assert job.left(0.4) == "", "the first news says how far it was"
+        clock.now += 10
+        assert job.left(0.5) == "50", "a tenth in 10 s"
 
 
 def test_a_choice_of_ranges_says_which_step_of_which_range(clock):
-    from loragate.cli.calibration_report import news
-    from loragate.selection.candidate import ADAPTER, Candidate, parse_candidates
-
     out = io.StringIO()
     tried = parse_candidates("0,1;-6,3", "entropy", 0)
     with Display(out=Console(file=out, width=200)).job("trying 2 ranges") as job:
@@ -128,10 +107,6 @@ def test_what_models_and_files_say_does_not_act_on_a_terminal(monkeypatch):
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_answers_reach_a_file_as_they_are_and_a_terminal_in_peace(monkeypatch, terminal):
-    from loragate.cli import generate
-    from loragate.generation import Sample, TransformersEngine
-    from tiny import tiny_base, tiny_tokenizer
-
     class Screen(io.StringIO):
         def isatty(self):
             return terminal

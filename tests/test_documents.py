@@ -37,13 +37,7 @@ LANGUAGES = ("", "sh", "bash", "python", "json", "yaml", "toml", "text", "docker
 OTHERS = {"vllm", "lm_eval", "sbatch", "sky", "srun", "curl", "accelerate", "torchrun", "mkdocs", "jupyter", "apt"}
 OTHERS |= {"pytest", "pre-commit", "docker", "huggingface-cli", "hf", "eval", "source"}
 # flags of other programs that pages name by themselves
-FOREIGN_FLAGS = {
-    "--lora-paths",
-    "--lora-modules",
-    "--max-loras",
-    "--kill-on-bad-exit",
-    "--strict",
-}
+FOREIGN_FLAGS = {"--lora-paths", "--lora-modules", "--max-loras", "--kill-on-bad-exit", "--strict"}
 
 
 class Fence(NamedTuple):
@@ -250,7 +244,7 @@ def test_python_snippets_run(path, tmp_path, monkeypatch, capsys):
 
 def test_yaml_and_json_snippets_are_what_they_seem(tmp_path):
     from loragate.evaluation.tasks import load_questions, load_task
-    from loragate.recipes import Library, read_recipe
+    from loragate.recipes import read_recipe
 
     for fence in blocks("json"):
         for line in fence.text.splitlines():
@@ -265,7 +259,7 @@ def test_yaml_and_json_snippets_are_what_they_seem(tmp_path):
             (tmp_path / "tanks.jsonl").write_text(rows, encoding="utf-8")
             assert len(load_questions(load_task(path)).questions) == 2
         elif fence.page.name == "recipes.md":
-            assert read_recipe(str(path), Library()).stages
+            assert read_recipe(str(path)).stages
         else:
             read_config(path, command(file[1].removesuffix(".yaml")))
 

@@ -3,13 +3,12 @@
 import pytest
 import torch
 import transformers as tf
-from peft import LoraConfig, get_peft_model
 
 import loragate as lg
 from loragate.losses import StatisticsRequest, statistics_of_logits
 from loragate.training import CalibrationSettings
 from loragate.training.model_state import statistics_forward
-from tiny import VOCABULARY, tiny_rows
+from tiny import VOCABULARY, logits, tiny_adapter, tiny_rows
 
 SHAPE = {
     "vocab_size": VOCABULARY,
@@ -60,12 +59,6 @@ def family_base(name):
     return tf.AutoModelForCausalLM.from_config(FAMILIES[name]()).eval()
 
 
-def family_adapter(base):
-    torch.manual_seed(1)
-    options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False, "lora_dropout": 0.0}
-    return get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **options)).eval()
-
-
 # an ordinary one, one that caps its logits, one of transposed layers, one of experts
 QUICK = ("llama", "gemma2", "gpt2", "qwen2_moe")
 
@@ -76,25 +69,10 @@ QUICK = ("llama", "gemma2", "gpt2", "qwen2_moe")
 def test_family(name, tokenizer, token_ids, tmp_path):
     base = family_base(name)
     base.save_pretrained(tmp_path / "base")
-    model = family_adapter(base)
+    model = tiny_adapter(base=base)
     model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
-
-    def logits(of=model):
-        with torch.no_grad():
-            return of(input_ids=token_ids).logits
-
-    plain = logits()
-    with model.disable_adapter():
-        bare = logits()
-    assert not torch.allclose(plain, bare, atol=1e-2)
-
-    # parity, and λ = 0 is the base
+    plain = logits(model, token_ids)
     lg.attach_gates(model, lg.GateConfig(-3, 2))
-    assert (logits() - plain).abs().max() < 1e-3
-    with lg.gate_override(model, constant=1.0):
-        assert torch.equal(logits(), plain)
-    with lg.gate_override(model, constant=0.0):
-        assert torch.equal(logits(), bare)
 
     # the fused head reads this family's head rightly
     labels = token_ids.clone()
@@ -102,21 +80,23 @@ def test_family(name, tokenizer, token_ids, tmp_path):
     with statistics_forward(model) as fused, torch.no_grad():
         stats = model(input_ids=token_ids, labels=labels, statistics=StatisticsRequest(20))
     assert fused, "every family here has one frozen linear head"
-    expected = statistics_of_logits(logits()[:, :-1], labels[:, 1:], 20)
+    expected = statistics_of_logits(logits(model, token_ids)[:, :-1], labels[:, 1:], 20)
     for field in ("log_prob", "entropy", "topk_entropy"):
         torch.testing.assert_close(getattr(stats, field), getattr(expected, field), rtol=2e-4, atol=2e-5)
     lg.detach_gates(model)
 
-    # two calibration steps, saved and loaded
+    # two calibration steps with measured parity, saved and loaded
     result = lg.calibrate(model, tokenizer, tiny_rows(16), lg.GateConfig(-3, 2), SETTINGS)
     assert result.steps == 2
     assert result.parity.at_one == 0
     assert result.parity.at_zero == 0
-    gated = logits()
+    assert result.parity.initial < 1e-3
+    assert result.parity.delta > 1e-2
+    gated = logits(model, token_ids)
     assert not torch.equal(gated, plain)
     lg.save_gates(model, tmp_path / "gated", evidence=result.evidence())
     again = lg.load_gated(tmp_path / "gated")
-    torch.testing.assert_close(logits(again), gated, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(again, token_ids), gated, rtol=1e-5, atol=1e-5)
 
     # generation with and without cache
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -130,15 +110,7 @@ def test_family(name, tokenizer, token_ids, tmp_path):
 
 def test_fused_experts_get_a_verdict():
     base = family_base("qwen2_moe")
-    torch.manual_seed(1)
-    config = LoraConfig(
-        r=2,
-        target_modules=["q_proj"],
-        target_parameters=["mlp.experts.down_proj"],
-        init_lora_weights=False,
-        task_type="CAUSAL_LM",
-    )
-    model = get_peft_model(base, config).eval()
+    model = tiny_adapter(base=base, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
     verdicts = {verdict.status: verdict for verdict in lg.examine_adapter(model, "default")}
     assert verdicts["gate"].path.endswith("q_proj")
     assert "fused expert" in verdicts["leave"].reason

@@ -67,20 +67,21 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     words = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>"] + [f"w{i}" for i in range(VOCABULARY - 5)]
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        padding_side="left",
-        auto_map={"AutoTokenizer": [None, None]},  # AutoTokenizer then reads tokenizer.json as it is, beside any model
-    )
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'user' %}<user> {{ m['content'] }} {% else %}"
-        "<assistant> {{ m['content'] }} <eos> {% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<assistant> {% endif %}"
-    )
-    return tokenizer
+    return _fast(core, TEMPLATE)
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}<user> {{ m['content'] }} {% else %}"
+    "<assistant> {{ m['content'] }} <eos> {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+def _fast(core, template):
+    tokens = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    # with this map AutoTokenizer reads tokenizer.json as it is, beside any model
+    more = {"padding_side": "left", "auto_map": {"AutoTokenizer": [None, None]}}
+    return PreTrainedTokenizerFast(tokenizer_object=core, chat_template=template, **tokens, **more)
 
 
 TURN_END = 5
@@ -94,18 +95,9 @@ def chatml_tokenizer() -> PreTrainedTokenizerFast:
     words = core["model"]["vocab"]
     words["<|im_end|>"] = words.pop("w0")
     core["added_tokens"].append({**core["added_tokens"][0], "id": TURN_END, "content": "<|im_end|>"})
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=type(tokenizer.backend_tokenizer).from_str(json.dumps(core)),
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        padding_side="left",
-        auto_map={"AutoTokenizer": [None, None]},
-    )
-    made.chat_template = tokenizer.chat_template.replace("{{ m['content'] }}", "{{ m['content'] }} <|im_end|>").replace(
-        "<|im_end|> <eos>", "<|im_end|>"
-    )
-    return made
+    template = TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] }} <|im_end|>")
+    changed = type(tokenizer.backend_tokenizer).from_str(json.dumps(core))
+    return _fast(changed, template.replace("<|im_end|> <eos>", "<|im_end|>"))
 
 
 def ending_base(**overrides):
@@ -156,8 +148,6 @@ def write_adapter(folder, base, model=None, **lora):
 
 def shake(model, size: float = 0.3, seed: int = 3, adapter_name: str | None = None):
     """Random gates that act; of size 0 they are the plain adapter. Returns the model."""
-    import loragate as lg
-
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in lg.gate_parameters(model, adapter_name).values():
@@ -182,8 +172,6 @@ def run(*argv):
 
 def gate_values(model):
     """The gates as they are now."""
-    import loragate as lg
-
     return {name: parameter.detach().clone() for name, parameter in lg.gate_parameters(model).items()}
 
 

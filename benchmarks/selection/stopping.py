@@ -47,7 +47,7 @@ from loragate.selection.recommend import SURE, believe
 from loragate.selection.settings import SelectionSettings
 from loragate.selection.store import PART, Store
 from loragate.selection.study import Study
-from loragate.selection.transaction import RANGES, Plan, Transaction, gates_all
+from loragate.selection.transaction import RANGES, Transaction, gates_all
 from loragate.selection.trial import PART_QUESTIONS, SHARE, run_trial, train_part, train_trial
 from loragate.training import CalibrationSettings
 from selection.measure import BATCH, Bench
@@ -83,15 +83,16 @@ def measure(situation: Situation, cache_folder: Path) -> list[Row]:
     settings = CalibrationSettings(max_length=128).fitted(len(one.rows))
     settings = replace(settings, micro_batch_size=settings.batch_size)  # the same steps, in one forward pass each
     with tempfile.TemporaryDirectory(dir=cache_folder) as folder:
-        plan = Plan(
+        transaction = Transaction(
+            one.tokenizer,
+            one.rows,
+            as_rows(questions(situation, "dev", POOL)),
+            Path(folder) / "gated",
             parse_candidates(RANGES, seed=settings.seed),
             GateConfig(0, 1),
             settings,
             SelectionSettings(probe_grader="tiny"),
             retention=as_rows(questions(situation, "test", TEST)),
-        )
-        transaction = Transaction(
-            one.tokenizer, one.rows, as_rows(questions(situation, "dev", POOL)), Path(folder) / "gated", plan
         )
         engine = partial(TransformersEngine, one.model, one.tokenizer, batch_size=BATCH)
         transaction.take(one.model, engine())
@@ -99,16 +100,16 @@ def measure(situation: Situation, cache_folder: Path) -> list[Row]:
         probe, how, bench = transaction.probe, transaction.how, transaction.bench
         assert probe is not None
         assert transaction.evidence.retained is not None
-        test = transaction.evidence.retained.labelled_probe(replace(how, seed=how.seed + 1))
+        test = transaction.evidence.retained.put(replace(how, seed=how.seed + 1))
         bench.probe, bench.retention = probe, test
-        compared = settings_on(probe, plan.candidates, can_be_off=gates_all(one.model))
+        compared = settings_on(probe, transaction.candidates, can_be_off=gates_all(one.model))
         store = Store(Path(folder) / "study", Study(compared, {"probe": probe.fingerprint}))
         about = {"situation": situation.name}
         found: list[Row] = [
             {**about, "split": situation.split, "rows": len(one.rows), "batch": settings.batch_size}
             | {"steps": settings.steps(len(one.rows))}
         ]
-        for gates in plan.candidates:
+        for gates in transaction.candidates:
             for share in SHARES:
                 pool = WholePool(**vars(probe))
                 (store.place(gates) / PART).unlink(missing_ok=True)  # of the smaller share, whose checkpoint stays

@@ -160,12 +160,24 @@ def serving() -> str:
     return table(["gated ÷ plain adapter in vLLM, tokens/s", "target", "median (quartiles)", ""], rows, left=2)
 
 
+def attention(found: dict[str, Any]) -> str:
+    """Milliseconds of both, and their ratio."""
+    rows = []
+    for case in found["cases"]:
+        plain, fused = (f"{1000 * case['seconds'][side]['median']:.1f}" for side in ("eager", "sdpa"))
+        low, high = case["eager_to_sdpa"]["quartiles"]
+        ratio = f"{case['eager_to_sdpa']['median']:.2f} ({low:.2f}–{high:.2f})"
+        rows.append([case["dtype"], str(case["tokens"]), plain, fused, ratio])
+    return table(["", "tokens a row", "plain, ms", "fused, ms", "ratio (quartiles)"], rows) + "\n" + made_on(found)
+
+
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "step": ("step", step),
     "step targets": ("step", step_targets),
     "true shapes": ("true_shapes", true_shapes),
     "scaling": ("scaling", scaling),
     "quickstart": ("quickstart", quickstart),
+    "attention": ("attention", attention),
     "head": ("head", own_targets),
     "decode": ("decode", own_targets),
     "startup": ("startup", own_targets),

@@ -64,7 +64,7 @@ def profile(arguments: dict[str, Any]) -> dict[str, Any]:
             from torch.utils.data.dataloader import _BaseDataLoaderIter
 
             from loragate.display import Display
-            from loragate.quickstart import QuickstartSettings, run, study
+            from loragate.quickstart import QuickstartSettings, run
             from loragate.training import stage_one, stage_two
 
         class Timed(Display):
@@ -80,8 +80,8 @@ def profile(arguments: dict[str, Any]) -> dict[str, Any]:
                 (stage_one, "encode_rows", "data"),
                 (stage_two, "encode_rows", "data"),
                 (_BaseDataLoaderIter, "__next__", "data"),
-                (study, "train_adapter", "training"),
-                (study, "calibrate", "training"),
+                (run, "train_adapter", "training"),
+                (run, "calibrate", "training"),
             ):
                 patches.enter_context(patch.object(module, function, clocks.around(name, getattr(module, function))))
             run.run_quickstart(QuickstartSettings(out=str(Path(scratch) / "run"), **arguments))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 # cheapest first; kernel_gpu needs a GPU and is left out without one
-SCRIPTS = ("true_shapes", "startup", "head", "step", "scaling", "decode", "quickstart", "kernel_gpu")
+SCRIPTS = ("true_shapes", "startup", "attention", "head", "step", "scaling", "decode", "quickstart", "kernel_gpu")
 
 
 def main() -> int:

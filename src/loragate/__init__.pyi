@@ -1,6 +1,4 @@
-from .errors import (
-    LoragateError as LoragateError,
-)
+from .errors import LoragateError as LoragateError
 from .gates import (
     GateConfig as GateConfig,
     attach_gates as attach_gates,
@@ -19,12 +17,8 @@ from .losses import (
     token_statistics as token_statistics,
     topk_entropy as topk_entropy,
 )
-from .models import (
-    load_gated as load_gated,
-)
-from .selection import (
-    choose_gates as choose_gates,
-)
+from .models import load_gated as load_gated
+from .selection import choose_gates as choose_gates
 from .training import (
     CalibrationSettings as CalibrationSettings,
     StageOneSettings as StageOneSettings,
@@ -32,6 +26,4 @@ from .training import (
     make_adapter as make_adapter,
     train_adapter as train_adapter,
 )
-from .version import (
-    __version__ as __version__,
-)
+from .version import __version__ as __version__

@@ -42,7 +42,7 @@ class _ToStderr(logging.Handler):
     """Writes to the standard error of the moment; a StreamHandler keeps the one that it was made with."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr)
+        print(printable(self.format(record)), file=sys.stderr)
 
 
 def quiet_logging() -> None:
@@ -53,14 +53,10 @@ def quiet_logging() -> None:
     transformers.logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
-    class Plain(logging.Formatter):
-        def format(self, record: logging.LogRecord) -> str:
-            return printable(super().format(record))
-
     own = logging.getLogger("loragate")
     if not own.handlers:
         handler = _ToStderr()
-        handler.setFormatter(Plain("loragate: %(message)s"))
+        handler.setFormatter(logging.Formatter("loragate: %(message)s"))
         own.addHandler(handler)
         own.propagate = False
 
@@ -167,6 +163,7 @@ class Job:
         self.display, self.name, self.weight, self.total, self.unit = display, name, weight, total, unit
         self.progress: Progress | None = None
         self.task: int | None = None
+        self.first: tuple[float, float] | None = None  # when the job was first heard of, and its share then
         self.closing = ""
         self.began = self.printed = time.monotonic()
 
@@ -175,10 +172,17 @@ class Job:
         self.total = total or self.total
         share = done / self.total if self.total else 0.0
         count = f"{self.unit} {done:,}".lstrip() + (f" of {self.total:,}" if self.total else "")
-        left, elapsed = self.display.left(share, self.weight), time.monotonic() - self.began
-        if not left and share > 0.02 and elapsed > 2:
-            left = time_left(elapsed / share * (1 - share))
-        self.show(share, count, note, left)
+        self.show(share, count, note, self.display.left(share, self.weight) or self.left(share))
+
+    def left(self, share: float) -> str:
+        """How long the job will still take at its pace so far; empty before that is known.
+
+        The first news of a job says how far it was: what was done before a resume gives no pace.
+        """
+        now = time.monotonic()
+        since, before = self.first = self.first or (now, share)
+        known = share - before > 0.02 and now - since > 2
+        return time_left((now - since) / (share - before) * (1 - share)) if known else ""
 
     def show(self, share: float, *parts: str) -> None:
         """`share` of the job is done; the parts say what it is at, empty ones are left out."""
@@ -192,38 +196,3 @@ class Job:
     def close_with(self, text: str) -> None:
         """Text for the line that stays when the job ends."""
         self.closing = f" · {text}" if text else ""
-
-
-class Parts:
-    """What is left of a job whose parts are of a few kinds, such as trainings and probes.
-
-    Parts of one kind take about equally long and each kind has its own pace, so a slow kind after a fast one is no surprise.
-    Nothing is said before every kind that is still to come has been seen.
-
-    Args:
-        parts: (name, kind) of every part, in the order in which they run.
-    """
-
-    def __init__(self, parts: Sequence[tuple[str, str]]) -> None:
-        self.parts = list(parts)
-        self.first: dict[Any, tuple[float, float]] = {}  # by part: when it was first heard of, and its share then
-        self.paces: dict[str, dict[Any, tuple[float, float]]] = {}  # by kind and part: seconds and share since then
-
-    def at(self, name: str, kind: str, share: float) -> tuple[float, str]:
-        """The share of the whole job that is done now that `share` of one part is, and how long is left in words."""
-        part, now = (name, kind), time.monotonic()
-        began, before = self.first.setdefault(part, (now, share))
-        self.paces.setdefault(kind, {})[part] = (now - began, share - before)
-        index = self.parts.index(part)
-        ahead = [(kind, 1 - share), *((other, 1.0) for _, other in self.parts[index + 1 :])]
-        paces = {kind: self._seconds(kind) for kind, rest in ahead if rest}
-        done = (index + share) / len(self.parts)
-        if None in paces.values():
-            return done, ""
-        return done, time_left(sum(rest * (paces[kind] or 0.0) for kind, rest in ahead if rest))
-
-    def _seconds(self, kind: str) -> float | None:
-        """What a whole part of a kind takes; None before a twentieth of one was seen."""
-        seen = self.paces.get(kind, {}).values()
-        seconds, share = sum(one for one, _ in seen), sum(one for _, one in seen)
-        return seconds / share if share >= 0.05 else None

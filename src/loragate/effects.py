@@ -17,19 +17,14 @@ from loragate.errors import ConfigError
 
 @dataclass(frozen=True)
 class Acts:
-    """One row: `settings` act only where the setting `when` has one of `values`.
-
-    Attributes:
-        settings: their names.
-        when: the setting that decides, or a fact that the caller gives to `require_effect`.
-        values: with which they act; empty for anything that was given, (None,) for nothing given.
-        refused: whether others than the defaults are an error elsewhere; else they are only left out of records.
-    """
+    """One row: `settings` act only where the setting `when` has one of `values`."""
 
     settings: tuple[str, ...]
-    when: str
-    values: tuple[Any, ...] = ()
-    refused: bool = True
+    when: str  # the setting that decides, or a fact that the caller gives to `require_effect`
+    values: tuple[Any, ...] = ()  # with which they act; empty for anything that was given, (None,) for nothing given
+    refused: bool = (
+        True  # whether others than the defaults are an error elsewhere; else they are only left out of records
+    )
 
     def allows(self, found: Any) -> bool:
         """Whether the settings act where `when` is `found`."""
@@ -41,6 +36,7 @@ class Acts:
 _TRAINED = ("entropy", "ce", "anchored", "reward")
 _SAMPLED = ("anchored", "reward")
 _ANSWERS = ("gates", "alignment", "tokens")
+_GRADERS = ("default", "math_verify", "dft", "choice", "exact", "boxed", "humaneval", "mbpp", "tiny")
 
 TABLE: dict[str, tuple[Acts, ...]] = {
     "calibration": (
@@ -71,31 +67,27 @@ TABLE: dict[str, tuple[Acts, ...]] = {
         Acts(("guard",), "objective", _SAMPLED),
     ),
     # a reward is judged by it as well
-    "probe grader": (
-        Acts(("probe_grader",), "probe_task", (None,)),
-        Acts(("probe_grader",), "unverified", (False,)),
-    ),
+    "probe grader": (Acts(("probe_grader",), "probe_task", (None,)), Acts(("probe_grader",), "unverified", (False,))),
     "sweep": (
         Acts(("workers", "gpus_per_trial", "cpus_per_trial"), "runner", ("auto", "ray")),
-        Acts(("probe_task", "probe_grader", "probe_samples", "probe_temperature", "probe_max_new_tokens"), "probe"),
+        Acts(("probe_task", "probe_grader", "probe_samples", "probe_temperature"), "probe"),
+        Acts(("probe_max_new_tokens", "probe_sandbox"), "probe"),
     ),
     # of every command that trains
     "rows": (Acts(("select_seed",), "max_rows"), Acts(("select_seed",), "select", ("shuffled",))),
     # a task file; the harness asks and judges in its own way
     "task": (
-        Acts(("harness",), "engine", ("lm-eval",)),
-        Acts(("columns", "system", "prompt", "raw", "generation"), "engine", ("loragate",)),
-        Acts(("extractor", "grader", "metric"), "engine", ("loragate",)),
+        Acts(("harness",), "grader", ("lm-eval",)),
+        Acts(("system", "prompt", "raw"), "grader", _GRADERS),
         Acts(("system",), "raw", (None,)),
     ),
     "dataset": (Acts(("config", "split", "revision"), "hub"),),
     "diagnose": (
         Acts(("rows", "max_rows"), "what", ("entropy", "alignment")),
         Acts(("max_length",), "what", ("entropy", "alignment", "tokens")),
-        Acts(("suppress", "threshold", "prompt_too"), "what", ("entropy",)),
+        Acts(("suppress",), "what", ("entropy",)),
         Acts(("run",), "what", _ANSWERS),
         Acts(("of", "answers"), "what", ("gates", "alignment")),
-        Acts(("position",), "what", ("gates",)),
         Acts(("interventions", "engine", "replicas"), "what", ("interventions",)),
         Acts(("vllm_memory", "tensor_parallel"), "what", ("interventions",)),
         Acts(("value", "k", "checkpoints"), "what", ("alignment",)),

@@ -182,15 +182,9 @@ def require_same(record: Path, old: Any, new: Any, remedy: str, error: type[Lora
 def first_difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any] | None:
     """(dotted key, old, new) of the first place where two JSON-able values differ; None where they are equal."""
     if isinstance(old, dict) and isinstance(new, dict):
-        for name in [*old, *(name for name in new if name not in old)]:
-            found = first_difference(old.get(name), new.get(name), f"{key}.{name}" if key else name)
-            if found is not None:
-                return found
-        return None
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        for index, (left, right) in enumerate(zip(old, new, strict=True)):
-            found = first_difference(left, right, f"{key}[{index}]")
-            if found is not None:
-                return found
-        return None
-    return None if old == new else (key, old, new)
+        inside = [(f"{key}.{name}" if key else name, old.get(name), new.get(name)) for name in {**old, **new}]
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        inside = [(f"{key}[{index}]", *pair) for index, pair in enumerate(zip(old, new, strict=True))]
+    else:
+        return None if old == new else (key, old, new)
+    return next(filter(None, (first_difference(left, right, place) for place, left, right in inside)), None)

@@ -10,7 +10,8 @@ import loragate as lg
 from loragate.analysis.alignment import mean_direction, updates
 from loragate.analysis.directions import (
     NAMES,
-    CoordinateSums,
+    agreements,
+    coordinate_sums,
     differentiable_gates,
     gate_input_gradient,
     merged,
@@ -27,7 +28,7 @@ from loragate.analysis.task_values import (
     rollout_values,
     some_positions,
 )
-from loragate.analysis.theorem import all_terms
+from loragate.analysis.theorem import terms
 from loragate.data import encode_rows
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from tiny import tiny_gated, tiny_rows, tiny_tokenizer
@@ -102,18 +103,17 @@ def test_terms_coordinates_and_updates():
     found, values = measured(peft, rows, tokenizer)
     slices = parameter_slices(peft)
     assert max(place.stop for place in slices.values()) == len(found[0].vectors["value"])
-    terms = all_terms(found, slices)
-    assert len(terms) == 1 + len(slices)
+    overall = terms("all", found)
     v, g = (mean_direction(found, name) for name in ("value", "entropy_semi"))
-    assert terms[0].total.cosine.mean == pytest.approx(float(v @ g / (v.norm() * g.norm())), rel=1e-5)
-    assert terms[0].gain.mean == pytest.approx(float(v @ g), rel=1e-5)
-    assert terms[0].total.cosine.low <= terms[0].total.cosine.mean <= terms[0].total.cosine.high
-    sums = CoordinateSums(peft)
+    assert overall.total.cosine.mean == pytest.approx(float(v @ g / (v.norm() * g.norm())), rel=1e-5)
+    assert overall.gain.mean == pytest.approx(float(v @ g), rel=1e-5)
+    assert overall.total.cosine.low <= overall.total.cosine.mean <= overall.total.cosine.high
+    reader, sums = Reader(peft, tokenizer), []
     classes = TokenClasses(tokenizer, {tokenizer.eos_token_id})
     with differentiable_gates(peft):
         for row, value in zip(rows, values, strict=True):
-            sums.add(Reader(peft, tokenizer), row, value, K, classes, prompt_of(row))
-    agreement = sums.summary(range(5))
+            sums.append(coordinate_sums(reader, row, value, K, classes, prompt_of(row)))
+    agreement = agreements(sums, range(5))
     assert agreement[0].name == "all"
     assert {"prompt", "end"} <= {row.name for row in agreement}
     points = {"a": torch.zeros(len(v)), "b": v.float()}
@@ -138,12 +138,11 @@ def test_a_value_that_is_the_logits_agrees_everywhere():
     reader, (row,) = Reader(peft, tokenizer), rows
     with torch.no_grad():
         values = Given(reader.logits(reader.states(reader.batch(row))) / 2.5)
-    sums = CoordinateSums(peft)
     with differentiable_gates(peft):
         found = row_directions(reader, row, values, K)
-        sums.add(reader, row, values, K, TokenClasses(tokenizer, {1}), prompt_of(row))
+        sums = coordinate_sums(reader, row, values, K, TokenClasses(tokenizer, {1}), prompt_of(row))
     assert torch.allclose(found.vectors["entropy"], 2.5 * found.vectors["value_topk"], rtol=1e-3, atol=1e-5)
-    assert sums.summary([0])[0].weighted.mean > 0.999
+    assert agreements([sums], [0])[0].weighted.mean > 0.999
 
 
 def test_the_answer_is_no_prompt_where_only_its_end_is_counted():
@@ -151,10 +150,10 @@ def test_the_answer_is_no_prompt_where_only_its_end_is_counted():
     peft, (tokenizer, rows) = tiny_gated(-2, 3, seed=4), material(1)
     prompt, length = prompt_of(rows[0]), len(rows[0]["labels"])
     late = {**rows[0], "labels": [*[-100] * (length - 1), rows[0]["labels"][-1]]}
-    reader, sums = Reader(peft, tokenizer), CoordinateSums(peft)
+    reader = Reader(peft, tokenizer)
     with differentiable_gates(peft):
-        sums.add(reader, late, reference_values(reader, late), K, TokenClasses(tokenizer, {1}), prompt)
-    found = {row.name: row.coordinates for row in sums.summary([0])}
+        sums = coordinate_sums(reader, late, reference_values(reader, late), K, TokenClasses(tokenizer, {1}), prompt)
+    found = {row.name: row.coordinates for row in agreements([sums], [0])}
     modules = len(lg.gate_parameters(peft)) // 2
     assert length - prompt > 2
     assert 0 < found["prompt"] <= modules * (prompt - 1) < found["all"]

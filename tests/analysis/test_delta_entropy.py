@@ -9,11 +9,11 @@ import torch
 import loragate as lg
 from loragate.analysis.delta_entropy import ALL, EntropyRecord, by_class, conclude, distribution, measure, write_tokens
 from loragate.analysis.rows import Reader, TokenClasses
-from loragate.analysis.subject import About, read
+from loragate.analysis.subject import About
 from loragate.data import encode_rows
 from loragate.errors import DataError
 from loragate.files import write_json
-from loragate.records import to_json
+from loragate.records import read, to_json
 from tiny import tiny_adapter, tiny_gated, tiny_rows, tiny_tokenizer
 
 ABOUT = About("now", {}, "rows", 0, {}, {}, 1.0)
@@ -60,7 +60,7 @@ def test_table_and_tokens(tmp_path):
     assert table[0].negative.mean + table[0].positive.mean == pytest.approx(1.0)
     assert table[0].gated is None
     assert {row.name for row in table[1:]} == {"mixed", "end"}, "the tokens of the test are w0, w1, …"
-    histogram, _ = distribution(found.delta)
+    histogram = distribution(found.delta)
     assert sum(histogram.counts) == len(found.delta)
     assert "raises the entropy" in conclude(table, ())[0] or "lowers the entropy" in conclude(table, ())[0]
     write_tokens(tmp_path / "tokens.jsonl", tokenizer, rows, found, classes)
@@ -73,23 +73,24 @@ def test_table_and_tokens(tmp_path):
 
 def test_records_are_read_strictly(tmp_path):
     path = tmp_path / "entropy.json"
-    record = EntropyRecord(ABOUT, 0, 0, 0.0, (), None, {}, (), ("nothing",))
+    empty = {"rows": 0, "tokens": 0, "classes": (), "distribution": None, "interventions": ()}
+    record = EntropyRecord(about=ABOUT, conclusion=("nothing",), **empty)
     write_json(path, to_json(record))
-    assert read(EntropyRecord, path) == record
+    assert read(EntropyRecord, path, "run it again") == record
     plain = json.loads(path.read_text())
 
     def message(**changed):
         path.write_text(json.dumps({**plain, **changed}))
         with pytest.raises(DataError) as caught:
-            read(EntropyRecord, path)
+            read(EntropyRecord, path, "run it again")
         return str(caught.value)
 
     assert "unknown key 'row'; did you mean 'rows'?" in message(row=1)
-    assert "found schema 9" in message(schema=9)
-    assert "found kind 'alignment'" in message(kind="alignment")
+    assert "schema must be one of 1, found 9" in message(schema=9)
+    assert "kind must be" in message(kind="alignment")
     assert "entropy.json: tokens must be a whole number, found 'many'" in message(tokens="many")
     del plain["tokens"]
     assert "the key 'tokens' is missing" in message()
     path.write_text("{")
     with pytest.raises(DataError, match="not JSON"):
-        read(EntropyRecord, path)
+        read(EntropyRecord, path, "run it again")

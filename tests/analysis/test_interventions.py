@@ -6,6 +6,7 @@ import torch
 import loragate as lg
 from loragate.analysis.interventions import InterventionRow, choose, conclude, without_effect
 from loragate.errors import ConfigError
+from loragate.evaluation.statistics import Difference, Estimate
 from loragate.evaluation.variants import Variant, acting
 from loragate.gates import trace_gates
 from loragate.gates.override_names import parse_override
@@ -52,10 +53,10 @@ def test_rows_act_as_they_say():
     assert (seen["gated constant=0.5"] == 0.5).all()
 
 
-def row(name, score, difference=None, verdict=None):
-    ends = (None, None) if difference is None else (difference - 0.01, difference + 0.01)
-    p = None if difference is None else 0.01
-    return InterventionRow(name, "t", score, score, score, difference, *ends, p, verdict, name, 0.0, None, 5.0)
+def row(name, mean, difference=None, verdict=None):
+    score = Estimate(mean, 0.0, mean, mean, 9, 2)
+    versus = None if difference is None else Difference(difference, difference - 0.01, difference + 0.01, 0.01)
+    return InterventionRow(name, "t", score, versus, None, verdict)
 
 
 def test_conclusions_say_what_taking_away_shows():

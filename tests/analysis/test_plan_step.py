@@ -16,6 +16,7 @@ from loragate.analysis.plan_step import Step, layer_period, with_layers
 from loragate.analysis.settings import Request
 from loragate.errors import ConfigError, LoragateError
 from loragate.models import read_config
+from loragate.training import model_state
 from tiny import tiny_adapter, tiny_base
 
 LLAMA_70B = {
@@ -141,7 +142,9 @@ def script():
     ],
     ids=["sft", "recompute", "padded and accumulated", "bf16"],
 )
-def test_the_plan_meets_the_measured_peak(script, family, stage, changes):
+def test_the_plan_meets_the_measured_peak(script, family, stage, changes, monkeypatch):
+    # the plan is of a GPU; short rows in bf16 on a CPU take plain attention, which keeps more
+    monkeypatch.setattr(model_state, "SHORT_ROW", 0)
     case = script.Case("one", family, stage, sequence=128, rows=2, shape=SMALL, **changes)
     found = script.compare(case)
     assert found["ratio"] == pytest.approx(1, abs=0.15)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from loragate.analysis.token_traces import Answer, Question, token_texts, trace_answers
+from loragate.evaluation.answers import Grade
 from loragate.gates import gates_disabled
 from loragate.generation import Sample
 from tiny import tiny_gated
@@ -17,9 +18,9 @@ def gated():
     return tiny_gated(-6, 3)
 
 
-def make(tokenizer, ids, variant="gated", **more):
+def make(tokenizer, ids, variant="gated"):
     sample = Sample(0, 0, "", tuple(ids), "stop", None)
-    return Question("q", tokenizer.decode([5, 6, 7]), "gold", [Answer(variant, sample, True, "ok", **more)])
+    return Question("q", tokenizer.decode([5, 6, 7]), "gold", [Answer(variant, sample, Grade(True, None, "ok"))])
 
 
 def logits(model, ids):
@@ -45,13 +46,13 @@ def test_numbers_are_those_of_plain_forward_passes(gated, tokenizer, variant):
         return [-(log_p[at].exp() * log_p[at]).sum().item() for at in places]
 
     assert answer["log_prob"] == pytest.approx(
-        [own[at, token].item() for at, token in zip(places, ids, strict=True)], abs=1e-5
+        [own[at, token].item() for at, token in zip(places, ids, strict=True)], abs=1e-4
     )
-    assert answer["entropy"] == pytest.approx(entropy(own), abs=1e-5)
+    assert answer["entropy"] == pytest.approx(entropy(own), abs=1e-4)
     differences = [a - b for a, b in zip(entropy(adapter), entropy(base), strict=True)]
-    assert answer["delta_entropy"] == pytest.approx(differences, abs=1e-5)
+    assert answer["delta_entropy"] == pytest.approx(differences, abs=1e-4)
     for at, top in zip(places, answer["top"], strict=True):
-        assert [value for _, value in top] == pytest.approx(own[at].exp().topk(5).values.tolist(), abs=1e-5)
+        assert [value for _, value in top] == pytest.approx(own[at].exp().topk(5).values.tolist(), abs=1e-4)
 
 
 def test_lambda_stands_at_the_position_that_chose_the_token(gated, tokenizer):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_kit import TRAINING, words_task
 from safetensors.torch import load_file
 
 import loragate as lg
@@ -27,31 +28,8 @@ from loragate.selection.probe import Probe
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
 
 POOL = [f"w{i} w{i + 1} w{i + 2} w{i + 3} w{i + 4} w{i + 5} w{i + 6}" for i in range(80)]
-TRAINING = [
-    "--batch-size",
-    "10",
-    "--micro-batch-size",
-    "10",
-    "--max-length",
-    "64",
-    "--k",
-    "20",
-    "--learning-rate",
-    "5e-2",
-]
 GREEDY = ["--probe-grader", "exact", "--probe-temperature", "0", "--probe-max-new-tokens", "1"]
 LETTERS = ["--probe-grader", "choice", "--probe-max-new-tokens", "4"]
-TASK = """\
-name: words
-version: 1
-suite: math
-dataset: {file: words.jsonl, schema: {prompt: text, answer: text}}
-columns: {question: [prompt], gold: [answer]}
-prompt: "{{ question }}"
-generation: {samples: 2, temperature: 1.0, max_new_tokens: 3}
-grader: exact
-metric: avg@k
-"""
 
 
 def write(path, rows):
@@ -77,7 +55,7 @@ def place(tmp_path_factory):
     model.save_pretrained(root / "adapter")
     write(root / "train.jsonl", tiny_rows(20))
     write(root / "many.jsonl", tiny_rows(700, seed=4))
-    (root / "words.yaml").write_text(TASK)
+    (root / "words.yaml").write_text(words_task())
     write(root / "heldout.jsonl", tiny_rows(6, seed=11))
     heldout = ("--heldout", root / "heldout.jsonl")
     assert calibrate(root, root / "known", "--range=-3,1", "--unverified", *heldout) == 0
@@ -194,39 +172,6 @@ def without_seconds(record):
     return record
 
 
-def test_a_retention_probe_stands_in_the_evidence(place, tmp_path, capsys):
-    out = tmp_path / "gated"
-    flags = ("--ranges=-3,1", "--retention-probe", place / "adapter.jsonl")
-    assert calibrate(place, out, "--probe", place / "gated.jsonl", *GREEDY, *flags) == 0
-    record = selection_of(out)
-    assert record["retention"]["evidence"]["adapter greedy"]["mean"] == 1.0
-    difference = record["retention"]["against_adapter"]["[-3,1] greedy"]
-    vetoed = difference["mean"] < -0.02 and difference["high"] < 0
-    assert ("[-3,1] greedy" in record["vetoed"]) is vetoed
-    assert (record["picked"] == "[-3,1]") is not vetoed
-    assert "retention, %" in (out / "README.md").read_text()
-
-
-def test_the_guard_watches_the_objectives_that_sample(place, tmp_path):
-    flags = [
-        "--probe",
-        place / "adapter.jsonl",
-        *GREEDY,
-        "--range=0,1",
-        "--objective",
-        "anchored",
-        "--max-new-tokens",
-        "4",
-    ]
-    for name, more, watched in (("on", [], True), ("off", ["--no-guard"], False)):
-        assert calibrate(place, tmp_path / name, *flags, *more) == 0
-        stored = tmp_path / name / "run" / "candidates" / "trials" / "anchored_0_1_seed42" / "trained.json"
-        training = json.loads(stored.read_text())["training"]
-        assert bool(training.get("guard")) is watched
-        # the labels are its greedy answers, so none is wrong
-        assert selection_of(tmp_path / name)["own_answers"] == {"sampled": [], "nothing_to_learn": False}
-
-
 def test_the_adapter_stays_where_nothing_beats_it(place, tmp_path, capsys):
     out = tmp_path / "gated"
     assert calibrate(place, out, "--probe", place / "adapter.jsonl", *GREEDY, "--range=-3,1") == 0
@@ -305,7 +250,10 @@ def test_without_evidence_nothing_is_trained(place, tmp_path, capsys):
 def test_flags_that_would_be_ignored_are_refused(place, tmp_path, capsys):
     probe, given = ("--probe", place / "adapter.jsonl"), ("--range=0,1", "--unverified")
     cases = [
+        (("--range=0,1",), "nothing would show that --range=0,1 helps"),
         (("--range=0,1",), "accept the gates as they come with --unverified"),
+        (("--range=1,-3", "--unverified"), "wrong way round"),
+        (("--range=a,b", "--unverified"), "two numbers"),
         (("--unverified",), "--unverified accepts one range"),
         ((*given, *probe), "leave out one of --unverified and --probe"),
         ((*given, "--probe-samples", "2"), "--probe-samples has no effect"),

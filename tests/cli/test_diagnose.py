@@ -6,34 +6,22 @@ import shutil
 
 import pytest
 import torch
+from command_kit import words_task
 from safetensors.torch import save_file
 
 import loragate as lg
+from loragate import records
 from loragate.analysis.alignment import AlignmentRecord, diagnose_alignment
 from loragate.analysis.delta_entropy import EntropyRecord, diagnose_entropy
 from loragate.analysis.interventions import InterventionsRecord, diagnose_interventions
 from loragate.analysis.realised_gates import GatesRecord, diagnose_gates
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.analysis.subject import Subject, read
+from loragate.analysis.subject import Subject
 from loragate.cli.main import main
 from loragate.evaluation.results import read_record
 from loragate.evaluation.session import Request
 from loragate.evaluation.settings import TaskSettings
 from tiny import tiny_adapter, tiny_base, tiny_rows, tiny_tokenizer
-
-TASK = """\
-name: words
-version: 1
-suite: math
-dataset:
-  file: words.jsonl
-  schema: {question: text, answer: text}
-columns: {question: question, gold: answer}
-prompt: "{{ question }}"
-generation: {samples: 2, temperature: 1.0, max_new_tokens: 4}
-grader: exact
-metric: avg@k
-"""
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +47,13 @@ def place(tmp_path_factory):
     )
     words = [{"question": f"w{index} w{index + 1}", "answer": f"w{index}"} for index in range(4)]
     (root / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in words))
-    (root / "words.yaml").write_text(TASK)
+    (root / "words.yaml").write_text(words_task("question", tokens=4))
     (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny_rows(5)))
     return root
+
+
+def read(kind, path):
+    return records.read(kind, path, "run it again")
 
 
 def diagnose(place, what, out, *more, model="gated"):
@@ -70,20 +62,24 @@ def diagnose(place, what, out, *more, model="gated"):
 
 def test_entropy_and_interventions_by_its_sign(place, tmp_path, capsys):
     out = tmp_path / "entropy"
-    assert diagnose(place, "entropy", out, "--rows", place / "rows.jsonl", "--tasks", place / "words.yaml") == 0
+    asked = (
+        "--rows",
+        place / "rows.jsonl",
+        "--tasks",
+        place / "words.yaml",
+        "--suppress",
+        "negative,positive,negative",
+    )
+    assert diagnose(place, "entropy", out, *asked) == 0
     record = read(EntropyRecord, out / "entropy.json")
     assert record.rows == 5
-    assert [row.name for row in record.interventions] == [
-        "adapter",
-        "base",
-        "gated",
-        "adapter negative",
-        "adapter positive",
-    ]
-    assert all(0 <= row.suppressed <= 1 for row in record.interventions[3:])
+    assert [row.name for row in record.interventions] == ["adapter negative", "adapter positive"]
+    assert all(0 <= row.suppressed <= 1 for row in record.interventions)
+    assert all(row.adjusted_p >= row.difference.p for row in record.interventions)
     assert len((out / "tokens.jsonl").read_text().splitlines()) == 5
     assert (out / "samples" / "adapter-negative" / "words.jsonl").is_file()
-    assert {row.name for row in read_record(out / "results.json").results} == {row.name for row in record.interventions}
+    scored = [row.name for row in read_record(out / "results.json").results]
+    assert scored == ["adapter", "base", "gated", "adapter negative", "adapter positive"]
     printed = capsys.readouterr().out
     assert record.conclusion[0] in " ".join(printed.split())
     again = diagnose(place, "entropy", out, "--rows", place / "rows.jsonl", "--tasks", place / "words.yaml", "--resume")
@@ -113,7 +109,7 @@ def test_interventions_then_gates_and_alignment_on_their_answers(place, tmp_path
     assert len(found.updates) == 2
     assert found.tokens <= 2 * found.rows
     assert diagnose(place, "alignment", tmp_path / "reward", "--value", "reward", "--run", out) == 0
-    assert read(AlignmentRecord, tmp_path / "reward" / "alignment.json").value == "reward"
+    assert read(AlignmentRecord, tmp_path / "reward" / "alignment.json").about.settings["value"] == "reward"
 
 
 def test_tokens_of_stored_answers(place, tmp_path):
@@ -205,7 +201,7 @@ WITH_ROWS = ("--rows", "{place}/rows.jsonl")
         ("tokens", "gated", ("--run", "r", "--suppress", "negative"), "--suppress has no effect"),
         ("entropy", "gated", (), "needs --rows"),
         ("entropy", "base", WITH_ROWS, "is a base"),
-        ("entropy", "gated", (*WITH_ROWS, "--suppress", "up"), "sign must be one of"),
+        ("entropy", "gated", (*WITH_ROWS, "--suppress", "up"), "expected one of negative, positive"),
         ("interventions", "gated", (), "needs --suite or --tasks"),
         ("interventions", "gated", ("--suite", "retention"), "lm-evaluation-harness"),
         ("alignment", "gated", ("--rows", "r", "--value", "reward"), "graded answers, not --rows"),

@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from command_kit import TRAINING, words_task
 
 import loragate as lg
 from loragate.cli.main import main
@@ -27,29 +28,6 @@ from tiny import (
 )
 
 EOS, LIMIT = 1, "60"
-TASK = """\
-name: words
-version: 1
-suite: math
-dataset: {file: words.jsonl, schema: {prompt: text, answer: text}}
-columns: {question: [prompt], gold: [answer]}
-prompt: "{{ question }}"
-generation: {samples: 2, temperature: 1.0, max_new_tokens: 60}
-grader: exact
-metric: avg@k
-"""
-TRAINING = [
-    "--batch-size",
-    "10",
-    "--micro-batch-size",
-    "10",
-    "--max-length",
-    "64",
-    "--k",
-    "20",
-    "--learning-rate",
-    "5e-2",
-]
 PROBE = ["--probe-grader", "exact", "--probe-samples", "2", "--probe-max-new-tokens", LIMIT]
 
 
@@ -62,7 +40,7 @@ def build(place, tokenizer, **shape):
     write_rows(place / "train.jsonl", tiny_rows(40))
     words = [f"w{i} w{i + 1} w{i + 2} w{i + 3} w{i + 4} w{i + 5}" for i in range(1, 36)]
     write_rows(place / "words.jsonl", [{"prompt": prompt, "answer": f"w{i}"} for i, prompt in enumerate(words)])
-    (place / "words.yaml").write_text(TASK)
+    (place / "words.yaml").write_text(words_task(tokens=60))
     return place
 
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from command_kit import words_task
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -37,19 +38,7 @@ from loragate.models.merge import merge_adapter
 from loragate.recipes.standins import QUESTIONS
 from tiny import shake, tiny_adapter, tiny_base, tiny_tokenizer, write_rows
 
-TASK = """\
-name: words
-version: 3
-suite: math
-dataset:
-  file: words.jsonl
-  schema: {question: text, answer: text}
-columns: {question: question, gold: answer}
-prompt: "{{ question }}"
-generation: {samples: 4, temperature: 1.0, max_new_tokens: 5}
-grader: exact
-metric: avg@k
-"""
+TASK = words_task("question", samples=4, tokens=5, version=3)
 
 
 def test_a_long_question_lowers_no_other_questions_token_limit(place):
@@ -268,12 +257,12 @@ def test_a_replica_is_the_row_it_stands_for(place, tmp_path, capsys, monkeypatch
     assert run(place, "gated", tmp_path / "one") == 0
     monkeypatch.setattr("loragate.evaluation.engines.require_ray", lambda: None)
 
-    def here(self, job, parts, replicas):
-        engines = [job.make_engine() for _ in range(replicas)]
+    def here(self, replica, parts):
+        engines = [replica.make_engine() for _ in range(self.shards)]
         for index, rows in enumerate(parts):
-            yield job.draw(engines[index % replicas], rows)
+            yield engines[index % self.shards].generate(replica.prompts, replica.config, pending=rows)
 
-    monkeypatch.setattr("loragate.generation.RayData.__call__", here)
+    monkeypatch.setattr("loragate.generation.ShardedEngine._drawn", here)
     assert run(place, "gated", tmp_path / "two", "--replicas", "2", "--batch-size", "4") == 0
     one, two = drawn(tmp_path / "one"), drawn(tmp_path / "two")
     assert one == two
@@ -550,12 +539,11 @@ def test_every_suite_end_to_end(place, tmp_path, capsys, fails):
     assert {row.name for row in record.results} == {"base", "adapter", "gated"}
     assert len(record.results) == 3 * len(names)
     assert record.sandbox == "bubblewrap"
-    averaged = {"math": 5, "code": 3, "tiny": 2, "bbh/subsets": 4, "retention": 3}
+    averaged = {"math": 5, "code": 3, "bbh/subsets": 4, "retention": 3}
     assert {(row.suite, row.average.tasks) for row in record.suites} == set(averaged.items())
     assert len(record.suites) == 3 * len(averaged)
-    harness = json.loads((tmp_path / "run" / "harness" / "gated" / "openbookqa.json").read_text())
-    plain = json.loads((tmp_path / "run" / "harness" / "adapter" / "openbookqa.json").read_text())
-    assert harness["samples"][0]["loglikelihoods"] != plain["samples"][0]["loglikelihoods"]
+    kept = [tmp_path / "run" / "samples" / row / "openbookqa.jsonl" for row in ("gated", "adapter")]
+    assert kept[0].read_text() != kept[1].read_text()
     capsys.readouterr()
     assert main(["regrade", str(tmp_path / "run"), "--grader", "math_verify"]) == 0
     again = read_record(tmp_path / "run" / "results-math_verify.json")

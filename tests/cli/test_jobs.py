@@ -243,31 +243,34 @@ def test_rows_longer_than_the_model_are_refused(tmp_path, fails):
 
 @pytest.mark.slow("whole commands")
 def test_quickstart(tmp_path, capsys):
-    """A shortened quickstart with every control: table, reading, figures and an artifact that generates."""
-    from loragate.quickstart.study import CONTROLS
+    """A shortened quickstart with every control: scores, reading, page, and folders that the other commands take."""
+    from loragate.evaluation.results import read_record
+    from loragate.quickstart.run import CONTROLS, DFT
 
     out = tmp_path / "run"
     run("quickstart", "--out", out, "--questions", 10, "--samples", 2, "--ranges=-3,1", "--controls", "full")
     assert "next: loragate generate" in capsys.readouterr().out
-    results = json.loads((out / "results.json").read_text())
-    rows = {row["name"]: row for row in results["table"]}
-    assert {"base", "LoRA", "LoRA, T = 0.3", "DFT", "SCALE [-3,1]", *CONTROLS} <= set(rows)
-    assert sum("clip(λ,0,1)" in name or "max(λ,0)" in name or "min(λ,1)" in name for name in rows) == 3
-    for row in rows.values():
-        assert not row["not_run"]
-        assert 0 <= row["accuracy"]["low"] <= row["accuracy"]["mean"] <= row["accuracy"]["high"] <= 1
-        assert row["retention"] is not None
-    for name in CONTROLS:
-        assert rows[name]["versus_gated"] is not None
-        assert name in results["controls"]
-        assert any(f"“{name}”" in line for line in results["reading"])
-    assert results["controls"]["LoRA, same rows again"]["steps"] == 157
+    record = read_record(out / "results.json")
+    names = [row.name for row in record.results if row.task == "tiny"]
+    assert names[:6] == ["adapter", "base", "adapter T=0.6", "adapter T=0.3", "adapter greedy", names[5]]
+    assert names[5].startswith("adapter λ=")
+    assert names[6:12] == [f"adapter {DFT}", *(f"{acts} {name}" for name, acts in CONTROLS.items())]
+    assert names[12:16] == ["gated", "gated T=0.6", "gated T=0.3", "gated greedy"]
+    assert names[16:] == [f"gated [-3,1] {name}" for name in ("noreverse", "noextrapolate", "unit")]
+    assert [row.name for row in record.results if row.task == "tiny_retention"] == names
+    assert not any("not run" in line for line in record.warnings)
     selection = json.loads((out / "gated" / "gate_config.json").read_text())["selection"]
-    assert selection["picked"] == results["selection"]["picked"] == ("[-3,1]" if selection["accepted"] else "adapter")
+    assert selection["picked"] == ("[-3,1]" if selection["accepted"] else "adapter")
     assert set(selection["evidence"]) == {"adapter", "[-3,1]"}
     assert "picked nothing" not in (out / "gated" / "README.md").read_text()
-    for name in ("accuracy.png", "entropy.png", "lambda.png"):
-        assert (out / "figures" / name).stat().st_size > 5000
+    reading = (out / "results.md").read_text()
+    assert "On tiny, gated is" in reading
+    assert reading.count("the control") == 2 * (1 + len(CONTROLS)), "each, on both tasks"
+    assert ("so the choice is to keep the adapter" in reading) != selection["accepted"]
+    assert "questions: 10" in (out / "config.yaml").read_text()
+    assert (out / "report.html").read_text().count("<svg ") >= 4
+    run("regrade", out)
+    assert not read_record(out / "results.json").suites, "the two tasks are never averaged"
     run("generate", "--model", out / "gated", "--prompt", "solve 3 + 4")
     run("inspect", out / "adapters" / "sft")
 
@@ -277,7 +280,6 @@ def test_the_quickstart_gives_the_same_numbers_again(tmp_path):
     tables = []
     for name in ("one", "two"):
         run("quickstart", "--out", tmp_path / name, "--questions", 10, "--samples", 2, "--ranges", "0,1")
-        results = json.loads((tmp_path / name / "results.json").read_text())
-        tables.append(results["table"])
+        tables.append((tmp_path / name / "results.md").read_text())
     assert tables[0] == tables[1], "same seed, same machine"
-    assert [row["name"] for row in tables[0] if row["not_run"]], "controls that train are left out unless asked for"
+    assert "not run: one λ per module" in tables[0], "controls that train are left out unless asked for"

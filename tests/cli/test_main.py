@@ -96,21 +96,6 @@ def test_mistakes_on_the_command_line(fails):
     assert "more" in fails("plan", "model", "more")
 
 
-def test_a_range_without_evidence_is_refused_with_the_reason(fails):
-    arguments = ["calibrate", "--adapter", "a", "--data", "b", "--out", "c"]
-    text = fails(*arguments, "--range=-3,1")
-    assert "nothing would show that --range=-3,1 helps" in text
-    assert "--unverified" in text
-    assert "wrong way round" in fails(*arguments, "--range=1,-3", "--unverified")
-    assert "two numbers" in fails(*arguments, "--range=-3", "--unverified")
-    assert "two numbers" in fails(*arguments, "--range=a,b", "--unverified")
-    assert "accepts one range" in fails(*arguments, "--unverified")
-    assert "leave out one of" in fails(*arguments, "--range=0,1", "--unverified", "--probe", "p.jsonl")
-    assert "stands there twice" in fails(*arguments, "--ranges", "0,1;0,1")
-    assert "no effect without --probe" in fails(*arguments, "--probe-task", "tiny")
-    assert "'anchored'" in fails(*arguments, "--ranges", "0,1@anchord")
-
-
 @pytest.mark.parametrize("words", [["--range", "-3,1"], ["--range=-3,1"]])
 def test_ranges_that_begin_with_a_minus(words):
     options, _ = parse(CALIBRATE, [*words, "--adapter", "a"])

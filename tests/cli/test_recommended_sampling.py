@@ -222,7 +222,7 @@ def test_what_an_evaluation_adds_and_says(place, name, asked, tasks, row, words)
     session = object.__new__(Session)
     session.request = Request(str(place / name), place, TaskSettings(temperature=asked))
     session.loaded = loaded
-    session.prepared = [SimpleNamespace(sampling=SimpleNamespace(temperature=heat)) for heat in tasks]
+    session.sampled = [SimpleNamespace(sampling=SimpleNamespace(temperature=heat)) for heat in tasks]
     assert session.recommended == row
     assert words in session.sampling_note
     assert bool(words) == bool(session.sampling_note)

@@ -3,6 +3,7 @@
 import inspect
 from pathlib import Path
 
+import peft.tuners.lora as package
 import pytest
 import torch
 from peft.tuners.lora import layer as lora_layer
@@ -25,8 +26,6 @@ MODULES = {
 
 
 def test_every_gateable_class_consults_the_variant():
-    import peft.tuners.lora as package
-
     assert set(MODULES) == GATEABLE_CLASSES
     for name, module in MODULES.items():
         source = (Path(package.__path__[0]) / f"{module}.py").read_text(encoding="utf-8")
@@ -38,8 +37,6 @@ def test_every_gateable_class_consults_the_variant():
 
 @pytest.mark.parametrize("module", ["awq", "aqlm", "eetq"])
 def test_refused_classes_still_do_not_consult_it(module):
-    import peft.tuners.lora as package
-
     source = (Path(package.__path__[0]) / f"{module}.py").read_text(encoding="utf-8")
     assert "lora_variant" not in source, f"{module} now reads variants: its class may be gated after a test"
 

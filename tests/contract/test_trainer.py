@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 import trl
+from torch.distributed.fsdp import fully_shard
 
 from loragate.training.trainer import StatisticsTrainer
 
@@ -64,8 +65,6 @@ def test_a_model_that_was_sharded_before_is_neither_wrapped_nor_reduced():
 
 
 def test_fsdp2_leaves_parameters_out():
-    from torch.distributed.fsdp import fully_shard
-
     assert "ignored_params" in inspect.signature(fully_shard).parameters
 
 

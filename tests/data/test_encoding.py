@@ -8,6 +8,7 @@ from chat_tokenizers import CHATML, CHATML_DEFAULT, THINKING, byte_level, decode
 from loragate.data import encoding
 from loragate.data.encoding import encode_rows
 from loragate.data.loading import load_rows
+from loragate.data.packed import PackedRows
 from loragate.errors import DataError
 
 
@@ -113,3 +114,30 @@ def test_tool_calls_from_a_column_store_are_those_of_json_lines(write, tmp_path)
     by_line, by_column = (list(encode_rows(rows, tokenizer, max_length=None)) for rows in (lines, columns))
     assert by_line == by_column
     assert '"arguments": {"query": "x"}' in learned(by_column[1], tokenizer)
+
+
+ITEMS = [
+    {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "row": 0},
+    {"input_ids": [0, 0], "labels": [-100, 0], "row": 4},
+]
+
+
+def test_packing_changes_nothing():
+    masks = [{**item, "keep_mask": [0] * (len(item["labels"]) - 1) + [1]} for item in ITEMS]
+    for items in (ITEMS, masks):
+        packed = PackedRows.of(items)
+        assert list(packed) == items
+        assert packed[-1] == items[-1]
+        assert packed[0:2] == items
+        assert list(PackedRows.joined([packed, PackedRows.of([]), packed])) == items * 2
+    with pytest.raises(IndexError):
+        PackedRows.of(ITEMS)[2]
+
+
+def test_rows_without_a_response_are_counted(talk, write):
+    rows = [{"messages": talk("a", "b")}, {"messages": talk("a", "")}, {"messages": talk("a", "\n")}]
+    summary = encode_rows(rows, byte_level(), max_length=None).summary
+    assert (summary.rows, summary.empty, summary.dropped) == (3, 2, 0)
+    path = write("rows.jsonl", rows[1:])
+    with pytest.raises(DataError, match="the response of every one of 2 rows is empty"):
+        encode_rows(load_rows(path), byte_level(), max_length=None)

@@ -119,15 +119,14 @@ def test_what_is_wrong_with_a_file_is_told_with_its_place(write, name, content, 
 def test_a_missing_file_names_the_nearest_and_how_a_hub_id_looks(write):
     path = write("train.jsonl", "{}")
     write("other.txt", "")
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(
+        DataError, match=r"found no file .*trian\.jsonl; did you mean 'train\.jsonl'\? A hub dataset is"
+    ):
         load_rows(path.parent / "trian.jsonl")
-    assert f"found no file {path.parent / 'trian.jsonl'}. The nearest file there is {path}." in str(caught.value)
-    assert "A hub dataset is written owner/name" in str(caught.value)
-    with pytest.raises(DataError, match=r"Its folder .*nowhere does not exist either"):
+    with pytest.raises(
+        DataError, match=r"found no file .*nowhere/train\.jsonl, nor a folder .*nowhere\. A hub dataset is"
+    ):
         load_rows(path.parent / "nowhere" / "train.jsonl")
-    (path.parent / "void").mkdir()
-    with pytest.raises(DataError, match="void holds no files"):
-        load_rows(path.parent / "void" / "train.jsonl")
 
 
 @pytest.mark.parametrize("source", ["train", "data/train.csv", "data/train.jsonl", "a/b/c", "../x/y"])

@@ -15,7 +15,7 @@ from chat_tokenizers import (
 )
 
 from loragate.data.formats import Turns, normalize
-from loragate.data.rendering import Encoder, prompt_ids, render_prompt
+from loragate.data.rendering import Encoder, SegmentTokenizer, prompt_ids, render_prompt
 from loragate.errors import ConfigError, DataError
 
 TOKENIZERS = {
@@ -185,3 +185,15 @@ def test_many_rows_at_once_are_as_one_by_one(talk):
     ]
     encoder = Encoder(tokenizer, max_length=40)
     assert encoder.encode(rows) == [encode(row, tokenizer, max_length=40, where=where) for row, where in rows]
+
+
+def test_a_piece_that_merges_with_the_newline_before_it_is_tokenised_alone():
+    tokenizer = space_adding()
+    tokenizer.add_tokens(["\n\n"])
+    (ids,) = SegmentTokenizer(tokenizer)(["\nfour"], [True])
+    assert tokenizer.decode(ids).strip(" ") == "\nfour"
+
+
+def test_bos_is_not_doubled():
+    tokenizer = byte_level(bos="<bos>", adds_bos=True)
+    assert prompt_ids("<bos>two", tokenizer).count(tokenizer.bos_token_id) == 1

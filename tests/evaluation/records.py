@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from loragate.evaluation.answers import Grade
 from loragate.evaluation.results import EvaluationRecord, TaskInfo, TaskResult, task_result
-from loragate.generation import SamplingConfig
+from loragate.generation import Sample, SamplingConfig
 
 IDS = ("sum-1", "sum-2", "sum-3")
 GATED = np.array([[1, 1, 1], [1, 1, 0], [0, 0, 0]])
@@ -17,19 +18,22 @@ FINISH = ["stop"] * 8 + ["length"]
 REASONS = ["ok"] * 5 + ["wrong"] * 3 + ["no_box"]
 
 
-def make_result(variant: Any, **others: Any) -> TaskResult:
+def answered(scores: Any, finish: Any = "stop", answers: Any = None, reasons: Any = None) -> tuple[Any, Any]:
+    """Answers to questions with these verdicts [Q, K], which grow longer from 10 tokens on, and the verdicts."""
+    table = np.array(scores)
+    samples, grades = [], []
+    for place, (question, sample) in enumerate(np.ndindex(*table.shape)):
+        right, end = bool(table[question, sample]), finish if isinstance(finish, str) else finish[place]
+        samples.append(Sample(question, sample, "", tuple(range(10 + place)), end, 0.7))
+        reason = ("ok" if right else "wrong") if reasons is None else reasons[place]
+        grades.append(Grade(right, answers and answers[question][sample], reason))
+    return samples, grades
+
+
+def make_result(variant: Any, adapter_scores: Any = ADAPTER, votes: bool = True, **others: Any) -> TaskResult:
     """Nine samples, three of each of three questions."""
-    arguments: dict[str, Any] = {
-        "question_ids": IDS,
-        "reasons": REASONS,
-        "finish_reasons": FINISH,
-        "tokens": list(range(10, 19)),
-        "answers": ANSWERS,
-        "adapter_scores": ADAPTER,
-        "entropy": 0.7,
-        "seconds": 1.5,
-    }
-    return task_result("sums", variant, GATED, **(arguments | others))
+    told = {"votes": votes, "adapter_scores": adapter_scores, "seconds": 1.5, **others}
+    return task_result("sums", variant, IDS, *answered(GATED, FINISH, ANSWERS, REASONS), **told)[0]
 
 
 def make_record() -> EvaluationRecord:
@@ -52,7 +56,7 @@ def make_record() -> EvaluationRecord:
         results=(
             make_result("base"),
             make_result("adapter", adapter_scores=None),
-            make_result("adapter", control="T=0.6", temperature=0.6, answers=None, entropy=None),
+            make_result("adapter", control="T=0.6", temperature=0.6, votes=False),
             make_result("gated"),
         ),
         seed=7,

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from loragate.evaluation.answers import Grade, choice_letter, grade_choice, grade_exact
+from loragate.evaluation.answers import Grade, choice_letter, grade_text
 from loragate.evaluation.judging import grade_tiny
 from loragate.world.problems import problems, retention_items
 
@@ -65,7 +65,7 @@ def test_letters(response, letter):
 @pytest.mark.parametrize("response", NOTHING, ids=[str(i) for i in range(len(NOTHING))])
 def test_no_letter(response):
     assert choice_letter(response) is None
-    assert grade_choice(response, "A") == Grade(False, None, "no_answer")
+    assert grade_text(response, "A", "choice") == Grade(False, None, "no_answer")
 
 
 @pytest.mark.parametrize("filler", ["\n", " ", "*", "_", "(", "$", "answer is ", "** "])
@@ -83,11 +83,11 @@ def test_letters_outside_the_choices_do_not_count():
 
 
 def test_exact():
-    assert grade_exact(" yes\n", "yes ") == Grade(True, "yes", "ok")
-    assert grade_exact("yes.", "yes") == Grade(False, "yes.", "wrong")
-    assert grade_exact(" \n", "yes") == Grade(False, None, "no_answer")
-    assert grade_exact(r"so \boxed{yes} it is", "yes", "boxed") == Grade(True, "yes", "ok")
-    assert grade_exact("yes", "yes", "boxed") == Grade(False, None, "no_box")
+    assert grade_text(" yes\n", "yes ", "exact") == Grade(True, "yes", "ok")
+    assert grade_text("yes.", "yes", "exact") == Grade(False, "yes.", "wrong")
+    assert grade_text(" \n", "yes", "exact") == Grade(False, None, "no_answer")
+    assert grade_text(r"so \boxed{yes} it is", "yes", "boxed") == Grade(True, "yes", "ok")
+    assert grade_text("yes", "yes", "boxed") == Grade(False, None, "no_box")
 
 
 def test_tiny():

@@ -1,6 +1,5 @@
-"""Retention suites through lm-evaluation-harness: rows, answers, log-likelihoods of gated models, scores in order."""
+"""Retention suites through lm-evaluation-harness: rows, prompts, log-likelihoods of gated models, verdicts."""
 
-import dataclasses
 import json
 import re
 import socket
@@ -13,12 +12,17 @@ import torch
 
 import loragate as lg
 from loragate.errors import ConfigError, DataError
-from loragate.evaluation.harness import Answer, HarnessScores, greedy_answers, run_harness
-from loragate.evaluation.retention import retention_averages
+from loragate.evaluation.evaluate import Evaluation
+from loragate.evaluation.harness import draw_likelihoods, grade_by_harness
+from loragate.evaluation.prepared import prepare
+from loragate.evaluation.settings import TaskSettings
 from loragate.evaluation.tasks import load_questions, load_task
-from loragate.evaluation.tasks.questions import COLUMNS
-from loragate.generation import SamplingConfig, TransformersEngine
+from loragate.evaluation.tasks.questions import CHECKS
+from loragate.evaluation.variants import Variant
+from loragate.generation import Sample, TransformersEngine
+from loragate.generation.samples import draw_samples, read_samples
 from loragate.recipes.standins import QUESTIONS
+from loragate.records import to_json
 from loragate.report.scores import suites_of
 from tiny import VOCABULARY, tiny_adapter, tiny_base, tiny_tokenizer
 
@@ -35,10 +39,24 @@ def write_rows(path, rows):
     return str(path)
 
 
-def ask(model, tokenizer, name, path=None, *, batch_size=8, limit=None, **options):
-    task, engine = load_task(name), TransformersEngine(model, tokenizer, batch_size)
-    questions = load_questions(task, path or DATA[name], limit)
-    return run_harness(engine, tokenizer, task, questions, positions=model.config.max_position_embeddings, **options)
+@pytest.fixture
+def ask(tmp_path):
+    """(prepared task, answers, verdicts) of a model."""
+
+    def asked(model, tokenizer, name, path=None, *, limit=None, batch_size=8, system="none", **settings):
+        task, positions = load_task(name), model.config.max_position_embeddings
+        questions = load_questions(task, path or DATA[name], limit)
+        prepared = prepare(task, questions, tokenizer, TaskSettings(**settings), positions, system)
+        engine, file = TransformersEngine(model, tokenizer, batch_size), tmp_path / "samples.jsonl"
+        file.unlink(missing_ok=True)
+        if prepared.options:
+            draw_likelihoods(engine, prepared.options, file)
+        else:
+            draw_samples(engine, prepared.prompts, prepared.sampling, file)
+        samples = read_samples(file)
+        return prepared, samples, grade_by_harness(task, prepared.questions.questions, samples)
+
+    return asked
 
 
 def shaken_gates(seed=3):
@@ -70,7 +88,10 @@ def test_a_folder_with_one_file_per_subtask_gives_the_same_questions(tmp_path):
     task = load_task("bbh")
 
     def asked(path):
-        return [(question.id, question.row) for question in load_questions(task, path).questions]
+        return [
+            (question.id, question.subset, question.prompt, question.gold)
+            for question in load_questions(task, path).questions
+        ]
 
     assert asked(tmp_path) == asked(DATA["bbh"])
     write_rows(tmp_path / "snark.jsonl", [{"input": "a", "target": "b"}])
@@ -88,7 +109,7 @@ def test_a_folder_with_one_file_per_subtask_gives_the_same_questions(tmp_path):
         ("mmlu_pro", {"category": "biologie"}, "found category 'biologie'.*did you mean 'biology'"),
         ("mmlu_pro", {"question_id": 9000}, "the id '9000' .*:1 already"),
         ("mmlu_pro", {"question_id": None}, "column 'question_id' holds null"),
-        ("mmlu_pro", {"question": " "}, "column 'question' is empty"),
+        ("mmlu_pro", {"question": " "}, "'question' is empty"),
         ("mmlu_pro", {"question": ...}, "no column 'question'.*mmlu_pro expects question_id"),
         ("bbh", {"subtask": "boolean_expression"}, "found subtask .*did you mean 'boolean_expressions'"),
         ("bbh", {"subtask": ...}, "found subtask None"),
@@ -112,69 +133,6 @@ def test_an_absent_file_says_which_would_do():
         DataError, match=r"found no file nowhere\.jsonl for openbookqa; .* columns id .*, question_stem"
     ):
         load_questions(load_task("openbookqa"), "nowhere.jsonl")
-
-
-# -------------------------------------------------------------------------------------------------- answers
-
-
-@pytest.mark.parametrize("gated", [False, True])
-def test_answers_are_those_of_the_engine_at_temperature_zero(gated):
-    model = shaken_gates() if gated else tiny_base()
-    tokenizer = tiny_tokenizer()
-    texts = ["<user> w1 w2 <assistant>", "<user> w9 <assistant>", "<user> w4 w5 w6 w7 <assistant>"]
-    engine = TransformersEngine(model, tokenizer, batch_size=2)
-    expected = engine.generate(texts, SamplingConfig(temperature=0.0, max_new_tokens=24))
-    prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    answers = greedy_answers(engine, prompts, stops=[], max_new_tokens=24, positions=512)
-    assert [(a.text, a.tokens, a.finish_reason) for a in answers] == [
-        (s.text, len(s.token_ids), s.finish_reason) for s in expected
-    ]
-
-
-def test_a_stop_string_and_the_models_positions_end_an_answer():
-    engine = TransformersEngine(tiny_base(max_position_embeddings=40), tiny_tokenizer())
-    prompts = [[3, 6, 7, 4], [3, 9, 4], list(range(5, 60))]
-    options = {"max_new_tokens": 12, "positions": 40}
-    came: list[tuple[int, int]] = []
-    free = greedy_answers(engine, prompts, stops=[], on_progress=lambda *step: came.append(step), **options)
-    assert came[-1] == (3, 3)
-    assert [(answer.budget, answer.cut) for answer in free] == [(12, 0), (12, 0), (10, 25)]
-    assert free[2].tokens == 10
-    assert free[2].finish_reason == "length"
-    words = free[0].text.split()
-    stop = next(word for word in words[2:] if word not in words[:2])
-    place = words.index(stop)
-    stopped = greedy_answers(engine, prompts, stops=[stop], **options)
-    assert stopped[0].text == " ".join(words[:place]) + " "
-    assert (stopped[0].tokens, stopped[0].finish_reason) == (place + 1, "stop_text")
-
-
-def test_the_end_of_a_table_of_positions_is_never_passed():
-    from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig, OPTConfig
-
-    tokenizer = tiny_tokenizer()
-    torch.manual_seed(0)
-    size = {"vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
-    small = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "ffn_dim": 16,
-        "word_embed_proj_dim": 16,
-    }
-    gpt = {"n_positions": 40, "n_embd": 16, "n_layer": 1, "n_head": 2}
-    configs = (
-        GPT2Config(**gpt, **size),
-        GPTJConfig(**gpt, rotary_dim=4, **size),
-        OPTConfig(max_position_embeddings=40, **small, **size),
-    )
-    prompts = [[5 + index % 9] * length for index, length in enumerate((3, 38, 30, 29, 4, 28, 60))]
-    options = {"stops": [], "max_new_tokens": 12, "positions": 40}
-    for config in configs:
-        model = AutoModelForCausalLM.from_config(config).eval()
-        alone = greedy_answers(TransformersEngine(model, tokenizer, batch_size=1), prompts, **options)
-        assert [answer.budget for answer in alone] == [12, 10, 10, 11, 12, 12, 10]
-        assert greedy_answers(TransformersEngine(model, tokenizer, batch_size=7), prompts, **options) == alone
 
 
 # -------------------------------------------------------------------------------------------------- extraction
@@ -237,36 +195,24 @@ def no_network(monkeypatch):
 
 
 @pytest.mark.parametrize("name", SUITES)
-def test_suites_run_offline_quietly_and_the_same_again(harness, gated, no_network, capfd, name):
-    seen = []
-    gated.train()
-    options = {"max_new_tokens": 8, "on_progress": lambda done, total: seen.append((done, total))}
-    first = ask(gated, tiny_tokenizer(), name, **options)
-    assert gated.training
-    gated.eval()
-    requests = {"mmlu_pro": 6, "bbh": 6, "openbookqa": 20}[name]
-    assert seen[-1] == (requests, requests)
-    assert seen == sorted(seen)
-    again = ask(gated, tiny_tokenizer(), name, **{**options, "on_progress": None}, batch_size=2)
+def test_suites_run_offline_quietly_and_the_same_again(harness, gated, no_network, capfd, ask, name):
+    prepared, samples, grades = ask(gated, tiny_tokenizer(), name, max_new_tokens=8)
+    again = ask(gated, tiny_tokenizer(), name, max_new_tokens=8, batch_size=2)
     captured = capfd.readouterr()
     assert captured.out == ""
     assert "it/s" not in captured.err
-    assert "examples" not in captured.err
-    assert len(first.scores) == len(sample_rows(name))
-    assert [sample["question"] for sample in first.samples] == list(first.questions)
-    assert first.prompts_hash == again.prompts_hash
-    assert [s.get("text") for s in first.samples] == [s.get("text") for s in again.samples]
-    assert first.scores == again.scores
-    assert json.dumps(first.samples)
-    assert first.version.endswith("+loragate.1")
+    assert "metadata" not in captured.err
+    assert len(grades) == len(samples) == len(sample_rows(name))
+    assert (prepared, grades) == (again[0], again[2])
     if name == "openbookqa":
-        assert set(first.samples[0]["scores"]) == {"acc,none", "acc_norm,none"}
-        assert first.settings["max_new_tokens"] is None
+        assert set(grades[0].scores) == {"acc,none", "acc_norm,none"}
+        assert prepared.sampling.max_new_tokens == 1
     else:
-        assert first.settings["max_new_tokens"] == 8
-        assert "subsets have no question" in first.warnings[0]
+        assert prepared.sampling.max_new_tokens == 8
+        assert "subsets have no question" in " ".join(prepared.warnings)
+        assert [sample.text for sample in samples] == [sample.text for sample in again[1]]
     if name == "mmlu_pro":
-        assert first.samples[0]["prompt"].startswith("<user> The following are multiple choice questions")
+        assert prepared.prompts[0].startswith("<user> The following are multiple choice questions")
 
 
 PLANTED = {
@@ -289,23 +235,18 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_planted_answers_are_scored_strictly_and_flexibly(harness, monkeypatch, name):
+def test_planted_answers_are_scored_strictly_and_flexibly(harness, name):
     texts, right = PLANTED[name]
-    answers = iter(texts)
-    monkeypatch.setattr(
-        "loragate.evaluation.harness.greedy_answers",
-        lambda engine, prompts, **_: [Answer(next(answers), 3, "stop", 8, 0) for _ in prompts],
-    )
-    found = ask(tiny_base(), tiny_tokenizer(), name)
-    assert [sample["text"] for sample in found.samples] == texts
-    assert list(found.scores) == right
-    assert [sample["correct"] for sample in found.samples] == [score == 1 for score in right]
+    questions = load_questions(load_task(name), DATA[name]).questions
+    samples = [Sample(index, 0, text, (1,), "stop", None) for index, text in enumerate(texts)]
+    grades = grade_by_harness(load_task(name), questions, samples)
+    assert [grade.correct for grade in grades] == [score == 1 for score in right]
     if name == "mmlu_pro":
-        assert [sample["scores"]["exact_match,custom-extract"] for sample in found.samples] == [0, 1, 0, 0, 1, 1]
-        assert found.samples[0]["extracted"] == {"custom-extract": "[invalid]", "flexible": "B"}
-        assert found.subsets == ("biology", "biology", "computer science", "computer science", "math", "math")
+        assert [grade.scores["exact_match,custom-extract"] for grade in grades] == [0, 1, 0, 0, 1, 1]
+        assert grades[0].extracted == "B"
+        assert [question.subset for question in questions[:3]] == ["biology", "biology", "computer science"]
     else:
-        assert found.samples[2]["extracted"]["flexible-extract"] == "[invalid]"
+        assert (grades[2].extracted, grades[2].reason) == (None, "no_answer")
 
 
 def openbook_rows(tmp_path):
@@ -335,106 +276,104 @@ def own_loglikelihood(model, tokenizer, prompt, continuation):
 
 
 @pytest.mark.parametrize(("system", "whole"), [("none", False), ("keep", True)])
-def test_a_system_message_that_a_template_slips_in_is_asked_for(harness, tmp_path, system, whole):
+def test_a_system_message_that_a_template_slips_in_is_asked_for(harness, tmp_path, ask, system, whole):
     rows, path = openbook_rows(tmp_path)
     tokenizer = tiny_tokenizer()
     own = tokenizer.chat_template
     slipped = "{% if messages[0]['role'] != 'system' %}be brief {% endif %}"
     tokenizer.chat_template = slipped + own
-    (sample,) = ask(tiny_base(), tokenizer, "openbookqa", path, limit=1, system=system).samples
+    prepared, _, _ = ask(tiny_base(), tokenizer, "openbookqa", path, limit=1, system=system)
     tokenizer.chat_template = own
     question = [{"role": "user", "content": rows[0]["question_stem"]}]
     rendered = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
-    assert sample["prompt"] == ("be brief " if whole else "") + rendered
+    assert prepared.prompts == (("be brief " if whole else "") + rendered,)
 
 
 @pytest.mark.parametrize("chat_template", [True, False])
-def test_loglikelihoods_are_the_gated_models_own(harness, gated, tmp_path, chat_template):
+def test_loglikelihoods_are_the_gated_models_own(harness, gated, tmp_path, ask, chat_template):
     rows, path = openbook_rows(tmp_path)
     tokenizer = tiny_tokenizer()
-    template = tokenizer.chat_template
     if not chat_template:
         tokenizer.chat_template = None
 
-    def score(model):
-        return ask(model, tokenizer, "openbookqa", path, batch_size=4)
+    def values(model):
+        _, samples, _ = ask(model, tokenizer, "openbookqa", path, batch_size=4)
+        return np.array([[one for one, _ in json.loads(sample.text)] for sample in samples])
 
-    def values(scores):
-        return np.array([sample["loglikelihoods"] for sample in scores.samples])
-
-    base, with_gates = score(tiny_base()), score(gated)
+    prepared, _, grades = ask(gated, tokenizer, "openbookqa", path)
+    base, with_gates = values(tiny_base()), values(gated)
     with lg.gate_override(gated, constant=0.0):
-        switched_off = score(gated)
+        switched_off = values(gated)
     with lg.gate_override(gated, constant=1.0):
-        adapter = score(gated)
+        adapter = values(gated)
     expected = []
-    for row, sample in zip(rows, with_gates.samples):
-        rendered = tokenizer.apply_chat_template(
-            [{"role": "user", "content": row["question_stem"]}],
-            chat_template=template,
-            tokenize=False,
-            add_generation_prompt=True,
-        )
-        assert sample["prompt"] == (rendered if chat_template else row["question_stem"])
-        assert [choice.strip() for choice in sample["choices"]] == row["choices"]["text"]
-        expected.append([own_loglikelihood(gated, tokenizer, sample["prompt"], c) for c in sample["choices"]])
-    np.testing.assert_allclose(values(with_gates), expected, atol=1e-4)
-    np.testing.assert_allclose(values(switched_off), values(base), atol=1e-5)
-    np.testing.assert_allclose(values(adapter), values(score(tiny_adapter())), atol=1e-5)
-    assert np.abs(values(with_gates) - values(base)).min() > 1e-3
-    assert np.abs(values(with_gates) - values(adapter)).min() > 1e-4
+    for row, prompt in zip(rows, prepared.prompts, strict=True):
+        assert row["question_stem"] in prompt
+        assert prompt.rstrip().endswith("<assistant>") == chat_template
+        expected.append([own_loglikelihood(gated, tokenizer, prompt, choice) for choice in row["choices"]["text"]])
+    np.testing.assert_allclose(with_gates, expected, atol=1e-4)
+    np.testing.assert_allclose(switched_off, base, atol=1e-5)
+    np.testing.assert_allclose(adapter, values(tiny_adapter()), atol=1e-5)
+    assert np.abs(with_gates - base).min() > 1e-3
+    assert np.abs(with_gates - adapter).min() > 1e-4
     gold = np.array(["ABCD".index(row["answerKey"]) for row in rows])
-    columns = {
-        metric: [sample["scores"][metric] for sample in with_gates.samples]
-        for metric in with_gates.samples[0]["scores"]
-    }
-    np.testing.assert_array_equal(columns["acc,none"], np.argmax(expected, axis=1) == gold)
     lengths = np.array([[len(text) for text in row["choices"]["text"]] for row in rows])
-    right = np.argmax(np.array(expected) / lengths, axis=1) == gold
-    np.testing.assert_array_equal(columns["acc_norm,none"], right)
+    for metric, shown in (("acc,none", expected), ("acc_norm,none", np.array(expected) / lengths)):
+        assert [grade.scores[metric] for grade in grades] == (np.argmax(shown, axis=1) == gold).tolist()
+    assert [grade.correct for grade in grades] == [grade.scores["acc,none"] == 1 for grade in grades]
 
 
-def test_a_short_context_cuts_prompts_and_says_so(harness):
-    model = tiny_base(max_position_embeddings=48)
-    scores = ask(model, tiny_tokenizer(), "mmlu_pro", limit=1)
-    assert scores.settings["max_new_tokens"] == 2048
-    assert any("had room for 12 to 12 new tokens only, not 2048" in warning for warning in scores.warnings)
-    assert any("3 prompts were cut at their beginning" in warning for warning in scores.warnings)
-    assert [sample["budget"] for sample in scores.samples] == [12, 12, 12]
-    assert all(sample["prompt_tokens_cut"] > 0 for sample in scores.samples)
+def test_a_short_context_cuts_prompts_and_says_so(harness, ask):
+    prepared, samples, _ = ask(tiny_base(max_position_embeddings=48), tiny_tokenizer(), "mmlu_pro", limit=1)
+    assert any("fewer than 2048 tokens" in one and "the shortest after 12" in one for one in prepared.warnings)
+    assert any("3 prompts were cut at their beginning" in warning for warning in prepared.warnings)
+    assert {len(tiny_tokenizer()(prompt)["input_ids"]) for prompt in prepared.prompts} == {36}
+    assert all(len(sample.token_ids) <= 12 for sample in samples)
+
+
+def test_a_prompt_with_options_is_cut_only_where_one_does_not_fit(harness, tmp_path, ask):
+    rows, _ = openbook_rows(tmp_path)
+    rows[0]["question_stem"] += " w1" * 40  # more than three quarters of the positions
+    path = write_rows(tmp_path / "long.jsonl", rows)
+    tokenizer, limit = tiny_tokenizer(), {"limit": 1}
+    whole, _, _ = ask(tiny_base(), tokenizer, "openbookqa", path, **limit)
+    longest = max(len(before) + len(after) for before, after in whole.options[0])
+    fits, _, _ = ask(tiny_base(max_position_embeddings=longest), tokenizer, "openbookqa", path, **limit)
+    assert (fits.options, fits.prompts, fits.warnings) == (whole.options, whole.prompts, whole.warnings)
+    cut, _, _ = ask(tiny_base(max_position_embeddings=longest - 1), tokenizer, "openbookqa", path, **limit)
+    assert max(len(before) + len(after) for before, after in cut.options[0]) == longest - 1
+    assert any("1 prompts were cut at their beginning" in warning for warning in cut.warnings)
+
+
+def test_blanks_around_the_key_of_an_answer_do_not_matter(tmp_path):
+    rows = sample_rows("openbookqa")
+    key = rows[0]["answerKey"]
+    rows[0]["answerKey"] = f" {key} "
+    questions = load_questions(load_task("openbookqa"), write_rows(tmp_path / "rows.jsonl", rows)).questions
+    assert (questions[0].row["answerKey"], questions[0].gold) == (key, key)
 
 
 @pytest.mark.contract
-def test_answers_and_loglikelihoods_are_those_of_the_harnesss_own_model_class(harness, gated, monkeypatch):
+def test_answers_and_loglikelihoods_are_those_of_the_harnesss_own_model_class(harness, gated, ask):
+    """Also that it tokenises pairs of prompt and option as we do."""
+    from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
-    ours = {name: ask(gated, tokenizer, name, max_new_tokens=12) for name in SUITES}
-
-    class Plain(HFLM):
-        cut_choices = 0
-
-        def generate_until(self, requests, disable_tqdm=True):
-            texts = super().generate_until(requests, disable_tqdm=True)
-            self.answers |= {
-                request.doc["loragate_index"]: Answer(text, 0, "stop", 12, 0) for request, text in zip(requests, texts)
-            }
-            return texts
-
-    def plain(*_):
-        model = Plain(pretrained=gated, tokenizer=tiny_tokenizer(), batch_size=8)
-        model.answers = {}
-        return model
-
-    monkeypatch.setattr("loragate.evaluation.harness._bridge", plain)
+    theirs = HFLM(pretrained=gated, tokenizer=tiny_tokenizer(), batch_size=8)
     for name in SUITES:
-        theirs = ask(gated, tokenizer, name, max_new_tokens=12)
-        assert theirs.prompts_hash == ours[name].prompts_hash
-        assert theirs.scores == ours[name].scores
-        for mine, other in zip(ours[name].samples, theirs.samples):
-            assert mine.get("text") == other.get("text")
-            assert mine.get("loglikelihoods", []) == pytest.approx(other.get("loglikelihoods", []), abs=1e-5)
+        prepared, samples, _ = ask(gated, tokenizer, name, max_new_tokens=12)
+        how = {"until": list(prepared.sampling.stop), "max_gen_toks": 12, "do_sample": False}
+        for prompt, question, sample in zip(prepared.prompts, prepared.questions.questions, samples, strict=True):
+            if not question.options:
+                request = Instance("generate_until", {}, (prompt, how), 0, (name, 0, 1))
+                assert theirs.generate_until([request], disable_tqdm=True) == [sample.text]
+                continue
+            kind = "loglikelihood"
+            requests = [Instance(kind, {}, (prompt, one), 0, (name, 0, 1)) for one in question.options]
+            found = [one for one, _ in theirs.loglikelihood(requests, disable_tqdm=True)]
+            assert found == pytest.approx([one for one, _ in json.loads(sample.text)], abs=1e-5)
 
 
 @pytest.mark.contract
@@ -442,7 +381,7 @@ def test_the_strict_filter_and_the_subsets_are_still_the_harnesss_own(harness):
     tasks = Path(harness.__file__).parent / "tasks"
     pattern = load_task("mmlu_pro").harness.override["filter_list"][0]["filter"][0]["regex_pattern"]
     assert f"'{pattern}'" in (tasks / "mmlu_pro" / "_default_template_yaml").read_text(encoding="utf-8")
-    for name in COLUMNS:
+    for name in CHECKS:
         suite = load_task(name).harness
         for subset in suite.subsets or ("",):
             assert (tasks / suite.files.format(subset=subset.replace(" ", "_"))).is_file()
@@ -451,40 +390,48 @@ def test_the_strict_filter_and_the_subsets_are_still_the_harnesss_own(harness):
             assert len(list(files)) == len(suite.subsets)
 
 
-def test_bbh_counts_by_its_subsets_and_every_suite_the_same_in_the_average():
-    def measured(name, scores):
-        names = tuple(map(str, range(len(scores))))
-        own = subsets[name] or ("",) * len(scores)
-        return HarnessScores(name, "1", "acc,none", tuple(scores), names, own, "", (), {}, ())
+def test_bbh_counts_by_its_subsets_and_every_suite_the_same_in_the_average(tmp_path):
+    rows = {"mmlu_pro": [1, 1, 0, 0, 0, 0], "bbh": [1, 1, 1, 1, 0, 1], "openbookqa": [1, 0, 0, 0, 1]}
+    strata = {"mmlu_pro": [range(6)], "bbh": [range(4), range(4, 6)], "openbookqa": [range(5)]}
 
-    kinds = ("adapter", "base")
-    rows = {"mmlu_pro": [1, 1, 0, 0, 0, 0, 0, 0], "bbh": [1, 1, 1, 1, 0, 1], "openbookqa": [1, 0]}
-    subsets = {"mmlu_pro": ("law",) * 2 + ("math",) * 6, "bbh": ("a",) * 4 + ("b",) * 2, "openbookqa": None}
-    found = {
-        name: {kind: measured(name, [1 - score for score in scores] if kind == "base" else scores) for kind in kinds}
-        for name, scores in rows.items()
-    }
-    averages = retention_averages(found)
-    assert [(row.suite, row.variant, row.average.tasks) for row in averages] == [
+    class Part:
+        def __init__(self, name):
+            self.task = load_task(name)
+            self.strata = lambda: [np.array(part) for part in strata[name]]
+
+    kinds = [Variant("adapter"), Variant("base"), Variant("adapter", "T=0.6", temperature=0.6)]
+    rows["arithmetic"], strata["arithmetic"] = [1, 0], [range(2)]
+    scores = {("adapter", name): np.array(own, dtype=float)[:, None] for name, own in rows.items()}
+    scores |= {("base", name): 1 - table for (_, name), table in scores.items()}
+
+    def averages(names):
+        one = Evaluation(tmp_path, [Part(name) for name in names], kinds, models={}, canary={}, seed=0)
+        return one._averages(scores)
+
+    found = averages([*SUITES, "arithmetic"])  # a suite of which one task was asked has no average
+    assert [(row.suite, row.variant, row.average.tasks) for row in found] == [
         ("bbh/subsets", "adapter", 2),
         ("bbh/subsets", "base", 2),
         ("retention", "adapter", 3),
         ("retention", "base", 3),
     ]
-    assert averages[0].average.mean == pytest.approx((1 + 0.5) / 2), "over questions it would be 5 of 6"
-    assert averages[2].average.mean == pytest.approx((2 / 8 + 0.75 + 1 / 2) / 3)
-    assert averages[2].comparison is None
-    assert averages[3].comparison.mean == pytest.approx(averages[3].average.mean - averages[2].average.mean)
-    assert averages[3].comparison.low <= averages[3].comparison.mean <= averages[3].comparison.high
-    titles = [title for title, _ in suites_of({"suites": [dataclasses.asdict(row) for row in averages]})]
+    assert found[0].average.mean == pytest.approx((1 + 0.5) / 2), "over questions it would be 5 of 6"
+    assert found[2].average.mean == pytest.approx((2 / 6 + 0.75 + 2 / 5) / 3)
+    assert found[2].comparison is None
+    assert found[3].comparison.mean == pytest.approx(found[3].average.mean - found[2].average.mean)
+    assert found[3].comparison.low <= found[3].comparison.mean <= found[3].comparison.high
+    titles = [title for title, _ in suites_of({"suites": to_json(found)})]
     assert titles == ["bbh: average of its 2 subsets", "average of the 3 retention tasks (bbh by its subsets)"]
-    assert len(retention_averages({"openbookqa": found["openbookqa"]})) == 0
+    assert averages(["openbookqa"]) == []
+    # a task of one's own may be of a suite whose other tasks ask for no controls
+    scores["adapter T=0.6", "openbookqa"] = scores["adapter", "openbookqa"]
+    assert [row.control for row in averages(["openbookqa", "mmlu_pro"])] == [None, None]
 
 
 # --------------------------------------------------------------------------------------------------- refusals
 
 
-def test_without_the_harness_the_way_to_install_it_is_named(monkeypatch):
+def test_without_the_harness_the_way_to_install_it_is_named(monkeypatch, ask):
     for name in [name for name in sys.modules if name.split(".")[0] == "lm_eval"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
@@ -501,7 +448,7 @@ def test_suites_are_read_at_the_commit_of_their_task(monkeypatch):
         raise DataError("no connection.")
 
     monkeypatch.setattr("loragate.evaluation.tasks.questions.load_rows", refuse)
-    for name in COLUMNS:
+    for name in CHECKS:
         task = load_task(name)
         with pytest.raises(DataError, match=rf"{name}: .*--data {name}=FILE.* columns.*no connection"):
             load_questions(task)

@@ -76,12 +76,6 @@ def test_logit_interval_leans_towards_the_middle_and_stays_inside() -> None:
     assert (mirrored.low, mirrored.high) == pytest.approx((1 - logit.high, 1 - logit.low))
 
 
-def test_both_intervals_agree_on_many_questions() -> None:
-    scores = np.random.default_rng(5).random((5000, 4)) < 0.4
-    logit, symmetric = average_at_k(scores), symmetric_of(scores)
-    assert (logit.low, logit.high) == pytest.approx((symmetric.low, symmetric.high), abs=2e-5)
-
-
 @settings(max_examples=60)
 @given(tables(), st.randoms(use_true_random=False))
 def test_order_of_questions_and_samples_does_not_matter(table: list[list[int]], random: Random) -> None:
@@ -123,12 +117,6 @@ def test_equal_questions_inside_the_range_and_a_single_question() -> None:
     assert level.high - 0.5 == pytest.approx(0.5 - level.low)
     assert average_at_k([[1, 0, 0]]) == Estimate(pytest.approx(1 / 3), 0, 0, 1, 1, 3)
     assert average_at_k([[1, 1, 1]]).low == 0
-
-
-def test_unbounded_scores_without_spread_have_no_bound() -> None:
-    for scores in ([[7.0]], [[7.0], [7.0]]):
-        estimate = average_at_k(scores)
-        assert (estimate.low, estimate.high) == (-math.inf, math.inf)
 
 
 def test_rounding_does_not_pass_for_spread() -> None:
@@ -183,8 +171,7 @@ def test_equal_sides_differ_by_nothing_but_not_with_certainty() -> None:
 def test_p_is_uniform_under_the_null() -> None:
     generator = np.random.default_rng(4)
     values = [compare(generator.normal(size=(20, 1)), generator.normal(size=(20, 1)), seed=i).p for i in range(400)]
-    ranks = np.sort(values)
-    distance = np.max(np.abs(ranks - (np.arange(400) + 0.5) / 400)) + 0.5 / 400
+    distance = np.max(np.abs(np.sort(values) - (np.arange(400) + 0.5) / 400)) + 0.5 / 400
     assert distance < 1.63 / math.sqrt(400)  # Kolmogorov-Smirnov at the 1 % level
     exact = [compare(generator.normal(size=(8, 1)), np.zeros((8, 1))).p for _ in range(1000)]
     assert np.mean(np.array(exact) <= 0.05) == pytest.approx(12 / 256, abs=0.02)
@@ -236,13 +223,6 @@ def test_suite_average_by_hand() -> None:
     assert suite_average([EASY, LONG], seed=1).low == pytest.approx(suite.low, abs=0.005)
 
 
-def test_bootstrap_in_parts_equals_its_normal_limit() -> None:
-    """5,000 questions take several parts of draws."""
-    scores = GENERATOR.random((5000, 1)) < 0.5
-    suite = suite_average([scores])
-    assert suite.high - suite.low == pytest.approx(2 * 1.96 * suite.stderr, rel=0.05)
-
-
 def test_a_task_without_spread_keeps_its_bound() -> None:
     alone = suite_average([np.zeros((30, 4))])
     bound = average_at_k(np.zeros((30, 4)))
@@ -270,8 +250,6 @@ def test_one_task_is_compared_as_by_compare() -> None:
     suite, single = compare_suites([LONG], [other]), compare(LONG, other)
     assert (suite.mean, suite.p) == (pytest.approx(single.mean), single.p)
     assert (suite.low, suite.high) == pytest.approx((single.low, single.high), abs=0.004)
-    back = compare_suites([other], [LONG])
-    assert (back.mean, back.low, back.high) == pytest.approx((-suite.mean, -suite.high, -suite.low), abs=0.004)
 
 
 def test_compare_suites_cancels_what_both_share() -> None:

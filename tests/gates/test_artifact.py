@@ -17,20 +17,15 @@ from loragate.errors import ArtifactError, ConfigError, GateError, LoragateError
 from loragate.files import file_sha256
 from loragate.gates import attached_config
 from loragate.gates.schema import gate_metadata, read_gate_config
-from tiny import logits, shake, tiny_adapter, tiny_base, write_adapter
+from tiny import logits, shake, tiny_adapter, tiny_base
 
-CONFIG = lg.GateConfig(-6, 3)
+CONFIG = lg.GateConfig(-3, 2)
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """(base folder, adapter folder, gated folder) written once."""
-    root = tmp_path_factory.mktemp("artifact")
-    tiny_base().save_pretrained(root / "base")
-    model = write_adapter(root / "adapter", root / "base", tiny_adapter(base=tiny_base()))
-    shake(lg.attach_gates(model, CONFIG))
-    lg.save_gates(model, root / "gated", adapter_source=root / "adapter")
-    return root / "base", root / "adapter", root / "gated"
+@pytest.fixture
+def folders(saved):
+    """(base folder, adapter folder, gated folder)."""
+    return saved / "base", saved / "adapter", saved / "gated"
 
 
 @pytest.fixture
@@ -59,7 +54,7 @@ def resave(folder, tensors):
 
 def test_round_trip_is_exact(folders, loaded, token_ids):
     _, adapter, gated = folders
-    expected = logits(shake(lg.attach_gates(tiny_adapter(), CONFIG)), token_ids)
+    expected = logits(shake(lg.attach_gates(tiny_adapter(), CONFIG), 0.5), token_ids)
     lg.load_gates(loaded, gated)
     assert torch.equal(logits(loaded, token_ids), expected)
     model = lg.load_gated(gated)
@@ -70,19 +65,6 @@ def test_round_trip_is_exact(folders, loaded, token_ids):
         assert (gated / "adapter" / name).read_bytes() == (adapter / name).read_bytes()
     files = ["README.md", "adapter", "gate_config.json", "gates.safetensors"]
     assert sorted(path.name for path in gated.iterdir()) == files
-
-
-def test_adapter_without_a_source_is_written_without_gate_keys(tmp_path, folders, token_ids):
-    model = PeftModel.from_pretrained(tiny_base(), folders[1])
-    plain = logits(model, token_ids)
-    shake(lg.attach_gates(model, CONFIG))
-    lg.save_gates(model, tmp_path / "gated")
-    keys = load_file(tmp_path / "gated" / "adapter" / "adapter_model.safetensors")
-    assert keys
-    assert not any("lora_gate" in key for key in keys)
-    again = PeftModel.from_pretrained(tiny_base(), tmp_path / "gated" / "adapter")
-    assert torch.equal(logits(again, token_ids), plain)
-    lg.load_gates(again, tmp_path / "gated")
 
 
 @pytest.mark.parametrize("granularity", ["token", "module", "global"])
@@ -150,7 +132,6 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 REFUSALS = {
     "tampered": (lambda f: (f / "gates.safetensors").write_bytes(b"x" * 100), "sha256"),
     "no gates file": (lambda f: (f / "gates.safetensors").unlink(), "incomplete"),
-    "unknown schema": (lambda f: rewrite(f, lambda r: r.update(schema_version=2)), "schema version 2"),
     "other format": (lambda f: rewrite(f, lambda r: r.update(format="peft")), "not a gated adapter"),
     "missing key": (lambda f: rewrite(f, lambda r: r.pop("modules")), "'modules' is missing"),
     "unknown gate key": (lambda f: rewrite(f, lambda r: r["gate"].update(power=2)), "gate.power"),
@@ -211,18 +192,9 @@ def test_another_adapter_or_base_is_refused(gated, folders):
         lg.load_gates(other, gated)
 
 
-def test_the_same_base_in_another_dtype_is_accepted(gated, folders):
-    for dtype in (torch.bfloat16, torch.float16):
-        model = PeftModel.from_pretrained(tiny_base().to(dtype), folders[1])
-        lg.load_gates(model, gated)
-        assert lg.gate_parameters(model)[Q].dtype == torch.float32
-
-
 def test_loading_errors_name_the_way_out(tmp_path, folders, gated):
     with pytest.raises(ArtifactError, match="does not exist"):
         lg.load_gated(tmp_path / "nowhere")
-    with pytest.raises(ArtifactError, match="plain PEFT adapter without gates; calibrate it first"):
-        lg.load_gated(folders[1])
     rewrite(gated, lambda record: record["base"].update(id="/no/such/base"))
     with pytest.raises(ArtifactError, match="base="):
         lg.load_gated(gated)
@@ -292,18 +264,22 @@ def test_a_source_that_is_not_the_loaded_adapter_is_not_copied(tmp_path, folders
     assert torch.equal(logits(lg.load_gated(tmp_path / "gated"), token_ids), logits(model, token_ids))
 
 
-@pytest.mark.parametrize(
-    "tied",
-    [
-        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
-        {"target_modules": ["q_proj", "embed_tokens"]},
-    ],
-    ids=["saved", "adapted"],
-)
-def test_an_adapter_that_keeps_embeddings_and_head_tied_is_written_without_a_source(tmp_path, folders, tied, token_ids):
-    model = tiny_adapter(ensure_weight_tying=True, **tied)
+WITHOUT_SOURCE = {
+    "plain": {},
+    "saved": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "adapted": {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_SOURCE)
+def test_an_adapter_is_written_without_a_source(tmp_path, folders, kind, token_ids):
+    """Without gate keys; embeddings and head that it keeps tied stay so."""
+    model = tiny_adapter(**WITHOUT_SOURCE[kind])
     shake(lg.attach_gates(model, CONFIG))
     lg.save_gates(model, tmp_path / "gated", base_id=str(folders[0]))
+    keys = load_file(tmp_path / "gated" / "adapter" / "adapter_model.safetensors").keys()
+    assert keys
+    assert not any("lora_gate" in key for key in keys)
     assert torch.equal(logits(lg.load_gated(tmp_path / "gated"), token_ids), logits(model, token_ids))
 
 

@@ -122,14 +122,11 @@ def test_nothing_measured_is_said_too():
     assert "## Scores" not in card
 
 
-def test_gates_that_are_off_are_called_off():
+def test_gates_that_are_off_and_a_choice_of_the_user_are_called_so():
     card = render_card("off", full(accepted=False, picked="adapter"))
     assert "answers exactly as the plain adapter" in card
     assert "nothing beat the adapter" in card
     assert "flattered" not in card
-
-
-def test_a_choice_of_the_user_is_called_so():
     selection = {"accepted": True, "reason": "given with --unverified", "evidence": "none: not compared"}
     card = render_card("given", a_record(selection=selection))
     assert "| how the range was chosen | given with --unverified |" in card
@@ -169,11 +166,3 @@ def test_code_spans_close():
 @pytest.mark.parametrize("broken", [3, "text", [], {"evidence": 3}, {"probe": 4, "evidence": {"a": {"mean": "x"}}}])
 def test_evidence_of_another_kind_is_left_out(broken):
     assert "## Limits" in render_card("x", a_record(selection=broken, training=broken))
-
-
-def test_the_hub_client_reads_the_front_matter():
-    from huggingface_hub import ModelCard
-
-    data = ModelCard(render_card("x", full())).data
-    assert data.base_model == "owner/base"
-    assert data.library_name == "loragate"

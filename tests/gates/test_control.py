@@ -1,5 +1,7 @@
 """Overrides and recording."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -10,32 +12,21 @@ from loragate.errors import GateError
 from loragate.gates import constant_gate
 from loragate.gates.range import Range
 from loragate.gates.recording import Recorder, Recording
+from tiny import logits, shake
 
 
 @pytest.fixture
 def gated(adapter):
-    lg.attach_gates(adapter, lg.GateConfig(-6, 3))
-    draw = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in lg.gate_parameters(adapter).values():
-            parameter.copy_(torch.randn(parameter.shape, generator=draw))
-    return adapter
+    return shake(lg.attach_gates(adapter, lg.GateConfig(-6, 3)), 1.0, 0)
 
 
-@pytest.mark.parametrize(
-    ("override", "low", "high"),
-    [({"minimum": 0.0}, 0.0, 3.0), ({"maximum": 1.0}, -6.0, 1.0), ({"minimum": 0.0, "maximum": 1.0}, 0.0, 1.0)],
-)
-def test_override_clips_what_is_applied(gated, token_ids, override, low, high):
-    with lg.gate_override(gated, **override), lg.record_gates(gated) as recording, torch.no_grad():
-        gated(token_ids)
+@pytest.mark.parametrize("override", [{}, {"minimum": 0.0}, {"maximum": 1.0}, {"minimum": 0.0, "maximum": 1.0}])
+def test_override_clips_what_is_applied(gated, token_ids, override):
+    with lg.gate_override(gated, **override) if override else nullcontext(), lg.record_gates(gated) as recording:
+        logits(gated, token_ids)
     total = recording.total()
-    assert total["below_zero"] == 0 or low < 0
-    assert total["above_one"] == 0 or high > 1
-    with lg.record_gates(gated) as free, torch.no_grad():
-        gated(token_ids)
-    assert free.total()["below_zero"] > 0.05
-    assert free.total()["above_one"] > 0.05
+    assert (total["below_zero"] > 0.05) is ("minimum" not in override)
+    assert (total["above_one"] > 0.05) is ("maximum" not in override)
 
 
 @pytest.mark.parametrize("constant", [-4.0, 0.0, 2.5])
@@ -68,12 +59,7 @@ def test_overrides_nest_and_are_restored_after_an_error(gated, token_ids):
 
 
 def test_override_refuses_what_would_have_no_effect(gated, adapter):
-    for arguments, words in [
-        ({}, "no effect"),
-        ({"constant": 1.0, "minimum": 0.0}, "not both"),
-        ({"minimum": 2.0, "maximum": 1.0}, "above maximum"),
-        ({"constant": float("nan")}, "finite"),
-    ]:
+    for arguments, words in [({}, "no effect"), ({"constant": 1.0, "minimum": 0.0}, "not both")]:
         with pytest.raises(GateError, match=words), lg.gate_override(gated, **arguments):
             pass
 

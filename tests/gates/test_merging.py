@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 
 import loragate as lg
 from loragate.errors import GateError
@@ -42,6 +42,16 @@ def test_a_refused_merge_leaves_base_and_gated_model_as_they_were(case, method, 
         with asked.disable_adapter():
             assert torch.equal(logits(asked, token_ids), base)
         assert [name for name, _ in asked.named_modules()] == modules
+
+
+def test_a_mixed_model_refuses_as_a_whole_too(token_ids):
+    lora = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = get_peft_model(tiny_base(), lora, mixed=True)
+    lg.attach_gates(model, lg.GateConfig(-1, 2, target_modules=["down_proj"]))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(GateError, match="detach_gates"):
+        model.merge_adapter()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_other_adapters_and_detached_gates_merge_as_ever(token_ids):

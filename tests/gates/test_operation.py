@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from loragate.gates.operation import gated_delta, gated_delta_reference
+from loragate.gates.operation import gate_logits, gated_delta, gated_delta_reference
 from loragate.gates.range import Range
-from loragate.gates.signed_map import SignedMap
+from loragate.gates.signed_map import Override, SignedMap, gate_coefficient
 
 MAP = SignedMap(Range(-6, 3), 0.8)
 SETTINGS = {"signed_map": MAP, "scaling": 2.0}
@@ -74,8 +74,6 @@ def test_without_gradients_the_values_are_bit_for_bit_those_of_training(dtype, w
 
 def test_gating_in_rank_space_equals_gating_the_output():
     x, a, b, weight, bias = (tensor.detach() for tensor in operands())
-    from loragate.gates.signed_map import gate_coefficient
-
     lam = gate_coefficient(x @ weight + bias, -6.0, 3.0, 0.8)
     expected = lam.unsqueeze(-1) * (x @ a.t() @ b.t()) * SETTINGS["scaling"]
     torch.testing.assert_close(gated_delta(x, a, b, weight, bias, **SETTINGS), expected, rtol=1e-12, atol=1e-12)
@@ -121,8 +119,6 @@ def test_an_uncast_input_gives_the_bits_of_a_cast_one(of_x, of_factors, detach_i
 def test_gate_arithmetic_stays_fp32_under_autocast():
     x, a, b, weight, bias = operands(torch.float32, tokens=40, d_in=64, gate_dtype=torch.float32)
     x, weight = x.detach(), (weight.detach() / 8)
-    from loragate.gates.operation import gate_logits
-
     exact = x.double() @ weight.double() + bias.detach().double()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = gate_logits(x, weight, bias.detach())
@@ -160,21 +156,21 @@ def test_second_derivatives_are_refused():
 
 @pytest.mark.parametrize(
     ("override", "expected"),
-    [({"constant": 0.0}, 0.0), ({"constant": -1.0}, -1.0), ({"minimum": 0.0, "maximum": 1.0}, None)],
+    [
+        (Override(constant=0.0), torch.zeros_like),
+        (Override(constant=-1.0), lambda lam: torch.full_like(lam, -1.0)),
+        (Override(0.0, 1.0), lambda lam: lam.clamp(0, 1)),
+        (Override(maximum=0.5), lambda lam: lam.clamp(max=0.5)),
+    ],
 )
 def test_overrides(override, expected):
     x, a, b, weight, bias = (tensor.detach() for tensor in operands())
-    out = gated_delta_reference(x, a, b, weight, bias, **SETTINGS, **override)
+    lam = gate_coefficient(x @ weight + bias, -6, 3, 0.8)
+    assert (lam < 0).any()
+    assert (lam > 1).any()
+    out = gated_delta_reference(x, a, b, weight, bias, **SETTINGS, override=override)
     plain = x @ a.t() @ b.t() * SETTINGS["scaling"]
-    if expected is not None:
-        torch.testing.assert_close(out, expected * plain, rtol=1e-12, atol=1e-12)
-    else:
-        from loragate.gates.signed_map import gate_coefficient
-
-        lam = gate_coefficient(x @ weight + bias, -6, 3, 0.8)
-        assert (lam < 0).any()
-        assert (lam > 1).any()
-        torch.testing.assert_close(out, lam.clamp(0, 1).unsqueeze(-1) * plain, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out, expected(lam).unsqueeze(-1) * plain, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("scaling", [1.0, 2.0, 0.25, 0.7, 3.0])

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from loragate.errors import ConfigError
-from loragate.gates.gate import Override
 from loragate.gates.override_names import parse_override, split_folder, split_name, virtual_place
+from loragate.gates.signed_map import Override
 
 KNOWN = {
     "off": Override(constant=1.0),

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 import loragate as lg
@@ -17,7 +17,7 @@ from loragate.gates.fingerprint import base_weight_samples, compare_base_samples
 from loragate.gates.quantised import keep_unpacked, quantization_of, quantization_of_config
 from loragate.training import CalibrationSettings, StageOneSettings, train_adapter
 from packed import packed
-from tiny import is_packed, logits, tiny_base, tiny_rows
+from tiny import is_packed, logits, tiny_adapter, tiny_base, tiny_rows, write_adapter
 
 SETTINGS = {"batch_size": 8, "micro_batch_size": 4, "learning_rate": 0.05, "logging_steps": 1, "max_length": 64}
 
@@ -40,7 +40,7 @@ QUANTISED = [name for name in CASES if "bit" in name]
 def arguments(case):
     if case in QUANTISED:
         pytest.importorskip("bitsandbytes", reason="8- and 4-bit bases need bitsandbytes")
-    return CASES[case]()
+    return CASES.get(case, dict)()
 
 
 @pytest.fixture(autouse=True)
@@ -65,17 +65,19 @@ def place(tmp_path_factory):
     root = tmp_path_factory.mktemp("quantised")
     base = tiny_base(hidden_size=64, intermediate_size=128, initializer_range=0.1)
     base.save_pretrained(root / "base")
-    torch.manual_seed(1)
-    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-    model = get_peft_model(base, config)
-    model.peft_config["default"].base_model_name_or_path = str(root / "base")
-    model.save_pretrained(root / "adapter")
+    write_adapter(root / "adapter", root / "base", tiny_adapter(base=base))
     return root
 
 
 def loaded(place, case):
     base = AutoModelForCausalLM.from_pretrained(place / "base", **arguments(case))
     return PeftModel.from_pretrained(base, place / "adapter").eval()
+
+
+def saved(place, case, folder):
+    """A gated folder that was made on the base as a case stores it."""
+    model = lg.attach_gates(loaded(place, case), lg.GateConfig(-3, 2))
+    return lg.save_gates(model, folder, adapter_source=place / "adapter")
 
 
 def logits_of(model, token_ids):
@@ -130,32 +132,22 @@ def test_calibration_moves_only_fp32_gates(case, place, tokenizer, token_ids, tm
 
 @pytest.mark.parametrize("case", QUANTISED)
 def test_another_storage_is_told(case, place, tokenizer, tmp_path, caplog):
-    model = loaded(place, case)
-    lg.attach_gates(model, lg.GateConfig(-3, 2))
-    lg.save_gates(model, tmp_path / "quantised", adapter_source=place / "adapter")
-    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(place / "base"), place / "adapter")
-    lg.attach_gates(plain, lg.GateConfig(-3, 2))
-    lg.save_gates(plain, tmp_path / "plain", adapter_source=place / "adapter")
-    name = case.split("-")[0]
+    quantised, plain = saved(place, case, tmp_path / "quantised"), saved(place, "plain", tmp_path / "plain")
+    called = {"8bit": "an 8bit base", "4bit": "a 4bit base"}[case.split("-")[0]]
     with caplog.at_level(logging.WARNING, "loragate"):
         logging.getLogger("loragate").propagate = True
-        lg.load_gated(tmp_path / "quantised")
-        assert (
-            f"calibrated on a{'n' if name == '8bit' else ''} {name} base and are loaded on an unquantised base"
-            in caplog.text
-        )
+        lg.load_gated(quantised)
+        assert f"calibrated on {called} and are loaded on an unquantised base" in caplog.text
         caplog.clear()
-        lg.load_gated(tmp_path / "plain", **arguments(case))
-        assert "calibrated on an unquantised base and are loaded on a" in caplog.text
+        lg.load_gated(plain, **arguments(case))
+        assert f"calibrated on an unquantised base and are loaded on {called}" in caplog.text
         caplog.clear()
-        lg.load_gated(tmp_path / "plain")
+        lg.load_gated(plain)
         assert caplog.text == ""
 
 
 def test_another_base_is_refused_also_where_it_is_quantised(place, tmp_path):
-    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(place / "base"), place / "adapter")
-    lg.attach_gates(plain, lg.GateConfig(-3, 2))
-    lg.save_gates(plain, tmp_path / "gated", adapter_source=place / "adapter")
+    saved(place, "plain", tmp_path / "gated")
     tiny_base(seed=7, hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "other")
     with pytest.raises(ArtifactError, match="another base"):
         lg.load_gated(tmp_path / "gated", base=tmp_path / "other", **arguments("4bit-fp32"))
@@ -212,10 +204,17 @@ def pack(layer):
     )
 
 
-def assert_gradients_of_the_dequantised_layer(model, name):
-    """A gated layer's output and gradients, against the same computed in fp64 from its dequantised weight."""
-    layer = model.get_submodule("base_model.model.model.layers.1." + name)
-    path, gate = next((path, gate) for path, gate in gate_modules(model).items() if path.endswith("layers.1." + name))
+LAYERS = {"with a bias": "self_attn.q_proj", "without one": "mlp.down_proj"}
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_gated_4_bit_layer_has_the_gradients_of_the_dequantised_one(kind, training, place):
+    """Its output and gradients, against the same computed in fp64 from its dequantised weight."""
+    model = lg.attach_gates(loaded(place, "4bit-fp32"), lg.GateConfig(-3, 2)).train(training)
+    path = "model.layers.1." + LAYERS[kind]
+    layer, gate = model.get_base_model().get_submodule(path), gate_modules(model)[path]
+    assert (layer.base_layer.bias is None) == (kind == "without one")
     config = gate.config
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -247,20 +246,6 @@ def assert_gradients_of_the_dequantised_layer(model, name):
     torch.testing.assert_close(gate.bias.grad.double(), bias.grad, **close)
     assert x64.grad.abs().max() > 0.1
     assert weight.grad.abs().max() > 0.1
-
-
-LAYERS = {"with a bias": "self_attn.q_proj", "without one": "mlp.down_proj"}
-
-
-@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
-@pytest.mark.parametrize("layer", LAYERS)
-def test_a_gated_4_bit_layer_has_the_gradients_of_the_dequantised_one(layer, training, place):
-    model = loaded(place, "4bit-fp32")
-    assert (model.get_submodule("base_model.model.model.layers.1." + LAYERS[layer]).base_layer.bias is None) == (
-        layer == "without one"
-    )
-    lg.attach_gates(model, lg.GateConfig(-3, 2))
-    assert_gradients_of_the_dequantised_layer(model.train(training), LAYERS[layer])
 
 
 @pytest.mark.parametrize("written", [True, False], ids=["written", "packed"])

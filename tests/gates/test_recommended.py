@@ -100,7 +100,7 @@ def test_what_is_no_temperature_is_refused_before_anything_is_written(tmp_path, 
         ({"temperature": None}, r"'temperature' must be 0\.3, found None"),
         ({"do_sample": False}, "'do_sample' must be True, found False"),
         ({"top_k": 50}, "'top_k' must be 0, found 50"),
-        ({"num_beams": 4}, r"unknown key 'num_beams' \(4\)"),
+        ({"num_beams": 4}, "unknown key 'num_beams'"),
     ],
 )
 def test_a_file_that_says_something_else_is_refused(folder, change, words):

@@ -141,13 +141,6 @@ def test_a_question_cut_by_a_batch_and_a_resumed_run_read_no_more_than_they_need
     assert identities(rest) == [one for one, s in zip(identities(whole), whole) if (s.question, s.sample) in pending]
 
 
-def test_equal_prompts_are_read_once_and_draw_their_own_samples(qwen2: Any, tokenizer: Any) -> None:
-    with shapes_read(qwen2) as seen:
-        found = drawn(qwen2, tokenizer, prompts=["w5 w9"] * 4)
-    assert seen[0] == (1, 2)
-    assert len({s.token_ids for s in found}) > 6
-
-
 @pytest.mark.parametrize("name", OWN_LOOP)
 def test_kept_prompts_draw_the_same_samples_at_every_temperature(name: str, tokenizer: Any) -> None:
     model = build(OWN_LOOP[name]())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,25 +19,20 @@ from transformers import Qwen2ForCausalLM
 
 from loragate.errors import ConfigError, DataError, LoragateError
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
-from loragate.generation.requests import split_by_question
-from loragate.generation.sharded import (
-    Job,
-    RayData,
-    ShardedEngine,
-    _Replica,
-    samples_of,
-)
+from loragate.generation.sharded import Replica, ShardedEngine, samples_of
 
 PROMPTS = [" ".join(f"w{(5 * i + 3 * j) % 20 + 4}" for j in range(1 + i % 6)) for i in range(9)]
 CONFIG = SamplingConfig(temperature=1.0, max_new_tokens=20, samples=3, seed=5)
-SAMPLE = Sample(0, 1, "zwei\n\u2028Zeilen é \x0b\x85", (6, 1), "stop", 1.0 / 3.0)
 
 
-def run_here(job: Job, parts: Any, replicas: int = 1) -> Iterator[list[Sample]]:
-    """An executor without other processes."""
-    engine = job.make_engine() if parts else None
-    for rows in parts:
-        yield job.draw(engine, rows)
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One replica in this process in place of Ray's."""
+
+    def draw(engine: ShardedEngine, replica: Replica, parts: Any) -> Iterator[list[Sample]]:
+        return (samples_of(replica({"rows": [json.dumps(rows)]})["drawn"][0]) for rows in parts)
+
+    monkeypatch.setattr(ShardedEngine, "_drawn", draw)
 
 
 def load_engine(folder: str, tokenizer: Any, together: int = 1) -> TransformersEngine:
@@ -55,15 +50,7 @@ def load_engine(folder: str, tokenizer: Any, together: int = 1) -> TransformersE
     return TransformersEngine(Qwen2ForCausalLM.from_pretrained(folder).eval(), tokenizer)
 
 
-def test_rows_are_cut_between_questions() -> None:
-    rows = [(0, 0), (0, 1), (2, 1), (3, 0), (3, 1)]
-    assert split_by_question(rows, 1) == [[(0, 0), (0, 1)], [(2, 1)], [(3, 0), (3, 1)]]
-    assert split_by_question(rows, 2) == [[(0, 0), (0, 1), (2, 1)], [(3, 0), (3, 1)]]
-    assert split_by_question(rows, 9) == [rows]
-    assert split_by_question([], 2) == []
-
-
-def test_one_shard_here_is_the_engine_itself(qwen2: Any, tokenizer: Any) -> None:
+def test_one_shard_here_is_the_engine_itself(here: None, qwen2: Any, tokenizer: Any) -> None:
     made: list[TransformersEngine] = []
 
     def make_engine() -> TransformersEngine:
@@ -71,7 +58,7 @@ def test_one_shard_here_is_the_engine_itself(qwen2: Any, tokenizer: Any) -> None
         return made[-1]
 
     expected = TransformersEngine(qwen2, tokenizer).generate(PROMPTS, CONFIG)
-    engine = ShardedEngine(make_engine, 1, run_here, batch_size=2)
+    engine = ShardedEngine(make_engine, 1, batch_size=2)
     batches: list[list[Sample]] = []
     progress: list[tuple[int, int]] = []
     got = engine.generate(
@@ -87,14 +74,18 @@ def test_one_shard_here_is_the_engine_itself(qwen2: Any, tokenizer: Any) -> None
     assert len(made) == 2
 
 
-def test_every_replica_gets_a_part_and_a_lost_sample_is_an_error(qwen2: Any, tokenizer: Any) -> None:
+def test_every_replica_gets_a_part_and_a_lost_sample_is_an_error(
+    here: None, monkeypatch: pytest.MonkeyPatch, qwen2: Any, tokenizer: Any
+) -> None:
     sizes: list[int] = []
+    draw = ShardedEngine._drawn
 
-    def losing(job: Job, parts: Any, replicas: int) -> Iterator[list[Sample]]:
+    def losing(engine: ShardedEngine, replica: Replica, parts: Any) -> Iterator[list[Sample]]:
         sizes.extend(len(part) for part in parts)
-        yield from run_here(job, parts[1:])
+        return draw(engine, replica, parts[1:])
 
-    engine = ShardedEngine(lambda: TransformersEngine(qwen2, tokenizer), 4, losing)
+    monkeypatch.setattr(ShardedEngine, "_drawn", losing)
+    engine = ShardedEngine(lambda: TransformersEngine(qwen2, tokenizer), 4)
     with pytest.raises(LoragateError, match="27 samples were to be drawn, but the 4 replicas returned 18"):
         engine.generate(PROMPTS, CONFIG)
     assert sizes == [9, 9, 9]
@@ -105,21 +96,17 @@ def test_settings_that_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("no engine is needed")
 
     with pytest.raises(ConfigError, match="shards is 0"):
-        ShardedEngine(no_engine, 0, run_here)
+        ShardedEngine(no_engine, 0)
     with pytest.raises(DataError, match="question 9"):
-        ShardedEngine(no_engine, 1, run_here).generate(PROMPTS, CONFIG, pending=[(9, 0)])
+        ShardedEngine(no_engine, 1).generate(PROMPTS, CONFIG, pending=[(9, 0)])
+    small = SimpleNamespace(is_initialized=lambda: True, cluster_resources=lambda: {"CPU": 8.0, "GPU": 1.0})
+    monkeypatch.setattr("loragate.generation.sharded.require_ray", lambda: small)
     with pytest.raises(ConfigError, match="2 shards with 1 GPU each do not fit into a Ray cluster of 1 GPU"):
-        RayData()._require_room({"CPU": 8.0, "GPU": 1.0}, 2)
+        ShardedEngine(no_engine, 2).generate(PROMPTS, CONFIG)
+    monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install loragate\[sweep\]"):
-        ShardedEngine(no_engine, 2, RayData()).generate(PROMPTS, CONFIG)
-
-
-def test_samples_survive_the_way_back() -> None:
-    samples = [SAMPLE, replace(SAMPLE, entropy=None, text="")]
-    engine = SimpleNamespace(generate=lambda *_, **__: samples)
-    (drawn,) = _Replica(Job(lambda: engine, ("w4",), CONFIG))({"rows": ["[[0, 0]]"]})["drawn"]
-    assert samples_of(drawn) == samples
+        ShardedEngine(no_engine, 2).generate(PROMPTS, CONFIG)
 
 
 def test_a_replica_returns_errors_as_values(qwen2: Any, tokenizer: Any) -> None:
@@ -130,7 +117,7 @@ def test_a_replica_returns_errors_as_values(qwen2: Any, tokenizer: Any) -> None:
         (broken, PROMPTS, ConfigError, "no such model"),
         (lambda: TransformersEngine(qwen2, tokenizer), ["w4 " * 64], DataError, "Prompt 0 has 64 tokens"),
     ):
-        returned = _Replica(Job(make_engine, tuple(prompts), CONFIG))({"rows": ["[[0, 0], [0, 1]]"]})
+        returned = Replica(make_engine, tuple(prompts), CONFIG)({"rows": ["[[0, 0], [0, 1]]"]})
         with pytest.raises(kind, match=message):
             samples_of(returned["drawn"][0])
 
@@ -162,7 +149,7 @@ def test_two_ray_actors_draw_what_one_process_draws(
     used = tmp_path / "processes"
     (used / str(os.getpid())).unlink()
     make_engine = partial(load_engine, str(tmp_path), tokenizer, together=2)
-    engine = ShardedEngine(make_engine, 2, RayData(gpus=0), batch_size=2)
+    engine = ShardedEngine(make_engine, 2, gpus=0, batch_size=2)
     batches: list[int] = []
     got = engine.generate(PROMPTS, CONFIG, on_samples=lambda batch: batches.append(len(batch)))
     assert identities(got) == identities(expected)
@@ -188,5 +175,5 @@ def test_no_cluster_is_joined_that_nobody_named(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setenv("RAY_ADDRESS", named)
     with pytest.raises(LoragateError, match="enough"):
-        list(RayData()(Job(lambda: None, ("w4",), CONFIG), [[(0, 0)]], 1))  # type: ignore[arg-type,return-value]
+        ShardedEngine(TransformersEngine, 1).generate(["w4"], CONFIG)  # type: ignore[arg-type]
     assert seen[0]["address"] == joined

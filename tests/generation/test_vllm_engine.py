@@ -11,7 +11,6 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -129,18 +128,6 @@ def test_answers_end_and_read_as_the_other_engine_has_it(fake_vllm: Any, folders
     engine._llm.reasons = ("stop", "abort")
     with pytest.raises(LoragateError, match="ended sample 0 of question 1 with 'abort'"):
         engine.generate(PROMPTS[:2], GREEDY)
-
-
-def test_a_stop_text_cuts_what_was_drawn(fake_vllm: Any, folders: tuple[str, str]) -> None:
-    engine = VllmEngine(folders[0])
-    whole = engine.generate(PROMPTS[:2], GREEDY)
-    for stop in (whole[0].text[1:], whole[1].text[:1]):
-        cut = engine.generate(PROMPTS[:2], replace(GREEDY, stop=(stop,)))
-        for before, after in zip(whole, cut, strict=True):
-            place = before.text.find(stop)
-            assert after.text == (before.text if place < 0 else before.text[:place])
-            assert (after.finish_reason == "stop_text") == (place >= 0)
-            assert after.token_ids == before.token_ids[: len(after.token_ids)]
 
 
 def test_every_token_of_a_continuation_is_a_request_that_may_draw_it_alone(

@@ -1,6 +1,5 @@
 """Runs that must agree (fp32): how a batch is cut, padded, chunked or spread over processes changes nothing."""
 
-import json
 import os
 import random
 import shutil
@@ -12,39 +11,30 @@ import pytest
 import torch
 
 import loragate as lg
-from loragate.data import Collator
+from loragate.data import Collator, encode_rows
 from loragate.losses import StatisticsRequest, head
 from loragate.training import CalibrationSettings, StageOneSettings
 from loragate.training.model_state import statistics_forward
 from loragate.training.settings import OBJECTIVES
-from tiny import tiny_adapter, tiny_base, tiny_rows
+from tiny import gate_values, same, tiny_adapter, tiny_base, tiny_rows
 
 GATES = lg.GateConfig(-3, 2)
 
 
-def calibration(tokenizer, micro, rows=None, seed=42, **changes):
-    settings = CalibrationSettings(
-        batch_size=8,
-        micro_batch_size=micro,
-        learning_rate=1e-2,
-        logging_steps=1,
-        k=20,
-        max_length=64,
-        seed=seed,
-        **changes,
-    )
-    model = tiny_adapter()
-    result = lg.calibrate(model, tokenizer, rows or tiny_rows(20), GATES, settings)
-    return (
-        [record["loss"] for record in result.history if "loss" in record],
-        {name: parameter.detach() for name, parameter in lg.gate_parameters(model).items()},
-    )
+SETTINGS = {"batch_size": 8, "learning_rate": 1e-2, "logging_steps": 1, "k": 20, "max_length": 64}
+
+
+def calibration(tokenizer, micro, device="cpu", run=None, **changes):
+    """(losses, gates) of a calibration in three steps; `run` are arguments of `lg.calibrate`."""
+    settings = CalibrationSettings(**SETTINGS, micro_batch_size=micro, **changes)
+    model = tiny_adapter().to(device)
+    result = lg.calibrate(model, tokenizer, tiny_rows(20), GATES, settings, **(run or {}))
+    return [record["loss"] for record in result.history if "loss" in record], gate_values(model)
 
 
 def assert_same(left, right):
     assert left[0] == pytest.approx(right[0], rel=2e-6)
-    for name, parameter in left[1].items():
-        torch.testing.assert_close(parameter, right[1][name], rtol=1e-3, atol=2e-6)
+    torch.testing.assert_close(left[1], right[1], rtol=1e-3, atol=2e-6)
 
 
 def test_calibration_does_not_depend_on_the_micro_batch(tokenizer):
@@ -55,21 +45,7 @@ def test_calibration_does_not_depend_on_the_micro_batch(tokenizer):
 
 
 def test_gradient_checkpointing_changes_nothing(tokenizer):
-    results = []
-    for checkpointing in (False, True):
-        settings = CalibrationSettings(
-            batch_size=8,
-            micro_batch_size=4,
-            learning_rate=1e-2,
-            logging_steps=1,
-            k=20,
-            max_length=64,
-            gradient_checkpointing=checkpointing,
-        )
-        model = tiny_adapter()
-        history = lg.calibrate(model, tokenizer, tiny_rows(20), GATES, settings).history
-        results.append(([r["loss"] for r in history if "loss" in r], lg.gate_parameters(model)))
-    assert_same(results[1], results[0])
+    assert_same(calibration(tokenizer, 4, gradient_checkpointing=True), calibration(tokenizer, 4))
 
 
 @pytest.mark.parametrize("how", [{"packing": True}, {"group_by_length": True}], ids=["packed", "grouped"])
@@ -81,46 +57,24 @@ def test_packing_and_grouping_change_nothing(tokenizer, how):
 
 @pytest.mark.parametrize("how", [{"packing": True}, {"group_by_length": True}], ids=["packed", "grouped"])
 def test_a_packed_or_grouped_run_resumes_bit_for_bit(tokenizer, how, tmp_path):
-    settings = CalibrationSettings(
-        batch_size=8, micro_batch_size=4, learning_rate=1e-2, logging_steps=1, k=20, max_length=64, save_steps=2, **how
-    )
     values = []
     for resume in (False, True):
-        model = tiny_adapter()
-        lg.calibrate(model, tokenizer, tiny_rows(20), GATES, settings, run_folder=tmp_path, resume=resume)
-        values.append({name: value.detach().clone() for name, value in lg.gate_parameters(model).items()})
+        run = {"run_folder": tmp_path, "resume": resume}
+        values.append(calibration(tokenizer, 4, run=run, save_steps=2, **how)[1])
         shutil.rmtree(tmp_path / "checkpoint-3")
-    for name, value in values[0].items():
-        assert torch.equal(value, values[1][name]), name
+    assert same(*values)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="activations are offloaded from a GPU")
 def test_activation_offload_changes_nothing(tokenizer):
-    results = []
-    for offload in (False, True):
-        settings = CalibrationSettings(
-            batch_size=8, micro_batch_size=4, learning_rate=1e-2, logging_steps=1, k=20, max_length=64,
-            activation_offload=offload,
-        )  # fmt: skip
-        model = tiny_adapter().cuda()
-        history = lg.calibrate(model, tokenizer, tiny_rows(20), GATES, settings).history
-        results.append(([r["loss"] for r in history if "loss" in r], lg.gate_parameters(model)))
-    assert_same(results[1], results[0])
+    assert_same(calibration(tokenizer, 4, "cuda", activation_offload=True), calibration(tokenizer, 4, "cuda"))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="loss scaling needs CUDA")
 def test_fp16_follows_fp32(tokenizer):
-    losses = []
-    for precision in ("fp32", "fp16"):
-        settings = CalibrationSettings(
-            batch_size=8, micro_batch_size=4, learning_rate=1e-2, logging_steps=1, k=20, max_length=64,
-            precision=precision,
-        )  # fmt: skip
-        model = tiny_adapter().cuda()
-        history = lg.calibrate(model, tokenizer, tiny_rows(20), GATES, settings).history
-        losses.append([r["loss"] for r in history if "loss" in r])
-        assert all(value.dtype == torch.float32 for value in lg.gate_parameters(model).values())
-    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+    whole, half = (calibration(tokenizer, 4, "cuda", precision=precision) for precision in ("fp32", "fp16"))
+    assert half[0] == pytest.approx(whole[0], rel=2e-2)
+    assert {value.dtype for value in half[1].values()} == {torch.float32}
 
 
 def stage_one(tokenizer, objective, micro, **changes):
@@ -155,8 +109,6 @@ def test_stage_one_does_not_depend_on_how_a_batch_is_cut(tokenizer, objective):
 
 
 def test_padding_changes_nothing(tokenizer):
-    from loragate.data import encode_rows
-
     encoded = list(encode_rows(tiny_rows(5), tokenizer, max_length=64))
     model = lg.attach_gates(tiny_adapter(), GATES)
     with statistics_forward(model), torch.no_grad():
@@ -183,24 +135,17 @@ def test_chunk_size_changes_nothing(tokenizer, monkeypatch):
 
 
 WORKER = """
-import json, os, sys
-sys.path.insert(0, {tests!r})
+import sys
+sys.path[:0] = [{tests!r}, {tests!r} + "/invariant"]
 import torch
 torch.set_num_threads(1)
-from tiny import tiny_adapter, tiny_rows, tiny_tokenizer
-import loragate as lg
-from loragate.training import CalibrationSettings
 from accelerate import PartialState
-settings = CalibrationSettings(
-    batch_size=8, micro_batch_size=4, learning_rate=1e-2, logging_steps=1, k=20, max_length=64
-)
-model = tiny_adapter()
-result = lg.calibrate(model, tiny_tokenizer(), tiny_rows(20), lg.GateConfig(-3, 2), settings)
-state = PartialState()
+from test_batching import calibration
+from tiny import tiny_tokenizer
+found, state = calibration(tiny_tokenizer(), 4), PartialState()
 assert state.num_processes == 2
 if state.is_main_process:
-    torch.save({{name: p.detach() for name, p in lg.gate_parameters(model).items()}}, {out!r} + "/gates.pt")
-    json.dump([r for r in result.history], open({out!r} + "/history.json", "w"), default=float)
+    torch.save(found, {out!r} + "/found.pt")
 """
 
 
@@ -215,12 +160,7 @@ def test_two_processes_equal_one(tokenizer, tmp_path):
         command, capture_output=True, text=True, timeout=240, env={**os.environ, **environment}, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    history = json.loads((tmp_path / "history.json").read_text())
-    losses = [record["loss"] for record in history if "loss" in record]
+    losses, gates = torch.load(tmp_path / "found.pt", weights_only=True)
     one = calibration(tokenizer, 8)
     assert losses == pytest.approx(one[0], rel=1e-5)
-    tokens = [record["response_tokens"] for record in history if "loss" in record]
-    assert len(tokens) == 3
-    both = torch.load(tmp_path / "gates.pt", weights_only=True)
-    for name, parameter in one[1].items():
-        torch.testing.assert_close(both[name], parameter, rtol=1e-3, atol=2e-6)
+    torch.testing.assert_close(gates, one[1], rtol=1e-3, atol=2e-6)

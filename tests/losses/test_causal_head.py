@@ -26,27 +26,33 @@ def assert_same(actual, wanted):
         torch.testing.assert_close(getattr(actual, name), getattr(wanted, name), rtol=2e-5, atol=2e-5)
 
 
-def test_plain_and_wrapped_models(batch):
-    for model in (tiny_base().requires_grad_(False), tiny_adapter()):
-        wanted = expected(model, batch, 20)
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-        assert add_statistics_forward(inner)
-        assert add_statistics_forward(inner), "twice is as good as once"
-        assert_same(model(**batch, statistics=StatisticsRequest(20)), wanted)
-        assert model(**batch).loss is not None, "without the keyword the forward is the model's own"
+def untied(**lora):
+    base = tiny_base(tie_word_embeddings=False).requires_grad_(False)
+    return tiny_adapter(base=base, **lora) if lora else base
 
 
-def test_a_head_with_an_adapter_takes_the_slow_path(batch):
-    base = tiny_base(tie_word_embeddings=False)
-    model = tiny_adapter(base=base, target_modules=["q_proj", "lm_head"])
+MODELS = {
+    "base": (lambda: tiny_base().requires_grad_(False), True),
+    "wrapped": (tiny_adapter, True),
+    "adapted head": (lambda: untied(target_modules=["q_proj", "lm_head"]), False),
+    "packed head": (lambda: packed(untied(), "lm_head").requires_grad_(False), False),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_plain_and_wrapped_models_and_heads_that_take_the_slow_path(batch, name):
+    make, fused = MODELS[name]
+    model = make()
     wanted = expected(model, batch, 20)
-    assert not add_statistics_forward(model.get_base_model())
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    assert add_statistics_forward(inner) is fused
+    assert add_statistics_forward(inner) is fused, "twice is as good as once"
     assert_same(model(**batch, statistics=StatisticsRequest(20)), wanted)
+    assert model(**batch).loss is not None, "without the keyword the forward is the model's own"
 
 
 def test_a_saved_copy_of_the_head_is_used(batch):
-    base = tiny_base(tie_word_embeddings=False)
-    model = tiny_adapter(base=base, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = untied(target_modules=["q_proj"], modules_to_save=["lm_head"])
     with torch.no_grad():
         model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(1.3)
     model.requires_grad_(False)
@@ -58,18 +64,11 @@ def test_a_saved_copy_of_the_head_is_used(batch):
 
 
 def test_a_trainable_head_takes_the_slow_path_and_gets_its_gradient(batch):
-    model = tiny_base(tie_word_embeddings=False).requires_grad_(False)
+    model = untied()
     model.lm_head.weight.requires_grad_(True)
     assert not add_statistics_forward(model)
     model(**batch, statistics=StatisticsRequest(20)).log_prob.sum().backward()
     assert model.lm_head.weight.grad.abs().max() > 0
-
-
-def test_a_packed_head_takes_the_slow_path(batch):
-    model = packed(tiny_base(tie_word_embeddings=False), "lm_head").requires_grad_(False)
-    wanted = expected(model, batch, 20)
-    assert not add_statistics_forward(model)
-    assert_same(model(**batch, statistics=StatisticsRequest(20)), wanted)
 
 
 def test_an_unknown_head_is_noticed(batch):
@@ -91,10 +90,9 @@ def test_an_unknown_head_is_noticed(batch):
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_an_empty_batch_keeps_the_graph_alive(batch, slow):
-    model = tiny_base(tie_word_embeddings=False).requires_grad_(False)
+    model = untied()
     model.model.norm.weight.requires_grad_(True)
-    if slow:
-        model.lm_head.weight.requires_grad_(True)
+    model.lm_head.weight.requires_grad_(slow)
     add_statistics_forward(model)
     empty = {**batch, "labels": torch.full_like(batch["labels"], -100)}
     model(**empty, statistics=StatisticsRequest(20)).topk_entropy.sum().backward()

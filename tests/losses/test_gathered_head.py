@@ -1,9 +1,5 @@
 """A head that tensor parallelism spreads over two gloo processes is gathered, and gives what the whole head gives."""
 
-import multiprocessing
-import os
-import traceback
-
 import pytest
 import torch
 
@@ -30,36 +26,22 @@ def of_model(shard):
 
 def worker(rank, folder):
     torch.set_num_threads(1)
-    try:
-        torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        spread = distribute_tensor(torch.randn(37, 8), mesh, [Shard(0)])
-        with pytest.raises(ConfigError, match=r"weight\.full_tensor\(\)"):
-            token_statistics(torch.randn(3, 8), spread, torch.tensor([1, 2, 3]))
-        styles = {"lm_head": ColwiseParallel(output_layouts=Replicate())}
-        torch.save(of_model(lambda model: parallelize_module(model, mesh, styles)), f"{folder}/{rank}.pt")
-        torch.distributed.destroy_process_group()
-    except BaseException:
-        with open(f"{folder}/error.{rank}", "w") as file:
-            traceback.print_exc(file=file)
-        os._exit(1)
-    os._exit(0)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    spread = distribute_tensor(torch.randn(37, 8), mesh, [Shard(0)])
+    with pytest.raises(ConfigError, match=r"weight\.full_tensor\(\)"):
+        token_statistics(torch.randn(3, 8), spread, torch.tensor([1, 2, 3]))
+    styles = {"lm_head": ColwiseParallel(output_layouts=Replicate())}
+    torch.save(of_model(lambda model: parallelize_module(model, mesh, styles)), f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
 
 
 def test_a_models_head_in_two_processes(tmp_path):
-    fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=worker, args=(rank, str(tmp_path))) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(600)
-        process.kill()
-    errors = "\n".join(path.read_text() for path in tmp_path.glob("error.*"))
-    assert not errors, errors
+    torch.multiprocessing.start_processes(worker, (str(tmp_path),), nprocs=2, start_method="fork")
     fused, values, slope = of_model(lambda model: None)
     assert fused
     for rank in range(2):

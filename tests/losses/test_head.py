@@ -4,10 +4,12 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from loragate.analysis.plan_step import KnownSelection, StorageTracker
 from loragate.errors import ConfigError
 from loragate.losses import head as head_module
-from loragate.losses import statistics_of_logits, token_statistics, token_statistics_reference, topk_entropy
+from loragate.losses import projection, statistics_of_logits, token_statistics, token_statistics_reference, topk_entropy
 
 STATISTICS = ("log_prob", "entropy", "topk_entropy")
 EXTRAS = [{}, {"scale": 0.3}, {"softcap": 4.0}, {"scale": 1.7, "softcap": 6.0}]
@@ -30,27 +32,6 @@ def gradient(run, hidden, name):
     return hidden.grad
 
 
-@pytest.mark.parametrize("k", [2, 20, 37, 100])
-@pytest.mark.parametrize("extras", EXTRAS)
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_values_and_gradients_equal_autograd(k, extras, with_bias):
-    hidden, weight, labels = operands()
-    bias = torch.randn(37, generator=torch.Generator().manual_seed(3), dtype=torch.float64) if with_bias else None
-    options = {"k": k, "bias": bias, **extras}
-    expected = token_statistics_reference(hidden, weight, labels, **options)
-    for gradients in (None, ("log_prob", "entropy", "topk_entropy")):
-        actual = token_statistics(hidden, weight, labels, gradients=gradients, chunk_tokens=4, **options)
-        for name in ("log_prob", "entropy", "topk_entropy"):
-            torch.testing.assert_close(getattr(actual, name), getattr(expected, name), rtol=1e-11, atol=1e-12)
-            wanted = gradient(lambda h: token_statistics_reference(h, weight, labels, **options), hidden, name)
-            got = gradient(
-                lambda h, g=gradients: token_statistics(h, weight, labels, gradients=g, chunk_tokens=4, **options),
-                hidden,
-                name,
-            )
-            torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
-
-
 def test_combined_gradient_of_all_statistics():
     hidden, weight, labels = operands()
 
@@ -67,7 +48,7 @@ def test_top_k_of_the_vocabulary_is_the_full_entropy():
     hidden, weight, labels = operands()
     stats = token_statistics(hidden, weight, labels, k=37)
     torch.testing.assert_close(stats.topk_entropy, stats.entropy / math.log(37), rtol=1e-12, atol=0)
-    assert token_statistics(hidden, weight, labels, k=10_000).k == 37
+    assert token_statistics(hidden, weight, labels, k=10_000).k == token_statistics(hidden, weight, labels, k=0).k == 37
     logits = hidden @ weight.t()
     categorical = torch.distributions.Categorical(logits=logits).entropy()
     torch.testing.assert_close(topk_entropy(logits, 37, normalize=False), categorical, rtol=1e-12, atol=1e-13)
@@ -94,20 +75,12 @@ def test_empty_micro_batch_keeps_the_graph_alive(gradients):
     assert not stats.mask.any()
 
 
-def test_named_gradients_detach_the_others():
+def test_named_gradients_detach_the_others_and_outputs_limit_the_work():
     hidden, weight, labels = operands()
-    stats = token_statistics(hidden.requires_grad_(), weight, labels, k=5, gradients=("topk_entropy",))
-    assert stats.topk_entropy.requires_grad
-    assert not stats.log_prob.requires_grad
-    assert not stats.entropy.requires_grad
-
-
-def test_outputs_limit_the_work():
-    hidden, weight, labels = operands()
-    stats = token_statistics(hidden.requires_grad_(), weight, labels, k=5, outputs=("topk_entropy",))
-    assert stats.log_prob.numel() == 0
-    assert stats.entropy.numel() == 0
-    full = token_statistics(hidden, weight, labels, k=5)
+    full = token_statistics(hidden.requires_grad_(), weight, labels, k=5, gradients=("topk_entropy",))
+    assert [getattr(full, name).requires_grad for name in STATISTICS] == [False, False, True]
+    stats = token_statistics(hidden, weight, labels, k=5, outputs=("topk_entropy",))
+    assert stats.log_prob.numel() == stats.entropy.numel() == 0
     torch.testing.assert_close(stats.topk_entropy, full.topk_entropy)
 
 
@@ -127,8 +100,6 @@ def test_half_precision_heads_use_fp32_logits(dtype):
 @pytest.mark.parametrize("gradients", [None, ("log_prob", "topk_entropy")])
 def test_the_direct_path_of_low_precision_heads(monkeypatch, gradients):
     """The path that CUDA takes (weights stay bf16, fp32 products), run on the CPU, against the widened one."""
-    from loragate.losses import projection
-
     hidden, weight, labels = operands(tokens=20, width=16, vocabulary=64, dtype=torch.bfloat16)
 
     def run():
@@ -168,8 +139,6 @@ def test_saves_indices_and_slopes_only():
 
 def test_bytes_at_a_time_do_not_grow_with_the_vocabulary(monkeypatch):
     """Real tensors, every storage counted: one tile of logits at a time, and what is kept per token."""
-    from loragate.analysis.plan_step import StorageTracker
-
     tokens, width, vocabulary, k, budget = 512, 32, 8192, 8, 1 << 18
     monkeypatch.setattr(head_module, "_CHUNK_BYTES", budget)
     hidden, weight, labels = operands(tokens, width, vocabulary, torch.float32, ignored=0)
@@ -189,10 +158,6 @@ def test_bytes_at_a_time_do_not_grow_with_the_vocabulary(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_head_of_a_large_model_keeps_to_its_memory(dtype):
     """4096 response tokens × 152k vocabulary, on tensors without data: 0.7 GiB is the limit set, 0.17 what it takes."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from loragate.analysis.plan_step import KnownSelection, StorageTracker
-
     with FakeTensorMode():
         hidden = torch.empty(4096, 1536, dtype=dtype, requires_grad=True)
         weight, labels = torch.empty(151936, 1536, dtype=dtype), torch.empty(4096, dtype=torch.int64)
@@ -203,24 +168,25 @@ def test_the_head_of_a_large_model_keeps_to_its_memory(dtype):
     assert tracker.peak <= 0.2 * 2**30
 
 
-@pytest.mark.parametrize("k", [2, 20, 36, 37])
+@pytest.mark.parametrize("k", [0, 2, 20, 36, 37, 100])
 @pytest.mark.parametrize("extras", EXTRAS)
-@pytest.mark.parametrize("budget", [1, 16 * 16 * 4])
-def test_tiles_that_do_not_divide_the_vocabulary(monkeypatch, k, extras, budget):
-    """Tiles of 13 columns out of 37, fewer than k: every statistic and gradient, with a bias and with ties."""
-    monkeypatch.setattr(head_module, "_CHUNK_BYTES", budget)
+@pytest.mark.parametrize("budget", [None, 1, 16 * 16 * 4])
+def test_values_and_gradients_equal_autograd(monkeypatch, k, extras, budget):
+    """Chunks of 4 tokens, or tiles of 13 columns out of 37, fewer than k, with ties: every statistic and gradient, with a bias."""
     hidden, weight, labels = operands()
-    weight[20:30] = weight[3:13]  # equal logits in different tiles
     bias = torch.randn(37, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    bias[20:30] = bias[3:13]
+    if budget is not None:
+        monkeypatch.setattr(head_module, "_CHUNK_BYTES", budget)
+        weight[20:30], bias[20:30] = weight[3:13].clone(), bias[3:13].clone()  # equal logits in different tiles
     options = {"k": k, "bias": bias, **extras}
     for name in STATISTICS:
         reference = lambda h: token_statistics_reference(h, weight, labels, **options)  # noqa: E731
         wanted, value = gradient(reference, hidden, name), getattr(reference(hidden), name)
         # which of two equal logits counts as the k-th is free, and changes the gradient but not the entropy
-        split = name == "topk_entropy" and k < 37
+        split = name == "topk_entropy" and 0 < k < 37 and budget is not None
         for gradients in (None, (name,), STATISTICS):
-            actual = lambda h, g=gradients: token_statistics(h, weight, labels, gradients=g, **options)  # noqa: E731
+            how = {"gradients": gradients, "chunk_tokens": None if budget else 4, **options}
+            actual = lambda h, how=how: token_statistics(h, weight, labels, **how)  # noqa: E731
             torch.testing.assert_close(getattr(actual(hidden), name), value, rtol=1e-11, atol=1e-12)
             if not split:
                 torch.testing.assert_close(gradient(actual, hidden, name), wanted, rtol=1e-10, atol=1e-12)
@@ -258,19 +224,16 @@ def test_a_masked_part_of_the_vocabulary(monkeypatch):
 
 def test_bad_arguments_are_explained():
     hidden, weight, labels = operands()
-    with pytest.raises(ConfigError, match="must agree"):
-        token_statistics(hidden, weight, labels[:-1])
-    with pytest.raises(ConfigError, match="head is trainable"):
-        token_statistics(hidden, weight.requires_grad_(), labels)
-    weight.requires_grad_(False)
-    with pytest.raises(ConfigError, match="k must be an integer of at least 2"):
-        token_statistics(hidden, weight, labels, k=1)
-    with pytest.raises(ConfigError, match="unknown statistic 'entropie'"):
-        token_statistics(hidden, weight, labels, gradients=("entropie",))
-    with pytest.raises(ConfigError, match="not among outputs"):
-        token_statistics(hidden, weight, labels, outputs=("entropy",), gradients=("log_prob",))
-    with pytest.raises(ConfigError, match="head is trainable"):
-        token_statistics(hidden, weight, labels, bias=weight.new_zeros(37).requires_grad_())
+    for words, arguments in {
+        "must agree": {"labels": labels[:-1]},
+        "head is trainable": {"weight": weight.clone().requires_grad_()},
+        "out of modules_to_save": {"bias": weight.new_zeros(37).requires_grad_()},
+        "k must be an integer of at least 2": {"k": 1},
+        "unknown statistic 'entropie'": {"gradients": ("entropie",)},
+        "not among outputs": {"outputs": ("entropy",), "gradients": ("log_prob",)},
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            token_statistics(**{"hidden": hidden, "weight": weight, "labels": labels, **arguments})
 
 
 @pytest.mark.parametrize("wrong", [37, -1])
@@ -307,13 +270,3 @@ def test_a_support_that_reaches_into_masked_tokens():
     torch.testing.assert_close(fast, plain, rtol=1e-10, atol=1e-12)
     left, right = (torch.autograd.grad(value.sum(), hidden)[0] for value in (fast, plain))
     torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-12)
-
-
-def test_k_of_zero_is_the_whole_vocabulary():
-    draw = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(4, 8, generator=draw), torch.randn(50, 8, generator=draw)
-    labels = torch.randint(0, 50, (4,), generator=draw)
-    whole, every = (token_statistics(hidden, weight, labels, k=k) for k in (0, 50))
-    assert whole.k == every.k == 50
-    assert torch.equal(whole.topk_entropy, every.topk_entropy)
-    torch.testing.assert_close(whole.topk_entropy, topk_entropy(hidden @ weight.T, 0))

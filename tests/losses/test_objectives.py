@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from loragate.errors import ConfigError
-from loragate.losses import ObjectiveContext, TokenStatistics, WeightedCrossEntropy, objectives, statistics_of_logits
+from loragate.losses import ObjectiveContext, TokenStatistics, objectives, statistics_of_logits
 from loragate.losses.objectives import (
     FACTORIES,
     EntropyKLSelective,
@@ -23,13 +23,19 @@ from loragate.losses.objectives import (
 from loragate.losses.objectives.signed import largest_share
 
 
-@pytest.fixture
-def stats():
-    draw = torch.Generator().manual_seed(0)
-    logits = torch.randn(3, 6, 40, generator=draw, dtype=torch.float64, requires_grad=True) * 3
+def material(seed):
+    """(logits, those of a reference, labels): 10 labelled tokens over 40 words."""
+    draw = torch.Generator().manual_seed(seed)
+    logits, reference = (torch.randn(3, 6, 40, generator=draw, dtype=torch.float64) * 3 for _ in range(2))
     labels = torch.randint(0, 40, (3, 6), generator=draw)
     labels[0, :2] = -100
     labels[2] = -100
+    return logits.requires_grad_(), reference, labels
+
+
+@pytest.fixture
+def stats():
+    logits, _, labels = material(0)
     return statistics_of_logits(logits, labels, 20)
 
 
@@ -99,26 +105,15 @@ def test_mask_needs_and_uses_its_column(stats):
     assert torch.equal(weights, (keep & stats.mask).double())
 
 
-def test_wrong_constants_are_refused(stats):
+def test_statistics_of_another_support_are_refused(stats):
     with pytest.raises(ConfigError, match="statistics were made with k = 20"):
         eaft(k=10).weights(stats)
-    with pytest.raises(ConfigError, match="probability"):
-        profit(threshold=1.5)
-    with pytest.raises(ConfigError, match="'median'"):
-        talr(tau="mean")
-    with pytest.raises(ConfigError, match="positive"):
-        talr(tau=0.0)
 
 
 @pytest.fixture
 def referred():
-    """Statistics with a KL to a reference, their logits and labels: 10 labelled tokens over 40 words."""
-    draw = torch.Generator().manual_seed(4)
-    logits = (torch.randn(3, 6, 40, generator=draw, dtype=torch.float64) * 3).requires_grad_(True)
-    reference = torch.randn(3, 6, 40, generator=draw, dtype=torch.float64) * 3
-    labels = torch.randint(0, 40, (3, 6), generator=draw)
-    labels[0, :2] = -100
-    labels[2] = -100
+    """Statistics with a KL to a reference, their logits and labels."""
+    logits, reference, labels = material(4)
     return statistics_of_logits(logits, labels, 0, reference), logits, reference, labels
 
 
@@ -243,11 +238,10 @@ def test_eksft_leaves_ties_at_the_edge_out():
     assert {ratio: int(found.sum()) for ratio, found in chosen.items()} == {0.2: 1, 0.6: 1, 0.8: 4}
 
 
-def test_all_kept_or_all_forgotten_is_finite(stats):
-    every = torch.ones(3, 6, dtype=torch.bool)
-    for keep in (every, ~every):
-        loss = Forgetting().loss(stats, ObjectiveContext(keep_mask=keep))
-        assert torch.isfinite(loss).all()
+@pytest.mark.parametrize("keep", [True, False])
+def test_all_kept_or_all_forgotten_is_finite(stats, keep):
+    context = ObjectiveContext(keep_mask=torch.full((3, 6), keep))
+    assert torch.isfinite(Forgetting().loss(stats, context)).all()
 
 
 def test_entropy_and_interleaved(stats):
@@ -269,9 +263,12 @@ def test_entropy_and_interleaved(stats):
         ("forgetting", {"t_max": 0.1, "t_min": 0.2}, "t_min"),
         ("entropy", {"k": 1}, "at least 2, or 0"),
         ("interleaved", {"ce_steps": 0}, "at least 1"),
+        ("profit", {"threshold": 1.5}, "probability"),
+        ("talr", {"tau": "mean"}, "'median'"),
+        ("talr", {"tau": 0.0}, "positive"),
     ],
 )
-def test_wrong_constants_of_the_new_objectives(name, options, told):
+def test_wrong_constants_are_refused(name, options, told):
     with pytest.raises(ConfigError, match=told):
         FACTORIES[name](**options)
 
@@ -288,18 +285,3 @@ def test_the_built_in_objectives_are_read_only():
         with pytest.raises(TypeError, match="does not support item assignment"):
             objectives[name] = objectives["sft"]
     assert "mine" not in objectives
-
-
-def test_a_rule_may_read_either_entropy():
-    rule = lambda stats, _: torch.ones_like(stats.log_prob)  # noqa: E731
-    made = {
-        (top, full): WeightedCrossEntropy("mine", rule, reads_entropy=top, reads_full_entropy=full).outputs
-        for top in (False, True)
-        for full in (False, True)
-    }
-    assert made == {
-        (False, False): ("log_prob",),
-        (False, True): ("log_prob", "entropy"),
-        (True, False): ("log_prob", "topk_entropy"),
-        (True, True): ("log_prob", "entropy", "topk_entropy"),
-    }

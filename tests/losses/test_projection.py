@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from loragate.losses import projection
-from loragate.losses.projection import Head
+from loragate.losses.projection import Head, Projection
 
 V, D, C, K = 101, 16, 6, 5
 
@@ -20,7 +20,7 @@ def operands(dtype):
 def test_rows_tiles_and_the_way_back(monkeypatch, dtype, scale, softcap):
     monkeypatch.setattr(projection, "BUDGET", 4 * D * 30)  # 30 widened rows at a time
     hidden, weight, bias, draw = operands(dtype)
-    head = Head(weight, bias, scale, softcap).projection()
+    head = Projection(Head(weight, bias, scale, softcap))
     leaf = hidden.to(head.working).clone().requires_grad_()
     z = (leaf @ weight.to(head.working).T + bias) * scale
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
@@ -50,5 +50,5 @@ def test_the_sparse_way_back(monkeypatch, dtype, index):
     indices = torch.randint(0, V, (C, K), generator=draw)
     coefficient = torch.randn(C, K, generator=draw)
     wanted = torch.einsum("tk,tkd->td", coefficient, weight.float()[indices])
-    found = Head(weight).projection().pull_back_sparse(indices.to(index), coefficient)
+    found = Projection(Head(weight)).pull_back_sparse(indices.to(index), coefficient)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from loragate.losses.projection import needs_widening
-from loragate.losses.tiling import BUDGET, Tiling, chunks, rows_within, tiling
+from loragate.losses.tiling import BUDGET, Tiling, chunks, tiling
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -28,7 +28,5 @@ def test_what_the_caller_asks_for():
     assert sizes == Tiling(4096, 4096)
     assert tiling(151936, 1536, "cpu", widened=False, budget=1) == Tiling(16, 16)
     assert chunks(5, 2) == [slice(0, 2), slice(2, 4), slice(4, 6)]
-    assert rows_within(3, 10) == 3
-    assert rows_within(100, 10) == 1
     assert needs_widening(torch.zeros(1, dtype=torch.bfloat16))
     assert not needs_widening(torch.zeros(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import loragate as lg
 from loragate.errors import ArtifactError, ConfigError
-from loragate.gates.gate import Override
+from loragate.gates.signed_map import Override
 from loragate.models import is_gated, read_gates, resolve
 from loragate.models.folder_gates import stamp
 from tiny import shake, tiny_adapter
@@ -107,20 +108,15 @@ def test_a_plain_adapter_takes_one_constant(folder: Path) -> None:
 
 def other_adapter(folder: Path) -> None:
     path = folder / "adapter" / "adapter_model.safetensors"
-    state = load_file(path)
-    name = next(iter(state))
-    state[name] = state[name] + 1
-    save_file(state, path)
+    save_file({name: values + 1 for name, values in load_file(path).items()}, path)
 
 
-def other_alpha(folder: Path) -> None:
-    path = folder / "adapter" / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "lora_alpha": 9}))
+def other(**settings: object) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        path = folder / "adapter" / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
 
-
-def more_kinds(folder: Path) -> None:
-    path = folder / "adapter" / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "modules_to_save": ["lm_head"]}))
+    return change
 
 
 MALFORMED = {
@@ -128,8 +124,8 @@ MALFORMED = {
     "no adapter": (lambda f: shutil.rmtree(f / "adapter"), "adapter_config.json"),
     "no weights": (lambda f: (f / "adapter" / "adapter_model.safetensors").unlink(), "not a readable safetensors"),
     "other adapter": (other_adapter, "another adapter"),
-    "other alpha": (other_alpha, "another adapter"),
-    "modules to save": (more_kinds, "modules_to_save"),
+    "other alpha": (other(lora_alpha=9), "another adapter"),
+    "modules to save": (other(modules_to_save=["lm_head"]), "modules_to_save"),
 }
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers.pre_tokenizers import ByteLevel
 
 import loragate as lg
 from loragate.cli.main import main
@@ -25,7 +26,7 @@ from loragate.models import (
     read_config,
     resolve,
 )
-from tiny import tiny_base, tiny_tokenizer
+from tiny import tiny_base, tiny_tokenizer, write_rows
 
 gguf_writer = pytest.importorskip("gguf", reason="gguf is not installed (pip install loragate[gguf])")
 TEMPLATE = (
@@ -35,33 +36,19 @@ TEMPLATE = (
 HIDDEN, MLP, LAYERS, HEADS = 64, 96, 2, 2
 
 
-def write_gguf(path, *, architecture="llama", stored="Q8_0", parts=0, template=TEMPLATE):
+def write_gguf(path, *, architecture="llama", stored="Q8_0", parts=0):
     """A tiny random Llama with a byte-level tokenizer, its matrices stored in blocks of `stored`."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
     kind, random = gguf_writer.GGMLQuantizationType[stored], np.random.default_rng(0)
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alphabet()), "he"]
     writer = gguf_writer.GGUFWriter(path, architecture)
-    writer.add_context_length(256)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(MLP)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(HIDDEN // HEADS)
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(tokens)
-    writer.add_token_merges(["h e"])
-    writer.add_token_types([3, 3, 3] + [1] * (len(tokens) - 3))
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(2)
-    if template:
-        writer.add_chat_template(template)
+    shape = {"context_length": 256, "embedding_length": HIDDEN, "block_count": LAYERS, "feed_forward_length": MLP}
+    shape |= {"head_count": HEADS, "head_count_kv": HEADS, "rope_dimension_count": HIDDEN // HEADS}
+    shape |= {"layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0, "vocab_size": len(tokens)}
+    words = {"tokenizer_model": "gpt2", "tokenizer_pre": "default", "token_list": tokens, "token_merges": ["h e"]}
+    words |= {"token_types": [3, 3, 3] + [1] * (len(tokens) - 3), "chat_template": TEMPLATE}
+    words |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    for name, value in (shape | words).items():
+        getattr(writer, f"add_{name}")(value)
     if parts:
         writer.add_uint16("split.count", parts)
 
@@ -99,7 +86,7 @@ def file(tmp_path_factory):
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": f"{n}?", "response": f"he {n}"}) for n in range(16)))
+    write_rows(path, [{"prompt": f"{n}?", "response": f"he {n}"} for n in range(16)])
     return path
 
 
@@ -158,19 +145,19 @@ def test_gates_made_on_the_file_act_on_the_plain_folder(gated, file, tmp_path, c
     assert "plain already" in capsys.readouterr().err
 
 
-def test_a_folder_with_one_file_is_that_file(file, tmp_path):
-    only = write_gguf(tmp_path / "one.gguf")
+def test_a_folder_with_one_file_is_that_file_and_the_base_of_adapters_too(gated, file, tmp_path):
+    only = tmp_path / "one.gguf"
+    only.symlink_to(file)
     assert resolve(str(tmp_path), expect="base").base.name == str(only)
-    write_gguf(tmp_path / "two.gguf")
+    for place in (gated, gated / "adapter"):
+        assert resolve(place, tmp_path).base.name == str(only)
+    assert torch.equal(logits(lg.load_gated(gated, base=tmp_path)), logits(lg.load_gated(gated)))
+    assert read_config(str(tmp_path)).vocab_size == read_config(str(only)).vocab_size == 260
+    (tmp_path / "two.gguf").symlink_to(file)
     with pytest.raises(ConfigError, match=r"several GGUF files \(one.gguf, two.gguf\)"):
         resolve(str(tmp_path), expect="base")
-
-
-def test_a_folder_with_one_file_is_the_base_of_adapters_too(gated, file, tmp_path):
-    (tmp_path / file.name).symlink_to(file)
-    for place in (gated, gated / "adapter"):
-        assert resolve(place, tmp_path).base.name == str(tmp_path / file.name)
-    assert torch.equal(logits(lg.load_gated(gated, base=tmp_path)), logits(lg.load_gated(gated)))
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_config(str(tmp_path / "gone.gguf"))
 
 
 def test_nothing_is_taken_from_another_model_beside_the_file(file, tmp_path):
@@ -183,14 +170,6 @@ def test_nothing_is_taken_from_another_model_beside_the_file(file, tmp_path):
     assert loaded.tokenizer.get_vocab() == alone.tokenizer.get_vocab()
     assert loaded.tokenizer.chat_template == TEMPLATE
     assert loaded.endings.token_ids == {2}
-
-
-def test_a_plan_reads_a_file_by_any_of_its_names(file, tmp_path):
-    (tmp_path / file.name).symlink_to(file)
-    for name in (file, tmp_path):
-        assert read_config(str(name)).vocab_size == 260
-    with pytest.raises(ConfigError, match="does not exist"):
-        read_config(str(tmp_path / "gone.gguf"))
 
 
 def test_a_file_on_the_hub_is_named_by_its_path_there():

@@ -11,20 +11,18 @@ from loragate.cli.evaluating import load_inputs
 from loragate.cli.generate import GenerateOptions
 from loragate.cli.main import main
 from loragate.cli.serve import ServeOptions
+from loragate.cli.sweep import SweepOptions, prepare
 from loragate.errors import ArtifactError
 from loragate.hub_names import cached_commit, hub_name, hub_source, is_hub_id, split_revision
 from loragate.models import ModelRef, open_tokenizer, resolve
+from loragate.selection.sweep import Workshop
 from loragate.serving.server import served_places
 from loragate.serving.vllm_arguments import vllm_arguments
-from tiny import tiny_adapter, tiny_rows, tiny_tokenizer, write_adapter, write_base
+from tiny import tiny_adapter, tiny_rows, tiny_tokenizer, write_adapter, write_base, write_rows
 
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
 BASE_OLD, BASE_NEW = "b" * 39 + "1", "b" * 39 + "2"
 TRAIN = ["--max-steps", "2", "--batch-size", "4", "--micro-batch-size", "4", "--max-length", "64"]
-
-
-def files_in(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +33,7 @@ def place(tmp_path_factory):
         write_base(root / name, seed=seed)
     for name, seed in (("adapter", 0), ("other-adapter", 3)):
         write_adapter(root / name, "user/base", tiny_adapter(seed))
-    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny_rows(12)))
+    write_rows(root / "rows.jsonl", tiny_rows(12))
     return root
 
 
@@ -48,7 +46,10 @@ def hub(place, tmp_path, monkeypatch):
         "base": {BASE_OLD: "base", BASE_NEW: "other-base"},
         "plain": {OLD: "adapter", NEW: "other-adapter"},
     }.items():
-        stand_in.commits[f"user/{name}"] = {commit: files_in(place / folder) for commit, folder in commits.items()}
+        stand_in.commits[f"user/{name}"] = {
+            commit: {path.name: path.read_bytes() for path in (place / folder).iterdir() if path.is_file()}
+            for commit, folder in commits.items()
+        }
         stand_in.refs[f"user/{name}"] = dict(zip(("v1", "main"), commits))
     yield stand_in
     stand_in.close()
@@ -172,16 +173,10 @@ def test_sft_goes_on_from_a_revision_and_records_the_base(place, hub, tmp_path):
     assert run["settings"]["adapter"] == f"user/plain@{OLD}"
 
 
-def test_inspect_generate_and_mask(place, hub, tmp_path, capsys):
+def test_inspect_and_mask(place, hub, tmp_path, capsys):
     assert main(["inspect", "user/plain@v1", "--base", "user/base@v1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["adapter"], found["base"]) == ("user/plain@v1", "user/base")
-    ask = ["--prompt", "w1 w2", "--max-new-tokens", "6", "--temperature", "0"]
-    for name, local in (("user/base@v1", "base"), ("user/base", "other-base")):
-        assert main(["generate", "--model", name, *ask]) == 0
-        answer = capsys.readouterr().out
-        assert main(["generate", "--model", str(place / local), *ask]) == 0
-        assert capsys.readouterr().out == answer
     command = ["mask", "--data", str(place / "rows.jsonl"), "--model", "user/base@v1"]
     for name, out in (("user/plain@v1", "a"), (str(place / "adapter"), "b")):
         assert main([*command, "--reference", name, "--out", str(tmp_path / f"{out}.jsonl")]) == 0
@@ -191,11 +186,8 @@ def test_inspect_generate_and_mask(place, hub, tmp_path, capsys):
 
 
 def test_sweep_pins_its_adapter(place, hub, tmp_path):
-    from loragate.cli.sweep import SweepOptions, prepare
-    from loragate.selection.sweep import Workshop
-
     rows = [{"prompt": f"w{i} w{i + 1}", "answer": str(i)} for i in range(40)]
-    (tmp_path / "probe.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "probe.jsonl", rows)
     options = SweepOptions(
         adapter="user/plain@v1",
         data=str(place / "rows.jsonl"),
@@ -210,13 +202,9 @@ def test_sweep_pins_its_adapter(place, hub, tmp_path):
     assert study.identity["adapters"] == {"plain-v1": f"user/plain@{OLD}"}
     bench = Workshop(sweep).bench()
     assert cached_commit("user/base", "v1") == BASE_OLD
-    origin = bench.origin
-    assert (origin["adapter_id"], origin["base_id"], origin["base_revision"]) == (
-        f"user/plain@{OLD}",
-        "user/base",
-        "v1",
-    )
-    assert origin["adapter_source"].name == OLD
+    origin = {**bench.origin, "adapter_source": bench.origin["adapter_source"].name}
+    wanted = {"adapter_id": f"user/plain@{OLD}", "base_id": "user/base", "base_revision": "v1", "adapter_source": OLD}
+    assert {key: origin[key] for key in wanted} == wanted
     assert len(bench.tokenizer) == len(tiny_tokenizer())
 
 

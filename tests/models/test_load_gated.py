@@ -1,6 +1,10 @@
 """Loading an artifact whole: a base that is not there, and gates that are to train again."""
 
 import pytest
+import torch
+import transformers as tf
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 
 import loragate as lg
 from loragate.errors import ArtifactError, GateError
@@ -45,9 +49,7 @@ def test_loaded_gates_are_frozen_until_asked_to_train(place, token_ids):
 
 
 def test_the_base_that_was_loaded_is_recorded_where_the_adapter_names_none(place, tmp_path, caplog):
-    from transformers import AutoModelForCausalLM
-
-    model = tiny_adapter(base=AutoModelForCausalLM.from_pretrained(place / "base"))
+    model = tiny_adapter(base=tf.AutoModelForCausalLM.from_pretrained(place / "base"))
     model.peft_config["default"].base_model_name_or_path = None
     lg.attach_gates(model, lg.GateConfig(-6, 3))
     with caplog.at_level("WARNING", logger="loragate"):
@@ -73,16 +75,14 @@ def test_gates_go_onto_a_named_adapter_once(place):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_an_adapter_that_was_rounded_while_it_was_loaded_is_told_how_to_load(place, dtype):
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+    def loaded(**how):
+        base = tf.AutoModelForCausalLM.from_pretrained(place / "base", dtype=dtype)
+        return PeftModel.from_pretrained(base, place / "absolute" / "adapter", **how)
 
-    base = AutoModelForCausalLM.from_pretrained(place / "base", dtype=dtype)
-    adapter = place / "absolute" / "adapter"
-    rounded = PeftModel.from_pretrained(base, adapter, autocast_adapter_dtype=False)
     with pytest.raises(ArtifactError, match=rf"rounded to {dtype} while it was loaded.*autocast_adapter_dtype=True"):
-        lg.load_gates(rounded, place / "absolute")
-    base = AutoModelForCausalLM.from_pretrained(place / "base", dtype=dtype)
-    assert lg.load_gates(PeftModel.from_pretrained(base, adapter), place / "absolute") is not None
+        lg.load_gates(loaded(autocast_adapter_dtype=False), place / "absolute")
+    gates = lg.gate_parameters(lg.load_gates(loaded(), place / "absolute"))
+    assert {parameter.dtype for parameter in gates.values()} == {torch.float32}
     other = tiny_adapter(seed=9)
     with pytest.raises(ArtifactError, match="another adapter") as refusal:
         lg.load_gates(other, place / "absolute")
@@ -90,10 +90,6 @@ def test_an_adapter_that_was_rounded_while_it_was_loaded_is_told_how_to_load(pla
 
 
 def test_models_of_another_class_are_told_how_to_load(tmp_path, token_ids):
-    import torch
-    import transformers as tf
-    from peft import LoraConfig, PeftModel, get_peft_model
-
     shape = {"vocab_size": 160, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
     bases = {
         "SEQ_CLS": (tf.Qwen2ForSequenceClassification, tiny_base().config),
@@ -117,8 +113,6 @@ def test_models_of_another_class_are_told_how_to_load(tmp_path, token_ids):
 
 
 def test_weights_that_are_offloaded_are_left_out_of_the_record(place, tmp_path):
-    import torch
-
     model = lg.attach_gates(tiny_adapter(base=tiny_base(tie_word_embeddings=False)), lg.GateConfig(-1, 2))
     head = model.get_base_model().lm_head
     # as accelerate leaves the weights of an offloaded module between two forward passes
@@ -130,8 +124,6 @@ def test_weights_that_are_offloaded_are_left_out_of_the_record(place, tmp_path):
 
 
 def test_a_strength_that_no_file_records_is_told(place, tmp_path, caplog):
-    from peft.utils.hotswap import prepare_model_for_compiled_hotswap
-
     options = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.mlp.up_proj": 3}, "use_rslora": True}
     model = lg.attach_gates(tiny_adapter(**options), lg.GateConfig(-1, 2))
     with caplog.at_level("WARNING", logger="loragate"):
@@ -153,13 +145,9 @@ def test_a_strength_that_no_file_records_is_told(place, tmp_path, caplog):
 
 @pytest.mark.parametrize("whole", [None, ["embed_tokens", "lm_head"]])
 def test_added_tokens_are_told_how_to_load(whole, place, tmp_path, token_ids):
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
     def enlarged(seed):
         torch.manual_seed(seed)
-        base = AutoModelForCausalLM.from_pretrained(place / "base")
+        base = tf.AutoModelForCausalLM.from_pretrained(place / "base")
         base.resize_token_embeddings(170)
         return base
 

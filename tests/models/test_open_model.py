@@ -61,7 +61,7 @@ def test_an_override_behind_the_name_is_laid_over_lambda(place, token_ids):
     with pytest.raises(ConfigError, match="override of λ"):
         resolve(place / "adapter", f"{place / 'base'}@unit")
     for base in (place / "base", "owner/name"):
-        with pytest.raises(ConfigError, match="no effect on a base"):
+        with pytest.raises(ConfigError, match=r"override of λ \(@unit\) has no effect"):
             resolve(f"{base}@unit", overrides=True)
 
 

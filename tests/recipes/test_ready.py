@@ -1,9 +1,9 @@
 """What a recipe's run refuses before its first stage: all that is missing, here and in the interpreter of its evaluations."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -33,9 +33,9 @@ def recipe(**evaluation):
 
 def hide(monkeypatch, *names):
     """As if these libraries were not installed; all others stay, as what is imported now is so for every later test."""
-    real = ready.importlib.util.find_spec
+    real = importlib.util.find_spec
     there = lambda name, *rest: None if name in names else real(name, *rest)  # noqa: E731
-    monkeypatch.setattr(ready.importlib.util, "find_spec", there)
+    monkeypatch.setattr(importlib.util, "find_spec", there)
 
 
 def refused(mine, folder, evaluator=""):
@@ -48,11 +48,8 @@ def test_all_that_is_missing_is_said_at_once(monkeypatch, tmp_path):
     def no_math(name):
         raise ImportError(name)
 
-    full = SimpleNamespace(total=1, used=1, free=2**20)
     monkeypatch.setattr("loragate.evaluation.judging.import_module", no_math)
     hide(monkeypatch, "vllm", "lm_eval", "bitsandbytes")
-    monkeypatch.setattr(running.shutil, "disk_usage", lambda path: full)
-    monkeypatch.setattr("loragate.recipes.run.disk", lambda recipe: (2.0**30, 2.0**30))
     first, *lines = refused(recipe(), tmp_path / "run")
     said = [line.removeprefix("- ") for line in lines]
     assert f"{len(said) - 1} things are missing" in first
@@ -60,14 +57,14 @@ def test_all_that_is_missing_is_said_at_once(monkeypatch, tmp_path):
     assert [line for line in said if line.startswith("eval: vLLM is not installed")]
     assert [line for line in said if "math answers need math-verify" in line]
     assert sum(line.startswith("eval: ") and "A local copy does as well" in line for line in said) == 5
-    assert [line for line in said if line.startswith("disk: ") and "needed" in line]
     for way in ("--stages sft,calibrate leaves", "--set eval.engine=transformers", "--eval-python", "eval.data=FOLDER"):
         assert way in said[-1]
 
 
 def test_what_lies_there_is_not_missed(monkeypatch, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
-    (tmp_path / "probe.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    asked = [json.dumps({"prompt": f"{n}+1=", "answer": n + 1}) for n in range(32)]
+    (tmp_path / "probe.jsonl").write_text("\n".join(asked))
     stages = (
         Stage("sft", "sft", {"model": BASE, "data": str(tmp_path / "rows.jsonl")}),
         Stage("sweep", "sweep", {"adapter": "{sft}", "data": "{sft}/rows", "probe": str(tmp_path / "probe.jsonl")}),

@@ -108,7 +108,6 @@ def started(monkeypatch):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    monkeypatch.setattr("loragate.recipes.run._disk", lambda recipe, folder: [])
     monkeypatch.delenv("LORAGATE_EVAL_PYTHON", raising=False)
     return Run(tmp_path / "run", say=lambda text: None, again="again")
 
@@ -141,9 +140,6 @@ def test_nothing_starts_where_something_is_missing(recipe, run, started, monkeyp
         run_recipe(recipe, run)
     with pytest.raises(ConfigError, match="--stages sft leaves the evaluations"):
         run_recipe(recipe, run)
-    with pytest.raises(ConfigError) as caught:
-        run_recipe(recipe, dataclasses.replace(run, narrows=False))
-    assert "--stages" not in str(caught.value), "a rehearsal takes all stages"
     assert not started
 
 
@@ -152,10 +148,11 @@ def test_a_gpu_that_may_be_too_small_is_told_of_and_refuses_nothing(recipe, run,
     gpu = SimpleNamespace(total_memory=24 * 2**30)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
-    monkeypatch.setattr("loragate.recipes.run.tight", lambda recipe, gib: {"sft": f"sft: {gib:.0f}", "other": "other"})
+    wanted = [SimpleNamespace(stage="sft", gib=40.4), SimpleNamespace(stage="other", gib=90.0)]
+    monkeypatch.setattr("loragate.recipes.run.needs", lambda recipe: wanted)
     run_recipe(recipe, dataclasses.replace(run, say=said.append))
-    assert "sft: 24" in said
-    assert "other" not in said
+    (line,) = [line for line in said if "GiB" in line]
+    assert line.startswith("sft: with rows as long as their limit it takes 40 GiB of a GPU, and there are 24")
     assert len(started) == 2
 
 

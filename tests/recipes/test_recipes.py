@@ -64,7 +64,7 @@ def test_list_and_show(capsys):
         ("Table 10", "code/qwen2.5-math-7b/interventions ", "math/qwen2.5-math-7b/interventions "),
         ("fig. 4", "/lora ", "/gate-ce "),
         ("Figure 3", "code/qwen3-4b-base/grid ", "/scale "),
-        ("tables 7", "/seed-42 ", "/grid "),
+        ("tables 7", "/dft ", "/grid "),
         ("fig. 1", "code/qwen3-4b-base/scale ", "/lora "),
         ("FIGURE 1", "math/qwen2.5-math-1.5b/scale ", "/gate-ce "),
         ("app. c", "/eksft ", "/lora "),

@@ -11,11 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from loragate.data import encode_rows, ending_health, load_rows
 from loragate.evaluation.tasks import load_questions, suite
 from loragate.generation import SamplingConfig, TransformersEngine
-from loragate.recipes import Library, read_recipe
+from loragate.recipes import Run, read_recipe
 from loragate.recipes.rehearsal import rehearsal_of
 from loragate.recipes.standins import QUESTIONS, write_standins
 
-LIBRARY = Library()
 SCALE = "math/qwen2.5-math-1.5b/scale"
 MAGICODER = ["lang", "raw_index", "index", "seed", "openai_fingerprint", "problem", "solution"]
 
@@ -30,7 +29,7 @@ def place(tmp_path_factory):
 @pytest.mark.parametrize("domain", ["math", "code"])
 def test_held_out_rows_are_there_and_none_of_the_trained(place, domain):
     """A split belongs to the hub; a file, which has none, is refused with one."""
-    small, _ = rehearsal_of(read_recipe(f"{domain}/qwen2.5-math-1.5b/scale", LIBRARY), place)
+    small = rehearsal_of(read_recipe(f"{domain}/qwen2.5-math-1.5b/scale"), place)
     values = small.stage("calibrate").values
     trained = list(load_rows(values["data"], split=values.get("split")))
     assert ("heldout" in values) == (domain == "math")
@@ -42,7 +41,7 @@ def test_held_out_rows_are_there_and_none_of_the_trained(place, domain):
 
 
 def test_a_chat_template_that_a_recipe_brings_meets_a_base_that_ends_as_it_does(place):
-    small, _ = rehearsal_of(read_recipe("math/llama-3.1-8b/scale", LIBRARY), place)
+    small = rehearsal_of(read_recipe("math/llama-3.1-8b/scale"), place)
     values = small.stage("sft").values
     tokenizer = AutoTokenizer.from_pretrained(values["model"])
     assert tokenizer.chat_template is None
@@ -89,12 +88,14 @@ def test_there_are_questions_for_every_task_that_is_asked(name):
         assert len(load_questions(task, QUESTIONS / f"{task.name}.jsonl").questions) >= 4
 
 
-def test_counts_and_materials_are_replaced_and_nothing_else(tmp_path):
-    recipe = read_recipe("code/qwen2.5-math-7b/full-entropy", LIBRARY)
-    small, replaced = rehearsal_of(recipe, tmp_path, "transformers")
+def test_counts_and_materials_are_replaced_and_nothing_else(tmp_path, monkeypatch):
+    recipe = read_recipe("code/qwen2.5-math-7b/full-entropy")
+    monkeypatch.setattr("loragate.recipes.rehearsal._has_vllm", lambda recipe, run: False)
+    small = rehearsal_of(recipe, tmp_path, Run(tmp_path))
+    replaced = recipe.differences(small)
     sft, calibrate, evaluation = small.stages
     free = {"model", "data", "revision", "split", "max_rows", "max_steps", "save_steps", "limit", "samples", "engine"}
-    assert {item.option for item in replaced} == free
+    assert {option for _, option, _, _ in replaced} == free
     for before, now in zip(recipe.stages, small.stages, strict=True):
         assert {k: v for k, v in before.values.items() if k not in free} == {
             k: v for k, v in now.values.items() if k not in free
@@ -104,27 +105,27 @@ def test_counts_and_materials_are_replaced_and_nothing_else(tmp_path):
     assert calibrate.values["k"] == 0
     assert evaluation.values["model"] == "{last}"
     assert "max_new_tokens" not in evaluation.values
-    (engine,) = [item for item in replaced if item.option == "engine"]
-    assert (engine.shipped, engine.here) == ("vllm", "transformers")
+    assert ("eval", "engine", "vllm", "transformers") in replaced
 
 
 def test_an_engine_that_is_here_is_kept_and_one_process_trains(tmp_path):
-    small, replaced = rehearsal_of(read_recipe("math/qwen2.5-32b/lora", LIBRARY), tmp_path)
+    recipe = read_recipe("math/qwen2.5-32b/lora")
+    small = rehearsal_of(recipe, tmp_path)
     assert small.stage("eval").values["engine"] == "vllm"
     assert "processes" not in small.stage("sft").values
-    assert {item.option: item.shipped for item in replaced if item.stage == "sft"}["strategy"] == "fsdp2"
+    assert ("sft", "strategy", "fsdp2", None) in recipe.differences(small)
 
 
 def test_fewer_than_the_rehearsals_counts_stay(tmp_path):
-    recipe = read_recipe(SCALE, LIBRARY)
+    recipe = read_recipe(SCALE)
     few = dataclasses.replace(recipe.stage("sft"), values={**recipe.stage("sft").values, "max_rows": 9, "max_steps": 1})
-    small, _ = rehearsal_of(dataclasses.replace(recipe, stages=(few,)), tmp_path)
+    small = rehearsal_of(dataclasses.replace(recipe, stages=(few,)), tmp_path)
     assert (small.stage("sft").values["max_rows"], small.stage("sft").values["max_steps"]) == (9, 1)
 
 
 def test_a_grid_has_the_corners_and_a_probe_of_the_stand_ins(place):
-    recipe = read_recipe("math/qwen2.5-math-1.5b/grid", LIBRARY).with_values({"sweep.probe": "mine"})
-    small, _ = rehearsal_of(recipe, place)
+    recipe = read_recipe("math/qwen2.5-math-1.5b/grid").with_values({"sweep.probe": "mine"})
+    small = rehearsal_of(recipe, place)
     assert small.stage("sweep").values["probe"] == str(place / "probe.jsonl")
     assert len(small.stage("sweep").values["ranges"].split(";")) == 4
     rows = [json.loads(line) for line in (place / "probe.jsonl").read_text().splitlines()]

@@ -3,19 +3,23 @@
 import base64
 import hashlib
 import html.parser
-import itertools
 import json
 import re
+from functools import cache, partial
+from pathlib import Path
 
 import pytest
 
 from loragate.errors import LoragateError
-from loragate.report.page.build import Block, Section, build_page, safe_json, tokens_block
-from loragate.report.page.charts import column_chart, lambda_colour, line_chart, ticks
-from loragate.report.page.scores import evaluation_statements, selection_blocks, sweep_blocks
-from loragate.report.page.training import gates_blocks, training_blocks
-from loragate.report.table import results_table
-from pages import HOSTILE, estimate, quickstart_record, quickstart_rows, sweep_record, traces
+from loragate.report.explorer import answers
+from loragate.report.figures import column_chart, line_chart
+from loragate.report.page.blocks import selection_blocks, sweep_blocks, training_blocks
+from loragate.report.page.build import Section, build_page, chart, drawn, safe_json, tokens_block
+from loragate.report.page.diagnosis import diagnosis_blocks
+from loragate.report.page.whole import page
+from loragate.report.scores import evaluation_statements, score_tables
+from loragate.report.sources import Source
+from pages import HISTORY, HOSTILE, estimate, evaluation_record, gates_record, row, sweep_record, traces
 
 
 class Reader(html.parser.HTMLParser):
@@ -40,16 +44,15 @@ class Reader(html.parser.HTMLParser):
         self.inside = None
 
 
+@cache
 def whole_page():
-    record = quickstart_record()
-    histories = {HOSTILE: record["calibrations"]["[-6,3]"]["history"]}
     sections = [
-        Section("scores", HOSTILE, [results_table(record["table"])]),
-        Section("gates", "Gates", gates_blocks(record["realised_gates"], -6, 3)),
-        Section("training", "Training", training_blocks(histories)),
+        Section("scores", HOSTILE, score_tables(evaluation_record(row("adapter", 0.2), row("gated", 0.4, HOSTILE)))),
+        Section("gates", "Gates", diagnosis_blocks(gates_record())),
+        Section("training", "Training", training_blocks({HOSTILE: HISTORY})),
         Section("tokens", "Tokens", [tokens_block(traces())]),
     ]
-    return build_page(HOSTILE, record["reading"], sections, HOSTILE)
+    return build_page(HOSTILE, [f"SCALE is better. {HOSTILE}"], sections, HOSTILE)
 
 
 def test_hostile_text_stays_text():
@@ -70,20 +73,15 @@ def test_only_the_pages_own_script_may_run_and_nothing_is_loaded():
     reader = Reader()
     reader.feed(page)
     digest = base64.b64encode(hashlib.sha256(reader.scripts[1][1].encode()).digest()).decode()
-    policy = dict(reader.attributes).get("content", "")
     policies = [value for name, value in reader.attributes if name == "content" and "script-src" in (value or "")]
-    assert len(policies) == 1, policy
+    assert len(policies) == 1
     assert f"'sha256-{digest}'" in policies[0]
     assert "default-src 'none'" in policies[0]
-    addresses = [value for name, value in reader.attributes if name in ("src", "href") and not value.startswith("#")]
-    assert addresses == ["data:,"]
+    names = ("src", "href", "xlink:href")
+    addresses = {value for name, value in reader.attributes if name in names and not value.startswith("#")}
+    assert {value.partition(",")[0] for value in addresses} == {"data:", "data:image/png;base64"}
     assert "@import" not in page
-    assert "url(" not in page
-
-
-def test_a_row_that_was_not_run_says_so():
-    page = build_page("t", [], [Section("scores", "Scores", [results_table(quickstart_rows())])])
-    assert re.search(r"random gates</th>\s*<td class=\"absent\">not run", page)
+    assert not re.search(r"url\((?!#)", page)
 
 
 def test_the_json_block_cannot_be_ended():
@@ -104,111 +102,72 @@ def test_traces_are_cut_to_the_limit_and_the_cut_is_told():
 
 
 def test_a_page_that_grows_too_large_is_refused():
-    block = Block("text", ["x" * 3_100_000])
+    source = Source("evaluation", Path("results.json"), evaluation_record(warnings=["x" * 3_100_000]), "run")
     with pytest.raises(LoragateError, match="more than 3 MB"):
-        build_page("t", [], [Section("a", "b", (block,))])
+        page([source], "t")
 
 
-def test_the_chart_holds_every_point_and_a_zero_line():
-    chart = str(line_chart({"one": [(0, 1.0), (10, 0.5)], "two": [(5, 0.75)]}, x_label="step", y_label="loss"))
-    assert [len(found.split()) for found in re.findall(r'points="([^"]*)"', chart)] == [2, 1]
-    assert chart.count("<circle") == 1
-    assert ">0</text>" in chart
-    heights = [float(pair.split(",")[1]) for pair in re.findall(r'points="([^"]*)"', chart)[0].split()]
-    assert heights[0] < heights[1]
+def test_the_explorer_shows_answers_of_any_length():
+    record = traces(questions=1, tokens=5)
+    record["questions"][0]["prompt"] = "x" * 3_100_000
+    assert "x" * 3_100_000 in answers(record)
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 157), (0.0, 0.037), (-3, 2)])
-def test_ticks_are_round_and_inside(low, high):
-    values = ticks(low, high)
-    assert 2 <= len(values) <= 6
-    assert all(low - 1e-9 <= value <= high + 1e-9 for value in values)
-    steps = {round(b - a, 9) for a, b in itertools.pairwise(values)}
-    assert len(steps) == 1
+def test_a_figure_on_the_page_is_text_in_the_ink_of_the_page():
+    curves = {"$one$ <b>": [(0, 1.0), (10, float("nan"))], "two": [(5, 0.75)]}
+    for draw in (partial(line_chart, curves, "loss & more"), partial(column_chart, [0, 1, 2], [1, 3], "loss & more")):
+        svg = str(drawn(chart(draw, "A <title>")).data)
+        assert svg.startswith('<svg viewBox="0 0 ')
+        assert 'aria-label="A &lt;title&gt;"' in svg
+        assert "loss &amp; more</text>" in svg
+        assert "currentColor" in svg
+        assert "#010203" not in svg
+        assert "DejaVu" not in svg
+        assert "nan" not in svg
+        assert len(re.findall(r' id="[\w.]+_\d+"', svg)) == 0
+        assert "$one$ &lt;b&gt;</text>" in svg or draw.func is column_chart
 
 
-def luminance(colour):
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+def test_the_summary_names_the_verdict_and_what_else_may_have_done_it():
+    def statements(gated, verdict, control, **more):
+        cooler = row("adapter", control, "T=0.3", temperature=0.3)
+        versus = {"mean": gated - 0.3, "low": gated - 0.4, "high": gated - 0.2, "p": 0.01}
+        result = row("gated", gated, comparison=versus, verdict=verdict, **more)
+        rows = [row("adapter", 0.3), result, cooler, row("base", 0.25), row("adapter", 0.9, "DFT")]
+        return evaluation_statements(evaluation_record(*rows, row("gated", 0.9, "random gates")))
 
-
-@pytest.mark.parametrize("value", [-6, -3, -0.5, 0, 0.4, 1, 1.5, 2.2, 3])
-def test_numbers_can_be_read_on_their_colours(value):
-    background, ink = lambda_colour(value, -6, 3)
-    lights = sorted((luminance(background), 1.0 if ink == "#fff" else 0.0))
-    assert (lights[1] + 0.05) / (lights[0] + 0.05) >= 4.5  # WCAG AA
-
-
-def test_one_is_neutral_and_the_ends_differ():
-    assert lambda_colour(1, -6, 3)[0] == "#ececec"
-    assert len({lambda_colour(value, -6, 3)[0] for value in (-6, 0, 1, 3)}) == 4
-
-
-def test_histogram_columns_have_the_heights_of_their_shares():
-    chart = str(column_chart([0, 1, 2], [1, 3], "x"))
-    heights = [float(value) for value in re.findall(r'class="column"[^>]*height="([^"]*)"', chart)]
-    assert heights[1] == pytest.approx(3 * heights[0], rel=0.01)
-
-
-def evaluation(gated, verdict, control):
-    def row(variant, mean, control=None):
-        versus = (
-            None
-            if variant == "adapter" and control is None
-            else {"mean": mean - 0.3, "low": mean - 0.4, "high": mean - 0.2, "p": 0.01}
-        )
-        return {
-            "task": "t",
-            "variant": variant,
-            "control": control,
-            "avg_at_k": estimate_of(mean),
-            "comparison": versus,
-            "verdict": verdict,
-        }
-
-    rows = [row("adapter", 0.3), row("gated", gated), row("adapter", control, "T=0.3")]
-    return {"tasks": [{"name": "t"}], "results": rows}
-
-
-def estimate_of(mean):
-    return {"mean": mean, "low": mean - 0.05, "high": mean + 0.05, "questions": 10, "samples": 4}
-
-
-def test_the_summary_names_the_verdict_and_the_cheaper_control():
-    better = evaluation_statements(evaluation(0.5, "better", 0.4))
-    assert better == [
+    assert statements(0.5, "better", 0.4) == [
         "On t, gated is better than the adapter: 50.0 % against 30.0 % of the adapter (+20.0 points, 95 % interval +10.0 "
         "to +30.0)."
     ]
-    cheaper = evaluation_statements(evaluation(0.5, "better", 0.6))
-    assert cheaper[1] == "On t, adapter T=0.3 needs no training and scores 60.0 %."
-    assert "worse than the adapter" in evaluation_statements(evaluation(0.1, "worse", 0.2))[0]
-    # gates at a lower temperature meet the adapter there, and are no control of themselves
-    record = evaluation(0.5, "better", 0.6)
+    assert statements(0.5, "better", 0.6)[1:] == ["On t, adapter T=0.3 needs no training and scores 60.0 %."]
+    worse = statements(0.1, "worse", 0.05, truncated=0.2)
+    assert "worse than the adapter" in worse[0]
+    assert worse[1] == "On t, the base scores 25.0 % without any adapter."
+    assert worse[2].endswith(
+        "20.0 % of the answers of the gates are cut off, 1.0 % of the adapter's: the gates make more answers run on."
+    )
+    assert "not told apart" in statements(0.31, "no difference shown", 0.2)[0]
+
+
+def test_gates_at_a_lower_temperature_meet_the_adapter_there():
     versus = {"mean": -0.1, "low": -0.2, "high": -0.05, "p": 0.01}
-    gated = {**record["results"][1], "control": "T=0.3", "temperature": 0.3, "avg_at_k": estimate_of(0.9)}
-    record["results"].append({**gated, "comparison": versus, "verdict": "worse"})
-    said = evaluation_statements(record)
+    cooler = row("gated", 0.9, "T=0.3", temperature=0.3, comparison=versus, verdict="worse")
+    rows = [row("adapter", 0.3), row("gated", 0.5, entropy=0.4), row("adapter", 0.6, "T=0.3", temperature=0.3), cooler]
+    said = evaluation_statements(evaluation_record(*rows))
+    assert said[-1].endswith("does not show that answers are right.")
     assert said[1] == "On t, adapter T=0.3 needs no training and scores 60.0 %."
     assert said[2].startswith(
         "On t, T=0.3, gated is worse than the adapter: 90.0 % against 60.0 % of the adapter (-10.0"
     )
-    assert "not told apart" in evaluation_statements(evaluation(0.31, "no difference shown", 0.2))[0]
 
 
-def test_a_sweep_marks_the_chosen_and_the_oracle_cell():
-    block, sentence = sweep_blocks(sweep_record([(-3, 1), (-2, 2), (0, 1)]))
-    cells = {row["name"]: row["cells"][0] for row in block.data["rows"]}
-    assert {name: cell["mark"] for name, cell in cells.items()} == {
-        "[−3, 1]": "chosen",
-        "[−2, 2]": "oracle",
-        "[0, 1]": "",
-    }
-    assert cells["[−2, 2]"]["text"] == "50.0"
-    assert {name for name, cell in cells.items() if "·" in cell["note"]} == {"[−2, 2]"}
-    assert len({cell["background"] for cell in cells.values()}) == 3
+def test_a_sweep_has_its_choice_its_map_and_its_numbers():
+    sentence, chart_, numbers = sweep_blocks(sweep_record([(-3, 1), (-2, 2), (0, 1)]))
     assert sentence.data[0].startswith("chosen: [-3,1]")
+    assert "Frame: chosen" in str(drawn(chart_).data)
+    assert [line.name for line in numbers.lines] == ["adapter", "[0,1]", "[-2,2]", "[-3,1]"]
+    assert numbers.folded
 
 
 def test_what_was_picked_is_marked_among_the_evidence():

@@ -8,7 +8,7 @@ from test_page import whole_page
 
 from loragate.report.page.whole import page as report_page
 from loragate.report.sources import Source
-from pages import quickstart_record, traces
+from pages import evaluation_record, gates_record, traces
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
@@ -126,7 +126,7 @@ def test_everything_that_can_be_used_has_a_name(opened):
 def test_text_can_be_read_in_both_colour_schemes(opened, scheme):
     page = opened(whole_page(), color_scheme=scheme)
     pairs = page.evaluate(
-        """() => ['body', '.statements li', 'caption, .note', 'nav a', '.tick', 'thead th'].map(where => {
+        """() => ['body', '.statements li', 'caption, .note', 'nav a', '.chart text', 'thead th'].map(where => {
             const element = document.querySelector(where);
             if (!element) return null;
             const style = getComputedStyle(element);
@@ -152,13 +152,15 @@ def test_without_scripts_the_numbers_are_there(opened):
     assert "40.0" in page.locator("#scores").inner_text()
 
 
-def test_the_report_of_a_quickstart(opened, tmp_path):
-    record, names = quickstart_record(), tmp_path / "results.json"
-    sources = [Source("quickstart", names, record, "run"), Source("traces", tmp_path / "tokens.json", traces(), "run")]
+def test_the_report_of_a_run(opened, tmp_path):
+    found = {"evaluation": evaluation_record(), "diagnosis": gates_record(), "traces": traces()}
+    sources = [Source(kind, tmp_path / f"{kind}.json", record, "run") for kind, record in found.items()]
     page = opened(report_page(sources, "A report"))
     assert page.title() == "A report"
-    assert page.locator("#summary li").first.inner_text().startswith("SCALE is better.")
-    assert page.locator(".map td.negative").count() == 2
+    assert page.locator("#summary li").first.inner_text().startswith("On t, gated is better")
+    shown = page.locator("svg.chart").first
+    assert "−0.50" in shown.inner_html()
+    assert shown.bounding_box()["width"] > 400
     png = page.screenshot(full_page=True)
     assert len(base64.b64encode(png)) > 10_000
 

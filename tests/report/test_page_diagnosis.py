@@ -10,13 +10,11 @@ def interval(mean):
     return {"mean": mean, "low": mean - 0.1, "high": mean + 0.1}
 
 
-def score(name, mean, difference=None):
-    row = {"name": name, "task": "t", "score": mean, "low": mean - 0.05, "high": mean + 0.05, "verdict": None}
-    versus = {"difference": difference, "difference_low": None, "difference_high": None, "p": None}
+def score(name, mean, difference=None, **more):
+    row = {"name": name, "task": "t", "score": {**interval(mean), "questions": 9}, "difference": None}
     if difference is not None:
-        versus |= {"difference_low": difference - 0.05, "difference_high": difference + 0.05, "p": 0.02}
-        row["verdict"] = "better"
-    return {**row, **versus}
+        row |= {"difference": {**interval(difference), "p": 0.001}, "adjusted_p": 0.02, "verdict": "better"}
+    return {"adjusted_p": None, "verdict": None, **row, **more}
 
 
 SHARES = {
@@ -47,7 +45,7 @@ RECORDS = {
             }
         ],
         "distribution": {"edges": [-1.0, 0.0, 1.0], "counts": [25, 75]},
-        "interventions": [score("adapter", 0.3), score("negative", 0.4, 0.1)],
+        "interventions": [score("adapter negative", 0.4, 0.1, suppressed=0.25)],
     },
     "realised gates": {
         "lower": -6.0,
@@ -60,8 +58,7 @@ RECORDS = {
         "histogram": {"edges": [-6.0, 0.0, 3.0], "counts": [1, 3]},
     },
     "interventions": {
-        "rows": [score("gated", 0.3), {**score("unit", 0.4, 0.1), "meaning": "clipped"}],
-        "left_out": ["off"],
+        "rows": [score("gated", 0.3), score("unit", 0.4, 0.1)],
     },
     "alignment": {
         "value_of": "reward",
@@ -89,10 +86,11 @@ def test_each_kind_has_its_section(kind):
             "20.0",
             "70.0",
             "75",
-            "+10.0, p=0.020 (+5.0 to +15.0; better)",
+            "+10.0, p=0.020 (0.0 to +20.0; better)",
+            "off at 25.0 % of the tokens",
         ],
         "realised gates": ["−0.50", "digits", "50.0", "30.0", "Distribution of λ"],
-        "interventions": ["unit: clipped", "+10.0, p=0.020 (+5.0 to +15.0; better)", "Left out: off."],
+        "interventions": ["unit", "+10.0, p=0.020 (0.0 to +20.0; better)"],
         "alignment": [
             "60°",
             "0.50 (0.40 to 0.60)",
@@ -112,7 +110,7 @@ def test_means_of_too_few_rows_stand_without_an_interval():
 
     def without_ends(value):
         if isinstance(value, dict):
-            ends = {"low": None, "high": None} if {"mean", "low", "high"} <= set(value) else {}
+            ends = {"low": None, "high": None} if {"mean", "low", "high"} == set(value) else {}
             return {key: without_ends(item) for key, item in value.items()} | ends
         return [without_ends(item) for item in value] if isinstance(value, list) else value
 

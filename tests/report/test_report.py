@@ -9,19 +9,21 @@ from loragate.cli.main import main
 from loragate.errors import DataError
 from loragate.report.paper_figures import planned
 from loragate.report.sources import all_sources, find_sources
-from pages import quickstart_record, traces
+from pages import evaluation_record, gates_record, traces
 
 
 @pytest.fixture
 def run(tmp_path):
-    """A folder as a quickstart leaves it."""
+    """A folder as a quickstart leaves it, with token traces."""
     folder = tmp_path / "run"
     (folder / "adapters" / "sft" / "run").mkdir(parents=True)
     (folder / "gated").mkdir()
-    (folder / "results.json").write_text(json.dumps(quickstart_record()))
+    (folder / "results.json").write_text(json.dumps(evaluation_record()))
+    (folder / "diagnosis").mkdir()
+    (folder / "diagnosis" / "gates.json").write_text(json.dumps(gates_record()))
     (folder / "tokens.json").write_text(json.dumps(traces()))
     (folder / "adapters" / "sft" / "run" / "run.json").write_text(json.dumps({"stage": "sft"}))
-    log = [{"step": 1, "nll": 2.0}, {"step": 2, "nll": 1.5}, {"step": 2, "train_runtime": 90.0}]
+    log = [{"step": 1, "nll": 2.0, "topk_entropy": 0.3}, {"step": 2, "nll": 1.5}, {"step": 2, "train_runtime": 90.0}]
     lines = "".join(json.dumps(record) + "\n" for record in log)
     (folder / "adapters" / "sft" / "run" / "metrics.jsonl").write_text(lines + '{"step": 3, "nl')
     gate = {
@@ -30,7 +32,14 @@ def run(tmp_path):
         "adapter": {"sha256": "a" * 64},
         "parity": {"initial": 1e-5},
         "selection": {"method": "best on a probe", "picked": "[-6,3]", "accepted": True, "evidence": {}},
-        "training": {"entropy_before": 0.3, "entropy_after": 0.1, "steps": 3},
+        "training": {
+            "entropy_before": 0.3,
+            "entropy_after": 0.1,
+            "steps": 3,
+            "training_seconds": 9.0,
+            "heldout": {"rows": 64, "entropy_before": 0.35, "entropy_after": 0.15},
+            "gates": gates_record()["all"],
+        },
     }
     (folder / "gated" / "gate_config.json").write_text(json.dumps(gate))
     return folder
@@ -67,7 +76,8 @@ def test_sources_are_recognised_by_their_files(run):
     kinds = sorted((source.kind, source.name) for source in find_sources(run))
     assert kinds == [
         ("artifact", "run/gated"),
-        ("quickstart", "run"),
+        ("diagnosis", "run/diagnosis"),
+        ("evaluation", "run"),
         ("traces", "run"),
         ("training", "run/adapters/sft"),
     ]
@@ -91,7 +101,8 @@ def test_an_existing_report_is_not_overwritten_unasked(run, tmp_path, capsys):
         ([], "needs at least one RUN"),
         (["absent"], "does not exist"),
         (["empty"], "holds nothing that a report can show"),
-        (["broken"], "cannot be read as JSON"),
+        (["broken"], "is not JSON"),
+        (["old"], "run loragate quickstart again"),
         (["empty", "--out", "a.pdf"], "HTML"),
     ],
 )
@@ -100,6 +111,8 @@ def test_bad_input(tmp_path, monkeypatch, capsys, arguments, told):
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "results.json").write_text("{")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "results.json").write_text('{"table": [], "calibrations": {}, "reading": []}')
     assert main(["report", *arguments]) in (1, 2)
     assert told in capsys.readouterr().err
     assert not list(tmp_path.glob("*.html"))
@@ -125,7 +138,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         files.append(tmp_path / name / "results.json")
-        files[-1].write_text(json.dumps(quickstart_record()))
+        files[-1].write_text(json.dumps(evaluation_record()))
     assert [source.name for source in all_sources(list(map(str, files)))] == ["a/results", "b/results"]
     assert [source.name for source in all_sources([places[0], str(files[0])])] == ["gated", "results"]
 
@@ -135,7 +148,7 @@ def test_a_run_that_diverged_is_shown(tmp_path):
     assert main(["report", place, "--out", str(tmp_path / "report.html")]) == 0
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "<td>nan</td>" in text, "the table says so"
-    assert all("nan" not in points for points in re.findall(r'points="([^"]*)"', text))
+    assert all("nan" not in chart for chart in re.findall(r"<svg .*?</svg>", text, re.DOTALL))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +157,6 @@ def test_a_run_that_diverged_is_shown(tmp_path):
         ("gate_config.json", {}),
         ("gate_config.json", []),
         ("results.json", {"results": [], "tasks": [], "suites": []}),
-        ("results.json", {"table": [], "calibrations": {}}),
         ("sweep_results.json", {"cells": []}),
         ("gates.json", {"kind": "realised gates", "conclusion": ["x"]}),
         ("gates.json", {"kind": "of another version", "conclusion": ["x"]}),
@@ -176,9 +188,10 @@ def test_entropy_bars_are_of_heldout_rows_and_times_of_the_loop(run):
 
 
 def test_a_calibration_without_heldout_rows_has_no_entropy_bars(run):
-    record = json.loads((run / "results.json").read_text())
-    del record["calibrations"]["[-6,3]"]["training"]["heldout"]
-    (run / "results.json").write_text(json.dumps(record))
+    path = run / "gated" / "gate_config.json"
+    record = json.loads(path.read_text())
+    del record["training"]["heldout"]
+    path.write_text(json.dumps(record))
     assert "entropy" not in planned(all_sources([str(run)]))
 
 
@@ -186,7 +199,7 @@ def test_figures_come_as_svg_and_pdf(run, tmp_path, capsys):
     folder = tmp_path / "figures"
     assert main(["report", str(run), "--figures", str(folder)]) == 0
     names = sorted(path.stem for path in folder.glob("*.svg"))
-    assert names == ["entropy", "gate_shares", "gates_run", "scores_run", "training_run", "training_time"]
+    assert names == ["entropy", "gate_shares", "gates_run_diagnosis", "scores_run_t", "training", "training_time"]
     assert sorted(path.stem for path in folder.glob("*.pdf")) == names
     assert all(path.read_bytes().startswith(b"%PDF") for path in folder.glob("*.pdf"))
     assert "entropy.svg" in capsys.readouterr().out

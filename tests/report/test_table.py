@@ -1,43 +1,26 @@
-"""A table shows every figure on a narrow terminal and as Markdown, and says what was not run."""
+"""A table shows every figure on a narrow terminal and as Markdown."""
 
 from __future__ import annotations
 
 import io
-from typing import Any
 
 from rich.console import Console
 
 from loragate.display import percent, points
-from loragate.report.table import BEST, CAPTION, Line, Sheet, p_value, results_table
+from loragate.report.table import BEST, Line, Sheet, difference_cell, p_value, share_cell, with_best_scores
 
-ROWS: list[dict[str, Any]] = [
-    {
-        "name": "LoRA",
-        "group": "baseline",
-        "accuracy": {"mean": 0.142, "low": 0.1024, "high": 0.1826},
-        "retention": {"mean": 1.0, "low": 0.9581, "high": 1.0},
-        "truncated": 0.15,
-        "entropy": 1.1234,
-        "tokens": 27.34,
-        "versus_lora": None,
-        "at_best": {"temperature": 0.3, "score": {"mean": 0.2, "low": 0.1, "high": 0.3}},
-        "not_run": False,
-    },
-    {"name": "random gates", "group": "control", "accuracy": None, "retention": None, "not_run": True},
-    {
-        "name": "SCALE [/red] a|b",
-        "group": "scale",
-        "accuracy": {"mean": 1.0, "low": 0.981, "high": 1.0},
-        "retention": None,
-        "truncated": 0.0004,
-        "entropy": 0.26,
-        "tokens": 123.0,
-        "versus_lora": {"mean": 0.354, "low": -0.0001, "high": 0.4285, "p": 0.00009},
-        "at_best": {"temperature": 0.0, "score": {"mean": 0.5, "low": 0.4, "high": 0.6}},
-        "not_run": False,
-    },
+VERSUS = {"mean": 0.354, "low": -0.0001, "high": 0.4285, "p": 0.00009}
+LINES = [
+    Line("LoRA", [share_cell({"mean": 0.142, "low": 0.1024, "high": 0.1826}), difference_cell(None)]),
+    Line("random gates", [share_cell(None), difference_cell(None)]),
+    Line("SCALE [/red] a|b", [share_cell({"mean": 1.0, "low": 0.981, "high": 1.0}), difference_cell(VERSUS)]),
 ]
-AT_BEST = "LoRA 20.0 (10.0–30.0; T = 0.3); SCALE [/red] a|b 50.0 (40.0–60.0; greedy)"
+BESTS = [
+    {"temperature": 0.3, "score": {"mean": 0.2, "low": 0.1, "high": 0.3}},
+    None,
+    {"temperature": 0.0, "score": {"mean": 0.5, "low": 0.4, "high": 0.6}},
+]
+SHEET = with_best_scores(Sheet("Results", ("Method", "Score %", "vs LoRA, points"), LINES, "What it means."), BESTS)
 
 
 def rendered(sheet: Sheet, width: int = 80) -> list[str]:
@@ -53,42 +36,34 @@ def test_numbers() -> None:
 
 
 def test_no_figure_is_cut_in_eighty_columns() -> None:
-    lines = rendered(results_table(ROWS))
-    text = "\n".join(lines)
+    lines = rendered(SHEET)
+    text = " ".join("\n".join(lines).split())
     assert "…" not in text
     assert max(map(len, lines)) <= 80
-    for figure in ("14.2", "10.2–18.3", "95.8–100.0", "15.0", "1.12", "27.3"):
+    for figure in (
+        "14.2",
+        "10.2–18.3",
+        "98.1–100.0",
+        "+35.4, p<0.001",
+        "0.0 to +42.9",
+        "SCALE [/red] a|b",
+        "What it means.",
+    ):
         assert figure in text
-    for figure in ("98.1–100.0", "+35.4, p<0.001", "0.0 to +42.9", "0.26", "123.0", "LoRA"):
-        assert figure in text
-    assert AT_BEST in " ".join(text.split())
-    assert CAPTION in " ".join(text.split())
-
-
-def test_names_are_no_markup_and_what_was_not_run_says_so_once() -> None:
-    lines = rendered(results_table(ROWS), 120)
-    assert any("SCALE [/red] a|b" in line for line in lines)
-    line = next(line for line in lines if "random gates" in line)
-    assert line.split() == ["random", "gates", "not", "run", "–", "–", "–", "–", "–"]
-
-
-def test_groups_are_set_apart() -> None:
-    table = results_table(ROWS).__rich__()
-    assert [row.end_section for row in table.rows] == [True, True, False]
+    assert "LoRA 20.0 (10.0–30.0; T = 0.3); SCALE [/red] a|b 50.0 (40.0–60.0; greedy)" in text
 
 
 def test_markdown() -> None:
-    title, _, *lines = results_table(ROWS).markdown().splitlines()
+    title, _, *lines = SHEET.markdown().splitlines()
     assert title == "### Results"
     assert lines[:5] == [
-        f"| Method | Accuracy % | vs LoRA points | Retention % | Cut off % | Entropy nats | Tokens | {BEST} |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-        "| LoRA | 14.2 (10.2–18.3) | – | 100.0 (95.8–100.0) | 15.0 | 1.12 | 27.3 | 20.0 (10.0–30.0; T = 0.3) |",
-        "| random gates | not run | – | – | – | – | – | – |",
-        r"| SCALE [/red] a\|b | 100.0 (98.1–100.0) | +35.4, p<0.001 (0.0 to +42.9) | – | 0.0 | 0.26 | 123.0 "
-        "| 50.0 (40.0–60.0; greedy) |",
+        f"| Method | Score % | vs LoRA, points | {BEST} |",
+        "| --- | ---: | ---: | ---: |",
+        "| LoRA | 14.2 (10.2–18.3) | – | 20.0 (10.0–30.0; T = 0.3) |",
+        "| random gates | – | – | – |",
+        r"| SCALE [/red] a\|b | 100.0 (98.1–100.0) | +35.4, p<0.001 (0.0 to +42.9) | 50.0 (40.0–60.0; greedy) |",
     ]
-    assert lines[7] == CAPTION
+    assert lines[-1] == "What it means."
 
 
 def test_a_terminal_leaves_wide_columns_out_and_breaks_lines() -> None:

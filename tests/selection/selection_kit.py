@@ -7,7 +7,7 @@ from loragate.evaluation.judging import JudgeSettings
 from loragate.evaluation.tasks import Question
 from loragate.gates.attach import attached_config, gate_parameters
 from loragate.generation import Sample, SamplingConfig
-from loragate.selection.probe import Probe, labelled
+from loragate.selection.probe import Probe
 from loragate.selection.questions import probe_task
 
 RETAINED = 40
@@ -71,15 +71,13 @@ class FakeEngine:
 
 
 def probe(count=32, samples=2, seed=1):
-    return labelled(
-        put(probe_task("exact"), questions(count), SamplingConfig(samples=samples, seed=seed), "probe.jsonl")
-    )
+    return put(probe_task("exact"), questions(count), SamplingConfig(samples=samples, seed=seed), "probe.jsonl")
 
 
 def put(task, asked, sampling, source="x"):
     """Questions as they are put to a model, their prompts rendered already."""
     prompts = tuple(question.prompt for question in asked)
-    return Probe("labelled", task, tuple(asked), prompts, sampling, JudgeSettings(), source)
+    return Probe(task, tuple(asked), prompts, sampling, JudgeSettings(), source)
 
 
 def write_jsonl(path, rows):

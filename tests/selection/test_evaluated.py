@@ -11,7 +11,7 @@ import pytest
 
 from loragate.cli.main import main
 from loragate.evaluation.results import read_record
-from loragate.evaluation.session import Request, Session
+from loragate.evaluation.session import Request
 from loragate.evaluation.settings import TaskSettings
 from loragate.files import write_json
 from loragate.gates.range import Range
@@ -30,7 +30,6 @@ columns: {question: prompt, gold: answer}
 prompt: "{{ question }}"
 generation: {samples: 3, temperature: 0.5, max_new_tokens: 1}
 grader: exact
-metric: avg@k
 """
 CELLS = ["[-3,2] entropy, seed 0", "[0,1] entropy, seed 0", "[-3,2] entropy, seed 1", "[0,1] entropy, seed 1"]
 
@@ -192,29 +191,3 @@ def test_a_sweep_without_a_probe_recommends_nothing(swept, tasks, tmp_path):
     cells = SweptCells.of(copied, Request("", tmp_path / "out", TaskSettings(tasks=tasks)))
     assert len(cells.trials) == len(CELLS)
     assert cells.choice == {}
-
-
-@pytest.mark.parametrize(("asked", "rows"), [(None, 2), (1.0, 0)])
-def test_the_recommended_gates_are_scored_as_they_are_to_be_sampled(swept, tasks, tmp_path, asked, rows):
-    """The tasks sample at 0.5; the probe, and so what it recommends, at 0.4."""
-    copied = shutil.copytree(swept, tmp_path / "swept")
-    for seed in (0, 1):
-        path = copied / "trials" / f"one_entropy_0_1_seed{seed}" / "result.json"
-        result = json.loads(path.read_text())
-        result["probe"]["scores"] = np.ones_like(result["probe"]["scores"]).tolist()
-        path.write_text(json.dumps(result))
-    given = TaskSettings(tasks=tasks, temperature=asked)
-    cells = SweptCells.of(copied, Request("", tmp_path / "out", given))
-    session = object.__new__(Session)
-    session.request = cells.request
-    session.prepared = [SimpleNamespace(sampling=SimpleNamespace(temperature=asked or 0.5))]
-    session.evaluation = lambda variants, **_: variants
-    found = cells.evaluation(session)
-    assert [row.name for row in found] == [
-        "adapter",
-        *(f"gated {name}" for name in CELLS),
-        *["adapter T=0.4", "gated [0,1] entropy, seed 0 T=0.4"][:rows],
-    ]
-    if rows:
-        assert found[-1].compared_with == "adapter T=0.4"
-        assert found[-1].gates == found[2].gates

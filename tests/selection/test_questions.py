@@ -1,75 +1,78 @@
 """Probe files: labelled or not, what is refused with file and line; and rows that are set aside."""
 
-import json
-
 import pytest
 from selection_kit import write_jsonl
 
 from loragate.data import load_rows
 from loragate.errors import ConfigError, DataError
-from loragate.evaluation.judging import JudgeSettings
-from loragate.selection.evidence import read_asked
-from loragate.selection.questions import Manner, held_out_prompts, probe_task, read_probe, set_aside
+from loragate.selection.evidence import answer_tokens
+from loragate.selection.questions import Manner, held_out_prompts, probe_task, read_asked, read_labelled, set_aside
 from loragate.selection.settings import ProbeSettings
 from tiny import tiny_rows, tiny_tokenizer
 
+EXACT = ProbeSettings(probe_grader="exact")
+
+
+def read(path, task="", settings=EXACT):
+    return read_asked(str(path), task, settings)
+
 
 def test_labels_are_recognised(tmp_path):
-    labelled = write_jsonl(tmp_path / "a.jsonl", [{"question": "w1", "answer": 7}, {"question": "w2", "answer": 0}])
-    task, questions, has_labels = read_probe(str(labelled), grader="exact")
-    assert has_labels
-    assert [(q.prompt, q.gold) for q in questions] == [("w1", "7"), ("w2", "0")]
-    assert questions[1].place.endswith("a.jsonl:2")
-    assert (task.grader, task.raw) == ("exact", False)
+    found = read(write_jsonl(tmp_path / "a.jsonl", [{"question": f"w{i}", "answer": i} for i in range(32)]))
+    assert found.labelled
+    assert [(q.prompt, q.gold) for q in found.questions[:2]] == [("w0", "0"), ("w1", "1")]
+    assert found.questions[1].place.endswith("a.jsonl:2")
+    assert (found.task.grader, found.task.raw) == ("exact", False)
     bare = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "w1", "answer": None}, {"prompt": "w2"}])
-    _, questions, has_labels = read_probe(str(bare))
-    assert not has_labels
-    assert [q.prompt for q in questions] == ["w1", "w2"]
+    found = read(bare)
+    assert not found.labelled
+    assert [q.prompt for q in found.questions] == ["w1", "w2"]
+    with pytest.raises(ConfigError, match=r"b\.jsonl has no answers"):
+        read_labelled(bare, "", EXACT)
 
 
-def test_some_answers_are_refused_by_file_and_line(tmp_path):
-    mixed = write_jsonl(tmp_path / "mixed.jsonl", [{"prompt": "w1", "gold": "1"}, {"prompt": "w2"}, {"prompt": "w3"}])
-    with pytest.raises(DataError, match=r"mixed.jsonl:2: no answer, though other rows have one"):
-        read_probe(str(mixed))
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": "w1", "gold": "1"}, {"prompt": "w2"}], ":2: no answer, though other rows have one"),
+        ([{"instruction": "Sort", "input": "3 1", "answer": "1 3"}], ":1: the column 'input' would be left out"),
+        (
+            [{"messages": [{"role": "user", "content": "2+2?"}]}],
+            ':1: a conversation is no probe question; write .*"answer": answer',
+        ),
+        ([{"prompt": f"w{i}", "answer": "1"} for i in range(31)], "31 different questions;"),
+        ([{"prompt": f"w{i % 31}", "answer": "1"} for i in range(36)], r"31 .* \(36 rows\)"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_by_file_and_line(rows, message, tmp_path):
+    with pytest.raises(DataError, match=rf"probe\.jsonl.*{message}"):
+        read(write_jsonl(tmp_path / "probe.jsonl", rows))
 
 
-def test_what_would_be_left_out_is_refused(tmp_path):
-    alpaca = write_jsonl(tmp_path / "alpaca.jsonl", [{"instruction": "Sort", "input": "3 1", "answer": "1 3"}])
-    with pytest.raises(DataError, match=r"alpaca.jsonl:1: the column 'input' would be left out"):
-        read_probe(str(alpaca))
-    with pytest.raises(DataError, match="found no file"):
-        read_probe(str(tmp_path / "none.jsonl"))
-    with pytest.raises(DataError, match="found no file"):
-        read_probe(str(tmp_path / "none.jsonl"), "mbpp")
+def test_what_there_is_not_is_named(tmp_path):
+    path = write_jsonl(tmp_path / "probe.jsonl", [{"prompt": f"w{i}", "answer": "1"} for i in range(32)])
+    for task in ("", "mbpp"):
+        with pytest.raises(DataError, match=r"found no file .*prob\.jsonl.*probe\.jsonl"):
+            read(tmp_path / "prob.jsonl", task)
+    with pytest.raises(DataError, match=r"probe.jsonl:1: the grader tiny reads the column 'kind'"):
+        read(path, settings=ProbeSettings(probe_grader="tiny"))
     with pytest.raises(ConfigError, match=r"--probe-grader exat: .*did you mean 'exact'"):
         probe_task("exat")
     with pytest.raises(ConfigError, match="--probe-grader mbpp"):
         probe_task("mbpp")
 
 
-def test_a_missing_file_and_conversations_are_told_what_to_be(tmp_path):
-    file = tmp_path / "probe.jsonl"
-    file.write_text(json.dumps({"messages": [{"role": "user", "content": "2+2?"}]}) + "\n")
-    with pytest.raises(
-        DataError, match=r'probe.jsonl:1: a conversation is no probe question; write .*"answer": answer'
-    ):
-        read_probe(str(file))
-    with pytest.raises(DataError, match=r"found no file .*prob.jsonl; did you mean 'probe.jsonl'\?"):
-        read_probe(str(tmp_path / "prob.jsonl"))
-
-
 def test_a_task_brings_its_own_columns_and_prompt(tmp_path):
-    path = write_jsonl(tmp_path / "m.jsonl", [{"problem": "1+1?", "answer": "2", "solution": "x"}] * 2)
-    task, questions, labelled = read_probe(str(path), "math500")
-    assert labelled
-    assert task.name == "math500"
-    assert questions[0].prompt.startswith("1+1?")
-    assert "boxed" in questions[0].prompt
+    rows = [{"problem": f"{i}+1?", "answer": "2", "solution": "x"} for i in range(32)]
+    found = read(write_jsonl(tmp_path / "m.jsonl", rows), "math500")
+    assert found.labelled
+    assert found.task.name == "math500"
+    assert found.questions[0].prompt.startswith("0+1?")
+    assert "boxed" in found.questions[0].prompt
 
 
 def test_plain_text_probes_skip_the_chat_template(tmp_path):
-    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "w1 w2"}])
-    asked = read_asked(str(path), "", ProbeSettings(), JudgeSettings())
+    asked = read(write_jsonl(tmp_path / "p.jsonl", [{"prompt": "w1 w2"}]))
     for raw, expected in ((True, "w1 w2"), (False, "<user> w1 w2 <assistant> ")):
         put = asked.put(Manner(tiny_tokenizer(), None, 0, answer=9, raw=raw))
         assert (put.task.raw, put.prompts, put.sampling.max_new_tokens) == (raw, (expected,), 9)
@@ -104,3 +107,12 @@ def test_prompts_that_are_held_out_are_rendered_as_in_training():
     assert questions[0].row == rows[0]
     with pytest.raises(DataError, match="leave no room for 60 new tokens"):
         held_out_prompts(rows, Manner(tiny_tokenizer(), 61, 0, answer=60), 64)
+
+
+def test_a_probe_answer_may_take_what_training_answers_take():
+    def rows(*lengths):
+        return [{"labels": [-100] * 7 + [1] * length} for length in lengths]
+
+    assert answer_tokens(rows(*[14] * 500)) == 48, "14 and half as many again, 16 to spare, in steps of 16"
+    assert answer_tokens(rows(*[14] * 500, 4000)) == 48, "one row of its own kind"
+    assert answer_tokens(rows(1000, 1000)) == 1520

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from places import COMMAND_LINE, arguments, numbers, stamps, sweep, work
 from loragate.errors import ConfigError
 
 psutil = pytest.importorskip("psutil", reason="psutil is not installed")
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray[tune] is not installed")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 
 EPOCHS = ("--epochs", "6")
 AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
@@ -72,31 +71,39 @@ def at_work(driver, out):
 
 
 def test_a_worker_keeps_its_base_from_trial_to_trial(place, swept, tmp_path):
-    """What Tune calls, without starting Ray."""
+    """What Ray calls, without starting Ray."""
     from loragate.cli.arguments import parse
     from loragate.cli.sweep import COMMAND, prepare
-    from loragate.selection.ray_tune import SweepTrial
+    from loragate.selection.on_ray import Worker
     from loragate.selection.store import Store
 
-    argv = arguments(place, tmp_path / "out")
-    sweep_of, candidates = prepare(parse(COMMAND, argv[1:])[0])
+    sweep_of, candidates = prepare(parse(COMMAND, arguments(place, tmp_path / "out")[1:])[0])
     study = sweep_of.study(candidates)
-    worker = object.__new__(SweepTrial)
+    worker = Worker(sweep_of, Store(tmp_path / "out", study))
     first, second = (trial for trial in study.candidates if trial.slug.endswith(("untouched", "0_1_seed1")))
-    worker.setup({"trial": first.as_record()}, parts=(sweep_of, Store(tmp_path / "out", study)))
-    assert worker.step() == {"done": True, "failed": False}
+    worker.run(first)
     bench = worker.workshop.current
-    assert worker.reset_config({"trial": second.as_record()}) is True
-    assert worker.step() == {"done": True, "failed": False}
+    worker.run(second)
     assert worker.workshop.current is bench is not None
     found, whole = numbers(tmp_path / "out"), numbers(swept)
     assert found == {slug: whole[slug] for slug in found}
     assert len(found) == 2
-    json.dumps({"trial": first.as_record()})  # a trial is plain data on its way to a worker
+
+
+def test_as_many_trials_run_as_fit_and_none_that_never_could(monkeypatch):
+    from loragate.selection.on_ray import Resources, fitting
+
+    nodes = [{"Alive": True, "Resources": {"CPU": 8.0, "GPU": 1.0}}, {"Alive": False, "Resources": {"CPU": 64.0}}]
+    nodes.append({"Alive": True, "Resources": {"CPU": 3.0}})
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    assert fitting(Resources(0, 2.0, 0.0)) == 4 + 1
+    assert fitting(Resources(0, 1.0, 0.5)) == 2
+    with pytest.raises(ConfigError, match=r"asks for 1 CPUs and 2 GPUs, and Ray has 8 CPUs, 1 GPUs; 3 CPUs, 0 GPUs"):
+        fitting(Resources(0, 1.0, 2.0))
 
 
 def test_resources_follow_from_flags_and_machine(monkeypatch):
-    from loragate.selection.ray_tune import Resources
+    from loragate.selection.on_ray import Resources
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
@@ -118,7 +125,7 @@ def test_a_cluster_that_does_not_answer_is_named(place, tmp_path, monkeypatch):
 
 
 def test_a_node_that_is_not_up_in_time_is_started_once_more(monkeypatch):
-    from loragate.selection.ray_tune import Resources, connected
+    from loragate.selection.on_ray import Resources, connected
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     calls = []
@@ -159,7 +166,6 @@ def test_a_killed_worker_is_replaced_and_the_numbers_are_the_same(place, undistu
     assert numbers(out) == numbers(undisturbed)
     assert sum(running in places for places in held.values()) == 2, "the trial was started again, once"
     assert len(held) <= 3, "workers are kept from trial to trial"
-    assert not (out / ".tune").exists()
 
 
 @pytest.mark.slow("kills")

@@ -90,13 +90,6 @@ def test_the_same_sweep_is_resumed_and_another_is_refused(tmp_path):
         study().begin(tmp_path, resume=True)
 
 
-def test_an_earlier_sweep_of_several_adapters_is_refused(tmp_path):
-    several = [one for name in ("a", "b") for one in grid(name, [Range(0, 1)], [0], ["entropy"])]
-    Study(tuple(several), {"data": {"rows": 3}}).begin(tmp_path, resume=False)
-    with pytest.raises(DataError, match="several adapters"):
-        Study.read(tmp_path)
-
-
 def test_another_study_is_named_by_what_differs_and_not_by_its_fingerprint(tmp_path):
     study(data={"rows": 3}).begin(tmp_path, resume=False)
     study(data={"rows": 3}).begin(tmp_path, resume=True)

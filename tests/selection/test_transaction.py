@@ -16,9 +16,10 @@ from loragate.gates.schema import read_gate_config
 from loragate.generation import TransformersEngine
 from loragate.models import resolve
 from loragate.selection import Candidate, SelectionSettings, choose, trial
+from loragate.selection.agreement import Majority
 from loragate.selection.comparison import CONFIRMING, ELSEWHERE, LARGE, own_answers, settings_on, vetoes
 from loragate.selection.probe import unread
-from loragate.selection.transaction import Plan, Transaction, gates_all
+from loragate.selection.transaction import Transaction, gates_all
 from loragate.training import CalibrationSettings
 from loragate.training.guards import GuardLimits
 from tiny import tiny_adapter, tiny_rows, tiny_tokenizer
@@ -50,8 +51,10 @@ def begin(
 ):
     asking = SelectionSettings(probe_grader="exact", probe_samples=2, probe_temperature=temperature)
     kept = asked(RETAINED) if retention else None
-    plan = Plan(tuple(candidates), lg.GateConfig(0, 1, tau=tau), settings, asking, kept)
-    one = Transaction(tiny_tokenizer(), rows, asked(count), folder, plan)
+    config = lg.GateConfig(0, 1, tau=tau)
+    one = Transaction(
+        tiny_tokenizer(), rows, asked(count), folder, tuple(candidates), config, settings, asking, retention=kept
+    )
     model = tiny_adapter(seed)
     one.take(model, FakeEngine(model, right, **engine))
     return one
@@ -427,7 +430,7 @@ def test_what_would_be_ignored_or_spoil_the_comparison_is_refused(tmp_path):
 def test_each_objective_gets_the_settings_it_reads(tmp_path):
     anchored = dataclasses.replace(SETTINGS, objective="anchored", beta=0.5, refresh=7, temperature=0.8)
     two = (ONE, Candidate(Range(0, 1), "anchored", 4))
-    plan = Plan(two, lg.GateConfig(0, 1), anchored, SelectionSettings())
+    plan = begin(tmp_path, {None: 1}, two, settings=anchored)
     assert plan.settings_of(two[0]) == SETTINGS
     assert plan.settings_of(two[1]) == dataclasses.replace(anchored, seed=4)
     with pytest.raises(ConfigError, match="has no effect with objective entropy, only with anchored"):
@@ -437,18 +440,23 @@ def test_each_objective_gets_the_settings_it_reads(tmp_path):
     assert not any(tmp_path.iterdir()), "refused before anything is trained"
 
 
-def test_the_guard_follows_the_objective(tmp_path, monkeypatch):
-    seen = []
+@pytest.mark.parametrize(
+    ("objective", "guard", "seen"),
+    [("entropy", True, None), ("anchored", True, GuardLimits()), ("anchored", False, None)],
+)
+def test_the_guard_follows_the_objective(tmp_path, monkeypatch, objective, guard, seen):
+    given = []
 
     def stop(*_, **options):
-        seen.append((options.get("guard"), options["resume"]))
+        given.append((options.get("guard"), options["resume"]))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(trial, "calibrate", stop)
-    for number, candidate in enumerate((ONE, Candidate(Range(-3, 1), "anchored", 3))):
-        with pytest.raises(KeyboardInterrupt):
-            begin(tmp_path / str(number), {None: 1}, [candidate]).run(resume=True)
-    assert seen == [(None, False), (GuardLimits(), False)]
+    one = begin(tmp_path, {None: 1}, [Candidate(Range(-3, 1), objective, 3)])
+    one.asking = dataclasses.replace(one.asking, guard=guard)
+    with pytest.raises(KeyboardInterrupt):
+        one.run(resume=True)
+    assert given == [(seen, False)]
 
 
 def test_answers_that_look_worse_are_reported(tmp_path):
@@ -478,6 +486,7 @@ def test_a_clear_loss_on_the_retention_probe_rules_a_setting_out(tmp_path):
     means = {name.split()[0]: row["mean"] for name, row in record["retention"]["evidence"].items()}
     assert (means["adapter"], means["[0,1]"]) == (pytest.approx(0.9), pytest.approx(0.9))
     assert record["retention"]["probe"]["questions"] == RETAINED
+    assert "retention, %" in (tmp_path / "README.md").read_text()
 
 
 def test_gates_of_two_seeds_are_two_settings(tmp_path):
@@ -494,7 +503,7 @@ def test_without_labels_gates_and_adapter_are_compared_at_one_temperature():
     kinds = [one.kind for one in settings_on(labelled, [ONE])]
     assert {kind: kinds.count(kind) for kind in kinds} == {"adapter": 4, "base": 4, "constant": 20, "gates": 4}
     assert "base" not in {one.kind for one in settings_on(labelled, [ONE], can_be_off=False)}
-    bare = dataclasses.replace(labelled, kind="agreement")
+    bare = dataclasses.replace(labelled, majority=Majority([], 1.0, 1.0))
     assert [one.cell for one in settings_on(bare, [ONE])] == ["adapter T=1", "[-3,1] T=1"]
 
 

@@ -117,15 +117,6 @@ def test_overrides_of_what_has_no_gates(client: TestClient) -> None:
         assert message in reply["error"]["message"]
 
 
-def test_a_plain_adapter_takes_a_constant() -> None:
-    base = tiny_base(max_position_embeddings=128)
-    with client_of(transformers_backend(tiny_adapter(base=base), tiny_tokenizer(), "adapter")) as client:
-        found = complete(client, model="adapter@constant=-0.5")["choices"][0]["text"]
-        plain = complete(client, model="adapter")["choices"][0]["text"]
-    with lg.gate_override(model := gated(), constant=-0.5):
-        assert found == greedy(model).text != plain
-
-
 def test_seeds_and_several_choices(client: TestClient) -> None:
     first = complete(client, temperature=1, seed=5, n=3)
     assert [one["index"] for one in first["choices"]] == [0, 1, 2]

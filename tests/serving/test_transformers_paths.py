@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BitsAndBytesConfig, pipeline
 
 import loragate as lg
 from loragate.gates.eligibility import lora_layers
@@ -86,8 +87,6 @@ def test_a_padded_batch_equals_its_rows(model: Any) -> None:
 
 
 def test_pipeline(model: Any) -> None:
-    from transformers import pipeline
-
     pipe = pipeline("text-generation", model=model, tokenizer=tiny_tokenizer())
     settings = {"max_new_tokens": 16, "do_sample": False, "return_full_text": False}
     text = pipe(PROMPTS[0], **settings)[0]["generated_text"]
@@ -133,8 +132,6 @@ def test_adapters_with_gates_of_their_own_are_hot_swapped(model: Any, folder: Pa
 def test_a_quantised_base_in_eight_bits(folder: Path) -> None:
     """The gates act on LLM.int8() layers as on the weights that these stand for."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    from transformers import BitsAndBytesConfig
-
     try:
         model = lg.load_gated(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True), dtype=torch.float32)
         found = model(**ids()).logits

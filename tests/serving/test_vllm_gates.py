@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import loragate as lg
 from loragate.gates.attach import gate_modules
 from loragate.gates.override_names import parse_override
 from loragate.serving.parity import compare, greedy
-from tiny import shake, tiny_adapter, tiny_base, write_adapter, write_base
+from tiny import shake, tiny_adapter, tiny_base, tiny_tokenizer, write_adapter, write_base
 
 pytestmark = [
     pytest.mark.slow("vLLM"),
@@ -127,6 +129,12 @@ def start(folders: Path, **options: Any) -> Any:
     )
 
 
+def lora(name: str, number: int, folder: Path) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(name, number, str(folder))
+
+
 def llama(name: str) -> Any:
     """A Llama of a real model's vocabulary: vLLM wraps its head, which "head" adapts beside its linear layers."""
     torch.manual_seed(7)
@@ -151,10 +159,8 @@ def llamas(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("chunk", [2048, 48], ids=["whole", "chunked"])
 def test_prompts_are_scored_with_the_head_of_their_own_adapter(settings: None, llamas: Path, chunk: int) -> None:
     """All slots are filled, the last one by the adapter with a head, which base requests must not be given."""
-    from vllm.lora.request import LoRARequest
-
     names = ["base", "plain", "gated", "head"]
-    adapters = [LoRARequest(name, place, str(llamas / name)) if place else None for place, name in enumerate(names)]
+    adapters = [lora(name, place, llamas / name) if place else None for place, name in enumerate(names)]
     engine = start(llamas, max_loras=3, max_num_batched_tokens=chunk, max_num_seqs=16, max_model_len=128)
     # once more without prompt log-probs, so that no request is alone in knowing its rows
     for options in ({}, {"prompt_logprobs": False}):
@@ -171,12 +177,10 @@ def test_prompts_are_scored_with_the_head_of_their_own_adapter(settings: None, l
 
 
 def request(folders: Path, name: str, number: int | None = None) -> Any:
-    from vllm.lora.request import LoRARequest
-
     if name == "base":
         return None
     known = ["plain", *GATES, *VIRTUAL]
-    return LoRARequest(name, number or 1 + known.index(name), str(folders / name))
+    return lora(name, number or 1 + known.index(name), folders / name)
 
 
 @pytest.fixture(scope="module")
@@ -242,21 +246,17 @@ def test_one_slot_chunked_prefill_without_prefix_cache(folders: Path, small: Any
 
 
 def test_an_override_that_cannot_be_is_this_request_s_error(folders: Path, llm: Any) -> None:
-    from vllm.lora.request import LoRARequest
-
     for place, message in (("wide@unti", "did you mean 'unit'"), ("plain@unit", "takes @constant=C alone")):
         with pytest.raises(ValueError, match=message):
-            greedy(llm, PROMPTS[:1], [LoRARequest(place, 91, str(folders / place))], 4)
+            greedy(llm, PROMPTS[:1], [lora(place, 91, folders / place)], 4)
     check(folders, llm, ["wide"])
 
 
 def test_gates_of_zero_change_no_bit_of_a_plain_adapter(folders: Path, llm: Any, tmp_path: Path) -> None:
-    from vllm.lora.request import LoRARequest
-
     model = lora_model("plain")
     shake(lg.attach_gates(model, lg.GateConfig(lower=-6, upper=3)), 0)
     lg.save_gates(model, tmp_path / "zero", base_id=str(folders / "base"))
-    plain, zero = greedy(llm, PROMPTS, [request(folders, "plain"), LoRARequest("z", 77, str(tmp_path / "zero"))], 24)
+    plain, zero = greedy(llm, PROMPTS, [request(folders, "plain"), lora("z", 77, tmp_path / "zero")], 24)
     assert plain == zero
 
 
@@ -271,37 +271,31 @@ def edit(folder: Path, **changes: Any) -> None:
 
 
 def test_a_malformed_folder_is_this_request_s_error(folders: Path, llm: Any, copied: Path) -> None:
-    from vllm.lora.request import LoRARequest
-
     (copied / "gates.safetensors").write_bytes(b"nothing")
     with pytest.raises(ValueError, match=r"gates\.safetensors: its sha256"):
-        greedy(llm, PROMPTS[:1], [LoRARequest("bad", 50, str(copied))], 4)
+        greedy(llm, PROMPTS[:1], [lora("bad", 50, copied)], 4)
     with pytest.raises(ValueError, match=r"gates\.safetensors: its sha256"):
-        llm.llm_engine.add_lora(LoRARequest("bad", 50, str(copied)))
+        llm.llm_engine.add_lora(lora("bad", 50, copied))
     assert 50 not in llm.llm_engine.list_loras()
     check(folders, llm, ["base", "wide"])
 
 
 def test_gates_for_another_base_are_refused_when_loaded(folders: Path, llm: Any, copied: Path) -> None:
-    from vllm.lora.request import LoRARequest
-
     base = json.loads((copied / "gate_config.json").read_text())["base"]
     edit(copied, base={**base, "config_sha256": "0"})
     with pytest.raises(ValueError, match="another architecture"):
-        llm.llm_engine.add_lora(LoRARequest("bad", 51, str(copied)))
+        llm.llm_engine.add_lora(lora("bad", 51, copied))
     norm = next(name for name in base["weights"]["values"] if "norm" in name)
     values = {**base["weights"]["values"], norm: [0.5, 0.5, 0.5, 0.5]}
     edit(copied, base={**base, "weights": {**base["weights"], "values": values}})
     with pytest.raises(ValueError, match="another base"):
-        llm.llm_engine.add_lora(LoRARequest("bad", 51, str(copied)))
+        llm.llm_engine.add_lora(lora("bad", 51, copied))
     check(folders, llm, ["wide"])
 
 
 def test_a_failed_activation_leaves_nothing_half_loaded(
     folders: Path, llm: Any, copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.lora.request import LoRARequest
-
     from loragate.serving.placing import PlacedGates
 
     def fail(*_: Any) -> None:
@@ -310,22 +304,20 @@ def test_a_failed_activation_leaves_nothing_half_loaded(
     with monkeypatch.context() as patch:
         patch.setattr(PlacedGates, "fill", fail)
         with pytest.raises(RuntimeError, match="no memory left"):
-            llm.llm_engine.add_lora(LoRARequest("half", 52, str(copied)))
+            llm.llm_engine.add_lora(lora("half", 52, copied))
     assert 52 not in llm.llm_engine.list_loras()
-    (answers,) = greedy(llm, PROMPTS, [LoRARequest("half", 52, str(copied))], 24)
+    (answers,) = greedy(llm, PROMPTS, [lora("half", 52, copied)], 24)
     assert compare(gated_model("wide"), answers).generated <= TOLERANCE
 
 
 def test_a_folder_written_anew_is_refused_under_its_old_name(folders: Path, llm: Any, copied: Path) -> None:
     """vLLM's prefix cache knows name and path only: the old gates' blocks would be taken for the new ones'."""
-    from vllm.lora.request import LoRARequest
-
-    greedy(llm, PROMPTS, [LoRARequest("mine", 60, str(copied))], 4)
+    greedy(llm, PROMPTS, [lora("mine", 60, copied)], 4)
     shutil.rmtree(copied)
     shutil.copytree(folders / "narrow", copied)
     with pytest.raises(ValueError, match="changed since it was served as 'mine'"):
-        greedy(llm, PROMPTS, [LoRARequest("mine", 60, str(copied))], 4)
-    (answers,) = greedy(llm, PROMPTS, [LoRARequest("other", 61, str(copied))], 24)
+        greedy(llm, PROMPTS, [lora("mine", 60, copied)], 4)
+    (answers,) = greedy(llm, PROMPTS, [lora("other", 61, copied)], 24)
     assert compare(gated_model("narrow"), answers).generated <= TOLERANCE
 
 
@@ -351,7 +343,6 @@ columns: {question: question, gold: answer}
 prompt: "{{ question }}"
 generation: {samples: 1, temperature: 0, max_new_tokens: 12}
 grader: exact
-metric: avg@k
 """
 
 
@@ -420,17 +411,57 @@ def test_a_dora_adapter_is_served_merged_into_its_base(
     assert (out / "samples" / "adapter-T0.3").is_dir()
 
 
+@pytest.mark.parametrize("name", ["wide", "wide@unit"])
+def test_the_harness_own_vllm_model_scores_with_the_gates(settings: None, folders: Path, name: str) -> None:
+    """Log-likelihoods and greedy answers are those of its transformers model over the gated model in memory."""
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed beside vllm (pip install lm_eval)")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.models.vllm_causallms import VLLM
+
+    context, options = "w5 w9 w20 w33", (" w7 w100", " w8", " w101 w12 w13")
+    asked = [Instance("loglikelihood", {}, (context, option), place) for place, option in enumerate(options)]
+    until = Instance("generate_until", {}, (context, {"until": [], "max_gen_toks": 12, "do_sample": False}), 0)
+
+    def answers(model: Any) -> tuple[torch.Tensor, list[str]]:
+        return torch.tensor([one[0] for one in model.loglikelihood(asked)]), model.generate_until([until])[0].split()
+
+    served = VLLM(
+        pretrained=str(folders / "base"),
+        dtype="float32",
+        lora_local_path=str(folders / name),
+        max_lora_rank=8,
+        max_model_len=128,
+        gpu_memory_utilization=0.3,
+    )
+    try:
+        found = answers(served)
+    finally:
+        served.model.llm_engine.engine_core.shutdown()
+        del served
+        gc.collect()
+    how = {"tokenizer": tiny_tokenizer(), "backend": "causal", "batch_size": 1, "max_length": 128}
+    model = reference(name)
+    expected = answers(HFLM(pretrained=model, **how))
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-3)
+    assert found[1] == expected[1]
+    plain = answers(HFLM(pretrained=lg.detach_gates(model), **how))
+    assert (plain[0] - expected[0]).abs().max() > 0.01
+
+
 def test_retention_suites_give_the_same_answers_and_likelihoods_on_both_engines(
     settings: None, folders: Path, tmp_path: Path
 ) -> None:
     """For all three rows: MMLU-Pro and BBH generate, OpenBookQA compares options; long prompts are cut alike."""
     pytest.importorskip("lm_eval", reason="lm_eval is not installed beside vllm (scripts/vllm_cpu_env.sh)")
     from loragate.cli.main import main
+    from loragate.evaluation.evaluate import open_evaluation
     from loragate.evaluation.results import read_record
+    from loragate.evaluation.variants import Variant
     from loragate.recipes.standins import QUESTIONS
 
     suites = ("mmlu_pro", "bbh", "openbookqa")
-    found: dict[str, dict[tuple[str, str], Any]] = {}
+    found: dict[str, Any] = {}
     for engine in ("transformers", "vllm"):
         out = tmp_path / engine
         command = ["eval", "--model", str(folders / "wide"), "--suite", "retention", "--data", str(QUESTIONS)]
@@ -447,24 +478,28 @@ def test_retention_suites_give_the_same_answers_and_likelihoods_on_both_engines(
             "2",
         ]
         assert main([*command, "--dtype", "float32", "--device", "cpu"]) == 0
-        kept = {
-            (row, suite): json.loads((out / "harness" / row / f"{suite}.json").read_text())
+        evaluation = open_evaluation(out)
+        found[engine] = {
+            (row, suite): evaluation.answers(Variant(row), suite, "lm-eval")
             for row in ("base", "adapter", "gated")
             for suite in suites
         }
-        found[engine] = kept
-    likelihoods = {}
-    for key, ours in found["transformers"].items():
-        theirs = found["vllm"][key]
-        assert theirs["prompts_hash"] == ours["prompts_hash"]
-        assert theirs["warnings"] == ours["warnings"]
-        for one, other in zip(ours["samples"], theirs["samples"], strict=True):
-            for name in ("text", "tokens", "finish_reason", "budget", "prompt_tokens_cut", "extracted", "correct"):
-                assert one.get(name) == other.get(name)
-            assert one.get("loglikelihoods", []) == pytest.approx(other.get("loglikelihoods", []), abs=1e-3)
-        likelihoods[key] = [sample.get("loglikelihoods", sample.get("text")) for sample in ours["samples"]]
+        found[engine]["told"] = ([one.prompts for one in evaluation.tasks], evaluation.warnings), None
+    for key, (ours, verdicts) in found["transformers"].items():
+        theirs, others = found["vllm"][key]
+        if key == "told":
+            assert theirs == ours
+            continue
+        if key[1] != "openbookqa":
+            assert (theirs, others) == ([replace(one, entropy=None) for one in ours], verdicts)
+            continue
+        for one, other in zip(ours, theirs, strict=True):
+            figures = [[value for value, _ in json.loads(sample.text)] for sample in (one, other)]
+            assert figures[0] == pytest.approx(figures[1], abs=1e-3)
     for suite in suites:
-        distinct = {json.dumps(likelihoods[row, suite]) for row in ("base", "adapter", "gated")}
+        distinct = {
+            str([one.text for one in found["transformers"][row, suite][0]]) for row in ("base", "adapter", "gated")
+        }
         # a weak adapter may leave twelve greedy tokens as they are; likelihoods tell all three apart
         assert len(distinct) == 3 if suite == "openbookqa" else len(distinct) > 1
     records = [read_record(tmp_path / engine / "results.json") for engine in found]

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -213,8 +214,11 @@ def test_a_training_that_is_paused_goes_on_bit_for_bit(tmp_path, more):
     settings, folder = replace(SETTINGS, max_steps=4, **more), tmp_path / "run"
     part, _ = train(folder, settings, on_step=lambda step: PAUSE if step.step == 2 else True)
     assert (part.steps, last_checkpoint(folder)) == (2, str(folder / "checkpoint-2"))
+    assert math.isnan(part.entropy_after)
+    assert not part.gates
     result, found = train(folder, settings, resume=True)
     assert result.steps == 4
+    assert 0 < result.entropy_after < 1
     assert same(found, train(None, settings)[1])
 
 

@@ -68,7 +68,7 @@ def masked_rows():
 
 def test_an_adapter_trains_as_with_the_same_rule_by_name():
     named = one(replace(ONE, objective="dft"))
-    own = one(ONE, objective=mine(settings={"power": 1}, reads_full_entropy=True))
+    own = one(ONE, objective=mine(settings={"power": 1}, reads=("entropy",)))
     assert losses(own) == pytest.approx(losses(named), rel=1e-6)
     assert own.history[0]["entropy"] > 0
     assert (named.objective, named.constants) == ("dft", {})
@@ -93,10 +93,10 @@ def test_a_class_of_ones_own_trains_both():
     assert training["constants"] == {"share": 0.2}
 
 
-@pytest.mark.parametrize(("reads_entropy", "k"), [(True, 7), (False, None)])
-def test_the_artifact_records_its_support_and_not_that_of_the_settings(tmp_path, reads_entropy, k):
+@pytest.mark.parametrize(("reads", "k"), [(("topk_entropy",), 7), ((), None)])
+def test_the_artifact_records_its_support_and_not_that_of_the_settings(tmp_path, reads, k):
     model = tiny_adapter()
-    result = two(TWO, model=model, objective=mine(k=7, reads_entropy=reads_entropy))
+    result = two(TWO, model=model, objective=mine(k=7, reads=reads))
     lg.save_gates(model, tmp_path / "gated", evidence=result.evidence())
     record = json.loads((tmp_path / "gated" / "gate_config.json").read_text())
     assert record["k"] == k

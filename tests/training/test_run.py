@@ -1,13 +1,14 @@
 """What is given to the two stages: mix-ups are one sentence, before anything is changed or loaded."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 import loragate as lg
 from loragate.data import encode_rows, load_rows
 from loragate.errors import ConfigError, DataError, TrainingError
-from loragate.training import CalibrationSettings, StageOneSettings
+from loragate.training import CalibrationSettings, StageOneSettings, model_state
 from loragate.training.run import require_short_enough
 from loragate.training.run_folder import prepare_folder
 from tiny import tiny_adapter, tiny_base, tiny_rows
@@ -100,3 +101,36 @@ def test_rows_longer_than_the_model_are_named(tokenizer):
 def test_a_run_that_is_not_there_is_named_for_both_ways_of_calling(tmp_path):
     with pytest.raises(TrainingError, match=r"run without --resume \(resume=False\)"):
         prepare_folder({"stage": "sft"}, tmp_path, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "used"),
+    [
+        pytest.param({}, "eager", id="short rows in bf16"),
+        pytest.param({"precision": "fp32"}, "sdpa", id="fp32"),
+        pytest.param({"packing": True}, "sdpa", id="packed"),
+        pytest.param({"longest": 4}, "sdpa", id="long rows"),
+        pytest.param({"kept": 1}, "sdpa", id="many weights"),
+        pytest.param({"loaded": "eager"}, "eager", id="another one was loaded"),
+    ],
+)
+def test_plain_attention_serves_short_rows_in_bf16_alone(tokenizer, monkeypatch, change, used):
+    monkeypatch.setattr(model_state, "SHORT_ROW", change.pop("longest", model_state.SHORT_ROW))
+    monkeypatch.setattr(model_state, "SHORT_ROW_BYTES", change.pop("kept", model_state.SHORT_ROW_BYTES))
+    base, loaded = tiny_base(), change.pop("loaded", "sdpa")
+    base.set_attn_implementation(loaded)
+    settings, runs = replace(ONE, **{"precision": "bf16", **change}), []
+    for longest in (model_state.SHORT_ROW, 0):
+        monkeypatch.setattr(model_state, "SHORT_ROW", longest)
+        seen = set()
+        result = train(
+            tokenizer,
+            settings=settings,
+            base=base,
+            on_step=lambda _, seen=seen, config=base.config: seen.add(config._attn_implementation),
+        )
+        runs.append((seen, result.history[0]["loss"]))
+        assert base.config._attn_implementation == loaded
+        base = result.model.unload()
+    assert [seen for seen, _ in runs] == [{used}, {loaded}]
+    assert runs[0][1] == pytest.approx(runs[1][1], rel=2e-3)

@@ -8,6 +8,8 @@ from loragate.world.demonstrations import demonstrations
 from loragate.world.problems import Problem, apply_operator, split_of, verify
 from loragate.world.tokenizer import DIGITS, EQUALITIES, OPERATORS
 
+from .test_problems import value_of
+
 
 def split_rows(rows):
     return [(row["messages"][0]["content"], row["messages"][1]["content"]) for row in rows]
@@ -67,14 +69,6 @@ def test_one_step_in_five_is_wrong_and_is_continued_from(rows):
         assert all(step[4] == following[0] for step, following in pairwise(steps))
 
 
-def _value(prompt):
-    words = prompt.split()[1:]
-    value = int(words[0])
-    for operator, right in zip(words[1::2], words[2::2], strict=True):
-        value = apply_operator(value, operator, int(right))
-    return str(value)
-
-
 def test_noise_can_be_switched_off():
     for prompt, response in split_rows(demonstrations(300, step_error=0.0, sloppy=0.0)):
-        assert verify(Problem(prompt, _value(prompt), "arithmetic", 0), response, finished=True)
+        assert verify(Problem(prompt, value_of(prompt), "arithmetic", 0), response, finished=True)

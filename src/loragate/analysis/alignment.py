@@ -6,27 +6,26 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from loragate.analysis.directions import (
-    GROUPS,
     Agreement,
-    CoordinateSums,
     RowDirections,
-    best_and_worst,
+    agreements,
+    coordinate_sums,
     differentiable_gates,
     merged,
     parameter_slices,
     row_directions,
 )
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.analysis.subject import SCHEMA, About, Subject
+from loragate.analysis.subject import Record, Subject
 from loragate.analysis.task_values import Material, gather
-from loragate.analysis.theorem import InnerProducts, Terms, all_terms, terms
+from loragate.analysis.theorem import DRAWS, Terms, terms
 from loragate.errors import ConfigError
 from loragate.gates import gate_parameters
 from loragate.gates.attach import GLOBAL_BIAS, gate_modules
@@ -35,6 +34,7 @@ from loragate.gates.schema import read_gate_config
 from loragate.losses.entropy import support_size
 
 START = "start"
+LEAST = 50  # coordinates that a class needs to be called the best or the worst
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,11 @@ class Update:
     descent: float | None
 
 
-@dataclass(frozen=True)
-class AlignmentRecord:
+@dataclass(frozen=True, kw_only=True)
+class AlignmentRecord(Record):
     """`alignment.json`.
 
     Attributes:
-        about: models, source, seed, versions.
-        value: "reference", "reward" or "rollouts".
         value_of: what the value was taken from, in words.
         rows, tokens: what the means are over.
         k: support of the entropy objective.
@@ -73,12 +71,9 @@ class AlignmentRecord:
         modules: terms on each module's own parameters.
         checkpoints: terms on all parameters at each stored point of training, in order; empty where none was given.
         updates: between consecutive points.
-        coordinates: agreement of signs (eq:rw-coordinate-signal) over everything, per class, per module.
-        conclusion: what it says, in sentences.
+        coordinates: agreement of signs (eq:rw-coordinate-signal) over everything and per class.
     """
 
-    about: About
-    value: str
     value_of: str
     rows: int
     tokens: int
@@ -89,9 +84,7 @@ class AlignmentRecord:
     checkpoints: tuple[Terms, ...]
     updates: tuple[Update, ...]
     coordinates: tuple[Agreement, ...]
-    conclusion: tuple[str, ...]
-    kind: str = "alignment"
-    schema: int = SCHEMA
+    kind: Literal["alignment"] = "alignment"
 
 
 def diagnose_alignment(subject: Subject, settings: DiagnoseSettings) -> AlignmentRecord:
@@ -116,32 +109,31 @@ def diagnose_alignment(subject: Subject, settings: DiagnoseSettings) -> Alignmen
     k = support_size(k, model.get_output_embeddings().weight.shape[0])
     stored = read_checkpoints(Path(settings.checkpoints), model) if settings.checkpoints else {}
     material = gather(subject, settings)
-    count, raw, sums = len(material.rows), [], CoordinateSums(model)
+    count, raw, sums = len(material.rows), [], []
     with differentiable_gates(model):
         with subject.job("directions at the gates", count) as on_progress:
             for row, values, prompt_length in zip(material.rows, material.values, material.prompt_lengths, strict=True):
                 raw.append(row_directions(reader, row, values, k))
-                sums.add(reader, row, values, k, subject.classes, prompt_length)
+                sums.append(coordinate_sums(reader, row, values, k, subject.classes, prompt_length))
                 on_progress(len(raw), count)
-        of_all, *of_modules = all_terms(merged(raw, material.groups), parameter_slices(model), seed)
+        of_groups, slices = merged(raw, material.groups), parameter_slices(model)
+        of_modules = tuple(terms(path, of_groups, place, seed, DRAWS // 2) for path, place in slices.items())
         over, between = over_training(subject, material, k, stored) if stored else ((), ())
     tokens = sum(row.tokens for row in raw)
     record = AlignmentRecord(
         about=subject.about(
             material.source, settings, "value reference positions actions rollouts checkpoints max_rows"
         ),
-        value=settings.value,
         value_of=material.value_of,
         rows=count,
         tokens=tokens,
         k=k,
         top_is_best=sum(row.top_is_best for row in raw) / tokens,
-        all=of_all,
-        modules=tuple(of_modules),
+        all=terms("all", of_groups, seed=seed),
+        modules=of_modules,
         checkpoints=over,
         updates=between,
-        coordinates=sums.summary(material.groups, seed),
-        conclusion=(),
+        coordinates=agreements(sums, material.groups, seed),
     )
     return subject.keep(replace(record, conclusion=conclude(record)), "alignment")
 
@@ -164,7 +156,7 @@ def over_training(
                 each = zip(material.rows, material.values, strict=True)
                 rows = [row_directions(subject.reader, row, values, k) for row, values in each]
                 rows = merged(rows, material.groups)
-                found.append(terms(name, InnerProducts(rows), subject.seed))
+                found.append(terms(name, rows, seed=subject.seed))
                 places[name] = torch.cat([point[key].reshape(-1).cpu() for key in parameters])
                 means[name] = {key: mean_direction(rows, key) for key in ("entropy_semi", "value")}
                 on_progress(len(found), len(points))
@@ -265,19 +257,18 @@ def conclude(record: AlignmentRecord) -> tuple[str, ...]:
             errors.append(f"{what} by {100 * share:.1f} %" if share >= 5e-4 else f"{what} by less than 0.05 %")
     if errors:
         text.append(f"{'; '.join(errors)} of its length.".capitalize())
-    everything = next((row for row in record.coordinates if row.name == "all"), None)
-    if everything is not None:
+    if record.coordinates:
+        everything, *classes = record.coordinates
         text.append(
             f"Single λ (module and position): entropy points the right way for {100 * everything.share.mean:.0f} % of "
             f"{everything.coordinates:,}, {100 * everything.weighted.mean:.0f} % when weighted by what they matter for the "
             f"value. The likeliest token is the best one at {100 * record.top_is_best:.0f} % of the positions."
         )
-        ends_of_classes = best_and_worst(record.coordinates, GROUPS)
-        if ends_of_classes is not None and ends_of_classes[0] is not ends_of_classes[1]:
-            best, worst = ends_of_classes
+        known = sorted((row for row in classes if row.coordinates >= LEAST), key=lambda row: row.weighted.mean)
+        if len(known) > 1:
             text.append(
-                f"It is most often right where {_where(best)} ({100 * best.weighted.mean:.0f} %) and least where "
-                f"{_where(worst)} ({100 * worst.weighted.mean:.0f} %)."
+                f"It is most often right where {_where(known[-1])} ({100 * known[-1].weighted.mean:.0f} %) and least where "
+                f"{_where(known[0])} ({100 * known[0].weighted.mean:.0f} %)."
             )
     if record.modules:
         verdicts = [row.total.verdict for row in record.modules]

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 
-from loragate.analysis.interventions import ScoredRow, scored
+from loragate.analysis.interventions import in_points
 from loragate.analysis.rows import (
     CLASSES,
     Interval,
@@ -28,15 +28,18 @@ from loragate.analysis.rows import (
     unheard,
 )
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.analysis.subject import SCHEMA, About, Subject
-from loragate.analysis.supplied import SIGNS, Suppression, suppressing
+from loragate.analysis.subject import Record, Subject
+from loragate.analysis.supplied import SIGNS, Sign, suppressing, switched_off
+from loragate.display import percent
 from loragate.errors import ConfigError
 from loragate.evaluation.prepared import read_questions
+from loragate.evaluation.results import Verdict
+from loragate.evaluation.statistics import Difference, Estimate
 from loragate.evaluation.variants import Kind, Variant, acting
 from loragate.files import write_text
 from loragate.generation import OnProgress, read_samples
+from loragate.validate import comma_list
 
-QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 BINS = 41
 ALL = "all"
 ROWS = 256
@@ -72,7 +75,7 @@ class ClassEntropy:
     Attributes:
         tokens: number of tokens.
         delta: mean ΔH in nats.
-        negative, positive: share of tokens with ΔH below minus, above plus the threshold.
+        negative, positive: share of tokens with ΔH below, above 0.
         base, adapter, gated: mean entropies; gated is None without gates.
     """
 
@@ -95,44 +98,42 @@ class Histogram:
 
 
 @dataclass(frozen=True)
-class SuppressedRow(ScoredRow):
-    """One row of the hard intervention on one task: "adapter", "base", "gated", "adapter negative", "adapter positive".
-
-    Differences are to the plain adapter.
+class SuppressedRow:
+    """The adapter switched off by the sign of ΔH on one task, scored against the plain adapter.
 
     Attributes:
-        suppressed: share of the generated tokens at which the delta was switched off; None for other rows.
+        name, task: of the row of the evaluation beside this record, and of the task.
+        suppressed: share of the generated tokens at which the delta was switched off.
+        score, difference: Avg@k, paired difference.
+        adjusted_p, verdict: p-value after Holm's adjustment over the evaluation, and what it shows.
     """
 
-    suppressed: float | None
+    name: str
+    task: str
+    suppressed: float
+    score: Estimate
+    difference: Difference | None
+    adjusted_p: float | None
+    verdict: Verdict | None
 
 
-@dataclass(frozen=True)
-class EntropyRecord:
+@dataclass(frozen=True, kw_only=True)
+class EntropyRecord(Record):
     """`entropy.json`.
 
     Attributes:
-        about: models, source, seed, versions.
         rows, tokens: what was read; 0 where only tasks were given.
-        threshold: nats, for `negative` and `positive` and for the interventions.
         classes: "all" first, then the token classes that occur.
         distribution: of ΔH over tokens, limited to the 1 % and 99 % quantiles.
-        quantiles: of ΔH, by probability.
         interventions: scores with the delta switched off by the sign of ΔH; empty where no task was given.
-        conclusion: what it says, in sentences.
     """
 
-    about: About
     rows: int
     tokens: int
-    threshold: float
     classes: tuple[ClassEntropy, ...]
     distribution: Histogram | None
-    quantiles: dict[str, float]
     interventions: tuple[SuppressedRow, ...]
-    conclusion: tuple[str, ...]
-    kind: str = "delta entropy"
-    schema: int = SCHEMA
+    kind: Literal["delta entropy"] = "delta entropy"
 
 
 def diagnose_entropy(subject: Subject, settings: DiagnoseSettings) -> EntropyRecord:
@@ -145,15 +146,12 @@ def diagnose_entropy(subject: Subject, settings: DiagnoseSettings) -> EntropyRec
         raise ConfigError(
             "loragate diagnose entropy needs --rows (ΔH on them), --suite or --tasks (interventions), or both"
         )
-    signs: list[Any] = [sign.strip() for sign in settings.suppress.split(",") if sign.strip()]
-    threshold = settings.threshold
-    rules = [Suppression(sign, threshold, settings.prompt_too) for sign in signs]
-    if not rules:
-        raise ConfigError(f"--suppress is empty; give one of {', '.join(SIGNS)}, or both")
+    signs = list(dict.fromkeys(comma_list(settings.suppress)))
+    if not signs or set(signs) - set(SIGNS):
+        raise ConfigError(f"--suppress {settings.suppress}: expected one of {', '.join(SIGNS)}, or both with a comma")
     loaded = subject.begin(gated=False)
     table: tuple[ClassEntropy, ...] = ()
     histogram, found = None, None
-    quantiles: dict[str, float] = {}
     sources: list[str] = []
     encoded: list[Row] = []
     if settings.rows:
@@ -161,55 +159,45 @@ def diagnose_entropy(subject: Subject, settings: DiagnoseSettings) -> EntropyRec
         sources.append(source)
         with subject.job("reading with base and adapter") as on_progress:
             found = measure(subject.reader, loaded.kind, encoded, subject.batch_size, on_progress)
-        table = by_class(found, subject.classes, threshold, subject.seed)
-        histogram, quantiles = distribution(found.delta)
+        table = by_class(found, subject.classes, subject.seed)
+        histogram = distribution(found.delta)
         write_tokens(subject.folder / "tokens.jsonl", loaded.tokenizer, encoded, found, subject.classes)
-    suppressed = _intervene(subject, rules) if subject.has_tasks else ()
+    suppressed = _intervene(subject, signs) if subject.has_tasks else ()
     if suppressed:
         sources.append(f"tasks {', '.join(dict.fromkeys(row.task for row in suppressed))}")
     record = EntropyRecord(
-        about=subject.about("; ".join(sources), settings, "suppress threshold prompt_too max_length limit"),
+        about=subject.about("; ".join(sources), settings, "suppress max_length limit"),
         rows=len(encoded),
         tokens=0 if found is None else len(found.token_ids),
-        threshold=threshold,
         classes=table,
         distribution=histogram,
-        quantiles=quantiles,
         interventions=suppressed,
         conclusion=conclude(table, suppressed),
     )
     return subject.keep(record, "entropy")
 
 
-def _intervene(subject: Subject, rules: Sequence[Suppression]) -> tuple[SuppressedRow, ...]:
+def _intervene(subject: Subject, signs: Sequence[str]) -> tuple[SuppressedRow, ...]:
     """Base, adapter, gates and the suppressed streams, scored on the tasks."""
-    suppressed = {Variant("adapter", rule.sign): rule for rule in rules}
     gated = [Variant("gated")] if subject.loaded.kind == "gated" else []
-    variants = [Variant("adapter"), Variant("base"), *gated, *suppressed]
+    variants = [Variant("adapter"), Variant("base"), *gated, *(Variant("adapter", sign) for sign in signs)]
 
     @contextmanager
     def acting_as(variant: Variant) -> Iterator[None]:
-        rule = suppressed.get(variant)
-        with subject.acting(variant.acts), nullcontext() if rule is None else suppressing(subject.loaded.model, rule):
+        sign: Any = variant.control
+        with subject.acting(variant.acts), suppressing(subject.loaded.model, sign) if sign else nullcontext():
             yield
 
-    identity = {"threshold": rules[0].threshold, "prompt_too": rules[0].prompt}
-    record = subject.evaluate(variants, identity, acting_as)
-    shares = {
-        (variant.name, info.name): _suppressed_share(subject, variant, info.name, rule)
-        for variant, rule in suppressed.items()
-        for info in record.tasks
-    }
-    return tuple(
-        SuppressedRow(
-            **scored(result.name, result, result.comparison, result.adjusted_p),
-            suppressed=shares.get((result.name, result.task)),
-        )
-        for result in record.results
-    )
+    rows = []
+    for one in subject.evaluate(variants, {}, acting_as).results:
+        if one.control is not None:
+            share = _suppressed_share(subject, Variant("adapter", one.control), one.task)
+            shown = (one.avg_at_k, one.comparison, one.adjusted_p, one.verdict)
+            rows.append(SuppressedRow(one.name, one.task, share, *shown))
+    return tuple(rows)
 
 
-def _suppressed_share(subject: Subject, variant: Variant, task: str, rule: Suppression) -> float:
+def _suppressed_share(subject: Subject, variant: Variant, task: str) -> float:
     """Share of generated tokens at which the delta was off, from the first answers to every question.
 
     A decision depends on the tokens before it and on base and adapter alone, so reading the stored answers again gives the
@@ -221,7 +209,7 @@ def _suppressed_share(subject: Subject, variant: Variant, task: str, rule: Suppr
     rows = answer_rows(subject.loaded.tokenizer, prompts, kept)
     with subject.job(f"reading the answers of {variant.name} to {task} again"):
         found = measure(subject.reader, subject.loaded.kind, rows, subject.batch_size)
-    return float(rule.chosen(torch.from_numpy(found.delta)).double().mean())
+    return float(switched_off(cast(Sign, variant.control), torch.from_numpy(found.delta)).double().mean())
 
 
 def measure(
@@ -243,9 +231,7 @@ def measure(
     return TokenEntropies(np.concatenate(where), np.concatenate(ids), entropy, log_prob)
 
 
-def by_class(
-    found: TokenEntropies, classes: TokenClasses, threshold: float = 0.0, seed: int = 0
-) -> tuple[ClassEntropy, ...]:
+def by_class(found: TokenEntropies, classes: TokenClasses, seed: int = 0) -> tuple[ClassEntropy, ...]:
     """Means and shares over all tokens, then per token class in the order of `CLASSES`."""
     kinds = classes.indices(found.token_ids)
     delta, count = found.delta, int(found.rows.max()) + 1
@@ -265,8 +251,8 @@ def by_class(
                 name=name,
                 tokens=int(chosen.sum()),
                 delta=interval(delta, chosen),
-                negative=interval((delta < -threshold).astype(float), chosen),
-                positive=interval((delta > threshold).astype(float), chosen),
+                negative=interval((delta < 0).astype(float), chosen),
+                positive=interval((delta > 0).astype(float), chosen),
                 base=means["base"],
                 adapter=means["adapter"],
                 gated=means.get("gated"),
@@ -275,13 +261,12 @@ def by_class(
     return tuple(table)
 
 
-def distribution(delta: np.ndarray) -> tuple[Histogram, dict[str, float]]:
-    """Histogram over equal bins symmetric around 0, and quantiles."""
-    quantiles = {f"{p:g}": float(value) for p, value in zip(QUANTILES, np.quantile(delta, QUANTILES), strict=True)}
-    reach = max(abs(quantiles["0.01"]), abs(quantiles["0.99"]), 1e-6)
+def distribution(delta: np.ndarray) -> Histogram:
+    """Histogram over equal bins symmetric around 0; what lies beyond the 1 % and 99 % quantiles is in the outer ones."""
+    reach = max(1e-6, *np.abs(np.quantile(delta, (0.01, 0.99))))
     edges = np.linspace(-reach, reach, BINS + 1)
     counts = np.histogram(np.clip(delta, -reach, reach), edges)[0]
-    return Histogram(tuple(edges.tolist()), tuple(counts.tolist())), quantiles
+    return Histogram(tuple(edges.tolist()), tuple(counts.tolist()))
 
 
 def write_tokens(path: Path, tokenizer: Any, rows: Sequence[Row], found: TokenEntropies, classes: TokenClasses) -> None:
@@ -328,10 +313,9 @@ def conclude(classes: Sequence[ClassEntropy], interventions: Sequence[Suppressed
         if total.gated is not None:
             text.append(f"With the gates the entropy of these tokens is {total.gated.mean:.3f} nats.")
     for row in interventions:
-        if row.suppressed is not None:
-            points, ends = row.points
-            text.append(
-                f"{row.task}: switching the delta off where ΔH is {row.name.split()[-1]} ({100 * row.suppressed:.0f} % of the "
-                f"generated tokens) scores {100 * row.score:.1f} %, {points} points against the adapter ({ends}; {row.verdict})."
-            )
+        text.append(
+            f"{row.task}: switching the delta off where ΔH is {row.name.split()[-1]} ({100 * row.suppressed:.0f} % of the "
+            f"generated tokens) scores {percent(row.score.mean)} %, {in_points(row.difference)} against the adapter "
+            f"({row.verdict})."
+        )
     return tuple(text)

@@ -193,7 +193,7 @@ def merged(rows: Sequence[RowDirections], groups: Sequence[int]) -> list[RowDire
 PROMPT = "prompt"
 GROUPS = (*CLASSES, PROMPT)
 """Class of the token that a position predicts; positions whose next token belongs to the prompt are "prompt"."""
-LEAST = 50  # coordinates that a group needs to be called the best or the worst
+AGREEMENT = ("count", "agree", "|h|", "|h| where they agree", "raised", "value raised")
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class Agreement:
     """How often entropy and task value agree on the sign of a λ's change.
 
     Attributes:
-        name: "all", a class of tokens, or a module path.
+        name: "all", or a class of tokens.
         coordinates: number of λ with a non-zero derivative of both.
         share: share of them with one sign, with its interval over rows.
         weighted: the same, each counted by |∂V_k/∂λ|.
@@ -216,84 +216,56 @@ class Agreement:
     value_raised: float
 
 
-class CoordinateSums:
-    """Counts per row, module and class, filled row by row.
+def coordinate_sums(
+    reader: Reader, row: Row, values: ActionValues, k: int, classes: TokenClasses, prompt_length: int
+) -> np.ndarray:
+    """What one row's λ add to the sums of `AGREEMENT`, [groups, sums]; the model carries the gates as they are.
 
-    Attributes:
-        rows: one array [modules, classes, (count, agree, |h|, |h| where they agree, raised, value raised)] per row.
+    Args:
+        prompt_length: tokens of the row that precede the response.
     """
+    gates, leaves = gate_modules(reader.model), {}
 
-    def __init__(self, model: Any) -> None:
-        self.gates = gate_modules(model)
-        self.modules = list(self.gates)
-        self.rows: list[np.ndarray] = []
+    def leaf(path: str, _layer: Any, x: Tensor) -> Tensor | None:
+        if path not in gates:
+            return None  # the adapter's delta without a gate
+        leaves[path] = gates[path].coefficients(x).detach().clone().requires_grad_()
+        return leaves[path]
 
-    def add(
-        self, reader: Reader, row: Row, values: ActionValues, k: int, classes: TokenClasses, prompt_length: int
-    ) -> None:
-        """Take in one row, of which `prompt_length` tokens precede the response; the model carries the gates as they are."""
-        leaves: dict[str, Tensor] = {}
-
-        def leaf(path: str, _layer: Any, x: Tensor) -> Tensor | None:
-            if path not in self.gates:
-                return None  # the adapter's delta without a gate
-            leaves[path] = self.gates[path].coefficients(x).detach().clone().requires_grad_()
-            return leaves[path]
-
-        with torch.enable_grad(), supplied_coefficients(reader.model, leaf):
-            states = reader.states(reader.batch(row))
-            grads, _ = state_gradients(reader, states, values, k, ("entropy", "value_topk"))
-            wants, helps = pulled_back(states, [leaves[path] for path in self.modules], grads)
-        groups = np.where(
-            np.arange(1, len(row["input_ids"])) < prompt_length, len(CLASSES), classes.indices(row["input_ids"][1:])
-        )
-        found = np.zeros((len(self.modules), len(GROUPS), 6))
-        for index, (want, help_) in enumerate(zip(wants, helps, strict=True)):
-            if want is None or help_ is None:
-                continue
-            w, h = (tensor[0, :-1].double().cpu().numpy() for tensor in (want, help_))
-            kept = (w != 0) & (h != 0)
-            agree = kept & (np.sign(w) == np.sign(h))
-            columns = [kept, agree, kept * np.abs(h), agree * np.abs(h), kept & (w > 0), kept & (h > 0)]
-            for column, numbers in enumerate(columns):
-                found[index, :, column] = np.bincount(groups, numbers, minlength=len(GROUPS))
-        self.rows.append(found)
-
-    def summary(self, groups: Sequence[int], seed: int = 0) -> tuple[Agreement, ...]:
-        """Agreement over everything, per class and per module; those with no coordinate are left out.
-
-        Args:
-            groups: of each row; rows of one group (answers to one question) are drawn together for intervals.
-        """
-        order = list(dict.fromkeys(groups))
-        table = np.zeros((len(order), len(self.modules), len(GROUPS), 6))
-        for group, row in zip(groups, self.rows, strict=True):
-            table[order.index(group)] += row
-        parts = [("all", table.sum((1, 2)))]
-        parts += [(name, table[:, :, index].sum(1)) for index, name in enumerate(GROUPS)]
-        parts += [(path, table[:, index].sum(1)) for index, path in enumerate(self.modules)]
-        found = [agreement(name, sums, seed) for name, sums in parts]
-        return tuple(row for row in found if row is not None)
-
-
-def agreement(name: str, sums_NX: np.ndarray, seed: int) -> Agreement | None:
-    """The agreement of sums per row, [N, 6] in the order of `CoordinateSums.rows`."""
-    total = sums_NX.sum(0)
-    if not total[0]:
-        return None
-    return Agreement(
-        name=name,
-        coordinates=int(total[0]),
-        share=ratio(sums_NX[:, 1], sums_NX[:, 0], seed),
-        weighted=ratio(sums_NX[:, 3], sums_NX[:, 2], seed),
-        raised=float(total[4] / total[0]),
-        value_raised=float(total[5] / total[0]),
+    with torch.enable_grad(), supplied_coefficients(reader.model, leaf):
+        states = reader.states(reader.batch(row))
+        grads, _ = state_gradients(reader, states, values, k, ("entropy", "value_topk"))
+        wants, helps = pulled_back(states, list(leaves.values()), grads)
+    groups = np.where(
+        np.arange(1, len(row["input_ids"])) < prompt_length, len(CLASSES), classes.indices(row["input_ids"][1:])
     )
+    found = np.zeros((len(GROUPS), len(AGREEMENT)))
+    for want, help_ in zip(wants, helps, strict=True):
+        if want is None or help_ is None:
+            continue
+        w, h = (tensor[0, :-1].double().cpu().numpy() for tensor in (want, help_))
+        kept = (w != 0) & (h != 0)
+        agree = kept & (np.sign(w) == np.sign(h))
+        columns = [kept, agree, kept * np.abs(h), agree * np.abs(h), kept & (w > 0), kept & (h > 0)]
+        for column, numbers in enumerate(columns):
+            found[:, column] += np.bincount(groups, numbers, minlength=len(GROUPS))
+    return found
 
 
-def best_and_worst(rows: Sequence[Agreement], names: Sequence[str]) -> tuple[Agreement, Agreement] | None:
-    """Of the named ones with at least `LEAST` coordinates, those with the largest and smallest weighted share."""
-    known = [row for row in rows if row.name in names and row.coordinates >= LEAST]
-    if not known:
-        return None
-    return max(known, key=lambda row: row.weighted.mean), min(known, key=lambda row: row.weighted.mean)
+def agreements(rows: Sequence[np.ndarray], groups: Sequence[int], seed: int = 0) -> tuple[Agreement, ...]:
+    """Agreement over everything and per class, of `coordinate_sums` of rows; classes with no coordinate are left out.
+
+    Args:
+        groups: of each row; rows of one group (answers to one question) are drawn together for intervals.
+    """
+    order = list(dict.fromkeys(groups))
+    table = np.zeros((len(order), len(GROUPS), len(AGREEMENT)))
+    for group, row in zip(groups, rows, strict=True):
+        table[order.index(group)] += row
+    found = []
+    for name, sums in (("all", table.sum(1)), *((name, table[:, index]) for index, name in enumerate(GROUPS))):
+        count, agree, size, agreed, raised, value_raised = sums.T
+        if total := count.sum():
+            shares = ratio(agree, count, seed), ratio(agreed, size, seed)
+            found.append(Agreement(name, int(total), *shares, raised.sum() / total, value_raised.sum() / total))
+    return tuple(found)

@@ -10,30 +10,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.analysis.subject import SCHEMA, About, Subject
+from loragate.analysis.subject import Record, Subject
+from loragate.display import percent, points
 from loragate.errors import ConfigError
-from loragate.evaluation.results import EvaluationRecord, TaskResult, verdict
-from loragate.evaluation.statistics import Difference, compare, holm
+from loragate.evaluation.results import EvaluationRecord, Verdict, verdict
+from loragate.evaluation.statistics import Difference, Estimate, compare, holm
 from loragate.evaluation.variants import Variant
 from loragate.gates import GateConfig
-from loragate.gates.gate import Override
 from loragate.gates.override_names import parse_override
 from loragate.gates.schema import read_gate_config
+from loragate.gates.signed_map import Override
 
 PAPER = ("noreverse", "noextrapolate", "unit", "off")
-MEANINGS = {
-    "gated": "the gates as they are",
-    "adapter": "the adapter, without gates",
-    "base": "no adapter",
-    "noreverse": "no reversal, max(λ,0)",
-    "noextrapolate": "no extrapolation, min(λ,1)",
-    "unit": "unit interval, clip(λ,0,1)",
-}
 # what an intervention takes away, in words
 TAKEN = {
     "noreverse": "reversal",
@@ -44,82 +37,36 @@ TAKEN = {
 
 
 @dataclass(frozen=True)
-class ScoredRow:
-    """One row on one task, against the row that it is compared with.
+class InterventionRow:
+    """One intervention on one task; "gated" for the gates as they are, "base" and "adapter" beside them.
 
     Attributes:
         name, task: of the row and of the task.
-        score, low, high: Avg@k with its 95 % interval over questions.
-        difference, difference_low, difference_high: paired by question; None for the row of the comparison itself.
-        p, verdict: sign-flip p-value after Holm's adjustment over the record, and what it shows; None likewise.
+        score: Avg@k.
+        difference: to the unmodified gates, paired by question; None for these.
+        adjusted_p, verdict: p-value after Holm's adjustment over the record, and what it shows; None likewise.
     """
 
     name: str
     task: str
-    score: float
-    low: float
-    high: float
-    difference: float | None
-    difference_low: float | None
-    difference_high: float | None
-    p: float | None
-    verdict: str | None
-
-    @property
-    def points(self) -> tuple[str, str]:
-        """The difference and its interval in points: "+8.4" and "+4.2 to +12.5"; dashes where there is none."""
-        if self.difference is None or self.difference_low is None or self.difference_high is None:
-            return "–", "–"
-        return f"{100 * self.difference:+.1f}", f"{100 * self.difference_low:+.1f} to {100 * self.difference_high:+.1f}"
+    score: Estimate
+    difference: Difference | None
+    adjusted_p: float | None
+    verdict: Verdict | None
 
 
-def scored(name: str, result: TaskResult, difference: Difference | None, p: float | None) -> dict[str, Any]:
-    """The fields of a `ScoredRow` of that name, compared by `difference` with its adjusted p."""
-    found: dict[str, Any] = dict.fromkeys(("difference", "difference_low", "difference_high", "p", "verdict"))
-    if difference is not None:
-        found = {"difference": difference.mean, "difference_low": difference.low, "difference_high": difference.high}
-        found |= {"p": p, "verdict": verdict(difference, p=p)}
-    mean = result.avg_at_k
-    return {"name": name, "task": result.task, "score": mean.mean, "low": mean.low, "high": mean.high, **found}
-
-
-@dataclass(frozen=True)
-class InterventionRow(ScoredRow):
-    """One intervention on one task; "gated" for the gates as they are, "base" and "adapter" beside them.
-
-    Differences are to the unmodified gates.
-
-    Attributes:
-        meaning: what the intervention does to λ.
-        truncated, entropy, tokens: share of cut-off answers, mean entropy (None: not measured), mean length.
-    """
-
-    meaning: str
-    truncated: float
-    entropy: float | None
-    tokens: float
-
-
-@dataclass(frozen=True)
-class InterventionsRecord:
+@dataclass(frozen=True, kw_only=True)
+class InterventionsRecord(Record):
     """`interventions.json`; the whole evaluation lies beside it in `results.json`.
 
     Attributes:
-        about: models, source, seed, versions.
-        lower, upper: the range of the gates.
         rows: by task, then in the order asked for.
         left_out: interventions that can change no λ of this range, with the reason.
-        conclusion: what it says, in sentences.
     """
 
-    about: About
-    lower: float
-    upper: float
     rows: tuple[InterventionRow, ...]
     left_out: tuple[str, ...]
-    conclusion: tuple[str, ...]
-    kind: str = "interventions"
-    schema: int = SCHEMA
+    kind: Literal["interventions"] = "interventions"
 
 
 def diagnose_interventions(subject: Subject, settings: DiagnoseSettings) -> InterventionsRecord:
@@ -141,8 +88,6 @@ def diagnose_interventions(subject: Subject, settings: DiagnoseSettings) -> Inte
     tasks = ", ".join(info.name for info in record.tasks)
     found = InterventionsRecord(
         about=subject.about(f"tasks {tasks}", settings, "interventions limit samples"),
-        lower=config.lower,
-        upper=config.upper,
         rows=compared,
         left_out=tuple(left_out),
         conclusion=conclude(compared, left_out),
@@ -184,12 +129,7 @@ def without_effect(override: Override, config: GateConfig) -> str:
 def rows_of(record: EvaluationRecord, interventions: Sequence[str]) -> tuple[InterventionRow, ...]:
     """The rows, by task, with their paired differences to the unmodified gates."""
     wanted = {"adapter", "base", "gated", *(f"gated {name}" for name in interventions)}
-    results = [
-        result
-        for info in record.tasks
-        for result in record.results
-        if result.task == info.name and result.name in wanted
-    ]
+    results = [result for result in record.results if result.name in wanted]
     differences = {}
     for result in results:
         if result.name != "gated":
@@ -200,24 +140,10 @@ def rows_of(record: EvaluationRecord, interventions: Sequence[str]) -> tuple[Int
     rows = []
     for result in results:
         name, key = result.control or result.variant, (result.name, result.task)
-        rows.append(
-            InterventionRow(
-                **scored(name, result, differences.get(key), adjusted.get(key)),
-                meaning=meaning_of(name),
-                truncated=result.truncated,
-                entropy=result.entropy,
-                tokens=result.tokens,
-            )
-        )
+        difference, p = differences.get(key), adjusted.get(key)
+        shown = None if difference is None else verdict(difference, p=p)
+        rows.append(InterventionRow(name, result.task, result.avg_at_k, difference, p, shown))
     return tuple(rows)
-
-
-def meaning_of(name: str) -> str:
-    """What a row does to λ, in a few words."""
-    if name in MEANINGS:
-        return MEANINGS[name]
-    constant = parse_override(name).constant
-    return f"λ clipped: {name}" if constant is None else f"one λ = {constant:g} for all"
 
 
 def conclude(rows: Sequence[InterventionRow], left_out: Sequence[str]) -> tuple[str, ...]:
@@ -227,12 +153,19 @@ def conclude(rows: Sequence[InterventionRow], left_out: Sequence[str]) -> tuple[
         asked = [row for row in rows if row.task == task]
         for row in (row for row in asked if row.name in TAKEN):
             says = {"better": "hurts", "worse": "helps"}.get(row.verdict or "", "makes no difference that can be shown")
-            points, ends = row.points
             text.append(
-                f"{task}: {TAKEN[row.name]} {says}: without it the score is {100 * row.score:.1f} %, {points} points ({ends})."
+                f"{task}: {TAKEN[row.name]} {says}: without it the score is {percent(row.score.mean)} %, "
+                f"{in_points(row.difference)}."
             )
-        best = max(asked, key=lambda row: row.score)
-        text.append(f"{task}: the highest score is {100 * best.score:.1f} %, of {best.name} ({best.meaning}).")
+        best = max(asked, key=lambda row: row.score.mean)
+        text.append(f"{task}: the highest score is {percent(best.score.mean)} %, of {best.name}.")
     if left_out:
         text.append("Not run, as they can change nothing: " + "; ".join(left_out) + ".")
     return tuple(text)
+
+
+def in_points(difference: Difference | None) -> str:
+    """ "+8.4 points (+4.2 to +12.5)"; empty where nothing was compared."""
+    if difference is None:
+        return ""
+    return f"{points(difference.mean)} points ({points(difference.low)} to {points(difference.high)})"

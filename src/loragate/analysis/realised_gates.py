@@ -1,9 +1,8 @@
 """What the gates do on generated tokens: realised λ per layer, module type and token class.
 
 An answer is read again with the gated model, and every λ that took part in choosing one of its tokens is counted: the λ
-of all modules at the position whose logits the token was drawn from ("written", the default), or at the position where
-the token itself is read ("read"). Teacher-forced λ are those of the generation up to rounding. Shares follow the paper's
-table, as `loragate.gates.recording` counts them.
+of all modules at the position whose logits the token was drawn from. Teacher-forced λ are those of the generation up to
+rounding. Shares follow the paper's table, as `loragate.gates.recording` counts them.
 """
 
 from __future__ import annotations
@@ -11,22 +10,21 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 
 from loragate.analysis.delta_entropy import Histogram
-from loragate.analysis.rows import CLASSES, Interval, Reader, Row, TokenClasses, ratio, unheard
+from loragate.analysis.rows import CLASSES, Array, Reader, Row, TokenClasses, unheard
 from loragate.analysis.settings import DiagnoseSettings
-from loragate.analysis.subject import SCHEMA, About, Subject
+from loragate.analysis.subject import About, Record, Subject
 from loragate.gates import attached_config, trace_gates
 from loragate.gates.range import Range
-from loragate.gates.recording import STATISTICS, Shares, regions
+from loragate.gates.recording import Shares, regions
 from loragate.generation import OnProgress
 from loragate.training.scoring import counted
 
-Position = Literal["written", "read"]
 LEAST = 50
 _BINS_PER_UNIT = 4
 
@@ -40,44 +38,30 @@ class ModuleGates:
     type: str
     all: Shares
     by_class: dict[str, Shares]
-    histogram: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class GatesRecord:
+@dataclass(frozen=True, kw_only=True)
+class GatesRecord(Record):
     """`gates.json`.
 
     Attributes:
-        about: models, source, seed, versions.
         lower, upper: the range.
-        position: "written" or "read".
         answers, tokens: what was read.
-        token_counts: tokens by class.
-        below_zero, zero_to_one, above_one: shares over all coefficients with intervals over answers' questions.
         all, by_class, by_layer, by_type, modules: λ by token class, layer, module type and module.
         histogram: of λ over all coefficients; 0 and 1 are edges.
-        conclusion: what it says, in sentences.
     """
 
-    about: About
     lower: float
     upper: float
-    position: Position
     answers: int
     tokens: int
-    token_counts: dict[str, int]
-    below_zero: Interval
-    zero_to_one: Interval
-    above_one: Interval
     all: Shares
     by_class: dict[str, Shares]
     by_layer: dict[str, Shares]
     by_type: dict[str, Shares]
     modules: tuple[ModuleGates, ...]
     histogram: Histogram
-    conclusion: tuple[str, ...]
-    kind: str = "realised gates"
-    schema: int = SCHEMA
+    kind: Literal["realised gates"] = "realised gates"
 
 
 def histogram_edges(bounds: Range) -> np.ndarray:
@@ -99,122 +83,76 @@ def diagnose_gates(subject: Subject, settings: DiagnoseSettings) -> GatesRecord:
     subject.require_answers(settings)
     subject.begin(drawing=not settings.run)
     found, source = subject.answers(settings.of or "gated", settings)
-    position = settings.position
-    rows: list[Row] = []
-    groups: list[int] = []
-    for one in found:
-        first = max(groups, default=-1) + 1
-        rows += one.rows(subject.loaded.tokenizer)
-        groups += [first + sample.question for sample in one.samples]
+    rows = [row for one in found for row in one.rows(subject.loaded.tokenizer)]
     with subject.job("reading the answers with the gates", len(rows)) as on_progress:
-        counts = count_gates(subject.reader, rows, groups, subject.classes, position, subject.batch_size, on_progress)
-    about = subject.about(source, settings, "position answers limit")
-    return subject.keep(summarise(counts, about, position, len(rows), subject.seed), "gates")
+        counts = count_gates(subject.reader, rows, subject.classes, subject.batch_size, on_progress)
+    return subject.keep(summarise(counts, subject.about(source, settings, "answers limit"), len(rows)), "gates")
 
 
+@dataclass(frozen=True)
 class GateCounts:
-    """Sums over realised λ, filled batch by batch.
+    """Sums over realised λ.
 
     Attributes:
-        sums: [modules, classes, statistics] float64.
-        bins: [modules, bins] int64.
-        groups: [groups, (count, below, above)] by the caller's group of each row (question), for intervals.
+        modules: their paths.
+        sums: of `gates.recording.STATISTICS`, [modules, classes, statistics].
+        bins: over all modules, between the edges of `histogram_edges`.
     """
 
-    def __init__(self, modules: Sequence[str], bounds: Range, groups: int) -> None:
-        self.modules, self.bounds = list(modules), bounds
-        self.edges = histogram_edges(bounds)
-        self.sums = np.zeros((len(self.modules), len(CLASSES), len(STATISTICS)))
-        self.bins = np.zeros((len(self.modules), len(self.edges) - 1), dtype=np.int64)
-        self.groups = np.zeros((groups, 3))
-        self.token_counts = np.zeros(len(CLASSES), dtype=np.int64)
-
-    def add(self, lam_MT: torch.Tensor, classes_T: np.ndarray, groups_T: np.ndarray) -> None:
-        """Count λ [modules, tokens] of tokens with these classes and groups."""
-        values = lam_MT.double()
-        parts_SMT = torch.stack(regions(values, self.bounds)).numpy()
-        member_TC = (classes_T[:, None] == np.arange(len(CLASSES))[None]).astype(np.float64)
-        self.sums += np.moveaxis(parts_SMT @ member_TC, 0, -1)
-        for column, part_MT in enumerate(parts_SMT[:3]):  # count, below, above
-            self.groups[:, column] += np.bincount(groups_T, part_MT.sum(0), minlength=len(self.groups))
-        for module, row in enumerate(values.clamp(self.bounds.lower, self.bounds.upper).numpy()):
-            self.bins[module] += np.histogram(row, self.edges)[0]
-        self.token_counts += member_TC.sum(0).astype(np.int64)
+    modules: list[str]
+    bounds: Range
+    tokens: int
+    sums: Array
+    bins: Array
 
 
 def count_gates(
-    reader: Reader,
-    rows: Sequence[Row],
-    groups: Sequence[int],
-    classes: TokenClasses,
-    position: Position = "written",
-    batch_size: int = 16,
-    on_progress: OnProgress = unheard,
+    reader: Reader, rows: Sequence[Row], classes: TokenClasses, batch_size: int = 16, on_progress: OnProgress = unheard
 ) -> GateCounts:
-    """Realised λ of the gated model on the response tokens of `rows`.
-
-    Args:
-        groups: of each row, from 0; rows of one group (answers to one question) are drawn together for intervals.
-    """
+    """Realised λ of the gated model on the response tokens of `rows`, of which there is at least one."""
     # gates are in the body; the head would make logits over the vocabulary for every position, and nobody reads them
-    body, config = reader.causal.base_model, attached_config(reader.model)
-    shift = 0 if position == "written" else 1
-    found: GateCounts | None = None
-    for batch, rows_T, ids_T in reader.batches(rows, batch_size, on_progress):
+    body, bounds = reader.causal.base_model, attached_config(reader.model).range
+    whole: dict[str, torch.Tensor] = {}
+    tokens, sums, bins = 0, np.zeros(()), np.zeros(())
+    for batch, _, ids_T in reader.batches(rows, batch_size, on_progress):
         with torch.no_grad(), trace_gates(reader.model) as traced:
             body(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
-        mask = counted(batch).cpu()
-        count, width = mask.shape
         # modules that see routed tokens (experts) have no λ per position
-        whole = {path: one[0] for path, one in traced.items() if one and one[0].shape == (count, width + 1)}
-        if found is None:
-            found = GateCounts(list(whole), config.range, max(groups) + 1)
-        lam_MT = torch.stack([values[:, shift : shift + width][mask] for values in whole.values()])
-        found.add(lam_MT, classes.indices(ids_T), np.asarray(groups)[rows_T])
-    assert found is not None
-    return found
+        whole = {path: one[0] for path, one in traced.items() if one and one[0].shape == batch["input_ids"].shape}
+        mask = counted(batch).cpu()
+        lam_MT = torch.stack([values[:, :-1][mask] for values in whole.values()]).double()
+        member_TC = (classes.indices(ids_T)[:, None] == np.arange(len(CLASSES))).astype(np.float64)
+        sums = sums + np.moveaxis(torch.stack(regions(lam_MT, bounds)).numpy() @ member_TC, 0, -1)
+        bins = bins + np.histogram(lam_MT.clamp(bounds.lower, bounds.upper).numpy(), histogram_edges(bounds))[0]
+        tokens += len(ids_T)
+    return GateCounts(list(whole), bounds, tokens, sums, bins)
 
 
-def summarise(counts: GateCounts, about: About, position: Position, answers: int, seed: int = 0) -> GatesRecord:
+def summarise(counts: GateCounts, about: About, answers: int) -> GatesRecord:
     """The record of what was counted."""
     places = [_place(path) for path in counts.modules]
     layers = sorted({layer for layer, _ in places if layer is not None})
     types = list(dict.fromkeys(kind for _, kind in places))
-    modules = tuple(
-        ModuleGates(
-            module=path,
-            layer=layer,
-            type=kind,
-            all=Shares.of(sums.sum(0)),
-            by_class=_by_class(sums),
-            histogram=tuple(bins.tolist()),
-        )
-        for path, (layer, kind), sums, bins in zip(counts.modules, places, counts.sums, counts.bins, strict=True)
-    )
 
-    def over(at: int, value: Any) -> Shares:
-        chosen = [place[at] == value for place in places]
-        return Shares.of(counts.sums[chosen].sum((0, 1)))
+    def over(at: int, value: object) -> Shares:
+        return Shares.of(counts.sums[[place[at] == value for place in places]].sum((0, 1)))
 
-    total, below, above = counts.groups.T
+    edges = tuple(histogram_edges(counts.bounds).tolist())
     record = GatesRecord(
         about=about,
         lower=counts.bounds.lower,
         upper=counts.bounds.upper,
-        position=position,
         answers=answers,
-        tokens=int(counts.token_counts.sum()),
-        token_counts={name: int(n) for name, n in zip(CLASSES, counts.token_counts, strict=True) if n},
-        below_zero=ratio(below, total, seed),
-        zero_to_one=ratio(total - below - above, total, seed),
-        above_one=ratio(above, total, seed),
+        tokens=counts.tokens,
         all=Shares.of(counts.sums.sum((0, 1))),
         by_class=_by_class(counts.sums.sum(0)),
         by_layer={str(layer): over(0, layer) for layer in layers},
         by_type={kind: over(1, kind) for kind in types},
-        modules=modules,
-        histogram=Histogram(tuple(counts.edges.tolist()), tuple(counts.bins.sum(0).tolist())),
-        conclusion=(),
+        modules=tuple(
+            ModuleGates(path, *place, Shares.of(sums.sum(0)), _by_class(sums))
+            for path, place, sums in zip(counts.modules, places, counts.sums, strict=True)
+        ),
+        histogram=Histogram(edges, tuple(counts.bins.astype(int).tolist())),
     )
     return replace(record, conclusion=conclude(record))
 

@@ -30,10 +30,6 @@ class DiagnoseSettings:
             adapter for alignment.
         answers: (gates, alignment) answers to read per question.
         suppress: (entropy) signs of ΔH at which the delta is switched off: negative and/or positive.
-        threshold: (entropy) nats that ΔH must exceed.
-        prompt_too: (entropy) switch the delta off inside the prompt too, not only where tokens of the answer are
-            predicted.
-        position: (gates) "written" counts λ where a token is predicted, "read" where it is read.
         interventions: (interventions) overrides of λ, separated by commas: noreverse, noextrapolate, unit, off,
             constant=0.5, clip=-1:2; the first four if empty.
         value: (alignment) source of the task value.
@@ -53,9 +49,6 @@ class DiagnoseSettings:
     of: Literal["gated", "adapter", "base"] | None = None
     answers: Count = 4
     suppress: str = "negative,positive"
-    threshold: float = 0.0
-    prompt_too: bool = False
-    position: Literal["written", "read"] = "written"
     interventions: str = ""
     value: Literal["reference", "reward", "rollouts"] = "reference"
     reference: str = "base"

@@ -2,43 +2,40 @@
 
 A diagnosis is a function of a `Subject` in a file of its own. It first refuses what cannot work, then takes `subject.loaded`,
 which loads the model; its answers are those of a stored evaluation, or are drawn now by an evaluation in the same folder.
-Records are frozen dataclasses with the fields `about`, `conclusion`, `kind` and `schema`, read as strictly as written.
+Records are frozen dataclasses with the fields `about`, `conclusion`, `kind` and `schema`; `loragate.records.read` reads them as
+strictly as they are written.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
-import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from loragate import records
 from loragate.analysis.rows import OnProgress, Reader, Row, TokenClasses, answer_rows, unheard
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.data import encode_rows, load_rows
-from loragate.errors import ConfigError, DataError, nearest
+from loragate.errors import ConfigError, nearest
 from loragate.evaluation.answers import Grade
 from loragate.evaluation.engines import load
 from loragate.evaluation.evaluate import EngineFor, Evaluation, open_evaluation
-from loragate.evaluation.judging import grader_for, read_grades
+from loragate.evaluation.judging import grader_for
 from loragate.evaluation.prepared import Prepared
 from loragate.evaluation.results import EvaluationRecord
 from loragate.evaluation.session import Request, Session, require_run_folder
 from loragate.evaluation.tasks import Task
 from loragate.evaluation.variants import Kind, Variant, acting
 from loragate.files import write_json
-from loragate.generation import Sample, TransformersEngine, read_samples
+from loragate.generation import Sample, TransformersEngine
 from loragate.models import Loaded, resolve
-from loragate.validate import validate
 
-SCHEMA = 1
-R = TypeVar("R")
+R = TypeVar("R", bound="Record | dict[str, Any]")
 
 
 @dataclass(frozen=True)
@@ -62,6 +59,20 @@ class About:
     settings: dict[str, str]
     versions: dict[str, str]
     seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What every record has; its own fields, a literal `kind` among them, follow.
+
+    Attributes:
+        about: models, source, seed, versions.
+        conclusion: what it says, in sentences.
+    """
+
+    about: About
+    conclusion: tuple[str, ...] = ()
+    schema: Literal[1] = 1
 
 
 @dataclass(frozen=True)
@@ -218,7 +229,7 @@ class Subject:
         theirs, here = evaluation.models.get("gated"), self.loaded.sources.get("gated")
         if run is not None and of == "gated" and theirs != here:
             self.say(f"note: the answers in {folder} were given by {theirs}; the gates read here are {here}")
-        by_name = {prepared.task.name: prepared for prepared in evaluation.tasks}
+        by_name = {one.task.name: one for one in evaluation.tasks if one.task.harness is None}
         names = [name.strip() for name in asked.tasks.split(",") if name.strip()] if run is not None else []
         for name in names:
             if name not in by_name:
@@ -226,9 +237,7 @@ class Subject:
         found = []
         for name in dict.fromkeys(names or by_name):
             prepared = by_name[name]
-            samples = read_samples(folder / "samples" / variant.slug / f"{name}.jsonl")
-            path = folder / "grades" / grader_for(prepared.task, grader) / variant.slug / f"{name}.jsonl"
-            grades = read_grades(path, samples)
+            samples, grades = evaluation.answers(variant, name, grader_for(prepared.task, grader))
             first = len(prepared.prompts) if asked.limit is None else asked.limit
             kept = [
                 at
@@ -260,19 +269,3 @@ class Subject:
         """The record, written as `name`.json into the folder."""
         write_json(self.folder / f"{name}.json", records.to_json(record))
         return record
-
-
-def read(kind: type[R], path: str | Path) -> R:
-    """The record of one kind in a file.
-
-    Raises:
-        DataError: naming file and key, for anything that a diagnosis did not write.
-    """
-    value = records.read_value(Path(path), "run the diagnostic again")
-    wanted = {field.name: field.default for field in dataclasses.fields(typing.cast(Any, kind))}["kind"]
-    found, schema = (value.get("kind"), value.get("schema")) if isinstance(value, dict) else (None, None)
-    if found != wanted:
-        raise DataError(f"{path}: found kind {found!r}, expected {wanted!r}; this is another record")
-    if type(schema) is not int or schema != SCHEMA:
-        raise DataError(f"{path}: found schema {schema!r}, this version reads {SCHEMA}; run the diagnostic again")
-    return validate(kind, value, str(path), DataError, "run the diagnostic again")

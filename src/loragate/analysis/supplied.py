@@ -18,7 +18,6 @@ import functools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -30,7 +29,6 @@ from loragate.gates import active_adapter, examine_adapter, require_gateable
 from loragate.gates.eligibility import lora_layers
 from loragate.gates.operation import scale_tokens, up_project
 from loragate.gates.variant import GatedLora, add_delta
-from loragate.validate import Amount, check
 
 Coefficients = Callable[[str, Any, Tensor], Tensor | None]
 """(module path, LoRA layer, module input [..., D]) to λ [...], or None for full strength."""
@@ -89,80 +87,40 @@ Sign = Literal["negative", "positive"]
 SIGNS: tuple[Sign, ...] = ("negative", "positive")
 
 
-@dataclass(frozen=True)
-class Suppression:
-    """Where the delta is switched off.
-
-    Attributes:
-        sign: "negative" suppresses where ΔH < −threshold (the paper's "Negative"), "positive" where ΔH > threshold.
-        threshold: nats; 0 is the paper's.
-        prompt: also decide at the positions before the last token of the prompt, which predict no token of the answer.
-            The paper does not say; off here, so that the whole prompt but its last token is read with the adapter.
-    """
-
-    sign: Sign
-    threshold: Amount = 0.0
-    prompt: bool = False
-
-    def __post_init__(self) -> None:
-        check(self)
-
-    def chosen(self, delta_entropy: Tensor) -> Tensor:
-        """bool, where the delta is to be switched off; shaped like ΔH."""
-        if self.sign == "negative":
-            return delta_entropy < -self.threshold
-        return delta_entropy > self.threshold
+def switched_off(sign: Sign, delta_entropy: Tensor) -> Tensor:
+    """bool, where the delta is off: where ΔH is below 0 (the paper's "Negative") or above; shaped like ΔH."""
+    return delta_entropy < 0 if sign == "negative" else delta_entropy > 0
 
 
 @contextmanager
-def suppressing(model: Any, rule: Suppression) -> Iterator[list[Tensor]]:
-    """Generation of the PeftModel is that of the suppressed stream inside the context.
+def suppressing(model: Any, sign: Sign) -> Iterator[None]:
+    """Generation of the PeftModel is that of the suppressed stream inside the context: off at generated tokens and the last of
+    the prompt, which predicts the first of them, where ΔH has this sign.
 
     For generation with a cache only; a forward pass of whole texts has no one moment at which to decide.
-
-    Yields:
-        ΔH of every step of the last call of `generate`, [B] each: first at the prompt's last token, then at each generated
-        one. A row that has ended goes on being fed padding, which decides nothing.
 
     Raises:
         GateError: for an adapter whose delta is not linear in one scale, such as DoRA.
         ConfigError: for a forward pass without a key-value cache.
     """
     causal = model.get_base_model()
-    before = causal.__dict__.get("forward")
-    original = causal.forward
-    streams = _Streams(model, original, rule)
+    before, original = causal.__dict__.get("forward"), causal.forward
+    # of base and adapter, beside the cache that `generate` keeps for the suppressed stream
+    caches: dict[str, Any] = {}
+    lam_BS: Tensor | None = None
+
+    def entropies(name: str, kwargs: dict[str, Any]) -> Tensor:
+        """Full-vocabulary entropy in nats, [B, S], or [B, 1] where the model was asked for its last logits only."""
+        given = {**kwargs, "past_key_values": caches[name], "labels": None}
+        logits = original(**{key: value for key, value in given.items() if value is not None}).logits
+        return torch.special.entr(logits.float().softmax(-1)).sum(-1)
 
     @functools.wraps(original.__func__ if hasattr(original, "__func__") else original)
     def forward(_self: Any, *args: Any, **kwargs: Any) -> Any:
+        """One forward pass of the suppressed stream, decided by one of each of the others."""
+        nonlocal lam_BS
         if args:
             kwargs = {"input_ids": args[0], **kwargs}
-        return streams.step(kwargs)
-
-    forward.state_per_row = True  # type: ignore[attr-defined]  # the engine then copies and drops no rows
-
-    with supplied_coefficients(model, lambda _path, _layer, _x: streams.coefficients_BS):
-        causal.forward = types.MethodType(forward, causal)
-        try:
-            yield streams.deltas
-        finally:
-            if before is None:
-                del causal.forward
-            else:
-                causal.forward = before
-
-
-class _Streams:
-    """Caches of base and adapter beside the one that `generate` keeps for the suppressed stream."""
-
-    def __init__(self, model: Any, forward: Any, rule: Suppression) -> None:
-        self.model, self.forward, self.rule = model, forward, rule
-        self.coefficients_BS: Tensor | None = None
-        self.caches: dict[str, Any] = {}
-        self.deltas: list[Tensor] = []
-
-    def step(self, kwargs: dict[str, Any]) -> Any:
-        """One forward pass of the suppressed stream, decided by one of each of the others."""
         cache, input_ids = kwargs.get("past_key_values"), kwargs["input_ids"]
         if cache is None or kwargs.get("use_cache") is False:
             raise ConfigError(
@@ -170,27 +128,26 @@ class _Streams:
             )
         begins = cache.get_seq_length() == 0
         if begins:
-            self.caches = {name: copy.deepcopy(cache) for name in ("base", "adapter")}
-            self.deltas.clear()
+            caches.update({name: copy.deepcopy(cache) for name in ("base", "adapter")})
         try:
-            self.coefficients_BS = None
-            with self.model.disable_adapter():
-                base = self._entropies("base", kwargs)
-            delta = self._entropies("adapter", kwargs) - base
-            self.deltas.append(delta[:, -1].detach().cpu())
-            # where only the last position was asked, those before it keep the delta
-            width = delta.shape[1] if self.rule.prompt or not begins else 1
+            with model.disable_adapter():
+                base = entropies("base", kwargs)
+            delta = entropies("adapter", kwargs) - base
+            # the prompt but its last token is read with the adapter (the paper does not say)
+            width = 1 if begins else delta.shape[1]
             lam_BS = torch.ones(input_ids.shape, dtype=torch.float32, device=input_ids.device)
-            lam_BS[:, -width:] = (~self.rule.chosen(delta[:, -width:])).float().to(lam_BS.device)
-            self.coefficients_BS = lam_BS
-            return self.forward(**kwargs)
+            lam_BS[:, -width:] = (~switched_off(sign, delta[:, -width:])).float().to(lam_BS.device)
+            return original(**kwargs)
         finally:
-            self.coefficients_BS = None
+            lam_BS = None
 
-    def _entropies(self, name: str, kwargs: dict[str, Any]) -> Tensor:
-        """Full-vocabulary entropy in nats, [B, S], or [B, 1] where the model was asked for its last logits only."""
-        given = {**kwargs, "past_key_values": self.caches[name], "labels": None}
-        if self.rule.prompt:
-            given.pop("logits_to_keep", None)
-        logits = self.forward(**{key: value for key, value in given.items() if value is not None}).logits
-        return torch.special.entr(logits.float().softmax(-1)).sum(-1)
+    forward.state_per_row = True  # type: ignore[attr-defined]  # the engine then copies and drops no rows
+    with supplied_coefficients(model, lambda _path, _layer, _x: lam_BS):
+        causal.forward = types.MethodType(forward, causal)
+        try:
+            yield
+        finally:
+            if before is None:
+                del causal.forward
+            else:
+                causal.forward = before

@@ -13,7 +13,7 @@ Shapes: N rows, W draws, 4 directions in the order of `directions.NAMES`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,8 +35,6 @@ class Condition:
         entropy_norm, value_norm: ‖G‖ and ‖v‖.
         cosine: of the angle between G and v, with its interval over rows; None where one of them is zero.
         angle: in degrees.
-        beta: β* = ‖G‖²/⟨G, v⟩; None where the angle is 90° or more.
-        mismatch: ‖G − β*v‖, the norm of the error term at β*; None likewise.
         rho: ρ* = sin of the angle, 1 where it is 90° or more.
         verdict: "holds" where the whole interval of the cosine lies above 0, "fails" where it lies at or below 0,
             "not shown" otherwise.
@@ -46,8 +44,6 @@ class Condition:
     value_norm: float
     cosine: Interval | None
     angle: float | None
-    beta: float | None
-    mismatch: float | None
     rho: Interval | None
     verdict: Verdict
 
@@ -77,33 +73,23 @@ class Terms:
     gain: Interval
 
 
-class InnerProducts:
-    """Inner products between all rows' directions on one set of parameters.
+def terms(
+    name: str, rows: Sequence[RowDirections], place: slice = slice(None), seed: int = 0, draws: int = DRAWS
+) -> Terms:
+    """The terms on the gate parameters in one place of the directions, with intervals over rows."""
+    stacked = np.stack([[row.vectors[kind][place].numpy() for kind in NAMES] for row in rows])
+    flat = stacked.reshape(len(rows) * len(NAMES), -1).astype(np.float64)
+    gram = (flat @ flat.T).reshape(len(rows), -1)  # [N, 4·N·4], of sums over positions
+    tokens = np.array([row.tokens for row in rows], dtype=np.float64)
 
-    Attributes:
-        gram: [N, 4, N, 4] float64, of sums over positions.
-        tokens: [N].
-    """
-
-    def __init__(self, rows: Sequence[RowDirections], place: slice | None = None) -> None:
-        stacked = np.stack([[row.vectors[name][place or slice(None)].numpy() for name in NAMES] for row in rows])
-        flat = stacked.reshape(len(rows) * len(NAMES), -1).astype(np.float64)
-        self.gram: Array = (flat @ flat.T).reshape(len(rows), len(NAMES), len(rows), len(NAMES))
-        self.tokens = np.array([row.tokens for row in rows], dtype=np.float64)
-
-    def means(self, weights_WN: Array) -> Array:
+    def means(weights_WN: Array) -> Array:
         """Inner products of the mean directions, [W, 4, 4], for rows counted so often."""
-        count, kinds = self.gram.shape[:2]
-        left = weights_WN @ self.gram.reshape(count, -1)  # [W, 4·N·4]
-        products = np.einsum("dinj,dn->dij", left.reshape(len(weights_WN), kinds, count, kinds), weights_WN)
-        return products / (weights_WN @ self.tokens)[:, None, None] ** 2
+        left = (weights_WN @ gram).reshape(-1, len(NAMES), len(rows), len(NAMES))
+        products: Array = np.einsum("dinj,dn->dij", left, weights_WN)
+        return products / (weights_WN @ tokens)[:, None, None] ** 2
 
-
-def terms(name: str, products: InnerProducts, seed: int = 0, draws: int = DRAWS) -> Terms:
-    """The terms with intervals over rows."""
-    rows = len(products.tokens)
-    point = products.means(np.ones((1, rows)))[0]
-    drawn = products.means(row_weights(rows, draws, seed)) if rows > 1 else np.empty((0, len(NAMES), len(NAMES)))
+    point = means(np.ones((1, len(rows))))[0]
+    drawn = means(row_weights(len(rows), draws if len(rows) > 1 else 0, seed))
     return Terms(
         name=name,
         complete=condition(point, drawn, FULL, TOPK),
@@ -120,20 +106,17 @@ def condition(point: Array, drawn: Array, entropy: int, value: int) -> Condition
     g, v, inner = (float(point[a, b]) for a, b in ((entropy, entropy), (value, value), (entropy, value)))
     norms = math.sqrt(max(g, 0.0)), math.sqrt(max(v, 0.0))
     if norms[0] == 0 or norms[1] == 0:
-        return Condition(*norms, None, None, None, None, None, "not shown")
+        return Condition(*norms, None, None, None, "not shown")
     cosine = max(-1.0, min(1.0, inner / (norms[0] * norms[1])))
     with np.errstate(invalid="ignore", divide="ignore"):
         cosines = drawn[:, entropy, value] / np.sqrt(drawn[:, entropy, entropy] * drawn[:, value, value])
     low, high = percentiles(cosines)
-    beta = g / inner if inner > 0 else None
     rho_low, rho_high = (None, None) if low is None or high is None else (smallest_rho(high), smallest_rho(low))
     return Condition(
         entropy_norm=norms[0],
         value_norm=norms[1],
         cosine=Interval(cosine, low, high),
         angle=math.degrees(math.acos(cosine)),
-        beta=beta,
-        mismatch=None if beta is None else math.sqrt(max(g - 2 * beta * inner + beta * beta * v, 0.0)),
         rho=Interval(smallest_rho(cosine), rho_low, rho_high),
         verdict="not shown" if low is None or high is None or low <= 0 < high else "holds" if low > 0 else "fails",
     )
@@ -147,11 +130,3 @@ def smallest_rho(cosine: float) -> float:
 def relative(difference_squared: float, reference_squared: float) -> float | None:
     """‖a − b‖/‖b‖ from squared norms; None where the reference is zero."""
     return math.sqrt(max(difference_squared, 0.0) / reference_squared) if reference_squared > 0 else None
-
-
-def all_terms(rows: Sequence[RowDirections], slices: Mapping[str, slice], seed: int = 0) -> tuple[Terms, ...]:
-    """Terms on all parameters together, then on each module's own."""
-    found = [terms("all", InnerProducts(rows), seed)]
-    for path, place in slices.items():
-        found.append(terms(path, InnerProducts(rows, place), seed, draws=DRAWS // 2))
-    return tuple(found)

@@ -18,6 +18,7 @@ from loragate.analysis.rows import unheard
 from loragate.analysis.settings import DiagnoseSettings
 from loragate.analysis.subject import Subject
 from loragate.errors import ConfigError
+from loragate.evaluation.answers import Grade
 from loragate.evaluation.variants import Kind, Variant, acting
 from loragate.gates import attached_config, trace_gates
 from loragate.gates.attach import gate_modules
@@ -31,12 +32,11 @@ STREAMS: tuple[Kind, ...] = ("base", "adapter", "gated")
 
 @dataclass(frozen=True)
 class Answer:
-    """One sample with what wrote it and what the grader said (None: it was not graded)."""
+    """One sample with what wrote it and what the grader said, if it was graded."""
 
     variant: str
     sample: Sample
-    correct: bool | None = None
-    reason: str = ""
+    grade: Grade | None = None
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,7 @@ def diagnose_tokens(subject: Subject, settings: DiagnoseSettings) -> dict[str, A
                 if at < limit:
                     item = questions[at]
                     whole = Question(f"{name}/{item.id}", one.prepared.prompts[at], str(item.gold), [])
-                    verdict = (None, "") if grade is None else (grade.correct, grade.reason)
-                    asked.setdefault((name, at), whole).answers.append(Answer(of, sample, *verdict))
+                    asked.setdefault((name, at), whole).answers.append(Answer(of, sample, grade))
     if not asked:
         raise ConfigError(f"--run {settings.run}: it holds no answers to trace")
     with subject.job("reading the answers token by token", len(asked), "question") as on_progress:
@@ -163,16 +162,20 @@ def _record(
     top = own.topk(min(CANDIDATES, own.shape[-1]), -1)
     return {
         "variant": answer.variant,
-        "verdict": None if answer.correct is None else {"correct": answer.correct, "reason": answer.reason},
+        "verdict": answer.grade and {"correct": answer.grade.correct, "reason": answer.grade.reason},
         "finish_reason": answer.sample.finish_reason,
         "cut": len(answer.sample.token_ids) - len(ids),
         "tokens": token_texts(tokenizer, ids),
-        "log_prob": own.gather(-1, torch.tensor(ids, device=own.device).unsqueeze(-1)).squeeze(-1).tolist(),
-        "entropy": entropy[answer.variant].tolist(),
-        "delta_entropy": (entropy["adapter"] - entropy["base"]).tolist(),
+        "log_prob": _rounded(own.gather(-1, torch.tensor(ids, device=own.device).unsqueeze(-1)).squeeze(-1)),
+        "entropy": _rounded(entropy[answer.variant]),
+        "delta_entropy": _rounded(entropy["adapter"] - entropy["base"]),
         "top": [
-            [[tokenizer.decode([token]), value] for token, value in zip(tokens, probabilities, strict=True)]
+            [[tokenizer.decode([token]), round(value, 4)] for token, value in zip(tokens, probabilities, strict=True)]
             for tokens, probabilities in zip(top.indices.tolist(), top.values.exp().tolist(), strict=True)
         ],
         "gates": base64.b64encode((share_MT * 255).round().clamp(0, 255).to(torch.uint8).numpy().tobytes()).decode(),
     }
+
+
+def _rounded(values: torch.Tensor) -> list[float]:
+    return [round(value, 4) for value in values.tolist()]

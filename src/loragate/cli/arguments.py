@@ -43,23 +43,23 @@ class Command:
 
     Attributes:
         name: as typed.
-        summary: one line for the overview.
         options: frozen dataclass of its settings; fields without default are required.
         run: called with an instance of `options`; returns the exit status.
         examples: lines that work when pasted.
         positional: name of the field that is given without a flag, or None; a field of type tuple takes several.
         needs: fields that have a default, so that a file can give them, without which the command still refuses.
         common: names, between spaces, of the fields that `--help` shows beside the required ones; empty for all.
+        summary: one line for the overview and the help; `loragate.cli.main` has it, as it is read before this room.
     """
 
     name: str
-    summary: str
     options: type
     run: Callable[[Any], int]
     examples: tuple[str, ...]
     positional: str | None = None
     needs: tuple[str, ...] = ()
     common: str = ""
+    summary: str = ""
 
     @property
     def required(self) -> tuple[str, ...]:

@@ -139,7 +139,6 @@ def gate_config(options: GateOptions) -> GateConfig:
 
 COMMAND = Command(
     name="calibrate",
-    summary="Train gates for a finished LoRA adapter (Stage II) and recommend the best way to use it, with them or without.",
     options=CalibrateOptions,
     run=run,
     needs=("adapter", "data", "out"),

@@ -10,15 +10,16 @@ from typing import Any
 from loragate.cli.calibrate import CalibrateOptions, gate_config, taken_from
 from loragate.cli.training_report import keep_configuration, say_steps, show_data, warn_about_endings
 from loragate.data import load_rows
-from loragate.display import Display, Parts, console, next_evaluation, quiet_logging
+from loragate.display import Display, console, next_evaluation, quiet_logging
 from loragate.models import Place, open_tokenizer, open_weights, resolve
 from loragate.selection import Candidate, Chosen, SelectionSettings
+from loragate.selection.comparison import stopped_of
 from loragate.selection.evidence import require_evidence
-from loragate.selection.transaction import Plan, Transaction
-from loragate.selection.trial import origin_of
+from loragate.selection.transaction import Transaction
+from loragate.selection.trial import SHARE, origin_of
 from loragate.training import CalibrationSettings
 from loragate.training.preflight import require_free_out, require_reporters
-from loragate.training.rows import encode_run, read_rows
+from loragate.training.rows import read_rows
 from loragate.training.strategy import launch_of
 
 
@@ -46,7 +47,6 @@ def calibrate(options: CalibrateOptions, candidates: tuple[Candidate, ...]) -> i
 def choose(options: CalibrateOptions, place: Place, candidates: tuple[Candidate, ...], out: Any) -> Chosen:
     """What `loragate.choose_gates` does, with what is read shown before the model is loaded, and progress after."""
     display, folder = Display(), Path(options.out)
-    probe, retention = options.probe or None, options.retention_probe or None
     asking, settings = taken_from(options, SelectionSettings), taken_from(options, CalibrationSettings)
     # rows may be many, and on the hub
     require_evidence(asking, options.probe, options.retention_probe, set_aside=options.range == "auto")
@@ -56,24 +56,21 @@ def choose(options: CalibrateOptions, place: Place, candidates: tuple[Candidate,
     if options.heldout or options.heldout_split:
         where = None if options.heldout else options.revision or None
         heldout = load_rows(options.heldout or options.data, split=options.heldout_split or None, revision=where)
-    plan = Plan(
-        candidates,
-        gate_config(options),
-        settings,
-        asking,
-        retention,
-        heldout,
-        system=options.system,
-        unverified=options.unverified,
-    )
     with display.job("reading the data", unit="row") as job:
         one = Transaction(
             tokenizer,
             rows,
-            probe,
+            options.probe or None,
             folder,
-            plan,
-            lambda given, encode: encode_run(options, folder, given, encode, job.advance_to),
+            candidates,
+            gate_config(options),
+            settings,
+            asking,
+            options.retention_probe or None,
+            heldout,
+            system=options.system,
+            unverified=options.unverified,
+            on_progress=job.advance_to,
         )
     show_data(out, one.encoded, tokenizer)
     with display.job("loading the model"):
@@ -100,7 +97,9 @@ def choose(options: CalibrateOptions, place: Place, candidates: tuple[Candidate,
 
 def news(out: Any, job: Any, tried: Sequence[Candidate]) -> Any:
     """An `on_event` that says how much will be asked, which range is trained, at which step, and then which setting is asked."""
-    left_of, numbers = Parts([(one.slug, "training") for one in tried]), {one.slug: n for n, one in enumerate(tried, 1)}
+    numbers = {one.slug: number for number, one in enumerate(tried, 1)}
+    whole = len(tried) - (1 - SHARE) * stopped_of(len(tried))  # in trainings: the weaker ones stop early
+    trained = dict.fromkeys(numbers, 0.0)
     asked: dict[Candidate, None] = {}
 
     def on_event(candidate: Candidate, stage: str, done: int, total: int, entropy: float | None) -> None:
@@ -110,16 +109,14 @@ def news(out: Any, job: Any, tried: Sequence[Candidate]) -> Any:
             out.print(
                 f"at most {total:,} answers will be asked, of all settings together, unless one drops out", markup=False
             )
-            return
-        if stage != "training":
+        elif stage == "training":
+            trained[candidate.slug] = done / total
+            share = min(1.0, sum(trained.values()) / whole)
+            which = f"range {numbers[candidate.slug]} of {len(tried)}, {candidate.cell}"
+            note = "" if entropy is None else f"entropy {entropy:.3f}"
+            job.show(share, f"{which}: {stage}, step {done:,} of {total:,}", note, job.left(share))
+        else:
             asked[candidate] = None
-            job.show(
-                done / total, f"{len(asked)} settings asked; {candidate.cell}: answer {done:,} of {total:,}", "", ""
-            )
-            return
-        share, left = left_of.at(candidate.slug, stage, done / total)
-        which = f"range {numbers[candidate.slug]} of {len(tried)}, {candidate.cell}"
-        note = "" if entropy is None else f"entropy {entropy:.3f}"
-        job.show(share, f"{which}: {stage}, step {done:,} of {total:,}", note, left)
+            job.show(done / total, f"{len(asked)} settings asked; {candidate.cell}: answer {done:,} of {total:,}")
 
     return on_event

@@ -36,7 +36,6 @@ def run(options: CompletionOptions) -> int:
 
 COMMAND = Command(
     name="completion",
-    summary="Print a script that completes commands and options in bash, zsh or fish.",
     options=CompletionOptions,
     run=run,
     examples=(

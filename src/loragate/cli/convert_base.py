@@ -40,7 +40,6 @@ def run(options: ConvertBaseOptions) -> int:
 
 COMMAND = Command(
     name="convert-base",
-    summary="Unpack a GGUF file into the plain model folder that vLLM and other programs read.",
     options=ConvertBaseOptions,
     run=run,
     positional="base",

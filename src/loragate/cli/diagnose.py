@@ -51,7 +51,6 @@ EXAMPLES = (
 
 COMMAND = Command(
     name="diagnose",
-    summary="Measure what adapter and gates do: entropy (ΔH), gates (realised λ), interventions, alignment, tokens.",
     options=DiagnoseOptions,
     run=run,
     examples=EXAMPLES,

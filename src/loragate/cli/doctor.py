@@ -57,7 +57,6 @@ def run(options: DoctorOptions) -> int:
 
 COMMAND = Command(
     name="doctor",
-    summary="Print versions, devices and optional parts. Run this first when something does not work.",
     options=DoctorOptions,
     run=run,
     examples=("loragate doctor", "loragate doctor --json"),

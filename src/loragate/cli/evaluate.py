@@ -50,7 +50,6 @@ def run(options: EvalOptions) -> int:
 
 COMMAND = Command(
     name="eval",
-    summary="Score base, adapter and gated adapter side by side, with intervals, controls and verdicts.",
     options=EvalOptions,
     run=run,
     needs=("model", "out"),

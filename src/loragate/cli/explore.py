@@ -47,7 +47,6 @@ def run(options: ExploreOptions) -> int:
 
 COMMAND = Command(
     name="explore",
-    summary="A local page that answers a prompt with base, LoRA and gated model and colours every token.",
     options=ExploreOptions,
     run=run,
     examples=(

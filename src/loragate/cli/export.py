@@ -45,7 +45,6 @@ def run(options: ExportOptions) -> int:
 
 COMMAND = Command(
     name="export",
-    summary="Fold gates that are one λ per module (or one constant λ) into a plain LoRA adapter.",
     options=ExportOptions,
     run=run,
     positional="model",

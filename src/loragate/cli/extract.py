@@ -123,7 +123,6 @@ def report(out: Console, extraction: Extraction, energy: float) -> None:
 
 COMMAND = Command(
     name="extract",
-    summary="Make a LoRA adapter from a fine-tuned checkpoint and its base, by a truncated SVD per linear layer.",
     options=ExtractOptions,
     run=run,
     needs=("model", "base", "rank", "out"),

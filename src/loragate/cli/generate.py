@@ -144,7 +144,6 @@ def read_prompts(options: GenerateOptions) -> list[str]:
 
 COMMAND = Command(
     name="generate",
-    summary="Generate text from a gated adapter, a plain adapter or a base model.",
     options=GenerateOptions,
     run=run,
     examples=(

@@ -107,7 +107,6 @@ def _print(found: dict[str, Any], hopeless: bool) -> None:
 
 COMMAND = Command(
     name="inspect",
-    summary="Which modules of an adapter can be gated, which not and why; gate parameters, cost, end-of-turn tokens.",
     options=InspectOptions,
     run=run,
     examples=("loragate inspect path/to/adapter", "loragate inspect owner/adapter --json"),

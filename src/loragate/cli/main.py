@@ -5,6 +5,7 @@ Imports nothing heavy, so that `loragate --help` answers at once; a command's ro
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import importlib
 import logging
@@ -88,8 +89,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def command(name: str) -> Command:
     """What a name stands for; its module is imported."""
-    found: Command = importlib.import_module(f"loragate.{COMMANDS[name][0]}").COMMAND
-    return found
+    room, summary = COMMANDS[name]
+    found: Command = importlib.import_module(f"loragate.{room}").COMMAND
+    return dataclasses.replace(found, summary=summary)
 
 
 def overview() -> str:

@@ -9,19 +9,22 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from loragate.cli.arguments import Command, require_given
-from loragate.cli.options import DataOptions, ModelOptions, OutputOptions
+from loragate.cli.options import ModelOptions, OutputOptions
 from loragate.display import console, duration, quiet_logging
 from loragate.training.preflight import check_loading
 from loragate.validate import Count
 
 
 @dataclass(frozen=True)
-class MaskOptions(DataOptions, ModelOptions, OutputOptions):
+class MaskOptions(ModelOptions, OutputOptions):
     """Settings of `loragate mask`.
 
     Attributes:
         model: base model, folder or hub id.
         reference: the base after finetuning on good data: a LoRA adapter of this base, or a full model.
+        data: prompts and responses: .jsonl, .json, .parquet or a hub id; any chat format.
+        split: split of a hub data set.
+        revision: branch, tag or commit of a hub data set.
         out: JSONL file to write: the rows with a column keep_mask, for sft --objective mask or forgetting.
         keep: share of the response tokens to keep.
         scope: rank the tokens of all rows together, or those of each row.
@@ -32,6 +35,9 @@ class MaskOptions(DataOptions, ModelOptions, OutputOptions):
 
     model: str = ""
     reference: str = ""
+    data: str = ""
+    split: str = ""
+    revision: str = ""
     keep: float = 0.6
     scope: Literal["global", "row"] = "global"
     max_rows: int = 0
@@ -84,7 +90,6 @@ def run(options: MaskOptions) -> int:
 
 COMMAND = Command(
     name="mask",
-    summary="Offline token mask: keep the response tokens on which a reference model gains most over the base.",
     options=MaskOptions,
     run=run,
     needs=("model", "reference", "data", "out"),

@@ -35,21 +35,6 @@ class ModelOptions(Loading):
 
 
 @dataclass(frozen=True)
-class DataOptions:
-    """The rows that are read.
-
-    Attributes:
-        data: prompts and responses: .jsonl, .json, .parquet or a hub id; any chat format.
-        split: split of a hub data set.
-        revision: branch, tag or commit of a hub data set.
-    """
-
-    data: str = ""
-    split: str = ""
-    revision: str = ""
-
-
-@dataclass(frozen=True)
 class RunOptions(RowsSettings, ModelOptions, LaunchSettings, OutputOptions):
     """What every training takes beside the settings of its stage."""
 

@@ -78,7 +78,6 @@ def _print(plan: Plan) -> None:
 
 COMMAND = Command(
     name="plan",
-    summary="Memory per GPU, time and launch command of a training, from the model's configuration alone.",
     options=PlanOptions,
     run=run,
     examples=(

@@ -71,7 +71,6 @@ def run(options: PushOptions) -> int:
 
 COMMAND = Command(
     name="push",
-    summary="Upload a gated folder to the hub, in one commit, with its model card.",
     options=PushOptions,
     run=run,
     examples=(

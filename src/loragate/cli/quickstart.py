@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from loragate.cli.arguments import Command
+from loragate.cli.arguments import Command, resolved_yaml
+from loragate.files import write_text
 from loragate.gates.range import parse_ranges
 from loragate.quickstart import QuickstartSettings
 
@@ -15,13 +16,13 @@ def run(options: QuickstartSettings) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from loragate.quickstart.run import run_quickstart
 
-    run_quickstart(options)
+    folder = run_quickstart(options)
+    write_text(folder / "config.yaml", resolved_yaml(options))
     return 0
 
 
 COMMAND = Command(
     name="quickstart",
-    summary="The whole method on a tiny synthetic world, offline, in a few minutes on two CPU cores.",
     options=QuickstartSettings,
     run=run,
     examples=(

@@ -30,7 +30,6 @@ def run(options: RegradeOptions) -> int:
 
 COMMAND = Command(
     name="regrade",
-    summary="Judge the stored answers of an evaluation with another grader; nothing is generated again.",
     options=RegradeOptions,
     run=run,
     examples=("loragate regrade runs/math --grader dft", "loragate regrade runs/math --grader math_verify"),

@@ -58,7 +58,6 @@ def run(options: ReportOptions) -> int:
 
 COMMAND = Command(
     name="report",
-    summary="One self-contained HTML file from any runs: verdict in plain words, scores, curves, gates, tokens.",
     options=ReportOptions,
     run=run,
     examples=(

@@ -37,7 +37,6 @@ def run(options: ServeOptions) -> int:
 
 COMMAND = Command(
     name="serve",
-    summary="Serve a gated adapter, its plain adapter and its base over the OpenAI protocol.",
     options=ServeOptions,
     run=run,
     positional="model",

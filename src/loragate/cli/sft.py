@@ -98,7 +98,6 @@ def run(options: SftOptions) -> int:
 
 COMMAND = Command(
     name="sft",
-    summary="Stage I: train a LoRA or DoRA adapter with a token objective, or go on training a finished one.",
     options=SftOptions,
     run=run,
     needs=("model", "data", "out"),

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from loragate.cli.arguments import Command, require_given, resolved_yaml
 from loragate.cli.calibrate import GateOptions, gate_config, taken_from
 from loragate.cli.options import RunOptions
-from loragate.display import Display, Job, console, duration, next_evaluation, quiet_logging, time_left
+from loragate.display import Display, Job, console, duration, next_evaluation, quiet_logging
 from loragate.effects import require_effect
 from loragate.errors import ConfigError
 from loragate.files import write_text
@@ -26,13 +22,9 @@ from loragate.training.settings import CalibrationSettings
 from loragate.validate import Amount, Count, Size, comma_list
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from loragate.selection import Candidate
     from loragate.selection.store import Store
     from loragate.selection.sweep import Sweep
-
-POLL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +41,7 @@ class SweepOptions(RunOptions, CalibrationSettings, ProbeSettings, GateOptions):
             answer. Without it the cells are
             trained and none is chosen; score them with `loragate eval --sweep`.
         runner: auto takes Ray if it is installed.
-        workers: parallel trials on this machine; 0 takes as many as fit. On a cluster 0 leaves the number to Ray.
+        workers: parallel trials on this machine; 0 takes as many as fit, on a cluster on the nodes that it has at the start.
         gpus_per_trial: GPUs of one trial on Ray; 0.5 lets two trials share one. By default 1 if there is a GPU.
         cpus_per_trial: CPUs, and threads, of one trial on Ray.
         save_steps: number of steps between two checkpoints; a killed trial resumes from the last one.
@@ -58,7 +50,7 @@ class SweepOptions(RunOptions, CalibrationSettings, ProbeSettings, GateOptions):
     WITHHELD: ClassVar[frozenset[str]] = frozenset(
         {"seed", "objective"}  # seeds, objectives
         | {"reward_kl", "advantage", "clip_ratio", "random_scale"}  # of objectives that no cell has
-        | {"strategy", "processes", "cache", "data_workers"}  # a trial is one process, which tokenises the rows once
+        | {"strategy", "processes"}  # a trial is one process
     )
 
     select: Literal["first", "shuffled"] = "shuffled"
@@ -80,7 +72,8 @@ class SweepOptions(RunOptions, CalibrationSettings, ProbeSettings, GateOptions):
 
 def run(options: SweepOptions) -> int:
     """Plan, run what is not finished, choose, write the best."""
-    check(options)
+    require_given(COMMAND, options)
+    require_effect("sweep", options, flags=True)
     check_loading(options)
     from loragate.report.cells import choice_sentence, sweep_tables, write_sweep
     from loragate.selection.sweep import choose_runner, run_sweep
@@ -92,9 +85,8 @@ def run(options: SweepOptions) -> int:
         out.print(text, markup=False)
 
     sweep, candidates = prepare(options)
-    trials = Trials()
     where, execute = choose_runner(
-        options.runner, options.workers, options.cpus_per_trial, options.gpus_per_trial, options.device, trials.hear
+        options.runner, options.workers, options.cpus_per_trial, options.gpus_per_trial, options.device
     )
 
     def watched(sweep: Any, store: Any, pending: Any) -> None:
@@ -102,8 +94,8 @@ def run(options: SweepOptions) -> int:
         done = len(store.finished())
         say(f"{len(candidates)} trials{f', {done} of them finished before' if done else ''}; {where}")
         try:
-            with trials.shown(store):
-                execute(sweep, store, pending)
+            with Display().job("trials") as job:
+                execute(sweep, store, pending, Trials(job, store).hear)
         except KeyboardInterrupt:
             say(
                 f"stopped; {len(store.finished())} of {len(candidates)} trials are finished and the others keep their "
@@ -144,62 +136,30 @@ def run(options: SweepOptions) -> int:
 
 
 class Trials:
-    """One line about the trials while they run; it counts what their files say, so it does not matter where they run."""
+    """The line about the trials while they run: "12 of 43 finished, 1 failed, about 8 min left", and what runs here."""
 
-    def __init__(self) -> None:
-        self.at = ""  # what runs in this process
+    def __init__(self, job: Job, store: Store) -> None:
+        self.job, self.every = job, len(store.study.candidates)
+        self.finished, self.failed = len(store.finished()), len(store.diverged())
+        # the plain adapter is not trained and takes no time that tells anything of the others
+        self.ahead, self.trained = sum(one.range is not None for one in store.pending()), 0
+        self.show("")
 
     def hear(self, one: Candidate, stage: str, done: int, total: int, entropy: float | None) -> None:
-        """Keep what a trial of this process is at; see `trial.OnEvent`."""
+        """Take in what a trial is at; see `trial.OnEvent`."""
+        if stage in ("finished", "failed"):
+            self.finished, self.failed = self.finished + (stage == "finished"), self.failed + (stage == "failed")
+            self.ahead -= one.range is not None
+            self.trained += one.range is not None and stage == "finished"
         measured = "" if entropy is None else f", entropy {entropy:.3f}"
-        self.at = f"{one.name}: {stage}" + (f" {done:,} of {total:,}" if total else "") + measured
+        self.show(f"{one.name}: {stage}" + (f" {done:,} of {total:,}" if total else "") + measured)
 
-    @contextmanager
-    def shown(self, store: Store, out: Console | None = None) -> Iterator[None]:
-        """Show the line while the body runs: "12 of 43 finished, 1 failed, about 8 min left"."""
-        began, every, pending = time.time(), len(store.study.candidates), store.pending()
-        before, diverged = len(store.finished()), len(store.diverged())
-        stop = threading.Event()
-
-        def watch(job: Job) -> None:
-            finished: set[str] = set()
-            last = False
-            while not last:
-                last = stop.is_set()  # what has just ended is counted, too
-                finished |= {one.slug for one in pending if one.slug not in finished and store.read(one) is not None}
-                # a note of an earlier attempt is no failure of this one
-                failed = {one.slug for one in pending if store.failure(one).get("time", 0.0) >= began} - finished
-                ended, lost = before + len(finished), diverged + len(failed)
-                counted = f"{ended} of {every} finished" + (f", {lost} failed" if lost else "")
-                # the plain adapter is not trained and takes no time that tells anything of the others
-                trained = [one.slug in finished for one in pending if one.range is not None and one.slug not in failed]
-                left = ""
-                if 0 < sum(trained) < len(trained):
-                    pace = (time.time() - began) / sum(trained)
-                    left = f", {time_left(pace * (len(trained) - sum(trained)))}"
-                job.show((ended + lost) / every, counted + left, self.at)
-                job.close_with(counted)
-                stop.wait(POLL_S)
-
-        with Display(out=out).job("trials") as job:
-            thread = threading.Thread(target=watch, args=(job,), daemon=True)
-            thread.start()
-            try:
-                yield
-            finally:
-                stop.set()
-                thread.join()
-
-
-def check(options: SweepOptions) -> None:
-    """Refuse what can be seen to be wrong before anything is loaded."""
-    require_given(COMMAND, options)
-    require_effect("sweep", options, flags=True)
-    for name in ("data", "probe"):
-        value = getattr(options, name)
-        looks_local = value.endswith((".jsonl", ".json", ".parquet", ".gz"))
-        if value and (name != "data" or looks_local) and not Path(value).is_file():
-            raise ConfigError(f"--{name} {value}: no such file")
+    def show(self, at: str) -> None:
+        """Draw the line."""
+        counted = f"{self.finished} of {self.every} finished" + (f", {self.failed} failed" if self.failed else "")
+        left = self.job.left(self.trained / (self.trained + self.ahead)) if self.ahead else ""
+        self.job.show((self.finished + self.failed) / self.every, ", ".join(filter(None, (counted, left))), at)
+        self.job.close_with(counted)
 
 
 def prepare(options: SweepOptions) -> tuple[Sweep, tuple[Candidate, ...]]:
@@ -234,7 +194,6 @@ def prepare(options: SweepOptions) -> tuple[Sweep, tuple[Candidate, ...]]:
 
 COMMAND = Command(
     name="sweep",
-    summary="Calibrate over a grid of ranges, seeds and objectives, score every cell on a probe, and keep the best.",
     options=SweepOptions,
     run=run,
     needs=("adapter", "data", "out"),

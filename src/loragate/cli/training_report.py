@@ -48,7 +48,6 @@ def show_data(out: Console, encoded: EncodedRows, tokenizer: Any) -> None:
             else ""
         )
         + (f"; {summary.empty} without a response left out" if summary.empty else "")
-        + ("; tokens read from the cache" if summary.cached else "")
     )
     if summary.last_turn_only:
         out.print(f"in {summary.last_turn_only} rows only the last answer counts: the template rewrites earlier turns")

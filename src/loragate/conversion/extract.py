@@ -46,29 +46,18 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Extraction:
-    """An adapter in memory, with what it keeps.
+    """An adapter in memory, with what it keeps."""
 
-    Attributes:
-        model, base: the fine-tuned model and what it was compared with.
-        rank: R of every module; alpha is equal to it, so the scaling is 1.
-        layout: of the base.
-        modules: {path: factors of its Δ} of the linear layers that changed, in model order; for a transposed layer (GPT-2) B·A
-            is Δ of the layer as PEFT sees it.
-        unchanged: number of linear layers that did not.
-        base_energy: ‖W‖² of the base's linear layers.
-        left_out: {kind: what is not held}.
-        notes: sentences a person should read.
-    """
-
-    model: Place
-    base: Place
-    rank: int
-    layout: Layout
+    model: Place  # the fine-tuned model
+    base: Place  # what it was compared with
+    rank: int  # R of every module; alpha is equal to it, so the scaling is 1
+    layout: Layout  # of the base
+    # of the linear layers that changed, in model order; for a transposed layer (GPT-2) B·A is Δ of the layer as PEFT sees it
     modules: dict[str, Factors]
-    unchanged: int
-    base_energy: float
-    left_out: dict[str, LeftOut]
-    notes: list[str]
+    unchanged: int  # number of linear layers that did not change
+    base_energy: float  # ‖W‖² of the base's linear layers
+    left_out: dict[str, LeftOut]  # {kind: what is not held}
+    notes: list[str]  # sentences a person should read
 
     @property
     def energy(self) -> float:
@@ -191,21 +180,14 @@ def extract_adapter(
 
 @dataclass(frozen=True)
 class Pair:
-    """Two checkpoints whose tensors are known by the same parameter names.
-
-    Attributes:
-        tuned, start: the fine-tuned checkpoint and its base.
-        ours, theirs: where each keeps its parameters.
-        layout: of the base.
-        device: where differences are taken.
-    """
+    """Two checkpoints whose tensors are known by the same parameter names."""
 
     tuned: Checkpoint
-    start: Checkpoint
-    ours: Sources
-    theirs: Sources
-    layout: Layout
-    device: str
+    start: Checkpoint  # its base
+    ours: Sources  # where the fine-tuned checkpoint keeps its parameters
+    theirs: Sources  # and the base
+    layout: Layout  # of the base
+    device: str  # where differences are taken
 
     @property
     def converted(self) -> frozenset[str]:

@@ -26,19 +26,11 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass
 class Checkpoint:
-    """The tensors of one model.
+    """The tensors of one model."""
 
-    Attributes:
-        place: what was asked for.
-        folder: where the files are.
-        config: its configuration; what is compared is the text part.
-        files: {tensor name: shard}.
-    """
-
-    place: Place
-    folder: Path
-    config: Any
-    files: dict[str, Path]
+    place: Place  # what was asked for
+    config: Any  # of the whole model; what is compared is the text part
+    files: dict[str, Path]  # {tensor name: shard}
     _open: tuple[Path, Any] | None = field(default=None, repr=False)
 
     @property
@@ -109,7 +101,7 @@ def open_checkpoint(place: Place, code: bool = False) -> Checkpoint:
             f"{place.ref} is a quantised checkpoint; a difference of quantised weights is mostly rounding. Give the "
             "unquantised one"
         )
-    return Checkpoint(place, folder, config, files)
+    return Checkpoint(place, config, files)
 
 
 def _indexed(folder: Path) -> dict[str, Path]:

@@ -21,21 +21,16 @@ POWER_ITERATIONS = 8
 
 @dataclass(frozen=True)
 class Factors:
-    """Δ ≈ B·A.
+    """Δ ≈ B·A, fp32 on the CPU; both carry the root of the singular values, so neither outweighs the other.
 
-    Attributes:
-        lora_a_RD, lora_b_OR: fp32 on the CPU; both carry the root of the singular values, so neither outweighs the other.
-            Where Δ has fewer than R rows or columns, the rest of the R directions is zero.
-        singular_K: the largest singular values that are known, fp64, descending; K ≥ min(R, O, D).
-        energy: ‖Δ‖², fp64 arithmetic.
-        complete: whether `singular_K` holds all singular values.
+    Where Δ has fewer than R rows or columns, the rest of the R directions is zero.
     """
 
     lora_a_RD: torch.Tensor
     lora_b_OR: torch.Tensor
-    singular_K: torch.Tensor
-    energy: float
-    complete: bool
+    singular_K: torch.Tensor  # the largest that are known, fp64, descending; K ≥ min(R, O, D)
+    energy: float  # ‖Δ‖², fp64 arithmetic
+    complete: bool  # whether `singular_K` holds all singular values
 
     @property
     def kept(self) -> float:

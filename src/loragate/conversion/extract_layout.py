@@ -25,45 +25,22 @@ EMBEDDINGS, HEAD, BIASES, VECTORS = "embeddings", "output head", "biases", "norm
 EXPERTS, CONVOLUTIONS, OTHER = "fused experts", "convolutions", "other weights"
 # settings of the function that no weight holds
 _FUNCTION_KEYS = (
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "partial_rotary_factor",
-    "rms_norm_eps",
-    "layer_norm_eps",
-    "layer_norm_epsilon",
-    "sliding_window",
-    "layer_types",
-    "hidden_act",
-    "activation_function",
-    "num_experts_per_tok",
-    "norm_topk_prob",
-    "routed_scaling_factor",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "logit_scale",
-    "logits_scaling",
-    "embedding_multiplier",
-    "residual_multiplier",
-    "attention_multiplier",
-    "query_pre_attn_scalar",
+    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "sliding_window", "layer_types"),
+    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "hidden_act", "activation_function"),
+    *("num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor", "query_pre_attn_scalar"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling"),
+    *("embedding_multiplier", "residual_multiplier", "attention_multiplier"),
 )
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A model's parameters.
+    """A model's parameters."""
 
-    Attributes:
-        model: on the meta device.
-        kinds: {parameter name: kind}, in model order; the head is listed even where it is tied.
-        embedding, head: parameter names of the input embedding and the output head.
-    """
-
-    model: Any
-    kinds: dict[str, str]
-    embedding: str
-    head: str
+    model: Any  # on the meta device
+    kinds: dict[str, str]  # {parameter name: kind}, in model order; the head is listed even where it is tied
+    embedding: str  # parameter name of the input embedding
+    head: str  # and of the output head
 
 
 def read_layout(config: Any, trust: bool = False) -> Layout:
@@ -99,19 +76,16 @@ def _kind(module: nn.Module, name: str, parameter: torch.Tensor) -> str:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where a checkpoint keeps each parameter.
+    """Where a checkpoint keeps each parameter."""
 
-    Attributes:
-        of: {parameter name: the tensors it is loaded from}; several, or a rearranged one, where transformers converts.
-        converted: parameters that are not stored as they are used (experts that are fused at loading, for one).
-        foreign: tensors that belong to no parameter of the language model.
-        tied: whether the head is the embedding in this checkpoint.
-    """
-
-    of: dict[str, tuple[str, ...]]
-    converted: frozenset[str]
-    foreign: tuple[str, ...]
-    tied: bool
+    of: dict[
+        str, tuple[str, ...]
+    ]  # the tensors it is loaded from: several, or a rearranged one, where transformers converts
+    converted: frozenset[
+        str
+    ]  # parameters that are not stored as they are used (experts that are fused at loading, for one)
+    foreign: tuple[str, ...]  # tensors that belong to no parameter of the language model
+    tied: bool  # whether the head is the embedding in this checkpoint
 
 
 def find_sources(checkpoint: Checkpoint, layout: Layout) -> Sources:

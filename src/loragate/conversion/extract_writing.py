@@ -6,7 +6,6 @@ selects exactly the layers there are factors for, because it would load a stray 
 
 from __future__ import annotations
 
-import json
 import logging
 import warnings
 from pathlib import Path
@@ -14,13 +13,13 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
 
 from loragate.conversion.extract import Extraction
 from loragate.conversion.extract import extract_adapter as extract_adapter
 from loragate.conversion.extract_layout import TRANSPOSED
 from loragate.errors import LoragateError
-from loragate.files import new_folder, write_atomically, write_json, write_text
+from loragate.files import new_folder, write_json, write_text
+from loragate.gates.adapter_files import ADAPTER_CONFIG, PREFIX, read_adapter_config, write_factors
 from loragate.gates.eligibility import lora_layers
 from loragate.models import Loading, open_tokenizer
 from loragate.records import to_json
@@ -62,15 +61,14 @@ def write_adapter_folder(extraction: Extraction, folder: str | Path, *, trust_re
     _require_exact(extraction, config)
     tensors = {}
     for path, factors in extraction.modules.items():
-        tensors[f"base_model.model.{path}.lora_A.weight"] = factors.lora_a_RD.contiguous()
-        tensors[f"base_model.model.{path}.lora_B.weight"] = factors.lora_b_OR.contiguous()
+        tensors[f"{PREFIX}{path}.lora_A.weight"] = factors.lora_a_RD.contiguous()
+        tensors[f"{PREFIX}{path}.lora_B.weight"] = factors.lora_b_OR.contiguous()
     with new_folder(folder) as partial:
-        weights = partial / "adapter_model.safetensors"
-        write_atomically(weights, lambda path: save_file(tensors, str(path), metadata={"format": "pt"}))
+        write_factors(partial, tensors)
         config.save_pretrained(str(partial))
         # PEFT keeps the targets as a set, whose order differs from run to run
-        written = json.loads((partial / "adapter_config.json").read_text(encoding="utf-8"))
-        write_json(partial / "adapter_config.json", {**written, "target_modules": target_names(extraction)})
+        written = read_adapter_config(partial)
+        write_json(partial / ADAPTER_CONFIG, {**written, "target_modules": target_names(extraction)})
         write_json(partial / RECORD, as_record(extraction))
         write_text(
             partial / "README.md",

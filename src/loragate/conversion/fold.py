@@ -11,19 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from loragate.errors import ArtifactError, ConfigError, GateError
-from loragate.files import new_folder, require_new, write_atomically, write_json, write_text
+from loragate.files import new_folder, require_new, write_json, write_text
 from loragate.gates import GateConfig
-from loragate.gates.adapter_files import PREFIX, read_adapter, strength_of
+from loragate.gates.adapter_files import ADAPTER_CONFIG, factor_of, read_adapter, strength_of, write_factors
 from loragate.gates.artifact import write_sampling
-from loragate.gates.gate import Override
-from loragate.gates.operation import overridden_coefficient
 from loragate.gates.recommended import SAMPLING, at
+from loragate.gates.signed_map import Override
 from loragate.models import read_gates, resolve
-
-_FACTORS = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
 
 
 def export_adapter(
@@ -103,13 +99,8 @@ def constant_coefficients(
             "with loragate.load_gated, or fold one λ for all modules instead of the gates: --constant 0.5. Gates that can be "
             "folded are trained with loragate calibrate --granularity module"
         )
-    found = {}
-    for path, bias in biases.items():
-        lam = config.signed_map(bias.float())
-        if override is not None:
-            lam = overridden_coefficient(lam, override.minimum, override.maximum, override.constant)
-        found[path] = float(lam)
-    return found
+    laid = override or Override()
+    return {path: float(laid(config.signed_map(bias.float()))) for path, bias in biases.items()}
 
 
 def fold_adapter(
@@ -131,21 +122,18 @@ def fold_adapter(
         ArtifactError: for a file that cannot be read, or a module that the adapter does not have.
     """
     config, state = read_adapter(Path(adapter))
-    known = {_module(key) for key in state} - {None}
-    if unknown := sorted(set(coefficients) - known):
+    if unknown := sorted(set(coefficients) - {factor_of(key)[0] for key in state}):
         raise ArtifactError(f"{adapter}: there is no factor of {unknown[0]} into which its λ could be folded")
     folded = {}
     for key, tensor in state.items():
-        lam = coefficients.get(_module(key) or "", 1.0)
-        scaled = lam != 1.0 and key.endswith(".lora_B.weight")
-        folded[key] = (tensor.float() * lam if scaled else tensor).contiguous()
+        path, group = factor_of(key)
+        lam = coefficients.get(path, 1.0) if group == "lora_B" else 1.0
+        folded[key] = (tensor if lam == 1.0 else tensor.float() * lam).contiguous()
     if uniform:
         config, folded = _uniform(config, folded)
     out = Path(out)
-    write_atomically(
-        out / "adapter_model.safetensors", lambda path: save_file(folded, str(path), metadata={"format": "pt"})
-    )
-    write_json(out / "adapter_config.json", config)
+    write_factors(out, folded)
+    write_json(out / ADAPTER_CONFIG, config)
     return config
 
 
@@ -156,14 +144,13 @@ def needs_uniform(config: Mapping[str, Any]) -> list[str]:
 
 def _uniform(config: dict[str, Any], state: dict[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """One rank R and α = R, so that α/r is 1: each module's own scale goes into its B."""
-    ranks = [tensor.shape[0] for key, tensor in state.items() if key.endswith((".lora_A.weight", ".lora_embedding_A"))]
-    largest = max(ranks)
+    largest = max(tensor.shape[0] for key, tensor in state.items() if factor_of(key)[1].endswith("_A"))
     found = {}
     for key, tensor in state.items():
-        path = _module(key)
-        if path is None:
+        path, group = factor_of(key)
+        if not group:
             found[key] = tensor
-        elif key.endswith((".lora_A.weight", ".lora_embedding_A")):
+        elif group.endswith("_A"):
             found[key] = _padded(tensor, 0, largest)
         else:
             found[key] = _padded(tensor.float() * strength_of(config, path)[2], 1, largest)
@@ -172,18 +159,9 @@ def _uniform(config: dict[str, Any], state: dict[str, torch.Tensor]) -> tuple[di
 
 
 def _padded(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    missing = size - tensor.shape[dim]
-    if missing == 0:
-        return tensor.contiguous()
-    shape = list(tensor.shape)
-    shape[dim] = missing
+    shape = list(tensor.shape)  # of a convolution it has more than two dimensions
+    shape[dim] = size - shape[dim]
     return torch.cat([tensor, tensor.new_zeros(shape)], dim).contiguous()
-
-
-def _module(key: str) -> str | None:
-    """The module path of a factor's key; None for any other tensor."""
-    suffix = next((suffix for suffix in _FACTORS if key.endswith(suffix)), None)
-    return None if suffix is None else key.removesuffix(suffix).removeprefix(PREFIX)
 
 
 def _card(

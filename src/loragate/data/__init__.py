@@ -6,7 +6,7 @@ Names in the order in which a row meets them:
 - formats: roles and texts checked, row formats brought to one shape
 - chat: chat templates as text; rendering: turns to ids and labels, and the mask to look at
 - encoding: a whole dataset and its account, in one process or several
-- packed: its items as arrays, in a cache file and as padded batches
+- packed: its items as arrays and as padded batches
 - endings: what ends an answer, and will the model stop?
 """
 

@@ -6,7 +6,6 @@ Every failure names the file, the line and what to do. Data is only ever parsed:
 
 from __future__ import annotations
 
-import difflib
 import gzip
 import itertools
 import json
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from loragate.data.rows import Rows, check_limit
-from loragate.errors import ConfigError, DataError
+from loragate.errors import ConfigError, DataError, nearest
 from loragate.printable import excerpt
 
 RowsGiven = str | Path | Iterable[Mapping[str, Any]]
@@ -63,7 +62,10 @@ def load_rows(
     hub_id = HUB_ID.fullmatch(str(source))
     if hub_id and path.suffix.lower() not in OTHER_SUFFIXES | READERS.keys():
         return _from_datasets(hub_id["repo"], hub_id["config"], str(source), split, limit, revision)
-    raise DataError(f"found no file {source}. {_neighbours(path)} {HUB_HELP}.")
+    folder = path.parent
+    beside = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    near = nearest(path.name, beside) if folder.is_dir() else f", nor a folder {folder}."
+    raise DataError(f"found no file {source}{near or '.'} {HUB_HELP}.")
 
 
 def _from_memory(source: Any, limit: int | None) -> Rows:
@@ -209,14 +211,3 @@ def _refuse_without_effect(what: str, **settings: str | None) -> None:
     for key, value in settings.items():
         if value is not None:
             raise ConfigError(f"found {key}={value!r} for {what}, where it would have no effect; leave it out")
-
-
-def _neighbours(path: Path) -> str:
-    folder = path.parent
-    if not folder.is_dir():
-        return f"Its folder {folder} does not exist either."
-    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
-    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.0)
-    if not close:
-        return f"The folder {folder} holds no files."
-    return f"The nearest file there is {folder / close[0]}."

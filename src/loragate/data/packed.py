@@ -1,33 +1,21 @@
-"""Encoded rows in a few flat arrays, those arrays in one file, and rows padded to rectangular batches.
+"""Encoded rows in a few flat arrays, and rows padded to rectangular batches.
 
 A hundred thousand tokenised rows are small as numbers and large as Python lists; here they stay numbers until a row is
-asked for. The file is a cache: whatever is wrong with it, the answer is that there is none, and the rows are encoded
-again. Knows nothing of rows' formats, templates or tokenizers beyond the key that it is given.
+asked for. Knows nothing of formats, templates or tokenizers.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from loragate.data.rendering import IGNORED
-from loragate.errors import DataError, LoragateError
-from loragate.files import write_atomically
+from loragate.errors import DataError
 from loragate.validate import check
-
-logger = logging.getLogger("loragate")
-
-ARRAYS = {"ids": np.int32, "learned": np.bool_, "lengths": np.int64, "rows": np.int64}
 
 
 class PackedRows(Sequence[dict[str, Any]]):
@@ -86,41 +74,6 @@ class PackedRows(Sequence[dict[str, Any]]):
         if "kept" in self.arrays:
             item["keep_mask"] = self.arrays["kept"][span].astype(np.int8).tolist()
         return item
-
-
-def write_packed(path: Path, packed: PackedRows, summary: dict[str, Any]) -> None:
-    """Write a cache file; a disk without room for it is a warning, since nothing depends on the file."""
-    sums = {name: _checksum(array) for name, array in packed.arrays.items()}
-    record = {"summary": json.dumps(summary), "sums": json.dumps(sums)}
-    try:
-        write_atomically(path, lambda temporary: save_file(packed.arrays, str(temporary), metadata=record))
-    except LoragateError as error:
-        logger.warning("the tokenised rows are not kept for the next time: %s", error)
-
-
-def read_packed(path: Path) -> tuple[PackedRows, dict[str, Any]] | None:
-    """The rows and summary of a cache file; None where there is none, or one that cannot be trusted."""
-    if not path.is_file():
-        return None
-    try:
-        with safe_open(str(path), framework="numpy") as file:
-            record = file.metadata()
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        summary, sums = json.loads(record["summary"]), json.loads(record["sums"])
-        for name, kind in {**ARRAYS, **({"kept": np.bool_} if "kept" in arrays else {})}.items():
-            if arrays[name].dtype != kind or _checksum(arrays[name]) != sums[name]:
-                raise ValueError(f"{name} is damaged")
-        packed = PackedRows(arrays)
-        if int(packed._ends[-1]) != len(arrays["ids"]) or len(arrays["learned"]) != len(arrays["ids"]):
-            raise ValueError("lengths do not fit")
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("%s cannot be used (%s); the rows are tokenised again", path, error)
-        return None
-    return packed, summary
-
-
-def _checksum(array: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(array).tobytes())
 
 
 @dataclass(frozen=True)

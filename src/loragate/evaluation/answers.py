@@ -9,7 +9,8 @@ models correct themselves. Light: the processes that grade load this.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.S)  # an escaped character is consumed, so that it is no brace
@@ -31,11 +32,13 @@ class Grade:
         correct: whether the answer counts.
         extracted: what was taken from the response as its answer; None where nothing was found.
         reason: "ok", "wrong", or why nothing could be judged ("no_box", "unparsed", "timeout", "crashed", …).
+        scores: all figures of a grader that gives several, by its own names.
     """
 
     correct: bool
     extracted: str | None
     reason: str
+    scores: dict[str, float] = field(default_factory=dict, repr=False)
 
 
 def last_boxed(response: str) -> str | None:
@@ -106,19 +109,14 @@ def choice_letter(response: str, letters: str = LETTERS) -> str | None:
     return None
 
 
-def grade_choice(response: str, gold: str) -> Grade:
-    """Whether a response chooses the letter `gold`."""
-    found = choice_letter(response)
-    if found is None:
-        return Grade(False, None, "no_answer")
-    correct = found == gold.strip().upper()
-    return Grade(correct, found, "ok" if correct else "wrong")
+def grade_text(response: str, gold: str, grader: str) -> Grade:
+    r"""Whether a response chooses the letter `gold` ("choice") or is `gold`: whole ("exact"), or its last \boxed{...} ("boxed").
 
-
-def grade_exact(response: str, gold: str, extractor: str = "exact") -> Grade:
-    r"""Whether a response (or, with the extractor "boxed", its last \boxed{...}) is `gold`, white space at the ends aside."""
-    found = last_boxed(response) if extractor == "boxed" else response.strip()
+    White space at the ends does not count.
+    """
+    read: dict[str, Callable[[str], str | None]] = {"choice": choice_letter, "exact": str.strip, "boxed": last_boxed}
+    found = read[grader](response)
     if not found:
-        return Grade(False, None, "no_box" if extractor == "boxed" else "no_answer")
-    correct = found == gold.strip()
-    return Grade(correct, found, "ok" if correct else "wrong")
+        return Grade(False, None, "no_box" if grader == "boxed" else "no_answer")
+    wanted = gold.strip().upper() if grader == "choice" else gold.strip()
+    return Grade(found == wanted, found, "ok" if found == wanted else "wrong")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -16,7 +16,7 @@ import transformers
 from loragate.errors import ConfigError
 from loragate.evaluation.settings import EngineSettings
 from loragate.evaluation.variants import Variant, acting
-from loragate.generation import RayData, ScoringEngine, ShardedEngine, TransformersEngine, VllmEngine
+from loragate.generation import Engine, ShardedEngine, TransformersEngine, VllmEngine
 from loragate.generation.sharded import require_ray
 from loragate.generation.vllm_engine import require_gate_plugin, require_vllm
 from loragate.models import Loaded, Loading, open_model, open_without_weights, resolve
@@ -86,14 +86,14 @@ class Engines:
         self._in_memory: TransformersEngine | None = None
 
     @contextmanager
-    def __call__(self, variant: Variant) -> Iterator[ScoringEngine]:
+    def __call__(self, variant: Variant) -> Iterator[Engine]:
         """The engine that answers as `variant`."""
         loaded, size = self.loaded, self.settings.batch_size
         if self.settings.replicas > 1:
             gpus = 0
             if torch.cuda.is_available() and loaded.how.device != "cpu":
                 gpus = self.settings.tensor_parallel if self.settings.engine == "vllm" else 1
-            yield ShardedEngine(self.maker(variant), self.settings.replicas, RayData(gpus=gpus), batch_size=size)
+            yield ShardedEngine(self.maker(variant), self.settings.replicas, gpus=gpus, batch_size=size)
         elif loaded.model is None:
             base, adapter, override = self._served(variant)
             if self._kept is None or self._kept[0] != base:
@@ -109,12 +109,12 @@ class Engines:
             with acting(loaded.model, variant, loaded.kind), engine.keeping_prompts(weights):
                 yield engine
 
-    def maker(self, variant: Variant) -> Callable[[], ScoringEngine]:
+    def maker(self, variant: Variant) -> Callable[[], Engine]:
         """Makes the engine of a row from names alone, so that another process can."""
         if self.settings.engine == "vllm":
             return self._vllm_of(*self._served(variant))
         row = variant if variant.gates is None else replace(variant, gates=_anywhere(variant.gates))
-        return partial(RowEngine, _anywhere(self.model), self.base, self.loaded.how, row, self.settings.batch_size)
+        return partial(row_engine, _anywhere(self.model), self.base, self.loaded.how, row, self.settings.batch_size)
 
     def close(self) -> None:
         """End vLLM, where it runs, and forget what was kept."""
@@ -159,24 +159,16 @@ class Engines:
         )
 
 
-class RowEngine:
-    """A model of its own that answers as `variant`; what a replica makes from names alone."""
-
-    def __init__(self, model: str, base: str, how: Loading, variant: Variant, batch_size: int) -> None:
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        self.loaded, self.variant = load(model, base, how), variant
-        self.engine = TransformersEngine(self.loaded.model, self.loaded.tokenizer, batch_size=batch_size)
-
-    def generate(self, *arguments: Any, **keywords: Any) -> Any:
-        """Generate with the variant's gates and adapter active; arguments as in `Engine.generate`."""
-        with acting(self.loaded.model, self.variant, self.loaded.kind):
-            return self.engine.generate(*arguments, **keywords)
-
-    def log_likelihoods(self, *arguments: Any, **keywords: Any) -> Any:
-        """As `ScoringEngine.log_likelihoods`."""
-        with acting(self.loaded.model, self.variant, self.loaded.kind):
-            return self.engine.log_likelihoods(*arguments, **keywords)
+def row_engine(model: str, base: str, how: Loading, variant: Variant, batch_size: int) -> TransformersEngine:
+    """A model of its own that answers as `variant` for as long as it lives; what a replica makes from names alone."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    loaded = load(model, base, how)
+    engine = TransformersEngine(loaded.model, loaded.tokenizer, batch_size=batch_size)
+    as_row = acting(loaded.model, variant, loaded.kind)
+    as_row.__enter__()
+    weakref.finalize(engine, as_row.__exit__, None, None, None)  # and so it is not left before
+    return engine
 
 
 def _anywhere(place: str) -> str:

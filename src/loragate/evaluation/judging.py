@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from loragate.errors import ConfigError, DataError, nearest
-from loragate.evaluation.answers import Grade, grade_choice, grade_exact
+from loragate.evaluation.answers import Grade, grade_text
 from loragate.evaluation.grading import GradingPool
+from loragate.evaluation.harness import grade_by_harness, require_harness
 from loragate.evaluation.sandbox import Limits
 from loragate.evaluation.sandbox.code import grade_codes
 from loragate.evaluation.sandbox.programs import root_style_of
@@ -31,7 +32,7 @@ from loragate.world.tokenizer import EOS
 OnProgress = Callable[[int, int], None]
 MATH = ("default", "math_verify", "dft")
 CODE = ("humaneval", "mbpp")
-TEXT = ("choice", "exact", "tiny")
+TEXT = ("choice", "exact", "boxed", "tiny")
 GRADERS = (*MATH, *CODE, *TEXT)
 NOTHING = "\\text{no answer}"
 """A gold that no answer equals, for when only the extracted answers matter."""
@@ -103,9 +104,9 @@ def judge(
     if grader == "tiny":
         ended = [sample.finish_reason == "stop" for sample in samples]
         return [grade_tiny(question.row, text, end) for question, text, end in zip(asked, texts, ended)]
-    if grader == "choice":
-        return [grade_choice(text, question.gold) for question, text in zip(asked, texts)]
-    return [grade_exact(text, question.gold, task.extractor) for question, text in zip(asked, texts)]
+    if grader == "lm-eval":
+        return grade_by_harness(task, questions, samples)
+    return [grade_text(text, question.gold, grader) for question, text in zip(asked, texts)]
 
 
 def grade_tiny(row: Mapping[str, Any], response: str, finished: bool) -> Grade:
@@ -140,13 +141,18 @@ def require_graders(tasks: Sequence[Task], name: str, settings: JudgeSettings) -
             import_module("math_verify")
         except ImportError as error:
             raise ConfigError(f'math answers need math-verify ({error}); pip install "loragate[math]"') from error
+    if "lm-eval" in graders:
+        require_harness()
     if graders & set(CODE):
         root_style_of(settings.sandbox)
 
 
 def grader_version(grader: str) -> str:
     """What a verdict depends on beside the answer."""
-    packages = ("loragate", "math-verify", "sympy") if grader in MATH else ("loragate",)
+    packages = [
+        "loragate",
+        *(("math-verify", "sympy") if grader in MATH else ("lm_eval",) if grader == "lm-eval" else ()),
+    ]
     return ", ".join(
         f"{package} {version}" for package, version in package_versions(packages).items() if package in packages
     )
@@ -173,7 +179,7 @@ def with_answer(question: Question, answer: str) -> Question:
     return replace(question, gold=answer, row={**question.row, "answer": answer})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StoredGrade(Grade):
     """A verdict with the sample that it is on, as a line of a file."""
 
@@ -207,6 +213,6 @@ def read_grades(path: Path, samples: Sequence[Sample], judge: Mapping[str, Any] 
     if judge is not None and first["judged_by"] != dict(judge):
         return None
     stored = [validate(StoredGrade, line, where, DataError, remedy) for where, line in lines]
-    found = {(one.question, one.sample): Grade(one.correct, one.extracted, one.reason) for one in stored}
+    found = {(one.question, one.sample): Grade(one.correct, one.extracted, one.reason, one.scores) for one in stored}
     keys = [(sample.question, sample.sample) for sample in samples]
     return [found[key] for key in keys] if set(keys) == set(found) else None

@@ -10,7 +10,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from loragate.errors import ConfigError, DataError, nearest
+from loragate.evaluation.harness import options_of, with_prompts
+from loragate.evaluation.judging import grader_version
+from loragate.evaluation.results import TaskInfo
 from loragate.evaluation.settings import TaskSettings
 from loragate.evaluation.tasks import (
     Question,
@@ -22,10 +27,12 @@ from loragate.evaluation.tasks import (
     task_names,
 )
 from loragate.evaluation.tasks.questions import files_in, render_questions
+from loragate.evaluation.variants import Variant
 from loragate.files import write_text
 from loragate.generation import SamplingConfig
+from loragate.generation.engine import Continuation
 from loragate.records import read_lines
-from loragate.validate import validate
+from loragate.validate import comma_list, validate
 
 
 def chosen_tasks(settings: TaskSettings) -> list[Task]:
@@ -36,11 +43,11 @@ def chosen_tasks(settings: TaskSettings) -> list[Task]:
     """
     if not settings.suite and not settings.tasks:
         raise ConfigError(
-            "say what to evaluate: --suite math, retention, code, arithmetic, tiny or all; or --tasks NAME,FILE.yaml with "
-            f"any of {', '.join(task_names())}"
+            "say what to evaluate: --suite math, retention, code, arithmetic, tiny, tiny_retention or all; or "
+            f"--tasks NAME,FILE.yaml with any of {', '.join(task_names())}"
         )
     tasks = suite(settings.suite) if settings.suite else []
-    for name in filter(None, map(str.strip, settings.tasks.split(","))):
+    for name in comma_list(settings.tasks):
         task = load_task(name)
         same = [other for other in tasks if other.name == task.name]
         if same and same[0].fingerprint != task.fingerprint:
@@ -50,8 +57,7 @@ def chosen_tasks(settings: TaskSettings) -> list[Task]:
         built_in = task.name in task_names() and load_task(task.name).fingerprint == task.fingerprint
         if task.harness is not None and not built_in:
             raise ConfigError(
-                f"{task.path}: tasks with engine: lm-eval are built in, as their rows are checked here; leave the engine out "
-                "and name an extractor and a grader"
+                f"{task.path}: tasks with grader: lm-eval are built in, as their rows are checked here; name another grader"
             )
     return tasks
 
@@ -90,7 +96,7 @@ def _files(data: str, names: list[str]) -> dict[str, str]:
 def _assignments(text: str, flag: str, known: list[str]) -> dict[str, str]:
     """{task: value} of "TASK=VALUE,TASK=VALUE"."""
     found: dict[str, str] = {}
-    for part in filter(None, map(str.strip, text.split(","))):
+    for part in comma_list(text):
         name, _, value = part.partition("=")
         if not value:
             raise ConfigError(f"{flag} {part}: expected TASK=VALUE")
@@ -111,6 +117,7 @@ class Prepared:
         prompts: rendered prompts.
         sampling: the task's, after overrides.
         warnings: what a reader of the score should know.
+        options: of each question, prompt and option as token ids where options are compared by likelihood; else empty.
     """
 
     task: Task
@@ -118,25 +125,35 @@ class Prepared:
     prompts: tuple[str, ...]
     sampling: SamplingConfig
     warnings: tuple[str, ...] = ()
+    options: tuple[tuple[Continuation, ...], ...] = ()
 
-    @property
-    def prompts_sha256(self) -> str:
-        """SHA-256 (hex) over the rendered prompts in their order, chat template included."""
-        return hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()
+    def info(self, grader: str = "") -> TaskInfo:
+        """What the task is, judged by `grader`, for records; "" before that is said."""
+        return TaskInfo(
+            name=self.task.name,
+            version=str(self.task.version),
+            fingerprint=self.questions.fingerprint,
+            # over the rendered prompts in their order, chat template included
+            prompt_sha256=hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest(),
+            dataset=self.questions.source,
+            dataset_revision=self.questions.revision,
+            grader=f"{grader} {self.task.harness.metric}" if grader and self.task.harness else grader,
+            grader_version=grader_version(grader) if grader else "",
+            sampling=self.sampling,
+        )
 
-    def as_dict(self) -> dict[str, Any]:
-        """What must be the same for a run to be resumed."""
-        return {
-            "task": self.task.name,
-            "version": self.task.version,
-            "fingerprint": self.task.fingerprint,
-            "questions": self.questions.fingerprint,
-            "source": self.questions.source,
-            "revision": self.questions.revision,
-            "prompts_sha256": self.prompts_sha256,
-            "sampling": asdict(self.sampling),
-            "warnings": list(self.warnings),
-        }
+    def samples(self, variant: Variant) -> int:
+        """How many answers a row gives to the task; a suite of the harness is asked for no controls."""
+        if self.task.harness is not None and variant.control is not None:
+            return 0
+        return len(self.prompts) * variant.sampling(self.sampling).samples
+
+    def strata(self) -> list[np.ndarray]:
+        """Places of the questions that count the same in the score of the task's suite: all of them, or those of each subset."""
+        subsets = np.array([question.subset for question in self.questions.questions])
+        if self.task.harness is None or self.task.harness.average == "questions":
+            return [np.arange(len(subsets))]
+        return [np.flatnonzero(subsets == one) for one in dict.fromkeys(subsets)]
 
 
 def prepare(
@@ -150,45 +167,67 @@ def prepare(
     """Render a task's prompts and settle how its answers are sampled.
 
     Args:
-        settings: their samples, temperature and token limit stand in place of the task's own.
+        settings: their samples, temperature and token limit stand in place of the task's own, but suites of the harness are
+            answered greedily.
         positions: of the model; answers to prompts that leave fewer than the token limit get what is left, with a warning.
+            A prompt of the harness is cut at its beginning where it would leave less than a quarter of them, or where an
+            option of it that is compared would not fit.
         system: as of `render_questions`.
 
     Raises:
         ConfigError: for settings that cannot be used, such as several greedy samples.
         DataError: if a prompt leaves no room for an answer.
     """
-    own = task.generation
-    prompts = render_questions(task, questions.questions, tokenizer, system)
-    limit = settings.max_new_tokens or own.max_new_tokens
-    warnings = list(questions.warnings)
-    lengths = [len(ids) for ids in tokenizer(prompts, add_special_tokens=False)["input_ids"]]
-    short = [] if positions is None else [positions - length for length in lengths if length + limit > positions]
+    own, suite, asked = task.generation, task.harness is not None, questions.questions
+    if suite:
+        asked = with_prompts(task, asked, tokenizer.chat_template is not None)
+        questions = replace(questions, questions=asked)
+    prompts, warnings = render_questions(task, asked, tokenizer, system), list(questions.warnings)
+    compared = any(one.options for one in asked)  # by likelihood, and nothing is generated
+    limit = own.max_new_tokens if compared else settings.max_new_tokens or own.max_new_tokens
+    token_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    options, cut = options_of(tokenizer, prompts, asked, positions) if compared else ((), 0)
+    if suite and not compared and positions is not None:
+        room = positions - min(limit, max(1, positions // 4))
+        long = [index for index, ids in enumerate(token_ids) if len(ids) > room]
+        for index in long:
+            token_ids[index] = token_ids[index][-room:]
+            prompts[index] = tokenizer.decode(token_ids[index], clean_up_tokenization_spaces=False)
+        cut = len(long)
+    if cut:
+        warnings.append(
+            f"{task.name}: {cut} prompts were cut at their beginning, as they do not fit the model's positions"
+        )
+    lengths = list(map(len, token_ids))
+    short = (
+        [positions - length for length in lengths if length + limit > positions] if positions and not compared else []
+    )
     if short and min(short) < 1:
-        place = questions.questions[lengths.index(max(lengths))].place
+        place = asked[lengths.index(max(lengths))].place
         raise DataError(f"{place}: the prompt has {max(lengths)} tokens, the model only {positions} positions")
     if short:
         warnings.append(
             f"{task.name}: the prompts of {len(short)} of {len(prompts)} questions leave fewer than {limit} tokens of the "
             f"model's {positions} positions; their answers end there, the shortest after {min(short)} tokens"
         )
-    heat = own.temperature if settings.temperature is None else settings.temperature
+    heat = own.temperature if suite or settings.temperature is None else settings.temperature
     sampling = SamplingConfig(
         temperature=heat,
         top_p=own.top_p,
         max_new_tokens=limit,
-        samples=settings.samples or (1 if heat == 0 else own.samples),
+        samples=(not suite and settings.samples) or (1 if heat == 0 else own.samples),
         seed=settings.seed,
         stop=own.stop,
     )
-    return Prepared(task, questions, tuple(prompts), sampling, tuple(warnings))
+    return Prepared(task, questions, tuple(prompts), sampling, tuple(warnings), options)
 
 
 def write_questions(folder: Path, prepared: Prepared) -> None:
     """What was asked, so that samples can be judged again without the data set or the tokenizer."""
     lines = []
     for question, prompt in zip(prepared.questions.questions, prepared.prompts, strict=True):
-        record = {"id": question.id, "prompt": prompt, "gold": question.gold, "row": question.row}
+        record = {**asdict(question), "prompt": prompt}
+        del record["place"]
         lines.append(json.dumps(record, ensure_ascii=False, default=str))
     write_text(folder / "questions" / f"{prepared.task.name}.jsonl", "\n".join(lines) + "\n")
 

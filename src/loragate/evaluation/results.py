@@ -12,22 +12,21 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from loragate import records
 from loragate.errors import DataError
+from loragate.evaluation.answers import Grade
 from loragate.evaluation.statistics import (
     Difference,
     Estimate,
     SuiteEstimate,
     average_at_k,
-    check_scores,
     compare,
     dft_rounded_mean,
     holm,
@@ -230,44 +229,44 @@ def read_record(path: str | Path) -> EvaluationRecord:
 def task_result(
     task: str,
     variant: Literal["base", "adapter", "gated"],
-    scores: ArrayLike,
-    *,
     question_ids: Sequence[str],
-    reasons: Sequence[str],
-    finish_reasons: Sequence[str],
-    tokens: Sequence[int],
-    answers: Sequence[Sequence[Hashable | None]] | None = None,
-    adapter_scores: ArrayLike | None = None,
+    samples: Sequence[Sample],
+    grades: Sequence[Grade],
+    *,
+    votes: bool = True,
+    adapter_scores: np.ndarray | None = None,
     **others: Any,
-) -> TaskResult:
-    """Return what `scores` [Q, K] of 0 and 1 amount to.
+) -> tuple[TaskResult, np.ndarray]:
+    """Return what K answers to each of Q questions and their verdicts amount to, and the table of verdicts [Q, K] of 0 and 1.
 
     Args:
         question_ids: [Q].
-        reasons, finish_reasons, tokens: one entry per sample, Q*K in all; a finish reason "length" is a truncation, and
-            all but "stop" are no end of sequence.
-        answers: extracted answers [Q][K] for the majority vote; None leaves it out.
-        adapter_scores: the plain adapter's scores on the same questions, to be compared with.
-        others: further fields of `TaskResult`: control, temperature, constant, entropy, seconds.
+        samples, grades: of all answers, ordered by question and sample.
+        votes: whether answers can vote; right ones count as one, however they are written.
+        adapter_scores: the plain adapter's table for the same questions, to be compared with.
+        others: further fields of `TaskResult`: control, temperature, constant, seconds.
     """
-    array = check_scores(scores, "scores")
-    samples = array.shape[1]
-    return TaskResult(
+    shape = len(question_ids), len(samples) // len(question_ids)
+    scores = np.array([float(grade.correct) for grade in grades]).reshape(shape)
+    answers = np.array(["✓" if grade.correct else grade.extracted for grade in grades], dtype=object).reshape(shape)
+    result = TaskResult(
         task=task,
         variant=variant,
-        avg_at_k=average_at_k(array),
-        dft_rounded=dft_rounded_mean(array),
-        pass_at_k={k: pass_at_k(array, k) for k in sorted({*(2**i for i in range(samples.bit_length())), samples})},
-        majority_at_k=None if answers is None else majority_at_k(answers, array),
-        truncated=float(np.mean([reason == "length" for reason in finish_reasons])),
-        no_eos=float(np.mean([reason != "stop" for reason in finish_reasons])),
-        tokens=float(np.mean(tokens)),
-        reasons=dict(sorted(Counter(reasons).items())),
+        avg_at_k=average_at_k(scores),
+        dft_rounded=dft_rounded_mean(scores),
+        pass_at_k={k: pass_at_k(scores, k) for k in sorted({*(2**i for i in range(shape[1].bit_length())), shape[1]})},
+        majority_at_k=majority_at_k(answers.tolist(), scores) if votes else None,
+        truncated=float(np.mean([sample.finish_reason == "length" for sample in samples])),
+        no_eos=float(np.mean([sample.finish_reason != "stop" for sample in samples])),
+        tokens=float(np.mean([len(sample.token_ids) for sample in samples])),
+        entropy=mean_entropy(samples),
+        reasons=dict(sorted(Counter(grade.reason for grade in grades).items())),
         question_ids=tuple(question_ids),
-        question_scores=tuple(array.mean(axis=1).tolist()),
-        comparison=None if adapter_scores is None else compare(array, adapter_scores),
-        **{"entropy": None, **others},
+        question_scores=tuple(scores.mean(axis=1).tolist()),
+        comparison=None if adapter_scores is None else compare(scores, adapter_scores),
+        **others,
     )
+    return result, scores
 
 
 def verdict(difference: Difference, p: float | None = None) -> Verdict:

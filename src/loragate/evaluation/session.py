@@ -20,7 +20,6 @@ from loragate.errors import ConfigError
 from loragate.evaluation.canary import canary
 from loragate.evaluation.engines import Engines, require_engine, why_not
 from loragate.evaluation.evaluate import EngineFor, Evaluation, OnEvent, unheard
-from loragate.evaluation.harness import HarnessScores, run_harness
 from loragate.evaluation.judging import JudgeSettings, require_graders
 from loragate.evaluation.prepared import chosen_tasks, prepare, questions_of
 from loragate.evaluation.results import EvaluationRecord, write_record
@@ -31,7 +30,6 @@ from loragate.files import require_new
 from loragate.gates.attach import active_adapter
 from loragate.gates.eligibility import trains_biases
 from loragate.gates.recommended import at, sampling_note
-from loragate.generation import OnProgress, ScoringEngine
 from loragate.models import Loaded
 
 BIASES = (
@@ -74,10 +72,11 @@ class Request:
         """
         require_run_folder(self.out, self.resume)
         tasks = chosen_tasks(self.tasks)
-        own = [task for task in tasks if task.harness is None]
-        require_graders(own, self.grader, self.judging)
+        require_graders(tasks, self.grader, self.judging)
         require_engine(self.engine)
-        if not own and (self.tasks.samples is not None or self.tasks.temperature is not None):
+        if all(task.harness for task in tasks) and (
+            self.tasks.samples is not None or self.tasks.temperature is not None
+        ):
             names = ", ".join(task.name for task in tasks)
             raise ConfigError(
                 f"--samples and --temperature have no effect: {names} are answered greedily, or not generated at all"
@@ -97,22 +96,26 @@ class Session:
     def __init__(self, request: Request, tasks: Sequence[Task], loaded: Loaded) -> None:
         self.request, self.loaded = request, loaded
         self.engines = Engines(request.engine, request.model, request.base, loaded, request.out)
-        asked = [(task, questions_of(request.tasks, task, tasks)) for task in tasks]
-        self.suites = {task.name: (task, questions) for task, questions in asked if task.harness is not None}
         self.prepared = [
-            prepare(task, questions, loaded.tokenizer, request.tasks, loaded.positions, request.system)
-            for task, questions in asked
-            if task.harness is None
+            prepare(
+                task,
+                questions_of(request.tasks, task, tasks),
+                loaded.tokenizer,
+                request.tasks,
+                loaded.positions,
+                request.system,
+            )
+            for task in tasks
         ]
+        self.sampled = [
+            one for one in self.prepared if one.task.harness is None
+        ]  # suites of the harness are answered greedily
 
     @property
     def recommended(self) -> float | None:
         """The recommended temperature, where rows are added for it: the tasks sample at another, and none was asked for."""
-        return self.added(self.loaded.place.recommended_temperature)
-
-    def added(self, heat: float | None) -> float | None:
-        """A recommended temperature where rows are added for it, see `recommended`; None where none are."""
-        elsewhere = any(one.sampling.temperature != heat for one in self.prepared)
+        heat = self.loaded.place.recommended_temperature
+        elsewhere = any(one.sampling.temperature != heat for one in self.sampled)
         return heat if elsewhere and self.request.tasks.temperature is None else None
 
     @property
@@ -120,7 +123,7 @@ class Session:
         """One sentence on the sampling that the folder recommends and the rows that have it; empty where it recommends none."""
         model, asked = self.request.model, self.request.tasks.temperature
         if (heat := self.recommended) is None:
-            return sampling_note(model, self.loaded.place.sampling, asked) if self.prepared else ""
+            return sampling_note(model, self.loaded.place.sampling, asked) if self.sampled else ""
         return (
             f"{model} recommends sampling {at(heat)}: rows of that temperature are among the controls; the first rows are sampled "
             "as their tasks say"
@@ -164,8 +167,7 @@ class Session:
         loaded, request = self.loaded, self.request
         figures: dict[str, float] = {}
         if loaded.model is not None:
-            prompts = self.prepared[0].prompts if self.prepared else ["The quick brown fox jumps over the lazy dog."]
-            figures = canary(loaded.model, loaded.tokenizer, prompts, loaded.kind)
+            figures = canary(loaded.model, loaded.tokenizer, self.prepared[0].prompts, loaded.kind)
         return Evaluation(
             request.out,
             self.prepared,
@@ -182,32 +184,12 @@ class Session:
                 "max_new_tokens": request.tasks.max_new_tokens,
                 "system": request.system,
                 "chat_template": template_hash(loaded.tokenizer),
-                "retention": {
-                    name: {"task": task.fingerprint, "source": questions.source, "rows": questions.fingerprint}
-                    for name, (task, questions) in self.suites.items()
-                },
                 **identity,
                 # nothing where the chat template adds no end to those that are declared
                 **({"end_of_turn": added} if (added := loaded.endings.added) else {}),
             },
             judging=request.judging,
             grader=request.grader,
-            suites=list(self.suites),
-            harness=self.ask_suite,
-        )
-
-    def ask_suite(self, engine: ScoringEngine, name: str, on_progress: OnProgress) -> HarnessScores:
-        """One retention suite, answered by an engine."""
-        task, questions = self.suites[name]
-        return run_harness(
-            engine,
-            self.loaded.tokenizer,
-            task,
-            questions,
-            positions=self.loaded.positions,
-            max_new_tokens=self.request.tasks.max_new_tokens,
-            system=self.request.system,
-            on_progress=on_progress,
         )
 
     def run(

@@ -16,7 +16,7 @@ class TaskSettings:
     """Which tasks are asked, on which rows, and how their answers are sampled.
 
     Attributes:
-        suite: math, retention, code, arithmetic, tiny or all.
+        suite: math, retention, code, arithmetic, tiny, tiny_retention or all.
         tasks: tasks by name, or your own task files, separated by commas; instead of a suite, or in addition to it.
         data: local files in place of hub data sets: TASK=FILE separated by commas, or a folder that holds TASK.jsonl files.
         revision: commits of hub data sets: TASK=COMMIT separated by commas.

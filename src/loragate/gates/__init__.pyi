@@ -1,7 +1,4 @@
-from .artifact import (
-    load_gates as load_gates,
-    save_gates as save_gates,
-)
+from .artifact import load_gates as load_gates, save_gates as save_gates
 from .attach import (
     attach_gates as attach_gates,
     attached_config as attached_config,
@@ -11,9 +8,7 @@ from .attach import (
     sizes_of as sizes_of,
     train_gates_only as train_gates_only,
 )
-from .config import (
-    GateConfig as GateConfig,
-)
+from .config import GateConfig as GateConfig
 from .control import (
     constant_gate as constant_gate,
     gate_override as gate_override,
@@ -27,17 +22,7 @@ from .eligibility import (
     examine_adapter as examine_adapter,
     require_gateable as require_gateable,
 )
-from .fingerprint import (
-    adapter_fingerprint as adapter_fingerprint,
-    weights_checksum as weights_checksum,
-)
-from .parity import (
-    Parity as Parity,
-    measure_parity as measure_parity,
-)
-from .quantised import (
-    keep_unpacked as keep_unpacked,
-)
-from .signed_map import (
-    gate_coefficient as gate_coefficient,
-)
+from .fingerprint import adapter_fingerprint as adapter_fingerprint, weights_checksum as weights_checksum
+from .parity import Parity as Parity, measure_parity as measure_parity
+from .quantised import keep_unpacked as keep_unpacked
+from .signed_map import gate_coefficient as gate_coefficient

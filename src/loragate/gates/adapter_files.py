@@ -1,4 +1,4 @@
-"""A plain LoRA adapter as its two files say it: configuration, tensors, and the strength of each module. No PEFT, no model."""
+"""A plain LoRA adapter as its two files: configuration, tensors, and the strength of each module. No PEFT, no model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from loragate.errors import ArtifactError
+from loragate.files import write_atomically
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -51,6 +52,19 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]
         return config, load_file(str(path))
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise ArtifactError(f"{path}: not a readable safetensors file ({error})") from error
+
+
+def factor_of(key: str) -> tuple[str, str]:
+    """(module path, "lora_A", "lora_B" or one of their kin for embeddings) of a tensor's name; two empty texts for any other."""
+    found = re.fullmatch(r"(.+)\.(lora_(?:embedding_)?[AB])(?:\.weight)?", key)
+    return ("", "") if found is None else (found[1].removeprefix(PREFIX), found[2])
+
+
+def write_factors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """adapter_model.safetensors of a folder, written whole or not at all; tensors by PEFT's names, contiguous."""
+    write_atomically(
+        folder / ADAPTER_WEIGHTS, lambda path: save_file(dict(tensors), str(path), metadata={"format": "pt"})
+    )
 
 
 def strength_of(config: Mapping[str, Any], path: str) -> tuple[Any, Any, float]:

@@ -23,21 +23,13 @@ from typing import Any
 
 import torch
 from peft.utils.save_and_load import get_peft_model_state_dict
-from safetensors.torch import save_file
 from torch import nn
 from transformers import GenerationConfig
 
 from loragate.errors import ArtifactError, ConfigError, GateError, nearest
 from loragate.files import file_sha256, write_atomically, write_json, write_text
-from loragate.gates.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, read_adapter
-from loragate.gates.attach import (
-    attach_gates,
-    attached_config,
-    detach_gates,
-    gate_modules,
-    gate_parameters,
-    is_gated,
-)
+from loragate.gates.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, read_adapter, write_factors
+from loragate.gates.attach import attach_gates, attached_config, detach_gates, gate_modules, gate_parameters, is_gated
 from loragate.gates.card import render_card
 from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import active_adapter, examine_adapter, output_head, unwrapped
@@ -91,7 +83,6 @@ def save_gates(
     adapter_id: str | None = None,
     stop_token_ids: Collection[int] | None = None,
     evidence: dict[str, Any] | None = None,
-    card: str | None = None,
     temperature: float | None = None,
 ) -> Path:
     """Write the artifact of a gated adapter.
@@ -111,7 +102,6 @@ def save_gates(
         stop_token_ids: tokens that end an answer, recorded so that `load_gates` can set them; take those of
             `loragate.data.find_endings`, which knows where the chat template ends a turn. None records nothing.
         evidence: JSON-able record under the keys "parity", "selection" and "training"; other keys are refused.
-        card: text of README.md; made from the record when absent.
         temperature: the recommended sampling, 0 for greedy decoding: at which the gates were shown to help. It is written as
             `generation_config.json`, too, and is what every reader of the folder samples at unless told otherwise. None
             recommends nothing.
@@ -202,7 +192,7 @@ def save_gates(
     record |= write_sampling(folder, temperature)
     write_atomically(folder / GATES, lambda path: write_tensors(path, tensors, record["gate"]))
     record["gates_sha256"] = file_sha256(folder / GATES)
-    write_text(folder / CARD, card or render_card(folder.resolve().name, record))
+    write_text(folder / CARD, render_card(folder.resolve().name, record))
     write_json(folder / CONFIG, record)
     return folder
 
@@ -210,9 +200,7 @@ def save_gates(
 def write_sampling(folder: Path, temperature: float | None) -> dict[str, Any]:
     """generation_config.json of a folder, as transformers writes it; returns what gate_config.json says of it.
 
-    Args:
-        folder: where the file is written, or taken away where there is nothing to recommend.
-        temperature: 0 is greedy; None for nothing to recommend.
+    Temperature 0 is greedy decoding; None recommends nothing, and a file that is there is taken away.
     """
     if temperature is None:
         (folder / SAMPLING).unlink(missing_ok=True)
@@ -277,8 +265,7 @@ def write_adapter(model: nn.Module, adapter_name: str, folder: Path, source: str
     # a natively loaded adapter has the base model's own names; PEFT reads them under its wrapper's prefix
     # tied weights are one tensor under several names, which safetensors refuses to write
     state = {PREFIX + key.removeprefix(PREFIX): value.clone() for key, value in state.items()}
-    write_atomically(folder / ADAPTER_WEIGHTS, lambda path: save_file(state, str(path), metadata={"format": "pt"}))
-    folder.mkdir(parents=True, exist_ok=True)
+    write_factors(folder, state)
     peft_config: Any = model.peft_config[adapter_name]  # type: ignore[index]
     before, peft_config.inference_mode = peft_config.inference_mode, True
     try:

@@ -8,7 +8,6 @@ so (`loragate.gates.peft_saving`).
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ from loragate.errors import GateError
 from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import active_adapter, examine_adapter, lora_layers, require_gateable
 from loragate.gates.fingerprint import FACTORS
-from loragate.gates.gate import SignedGate
+from loragate.gates.gate import SignedGate, stream_of
 from loragate.gates.peft_saving import warn_no_more, warn_on_saving
 from loragate.gates.quantised import keep_unpacked
 from loragate.gates.schema import GLOBAL_BIAS
@@ -124,8 +123,7 @@ def detach_gates(peft_model: nn.Module, adapter_name: str | None = None) -> nn.M
         GateError: if the adapter carries no gates.
     """
     name = active_adapter(peft_model, adapter_name)
-    if not is_gated(peft_model, name):
-        raise GateError(f"adapter {name!r} carries no gates to detach")
+    gate_modules(peft_model, name)  # refuses an adapter without any
     for _, layer in lora_layers(peft_model, name):
         layer.frozen_peft_weight_names = {
             other: frozen for other, frozen in layer.frozen_peft_weight_names.items() if other != name
@@ -208,10 +206,8 @@ def draw_gates(
     """
     drawn = {}
     for name, parameter in gate_parameters(model, adapter_name).items():
-        digest = hashlib.sha256(f"random:{seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         size = scale if isinstance(scale, (int, float)) else scale[name]
-        drawn[name] = torch.randn(parameter.shape, generator=generator) * size
+        drawn[name] = torch.randn(parameter.shape, generator=stream_of(f"random:{seed}:{name}")) * size
         with torch.no_grad():
             parameter.copy_(drawn[name])
     return drawn

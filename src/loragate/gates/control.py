@@ -17,8 +17,9 @@ from loragate.errors import GateError
 from loragate.gates.attach import attach_gates, detach_gates, gate_modules, is_gated
 from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import active_adapter, lora_layers
-from loragate.gates.gate import Override, SignedGate
+from loragate.gates.gate import SignedGate
 from loragate.gates.recording import SATURATED, Recorder, Recording, Trace
+from loragate.gates.signed_map import Override
 from loragate.gates.variant import GatedLora
 
 
@@ -38,15 +39,9 @@ def gate_override(
     override = Override(minimum, maximum, constant)
     if override == Override():
         raise GateError("gate_override needs minimum, maximum or constant; with none of them it would have no effect")
-    gates = list(gate_modules(peft_model, adapter_name).values())
-    previous = [gate.override for gate in gates]
-    try:
-        for gate in gates:
-            gate.override = override
+    gates = gate_modules(peft_model, adapter_name)
+    with _set_on(gates, "override", dict.fromkeys(gates, override)):
         yield
-    finally:
-        for gate, before in zip(gates, previous, strict=True):
-            gate.override = before
 
 
 @contextmanager
@@ -87,7 +82,7 @@ def record_gates(
     """
     gates = gate_modules(peft_model, adapter_name)
     recording = Recording({path: Recorder(gate.config.range, margin) for path, gate in gates.items()})
-    with _recorders_on(gates, recording.recorders):
+    with _set_on(gates, "recorder", recording.recorders):
         yield recording
 
 
@@ -101,21 +96,21 @@ def trace_gates(peft_model: nn.Module, adapter_name: str | None = None) -> Itera
     """
     gates = gate_modules(peft_model, adapter_name)
     traces = {path: Trace() for path in gates}
-    with _recorders_on(gates, traces):
+    with _set_on(gates, "recorder", traces):
         yield {path: trace.values for path, trace in traces.items()}
 
 
 @contextmanager
-def _recorders_on(gates: Mapping[str, SignedGate], recorders: Mapping[str, Any]) -> Iterator[None]:
-    """Each gate's λ goes to the recorder of its path inside the context, and not to the one it had before."""
-    previous = {path: gate.recorder for path, gate in gates.items()}
+def _set_on(gates: Mapping[str, SignedGate], name: str, values: Mapping[str, Any]) -> Iterator[None]:
+    """An attribute of each gate is that of its path in `values` inside the context, and then what it was before."""
+    previous = {path: getattr(gate, name) for path, gate in gates.items()}
     try:
         for path, gate in gates.items():
-            gate.recorder = recorders[path]
+            setattr(gate, name, values[path])
         yield
     finally:
         for path, gate in gates.items():
-            gate.recorder = previous[path]
+            setattr(gate, name, previous[path])
 
 
 @contextmanager

@@ -21,15 +21,7 @@ from loragate.gates.variant import GatedLora
 
 # Linear LoRA layers of PEFT whose forward consults `lora_variant`; tests/contract checks each against its source.
 GATEABLE_CLASSES = frozenset(
-    {
-        "Linear",
-        "Linear4bit",
-        "Linear8bitLt",
-        "GPTQLoraLinear",
-        "HqqLoraLinear",
-        "TorchaoLoraLinear",
-        "IncLoraLinear",
-    }
+    ("Linear", "Linear4bit", "Linear8bitLt", "GPTQLoraLinear", "HqqLoraLinear", "TorchaoLoraLinear", "IncLoraLinear")
 )
 # LoRA layers that are not linear maps from one token's features: λ per token is not defined for them here.
 LEFT_CLASSES = {
@@ -52,18 +44,11 @@ _WRAPPERS = re.compile(r"(?:^|\.)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_w
 
 @dataclass(frozen=True)
 class Verdict:
-    """What happens to one adapted module.
+    """What happens to one adapted module; sizes are those of the LoRA delta, 0 where they do not apply."""
 
-    Attributes:
-        path: the base model's own name of the module.
-        status: "gate", "leave" or "refuse".
-        reason: why, in plain words; empty for "gate".
-        d_in, d_out, rank: sizes of the LoRA delta (0 where they do not apply).
-    """
-
-    path: str
-    status: str
-    reason: str = ""
+    path: str  # the base model's own name of the module
+    status: str  # "gate", "leave" or "refuse"
+    reason: str = ""  # why, in plain words; empty for "gate"
     d_in: int = 0
     d_out: int = 0
     rank: int = 0

@@ -22,17 +22,8 @@ from loragate.gates.eligibility import GATEABLE_CLASSES, base_path, lora_layers
 from loragate.gates.peft_saving import config_tables
 
 _CONFIG_KEYS = (
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "tie_word_embeddings",
-    "num_experts",
-    "num_local_experts",
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings", "num_experts", "num_local_experts"),
 )
 FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 _SAMPLED_TENSORS = 24
@@ -145,11 +136,16 @@ def base_weight_samples(model: nn.Module) -> dict[str, Any]:
     values: dict[str, list[float]] = {}
     dtypes: set[str] = set()
     for name in names[::step][:_SAMPLED_TENSORS]:
-        flat = parameters[name].detach().reshape(-1)
-        at = torch.linspace(0, flat.numel() - 1, _SAMPLED_VALUES, dtype=torch.float64).long().to(flat.device)
-        values[name] = [float(value) for value in flat[at].float().cpu()]
-        dtypes.add(str(flat.dtype).removeprefix("torch."))
+        values[name] = _sampled(parameters[name], _SAMPLED_VALUES).tolist()
+        dtypes.add(str(parameters[name].dtype).removeprefix("torch."))
     return {"dtype": "+".join(sorted(dtypes)), "values": values}
+
+
+def _sampled(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """`count` of a tensor's values, at equal distances, fp32 on the CPU."""
+    flat = tensor.detach().reshape(-1)
+    at = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long().to(flat.device)
+    return flat[at].float().cpu()
 
 
 def compare_base_samples(model: nn.Module, stored: dict[str, Any]) -> str | None:
@@ -160,11 +156,8 @@ def compare_base_samples(model: nn.Module, stored: dict[str, Any]) -> str | None
         parameter = parameters.get(name)
         if parameter is None or parameter.device.type == "meta":
             continue
-        flat = parameter.detach().reshape(-1)
-        at = torch.linspace(0, flat.numel() - 1, len(expected), dtype=torch.float64).long().to(flat.device)
-        found = flat[at].float().cpu()
-        wanted = torch.tensor(expected, dtype=torch.float32)
-        if str(flat.dtype).removeprefix("torch.") == stored["dtype"]:
+        found, wanted = _sampled(parameter, len(expected)), torch.tensor(expected, dtype=torch.float32)
+        if str(parameter.dtype).removeprefix("torch.") == stored["dtype"]:
             equal = torch.equal(found, wanted)
         else:
             equal = bool(((found - wanted).abs() <= _BF16_STEP * wanted.abs() + 1e-6).all())

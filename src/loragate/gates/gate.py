@@ -7,43 +7,14 @@ the adapter. It turns (x, A, B, scaling) into a gated delta and does not know wh
 from __future__ import annotations
 
 import hashlib
-import math
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from loragate.errors import GateError
 from loragate.gates.config import GateConfig
-from loragate.gates.operation import (
-    gate_coefficient_of_input,
-    gated_delta,
-    gated_delta_reference,
-    overridden_coefficient,
-)
+from loragate.gates.operation import gate_coefficient_of_input, gated_delta, gated_delta_reference
 from loragate.gates.recording import Recorder, Trace
-
-
-@dataclass(frozen=True)
-class Override:
-    """λ clipped to [minimum, maximum], or replaced by `constant`.
-
-    Raises:
-        GateError: for a contradiction, or a number that is not finite.
-    """
-
-    minimum: float | None = None
-    maximum: float | None = None
-    constant: float | None = None
-
-    def __post_init__(self) -> None:
-        given = [value for value in vars(self).values() if value is not None]
-        if not all(map(math.isfinite, given)):
-            raise GateError(f"an override of λ takes finite numbers, found {given}")
-        if self.constant is not None and len(given) > 1:
-            raise GateError("an override of λ takes either constant or minimum/maximum, not both")
-        if self.minimum is not None and self.maximum is not None and self.minimum > self.maximum:
-            raise GateError(f"an override of λ: minimum {self.minimum:g} is above maximum {self.maximum:g}")
+from loragate.gates.signed_map import Override
 
 
 class SignedGate(nn.Module):
@@ -83,25 +54,24 @@ class SignedGate(nn.Module):
 
     def coefficients(self, x_TD: torch.Tensor) -> torch.Tensor:
         """λ per token, [...], fp32, with the override in force."""
-        config, override = self.config, self.override
-        lam_T = gate_coefficient_of_input(x_TD, self.weight, self.bias, config.signed_map, config.detach_input)
-        if override is None:
-            return lam_T
-        return overridden_coefficient(lam_T, override.minimum, override.maximum, override.constant)
+        config = self.config
+        return gate_coefficient_of_input(
+            x_TD, self.weight, self.bias, config.signed_map, config.detach_input, self.override
+        )
 
     def gated_delta(
         self, x_TD: torch.Tensor, lora_a_RD: torch.Tensor, lora_b_OR: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         """The layer's gated delta, [..., d_out]."""
-        config, override = self.config, self.override
+        config = self.config
         if self.recorder is not None:
             # without a graph, so that a recomputing forward (gradient checkpointing) saves the same tensors
             with torch.no_grad():
                 self.recorder.update(self.coefficients(x_TD))
         operands = (x_TD, lora_a_RD, lora_b_OR, self.weight, self.bias, config.signed_map, scaling)
-        if override is None:
+        if self.override is None:
             return gated_delta(*operands, detach_input=config.detach_input)
-        return gated_delta_reference(*operands, detach_input=config.detach_input, **vars(override))
+        return gated_delta_reference(*operands, detach_input=config.detach_input, override=self.override)
 
     def extra_repr(self) -> str:
         config = self.config
@@ -110,11 +80,11 @@ class SignedGate(nn.Module):
 
 
 def initial_weight(d_in: int, config: GateConfig, path: str) -> torch.Tensor:
-    """The deterministic perturbation of one module, [d_in] fp32: depends on seed and module path, on nothing else.
+    """The deterministic perturbation of one module, [d_in] fp32: depends on seed and module path, on nothing else."""
+    return torch.randn(d_in, generator=stream_of(f"{config.seed}:{path}"), device="cpu") * config.init_scale
 
-    A generator of its own leaves the global random state untouched and makes the values independent of the order in
-    which modules are visited.
-    """
-    digest = hashlib.sha256(f"{config.seed}:{path}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.randn(d_in, generator=generator, device="cpu") * config.init_scale
+
+def stream_of(name: str) -> torch.Generator:
+    """The random stream of a name: the global random state stays untouched, and so does the order of modules."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -195,11 +195,7 @@ def gated_reduction(
 
 
 def rank_space_backward(
-    back_TR: torch.Tensor,
-    reduced_TR: torch.Tensor,
-    response_T: torch.Tensor,
-    signed_map: SignedMap,
-    scaling: float,
+    back_TR: torch.Tensor, reduced_TR: torch.Tensor, response_T: torch.Tensor, signed_map: SignedMap, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(gradient of the logit [T] fp32, gradient of A x [T, R] in the dtype of `back_TR`), as the twin in `operation`."""
     rank = back_TR.shape[-1]

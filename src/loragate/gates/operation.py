@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from loragate.gates import backend
-from loragate.gates.signed_map import SignedMap
+from loragate.gates.signed_map import Override, SignedMap
 
 
 def gate_logits(x_TD: torch.Tensor, weight_D: torch.Tensor | None, bias_1: torch.Tensor) -> torch.Tensor:
@@ -61,9 +61,7 @@ def gated_delta_reference(
     scaling: float,
     *,
     detach_input: bool = True,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    constant: float | None = None,
+    override: Override | None = None,
 ) -> torch.Tensor:
     """The gated delta in plain PyTorch, differentiable by autograd; also the path taken when λ is overridden.
 
@@ -74,16 +72,13 @@ def gated_delta_reference(
         signed_map: from logit to λ.
         scaling: PEFT's own scaling of the layer (α/r, or α/√r with rsLoRA).
         detach_input: the gate reads a detached x.
-        minimum, maximum: λ is clipped to these after the map.
-        constant: λ is replaced by this number.
+        override: laid over λ after the map.
 
     Returns:
         [..., O] in the dtype that `F.linear` gives for the factors.
     """
     x_TD = x_TD.to(lora_a_RD.dtype)
-    lam_T = overridden_coefficient(
-        gate_coefficient_of_input(x_TD, weight_D, bias_1, signed_map, detach_input), minimum, maximum, constant
-    )
+    lam_T = gate_coefficient_of_input(x_TD, weight_D, bias_1, signed_map, detach_input, override)
     return up_project(scale_tokens(lam_T, F.linear(x_TD, lora_a_RD)), lora_b_OR, scaling)
 
 
@@ -93,21 +88,11 @@ def gate_coefficient_of_input(
     bias_1: torch.Tensor,
     signed_map: SignedMap,
     detach_input: bool = True,
+    override: Override | None = None,
 ) -> torch.Tensor:
-    """λ per token, [...], from the module input."""
-    logits_T = gate_logits(x_TD.detach() if detach_input else x_TD, weight_D, bias_1)
-    return signed_map(logits_T)
-
-
-def overridden_coefficient(
-    lam_T: torch.Tensor, minimum: float | None, maximum: float | None, constant: float | None
-) -> torch.Tensor:
-    """λ replaced by `constant`, or clipped to [minimum, maximum]; unchanged when all are None."""
-    if constant is not None:
-        return torch.full_like(lam_T, constant)
-    if minimum is not None or maximum is not None:
-        return lam_T.clamp(min=minimum, max=maximum)
-    return lam_T
+    """λ per token, [...], from the module input, with what is laid over it."""
+    lam_T = signed_map(gate_logits(x_TD.detach() if detach_input else x_TD, weight_D, bias_1))
+    return lam_T if override is None else override(lam_T)
 
 
 def gated_reduction(
@@ -126,11 +111,7 @@ def gated_reduction(
 
 
 def rank_space_backward(
-    back_TR: torch.Tensor,
-    reduced_TR: torch.Tensor,
-    response_T: torch.Tensor,
-    signed_map: SignedMap,
-    scaling: float,
+    back_TR: torch.Tensor, reduced_TR: torch.Tensor, response_T: torch.Tensor, signed_map: SignedMap, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(gradient of the logit [T] in v's dtype, gradient of A x [T, R] in that of `back_TR`), from Bᵀ·dout.
 

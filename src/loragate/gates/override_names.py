@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from loragate.errors import ConfigError, GateError, nearest
-from loragate.gates.gate import Override
+from loragate.gates.signed_map import Override
 
 NAMED = {
     "off": Override(constant=1.0),
@@ -54,11 +54,7 @@ def split_name(name: str) -> tuple[str, Override | None]:
 
 
 def virtual_place(name: str, folders: Mapping[str, str]) -> str | None:
-    """FOLDER@OVERRIDE of a name with an override behind it; None for one without a known override, or of no served folder.
-
-    Args:
-        folders: by served name.
-    """
+    """FOLDER@OVERRIDE of a name with an override behind it, folders by served name; None for any other name."""
     try:
         served, override = split_name(name)
     except ConfigError:

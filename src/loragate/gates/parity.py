@@ -23,22 +23,15 @@ from loragate.gates.eligibility import active_adapter
 class Parity:
     """Largest absolute differences in logits over the measured batch.
 
-    Attributes:
-        initial: gated model as it stands against the plain adapter.
-        at_one: λ ≡ 1 against the plain adapter (0.0 in fp32 eager mode).
-        at_zero: λ ≡ 0 against the model without the gated deltas, which is the base where every module is gated (0.0 in
-            fp32 eager mode).
-        delta: plain adapter against the same, the size of what is being gated.
-        logit_scale: largest absolute logit of the plain adapter.
-        tokens: number of positions measured.
+    "Without" is the model without the gated deltas, which is the base where every module is gated.
     """
 
-    initial: float
-    at_one: float
-    at_zero: float
-    delta: float
-    logit_scale: float
-    tokens: int
+    initial: float  # gated model as it stands against the plain adapter
+    at_one: float  # λ ≡ 1 against the plain adapter (0.0 in fp32 eager mode)
+    at_zero: float  # λ ≡ 0 against the model without (0.0 in fp32 eager mode)
+    delta: float  # plain adapter against the model without: the size of what is being gated
+    logit_scale: float  # largest absolute logit of the plain adapter
+    tokens: int  # number of positions measured
 
     def rounding(self, dtype: torch.dtype, share: float = 1e-6) -> float:
         """How far logits may be apart by rounding; `share` of their size in fp32, 2⁻⁶ of it in half precision."""

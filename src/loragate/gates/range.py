@@ -6,7 +6,6 @@ Torch-free, so that a command line can be checked at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,27 +66,18 @@ class Range:
             raise ConfigError(f"{text}: {error}") from error
 
     @classmethod
-    def read(cls, value: Any) -> Range:
-        """A range as files hold it: "-3,1", [-3, 1] or {"lower": -3, "upper": 1}.
-
-        Raises:
-            GateError, ConfigError: for anything else.
-        """
-        if isinstance(value, Range):
-            return value
-        if isinstance(value, str):
-            return cls.parse(value)
-        if isinstance(value, Mapping) and set(value) == {"lower", "upper"}:
-            return cls(value["lower"], value["upper"])
-        if isinstance(value, list | tuple) and len(value) == 2:
-            return cls(*value)
-        raise ConfigError(f"a range is two numbers, [-3, 1]; found {value!r:.80}")
-
-    @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """A range as files hold it: "-3,1", [-3, 1] or {"lower": -3, "upper": 1}."""
+
         def read(value: Any) -> Range:
             try:
-                return cls.read(value)
+                if isinstance(value, str):
+                    return cls.parse(value)
+                if isinstance(value, Range):
+                    return value
+                return cls(**value) if isinstance(value, dict) else cls(*value)
+            except TypeError:
+                raise ValueError(f"two numbers, [-3, 1]; found {value!r:.80}") from None
             except (ConfigError, GateError) as error:
                 raise ValueError(str(error)) from None  # pydantic says where
 

@@ -52,12 +52,9 @@ def chosen_temperature(record: Mapping[str, Any] | None, asked: float | None) ->
 
 
 def sampling_note(name: str, record: Mapping[str, Any] | None, asked: float | None = None) -> str:
-    """One sentence on the sampling of a folder, with figures where it departs; empty where nothing is recommended.
+    """One sentence on the sampling of a folder, with figures where another temperature was `asked` for than the recommended one.
 
-    Args:
-        name: of the folder or served adapter.
-        record: gate_config.json.
-        asked: the temperature that was asked for; None takes the recommended one.
+    Empty where nothing is recommended.
     """
     recommended = recommended_temperature(record)
     if recommended is None:

@@ -21,22 +21,16 @@ SATURATED = 1e-3  # λ this near to an end, as a share of the way there from 1, 
 
 @dataclass(frozen=True)
 class Shares:
-    """λ over some coefficients; shares of 1.
+    """λ over some coefficients; shares of 1."""
 
-    Attributes:
-        count: number of coefficients (one per module and token).
-        below_zero, zero_to_one, above_one: shares of λ < 0, 0 ≤ λ ≤ 1, λ > 1.
-        at_lower, at_upper: shares within a thousandth of the way from 1 to the end; the upper one is 0 where U = 1.
-    """
-
-    count: int
+    count: int  # number of coefficients (one per module and token)
     mean: float
     std: float
     below_zero: float
-    zero_to_one: float
+    zero_to_one: float  # both ends among them
     above_one: float
-    at_lower: float
-    at_upper: float
+    at_lower: float  # within a thousandth of the way from 1 to the end
+    at_upper: float  # 0 where U = 1
 
     @classmethod
     def of(cls, sums: Sequence[float]) -> Shares:

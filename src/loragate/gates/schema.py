@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from loragate.errors import ArtifactError
+from loragate.files import first_difference
 from loragate.gates.adapter_files import ADAPTER_CONFIG
 from loragate.gates.config import GateConfig
 from loragate.gates.peft_saving import lost_gates
@@ -122,15 +123,15 @@ def _check_sampling(path: Path, temperature: float | None) -> None:
         _fail(path, f"is missing, but {CONFIG} recommends temperature {temperature:g}; fetch the artifact again")
     found, expected = _read_json(path), generation_settings(temperature)
     found.pop("transformers_version", None)
-    for key in dict.fromkeys((*found, *expected)):
-        if key not in expected:
-            _fail(path, f"unknown key {key!r} ({found[key]!r}); known are {', '.join(expected)}")
-        if key not in found or found[key] != expected[key]:
-            _fail(
-                path,
-                f"key {key!r} must be {expected[key]!r}, found {found.get(key)!r}: {CONFIG} recommends temperature "
-                f"{temperature:g}; one of the two files was changed, fetch the artifact again",
-            )
+    if difference := first_difference(expected, {key: found.get(key) for key in expected}):
+        key, wanted, said = difference
+        _fail(
+            path,
+            f"key {key!r} must be {wanted!r}, found {said!r}: {CONFIG} recommends temperature {temperature:g}; one of the "
+            "two files was changed, fetch the artifact again",
+        )
+    if unknown := next((key for key in found if key not in expected), ""):
+        _fail(path, f"unknown key {unknown!r} ({found[unknown]!r}); known are {', '.join(expected)}")
 
 
 def read_tensors(folder: Path, record: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
-"""The signed map from a gate logit to the coefficient λ: pure mathematics, no model.
+"""The signed map from a gate logit to the coefficient λ, and what may be laid over λ: pure mathematics, no model.
 
-Everything that needs λ (the layer, its fused backward, serving, the tests) takes it from here, so that the branch at the
+Everything that needs λ (the layer, its fused backward, serving, export, the tests) takes it from here, so that the branch at the
 join is written once. It knows nothing of LoRA, PEFT or modules.
 """
 
@@ -31,7 +31,8 @@ class SignedMap:
     tau: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_tau(self.tau)
+        if not 0 < self.tau < math.inf:
+            raise GateError(f"the gate temperature tau must be positive and finite, found {self.tau!r}")
 
     @property
     def below(self) -> float:
@@ -45,7 +46,8 @@ class SignedMap:
 
     def response(self, gate_logit: torch.Tensor) -> torch.Tensor:
         """v of a logit, in fp32 (fp64 stays fp64), same shape."""
-        return _response(gate_logit, self.tau)
+        working = gate_logit if gate_logit.dtype == torch.float64 else gate_logit.float()
+        return torch.tanh(working if self.tau == 1.0 else working / self.tau)
 
     def slope(self, response: torch.Tensor) -> torch.Tensor:
         """dλ/dv on the branch that holds at v, same shape.
@@ -58,24 +60,19 @@ class SignedMap:
 
     def of_response(self, response: torch.Tensor) -> torch.Tensor:
         """λ of v, same shape and dtype; exactly 1 at v = 0."""
-        return _coefficient(response, self.below, self.above)
+        return 1.0 + torch.where(response < 0, response * self.below, response * self.above)
 
     def __call__(self, gate_logit: torch.Tensor) -> torch.Tensor:
         """λ of a logit, same shape, fp32 (fp64 for fp64)."""
         return self.of_response(self.response(gate_logit))
 
 
-def gate_coefficient(
-    gate_logit: torch.Tensor,
-    lower: float | torch.Tensor,
-    upper: float | torch.Tensor,
-    tau: float | torch.Tensor = 1.0,
-) -> torch.Tensor:
+def gate_coefficient(gate_logit: torch.Tensor, lower: float, upper: float, tau: float = 1.0) -> torch.Tensor:
     """The signed map of eq:rw-transform: λ(g) in [lower, upper], identity-centred.
 
     Args:
         gate_logit: g = w·h + b, any shape and floating dtype.
-        lower: L ≤ 0, reached as v → −1. A number, or a tensor that broadcasts against `gate_logit`.
+        lower: L ≤ 0, reached as v → −1.
         upper: U ≥ 1, reached as v → +1.
         tau: gate temperature τ > 0.
 
@@ -84,27 +81,39 @@ def gate_coefficient(
         one in fp32. λ = 1 at g = 0, and λ = 0 where v = −1/(1−L).
 
     Raises:
-        GateError: for numbers that are no range or temperature (see `Range`). Tensors are not looked into.
+        GateError: for numbers that are no range or temperature (see `Range`).
     """
-    Range(0.0 if isinstance(lower, torch.Tensor) else lower, 1.0 if isinstance(upper, torch.Tensor) else upper)
-    _check_tau(1.0 if isinstance(tau, torch.Tensor) else tau)
-    return _coefficient(_response(gate_logit, tau), 1.0 - lower, upper - 1.0)
+    return SignedMap(Range(lower, upper), tau)(gate_logit)
 
 
-def _response(gate_logit: torch.Tensor, tau: float | torch.Tensor) -> torch.Tensor:
-    working = gate_logit if gate_logit.dtype == torch.float64 else gate_logit.float()
-    if not isinstance(tau, torch.Tensor) and tau == 1.0:
-        return torch.tanh(working)
-    return torch.tanh(working / tau)
+@dataclass(frozen=True)
+class Override:
+    """λ clipped to [minimum, maximum], or replaced by `constant`.
 
+    Raises:
+        GateError: for a contradiction, or a number that is not finite.
+    """
 
-def _coefficient(response: torch.Tensor, below: float | torch.Tensor, above: float | torch.Tensor) -> torch.Tensor:
-    below, above = (slope.to(response) if isinstance(slope, torch.Tensor) else slope for slope in (below, above))
-    return 1.0 + torch.where(response < 0, response * below, response * above)
+    minimum: float | None = None
+    maximum: float | None = None
+    constant: float | None = None
 
+    def __post_init__(self) -> None:
+        given = [value for value in vars(self).values() if value is not None]
+        if not all(map(math.isfinite, given)):
+            raise GateError(f"an override of λ takes finite numbers, found {given}")
+        if self.constant is not None and len(given) > 1:
+            raise GateError("an override of λ takes either constant or minimum/maximum, not both")
+        if self.minimum is not None and self.maximum is not None and self.minimum > self.maximum:
+            raise GateError(f"an override of λ: minimum {self.minimum:g} is above maximum {self.maximum:g}")
 
-def _check_tau(tau: float) -> None:
-    if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not math.isfinite(tau):
-        raise GateError(f"gate tau must be a finite number, found {tau!r}")
-    if tau <= 0:
-        raise GateError(f"the gate temperature tau must be positive, found {tau:g}")
+    @property
+    def limits(self) -> tuple[float, float]:
+        """(least λ, most λ): what clipping comes to, for a constant as well."""
+        if self.constant is not None:
+            return self.constant, self.constant
+        return (-math.inf if self.minimum is None else self.minimum, math.inf if self.maximum is None else self.maximum)
+
+    def __call__(self, lam: torch.Tensor) -> torch.Tensor:
+        """What is applied in place of λ, same shape and dtype."""
+        return lam.clamp(*self.limits)

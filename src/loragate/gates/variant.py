@@ -6,16 +6,15 @@ relied upon here.
 
 A gated layer refuses to be merged, but PEFT goes from module to module: embeddings, experts, whole copies of modules and layers
 without a gate that come before the first gated one would be merged by then, and `merge_and_unload` cannot undo it. So the
-tuner's two merging methods ask first, on the instance; no class is changed.
+tuner is given a subclass of its own class, `GatedTuner`, whose merging methods ask first.
 """
 
 from __future__ import annotations
 
-import inspect
-import weakref
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraModel
 from peft.tuners.lora.layer import LoraVariant
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
@@ -102,40 +101,33 @@ def add_delta(result: torch.Tensor, delta: torch.Tensor, base_layer: torch.nn.Mo
     return result.add_(delta)
 
 
-def ask_before_merging(model: nn.Module) -> None:
-    """Have every tuner in the model refuse, as a whole, to merge adapters that carry gates at that time."""
-    for tuner in model.modules():
-        if isinstance(tuner, BaseTuner):
-            for method in ("merge_adapter", "merge_and_unload"):
-                vars(tuner).setdefault(method, _AskFirst(tuner, method))
+class _RefusesMerging(BaseTuner):
+    """A tuner that refuses as a whole to merge adapters that carry gates at that time."""
 
+    def merge_adapter(self, adapter_names: list[str] | None = None, *args: Any, **kwargs: Any) -> None:
+        self._refuse_gated(adapter_names)
+        super().merge_adapter(adapter_names, *args, **kwargs)
 
-class _AskFirst:
-    """A merging method of one tuner that refuses for gated adapters.
+    def merge_and_unload(
+        self, progressbar: bool = False, safe_merge: bool = False, adapter_names: list[str] | None = None
+    ) -> torch.nn.Module:
+        self._refuse_gated(adapter_names)
+        return super().merge_and_unload(progressbar, safe_merge, adapter_names)
 
-    It knows its tuner weakly: a cycle would keep the weights of a deleted model until the garbage collector runs. It is
-    copied and pickled along with the tuner.
-    """
-
-    def __init__(self, tuner: Any, method: str) -> None:
-        self._tuner, self._method = weakref.ref(tuner), method
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tuner: Any = self._tuner()
-        if tuner is None:  # a shallow copy that outlived its original
-            raise GateError(NO_MERGE)
-        merge = getattr(type(tuner), self._method)
-        names = inspect.signature(merge).bind(tuner, *args, **kwargs).arguments.get("adapter_names")
-        names = tuner.active_adapters if names is None else names
-        for module in tuner.modules():
+    def _refuse_gated(self, names: list[str] | None) -> None:
+        for module in self.modules():
             variants = vars(module).get("lora_variant", {})
-            if any(isinstance(variants.get(name), GatedLora) for name in names):
+            if any(isinstance(variants.get(name), GatedLora) for name in names or self.active_adapters):
                 raise GateError(NO_MERGE)
-        return merge(tuner, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _AskFirst:
-        tuner: Any = self._tuner()
-        return _AskFirst(memo.get(id(tuner), tuner), self._method)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _AskFirst, (self._tuner(), self._method)
+class GatedTuner(_RefusesMerging, LoraModel):
+    """PEFT's LoRA tuner that does; with a name of its own, so that a model can be pickled."""
+
+
+def ask_before_merging(model: nn.Module) -> None:
+    """Make every tuner in the model one that refuses."""
+    for tuner in model.modules():
+        if isinstance(tuner, BaseTuner) and not isinstance(tuner, _RefusesMerging):
+            own = type(tuner)
+            tuner.__class__ = GatedTuner if own is LoraModel else type(own.__name__, (_RefusesMerging, own), {})

@@ -1,19 +1,17 @@
 """Generation: prompts in, samples out, each drawn from its own counted random stream."""
 
-from loragate.generation.engine import Engine, OnProgress, Sample, ScoringEngine, TransformersEngine
+from loragate.generation.engine import Engine, OnProgress, Sample, TransformersEngine
 from loragate.generation.samples import SampleWriter, read_samples
 from loragate.generation.sampling import SamplingConfig, SeededSampler, uniform
-from loragate.generation.sharded import RayData, ShardedEngine
+from loragate.generation.sharded import ShardedEngine
 from loragate.generation.vllm_engine import VllmEngine
 
 __all__ = [
     "Engine",
     "OnProgress",
-    "RayData",
     "Sample",
     "SampleWriter",
     "SamplingConfig",
-    "ScoringEngine",
     "SeededSampler",
     "ShardedEngine",
     "TransformersEngine",

@@ -8,10 +8,10 @@ templates, tasks and grading live elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
@@ -63,8 +63,12 @@ class Sample:
     entropy: float | None
 
 
-class Engine(Protocol):
-    """Anything that turns prompts into samples."""
+Continuation = tuple[Sequence[int], Sequence[int]]
+"""Token ids of a context and of what may follow it, neither empty."""
+
+
+class Engine:
+    """Anything that turns prompts into samples and says how likely continuations are; an engine defines the other two methods."""
 
     def generate(
         self,
@@ -79,33 +83,25 @@ class Engine(Protocol):
 
         `pending` limits the work to these (question, sample) pairs, as after an interruption; None means all of them.
         `on_samples` receives every finished batch as soon as it exists, in the engine's own order.
+
+        Raises `DataError` for an empty list of prompts, an empty prompt or one that leaves no position, and what the engine's
+        `draw` raises.
         """
-        ...
+        rows, samples = pending_rows(len(prompts), config.samples, pending), list[Sample]()
+        with closing(self.draw(prompts, config, rows)) as batches:
+            for batch in batches:
+                samples += batch
+                if on_samples is not None:
+                    on_samples(batch)
+                if on_progress is not None:
+                    on_progress(len(samples), len(rows))
+        return sorted(samples, key=lambda sample: (sample.question, sample.sample))
 
-
-def collect(
-    batches: Iterable[list[Sample]],
-    total: int,
-    on_progress: OnProgress | None,
-    on_samples: Callable[[Sequence[Sample]], None] | None,
-) -> list[Sample]:
-    """The samples of all batches, ordered by (question, sample); each batch is told as soon as it is drawn."""
-    samples: list[Sample] = []
-    for batch in batches:
-        samples += batch
-        if on_samples is not None:
-            on_samples(batch)
-        if on_progress is not None:
-            on_progress(len(samples), total)
-    return sorted(samples, key=lambda sample: (sample.question, sample.sample))
-
-
-Continuation = tuple[Sequence[int], Sequence[int]]
-"""Token ids of a context and of what may follow it, neither empty."""
-
-
-class ScoringEngine(Engine, Protocol):
-    """An engine that also says how likely a given continuation is."""
+    def draw(
+        self, prompts: Prompts, config: SamplingConfig, rows: list[tuple[int, int]]
+    ) -> Generator[list[Sample], None, None]:
+        """The samples of these (question, sample) pairs, batch by batch."""
+        raise NotImplementedError
 
     def log_likelihoods(
         self, pairs: Sequence[Continuation], on_progress: OnProgress | None = None
@@ -114,10 +110,13 @@ class ScoringEngine(Engine, Protocol):
 
         A pair may fill the model's positions and no more.
         """
-        ...
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free what it holds beyond memory of this process."""
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """Sample from a causal language model held in memory, with or without adapter and gates.
 
     The model's own generation settings (temperature, top-k, repetition penalty and so on) are not used: a sample depends
@@ -161,39 +160,26 @@ class TransformersEngine:
         finally:
             self._keeping = False
 
-    def generate(
-        self,
-        prompts: Prompts,
-        config: SamplingConfig,
-        on_progress: OnProgress | None = None,
-        *,
-        pending: Collection[tuple[int, int]] | None = None,
-        on_samples: Callable[[Sequence[Sample]], None] | None = None,
-    ) -> list[Sample]:
-        """Return the samples ordered by (question, sample); see `Engine.generate`.
-
-        Raises `DataError` for an empty list of prompts, an empty prompt or one that leaves no position.
-        """
+    def draw(
+        self, prompts: Prompts, config: SamplingConfig, rows: list[tuple[int, int]]
+    ) -> Generator[list[Sample], None, None]:
+        """See `Engine.draw`."""
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         prompt_ids, limits = tokenize_prompts(self.tokenizer, prompts, config.max_new_tokens, positions)
-        rows = pending_rows(len(prompts), config.samples, pending)
         # Neighbours of similar length waste little padding; the longest come first, so that memory fails early if at all.
-        rows.sort(key=lambda row: (-len(prompt_ids[row[0]]), row))
+        rows = sorted(rows, key=lambda row: (-len(prompt_ids[row[0]]), row))
         causal = plain_decoder(self.model) if self.reuse_prompts else None
         # `decode` keeps rows that have ended within a table of positions where it may say what their positions are
         end = None if takes_positions(causal) or not positions_end(self.model) else positions
         lengths, room = [len(prompt_ids[question]) for question, _ in rows], [limits[question] for question, _ in rows]
         with torch.no_grad(), evaluation_mode(self.model), own_generation_settings(self.model):
-            drawn = (
-                self._generate_batch(causal, prompt_ids, [rows[place] for place in places], config, limits)
-                for places in batches(lengths, room, self.batch_size, end)
-            )
-            return collect(drawn, len(rows), on_progress, on_samples)
+            for places in batches(lengths, room, self.batch_size, end):
+                yield self._generate_batch(causal, prompt_ids, [rows[place] for place in places], config, limits)
 
     def log_likelihoods(
         self, pairs: Sequence[Continuation], on_progress: OnProgress | None = None
     ) -> list[tuple[float, bool]]:
-        """See `ScoringEngine.log_likelihoods`; log-probabilities are taken in fp32, as bf16 would decide close choices."""
+        """See `Engine.log_likelihoods`; log-probabilities are taken in fp32, as bf16 would decide close choices."""
         order = sorted(range(len(pairs)), key=lambda index: -sum(map(len, pairs[index])))
         found: dict[int, tuple[float, bool]] = {}
         pad_id = _pad_token_id(self.tokenizer, self.endings.token_ids)

@@ -13,14 +13,13 @@ import errno
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from loragate.errors import DataError, LoragateError
 from loragate.generation.engine import Engine, OnProgress, Sample, SamplingConfig
 from loragate.validate import validate
 
 
-class SampleWriter:
+class SampleWriter(contextlib.AbstractContextManager["SampleWriter"]):
     """Append samples to a file, each write flushed; a context manager.
 
     Raises `DataError` when the file holds anything but samples.
@@ -51,19 +50,10 @@ class SampleWriter:
                 "same command with --resume"
             ) from error
 
-    def close(self) -> None:
-        """Close the file."""
+    def __exit__(self, *failure: object) -> None:
         # what could not be written was reported by `write`; a line cut short is cut off by the next writer
         with contextlib.suppress(OSError):
             self._file.close()
-
-    def __enter__(self) -> SampleWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def read_samples(path: str | Path) -> list[Sample]:
@@ -110,31 +100,26 @@ def draw_samples(
     config: SamplingConfig,
     path: Path,
     on_progress: OnProgress | None = None,
-) -> list[Sample]:
-    """Return all samples, ordered by (question, sample); only those that `path` does not hold yet are generated.
+) -> None:
+    """Draw the samples that `path` does not hold yet.
 
     Every batch is appended to `path` as soon as it exists, so a killed run loses at most the batch in hand.
 
     Raises:
         DataError: if the file holds samples of another run.
     """
-    found = read_samples(path) if path.exists() else []
+    have = {(sample.question, sample.sample) for sample in read_samples(path)} if path.exists() else set()
     wanted = {(question, sample) for question in range(len(prompts)) for sample in range(config.samples)}
-    have = {(sample.question, sample.sample) for sample in found}
     if have - wanted:
         question, sample = min(have - wanted)
         raise DataError(
             f"{path} holds sample {sample} of question {question}, but this run has {len(prompts)} questions with "
             f"{config.samples} samples; it belongs to another run, choose another --out"
         )
-    pending = sorted(wanted - have)
-    if not pending:
-        return found
 
     def report(done: int, total: int) -> None:
         if on_progress is not None:
             on_progress(len(have) + done, len(wanted))
 
     with SampleWriter(path) as writer:
-        drawn = engine.generate(prompts, config, report, pending=pending, on_samples=writer.write)
-    return sorted([*found, *drawn], key=lambda sample: (sample.question, sample.sample))
+        engine.generate(prompts, config, report, pending=wanted - have, on_samples=writer.write)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,10 @@ from transformers import AutoTokenizer
 
 from loragate.data import find_endings
 from loragate.errors import ConfigError, LoragateError
-from loragate.generation.engine import Continuation, OnProgress, Sample, collect
+from loragate.generation.engine import Continuation, Engine, OnProgress, Sample
 from loragate.generation.requests import (
     Prompts,
     finish_answers,
-    pending_rows,
     split_by_question,
     tokenize_prompts,
 )
@@ -41,7 +40,7 @@ LOWEST_TEMPERATURE = 0.01
 """vLLM raises every positive temperature below this to it."""
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """Sample with vLLM from a base model, with or without a plain or gated LoRA adapter.
 
     Args:
@@ -116,20 +115,10 @@ class VllmEngine:
                 f"fill less than {gpu_memory_utilization:g} of it, or plan for fewer positions."
             ) from error
 
-    def generate(
-        self,
-        prompts: Prompts,
-        config: SamplingConfig,
-        on_progress: OnProgress | None = None,
-        *,
-        pending: Collection[tuple[int, int]] | None = None,
-        on_samples: Callable[[Sequence[Sample]], None] | None = None,
-    ) -> list[Sample]:
-        """Return the samples ordered by (question, sample), their entropy None; see `Engine.generate`.
-
-        Raises `DataError` for an empty list of prompts, an empty prompt or one that leaves no position,
-        and `ConfigError` for a positive temperature below 0.01.
-        """
+    def draw(
+        self, prompts: Prompts, config: SamplingConfig, rows: list[tuple[int, int]]
+    ) -> Generator[list[Sample], None, None]:
+        """See `Engine.draw`; their entropy is None. Raises `ConfigError` for a positive temperature below 0.01."""
         if 0 < config.temperature < LOWEST_TEMPERATURE:
             raise ConfigError(
                 f"temperature is {config.temperature}, but vLLM draws nothing between 0 and {LOWEST_TEMPERATURE}; give 0 "
@@ -137,15 +126,13 @@ class VllmEngine:
             )
         positions = self._llm.llm_engine.model_config.max_model_len
         prompt_ids, limits = tokenize_prompts(self.tokenizer, prompts, config.max_new_tokens, positions)
-        rows = pending_rows(len(prompts), config.samples, pending)
-        chunks = split_by_question(rows, self.batch_size)
-        drawn = (self._generate_chunk(prompt_ids, limits, chunk, config) for chunk in chunks)
-        return collect(drawn, len(rows), on_progress, on_samples)
+        for chunk in split_by_question(rows, self.batch_size):
+            yield self._generate_chunk(prompt_ids, limits, chunk, config)
 
     def log_likelihoods(
         self, pairs: Sequence[Continuation], on_progress: OnProgress | None = None
     ) -> list[tuple[float, bool]]:
-        """See `ScoringEngine.log_likelihoods`.
+        """See `Engine.log_likelihoods`.
 
         Every token of a continuation is a request of its own that may draw this token alone and reports its log-probability
         before anything is forbidden. vLLM's log-probabilities of prompts would need one request, but with LoRA on a CPU vLLM

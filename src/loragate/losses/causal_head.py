@@ -107,18 +107,18 @@ def add_statistics_forward(model: Any, verified: bool | None = None) -> bool:
         head = None if head is None else gathered(head)
         shifted = labels[:, 1:]
         if head is None:
-            logits = original(*args, **kwargs).logits[:, :-1]
-            if isinstance(statistics, ReferenceRequest):
-                return Reference(logits[shifted.to(logits.device) != IGNORED].detach(), None)
-            return _from_logits(logits, shifted, statistics)
-        hidden = self.base_model(*args, **kwargs).last_hidden_state[:, :-1].to(head.weight.device)
-        shifted = shifted.to(head.weight.device)
+            states = original(*args, **kwargs).logits[:, :-1]
+        else:
+            states = self.base_model(*args, **kwargs).last_hidden_state[:, :-1].to(head.weight.device)
+        shifted = shifted.to(states.device)
         if isinstance(statistics, ReferenceRequest):
-            return Reference(hidden[shifted != IGNORED].detach(), head)
+            return Reference(states[shifted != IGNORED].detach(), head)
+        if head is None:
+            return _from_logits(states, shifted, statistics)
         if statistics.reference is not None:
-            return reference_statistics(hidden, head, shifted, statistics.reference)
+            return reference_statistics(states, head, shifted, statistics.reference)
         return head_statistics(
-            hidden, head, shifted, k=statistics.k, outputs=statistics.outputs, gradients=statistics.gradients
+            states, head, shifted, k=statistics.k, outputs=statistics.outputs, gradients=statistics.gradients
         )
 
     model.forward = types.MethodType(forward, model)
@@ -191,7 +191,6 @@ def evaluation_mode(model: Any) -> Iterator[None]:
 
 
 def _from_logits(logits: torch.Tensor, labels: torch.Tensor, request: StatisticsRequest) -> TokenStatistics:
-    labels = labels.to(logits.device)
     mask = labels != IGNORED
     reference = request.reference
     if not bool(mask.any()):

@@ -28,16 +28,13 @@ Combine = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference's next-token distributions at the labelled positions of one batch, in row order.
+    """The reference's next-token distributions at the labelled positions of one batch, in row order."""
 
-    Attributes:
-        states: hidden states [T, D], or logits [T, V] where there is no head; with `combine` one more dimension, [P, T, …].
-        head: the reference's own frozen head; None if `states` are logits.
-        combine: makes the reference of P passes: from the log-probabilities of each, [..., V], to its own; None for one pass.
-    """
-
-    states: torch.Tensor
-    head: Head | None
+    states: (
+        torch.Tensor
+    )  # hidden [T, D], or logits [T, V] where there is no head; with `combine` one dimension more, [P, T, …]
+    head: Head | None  # the reference's own frozen head; None if `states` are logits
+    # from the log-probabilities of P passes, [P, ..., V], to those of the reference, [..., V]; None for one pass
     combine: Combine | None = None
 
     @property
@@ -52,16 +49,11 @@ class Reference:
             ConfigError: if the vocabularies differ.
         """
         require_same_vocabulary(self.vocabulary, vocabulary)
-        return _log_softmax_of(self, slice(None), None if self.head is None else self.head.projection())
+        return _log_softmax_of(self, slice(None), None if self.head is None else Projection(self.head))
 
 
 def reference_statistics(
-    hidden: torch.Tensor,
-    head: Head,
-    labels: torch.Tensor,
-    reference: Reference,
-    *,
-    chunk_tokens: int | None = None,
+    hidden: torch.Tensor, head: Head, labels: torch.Tensor, reference: Reference, *, chunk_tokens: int | None = None
 ) -> TokenStatistics:
     """Log-probability, full entropy and KL(p ‖ reference) at the positions whose label counts.
 
@@ -92,36 +84,31 @@ def reference_statistics(
         most = 128 if hidden.device.type == "cpu" else 1 << 20
         chunk_tokens = min(most, max(LEAST, BUDGET // (4 * vocabulary)))
     moved = replace(reference, states=reference.states.detach().to(hidden.device))
-    plan = _Plan(head, moved, chunk_tokens)
-    log_prob_T, entropy_T, kl_T = _ReferenceStatistics.apply(chosen_TD, labels[mask], plan)
+    log_prob_T, entropy_T, kl_T = _ReferenceStatistics.apply(chosen_TD, labels[mask], head, moved, chunk_tokens)
     values = TokenStatistics(log_prob_T, entropy_T, entropy_T / math.log(vocabulary), mask, vocabulary, kl_T)
     return values.spread(labels.shape, mask)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    head: Head
-    reference: Reference
-    chunk: int
-
-    def projections(self) -> tuple[Projection, Projection | None]:
-        """(the model's, the reference's); one and the same where they share the head's weight."""
-        own, other = self.head.projection(), self.reference.head
-        if other is None:
-            return own, None
-        return own, own if other.weight is self.head.weight else other.projection()
+def _projections(head: Head, other: Head | None) -> tuple[Projection, Projection | None]:
+    """(the model's, the reference's); one and the same where they share the head's weight."""
+    own = Projection(head)
+    if other is None:
+        return own, None
+    return own, own if other.weight is head.weight else Projection(other)
 
 
 class _ReferenceStatistics(torch.autograd.Function):
     """(log_prob [T], entropy [T], KL [T]) in fp32 nats."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_TD: torch.Tensor, labels_T: torch.Tensor, plan: _Plan) -> Any:
+    def forward(
+        ctx: Any, hidden_TD: torch.Tensor, labels_T: torch.Tensor, head: Head, reference: Reference, chunk: int
+    ) -> Any:
         parts = []
         with torch.autocast(hidden_TD.device.type, enabled=False):
-            own, other = plan.projections()
-            for rows in chunks(hidden_TD.shape[0], plan.chunk):
-                log_p_CV, log_r_CV, _ = _distributions(own, other, plan.reference, hidden_TD[rows], rows)
+            own, other = _projections(head, reference.head)
+            for rows in chunks(hidden_TD.shape[0], chunk):
+                log_p_CV, log_r_CV, _ = _distributions(own, other, reference, hidden_TD[rows], rows)
                 p_CV = log_p_CV.exp()
                 parts.append(
                     (
@@ -131,7 +118,7 @@ class _ReferenceStatistics(torch.autograd.Function):
                     )
                 )
         ctx.save_for_backward(hidden_TD, labels_T)  # no [T, V]: the backward projects both models again
-        ctx.plan = plan
+        ctx.head, ctx.reference, ctx.chunk = head, reference, chunk
         return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
     @staticmethod
@@ -140,9 +127,9 @@ class _ReferenceStatistics(torch.autograd.Function):
         hidden_TD, labels_T = ctx.saved_tensors
         parts = []
         with torch.autocast(hidden_TD.device.type, enabled=False):
-            own, other = ctx.plan.projections()
-            for rows in chunks(hidden_TD.shape[0], ctx.plan.chunk):
-                log_p_CV, log_r_CV, slope_CV = _distributions(own, other, ctx.plan.reference, hidden_TD[rows], rows)
+            own, other = _projections(ctx.head, ctx.reference.head)
+            for rows in chunks(hidden_TD.shape[0], ctx.chunk):
+                log_p_CV, log_r_CV, slope_CV = _distributions(own, other, ctx.reference, hidden_TD[rows], rows)
                 p_CV = log_p_CV.exp()
                 grad_y, grad_h, grad_k = (
                     grad[rows].unsqueeze(-1) for grad in (grad_log_prob_T, grad_entropy_T, grad_kl_T)
@@ -153,7 +140,7 @@ class _ReferenceStatistics(torch.autograd.Function):
                 coefficient_CV = p_CV * (inner_CV - mean_C1 - grad_y)
                 coefficient_CV.scatter_add_(-1, labels_T[rows].unsqueeze(-1), grad_y)
                 parts.append(own.pull_back(coefficient_CV, slope_CV))
-        return torch.cat(parts).to(hidden_TD.dtype), None, None
+        return torch.cat(parts).to(hidden_TD.dtype), None, None, None, None
 
 
 def _distributions(

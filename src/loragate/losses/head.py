@@ -3,8 +3,8 @@
 Hidden states of response positions are projected in chunks of tokens and tiles of the vocabulary with fp32 logits; a
 tile's logits die with the tile, and `tiling.py` sizes it by a budget of bytes. The gradient of top-k entropy lives on k
 logits only, so the forward keeps k indices and k derivatives per token and the backward is one `embedding_bag` over rows
-of the head: exact, at k/V of the dense cost. Log-probability and full entropy have dense gradients; these are summed in
-the forward where it costs no more (`gradients=`), or recomputed tile by tile in the backward.
+of the head: exact, at k/V of the dense cost. Log-probability and full entropy have dense gradients; that of log-probability
+is summed in the forward where nothing else is asked for (`gradients=`), others are recomputed tile by tile in the backward.
 
 The head's weight is frozen here: gradients flow to `hidden` only.
 
@@ -125,8 +125,8 @@ def token_statistics(
     sizes = tiling(
         vocabulary, width, weight.device.type, widened=needs_widening(weight), tokens=chunk_tokens, budget=_CHUNK_BYTES
     )
-    plan = Plan(k, tuple(outputs), gradients, sizes, scale, softcap, vocabulary)
-    log_prob_T, entropy_T, topk_T = TokenStatisticsFunction.apply(chosen_TD, weight, bias, chosen_T, plan)
+    plan = Plan(Head(weight, bias, scale, softcap), k, tuple(outputs), gradients, sizes)
+    log_prob_T, entropy_T, topk_T = TokenStatisticsFunction.apply(chosen_TD, chosen_T, plan)
     return TokenStatistics(log_prob_T, entropy_T, topk_T, mask, k).spread(labels.shape, mask)
 
 

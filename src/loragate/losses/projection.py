@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from loragate.losses.tiling import BUDGET, rows_within
+from loragate.losses.tiling import BUDGET
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,6 @@ class Head:
     bias: torch.Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
-
-    def projection(self) -> Projection:
-        """A `Projection` with this head."""
-        return Projection(self)
 
     def logits(self, hidden: torch.Tensor, working: torch.dtype) -> torch.Tensor:
         """Full logits [..., V] by plain autograd, multiplied in `working`; at least fp32 from there on."""
@@ -116,7 +112,7 @@ class Projection:
         # K rows of D numbers for each of so many tokens are gathered at a time, within the budget
         total_TD = coefficient_TK.new_empty((indices_TK.shape[0], self.weight_VD.shape[1]))
         size = self.weight_VD.shape[1] * (self.weight_VD.element_size() + total_TD.element_size())
-        count = rows_within(indices_TK.shape[1] * size, BUDGET)
+        count = max(1, BUDGET // (indices_TK.shape[1] * size))
         for at in range(0, indices_TK.shape[0], count):
             rows = slice(at, at + count)
             gathered = F.embedding(indices_TK[rows], self.weight_VD).to(self.working)
@@ -144,7 +140,7 @@ class Projection:
         return self.wide_rows[:count]
 
     def _widened_spans(self) -> list[tuple[int, int]]:
-        step = rows_within(4 * self.weight_VD.shape[1], BUDGET)
+        step = max(1, BUDGET // (4 * self.weight_VD.shape[1]))
         return [(at, min(at + step, self.vocabulary)) for at in range(0, self.vocabulary, step)]
 
     def _room(self, states_CD: torch.Tensor, columns: int) -> torch.Tensor:

@@ -9,56 +9,44 @@ Shapes: C tokens of one chunk, V columns of one tile, D hidden, K support.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 
 from loragate.losses.projection import Projection
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What to gather from the tiles.
-
-    Attributes:
-        top: how many of the largest logits; 0 for none.
-        log_prob: log p of the label.
-        entropy: full entropy.
-        direction: "log_prob" or "entropy": its derivative by hidden, d log p / dh or dH / dh; the latter only where a row
-            is one tile.
-        normaliser: log-sum-exp, which the three before need, even if none of them is wanted.
-    """
-
-    top: int = 0
-    log_prob: bool = False
-    entropy: bool = False
-    direction: str | None = None
-    normaliser: bool = False
-
-
 class RunningRows:
-    """The running statistics of one chunk of tokens; see `Wanted` for what it gathers."""
+    """The running statistics of one chunk of tokens.
+
+    Args:
+        head, hidden_CD, labels_C: what is projected, and where log-probability is read.
+        top: how many of the largest logits to keep; 0 for none.
+        normalise: gather what log-sum-exp and log-probability are made of.
+        entropy: and the full entropy.
+        direction: and d log p / d hidden.
+    """
 
     def __init__(
         self,
         head: Projection,
         hidden_CD: torch.Tensor,
         labels_C: torch.Tensor,
-        wanted: Wanted,
+        *,
+        top: int,
+        normalise: bool,
+        entropy: bool,
+        direction: bool,
     ) -> None:
-        self.head, self.labels_C, self.wanted = head, labels_C, wanted
+        self.head, self.labels_C, self.normalise, self.with_entropy = head, labels_C, normalise, entropy
         self.states_CD = head.states(hidden_CD)
-        self.normalising = bool(wanted.log_prob or wanted.entropy or wanted.direction or wanted.normaliser)
-        self.top = RunningLargest(wanted.top)
+        self.top = RunningLargest(top)
         count, working = hidden_CD.shape[0], head.working
         # the smallest number and no infinity, whose differences would be NaN in a tile that is masked throughout
         self.maximum_C = hidden_CD.new_full((count,), torch.finfo(working).min, dtype=working)
         self.total_C = self.maximum_C.new_zeros(count)
         self.weighted_C = self.maximum_C.new_zeros(count)
         self.label_C = self.maximum_C.new_zeros(count)
-        self.pull_CD = self.maximum_C.new_zeros((count, hidden_CD.shape[1])) if wanted.direction else None
+        self.pull_CD = self.maximum_C.new_zeros((count, hidden_CD.shape[1])) if direction else None
 
     def run(self, spans: list[tuple[int, int]]) -> None:
         """Project all tiles and take them in."""
@@ -67,9 +55,9 @@ class RunningRows:
 
     def _take(self, start: int, stop: int) -> None:
         z_CV = self.head.tile(self.states_CD, start, stop)
-        if self.wanted.top:
+        if self.top.k:
             self.top.add(z_CV, start)
-        if not self.normalising:
+        if not self.normalise:
             return
         at_C, inside_C = label_columns(self.labels_C, start, stop)
         self.label_C += torch.where(inside_C, z_CV.gather(-1, at_C.unsqueeze(-1)).squeeze(-1), 0.0)
@@ -77,16 +65,13 @@ class RunningRows:
         highest_C = torch.maximum(self.maximum_C, z_CV.amax(-1))  # the slope was taken before z is overwritten
         self._rescale(highest_C)
         below_CV = z_CV.sub_(highest_C.unsqueeze(-1))  # in place: the logits are not needed any more
-        if self.wanted.entropy or self.wanted.direction == "entropy":
+        if self.with_entropy:
             share_CV = below_CV.exp()
             self.weighted_C += torch.linalg.vecdot(share_CV, below_CV)
         else:
             share_CV = below_CV.exp_()
         self.total_C += share_CV.sum(-1)
         if self.pull_CD is not None:
-            if self.wanted.direction == "entropy":
-                # dH/dz = −p (log p + H), with log p + H = (z − m) − Σ e^(z−m)(z−m) / Σ e^(z−m)
-                share_CV *= below_CV.sub_((self.weighted_C / self.total_C).unsqueeze(-1))
             if isinstance(slope, torch.Tensor):
                 share_CV *= slope
             self.pull_CD += self.head.tile_back(share_CV, start, stop)  # [C, V]·[V, D], while the tile is there
@@ -116,20 +101,14 @@ class RunningRows:
         return self.total_C.log() - self.weighted_C / self.total_C
 
     def direction(self) -> torch.Tensor:
-        """d log p / d hidden, [C, D]: the slope at the label times its head row, less the mean of all rows under p.
-
-        Or dH / d hidden, where that was wanted.
-        """
+        """d log p / d hidden, [C, D]: the slope at the label times its head row, less the mean of all rows under p."""
         assert self.pull_CD is not None
         mean_CD = self.pull_CD / self.total_C.unsqueeze(-1)
         if self.head.softcap is None:
             mean_CD *= self.head.scale  # a slope that varies went into each tile
-        if self.wanted.direction == "entropy":
-            return mean_CD.neg_()
         own_CD = F.embedding(self.labels_C, self.head.weight_VD).to(self.head.working)
-        slope_C = torch.ones_like(self.label_C) * self.head.slope(
-            self.label_C
-        )  # without a soft cap the slope is one number
+        # without a soft cap the slope is one number
+        slope_C = torch.ones_like(self.label_C) * self.head.slope(self.label_C)
         return torch.addcmul(mean_CD.neg_(), own_CD, slope_C.unsqueeze(-1))
 
 
@@ -141,25 +120,25 @@ def label_columns(labels_C: torch.Tensor, start: int, stop: int) -> tuple[torch.
 
 def recomputed_gradient(
     head: Projection,
+    spans: list[tuple[int, int]],
     hidden_CD: torch.Tensor,
     labels_C: torch.Tensor,
     log_z_C: torch.Tensor,
     entropy_C: torch.Tensor | None,
-    upstream: Mapping[str, torch.Tensor | None],
-    spans: list[tuple[int, int]],
+    grad_y: torch.Tensor | None,
+    grad_h: torch.Tensor | None,
 ) -> torch.Tensor:
     """d(Σ g_y log p_y + g_h H)/d hidden, [C, D], by projecting the tiles once more.
 
     Args:
+        spans: the tiles.
         hidden_CD, labels_C: the chunk.
         log_z_C: log-sum-exp over the whole vocabulary.
         entropy_C: full entropy, where it has a gradient.
-        upstream: g_y as "log_prob" and g_h as "entropy", each [C] or None; not both None.
-        spans: the tiles.
+        grad_y, grad_h: g_y and g_h, each [C] or None; not both None.
     """
     states_CD = head.states(hidden_CD)
     total_CD = log_z_C.new_zeros(hidden_CD.shape)
-    grad_y, grad_h = upstream["log_prob"], upstream["entropy"]
     less_y = 0.0 if grad_y is None else -grad_y.unsqueeze(-1)
     for start, stop in spans:
         z_CV = head.tile(states_CD, start, stop)
@@ -215,14 +194,10 @@ class RunningLargest:
     def add(self, values_CV: torch.Tensor, start: int) -> None:
         """Take in columns `start`, `start` + 1, …"""
         top_CK, column_CK = largest(values_CV, min(self.k, values_CV.shape[1]))
-        self.merge(top_CK, column_CK + start)
-
-    def merge(self, top_CK: torch.Tensor, column_CK: torch.Tensor) -> None:
-        """Take in values with their columns."""
+        column_CK = column_CK + start
         if self.found is not None:
             top_CK = torch.cat((self.found[0], top_CK), dim=-1)
             column_CK = torch.cat((self.found[1], column_CK), dim=-1)
-        if self.found is not None or top_CK.shape[1] > self.k:
             top_CK, at_CK = torch.topk(top_CK, min(self.k, top_CK.shape[1]), dim=-1)
             column_CK = torch.gather(column_CK, 1, at_CK)
         self.found = (top_CK, column_CK)

@@ -65,11 +65,6 @@ def tiling(
     return Tiling(tokens, columns)
 
 
-def rows_within(bytes_per_row: int, budget: int) -> int:
-    """How many rows of so many bytes keep to the budget; at least one."""
-    return max(1, budget // bytes_per_row)
-
-
 def chunks(count: int, size: int) -> list[slice]:
     """Slices of `size` that cover `count` positions."""
     return [slice(at, at + size) for at in range(0, count, size)]

@@ -6,10 +6,7 @@ from .bases import (
     read_config as read_config,
     torch_device as torch_device,
 )
-from .folder_gates import (
-    FolderGates as FolderGates,
-    read_gates as read_gates,
-)
+from .folder_gates import FolderGates as FolderGates, read_gates as read_gates
 from .loading import (
     Loaded as Loaded,
     explained as explained,
@@ -30,6 +27,4 @@ from .place import (
     require_here as require_here,
     resolve as resolve,
 )
-from .settings import (
-    Loading as Loading,
-)
+from .settings import Loading as Loading

@@ -17,14 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, GgufConfig
 
 from loragate.errors import ConfigError, LoragateError
-from loragate.gates.quantised import (
-    EIGHT_BIT,
-    FOUR_BIT,
-    NONE,
-    describe_storage,
-    keep_unpacked,
-    quantization_of_config,
-)
+from loragate.gates.quantised import EIGHT_BIT, FOUR_BIT, NONE, describe_storage, keep_unpacked, quantization_of_config
 from loragate.models import gguf
 from loragate.models.place import ModelRef, resolve
 from loragate.models.settings import Loading

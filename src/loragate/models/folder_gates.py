@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,48 +17,35 @@ from typing import Any, NoReturn
 import torch
 
 from loragate.errors import ArtifactError
-from loragate.gates.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, read_adapter, strength_of
+from loragate.gates.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, factor_of, read_adapter, strength_of
 from loragate.gates.config import GateConfig
 from loragate.gates.eligibility import changed_base
 from loragate.gates.fingerprint import factors_sha256
-from loragate.gates.gate import Override
 from loragate.gates.schema import ADAPTER, CONFIG, GATES, GLOBAL_BIAS, read_gate_config, read_tensors
+from loragate.gates.signed_map import Override
 from loragate.models.place import is_gated
 
 _NOT_LINEAR = ("lm_head", "embed_tokens", "wte", "experts")
+NEED_MODEL = ("modules_to_save", "target_parameters", "trainable_token_indices")
+"""Keys of adapter_config.json with which an adapter is known again in memory alone."""
 
 
 @dataclass(frozen=True)
 class FolderGates:
-    """The checked gates of one folder.
+    """The checked gates of one folder."""
 
-    Attributes:
-        folder: the artifact.
-        adapter: the plain PEFT adapter inside.
-        config: range, τ and granularity.
-        weights: {module path: [d_in] fp32}; empty for module and global granularity.
-        biases: {module path: [1] fp32}, one for every gated module.
-        base: the record's identity of the base; empty for a plain adapter.
-        digest: changes whenever gates or adapter do.
-        override: what is laid over λ; None for the gates as they are.
-    """
-
-    folder: Path
-    adapter: Path
+    folder: Path  # the artifact
+    adapter: Path  # the plain PEFT adapter inside
     config: GateConfig
-    weights: dict[str, torch.Tensor]
-    biases: dict[str, torch.Tensor]
-    base: dict[str, Any]
-    digest: str
-    override: Override | None = None
+    weights: dict[str, torch.Tensor]  # {module path: [d_in] fp32}; empty for module and global granularity
+    biases: dict[str, torch.Tensor]  # {module path: [1] fp32}, one for every gated module
+    base: dict[str, Any]  # the record's identity of the base; empty for a plain adapter
+    digest: str  # changes whenever gates or adapter do
+    override: Override | None = None  # what is laid over λ; None for the gates as they are
 
 
 def read_gates(folder: str | Path, override: Override | None = None) -> FolderGates:
-    """Read and check a gated folder, or a plain adapter under one constant λ.
-
-    Args:
-        folder: where the files are.
-        override: what is laid over λ; a plain adapter needs a constant, for it has no gates.
+    """Read and check a gated folder, or a plain adapter under one constant λ: it has no gates.
 
     Raises:
         ArtifactError: naming the file and what is wrong with it: schema, hash, module, shape, dtype, a number that is not
@@ -106,32 +93,38 @@ def stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
     """Size and time of change of every file that is served, to notice that a folder was written anew."""
     adapter = folder / ADAPTER if is_gated(folder) else folder
     files = [folder / CONFIG, folder / GATES, *sorted(adapter.glob("adapter_*"))]
-    found = []
+    known = []
     for file in files:
-        try:
+        with suppress(OSError):  # a folder may be written anew at this moment
             status = file.stat()
-        except OSError:
-            continue
-        found.append((file.name, status.st_size, status.st_mtime_ns))
-    return tuple(found)
+            known.append((file.name, status.st_size, status.st_mtime_ns))
+    return tuple(known)
 
 
 def _read_factors(folder: Path) -> tuple[dict[str, int], str]:
     """Input width of every adapted linear module, and the adapter's `factors_sha256`."""
     config, state = read_adapter(folder)
-    for key in ("modules_to_save", "target_parameters", "trainable_token_indices"):
+    for key in NEED_MODEL:
         if config.get(key):
             _fail(folder / ADAPTER_CONFIG, f"{key} is set; such adapters are neither served with gates nor exported")
     if changed := changed_base(config.get("init_lora_weights")):
         _fail(folder / ADAPTER_CONFIG, changed)
+    for key in state:
+        # PEFT saves the base's own embedding beside an adapter on it, and vLLM skips it
+        if not factor_of(key)[1] and not key.endswith(
+            (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
+        ):
+            _fail(folder / ADAPTER_WEIGHTS, f"{key} is not a tensor of a plain LoRA adapter")
+    return known_factors(config, state)
+
+
+def known_factors(config: dict[str, Any], state: dict[str, torch.Tensor]) -> tuple[dict[str, int], str]:
+    """Input width of every adapted linear module, and `factors_sha256` of all LoRA factors; other tensors do not count."""
     factors: dict[str, dict[str, list[torch.Tensor]]] = {}
     for key, tensor in state.items():
-        if key.endswith((".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")):
-            continue  # PEFT saves the base's own embedding beside an adapter on it, and vLLM skips it
-        found = re.fullmatch(r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)(\.weight)?", key)
-        if found is None:
-            _fail(folder / ADAPTER_WEIGHTS, f"{key} is not a tensor of a plain LoRA adapter")
-        factors.setdefault(found[1].removeprefix(PREFIX), {})[found[2]] = [tensor]
+        path, group = factor_of(key)
+        if group:
+            factors.setdefault(path, {})[group] = [tensor]
     first = {path: groups["lora_A"][0] for path, groups in sorted(factors.items()) if "lora_A" in groups}
     sha256 = factors_sha256((path, strength_of(config, path), groups) for path, groups in factors.items())
     return {path: tensor.shape[1] for path, tensor in first.items() if tensor.dim() == 2}, sha256

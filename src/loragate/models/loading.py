@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +31,15 @@ _OTHER_TASKS = ("SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS")
 
 @dataclass
 class Loaded:
-    """A model with its tokenizer.
+    """A model with its tokenizer."""
 
-    Attributes:
-        place: where it came from; its kind is what the model is.
-        how: how it was loaded.
-        tokenizer: with its chat template.
-        config: of the base.
-        model: in memory; None where vLLM loads the weights itself.
-        note: what a person must know about what was loaded; empty mostly.
-        stop_token_ids: tokens that end an answer beside those that tokenizer and base declare.
-    """
-
-    place: Place
+    place: Place  # where it came from; its kind is what the model is
     how: Loading
-    tokenizer: Any
-    config: Any
-    model: Any = None
-    note: str = ""
-    stop_token_ids: tuple[int, ...] = field(default=())
+    tokenizer: Any  # with its chat template
+    config: Any  # of the base
+    model: Any = None  # in memory; None where vLLM loads the weights itself
+    note: str = ""  # what a person must know about what was loaded; empty mostly
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end an answer beside those that tokenizer and base declare
 
     @property
     def kind(self) -> Kind:
@@ -204,7 +194,9 @@ def open_tokenizer(place: Place, how: Loading = USUAL) -> Any:
         place.base.name,
     )
     with explained("tokenizer", chosen):
-        if _declares_plain_tokenizer(chosen):
+        named = read_json(Path(chosen) / "tokenizer_config.json").get("tokenizer_class")
+        plain = named in ("TokenizersBackend", "PreTrainedTokenizerFast")
+        if plain and (Path(chosen) / "tokenizer.json").is_file():
             # AutoTokenizer would put the model family's own class in place of the one the folder names
             tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(chosen)
             tokenizer.init_kwargs.pop("auto_map", None)
@@ -279,9 +271,3 @@ def _sentence(what: str, name: str, error: Exception) -> LoragateError:
             f"(HF_HUB_OFFLINE) and access rights ({first[:200]})"
         )
     return LoragateError(f"{what} {name} cannot be loaded: {type(error).__name__}: {first[:400]}")
-
-
-def _declares_plain_tokenizer(name: str) -> bool:
-    """Whether a local folder says that its tokenizer.json is all there is to its tokenizer."""
-    named = read_json(Path(name) / "tokenizer_config.json").get("tokenizer_class")
-    return named in ("TokenizersBackend", "PreTrainedTokenizerFast") and (Path(name) / "tokenizer.json").is_file()

@@ -18,11 +18,11 @@ from typing import Any, Literal
 from loragate.errors import ArtifactError, ConfigError
 from loragate.files import read_json
 from loragate.gates.adapter_files import ADAPTER_CONFIG, read_adapter_config
-from loragate.gates.gate import Override
 from loragate.gates.override_names import parse_override, split_folder
 from loragate.gates.peft_saving import lost_gates
 from loragate.gates.recommended import SAMPLING, exported_sampling, recommended_temperature
 from loragate.gates.schema import ADAPTER, CONFIG, read_gate_config, read_tensors
+from loragate.gates.signed_map import Override
 from loragate.hub_names import cached_commit, hub_name, hub_source, is_hub_id, split_revision
 from loragate.models.gguf import only_file
 from loragate.models.hub import NotThere, download
@@ -37,17 +37,11 @@ logger = logging.getLogger("loragate")
 
 @dataclass(frozen=True)
 class ModelRef:
-    """What a user typed: a folder or a hub id, with a revision and an override of λ behind it.
+    """What a user typed: a folder or a hub id, with a revision and an override of λ behind it."""
 
-    Attributes:
-        name: folder, or hub id without revision.
-        revision: branch, tag or commit on the hub; empty for a folder, and for the default branch.
-        override: of λ, such as "unit" or "constant=0.5"; empty for none.
-    """
-
-    name: str
-    revision: str = ""
-    override: str = ""
+    name: str  # folder, or hub id without revision
+    revision: str = ""  # branch, tag or commit on the hub; empty for a folder, and for the default branch
+    override: str = ""  # of λ, such as "unit" or "constant=0.5"; empty for none
 
     @classmethod
     def parse(cls, text: str | Path, revision: str | None = None) -> ModelRef:
@@ -90,24 +84,14 @@ class ModelRef:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model is.
+    """Where a model is."""
 
-    Attributes:
-        ref: what was asked for.
-        kind: "base", "adapter" or "gated".
-        folder: of the gated or plain adapter, or of the base, which may be a GGUF file; of a base on the hub its id, and not
-            there.
-        base: the base, with its revision; its name is empty where neither --base nor a record names one.
-        gates: gate_config.json; None where there are no gates.
-        adapter_config: adapter_config.json of the plain adapter; None for a base.
-    """
-
-    ref: ModelRef
+    ref: ModelRef  # what was asked for
     kind: Kind
-    folder: Path
-    base: ModelRef
-    gates: Mapping[str, Any] | None = None
-    adapter_config: Mapping[str, Any] | None = None
+    folder: Path  # of the adapter, or of the base, which may be a GGUF file; of a base on the hub its id, and not there
+    base: ModelRef  # with its revision; its name is empty where neither --base nor a record names one
+    gates: Mapping[str, Any] | None = None  # gate_config.json; None where there are no gates
+    adapter_config: Mapping[str, Any] | None = None  # adapter_config.json of the plain adapter; None for a base
 
     @property
     def adapter(self) -> Path:
@@ -233,11 +217,11 @@ def resolve(
         raise ArtifactError(
             f"{text} is no hub id (owner/name), so the revision {revision!r} has no effect; leave it out"
         )
-    if ref.override and not overrides:
-        raise ConfigError(f"{what} {text}: an override of λ (@{ref.override}) has no effect here; leave it out")
+    if not overrides:
+        _refuse_override(ref, what)
     given = ModelRef.parse(base, base_revision) if base else None
-    if given is not None and given.override:
-        raise ConfigError(f"base model {base}: an override of λ (@{given.override}) has no effect on a base")
+    if given is not None:
+        _refuse_override(given, "base model")
     if expect == "base":
         return _base_place(ref, what)
     folder = _folder_of(ref, what, expect, base_given=given is not None)
@@ -331,12 +315,14 @@ def _base_place(ref: ModelRef, what: str) -> Place:
         raise ConfigError(f"{ref.name} is an adapter, not a base model; give the base, or use it as --adapter")
     if (folder / "run" / "run.json").is_file() and not (folder / "config.json").is_file():
         raise ConfigError(f"{ref.name} holds an unfinished run; finish it by repeating its command with --resume")
-    if ref.override:
-        raise ConfigError(
-            f"{what} {ref.name}: an override of λ (@{ref.override}) has no effect on a base; leave it out"
-        )
+    _refuse_override(ref, what)
     ref = _in_its_folder(ref)
     return Place(ref, "base", Path(ref.name), ref)
+
+
+def _refuse_override(ref: ModelRef, what: str) -> None:
+    if ref.override:
+        raise ConfigError(f"{what} {ref.name}: an override of λ (@{ref.override}) has no effect here; leave it out")
 
 
 def _in_its_folder(base: ModelRef) -> ModelRef:

@@ -21,11 +21,12 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalToken
 
 from loragate.errors import ArtifactError, ConfigError
 from loragate.files import write_json, write_text
-from loragate.gates.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, read_adapter
+from loragate.gates.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter
 from loragate.gates.card import plain, render_card
 from loragate.gates.recommended import SAMPLING
 from loragate.gates.schema import ADAPTER, CARD, CONFIG, EVIDENCE, GATES, read_gate_config, read_tensors
 from loragate.hub_names import is_hub_id
+from loragate.models.folder_gates import NEED_MODEL, known_factors
 from loragate.records import read_value
 from loragate.version import __version__
 
@@ -47,21 +48,13 @@ _PATH = re.compile(
 
 @dataclass(frozen=True)
 class Pushed:
-    """What an upload left behind.
+    """What an upload left behind."""
 
-    Attributes:
-        repository: "owner/name".
-        url: page of the repository.
-        commit: full hash of the commit that holds the artifact; empty where nothing was sent.
-        files: bytes of each path in the repository.
-        base: hub id of the base, as the uploaded files name it.
-    """
-
-    repository: str
-    url: str
-    commit: str
-    files: dict[str, int]
-    base: str
+    repository: str  # "owner/name"
+    url: str  # its page
+    commit: str  # full hash of the commit that holds the artifact; empty where nothing was sent
+    files: dict[str, int]  # bytes of each path in the repository
+    base: str  # hub id of the base, as the uploaded files name it
 
 
 def stage(folder: str | Path, into: str | Path, *, name: str, base_id: str = "", card: bool = True) -> str:
@@ -80,14 +73,16 @@ def stage(folder: str | Path, into: str | Path, *, name: str, base_id: str = "",
     folder, into = Path(folder), Path(into)
     record = read_gate_config(folder)
     gates, (adapter, state) = read_tensors(folder, record), read_adapter(folder / ADAPTER)
-    factors = {key.partition(".lora_A.")[0]: value for key, value in state.items() if ".lora_A." in key}
-    if not factors:
+    widths, sha256 = known_factors(adapter, state)
+    if not widths:
         raise ArtifactError(f"{folder / ADAPTER}: {ADAPTER_WEIGHTS} holds no LoRA factors, so it is not of these gates")
+    if sha256 != record["adapter"]["sha256"] and not any(adapter.get(key) for key in NEED_MODEL):
+        raise ArtifactError(f"{folder / CONFIG}: these gates belong to another adapter; fetch the artifact again")
     for module in record["modules"]:
-        gate, factor = gates.get(f"{module}.weight"), factors.get(PREFIX + module)
-        if gate is not None and factor is not None and gate.shape[0] != factor.shape[1]:
+        gate, width = gates.get(f"{module}.weight"), widths.get(module)
+        if gate is not None and width is not None and gate.shape[0] != width:
             raise ArtifactError(
-                f"{folder / GATES}: the gate of {module} reads {gate.shape[0]} values, but its adapter has {factor.shape[1]}"
+                f"{folder / GATES}: the gate of {module} reads {gate.shape[0]} values, but its adapter has {width}"
             )
     recorded = record["base"]["id"]
     base = base_id or recorded

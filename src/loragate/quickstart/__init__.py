@@ -1,7 +1,4 @@
-"""The whole method on the tiny world: a study of minutes on two cores, offline, with its controls and an honest reading.
-
-`study` trains and measures, step by step; `run` goes through all steps, and writes and shows what they found.
-"""
+"""The whole method on the tiny world: a study of minutes on two cores, offline, with its controls and an honest reading."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Recipes: everything the paper trains, by name, out of flat files: a backbone, a domain, a method.
 
-A name is `domain/backbone/method`, or that with `/seed-S`, and stands for an ordered list of stages, each a flat mapping of
-one command's options.
+A name is `domain/backbone/method`, and stands for an ordered list of stages, each a flat mapping of one command's options.
 
     command    `loragate recipes`; the commands that stages run lie below this room
     files      where the files are, how they are read and merged

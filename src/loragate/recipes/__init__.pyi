@@ -1,5 +1,4 @@
 from .files import (
-    Library as Library,
     every_name as every_name,
     find_recipes as find_recipes,
     read_recipe as read_recipe,
@@ -13,9 +12,6 @@ from .ready import (
     settled as settled,
 )
 from .rehearsal import (
-    REHEARSAL as REHEARSAL,
-    engine_here as engine_here,
-    rehearsal_folder as rehearsal_folder,
     rehearsal_of as rehearsal_of,
     rehearse as rehearse,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from loragate.printable import printable
 from loragate.validate import comma_list
 
 if TYPE_CHECKING:
-    from loragate.recipes import Library, Recipe, Run
+    from loragate.recipes import Recipe, Run
 
 EXAMPLE = "math/qwen2.5-math-1.5b/scale"
 
@@ -37,13 +38,11 @@ class RecipesOptions:
             run. rehearse keeps nothing without it.
         local_model: folder of the base model in place of its hub id.
         local_data: file of rows in place of the hub data set, with the same columns.
-        recipes_dir: your own recipe folders (domain/, backbone/, method/), separated by commas.
         stages: run only these stages, separated by commas; earlier stages must have run.
         eval_python: python of another environment, in which stages that answer with vLLM run; LORAGATE_EVAL_PYTHON says the same,
             and the run's folder remembers it.
         launcher: how training stages are started, such as "accelerate launch --num_processes 2 -m loragate".
         dry_run: print the plain commands of run and stop; for rehearse also what is replaced, and what the full run needs.
-        seeds: list the paper's three seeds of a recipe too.
     """
 
     words: tuple[str, ...] = ()
@@ -51,12 +50,10 @@ class RecipesOptions:
     out: str = ""
     local_model: str = ""
     local_data: str = ""
-    recipes_dir: str = ""
     stages: str = ""
     eval_python: str = ""
     launcher: str = ""
     dry_run: bool = False
-    seeds: bool = False
 
 
 def run(options: RecipesOptions) -> int:
@@ -75,9 +72,8 @@ def run(options: RecipesOptions) -> int:
         if given and field.name not in VERBS[verb][1]:
             readers = " and ".join(name for name, (_, read) in VERBS.items() if field.name in read)
             raise ConfigError(f"{flag_of(field.name)} has no effect on loragate recipes {verb}, only on {readers}")
-    shelf = recipes.Library.of(options.recipes_dir)
     if verb in ("list", "check"):
-        return VERBS[verb][0](options, shelf, *(rest or [""]))
+        return VERBS[verb][0](*(rest or [""]))
     if not rest:
         raise ConfigError(f"loragate recipes {verb} needs a name; for example: loragate recipes {verb} {EXAMPLE}")
     given = {}
@@ -86,17 +82,17 @@ def run(options: RecipesOptions) -> int:
         if not sign:
             raise ConfigError(f"--set {text}: expected key=value, such as --set sft.max_rows=2000")
         given[key.strip()] = value
-    recipe = recipes.read_recipe(rest[0], shelf).with_local(options.local_model, options.local_data)
+    recipe = recipes.read_recipe(rest[0]).with_local(options.local_model, options.local_data)
     recipe = recipe.with_values(given)
     for stage in recipe.placed("out"):
         recipes.options_of(stage, recipe.name)
     return VERBS[verb][0](options, recipe)
 
 
-def list_recipes(options: RecipesOptions, shelf: Library, wanted: str) -> int:
+def list_recipes(wanted: str) -> int:
     """One line per recipe: name, and where in the paper it stands."""
     out = console()
-    found = recipes.find_recipes(wanted, shelf, seeds=options.seeds)
+    found = recipes.find_recipes(wanted)
     wide = max(map(len, found))
     for name, tables in found.items():
         out.print(f"{name:<{wide}}  {tables or 'beyond the paper'}", markup=False)
@@ -131,47 +127,41 @@ def run_it(options: RecipesOptions, recipe: Recipe) -> int:
 
 def rehearse_it(options: RecipesOptions, recipe: Recipe) -> int:
     """Run every stage of the recipe on stand-ins, and say what the full run needs."""
-    with recipes.rehearsal_folder(options.out) as folder:
-        how = dataclasses.replace(_how(options, recipe, folder / "run"), narrows=False)
-        engine = recipes.engine_here(recipe, how)
-        small, replaced = recipes.rehearsal_of(recipe, folder / "stand-ins", engine)
-        for stage in small.placed(how.folder):
-            recipes.settled(stage, recipe.name)
+    with tempfile.TemporaryDirectory(prefix="loragate-rehearsal-") as temporary:
+        folder = Path(options.out or temporary)
+        how = _how(options, recipe, folder / "run")
+        small = recipes.rehearsal_of(recipe, folder / "stand-ins", how)
         how.say(f"{recipe.name} on stand-ins in {folder}")
-        rows = [(item.stage, item.option, item.shipped, item.here) for item in replaced]
         shown = [
-            tuple("not set" if part is None else str(part).replace(f"{folder}/", "") for part in row) for row in rows
+            tuple("not set" if part is None else str(part).replace(f"{folder}/", "") for part in row)
+            for row in recipe.differences(small)
         ]
         _table("replaced; everything else is as shipped", ("stage", "setting", "shipped", "here"), shown)
         quiet_logging()
-        needed = recipes.needs(recipe)
-        figures = [
-            (need.stage, *("" if size is None else f"{size:.1f}" for size in (need.gib, need.hours)), need.note)
-            for need in needed
-        ]
+        figures = [(need.stage, f"{need.gib:.1f}", f"{need.hours:.1f}", need.note) for need in recipes.needs(recipe)]
         _table(f"the full run on {recipe.machine}, at most", ("stage", "GiB", "hours", "counted"), figures)
         how.say("trainings: estimates of loragate plan, every row as long as its limit")
         if options.dry_run:
             _print_configs(small, how)
             return 0
-        record = recipes.rehearse(small, replaced, needed, how)
-        each = ", ".join(f"{name} {duration(seconds)}" for name, seconds in record["seconds"].items())
-        how.say(f"rehearsed: every stage of {recipe.name} ran in {duration(record['total'])} ({each})")
+        seconds = recipes.rehearse(small, how)
+        each = ", ".join(f"{name} {duration(took)}" for name, took in seconds.items())
+        how.say(f"rehearsed: these stages of {recipe.name} ran: {each}")
         if options.out:
-            how.say(f"next: look at {folder / 'report.html'}; {folder / recipes.REHEARSAL} says what was replaced")
+            how.say(f"next: look at {folder / 'report.html'}")
     return 0
 
 
-def check(options: RecipesOptions, shelf: Library, wanted: str) -> int:
+def check(wanted: str) -> int:
     """Hold all recipes (or one of the user's own) and their rehearsals against the commands' options, and run none."""
     began = time.monotonic()
     own = wanted.endswith((".yaml", ".yml"))
-    names = [wanted] if own else [name for name in recipes.every_name(shelf) if wanted in name]
+    names = [wanted] if own else [name for name in recipes.every_name() if wanted in name]
     if not names:
         raise ConfigError(f"no recipe's name contains '{wanted}'; loragate recipes list shows all of them")
     for name in names:
-        recipe = recipes.read_recipe(name, shelf)
-        small, _ = recipes.rehearsal_of(recipe, Path("stand-ins"))
+        recipe = recipes.read_recipe(name)
+        small = recipes.rehearsal_of(recipe, Path("stand-ins"))
         for stage in (*recipe.placed("out"), *small.placed("out")):
             recipes.settled(stage, name)
     took = duration(time.monotonic() - began)
@@ -185,7 +175,7 @@ def run_line(options: RecipesOptions, recipe: Recipe) -> str:
     words = ["loragate", "recipes", verb, recipe.name]
     out = options.out if verb == "rehearse" else _folder(options, recipe)
     words += ["--out", out] if out else []
-    for name in ("local_model", "local_data", "recipes_dir", "stages", "launcher", "eval_python"):
+    for name in ("local_model", "local_data", "stages", "launcher", "eval_python"):
         if getattr(options, name):
             words += [flag_of(name), getattr(options, name)]
     for text in options.set:
@@ -227,18 +217,17 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
     console().print(table)
 
 
-SHOWN = ("recipes_dir", "set", "out", "launcher", "eval_python")
+SHOWN = ("set", "out", "launcher", "eval_python")
 VERBS: dict[str, tuple[Callable[..., int], tuple[str, ...]]] = {
-    "list": (list_recipes, ("recipes_dir", "seeds")),
+    "list": (list_recipes, ()),
     "show": (show, (*SHOWN, "local_model", "local_data")),
     "run": (run_it, (*SHOWN, "local_model", "local_data", "stages", "dry_run")),
-    "rehearse": (rehearse_it, (*SHOWN, "dry_run")),
-    "check": (check, ("recipes_dir",)),
+    "rehearse": (rehearse_it, (*SHOWN, "stages", "dry_run")),
+    "check": (check, ()),
 }
 """What each verb does, and the options that it reads."""
 COMMAND = Command(
     name="recipes",
-    summary="The trainings of the paper, by name: list, show, run (resumable), rehearse and check recipes.",
     options=RecipesOptions,
     run=run,
     examples=(

@@ -16,10 +16,11 @@ command. The comment behind a value says where the value comes from.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import yaml
 from loragate.errors import ConfigError, nearest
 from loragate.recipes.recipe import REFERENCE, Recipe, Stage, filled
 from loragate.strict_yaml import read_mapping
-from loragate.validate import comma_list, validate
+from loragate.validate import validate
 
 HERE = Path(__file__).parent
 KINDS = ("domain", "backbone", "method")
@@ -49,8 +50,7 @@ class RecipeFile:
         title, about: for people.
         stages: in their order: a command, or {name: command}.
         evaluations: the stages after those; a domain's, unless the method has its own.
-        tables: domain, domain/backbone or domain/backbone/seed to the tables and figures of the paper.
-        seeds: of a method: NAME/seed-S stands for the recipe with this seed in every stage.
+        tables: domain or domain/backbone to the tables and figures of the paper.
         paper: of a backbone: whether the paper trained it.
         machine: the GPU that the settings are made for, as `loragate plan --gpu-memory` names it.
         architecture: {hub id of a base: its configuration}, so that nothing is fetched to plan.
@@ -63,7 +63,6 @@ class RecipeFile:
     stages: tuple[str | dict[str, str], ...] = ()
     evaluations: tuple[str | dict[str, str], ...] = ()
     tables: dict[str, str] = field(default_factory=dict)
-    seeds: tuple[int, ...] = ()
     paper: bool = False
     machine: str = ""
     architecture: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -89,91 +88,28 @@ class Layer:
     sources: dict[tuple[str, ...], str]
 
 
-@dataclass(frozen=True)
-class Library:
-    """The shipped files, and folders of the user's beside them.
-
-    Attributes:
-        folders: each may hold domain/, backbone/, method/ and places.yaml.
-    """
-
-    folders: tuple[Path, ...] = ()
-
-    @classmethod
-    def of(cls, folders: str) -> Library:
-        """The library with the folders of `--recipes-dir`, separated by commas.
-
-        Raises:
-            ConfigError: for a folder that is not there or holds no recipe files.
-        """
-        paths = tuple(Path(part).expanduser() for part in comma_list(folders))
-        for path in paths:
-            if not any((path / kind).is_dir() for kind in KINDS):
-                raise ConfigError(
-                    f"--recipes-dir {path}: expected a folder that holds {', '.join(f'{kind}/' for kind in KINDS)}"
-                )
-        return cls(paths)
-
-    def files(self, kind: str) -> dict[str, Path]:
-        """{name: file} of one kind, shipped ones first."""
-        found: dict[str, Path] = {}
-        for folder in (HERE, *self.folders):
-            for path in sorted((folder / kind).glob("*.yaml")):
-                if path.stem in found:
-                    raise ConfigError(
-                        f"{path}: there is a {kind} called '{path.stem}' already ({found[path.stem]}); rename one of them"
-                    )
-                found[path.stem] = path
-        return found
-
-    def read(self, kind: str, name: str) -> Layer:
-        """One file.
-
-        Raises:
-            ConfigError: for an unknown name, or a file with a mistake.
-        """
-        files = self.files(kind)
-        if name not in files:
-            raise ConfigError(f"there is no {kind} '{name}'{nearest(name, files) or '.'} Known: {', '.join(files)}")
-        return read_file(files[name])
-
-    def place(self, name: str) -> Iterator[Layer]:
-        """What the files of places have for this one; a place that there is not is an error."""
-        for folder in (HERE, *self.folders):
-            if (path := folder / "places.yaml").is_file():
-                for place, block in read_mapping(path).items():
-                    for kind, part in zip(KINDS, str(place).split("/"), strict=False):
-                        if part not in (known := self.files(kind)):
-                            raise ConfigError(f"{path}: '{place}': there is no {kind} '{part}'{nearest(part, known)}")
-                    if place == name:
-                        sources = {at[1:]: text for at, text in _comments(path).items() if at[0] == place}
-                        yield _layer(block, sources, f"{path}: {place}")
+def files(kind: str) -> dict[str, Path]:
+    """{name: shipped file} of one kind."""
+    return {path.stem: path for path in sorted((HERE / kind).glob("*.yaml"))}
 
 
-def every_name(library: Library, *, seeds: bool = True) -> Iterator[str]:
+def every_name() -> Iterator[str]:
     """The names of all recipes that can be composed."""
-    methods = {name: library.read("method", name).fields.get("seeds", ()) for name in library.files("method")}
-    for domain in library.files("domain"):
-        for backbone in library.files("backbone"):
-            for method, own in methods.items():
-                yield f"{domain}/{backbone}/{method}"
-                for seed in own if seeds else ():
-                    yield f"{domain}/{backbone}/{method}/seed-{seed}"
+    for parts in itertools.product(*map(files, KINDS)):
+        yield "/".join(parts)
 
 
-def find_recipes(wanted: str, library: Library, *, seeds: bool = False) -> dict[str, str]:
+def find_recipes(wanted: str) -> dict[str, str]:
     """{name: its tables and figures} of the recipes whose name contains `wanted`, or that stand there in the paper.
 
     Args:
         wanted: part of a name, or a place as people write it: "table 6", "fig. 3", "app. C".
-        seeds: also those with a seed of the paper's; a place has them anyway.
 
     Raises:
         ConfigError: where there is none.
     """
     place = re.fullmatch(r"(tab|fig|app)[a-z]*[\W_]*(\w+)", wanted.strip().lower())
-    every = every_name(library, seeds=seeds or place is not None)
-    found = {name: read_recipe(name, library).tables for name in every if place or wanted in name}
+    found = {name: read_recipe(name).tables for name in every_name() if place or wanted in name}
     if place:
         # "Tables 1, 5; Fig. 3": a list of numbers behind each word
         there = re.compile(rf"{place[1]}[a-z]*\.? ([\da-z]+, )*{place[2]}\b")
@@ -186,46 +122,36 @@ def find_recipes(wanted: str, library: Library, *, seeds: bool = False) -> dict[
     return found
 
 
-def read_recipe(name: str, library: Library) -> Recipe:
+def read_recipe(name: str) -> Recipe:
     """A recipe by name, or by the path of a YAML file.
 
     Raises:
         ConfigError: for an unknown name, or a file with a mistake.
     """
     if name.endswith(SUFFIXES):
-        return _read_own(Path(name).expanduser(), library)
+        return _read_own(Path(name).expanduser())
     parts = name.strip("/").split("/")
-    if len(parts) not in (3, 4):
+    if len(parts) != len(KINDS):
         raise ConfigError(
             f"'{name}' is no recipe: expected domain/backbone/method such as math/qwen2.5-math-1.5b/scale, or the path of a "
             "YAML file (loragate recipes list shows all names)"
         )
-    domain, backbone, method = parts[:3]
-    title = ", ".join(library.read(kind, part).fields["title"] for kind, part in zip(KINDS, parts, strict=False))
-    recipe = _merged("/".join(parts), _layers(library, *parts[:3]))
-    chosen = library.read("method", method)
-    tables = chosen.fields.get("tables", {})
-    if len(parts) == 3:
-        paper = library.read("backbone", backbone).fields.get("paper")
-        here = tables.get(f"{domain}/{backbone}") or (tables.get(domain, "") if paper else "")
-        return dataclasses.replace(recipe, title=title, tables=here)
-    seeds = {f"seed-{seed}": seed for seed in chosen.fields.get("seeds", ())}
-    if parts[3] not in seeds:
-        known = f"; known: {', '.join(seeds)}" if seeds else ", nor any other"
-        raise ConfigError(f"'{method}' has no variant '{parts[3]}'{nearest(parts[3], seeds)}{known}")
-    given = {f"{stage.name}.seed": seeds[parts[3]] for stage in recipe.stages if "seed" in stage.values}
+    layers = _layers(*parts)
+    of = dict(zip(KINDS, (_shipped(kind, part).fields for kind, part in zip(KINDS, parts, strict=True)), strict=True))
+    domain, backbone, _ = parts
+    tables = of["method"].get("tables", {})
     return dataclasses.replace(
-        recipe.with_values(given, source=chosen.sources[("seeds",)]),
-        title=f"{title}, seed {seeds[parts[3]]}",
-        tables=tables.get(f"{domain}/{backbone}/seed", ""),
+        _merged("/".join(parts), layers),
+        title=", ".join(fields["title"] for fields in of.values()),
+        tables=tables.get(f"{domain}/{backbone}") or (tables.get(domain, "") if of["backbone"].get("paper") else ""),
     )
 
 
-def _read_own(path: Path, library: Library) -> Recipe:
+def _read_own(path: Path) -> Recipe:
     """A recipe of the user's: it changes a shipped one, or stands alone."""
     if not path.is_file():
         raise ConfigError(f"there is no recipe file {path}")
-    own = read_file(path)
+    own = read_file.__wrapped__(path)  # it may change between two calls
     named = [own.fields[kind] for kind in KINDS if kind in own.fields]
     if len(named) not in (0, len(KINDS)):
         raise ConfigError(f"{path}: give domain, backbone and method together, or none of them and stages instead")
@@ -234,25 +160,40 @@ def _read_own(path: Path, library: Library) -> Recipe:
     options = [(block, option) for block, values in own.blocks.items() for option in values]
     kept = {at: text for at, text in own.sources.items() if len(at) == 1 or text.startswith(SOURCES)}
     own = dataclasses.replace(own, sources=dict.fromkeys(options, f"yours: {path.name}") | kept)
-    recipe = _merged(str(path), [*(_layers(library, *named) if named else ()), own])
+    recipe = _merged(str(path), [*(_layers(*named) if named else ()), own])
     commands = {word for stage in recipe.stages for word in (stage.name, stage.command)}
     for block in own.blocks.keys() - commands:
         raise ConfigError(f"{path}: there is no stage '{block}'{nearest(block, [*commands, *FIELDS])}")
     return dataclasses.replace(recipe, title=own.fields.get("title", path.stem))
 
 
+@cache
 def read_file(path: Path) -> Layer:
     """A recipe file.
 
     Raises:
         ConfigError: for a file that cannot be read, or a value of the wrong kind; names file and key.
     """
-    return _read(path, path.stat().st_mtime_ns if path.is_file() else 0)
-
-
-@lru_cache(maxsize=256)
-def _read(path: Path, changed: int) -> Layer:
     return _layer(read_mapping(path), _comments(path), str(path))
+
+
+@cache
+def _places() -> dict[str, Layer]:
+    """{place: what places.yaml has for it}."""
+    path = HERE / "places.yaml"
+    comments = _comments(path)
+    return {
+        place: _layer(block, {at[1:]: text for at, text in comments.items() if at[0] == place}, f"{path}: {place}")
+        for place, block in read_mapping(path).items()
+    }
+
+
+def _shipped(kind: str, name: str) -> Layer:
+    """One shipped file; a ConfigError names the known ones."""
+    known = files(kind)
+    if name not in known:
+        raise ConfigError(f"there is no {kind} '{name}'{nearest(name, known) or '.'} Known: {', '.join(known)}")
+    return read_file(known[name])
 
 
 def _comments(path: Path) -> dict[tuple[str, ...], str]:
@@ -288,12 +229,12 @@ def _layer(content: Any, sources: dict[tuple[str, ...], str], where: str) -> Lay
     return Layer({key: getattr(checked, key) for key in fields}, blocks, sources)
 
 
-def _layers(library: Library, domain: str, backbone: str, method: str) -> list[Layer]:
+def _layers(domain: str, backbone: str, method: str) -> list[Layer]:
     """Domain, backbone and method with what holds for the places they make, in the order in which they win."""
-    one, two, three = (library.read(kind, name) for kind, name in zip(KINDS, (domain, backbone, method), strict=True))
+    one, two, three = map(_shipped, KINDS, (domain, backbone, method))
     place = f"{domain}/{backbone}"
-    common = read_file(HERE / "common.yaml")
-    return [common, one, two, *library.place(place), three, *library.place(f"{place}/{method}")]
+    found = [read_file(HERE / "common.yaml"), one, two, _places().get(place), three, _places().get(f"{place}/{method}")]
+    return [layer for layer in found if layer is not None]
 
 
 def _merged(name: str, layers: Sequence[Layer]) -> Recipe:

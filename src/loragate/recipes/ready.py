@@ -7,7 +7,6 @@ A recipe trains for hours and evaluates last, so each check here is one that a c
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import subprocess
 import tempfile
@@ -34,7 +33,7 @@ from loragate.losses.objectives import objective_of
 from loragate.models import Place, base_config, explained, open_tokenizer, resolve
 from loragate.recipes.recipe import Stage, options_of
 from loragate.selection.evidence import require_evidence
-from loragate.selection.sweep import read_labelled
+from loragate.selection.questions import read_labelled
 from loragate.serving.versions import vllm_version, why_unsupported
 from loragate.serving.vllm_server import require_served
 from loragate.training.preflight import check_loading, require_reporters
@@ -184,7 +183,7 @@ def _sweeping(options: SweepOptions) -> Iterator[Check]:
     if options.runner == "ray":
         yield require_ray
     if options.probe:
-        yield partial(read_labelled, options.probe, options)
+        yield partial(read_labelled, options.probe, options.probe_task, options)
 
 
 def _engine(options: Asking) -> None:
@@ -207,10 +206,7 @@ def _engine(options: Asking) -> None:
 def _graders(options: Asking) -> Iterator[Check]:
     tasks, settings = _tasks(options), JudgeSettings(sandbox=options.sandbox)
     for task in tasks:
-        if task.engine == "loragate":
-            yield partial(require_graders, [task], "", settings)
-    if any(task.engine != "loragate" for task in tasks) and importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError('retention suites need lm-evaluation-harness; pip install "loragate[eval]"')
+        yield partial(require_graders, [task], "", settings)
 
 
 def _questions(options: Asking) -> Iterator[Check]:

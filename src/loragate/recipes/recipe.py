@@ -183,6 +183,15 @@ class Recipe:
         """The stages as JSON, to tell two recipes apart."""
         return [{"stage": stage.name, "command": stage.command, **stage.values} for stage in self.stages]
 
+    def differences(self, other: Recipe) -> list[tuple[str, str, Any, Any]]:
+        """(stage, option, value here, value in `other`) where the same stages differ; None for what is not set."""
+        return [
+            (stage.name, option, stage.values.get(option), now.values.get(option))
+            for stage, now in zip(self.stages, other.stages, strict=True)
+            for option in sorted({*stage.values, *now.values})
+            if stage.values.get(option) != now.values.get(option)
+        ]
+
     def as_yaml(self) -> str:
         """The recipe as a YAML file that is a recipe again, each value with its source behind it."""
         about = [self.tables and f"in the paper: {self.tables}", *textwrap.wrap(self.about, WIDTH - 2)]

@@ -21,12 +21,11 @@ from pathlib import Path
 
 import torch
 import yaml
-from huggingface_hub.constants import HF_HOME
 
 from loragate.errors import ConfigError, LoragateError
 from loragate.files import held, write_text
 from loragate.recipes.folder import RECORD, RunFolder, read_record
-from loragate.recipes.machine import disk, tight
+from loragate.recipes.machine import needs
 from loragate.recipes.ready import ask, lacking, settled
 from loragate.recipes.recipe import Recipe, Stage
 from loragate.training.launching import wait_for
@@ -45,7 +44,6 @@ class Run:
         launcher: how training stages are started, in place of a plain process.
         eval_python: interpreter of the stages that answer with vLLM; the environment and the folder may name one too.
         again: the command that goes on with the run, for messages; that of the command line where none is given.
-        narrows: whether the one who runs it can leave out stages.
         say: told what happens.
     """
 
@@ -54,7 +52,6 @@ class Run:
     launcher: str = ""
     eval_python: str = ""
     again: str = ""
-    narrows: bool = True
     say: Callable[[str], None] = print
 
 
@@ -82,14 +79,10 @@ def run_recipe(recipe: Recipe, run: Run) -> dict[str, float]:
         if evaluator:
             run.say(f"answers with vLLM: {evaluator}")
         if ahead:
-            run.say("checking that every stage can run here: data, graders, engine, disk")
+            run.say("checking that every stage can run here: data, graders, engine")
             require_parts(recipe, ahead, run, evaluator)
             if torch.cuda.is_available():
-                # with rows as long as their limit, so that it is said and refuses nothing
-                with contextlib.suppress(LoragateError):  # no configuration of the base, which has been missed above
-                    found = tight(recipe, torch.cuda.get_device_properties(0).total_memory / 2**30)
-                    for stage in (stage for stage in ahead if stage.name in found):
-                        run.say(found[stage.name])
+                _say_what_may_not_fit(recipe, ahead, run, torch.cuda.get_device_properties(0).total_memory / 2**30)
         if evaluator:  # later runs in this folder go by it
             folder.note(eval_python=evaluator)
         run.say(f"{recipe.name} in {run.folder}: {', '.join(stage.name for stage in stages)}")
@@ -190,13 +183,12 @@ def require_parts(recipe: Recipe, stages: Sequence[Stage], run: Run, evaluator: 
         found += lacking(answering, place)
     elif answering:
         found += ask(evaluator or sys.executable, answering, place)
-    found += _disk(recipe, run.folder)
     if not found:
         return
     count = f"{len(found)} things are missing" if len(found) > 1 else "one thing is missing"
     rest = [stage.name for stage in stages if stage.command not in ("eval", "diagnose")]
     ways = []
-    if run.narrows and 0 < len(rest) < len(stages):
+    if 0 < len(rest) < len(stages):
         ways.append(f"--stages {','.join(rest)} leaves the evaluations for later")
     if answering:
         ways.append(f"--set {answering[0].name}.engine=transformers does without vLLM")
@@ -223,18 +215,12 @@ def _require_earlier(stages: Sequence[Stage], wanted: Sequence[Stage], folder: R
                 )
 
 
-def _disk(recipe: Recipe, folder: Path) -> Iterator[str]:
-    """Too little room for checkpoints and answers, or for what comes from the hub."""
-    try:
-        run, hub = disk(recipe)
-    except LoragateError:
-        return  # without the base's configuration, which has been missed above
-    disks: dict[int, tuple[Path, float]] = {}
-    for path, size in ((folder, run), (Path(HF_HOME), hub)):
-        there = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
-        number = there.stat().st_dev
-        disks[number] = (there, size + disks.get(number, (there, 0.0))[1])
-    for there, size in disks.values():
-        free = shutil.disk_usage(there).free
-        if free < size:
-            yield f"disk: {free / 2**30:.1f} GiB are free at {there}, and about {size / 2**30:.1f} are needed"
+def _say_what_may_not_fit(recipe: Recipe, stages: Sequence[Stage], run: Run, gib: float) -> None:
+    """Name trainings that a GPU of `gib` GiB does not hold with rows as long as their limit, which refuses nothing."""
+    with contextlib.suppress(LoragateError):  # no configuration of the base, which has been missed above
+        for need in needs(recipe):
+            if need.gib > gib and need.stage in {stage.name for stage in stages}:
+                run.say(
+                    f"{need.stage}: with rows as long as their limit it takes {need.gib:.0f} GiB of a GPU, and there are "
+                    f"{gib:.0f}; where it runs out of memory, halve --set {need.stage}.micro_batch_size"
+                )

@@ -16,12 +16,10 @@ ROWS = 15
 
 
 def sweep_tables(record: Mapping[str, Any], most: int | None = ROWS) -> list[Sheet]:
-    """One table per adapter: itself, then its cells from the best down, the first `most` of them."""
+    """The adapter, then the cells from the best down, the first `most` of them; nothing before the adapter was scored."""
     tables = []
     for choice in record["choices"]:
-        mine = [
-            cell for cell in record["cells"] if cell["adapter"] == choice["adapter"] and cell["difference"] is not None
-        ]
+        mine = [cell for cell in record["cells"] if cell["difference"] is not None]
         mine.sort(key=lambda cell: -cell["probe"]["mean"])
         ended = (or_absent(choice["adapter_signs"].get("finished"), percent),)
         own = [share_cell(choice["adapter_probe"]), *[(ABSENT,)] * 3, ended, (ABSENT,)]
@@ -43,7 +41,7 @@ def write_sweep(record: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def sweep_markdown(record: Mapping[str, Any]) -> str:
-    """All cells of all adapters as Markdown, ending in a line end."""
+    """All cells as Markdown, ending in a line end."""
     parts = ["# Sweep"]
     for choice, table in zip(record["choices"], sweep_tables(record, most=None), strict=True):
         parts += [table.markdown(), choice_sentence(record, choice)]
@@ -90,7 +88,7 @@ def choice_sentence(record: Mapping[str, Any], choice: Mapping[str, Any]) -> str
     own = choice["adapter_probe"]
     size = f"{record['questions']} questions × {record['samples']} samples × {len(record['seeds'])} seeds"
     if choice["accepted"]:
-        cell = next(c for c in record["cells"] if c["adapter"] == choice["adapter"] and c["name"] == choice["picked"])
+        cell = next(cell for cell in record["cells"] if cell["name"] == choice["picked"])
         difference = cell["difference"]
         text = (
             f"chosen: {choice['picked']}, {interval(cell['probe'])} % on the probe ({size}) against {interval(own)} % of the "

@@ -1,30 +1,20 @@
 """The explorer: a local page on which a prompt is answered by base, adapter and gated model side by side.
 
 Only the page lives here. What it asks for arrives as callables: `respond` samples three answers and traces them, `reread`
-traces the same answers again with λ held to other bounds, so that moving a bound changes colours without new sampling.
-Gradio is imported when the page is built.
+traces the same answers again with λ held to other bounds, so that moving a bound changes colours without new sampling. The
+answers are shown by the report's token view. Gradio is imported when the page is built.
 """
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup
 
 from loragate.errors import LoragateError
-from loragate.report.page.charts import BLUE, ORANGE, PURPLE, lambda_share
-
-NAMES = {"base": "Base", "adapter": "LoRA", "gated": "Gated"}
-ALL = "all modules, mean"
-QUANTITIES = {
-    "gates": "gate coefficient λ",
-    "entropy": "entropy",
-    "delta_entropy": "ΔH, LoRA − base",
-    "log_prob": "log-probability",
-}
+from loragate.report.page.build import Section, build_page, tokens_block
 
 
 @dataclass(frozen=True)
@@ -50,7 +40,6 @@ def build_explorer(
     *,
     lower: float,
     upper: float,
-    modules: Sequence[str],
     prompt: str = "",
     temperature: float = 1.0,
     note: str = "",
@@ -61,7 +50,6 @@ def build_explorer(
     Args:
         respond, reread: see the module.
         lower, upper: the gates' range, the ends of the sliders.
-        modules: paths of the gated modules.
         prompt: initial text of the prompt box.
         temperature: what stands there at first.
         note: a sentence about it.
@@ -74,45 +62,26 @@ def build_explorer(
         import gradio
     except ImportError as error:
         raise LoragateError('the explorer needs gradio; install it with: pip install "loragate[explore]"') from error
-    kinds = list(dict.fromkeys(path.rsplit(".", 1)[-1] for path in modules))
-    groups = {ALL: list(range(len(modules)))}
-    groups |= {f"{kind}, mean": [n for n, path in enumerate(modules) if path.endswith("." + kind)] for kind in kinds}
-    groups |= {path: [number] for number, path in enumerate(modules)}
 
-    def paint(record: dict[str, Any] | None, quantity: str, module: str) -> list[str]:
-        if not record:
-            return ["", "", ""]
-        answers = {answer["variant"]: answer for answer in record["questions"][0]["answers"]}
-        key = next(name for name, label in QUANTITIES.items() if label == quantity)
-        chosen = groups[module]
-        return [
-            str(answer_spans(answers[name], key, chosen, len(modules), lower, upper))
-            if name in answers
-            else "no answer"
-            for name in NAMES
-        ]
-
-    def ask(
-        text: str, heat: float, limit: float, seed: float, low: float, high: float, quantity: str, module: str
-    ) -> Any:
+    def ask(text: str, heat: float, limit: float, seed: float, low: float, high: float) -> Any:
         if not text.strip():
             raise gradio.Error("Type a prompt first.")
         if low > high:
             raise gradio.Error(f"The lower bound {low:g} is above the upper bound {high:g}.")
         record = respond(Ask(text, heat, int(limit), int(seed), low, high))
-        return [record, *paint(record, quantity, module)]
+        return record, answers(record)
 
-    def bounds(record: dict[str, Any] | None, low: float, high: float, quantity: str, module: str) -> Any:
+    def bounds(record: dict[str, Any] | None, low: float, high: float) -> Any:
         if not record or low > high:
-            return [record, *paint(record, quantity, module)]
+            return record, gradio.skip()
         record = reread(record, low, high)
-        return [record, *paint(record, quantity, module)]
+        return record, answers(record)
 
     with gradio.Blocks(title="loragate explore", analytics_enabled=False) as page:
         gradio.Markdown(
             "# Base, LoRA and gated, side by side\n"
             f"The gates' range is [{lower:g}, {upper:g}]. Bounds of [0, 1] forbid reversal and extrapolation; [1, 1] is the "
-            "plain LoRA, [0, 0] the base. Point at a token for its numbers."
+            "plain LoRA, [0, 0] the base."
         )
         record = gradio.State(None)
         with gradio.Row():
@@ -124,67 +93,18 @@ def build_explorer(
             heat = gradio.Slider(0, 2, value=temperature, step=0.05, label="Temperature", info=note or None)
             limit = gradio.Slider(1, 1024, value=max_new_tokens, step=1, label="New tokens at most")
             seed = gradio.Number(value=0, precision=0, label="Seed")
-        with gradio.Row():
-            quantity = gradio.Dropdown(list(QUANTITIES.values()), value=QUANTITIES["gates"], label="Colour")
-            module = gradio.Dropdown(list(groups), value=ALL, label="Module")
-        columns = []
-        with gradio.Row():
-            for name in NAMES.values():
-                with gradio.Column(min_width=240):
-                    gradio.Markdown(f"### {name}")
-                    columns.append(gradio.HTML())
-        button.click(ask, [box, heat, limit, seed, low, high, quantity, module], [record, *columns], api_name=False)
+        shown = gradio.HTML()
+        button.click(ask, [box, heat, limit, seed, low, high], [record, shown], api_name=False)
         for slider in (low, high):
-            slider.release(bounds, [record, low, high, quantity, module], [record, *columns], api_name=False)
-        for picker in (quantity, module):
-            picker.change(paint, [record, quantity, module], columns, api_name=False)
+            slider.release(bounds, [record, low, high], [record, shown], api_name=False)
     return page
 
 
-def lambdas(answer: Mapping[str, Any], modules: int, lower: float, upper: float) -> list[list[float]]:
-    """λ of an answer of a trace record, [modules][tokens]."""
-    raw = base64.b64decode(answer["gates"])
-    tokens = len(raw) // modules
-    return [
-        [lower + (upper - lower) * raw[module * tokens + at] / 255 for at in range(tokens)] for module in range(modules)
-    ]
-
-
-def answer_spans(
-    answer: Mapping[str, Any], quantity: str, chosen: Sequence[int], modules: int, lower: float, upper: float
-) -> Markup:
-    """One span per token, coloured by `quantity`; λ is the mean over the `chosen` modules. The numbers stand in the title."""
-    lam = lambdas(answer, modules, lower, upper)
-    parts = []
-    for at, text in enumerate(answer["tokens"]):
-        value_of = {
-            "gates": sum(lam[module][at] for module in chosen) / len(chosen),
-            **{name: answer[name][at] for name in ("entropy", "delta_entropy", "log_prob")},
-        }
-        candidates = ", ".join(f"{token!r} {share:.2f}" for token, share in answer["top"][at])
-        title = (
-            f"λ {value_of['gates']:.2f} · entropy {value_of['entropy']:.2f} · ΔH {value_of['delta_entropy']:+.2f} · "
-            f"log-probability {value_of['log_prob']:.2f} · {candidates}"
-        )
-        value = value_of[quantity]
-        line = "text-decoration:underline wavy 1px;" if quantity == "gates" and value < 0 else ""
-        style = f"background-color:{tint(quantity, value, lower, upper)};border-radius:3px;{line}"
-        shown = text.replace("\n", "⏎\n") if text else "∅"
-        parts.append(Markup('<span style="{}" title="{}">{}</span>').format(style, title, shown))
-    return Markup('<div style="white-space:pre-wrap;line-height:2;font-family:monospace">{}</div>').format(
-        Markup("").join(parts)
-    )
-
-
-def tint(quantity: str, value: float, lower: float, upper: float) -> str:
-    """The background colour of a value as rgba; transparent at λ = 1, ΔH = 0, entropy 0, log-probability 0."""
-    if quantity == "gates":
-        share, colour = lambda_share(value, lower, upper)
-    elif quantity == "delta_entropy":
-        share, colour = abs(value) / 2, ORANGE if value > 0 else PURPLE
-    else:
-        share, colour = value / 3 if quantity == "entropy" else -value / 6, BLUE
-    return f"rgba({','.join(map(str, colour))},{0.85 * min(max(share, 0.0), 1.0):.3f})"
+def answers(record: dict[str, Any]) -> str:
+    """The token view of a trace record, as a document of its own inside the page."""
+    inside = build_page("Answers", (), [Section("tokens", "Token by token", [tokens_block(record)])])
+    frame = '<iframe title="Answers" srcdoc="{}" style="width:100%;height:44rem;border:0"></iframe>'
+    return str(Markup(frame).format(inside))
 
 
 def launch(page: Any, port: int, *, wait: bool = True) -> str:

@@ -1,15 +1,17 @@
-"""Figures of results, training and gates, as PNG, SVG or PDF.
+"""Figures of results, training and gates, as PNG, SVG or PDF, or as SVG inside a page.
 
-Each function draws plain data and writes one file; the file appears whole or not at all. Colours are those of Okabe and
+Each function draws plain data to one target; a file appears whole or not at all. Colours are those of Okabe and
 Ito (qualitative) and ColorBrewer's PuOr (diverging), which colour-blind readers can tell apart. matplotlib is imported
 when a figure is drawn, and its figures are used without pyplot: neither a display nor global state is touched.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +20,18 @@ import numpy as np
 from loragate.display import percent
 from loragate.errors import ConfigError
 from loragate.files import write_atomically
-from loragate.report.table import NOT_RUN, Row
+from loragate.report.table import Line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+Target = str | Path | StringIO
+"""A file .png, .svg or .pdf; or a text that takes the SVG for a page."""
+Draw = Callable[[Target], None]
+History = Sequence[Mapping[str, Any]]
+Curve = Sequence[tuple[float, float]]
+"""(step, value)."""
 
 GROUPS = {
     "control": ("Control", "#999999"),
@@ -30,11 +39,13 @@ GROUPS = {
     "scale": ("Gated", "#D55E00"),
     "intervention": ("Intervention", "#009E73"),
 }
-LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
 DASHES = ("-", "--", ":", "-.")
 SHARES = {"below_zero": ("λ < 0", "#7B4DA0"), "zero_to_one": ("0 to 1", "#D9D9D9"), "above_one": ("λ > 1", "#E08214")}
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 KINDS = ("png", "svg", "pdf")
+POINTS = 200  # of a curve
+INK = "#010203"  # stands for the page's own in a figure on it
 STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
@@ -43,28 +54,24 @@ STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "svg.hashsalt": "loragate",  # equal data give equal files
+    "text.parse_math": False,  # names are no formulas
 }
+INKS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+ON_PAGE: Any = {"svg.fonttype": "none", "savefig.transparent": True, **dict.fromkeys(INKS, INK)}
 
 
-def accuracy_bars(rows: Sequence[Row], path: str | Path) -> None:
-    """Draw the accuracy of every row (see `table.py`) as a bar with its 95 % interval and value.
-
-    Rows keep their order and are coloured by group; a row that was not run keeps its place and says so.
-    Raises `ConfigError` for a file name of another kind than png, svg or pdf.
-    """
-    with drawn(path, 7.4, 1.3 + 0.36 * len(rows)) as figure:
+def accuracy_bars(lines: Sequence[Line], to: Target) -> None:
+    """Draw the score of every line of a table as a bar with its 95 % interval and value, coloured by group."""
+    lines = [line for line in lines if line.score is not None]
+    with drawn(to, 7.4, 1.3 + 0.36 * len(lines)) as figure:
         axes = figure.subplots()
-        for place, row in enumerate(rows):
-            accuracy = None if row.get("not_run") else row.get("accuracy")
-            if accuracy is None:
-                label = NOT_RUN if row.get("not_run") else "not measured"
-                axes.text(1, place, label, va="center", color="#666666", style="italic")
-                continue
-            mean, low, high = (100 * accuracy[key] for key in ("mean", "low", "high"))
-            axes.barh(place, mean, height=0.68, color=GROUPS[row["group"]][1])
+        for place, line in enumerate(lines):
+            assert line.score is not None
+            mean, low, high = (100 * line.score[key] for key in ("mean", "low", "high"))
+            axes.barh(place, mean, height=0.68, color=GROUPS[line.group][1])
             axes.errorbar(mean, place, xerr=[[mean - low], [high - mean]], color="black", capsize=3.5, linewidth=1.2)
             axes.annotate(
-                percent(accuracy["mean"]),
+                percent(line.score["mean"]),
                 (high, place),
                 (7, 0),
                 textcoords="offset points",
@@ -72,58 +79,76 @@ def accuracy_bars(rows: Sequence[Row], path: str | Path) -> None:
                 fontsize=9,
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
             )
-        axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
-        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_yticks(range(len(lines)), [line.name for line in lines])
+        axes.set_ylim(len(lines) - 0.4, -0.6)
         axes.set_xlim(0, 110)  # room for the value beside a full bar
         axes.set_xticks(range(0, 101, 20))
         axes.tick_params(axis="y", length=0)
-        axes.set_xlabel("accuracy, % (bars: mean; whiskers: 95 % interval over questions)")
+        axes.set_xlabel("score, % (bars: mean; whiskers: 95 % interval over questions)")
         grid(axes, "x")
-        present = dict(GROUPS[group] for group in GROUPS if any(row["group"] == group for row in rows))
+        present = dict(GROUPS[group] for group in GROUPS if any(line.group == group for line in lines))
         legend(figure, present, len(present))
 
 
-def entropy_curve(histories: Mapping[str, Sequence[Mapping[str, Any]]], path: str | Path) -> None:
-    """Draw the top-k entropy over the steps of one or several calibrations.
+def curve_of(history: History, key: str) -> Curve:
+    """A value of a training's log over the steps; records without it are other entries of the log."""
+    steps = {record["step"]: float(record[key]) for record in history if "step" in record and key in record}
+    return thinned(sorted(steps.items()), POINTS)
 
-    `histories` is {label: log records}, such as one entry per range. Records without "step" or
-    "topk_entropy" are other entries of the log and are left out.
-    Raises `ConfigError` for a file name of another kind than png, svg or pdf.
+
+def thinned(values: Sequence[Any], most: int) -> Sequence[Any]:
+    """At most so many of them, evenly; the last one always stays."""
+    if len(values) <= most:
+        return values
+    return [values[round(n * (len(values) - 1) / (most - 1))] for n in range(most)]
+
+
+def line_chart(curves: Mapping[str, Curve], label: str, to: Target, *, title: str = "") -> None:
+    """Draw {name: curve} over the steps.
+
+    The vertical axis starts at zero where all values are positive, so that a small change does not look large. Values that are
+    not finite, as of a training that diverged, are left out.
     """
-    points = {
-        label: sorted((one["step"], one["topk_entropy"]) for one in log if {"step", "topk_entropy"} <= set(one))
-        for label, log in histories.items()
-    }
-    curves = {label: found for label, found in points.items() if found}
-    with drawn(path, 7.4, max(4.0, 0.8 + 0.24 * len(curves))) as figure:
+    curves = {name: [point for point in curve if math.isfinite(point[1])] for name, curve in curves.items()}
+    with drawn(to, 7.4, 3.6 + 0.24 * len(curves)) as figure:
         axes = figure.subplots()
-        for number, (label, found) in enumerate(curves.items()):
-            steps, values = zip(*found)
+        for number, (name, curve) in enumerate(curves.items()):
             axes.plot(
-                steps,
-                values,
+                [step for step, _ in curve],
+                [value for _, value in curve],
                 color=LINES[number % len(LINES)],
                 linestyle=DASHES[number // len(LINES) % len(DASHES)],
                 linewidth=1.8,
-                marker="o" if len(found) == 1 else None,
-                label=label,
+                marker="o" if len(curve) == 1 else None,
+                label=name,
             )
-        axes.set_ylim(bottom=0)
+        if all(value >= 0 for curve in curves.values() for _, value in curve):
+            axes.set_ylim(bottom=0)
         axes.margins(x=0.02)
         axes.set_xlabel("step")
-        axes.set_ylabel("top-k entropy / log k")
-        axes.set_title("Training entropy (its fall does not show better answers)")
+        axes.set_ylabel(label)
+        axes.set_title(title)
         grid(axes, "both")
-        figure.legend(loc="outside right upper", frameon=False, title="range" if len(curves) > 1 else None)
+        figure.legend(loc="outside lower left", frameon=False)
 
 
-def lambda_map(stats: Mapping[str, Mapping[str, float]], path: str | Path) -> None:
+def column_chart(edges: Sequence[float], counts: Sequence[float], label: str, to: Target) -> None:
+    """Draw a histogram: one column per pair of neighbouring edges, the share of all counts as its height."""
+    with drawn(to, 7.4, 3.4) as figure:
+        axes = figure.subplots()
+        heights = 100 * np.asarray(counts) / (sum(counts) or 1)
+        axes.bar(edges[:-1], heights, 0.97 * np.diff(edges), align="edge", color=LINES[0])
+        axes.set_xlabel(label)
+        axes.set_ylabel("share, %")
+        grid(axes, "y")
+
+
+def lambda_map(stats: Mapping[str, Mapping[str, float]], to: Target) -> None:
     """Draw the mean λ of every module, layer by kind, and beside it the shares of λ below 0, from 0 to 1 and above 1.
 
     `stats` is {module path: {"mean", "below_zero", "zero_to_one", "above_one"}}. Modules that share layer and kind, such as
     experts, are averaged, and so are the shares over the modules of a layer. The colours are centred at 1, where a gate leaves
     the adapter as it was.
-    Raises `ConfigError` for a file name of another kind than png, svg or pdf.
     """
     from matplotlib.colors import Normalize
 
@@ -134,7 +159,7 @@ def lambda_map(stats: Mapping[str, Mapping[str, float]], path: str | Path) -> No
     reach = max(0.1, float(np.nanmax(np.abs(means - 1))))
 
     size = 4.6 + 0.82 * len(kinds), 1.9 + 0.36 * max(len(layers), 3)
-    with drawn(path, *size, {"axes.spines.top": True, "axes.spines.right": True}) as figure:
+    with drawn(to, *size, {"axes.spines.top": True, "axes.spines.right": True}) as figure:
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=[max(len(kinds), 2), 2.6])
         left.patch.set(facecolor="white", hatch="////", edgecolor="#CCCCCC")  # seen where a layer has no such module
         image = left.imshow(means, cmap="PuOr_r", norm=Normalize(1 - reach, 1 + reach), aspect="auto")
@@ -162,8 +187,8 @@ def lambda_map(stats: Mapping[str, Mapping[str, float]], path: str | Path) -> No
 
 
 @contextmanager
-def drawn(path: str | Path, width: float, height: float, style: Any = None) -> Iterator[Figure]:
-    """A figure to draw on, in inches; it is written when the body ends, in the format of the suffix.
+def drawn(to: Target, width: float, height: float, style: Any = None) -> Iterator[Figure]:
+    """A figure to draw on, in inches; it is written when the body ends, a file in the format of its suffix.
 
     Raises:
         ConfigError: for another kind of file than png, svg or pdf.
@@ -172,16 +197,18 @@ def drawn(path: str | Path, width: float, height: float, style: Any = None) -> I
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    path = Path(path)
-    kind = path.suffix.lower().lstrip(".")
+    kind = "svg" if isinstance(to, StringIO) else Path(to).suffix.lower().lstrip(".")
     if kind not in KINDS:
-        raise ConfigError(f"A figure cannot be written to {path}: give a file name that ends in .png, .svg or .pdf.")
+        raise ConfigError(f"A figure cannot be written to {to}: give a file name that ends in .png, .svg or .pdf.")
     metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-    with rc_context({**STYLE, **(style or {})}):
+    with rc_context({**STYLE, **(ON_PAGE if isinstance(to, StringIO) else {}), **(style or {})}):
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(figure)
         yield figure
-        write_atomically(path, lambda temporary: figure.savefig(temporary, format=kind, dpi=160, metadata=metadata))
+        if isinstance(to, StringIO):
+            figure.savefig(to, format=kind, metadata=metadata)
+        else:
+            write_atomically(Path(to), lambda file: figure.savefig(file, format=kind, dpi=160, metadata=metadata))
 
 
 def legend(figure: Figure, colours: Mapping[str, str], columns: int) -> None:
@@ -193,7 +220,7 @@ def legend(figure: Figure, colours: Mapping[str, str], columns: int) -> None:
 
 
 def grid(axes: Axes, axis: Any) -> None:
-    axes.grid(axis=axis, color="#DDDDDD", linewidth=0.8)
+    axes.grid(axis=axis, color="#999999", alpha=0.35, linewidth=0.8)
     axes.set_axisbelow(True)
 
 
@@ -227,3 +254,8 @@ def by_place(
     order = {kind: place for place, kind in enumerate(MODULES)}
     kinds = sorted(dict.fromkeys(kind for _, kind in cells), key=lambda kind: order.get(kind, len(MODULES)))
     return layers, kinds, cells
+
+
+def module_gates(record: Mapping[str, Any]) -> dict[str, Stats]:
+    """{module path: statistics} of a record of `loragate diagnose gates`, as `lambda_map` draws them."""
+    return {item["module"]: item["all"] for item in record["modules"] if item["all"]["count"]}

@@ -7,27 +7,40 @@ number that was not measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from loragate.errors import ConfigError, DataError
-from loragate.report.figures import accuracy_bars, drawn, entropy_curve, grid, lambda_map, legend, share_bars
+from loragate.report.figures import (
+    Curve,
+    Draw,
+    Target,
+    accuracy_bars,
+    curve_of,
+    drawn,
+    grid,
+    lambda_map,
+    legend,
+    line_chart,
+    module_gates,
+    share_bars,
+)
 from loragate.report.heatmap import heat_maps
+from loragate.report.scores import score_tables
 from loragate.report.sources import Source
 
 BEFORE, AFTER, TIME = "#999999", "#D55E00", "#56B4E9"
 
 
-def entropy_bars(pairs: Mapping[str, tuple[float, float]], path: str | Path) -> None:
+def entropy_bars(pairs: Mapping[str, tuple[float, float]], to: Target) -> None:
     """Top-k entropy of held-out response tokens before and after gating, one pair of bars per calibration.
 
     Args:
         pairs: {label: (before, after)}, each divided by log k, teacher-forced, on rows that were not trained on.
-        path: .png, .svg or .pdf.
     """
-    with drawn(path, max(4.0, 1.4 + 1.1 * len(pairs)), 3.6) as figure:
+    with drawn(to, max(4.0, 1.4 + 1.1 * len(pairs)), 3.6) as figure:
         axes = figure.subplots()
         places = range(len(pairs))
         for offset, number, colour, label in ((-0.2, 0, BEFORE, "adapter"), (0.2, 1, AFTER, "gated")):
@@ -42,14 +55,13 @@ def entropy_bars(pairs: Mapping[str, tuple[float, float]], path: str | Path) -> 
         figure.legend(loc="outside upper right", ncols=2, frameon=False)
 
 
-def gate_shares(shares: Mapping[str, Mapping[str, float]], path: str | Path) -> None:
+def gate_shares(shares: Mapping[str, Mapping[str, float]], to: Target) -> None:
     """Where λ lies, in per cent of tokens over all gated modules: one stacked bar per gated model.
 
     Args:
         shares: {label: {"below_zero", "zero_to_one", "above_one"}}, shares of 1.
-        path: .png, .svg or .pdf.
     """
-    with drawn(path, 7.0, 1.5 + 0.45 * len(shares)) as figure:
+    with drawn(to, 7.0, 1.5 + 0.45 * len(shares)) as figure:
         axes = figure.subplots()
         for number, bars in enumerate(share_bars(axes, list(shares.values()), "% of (token, module) pairs")):
             labels = [f"{bar.get_width():.1f}" if bar.get_width() >= 6 else "" for bar in bars]
@@ -60,15 +72,14 @@ def gate_shares(shares: Mapping[str, Mapping[str, float]], path: str | Path) -> 
         figure.legend(loc="outside upper center", ncols=3, frameon=False)
 
 
-def time_bars(times: Sequence[tuple[str, str, float]], path: str | Path) -> None:
+def time_bars(times: Sequence[tuple[str, str, float]], to: Target) -> None:
     """Time of the training loop in minutes: steps and checkpoints, without loading, parity, checksums and measuring.
 
     Args:
         times: (label, "stage one" or "stage two", seconds), in the order to be drawn.
-        path: .png, .svg or .pdf.
     """
     colours: dict[str, Any] = {"stage one": TIME, "stage two": AFTER}
-    with drawn(path, 7.0, 1.5 + 0.4 * len(times)) as figure:
+    with drawn(to, 7.0, 1.5 + 0.4 * len(times)) as figure:
         axes = figure.subplots()
         minutes = [seconds / 60 for _, _, seconds in times]
         bars = axes.barh(range(len(times)), minutes, height=0.7, color=[colours[stage] for _, stage, _ in times])
@@ -100,37 +111,33 @@ def draw_figures(sources: Sequence[Source], folder: Path, *, overwrite: bool = F
     return list(written)
 
 
-def planned(sources: Sequence[Source]) -> dict[str, Callable[[Path], None]]:
+def planned(sources: Sequence[Source]) -> dict[str, Draw]:
     """{file name without suffix: draws it}."""
-    drawings: dict[str, Callable[[Path], None]] = {}
+    drawings: dict[str, Draw] = {}
     entropy: dict[str, tuple[float, float]] = {}
     shares: dict[str, Mapping[str, float]] = {}
     times: list[tuple[str, str, float]] = []
-    # the artifact of a quickstart is one of its calibrations
-    studied = {source.path.parent for source in sources if source.kind == "quickstart"}
-
-    def add_calibration(name: str, training: Mapping[str, Any]) -> None:
-        if heldout := training.get("heldout"):
-            entropy[name] = (heldout["entropy_before"], heldout["entropy_after"])
-        if "below_zero" in training.get("gates", {}):
-            shares[name] = training["gates"]
-        if training.get("training_seconds"):  # the loop alone, as the log of a training has it
-            times.append((name, "stage two", training["training_seconds"]))
+    curves: dict[str, Curve] = {}
 
     def add(source: Source, record: Any) -> None:
         tag = source.name.replace("/", "_")
-        if source.kind == "quickstart":
-            histories = {name: value["history"] for name, value in record["calibrations"].items()}
-            drawings[f"scores_{tag}"] = partial(accuracy_bars, record["table"])
-            drawings[f"gates_{tag}"] = partial(lambda_map, record["realised_gates"])
-            drawings[f"training_{tag}"] = partial(entropy_curve, histories)
-            for name, value in record["calibrations"].items():
-                add_calibration(f"{source.name} {name}", value["training"])
-        elif source.kind == "artifact" and record.get("training") and source.path.parent.parent not in studied:
-            add_calibration(source.name, record["training"])
+        if source.kind == "evaluation":
+            for task, table in zip(record["tasks"], score_tables(record)):
+                drawings[f"scores_{tag}_{task['name']}"] = partial(accuracy_bars, table.lines)
+        elif source.kind == "diagnosis" and record["kind"] == "realised gates":
+            drawings[f"gates_{tag}"] = partial(lambda_map, module_gates(record))
         elif source.kind == "sweep":
             drawings.update({f"{name}_{tag}": draw for name, draw in heat_maps(record).items()})
+        elif source.kind == "artifact" and (training := record.get("training")):
+            if heldout := training.get("heldout"):
+                entropy[source.name] = (heldout["entropy_before"], heldout["entropy_after"])
+            if "below_zero" in training.get("gates", {}):
+                shares[source.name] = training["gates"]
+            if training.get("training_seconds"):  # the loop alone, as the log of a training has it
+                times.append((source.name, "stage two", training["training_seconds"]))
         elif source.kind == "training":
+            if curve := curve_of(record["history"], "topk_entropy"):
+                curves[source.name] = curve
             runtime = next((r["train_runtime"] for r in reversed(record["history"]) if "train_runtime" in r), None)
             stage = "stage two" if record["run"].get("stage") == "calibrate" else "stage one"
             # an artifact tells the time of the training beside it
@@ -143,6 +150,9 @@ def planned(sources: Sequence[Source]) -> dict[str, Callable[[Path], None]]:
         drawings["entropy"] = partial(entropy_bars, entropy)
     if shares:
         drawings["gate_shares"] = partial(gate_shares, shares)
+    if curves:
+        title = "Training entropy (its fall does not show better answers)"
+        drawings["training"] = partial(line_chart, curves, "top-k entropy / log k", title=title)
     if times:
         drawings["training_time"] = partial(time_bars, times)
     return drawings

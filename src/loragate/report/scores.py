@@ -1,4 +1,4 @@
-"""The tables of an evaluation, from the record's JSON.
+"""The tables of an evaluation and what they say in words, from the record's JSON.
 
 One table per task, with what must stand beside a score: its interval, the paired difference to the adapter and what may be
 said of it, how many answers were cut off and how many could not be judged. Last tables average over the tasks of a suite.
@@ -9,13 +9,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from loragate.display import percent
-from loragate.report.table import ABSENT, GROUP_OF, Cell, Line, Sheet, difference_cell, share_cell, with_best_scores
+from loragate.display import percent, points
+from loragate.report.table import (
+    ABSENT,
+    GROUP_OF,
+    Cell,
+    Line,
+    Sheet,
+    difference_cell,
+    or_absent,
+    share_cell,
+    with_best_scores,
+)
 
 Record = Mapping[str, Any]
-COLUMNS = ("Model", "Score %", "vs adapter, points", "Majority %", "Cut off, no EOS %", "No answer %", "Tokens")
+COLUMNS = (
+    "Model",
+    "Score %",
+    "vs adapter, points",
+    "Majority %",
+    "Cut off, no EOS %",
+    "No answer %",
+    "Tokens",
+    "Entropy nats",
+)
 SUITE_COLUMNS = ("Model", "Mean over tasks %", "vs adapter, points")
 JUDGED = ("ok", "wrong")
+NOTABLE = 0.05
+"""Share of answers from which being cut off is held to matter."""
+VERDICTS = {"better": "better than the adapter", "worse": "worse than the adapter"}
 
 
 def caption(record: Record) -> str:
@@ -25,7 +47,7 @@ def caption(record: Record) -> str:
         "temperature against the adapter there, and what is shown takes Holm's "
         "adjustment over all comparisons into account. Cut off: answers that met the length limit; below it, where it "
         "differs, no EOS: answers without an end of sequence. No answer: nothing that could be judged was found, for "
-        "whatever reason."
+        "whatever reason. Tokens and entropy (nats per token): means over the answers."
     )
     if record["sandbox"]:
         text += f" Programs ran in the tier {record['sandbox']}."
@@ -44,7 +66,7 @@ def score_tables(record: Record) -> list[Sheet]:
         sampling, questions = task["sampling"], rows[0]["avg_at_k"]["questions"]
         title = f"{task['name']} v{task['version']} · Avg@{sampling['samples']}, {questions} questions, "
         title += f"T = {sampling['temperature']:g}, grader {task['grader']}"
-        tables.append(with_best_scores(Sheet(title, COLUMNS, lines), [row.get("at_best") for row in rows]))
+        tables.append(with_best_scores(Sheet(title, COLUMNS, lines, wide=(7,)), [row.get("at_best") for row in rows]))
     for title, rows in suites_of(record):
         lines = [_line(row, row["average"]) for row in rows]
         tables.append(with_best_scores(Sheet(title, SUITE_COLUMNS, lines), [row.get("at_best") for row in rows]))
@@ -70,7 +92,8 @@ def _judged_cells(row: Record) -> list[Cell]:
         (ABSENT if majority is None or row["avg_at_k"]["samples"] == 1 else percent(majority["mean"]),),
         (percent(row["truncated"]), percent(row["no_eos"]) if row["no_eos"] != row["truncated"] else ""),
         (percent(silent / total),),
-        (f"{row['tokens']:.0f}",),
+        (f"{row['tokens']:.{0 if row['tokens'] >= 100 else 1}f}",),
+        (or_absent(row["entropy"], "{:.2f}".format),),
     ]
 
 
@@ -98,3 +121,58 @@ def suites_of(record: Record) -> list[tuple[str, list[Record]]]:
 def rows_of(record: Record, task: str) -> list[Record]:
     """The results of one task, in the record's order."""
     return [row for row in record["results"] if row["task"] == task]
+
+
+def evaluation_statements(record: Record) -> list[str]:
+    """What the record's own verdicts say of the gated model, task by task, and what stands beside it."""
+    statements, surer = [], False
+    for task in record["tasks"]:
+        rows = rows_of(record, task["name"])
+        adapters = {row["control"]: row for row in rows if row["variant"] == "adapter"}
+        for row in rows:
+            # at a lower temperature gates are compared with the adapter there; random gates are a control
+            cooler = row["temperature"] is not None
+            if row["variant"] != "gated" or (row["control"] is not None and not cooler):
+                continue
+            where = f"On {task['name']}" + (f", {row['control']}" if cooler else "")
+            versus, adapter = row["comparison"], adapters.get(row["control"])
+            if versus is None or adapter is None:
+                statements.append(f"{where}, the adapter was not run, so no verdict on the gates is given.")
+                continue
+            size = (
+                f"{percent(row['avg_at_k']['mean'])} % against {percent(adapter['avg_at_k']['mean'])} % of the adapter "
+                f"({points(versus['mean'])} points, 95 % interval {points(versus['low'])} to {points(versus['high'])})"
+            )
+            says = VERDICTS.get(row["verdict"], "not told apart from the adapter")
+            statements.append(f"{where}, gated is {says}: {size}.")
+            if not cooler:
+                statements += [f"{where}, {line}" for line in _beside(row, adapter, rows)]
+                surer |= None not in (row["entropy"], adapter["entropy"]) and row["entropy"] < adapter["entropy"]
+    if surer:
+        statements.append("Gates are trained for low entropy, which does not show that answers are right.")
+    return statements
+
+
+def _beside(gated: Record, adapter: Record, rows: list[Record]) -> list[str]:
+    """What else may have done it: a control without training, no adapter at all, answers that come to an end."""
+    lines, score = [], gated["avg_at_k"]["mean"]
+    cheap = [
+        row for row in rows if row["variant"] == "adapter" and (row["temperature"], row["constant"]) != (None, None)
+    ]
+    best = max(cheap, key=lambda row: row["avg_at_k"]["mean"], default=None)
+    if best is None:
+        lines.append("no cheap control was run (lower temperature, one λ).")
+    elif best["avg_at_k"]["mean"] >= score:
+        lines.append(f"{row_name(best)} needs no training and scores {percent(best['avg_at_k']['mean'])} %.")
+    for row in rows:
+        if row["variant"] == "base" and row["avg_at_k"]["mean"] >= score:
+            lines.append(f"the base scores {percent(row['avg_at_k']['mean'])} % without any adapter.")
+    cut, before = gated["truncated"], adapter["truncated"]
+    if max(cut, before) >= NOTABLE:
+        line = f"{percent(cut)} % of the answers of the gates are cut off, {percent(before)} % of the adapter's"
+        if before - cut >= NOTABLE:
+            line += ": part of any gain may be that answers now come to an end"
+        elif cut - before >= NOTABLE:
+            line += ": the gates make more answers run on"
+        lines.append(f"{line}.")
+    return lines

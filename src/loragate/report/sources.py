@@ -1,6 +1,6 @@
 """What a folder given to `loragate report` holds: recognised by its files, read into plain records.
 
-One folder may hold several things (a quickstart has results, trainings and an artifact), and every one of them becomes a
+One folder may hold several things (a quickstart has scores, trainings, artifacts and a diagnosis), and every one of them becomes a
 source. A folder that holds nothing known is an error that says what was looked for.
 """
 
@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from loragate.errors import DataError, LoragateError
+from loragate.records import read_value
 
 T = TypeVar("T")
+BROKEN = "was it written to its end?"
 DIAGNOSES = ("entropy.json", "gates.json", "interventions.json", "alignment.json")
 NAMES = ("results*.json", "sweep_results.json", "cells_*.json", "gate_config.json", *DIAGNOSES)
 PATTERNS = [depth + name for name in (*NAMES, "tokens.json", "metrics.jsonl") for depth in ("", "*/", "*/*/", "*/*/*/")]
 KNOWN = (
-    "an artifact (gate_config.json), an evaluation or a quickstart (results.json), a sweep (sweep_results.json) or its "
+    "an artifact (gate_config.json), an evaluation (results.json), a sweep (sweep_results.json) or its "
     "evaluation (cells_*.json), a training (run/metrics.jsonl), a diagnosis (entropy.json, gates.json, interventions.json, "
     "alignment.json, tokens.json)"
 )
@@ -30,7 +32,7 @@ class Source:
     """One record found.
 
     Attributes:
-        kind: artifact, evaluation, quickstart, sweep, training, diagnosis or traces.
+        kind: artifact, evaluation, sweep, training, diagnosis or traces.
         path: the file it came from.
         record: its content; for a training {"run": run.json or {}, "history": [log records]}.
         name: what to call it.
@@ -103,11 +105,11 @@ def _file(file: Path, name: str) -> Source | None:
     """The source that a file is; None for a file of another program, and for a cell of a sweep, whose results speak for it."""
     if file.name == "metrics.jsonl":
         run = file.with_name("run.json")
-        record = {"run": _json(run) if run.is_file() else {}, "history": _lines(file)}
+        record = {"run": read_value(run, BROKEN) if run.is_file() else {}, "history": _lines(file)}
         return Source("training", file, record, name.removesuffix("/run"))
     if not any(file.match(pattern) for pattern in (*NAMES, "tokens.json")):
         return None
-    record = _json(file)
+    record = read_value(file, BROKEN)
     keys = set(record) if isinstance(record, dict) else set()
     if file.name == "gate_config.json":
         return None if file.parent.parent.parent.name == "trials" else Source("artifact", file, record, name)
@@ -118,17 +120,10 @@ def _file(file: Path, name: str) -> Source | None:
     if file.name in DIAGNOSES:
         return Source("diagnosis", file, record, name) if {"kind", "conclusion"} <= keys else None
     if {"table", "calibrations"} <= keys:
-        return Source("quickstart", file, record, name)
+        raise DataError(f"{file} was written by a quickstart of an earlier version; run loragate quickstart again")
     if {"results", "tasks", "suites"} <= keys:
         return Source("evaluation", file, record, name if file.name == "results.json" else f"{name} ({file.stem})")
     return None
-
-
-def _json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file} cannot be read as JSON ({error}); was it written to its end?") from error
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

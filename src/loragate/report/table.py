@@ -1,18 +1,7 @@
 """Tables of results, each described once and shown in three ways: on a terminal, as Markdown, and on the report's page.
 
 A cell is a tuple of parts, the figure first, then what stands under it on a terminal and behind it in brackets elsewhere; only
-a terminal breaks lines at the line ends in a part or in a column's name. What the numbers mean is `reading.py`'s business.
-
-The table of a quickstart is made of rows, plain dictionaries of whoever measured them:
-
-    {"name": str, "group": "control" | "baseline" | "scale" | "intervention",
-     "accuracy": {"mean", "low", "high"} | None, "retention": {"mean", "low", "high"} | None,
-     "truncated": float, "entropy": float, "tokens": float,
-     "versus_lora": {"mean", "low", "high", "p"} | None, "versus_gated": likewise, "not_run": bool,
-     "at_best": {"temperature", "score": {"mean", "low", "high"}} | None}
-
-Accuracy, retention, truncation and differences are shares of 1, entropy is in nats per token, tokens are per answer; None
-stands for what was not measured. A control that was not run has its line and says so, so that its absence is seen.
+a terminal breaks lines at the line ends in a part or in a column's name.
 """
 
 from __future__ import annotations
@@ -28,19 +17,12 @@ from rich.text import Text
 from loragate.display import percent, points
 from loragate.printable import printable
 
-Row = Mapping[str, Any]
 Cell = tuple[str, ...]
 
-NOT_RUN = "not run"
 ABSENT = "–"
 GROUP_OF = {"base": "control", "adapter": "baseline", "gated": "scale"}
-COLUMNS = ("Method", "Accuracy %", "vs LoRA points", "Retention %", "Cut off %", "Entropy nats", "Tokens")
 BEST = "At its best temperature %"
 BEST_HOW = "At its best temperature: each picked on one half of the questions and scored on the other."
-CAPTION = (
-    "Ranges are 95 % intervals over questions; vs LoRA is paired by question. Cut off: answers that met the length limit. "
-    "Entropy: per token. Tokens: per answer."
-)
 
 
 @dataclass(frozen=True)
@@ -70,7 +52,6 @@ class Sheet:
         wide: places of columns that a terminal of 80 has no room for.
         said: what a terminal shows above the caption in their place.
         folded: what a long table says on the page while it is closed; it is not shown on a terminal.
-        apart: on a terminal, groups of lines are set apart.
     """
 
     kind: ClassVar[str] = "table"
@@ -81,7 +62,6 @@ class Sheet:
     wide: tuple[int, ...] = ()
     said: str = ""
     folded: str = ""
-    apart: bool = False
 
     @property
     def bars(self) -> bool:
@@ -101,12 +81,11 @@ class Sheet:
         for name in (self.columns[place] for place in shown):
             parts = name.split(", ") if ", " in name else name.rsplit(" ", 1)
             table.add_column("\n".join(parts), justify="right", no_wrap=True)
-        for line, following in zip(self.lines, [*self.lines[1:], None], strict=True):
+        for line in self.lines:
             cells = ["\n".join(filter(None, line.cells[place - 1])) for place in shown]
-            ends_group = self.apart and following is not None and following.group != line.group
             style = "bold" if line.group == "scale" else None
             texts = [Text(printable(cell)) for cell in (line.name, *cells)]
-            table.add_row(*texts, style=style, end_section=ends_group)
+            table.add_row(*texts, style=style)
         return table
 
     def markdown(self) -> str:
@@ -181,18 +160,3 @@ def _best_cell(value: Mapping[str, Any] | None) -> Cell:
         return (ABSENT,)
     heat = f"T = {value['temperature']:g}" if value["temperature"] else "greedy"
     return (*share_cell(value["score"]), heat)
-
-
-def results_table(rows: Sequence[Row]) -> Sheet:
-    """Return the rows of a quickstart in their order."""
-    lines = []
-    for row in rows:
-        forms = (("truncated", percent), ("entropy", "{:.2f}".format), ("tokens", "{:.1f}".format))
-        cells: list[Cell] = [
-            (NOT_RUN,) if row.get("not_run") else share_cell(row.get("accuracy")),
-            difference_cell(row.get("versus_lora")),
-            share_cell(row.get("retention")),
-            *((or_absent(row.get(key), show),) for key, show in forms),
-        ]
-        lines.append(Line(row["name"], cells, row["group"], row.get("accuracy")))
-    return with_best_scores(Sheet("Results", COLUMNS, lines, CAPTION, apart=True), [row.get("at_best") for row in rows])

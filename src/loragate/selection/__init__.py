@@ -14,7 +14,7 @@ comparison    all settings of one adapter on one probe: train, ask, recommend, r
 outcome       the pick of a sweep (best mean, ties to the adapter), its record, and its cells on suites
 transaction   `choose_gates`: train → probe → keep or fall back → write, a few candidates in sequence
 chosen        what a choice came to, in sentences
-sweep         many candidates over ranges and seeds, in sequence or on Ray (ray_tune)
+sweep         many candidates over ranges and seeds, in sequence or on Ray (on_ray)
 evaluated     the cells of a sweep as rows of an evaluation
 """
 

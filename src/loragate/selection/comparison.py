@@ -217,6 +217,13 @@ class Comparison:
         seconds = [result.seconds for result in self.results.values()]
         answers = sum(self._probed(one).scores.size for one in self.results)
         answers += sum(part["answers"] for part in self.parts.values())
+        optional = {
+            "failed": self.failed,
+            "stopped": {self.names[one]: self._stopped_at(one) for one in self.stopped},
+            "retention": retention_record(self.retained, retention.as_dict()) if retention and self.retained else None,
+            "confirmation": self.confirmation,
+            "own_answers": self._own_answers(),
+        }
         return {
             "method": f"the simplest of {self.tried} settings on a {self.probe.kind} probe than which no more complicated one is "
             "probably better; the adapter at each temperature is among them",
@@ -232,15 +239,7 @@ class Comparison:
             "signs": {self._label(one): self._probed(one).signs for one in whole},
             "warnings": self._warnings(setting, name),
             "vetoed": self.vetoed,
-            **({"failed": self.failed} if self.failed else {}),
-            **({"stopped": {self.names[one]: self._stopped_at(one) for one in self.stopped}} if self.stopped else {}),
-            **(
-                {"retention": retention_record(self.retained, retention.as_dict())}
-                if retention and self.retained
-                else {}
-            ),
-            **({"confirmation": self.confirmation} if self.confirmation else {}),
-            **self._own_answers(),
+            **{name: told for name, told in optional.items() if told},
             "cost": {
                 "trainings": sum(bool(one) for one in trained),
                 "training_seconds": round(sum(one.get("seconds", 0.0) for one in (*trained, *self.parts.values())), 1),
@@ -288,7 +287,7 @@ class Comparison:
         if self.probe.kind != "labelled" or not any(self.bench.settings(one).on_policy for one in self.trained):
             return {}
         alone = {one.temperature or 0.0: self._probed(one).scores for one in self.results if one.kind == ADAPTER}
-        return {"own_answers": own_answers(alone)}
+        return own_answers(alone)
 
 
 def stopped_of(ranges: int) -> int:

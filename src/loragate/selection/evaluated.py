@@ -10,10 +10,10 @@ from loragate.errors import ConfigError, DataError
 from loragate.evaluation.evaluate import Evaluation
 from loragate.evaluation.session import Request, Session
 from loragate.evaluation.tasks import Task
-from loragate.evaluation.variants import Variant, sampled
+from loragate.evaluation.variants import Variant
 from loragate.gates.schema import read_gate_config
 from loragate.selection.candidate import Candidate
-from loragate.selection.outcome import summarise, written_of
+from loragate.selection.outcome import summarise
 from loragate.selection.store import GATED, Store
 from loragate.selection.study import Study
 
@@ -29,7 +29,6 @@ class SweptCells:
         tasks: what is asked.
         stop_token_ids: that end an answer, as the cells record them.
         choice: what the sweep chose on its probe, as `summarise` records it; empty where it chose nothing.
-        heat: temperature of the probe, at which that is recommended; None where nothing was chosen.
     """
 
     study: Study
@@ -38,7 +37,6 @@ class SweptCells:
     tasks: list[Task]
     stop_token_ids: tuple[int, ...]
     choice: dict[str, Any] = field(default_factory=dict)
-    heat: float | None = None
 
     @classmethod
     def of(cls, sweep: Path, request: Request) -> SweptCells:
@@ -59,7 +57,6 @@ class SweptCells:
             raise DataError(f"{sweep} has no finished cell yet; go on with the sweep first (loragate sweep … --resume)")
         # without a probe nothing was chosen
         choices = summarise(store.study, done)["choices"] if store.study.identity.get("probe") else []
-        heat = next((result.probe.about.get("temperature") for result in done.values() if result.probe), None)
         first = next(iter(trials.values()))
         gates = read_gate_config(first)
         base, revision = gates["base"]["id"], gates["base"].get("revision")
@@ -72,17 +69,12 @@ class SweptCells:
         if asked := [task.name for task in tasks if task.harness is not None]:
             raise ConfigError(f"--sweep: {', '.join(asked)} are retention suites, which are scored one model at a time")
         endings = tuple(gates.get("stop_token_ids") or ())
-        return cls(store.study, trials, own, tasks, endings, choices[0] if choices else {}, heat)
+        return cls(store.study, trials, own, tasks, endings, choices[0] if choices else {})
 
     def evaluation(self, session: Session) -> Evaluation:
-        """The adapter and a row for each cell; at the recommended temperature the recommended gates and the adapter as well."""
+        """The adapter and a row for each cell."""
         expected = [one for one in self.study.candidates if one.range is not None]
         left = [trial.name for trial in expected if trial not in self.trials]
         notes = [f"cells that are not finished, and not scored: {', '.join(left)}"] if left else []
         rows = [Variant("gated", trial.name, gates=str(place)) for trial, place in self.trials.items()]
-        written = written_of(self.study, self.choice) if self.choice else None
-        if written is not None and (heat := session.added(self.heat)) is not None:
-            cooler = sampled("adapter", heat)
-            name = f"{written.name} {cooler.control}"
-            rows += [cooler, Variant("gated", name, temperature=heat, gates=str(self.trials[written]))]
         return session.evaluation([Variant("adapter"), *rows], notes=notes, kind="sweep", sweep=self.study.fingerprint)

@@ -9,8 +9,7 @@ Where none can be had, that is said before anything is trained.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,91 +20,27 @@ from loragate.data.loading import RowsGiven
 from loragate.data.rendering import IGNORED
 from loragate.errors import ConfigError, DataError
 from loragate.evaluation import grade_math
-from loragate.evaluation.answers import grade_choice, grade_exact
+from loragate.evaluation.answers import grade_text
 from loragate.evaluation.judging import MATH, JudgeSettings, grade_tiny, require_graders
-from loragate.evaluation.tasks import Question, Task
-from loragate.evaluation.tasks.questions import render_questions
-from loragate.generation import Engine, OnProgress, SamplingConfig
-from loragate.generation.requests import tokenize_prompts
-from loragate.selection.disjoint import prompts_of, prompts_to_exclude, require_disjoint
-from loragate.selection.probe import MIN_QUESTIONS, Probe, by_agreement, labelled
-from loragate.selection.questions import ANSWERS, PROBE_TOKENS, Manner, held_out_prompts, probe_task, read_probe
-from loragate.selection.settings import ProbeSettings, SelectionSettings
+from loragate.evaluation.tasks import Task
+from loragate.generation import Engine, OnProgress
+from loragate.selection.agreement import MIN_QUESTIONS
+from loragate.selection.disjoint import prompts_of, prompts_to_exclude
+from loragate.selection.probe import Probe, by_agreement
+from loragate.selection.questions import (
+    ANSWERS,
+    PROBE_TOKENS,
+    Asked,
+    Manner,
+    held_out_prompts,
+    probe_task,
+    read_asked,
+    read_labelled,
+)
+from loragate.selection.settings import SelectionSettings
 from loragate.training.rollouts import Reward
 
 SAMPLED = 2_000  # rows whose answers are measured
-
-
-@dataclass(frozen=True)
-class Asked:
-    """Questions as they were given, before the model is there.
-
-    Attributes:
-        source: where they come from.
-        task: how they are asked and judged.
-        questions: new to the training rows.
-        labelled: whether their answers are known.
-        settings, judging: of the samples, and of their verdicts.
-        rendered: the prompts, where they are known already.
-    """
-
-    source: str
-    task: Task
-    questions: list[Question]
-    labelled: bool
-    settings: ProbeSettings
-    judging: JudgeSettings
-    rendered: list[str] | None = None
-
-    def labelled_probe(self, how: Manner) -> Probe:
-        """The probe of questions with answers."""
-        return labelled(self.put(how))
-
-    def put(self, how: Manner) -> Probe:
-        """The questions as they are put to this model.
-
-        The engine lowers the token limit for a prompt that leaves fewer of the model's positions; a prompt that leaves none is
-        refused (DataError), which is better known before anything is trained.
-        """
-        settings, task = self.settings, self.task
-        if how.raw and not task.path.name:  # of a plain file
-            task = replace(task, raw=True)
-        prompts = self.rendered or render_questions(task, self.questions, how.tokenizer, how.system)
-        limit = settings.probe_max_new_tokens or how.answer
-        tokenize_prompts(how.tokenizer, prompts, limit, how.positions)
-        temperature = 1.0 if settings.probe_temperature is None else settings.probe_temperature
-        sampling = SamplingConfig(
-            temperature=temperature,
-            top_p=task.generation.top_p,
-            max_new_tokens=limit,
-            samples=settings.probe_samples if temperature else 1,
-            seed=how.seed,
-        )
-        return Probe("labelled", task, tuple(self.questions), tuple(prompts), sampling, self.judging, self.source)
-
-
-def read_asked(
-    questions: RowsGiven,
-    task: str,
-    settings: ProbeSettings,
-    judging: JudgeSettings,
-    taken: Sequence[tuple[Sequence[str], str]] = (),
-) -> Asked:
-    """Questions of a file or of rows in memory, checked.
-
-    Args:
-        task: whose prompt, columns and grader are used; without one the grader is that of `settings`.
-        taken: (prompts, what they are): questions must not be among them.
-
-    Raises:
-        DataError, ConfigError: naming what cannot be used.
-    """
-    named, found, labelled = read_probe(questions, task, settings.probe_grader)
-    require_graders([named], "", judging)
-    for texts, what in taken:
-        require_disjoint(found, texts, what)
-    source = str(questions) if isinstance(questions, str | Path) else f"{len(found)} questions in memory"
-    return Asked(source, named, found, labelled, settings, judging)
 
 
 def require_evidence(settings: SelectionSettings, probe: str, retention: str, *, set_aside: bool) -> None:
@@ -119,12 +54,18 @@ def require_evidence(settings: SelectionSettings, probe: str, retention: str, *,
     """
     if settings.exclude and not (probe or retention):
         raise ConfigError("--exclude has no effect without --probe FILE")
-    judging = JudgeSettings(sandbox=settings.probe_sandbox)
     for file, task in ((probe, settings.probe_task), (retention, settings.retention_task)):
         if file:
-            read_asked(file, task, settings, judging)
+            read_asked(file, task, settings)
     if set_aside and not probe:
-        require_graders([probe_task(settings.probe_grader, labelled=False)], "", judging)
+        task_of_rows(settings)
+
+
+def task_of_rows(settings: SelectionSettings) -> Task:
+    """How prompts of training rows are asked; raises ConfigError where their answers cannot be read here."""
+    task = probe_task(settings.probe_grader, labelled=False)
+    require_graders([task], "", JudgeSettings(sandbox=settings.probe_sandbox))
+    return task
 
 
 class Evidence:
@@ -149,25 +90,18 @@ class Evidence:
         settings: SelectionSettings,
     ) -> None:
         self.settings, self.spare = settings, spare
-        self.judging = JudgeSettings(sandbox=settings.probe_sandbox)
-        self.task = probe_task(settings.probe_grader, labelled=False)
         taken = [(prompts_of(rows), "the training rows")]
         if settings.exclude:
             if probe is None and retention is None:
                 raise ConfigError("--exclude has no effect without --probe FILE")
             name = f"the rows of {settings.exclude}"
             taken.append((prompts_to_exclude(load_rows(settings.exclude), name), name))
-        self.asked = self.retained = None
-        if probe is not None:
-            self.asked = read_asked(probe, settings.probe_task, settings, self.judging, taken)
-        if retention is not None:
-            self.retained = read_asked(retention, settings.retention_task, settings, self.judging, taken)
-            if not self.retained.labelled:
-                raise ConfigError(
-                    f"--retention-probe {self.retained.source} has no answers; what must not be lost needs labels"
-                )
+        self.asked = None if probe is None else read_asked(probe, settings.probe_task, settings, taken)
+        self.retained = None
+        if retention is not None:  # what must not be lost needs labels
+            self.retained = read_labelled(retention, settings.retention_task, settings, taken)
         if spare is not None and len(spare) >= MIN_QUESTIONS:
-            require_graders([self.task], "", self.judging)
+            task_of_rows(settings)
 
     def probe(
         self,
@@ -189,7 +123,7 @@ class Evidence:
         """
         asked = self.asked
         if asked is not None and asked.labelled:
-            return asked.labelled_probe(how)
+            return asked.put(how)
         if asked is None:
             assert self.spare is not None, "without a probe, rows are set aside"
             if len(self.spare) < MIN_QUESTIONS:
@@ -204,7 +138,7 @@ class Evidence:
             except DataError as error:
                 raise _none(str(error)) from error
             source = f"{len(self.spare)} rows of {self.spare.source}, set aside"
-            asked = Asked(source, self.task, questions, False, self.settings, self.judging, prompts)
+            asked = Asked(source, task_of_rows(self.settings), questions, False, self.settings, prompts)
         found, why = by_agreement(asked.put(how), adapter, on_progress, kept)
         if found is None:
             raise _none(why)
@@ -212,7 +146,7 @@ class Evidence:
 
     def retention(self, how: Manner) -> Probe | None:
         """The retention probe, or None where none was given."""
-        return None if self.retained is None else self.retained.labelled_probe(replace(how, answer=PROBE_TOKENS))
+        return None if self.retained is None else self.retained.put(replace(how, answer=PROBE_TOKENS))
 
 
 def _none(why: str) -> ConfigError:
@@ -255,6 +189,6 @@ def reward_of(rows: Rows, grader: str) -> Reward:
             return 0.0
         if grader in MATH:
             return float(grade_math(text, gold, grader).correct)
-        return float((grade_choice if grader == "choice" else grade_exact)(text, gold).correct)
+        return float(grade_text(text, gold, grader).correct)
 
     return reward

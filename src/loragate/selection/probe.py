@@ -10,17 +10,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from loragate.errors import DataError
 from loragate.evaluation import judging
 from loragate.evaluation.tasks import Question, Task
 from loragate.files import read_json, write_json
 from loragate.generation import Engine, OnProgress, Sample, SamplingConfig
-from loragate.selection.agreement import MIN_QUESTIONS, Majority, majority, why_unusable
-from loragate.selection.disjoint import key_of
+from loragate.selection.agreement import Majority, majority, why_unusable
 from loragate.selection.study import digest
 from loragate.training.guards import GuardLimits, Reading, breaches, take_reading
 from loragate.training.rollouts import as_answers
@@ -89,17 +87,15 @@ class Probe:
     """Questions, how they are asked, and against what they are judged.
 
     Attributes:
-        kind: "labelled", or "agreement" with the adapter's majority.
         task: prompt, grader and sampling of the questions.
         questions: `gold` is the label, or the majority answer.
         prompts: rendered prompts, one per question.
         sampling: how candidates are sampled.
         judging: how answers are judged.
         source: where the questions come from.
-        majority: of an "agreement" probe.
+        majority: whose answers stand in for labels; None where these are known.
     """
 
-    kind: Literal["labelled", "agreement"]
     task: Task
     questions: tuple[Question, ...]
     prompts: tuple[str, ...]
@@ -107,6 +103,11 @@ class Probe:
     judging: judging.JudgeSettings
     source: str
     majority: Majority | None = None
+
+    @property
+    def kind(self) -> str:
+        """ "labelled", or "agreement" with the adapter's majority."""
+        return "labelled" if self.majority is None else "agreement"
 
     def score(
         self, engine: Engine, on_progress: OnProgress | None = None, start: int = 0, stop: int | None = None
@@ -160,24 +161,6 @@ class Probe:
         return record
 
 
-def labelled(probe: Probe) -> Probe:
-    """The probe, whose questions can be judged by their answers.
-
-    Raises:
-        DataError: for fewer than 32 different questions, or a row that lacks what its grader reads.
-    """
-    rows, different = len(probe.questions), len({key_of(prompt) for prompt in probe.prompts})
-    if different < MIN_QUESTIONS:
-        repeated = f" ({rows} rows)" if different < rows else ""
-        raise DataError(
-            f"the probe {probe.source} has {different} different questions{repeated}; fewer than {MIN_QUESTIONS} cannot tell "
-            "ranges apart, so nothing would be picked on them"
-        )
-    if why := _why_not_judged(probe.task, probe.questions):
-        raise DataError(why)
-    return probe
-
-
 def by_agreement(
     probe: Probe, adapter: Engine, on_progress: OnProgress | None = None, kept: Path | None = None
 ) -> tuple[Probe | None, str]:
@@ -194,7 +177,7 @@ def by_agreement(
     task, questions, prompts = probe.task, probe.questions, probe.prompts
     if task.grader in judging.CODE:
         return None, "programs have no extractable answer that could agree"
-    if why := _why_not_judged(task, questions):
+    if why := why_not_judged(task, questions):
         return None, why
     cool = dataclasses.replace(probe.sampling, temperature=COOL, samples=COOL_SAMPLES, seed=probe.sampling.seed + 1)
     made_from = digest([list(prompts), dataclasses.asdict(cool), task.fingerprint])
@@ -215,7 +198,7 @@ def by_agreement(
         return None, why
     answered = tuple(judging.with_answer(questions[index], str(found.answers[index])) for index in found.usable)
     asked = tuple(prompts[index] for index in found.usable)
-    return dataclasses.replace(probe, kind="agreement", questions=answered, prompts=asked, majority=found), ""
+    return dataclasses.replace(probe, questions=answered, prompts=asked, majority=found), ""
 
 
 def looks_worse(signs: Mapping[str, float], own: Mapping[str, float]) -> list[str]:
@@ -236,7 +219,7 @@ def unread(share: float, grader: str) -> list[str]:
     ]
 
 
-def _why_not_judged(task: Task, questions: Sequence[Question]) -> str | None:
+def why_not_judged(task: Task, questions: Sequence[Question]) -> str | None:
     """What a row lacks that its grader reads, or None."""
     for question in questions if task.grader == "tiny" else ():
         if missing := [name for name in ("prompt", *TINY_COLUMNS) if name not in question.row]:

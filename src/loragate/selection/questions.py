@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from loragate.data import Rows, encode_rows, load_rows
 from loragate.data.loading import RowsGiven
 from loragate.errors import ConfigError, DataError, nearest
-from loragate.evaluation.judging import MATH, TEXT
+from loragate.evaluation.judging import MATH, TEXT, JudgeSettings, require_graders
 from loragate.evaluation.tasks import Question, Task, load_questions, load_task
-from loragate.evaluation.tasks.task import EXTRACTORS_OF, Dataset, Generation, Grader
-from loragate.selection.disjoint import PROMPTS, key_of, prompts_of
+from loragate.evaluation.tasks.questions import render_questions
+from loragate.evaluation.tasks.task import Dataset, Generation, Grader
+from loragate.generation import SamplingConfig
+from loragate.generation.requests import tokenize_prompts
+from loragate.selection.agreement import MIN_QUESTIONS
+from loragate.selection.disjoint import PROMPTS, key_of, prompts_of, require_disjoint
+from loragate.selection.probe import Probe, why_not_judged
+from loragate.selection.settings import ProbeSettings
 from loragate.training.rollouts import training_prompts
 
 ANSWERS = ("answer", "gold", "target")
@@ -42,6 +49,92 @@ class Manner:
     raw: bool = False
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Questions as they were given, before the model is there.
+
+    Attributes:
+        source: where they come from.
+        task: how they are asked and judged.
+        questions: new to the training rows.
+        labelled: whether their answers are known.
+        settings: of the samples and their verdicts.
+        rendered: the prompts, where they are known already.
+    """
+
+    source: str
+    task: Task
+    questions: list[Question]
+    labelled: bool
+    settings: ProbeSettings
+    rendered: list[str] | None = None
+
+    def put(self, how: Manner) -> Probe:
+        """The questions as they are put to this model; without answers they have yet to get those of a majority.
+
+        The engine lowers the token limit for a prompt that leaves fewer of the model's positions; a prompt that leaves none is
+        refused (DataError), which is better known before anything is trained.
+        """
+        settings, task = self.settings, self.task
+        if how.raw and not task.path.name:  # of a plain file
+            task = replace(task, raw=True)
+        prompts = self.rendered or render_questions(task, self.questions, how.tokenizer, how.system)
+        limit = settings.probe_max_new_tokens or how.answer
+        tokenize_prompts(how.tokenizer, prompts, limit, how.positions)
+        temperature = 1.0 if settings.probe_temperature is None else settings.probe_temperature
+        sampling = SamplingConfig(
+            temperature=temperature,
+            top_p=task.generation.top_p,
+            max_new_tokens=limit,
+            samples=settings.probe_samples if temperature else 1,
+            seed=how.seed,
+        )
+        judging = JudgeSettings(sandbox=settings.probe_sandbox)
+        return Probe(task, tuple(self.questions), tuple(prompts), sampling, judging, self.source)
+
+
+def read_asked(
+    given: RowsGiven, task_name: str, settings: ProbeSettings, taken: Sequence[tuple[Sequence[str], str]] = ()
+) -> Asked:
+    """Questions of a file or of rows in memory, checked as far as they can be without a model.
+
+    Args:
+        given: .jsonl, .json or .parquet with a prompt and, where there are labels, an answer column; or such rows.
+        task_name: a task whose prompt, columns and grader are used, by name or file; the rows have its schema then. Without
+            one the grader is that of the settings.
+        taken: (prompts, what they are): questions must not be among them.
+
+    Raises:
+        ConfigError: for a grader that cannot be used.
+        DataError: for a file that is not there, a row that cannot be used, answers in some rows only, a question that is also
+            among those taken, or fewer than 32 different questions with answers.
+    """
+    if isinstance(given, str | Path) and not (path := Path(given).expanduser()).is_file():
+        beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise DataError(
+            f"found no file {given}{nearest(path.name, beside)} (a probe is a local .jsonl, .json or .parquet file)"
+        )
+    rows = load_rows(given)
+    labelled = bool(task_name) or _has_answers(rows)
+    task = load_task(task_name) if task_name else probe_task(settings.probe_grader, labelled=labelled)
+    require_graders([task], "", JudgeSettings(sandbox=settings.probe_sandbox))
+    questions = load_questions(task, rows).questions
+    for texts, what in taken:
+        require_disjoint(questions, texts, what)
+    source = str(given) if isinstance(given, str | Path) else f"{len(questions)} questions in memory"
+    if labelled:
+        count, different = len(questions), len({key_of(question.prompt) for question in questions})
+        if different < MIN_QUESTIONS:
+            repeated = f" ({count} rows)" if different < count else ""
+            raise DataError(
+                f"the probe {source} has {different} different questions{repeated}; fewer than {MIN_QUESTIONS} cannot tell "
+                "ranges apart, so nothing would be picked on them"
+            )
+        if why := why_not_judged(task, questions):
+            raise DataError(why)
+    return Asked(source, task, questions, labelled, settings)
+
+
 def probe_task(grader: str = "default", *, labelled: bool = True) -> Task:
     """A task for a plain file of prompts and answers; the prompt column is the user's turn, as it stands.
 
@@ -62,37 +155,24 @@ def probe_task(grader: str = "default", *, labelled: bool = True) -> Task:
         columns={"question": PROMPTS, "gold": ANSWERS if labelled else PROMPTS},
         prompt="{{ question }}",
         generation=Generation(samples=4),
-        extractor=EXTRACTORS_OF[grader][0],
         grader=cast(Grader, grader),
-        metric="avg@k",
     )
 
 
-def read_probe(given: RowsGiven, task_name: str = "", grader: str = "default") -> tuple[Task, list[Question], bool]:
-    """The questions of a probe.
+def read_labelled(
+    given: RowsGiven, task_name: str, settings: ProbeSettings, taken: Sequence[tuple[Sequence[str], str]] = ()
+) -> Asked:
+    """`read_asked` of questions that must have answers; raises ConfigError where they have none."""
+    asked = read_asked(given, task_name, settings, taken)
+    if not asked.labelled:
+        raise ConfigError(
+            f"{asked.source} has no answers; what is asked here needs labelled questions (columns prompt and answer)"
+        )
+    return asked
 
-    Args:
-        given: .jsonl, .json or .parquet with a prompt and, where there are labels, an answer column; or such rows.
-        task_name: a task whose prompt, columns and grader are used, by name or file; the rows have its schema then.
-        grader: how answers are judged where no task is named.
 
-    Returns:
-        (task, questions, whether they are labelled).
-
-    Raises:
-        DataError: for a file that is not there, a row that cannot be used, or if some rows have an answer and others have not.
-    """
-    if isinstance(given, str | Path):
-        path = Path(given).expanduser()
-        if not path.is_file():
-            beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
-            raise DataError(
-                f"found no file {given}{nearest(path.name, beside)} (a probe is a local .jsonl, .json or .parquet file)"
-            )
-    rows = load_rows(given)
-    if task_name:
-        task = load_task(task_name)
-        return task, load_questions(task, rows).questions, True
+def _has_answers(rows: Rows) -> bool:
+    """Whether the rows of a plain file have answers; rows that are no questions, or of which only some have one, are refused."""
     for index, row in enumerate(rows):
         if row.get("messages") or row.get("conversations"):
             raise DataError(
@@ -110,8 +190,7 @@ def read_probe(given: RowsGiven, task_name: str = "", grader: str = "default") -
         raise DataError(
             f"{rows.where(missing)}: no answer, though other rows have one; give all of them an answer, or none"
         )
-    task = probe_task(grader, labelled=all(with_answer))
-    return task, load_questions(task, rows).questions, all(with_answer)
+    return all(with_answer)
 
 
 def held_out_prompts(rows: Rows, how: Manner, max_length: int) -> tuple[list[Question], list[str]]:

@@ -21,6 +21,7 @@ class ProbeSettings:
         probe_temperature: the one sampling temperature at which everything is asked, 0 for greedy; by default calibrate asks at
             1, 0.6, 0.3 and greedily and recommends one of them, and a sweep asks at 1.
         probe_max_new_tokens: token limit of a probe answer; 0 takes what the training rows' answers need.
+        probe_sandbox: where the programs of a code probe run; rlimits isolates nothing.
     """
 
     probe_task: str = ""
@@ -28,6 +29,7 @@ class ProbeSettings:
     probe_samples: Count = 4
     probe_temperature: Amount | None = None
     probe_max_new_tokens: Size = 0
+    probe_sandbox: Literal["bubblewrap", "rlimits"] = "bubblewrap"
 
     def __post_init__(self) -> None:
         check(self)
@@ -38,14 +40,12 @@ class SelectionSettings(ProbeSettings):
     """How what is recommended is chosen.
 
     Attributes:
-        probe_sandbox: where the programs of a code probe run; rlimits isolates nothing.
         exclude: file of evaluation rows; a probe that shares a question with it is refused.
         retention_task: task (name or file) of the retention probe; without it a file of prompts and answers.
         guard: stop the training of anchored or reward when sampled answers collapse: they repeat, never end, change
             their length or lose variety.
     """
 
-    probe_sandbox: Literal["bubblewrap", "rlimits"] = "bubblewrap"
     exclude: str = ""
     retention_task: str = ""
     guard: bool = True

@@ -69,9 +69,6 @@ class Study:
             ) from None
         if study.fingerprint != fingerprint:
             raise DataError(f"{path} was changed by hand: its fingerprint is of other settings; restore it")
-        if len({one.adapter for one in candidates}) > 1:
-            names = ", ".join(dict.fromkeys(one.adapter for one in candidates))
-            raise DataError(f"{path}: 'trials' are of several adapters ({names}); sweep each in an --out of its own")
         return study
 
     def begin(self, folder: Path, resume: bool) -> None:

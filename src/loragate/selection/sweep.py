@@ -14,7 +14,6 @@ from typing import Any
 
 from loragate.data import EncodedRows, Rows
 from loragate.errors import ConfigError, DivergenceError, LoragateError, nearest
-from loragate.evaluation.judging import JudgeSettings
 from loragate.files import held, read_json, require_new, write_json
 from loragate.gates import GateConfig
 from loragate.gates.schema import CONFIG
@@ -22,10 +21,9 @@ from loragate.generation import TransformersEngine
 from loragate.models import Loading, ModelRef, Place, explained, open_base, open_tokenizer, put_on, resolve
 from loragate.selection.candidate import Candidate, label_of
 from loragate.selection.disjoint import prompts_of
-from loragate.selection.evidence import Asked, read_asked
 from loragate.selection.outcome import best_record, summarise, written_of
-from loragate.selection.probe import MIN_QUESTIONS, Probe
-from loragate.selection.questions import Manner
+from loragate.selection.probe import Probe
+from loragate.selection.questions import Manner, read_labelled
 from loragate.selection.settings import ProbeSettings
 from loragate.selection.store import GATED, Store, TrialResult
 from loragate.selection.study import RECORD, Study, digest
@@ -103,12 +101,8 @@ class Sweep:
             "probe": None,
         }
         if self.probe:
-            asked = read_labelled(self.probe, self.asking, [(prompts_of(rows), "the training rows")])
-            if len(asked.questions) < MIN_QUESTIONS:
-                raise ConfigError(
-                    f"--probe {self.probe} has {len(asked.questions)} questions; at least {MIN_QUESTIONS} are needed to tell "
-                    "cells apart"
-                )
+            taken = [(prompts_of(rows), "the training rows")]
+            asked = read_labelled(self.probe, self.asking.probe_task, self.asking, taken)
             identity["probe"] = {
                 "questions": digest([[question.prompt, question.gold, question.row] for question in asked.questions]),
                 "task": asked.task.fingerprint if self.asking.probe_task else self.asking.probe_grader,
@@ -127,9 +121,8 @@ class Sweep:
         if not self.probe:
             return None
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        return read_labelled(self.probe, self.asking).labelled_probe(
-            Manner(tokenizer, positions, PROBE_SEED, self.system)
-        )
+        asked = read_labelled(self.probe, self.asking.probe_task, self.asking)
+        return asked.put(Manner(tokenizer, positions, PROBE_SEED, self.system))
 
     @classmethod
     def over(
@@ -190,16 +183,6 @@ def settings_of_each(options: Any, objectives: Sequence[str]) -> dict[str, Calib
     return settings_by_objective(options, objectives)
 
 
-def read_labelled(file: str, settings: ProbeSettings, taken: Sequence[tuple[Sequence[str], str]] = ()) -> Asked:
-    """Questions with answers, of a file."""
-    asked = read_asked(file, settings.probe_task, settings, JudgeSettings(), taken)
-    if not asked.labelled:
-        raise ConfigError(
-            f"{file} has no answers; a sweep compares cells on labelled questions (columns prompt and answer)"
-        )
-    return asked
-
-
 class Workshop:
     """The bench of a sweep in one process; opened where a trial asks for it first."""
 
@@ -241,8 +224,9 @@ class Workshop:
         return self.encoded[key]
 
 
-Execute = Callable[[Sweep, Store, Sequence[Candidate]], None]
-"""Runs those candidates of a sweep that are not finished; a trial that fails is noted in its folder."""
+Execute = Callable[..., None]
+"""Called with a sweep, its store, the candidates that are not finished and perhaps an `OnEvent`; runs them. A trial that fails is
+noted in its folder."""
 
 
 def run_in_sequence(sweep: Sweep, store: Store, pending: Sequence[Candidate], on_event: OnEvent | None = None) -> None:
@@ -268,7 +252,6 @@ def choose_runner(
     cpus: int = 1,
     gpus: float | None = None,
     device: str = "auto",
-    on_event: OnEvent | None = None,
 ) -> tuple[str, Execute]:
     """(what runs the trials, in words, and the function that does it).
 
@@ -276,7 +259,6 @@ def choose_runner(
         name: "ray", "sequential", or "auto" for Ray if it is installed.
         workers: parallel trials; 0 takes as many as fit.
         cpus, gpus: of one trial; None takes a GPU if there is one.
-        on_event: see `trial.OnEvent`; not called for trials on Ray, which run in other processes.
 
     Raises:
         ConfigError: for "ray" without Ray.
@@ -284,7 +266,7 @@ def choose_runner(
     where = "one after the other in this process"
     if name != "sequential":
         try:
-            from loragate.selection.ray_tune import Resources, run_on_ray
+            from loragate.selection.on_ray import Resources, run_on_ray
         except ConfigError:
             if name == "ray":
                 raise
@@ -292,7 +274,7 @@ def choose_runner(
         else:
             resources = Resources.found(workers, cpus, gpus, device)
             return resources.describe(), partial(run_on_ray, resources=resources)
-    return where, partial(run_in_sequence, on_event=on_event)
+    return where, run_in_sequence
 
 
 @dataclass(frozen=True)

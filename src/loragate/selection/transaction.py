@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,56 +59,6 @@ from loragate.training.run import encoded_fingerprint
 from loragate.training.strategy import process_state
 
 RANGES = "0,1;-6,3;0,6"
-
-Encode = Callable[[Rows, Callable[..., tuple[Rows, EncodedRows]]], tuple[Rows, EncodedRows]]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is asked of a calibration beside its model, rows, questions and folder; see `choose_gates`.
-
-    Attributes:
-        candidates: gates to train; the first one's range is that of the zero gates where the adapter remains.
-        config, settings, asking, retention, heldout, reward, system, unverified: see `choose_gates`.
-    """
-
-    candidates: tuple[Candidate, ...]
-    config: GateConfig
-    settings: CalibrationSettings
-    asking: SelectionSettings
-    retention: RowsGiven | None = None
-    heldout: RowsGiven | None = None
-    reward: Reward | None = None
-    system: str = "none"
-    unverified: bool = False
-
-    def check(self, probe: RowsGiven | None) -> None:
-        """Refuse what could not be compared, before anything is read.
-
-        Raises:
-            ConfigError, GateError: naming it.
-        """
-        if not self.candidates or len({one.slug for one in self.candidates}) != len(self.candidates):
-            found = [one.cell for one in self.candidates]
-            raise ConfigError(f"candidate ranges must be given, each once; found {found}")
-        for one in self.candidates:
-            if one.range is None or one.temperature is not None:
-                raise ConfigError(
-                    f"the candidate {one.cell} is no range to train gates in; the adapter, its base and one λ for all are "
-                    "always asked, and every candidate at every temperature"
-                )
-        if self.unverified and (probe is not None or len(self.candidates) > 1):
-            raise ConfigError("gates are accepted without evidence (unverified) for one range and without a probe")
-        if not self.unverified:
-            require_one_process()
-        for one in self.candidates:
-            config_of(self.config, one)
-            self.settings_of(one)  # a setting that does not fit shows before any training
-
-    def settings_of(self, one: Candidate) -> CalibrationSettings:
-        """Of the training of a candidate; raises ConfigError for a setting that no candidate reads."""
-        objectives = dict.fromkeys((one.objective, *(other.objective for other in self.candidates)))
-        return replace(settings_by_objective(self.settings, objectives)[one.objective], seed=one.seed)
 
 
 def choose_gates(
@@ -175,56 +124,101 @@ def choose_gates(
     """
     settings = settings or CalibrationSettings()
     candidates = parse_candidates(ranges, settings.objective, settings.seed) if isinstance(ranges, str) else ranges
-    config = config or GateConfig(0, 1)
-    asking = asking or SelectionSettings()
-    plan = Plan(tuple(candidates), config, settings, asking, retention, heldout, reward, system, unverified)
-    one = Transaction(tokenizer, rows, probe, folder, plan)
+    one = Transaction(
+        tokenizer,
+        rows,
+        probe,
+        Path(folder),
+        tuple(candidates),
+        config or GateConfig(0, 1),
+        settings,
+        asking or SelectionSettings(),
+        retention,
+        heldout,
+        reward,
+        system,
+        unverified,
+    )
     one.take(peft_model, **origin)
     return one.run(resume=resume, on_event=on_event)
 
 
+@dataclass
 class Transaction:
     """One choice, in three steps: what needs no model is read and checked here; `take` the model; `run`.
 
-    Args:
-        tokenizer, rows, probe, folder: see `choose_gates`.
-        plan: what is asked for.
-        encode: from (rows, function) to what the function gives; it may add the function's cache, processes and on_progress.
+    Attributes:
+        tokenizer, folder: see `choose_gates`.
+        source, asked: the rows and the questions as they were given, `rows` and `probe` of `choose_gates`.
+        candidates: gates to train; the first one's range is that of the zero gates where the adapter remains.
+        config, settings, asking, retention, reward, system, unverified: see `choose_gates`.
+        apart: rows that are only measured, its `heldout`.
+        on_progress: of tokenising.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        rows: RowsGiven,
-        probe: RowsGiven | None,
-        folder: str | Path,
-        plan: Plan,
-        encode: Encode = lambda _, encode: encode(),
-    ) -> None:
-        self.tokenizer, self.folder, self.plan = tokenizer, Path(folder), plan
+    tokenizer: Any
+    source: RowsGiven
+    asked: RowsGiven | None
+    folder: Path
+    candidates: tuple[Candidate, ...]
+    config: GateConfig
+    settings: CalibrationSettings
+    asking: SelectionSettings
+    retention: RowsGiven | None = None
+    apart: RowsGiven | None = None
+    reward: Reward | None = None
+    system: str = "none"
+    unverified: bool = False
+    on_progress: OnProgress | None = None
+
+    def __post_init__(self) -> None:
         self.probe: Probe | None = None
         if (self.folder / CONFIG).exists():
             raise ArtifactError(
                 f"{self.folder} already holds a gated adapter; choose another folder or remove it first"
             )
-        plan.check(probe)
-        asking, settings, retention = plan.asking, plan.settings, plan.retention
-        everything = self.given = load_rows(rows)
-        self.reward = plan.reward
-        if self.reward is None and any(one.objective == "reward" for one in plan.candidates):
-            self.reward = reward_of(everything, asking.probe_grader)
+        self._check()
+        everything = self.given = load_rows(self.source)
+        if self.reward is None and any(one.objective == "reward" for one in self.candidates):
+            self.reward = reward_of(everything, self.asking.probe_grader)
         spare = None
-        if probe is None and not plan.unverified:
-            self.given, spare = set_aside(everything.shuffled(settings.seed))
-        self.evidence = Evidence(everything, probe, retention, spare, asking)
-        self.rows, self.encoded = encode(
-            self.given, lambda **how: calibration_rows(self.given, tokenizer, settings, plan.system, **how)
-        )
-        self.heldout = None
-        if plan.heldout is not None:
-            self.heldout = encode_rows(
-                load_rows(plan.heldout), tokenizer, max_length=settings.max_length, system=plan.system
-            )
+        if self.asked is None and not self.unverified:
+            self.given, spare = set_aside(everything.shuffled(self.settings.seed))
+        self.evidence = Evidence(everything, self.asked, self.retention, spare, self.asking)
+        how: dict[str, Any] = {"system": self.system, "on_progress": self.on_progress}
+        self.rows, self.encoded = calibration_rows(self.given, self.tokenizer, self.settings, **how)
+        self.heldout: EncodedRows | None = None
+        if self.apart is not None:
+            apart, limit = load_rows(self.apart), self.settings.max_length
+            self.heldout = encode_rows(apart, self.tokenizer, max_length=limit, system=self.system)
+
+    def _check(self) -> None:
+        """Refuse what could not be compared, before anything is read.
+
+        Raises:
+            ConfigError, GateError: naming it.
+        """
+        if not self.candidates or len({one.slug for one in self.candidates}) != len(self.candidates):
+            found = [one.cell for one in self.candidates]
+            raise ConfigError(f"candidate ranges must be given, each once; found {found}")
+        for one in self.candidates:
+            if one.range is None or one.temperature is not None:
+                raise ConfigError(
+                    f"the candidate {one.cell} is no range to train gates in; the adapter, its base and one λ for all are "
+                    "always asked, and every candidate at every temperature"
+                )
+        if self.unverified and (self.asked is not None or len(self.candidates) > 1):
+            raise ConfigError("gates are accepted without evidence (unverified) for one range and without a probe")
+        if not self.unverified:
+            require_one_process()
+        for one in self.candidates:
+            config_of(self.config, one)
+            self.settings_of(one)  # a setting that does not fit shows before any training
+
+    def settings_of(self, one: Candidate) -> CalibrationSettings:
+        """Of the training of a candidate; raises ConfigError for a setting that no candidate reads."""
+        objectives = dict.fromkeys((one.objective, *(other.objective for other in self.candidates)))
+        return replace(settings_by_objective(self.settings, objectives)[one.objective], seed=one.seed)
 
     def take(self, peft_model: Any, engine: Engine | None = None, **origin: Any) -> None:
         """The model to gate.
@@ -236,25 +230,25 @@ class Transaction:
         """
         if is_gated(peft_model, active_adapter(peft_model)):
             raise GateError("the model carries gates already; take them off first, with loragate.detach_gates(model)")
-        verdicts = examine_adapter(peft_model, active_adapter(peft_model), self.plan.config.target_modules)
+        verdicts = examine_adapter(peft_model, active_adapter(peft_model), self.config.target_modules)
         self.gateable = len(require_gateable(verdicts))
         require_trainable(verdicts)
-        size = self.plan.settings.sampling_batch_size
+        size = self.settings.sampling_batch_size
         self.bench = Bench(
             peft_model,
             self.tokenizer,
             engine or TransformersEngine(peft_model, self.tokenizer, batch_size=size),
             self._encoded,
-            self.plan.config,
-            self.plan.settings_of,
+            self.config,
+            self.settings_of,
             options=self._options,
             origin=origin,
         )
         self.how = Manner(
             self.tokenizer,
             getattr(peft_model.config.get_text_config(), "max_position_embeddings", None),
-            self.plan.settings.seed + 1,
-            self.plan.system,
+            self.settings.seed + 1,
+            self.system,
             answer_tokens(self.encoded),
             raw=self.encoded.summary.plain == self.encoded.summary.rows,
         )
@@ -266,7 +260,7 @@ class Transaction:
             ConfigError: if no evidence can be had, with the reason.
         """
         kept = self.folder / CANDIDATES / "majority.json"
-        self.probe = self.evidence.probe(self.how, self.bench.engine, self.plan.settings.max_length, kept, on_progress)
+        self.probe = self.evidence.probe(self.how, self.bench.engine, self.settings.max_length, kept, on_progress)
 
     def run(self, *, resume: bool = False, on_event: OnEvent | None = None) -> Chosen:
         """Train and ask what is not finished yet, choose, and write the folder.
@@ -274,7 +268,7 @@ class Transaction:
         Args:
             resume, on_event: see `choose_gates`, and for what is raised.
         """
-        if self.plan.unverified:
+        if self.unverified:
             return self._as_given(resume, on_event)
 
         def progress(done: int, total: int) -> None:
@@ -288,13 +282,15 @@ class Transaction:
         retention = self.bench.retention = self.evidence.retention(self.how)
         settings = settings_on(
             probe,
-            self.plan.candidates,
-            self.plan.asking.probe_temperature,
+            self.candidates,
+            self.asking.probe_temperature,
             can_be_off=gates_all(self.bench.model),
         )
         asked = {"probe": probe.fingerprint, "retention": None if retention is None else retention.fingerprint}
         store = self._store(settings, asked)
-        with self._begun(store, resume):
+        taken = f"another choice is running in {self.folder}; wait for it to end, or stop it"
+        with held(store.folder / "lock", 0.0, taken):
+            store.study.begin(store.folder, resume)
             comparison = Comparison(store, self.bench, settings, on_event)
             if on_event is not None:
                 on_event(Candidate(None, ADAPTER), "planned", 0, comparison.most_answers(), None)
@@ -310,19 +306,19 @@ class Transaction:
             self._put_on(setting, trial)
             return Chosen.of(self.folder, setting)
         if setting.kind == ADAPTER:
-            self._put_on(self.plan.candidates[0], None)
+            self._put_on(self.candidates[0], None)
         else:
             attach_constant(self.bench.model, setting.fixed)
-        k = self.plan.settings.k
+        k = self.settings.k
         save_artifact(self.bench, self.folder, {"selection": record}, k, setting.temperature)
         return Chosen.of(self.folder, None if setting.kind == ADAPTER else setting)
 
     def _store(self, candidates: tuple[Candidate, ...], asked: dict[str, Any]) -> Store:
         """The study of these candidates; its identity is what their numbers depend on."""
         model = self.bench.model
-        named = {one.objective: one for one in self.plan.candidates}
-        guarded = self.plan.asking.guard and any(self.bench.settings(one).on_policy for one in self.plan.candidates)
-        gates = asdict(self.plan.config)
+        named = {one.objective: one for one in self.candidates}
+        guarded = self.asking.guard and any(self.bench.settings(one).on_policy for one in self.candidates)
+        gates = asdict(self.config)
         identity = {
             **asked,
             "data": self.rows.as_record(),
@@ -336,16 +332,9 @@ class Transaction:
         }
         return Store(self.folder / CANDIDATES, Study(candidates, identity))
 
-    @contextmanager
-    def _begun(self, store: Store, resume: bool) -> Iterator[None]:
-        taken = f"another choice is running in {self.folder}; wait for it to end, or stop it"
-        with held(store.folder / "lock", 0.0, taken):
-            store.study.begin(store.folder, resume)
-            yield
-
     def _as_given(self, resume: bool, on_event: OnEvent | None) -> Chosen:
         """A range that the user accepted without evidence; on several processes only the main one writes."""
-        (one,) = self.plan.candidates
+        (one,) = self.candidates
         settings, run = self.bench.settings(one), self.folder / "run"
 
         def report(step: Any) -> None:
@@ -356,7 +345,7 @@ class Transaction:
             self.bench.model,
             self.tokenizer,
             self.rows,
-            config_of(self.plan.config, one),
+            config_of(self.config, one),
             settings,
             run_folder=run,
             resume=resume and (run / "run.json").is_file(),
@@ -370,22 +359,22 @@ class Transaction:
         return Chosen(self.folder, one, evidence)
 
     def _encoded(self, settings: CalibrationSettings) -> tuple[Rows, EncodedRows]:
-        if settings.seed == self.plan.settings.seed:
+        if settings.seed == self.settings.seed:
             return self.rows, self.encoded
-        return calibration_rows(self.given, self.tokenizer, settings, self.plan.system)
+        return calibration_rows(self.given, self.tokenizer, settings, self.system)
 
     def _options(self, settings: CalibrationSettings) -> dict[str, Any]:
         """What a training with these settings needs beside the rows."""
         options: dict[str, Any] = {"heldout": self.heldout}
         if settings.objective == "reward":
             options["reward"] = self.reward
-        if settings.on_policy and self.plan.asking.guard:
+        if settings.on_policy and self.asking.guard:
             options["guard"] = GuardLimits()
         return options
 
     def _put_on(self, one: Candidate, gated: Path | None) -> None:
         """Attach a candidate's gates as they are in a folder, or zero gates in its range."""
-        attach_gates(self.bench.model, config_of(self.plan.config, one), active_adapter(self.bench.model))
+        attach_gates(self.bench.model, config_of(self.config, one), active_adapter(self.bench.model))
         load_gate_values(self.bench.model, {} if gated is None else load_file(gated / GATES))
 
 

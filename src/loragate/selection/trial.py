@@ -56,7 +56,7 @@ CONSTANT_RANGE = Range(-1, 2)
 """In which one λ for all is written; the values that are tried lie well inside."""
 OnEvent = Callable[[Candidate, str, int, int, float | None], None]
 """Called with (candidate, stage, done, total, entropy); stages are asking (the adapter, for its majority), planned (total: the
-most answers that will be asked), loading, training, probing, retention, finished."""
+most answers that will be asked), loading, training, probing, retention, finished, failed."""
 
 
 @dataclass
@@ -219,6 +219,7 @@ def _alone(store: Store, candidate: Candidate, on_event: OnEvent | None) -> Iter
             yield tell
     except Exception as error:
         store.note_failure(candidate, error)
+        tell("failed")
         raise
 
 

@@ -39,12 +39,7 @@ class Row:
 
 
 def add_adapters(model: Any, places: Mapping[str, Place]) -> dict[str, Row]:
-    """Load more adapters, gated or plain, beside the one a PeftModel has; their rows by served name.
-
-    Args:
-        model: a PeftModel.
-        places: by served name.
-    """
+    """Load more adapters, gated or plain, beside the one that a PeftModel has; places and rows by served name."""
     rows: dict[str, Row] = {}
     loaded: dict[str, str] = {}
     for name, place in places.items():
@@ -74,8 +69,7 @@ def transformers_backend(
     and a name with an override of λ were not asked when that was found; they keep temperature 1.
 
     Args:
-        model: base, PeftModel or gated PeftModel.
-        tokenizer: its tokenizer.
+        model, tokenizer: base, PeftModel or gated PeftModel.
         kind: "base", "adapter" or "gated"; decides the names that can be asked for.
         system: "none" leaves out a default system message that the template injects, "keep" keeps it.
         more: rows of further adapters, from `add_adapters`.

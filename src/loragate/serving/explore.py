@@ -9,7 +9,6 @@ from loragate.analysis.token_traces import Answer, Question, trace_answers
 from loragate.data import render_prompt
 from loragate.errors import ConfigError
 from loragate.gates import attached_config, gate_override, gates_disabled
-from loragate.gates.attach import gate_modules
 from loragate.gates.recommended import chosen_temperature, sampling_note
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
 from loragate.models import Loading, open_model, resolve
@@ -22,9 +21,7 @@ def explorer_of(
     """The page of `report.explorer` for a gated folder, not launched.
 
     Args:
-        model: gated folder, or its hub id.
-        how: base and tokenizer are loaded.
-        base: where the base model is, instead of the recorded one.
+        model, how, base: gated folder or its hub id, how it is loaded, and where the base is if not where the folder says.
         prompt: initial text of the prompt box.
         raw: pass prompts to the model unchanged, without the chat template.
         system: "none" leaves out a default system message of the template.
@@ -46,7 +43,6 @@ def explorer_of(
         session.reread,
         lower=config.lower,
         upper=config.upper,
-        modules=list(gate_modules(loaded.model)),
         prompt=prompt,
         temperature=chosen_temperature(place.sampling, None),
         note=sampling_note(model, place.sampling),
@@ -89,7 +85,6 @@ class Session:
             return self._trace(Question("0", question["prompt"], "", answers), minimum, maximum)
 
     def _trace(self, question: Any, minimum: float, maximum: float) -> dict[str, Any]:
-
         with gate_override(self.model, minimum, maximum):
             record = trace_answers(self.model, self.tokenizer, [question], max_tokens=1024)
         # what `reread` needs; a page may hold several conversations, so nothing of one is kept here

@@ -33,12 +33,19 @@ def add_head(
             logits_TV[own, : delta_TV.shape[1]] += delta_TV.to(logits_TV.dtype)
 
 
-class HeadPunica:
-    """Stands before vLLM's punica wrapper of the head."""
+class PunicaFront:
+    """Stands before vLLM's punica wrapper of one layer; what it does not define is the wrapper's own."""
 
     def __init__(self, punica: Any, layer: Any) -> None:
         self.punica = punica
         self.layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["punica"], name)
+
+
+class HeadPunica(PunicaFront):
+    """That of the vocabulary's head."""
 
     def add_lora_logits(
         self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: Any, lora_b_stacked: Any, scale: float, **kwargs: Any
@@ -50,9 +57,6 @@ class HeadPunica:
             slots_T = self.punica.sampler_indices if sampled else torch.full((len(x),), layer.prompt_slot)
             add_head(y, x, slots_T, layer.heads, lora_a_stacked, lora_b_stacked)
         return y
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["punica"], name)
 
 
 def head_class(lora_class: type) -> type:

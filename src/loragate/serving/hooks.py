@@ -68,9 +68,7 @@ def install() -> None:
         GPUModelRunner._get_prompt_logprobs_dict = scoring_prompts(GPUModelRunner._get_prompt_logprobs_dict)
     LRUCacheWorkerLoRAManager._manager_cls = GatedLoRAModelManager
     WorkerLoRAManager._load_adapter = loading(
-        WorkerLoRAManager._load_adapter,
-        lora_utils.get_adapter_absolute_path,
-        lambda: get_pp_group().world_size == 1,
+        WorkerLoRAManager._load_adapter, lora_utils.get_adapter_absolute_path, lambda: get_pp_group().world_size == 1
     )
     LRUCacheWorkerLoRAManager.add_adapter = adding(LRUCacheWorkerLoRAManager.add_adapter)
     InputProcessor._validate_lora = validating(InputProcessor._validate_lora)

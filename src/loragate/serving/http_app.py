@@ -27,8 +27,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
-from loragate.errors import ConfigError, LoragateError, nearest
-from loragate.gates.override_names import split_name
+from loragate.errors import LoragateError, nearest
 from loragate.printable import excerpt
 
 logger = logging.getLogger("loragate")
@@ -128,23 +127,15 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Backend:
-    """Who answers.
+    """Who answers."""
 
-    Attributes:
-        models: names that a request may give, alone or with an override of λ behind an @.
-        answer: a request -> tokens of its prompts, and `n` answers to each in order; called for one request at a time.
-    """
-
-    models: tuple[str, ...]
+    models: tuple[str, ...]  # names that a request may give, alone or with an override of λ behind an @
+    # a request -> tokens of its prompts, and `n` answers to each in order; called for one request at a time
     answer: Callable[[CompletionRequest | ChatRequest], tuple[int, list[Answer]]]
 
 
-class ModelError(LoragateError):
-    """A request for a model that is not served, with its HTTP status."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+class UnknownModel(LoragateError):
+    """A request for a model that is not served."""
 
 
 def make_server(backend: Backend, host: str) -> uvicorn.Server:
@@ -181,14 +172,9 @@ def make_app(backend: Backend, host: str = "127.0.0.1") -> FastAPI:
         return head | await reply(asked, lambda text: {"message": {"role": "assistant", "content": text}})
 
     async def reply(asked: CompletionRequest | ChatRequest, shape: Callable[[str], Any]) -> dict[str, Any]:
-        if asked.model not in backend.models:
-            if asked.model.rpartition("@")[0] not in backend.models:
-                known = ", ".join(backend.models)
-                raise ModelError(404, f"the model {excerpt(asked.model)} does not exist; this server has {known}")
-            try:
-                split_name(asked.model)
-            except ConfigError as error:
-                raise ModelError(400, str(error)) from error
+        if not {asked.model, asked.model.rpartition("@")[0]} & set(backend.models):
+            known = ", ".join(backend.models)
+            raise UnknownModel(f"the model {excerpt(asked.model)} does not exist; this server has {known}")
         async with turn:
             given, answers = await _in_thread(lambda: backend.answer(asked))
         choices = [
@@ -209,8 +195,8 @@ def make_app(backend: Backend, host: str = "127.0.0.1") -> FastAPI:
 
     @app.exception_handler(LoragateError)
     async def refused(request: Request, error: LoragateError) -> Response:
-        if isinstance(error, ModelError):
-            return _problem(error.status, str(error), "model")
+        if isinstance(error, UnknownModel):
+            return _problem(404, str(error), "model")
         # what this protocol calls it
         return _problem(400, str(error).replace("max_new_tokens", "max_tokens"))
 

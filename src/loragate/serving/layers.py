@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from loragate.gates.signed_map import SignedMap
+from loragate.serving.head import PunicaFront
 
 BELOW, ABOVE, LEAST, MOST = range(4)
 _UNGATED = (0.0, 0.0, -math.inf, math.inf)
@@ -76,12 +77,8 @@ def slot_coefficients(
     return (slope_TN * response_TN + 1.0).clamp(least_TN, most_TN)
 
 
-class GatedPunica:
-    """Stands before vLLM's punica wrapper of one layer and scales what its shrink leaves in the buffer."""
-
-    def __init__(self, punica: Any, layer: Any) -> None:
-        self.punica = punica
-        self.layer = layer
+class GatedPunica(PunicaFront):
+    """That of a linear layer: scales what the wrapper's shrink leaves in the buffer."""
 
     def add_shrink(self, y: Any, x: torch.Tensor, lora_a_stacked: Any, scale: float, **kwargs: Any) -> Any:
         """A x into the fp32 buffer [N, T, R], times λ."""
@@ -96,10 +93,6 @@ class GatedPunica:
         )
         buffer.mul_(lam_TN.t().unsqueeze(-1))
         return shrunk
-
-    def add_expand(self, *args: Any, **kwargs: Any) -> Any:
-        """B times the buffer, as vLLM does it."""
-        return self.punica.add_expand(*args, **kwargs)
 
     def add_lora_linear(
         self,
@@ -118,9 +111,6 @@ class GatedPunica:
         buffer_NTR = torch.zeros(shape, dtype=torch.float32, device=x.device)
         self.add_shrink(buffer_NTR, x, lora_a_stacked, scale, **kwargs)
         return self.punica.add_expand(y, buffer_NTR, lora_b_stacked, output_slices, add_inputs=add_inputs, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["punica"], name)
 
 
 class GateMixin:

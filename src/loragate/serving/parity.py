@@ -29,46 +29,29 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS, SEED = 4, 40, 32, 0
 
 @dataclass(frozen=True)
 class Served:
-    """One answer of the server.
-
-    Attributes:
-        prompt_ids, token_ids: what was given and what was generated.
-        prompt_logprobs: of prompt tokens 1 onwards, in nats; the first has none.
-        logprobs: of the generated tokens.
-    """
+    """One answer of the server; log-probs in nats."""
 
     prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    prompt_logprobs: tuple[float, ...]
-    logprobs: tuple[float, ...]
+    token_ids: tuple[int, ...]  # what was generated
+    prompt_logprobs: tuple[float, ...]  # of prompt tokens 1 onwards; the first has none
+    logprobs: tuple[float, ...]  # of the generated tokens
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far served answers lie from the reference.
+    """How far served answers lie from the reference."""
 
-    Attributes:
-        prompt, generated: largest absolute difference of a log-prob, in nats; infinite where one is no number.
-        tokens: generated tokens compared.
-        mismatches: generated tokens that are not the reference's own most likely one.
-        close_calls: of these, where the reference's two best lie within 1e-3 of each other, so that rounding decides.
-    """
-
-    prompt: float
-    generated: float
-    tokens: int
-    mismatches: int
-    close_calls: int
+    prompt: float  # largest absolute difference of a log-prob, in nats; infinite where one is no number
+    generated: float  # the same of generated tokens
+    tokens: int  # generated tokens compared
+    mismatches: int  # generated tokens that are not the reference's own most likely one
+    close_calls: int  # of these, where the reference's two best lie within 1e-3 of each other, so that rounding decides
 
 
 def open_llm(base: str, adapters: Mapping[str, str], *, max_lora_rank: int, **settings: Any) -> tuple[Any, list[Any]]:
-    """An offline `vllm.LLM` with room for all adapters at once, and a `LoRARequest` for each.
+    """An offline `vllm.LLM` with room for all adapters, {name: folder}, at once, and a `LoRARequest` for each.
 
-    Args:
-        base: folder or hub id.
-        adapters: {name: folder}, gated or plain.
-        max_lora_rank: a rank that vLLM takes.
-        **settings: further arguments of `vllm.LLM`.
+    `max_lora_rank` is one that vLLM takes; `settings` are further arguments of `vllm.LLM`.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -97,14 +80,9 @@ def greedy(
     max_new_tokens: int,
     prompt_logprobs: bool = True,
 ) -> list[list[Served]]:
-    """Every prompt under every adapter, all in one batch, greedily, with log-probs.
+    """Every prompt (token ids) under every adapter (a `LoRARequest`, or None for the base), all in one batch, greedily.
 
-    Args:
-        llm: a `vllm.LLM` with LoRA on.
-        prompts: token ids.
-        adapters: a `LoRARequest` or None (the base) each.
-        max_new_tokens: generated for each; stop tokens are ignored.
-        prompt_logprobs: vLLM computes a whole prompt anew to report these, past its prefix cache.
+    Stop tokens are ignored. With `prompt_logprobs` vLLM computes a whole prompt anew, past its prefix cache.
 
     Returns:
         One list per adapter, with one `Served` per prompt.

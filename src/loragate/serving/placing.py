@@ -6,7 +6,6 @@ activated; a gate that finds none is refused, because the adapter would then act
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +15,8 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from loragate.errors import ArtifactError
 from loragate.gates.fingerprint import compare_base_samples, config_fingerprint
-from loragate.gates.gate import Override
 from loragate.gates.schema import CONFIG
-from loragate.gates.signed_map import SignedMap
+from loragate.gates.signed_map import Override, SignedMap
 from loragate.models.folder_gates import FolderGates
 from loragate.serving.layers import GateMixin
 
@@ -74,16 +72,7 @@ def place_gates(gates: FolderGates, manager: Any, complete: bool = True) -> Plac
                 f"{where}: the gate of {path} reads {weight.numel()} features, the base has {width} there"
             )
         entries += [(layer, piece, weight, float(bias)) for piece in pieces]
-    return PlacedGates(tuple(entries), gates.config.signed_map, _limits(gates.override))
-
-
-def _limits(override: Override | None) -> tuple[float, float]:
-    if override is None:
-        return -math.inf, math.inf
-    if override.constant is not None:
-        return override.constant, override.constant
-    least = -math.inf if override.minimum is None else override.minimum
-    return least, math.inf if override.maximum is None else override.maximum
+    return PlacedGates(tuple(entries), gates.config.signed_map, (gates.override or Override()).limits)
 
 
 def _slices(manager: Any) -> dict[str, tuple[str, range]]:

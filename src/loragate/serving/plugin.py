@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from loragate.errors import LoragateError
-from loragate.gates.gate import Override
 from loragate.gates.override_names import split_folder
 from loragate.gates.recommended import generation_settings, recommended_temperature, warn_elsewhere
+from loragate.gates.signed_map import Override
 from loragate.models.place import is_gated, sampling_of
 from loragate.serving.versions import missing_hook, vllm_version, why_unsupported
 from loragate.version import __version__

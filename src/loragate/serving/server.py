@@ -36,14 +36,21 @@ def serve(settings: ServerSettings, how: Loading, system: str = "none") -> int:
         how: base and tokenizer are loaded.
         system: "none" leaves out a default system message of the template.
     """
-    if settings.engine == "transformers":
-        return serve_transformers(settings, how, system)
-    if importlib.util.find_spec("vllm") is None:
+    if settings.engine != "transformers" and importlib.util.find_spec("vllm") is None:
         raise ConfigError("vLLM is not installed; run: pip install loragate[vllm], or use --engine transformers")
-    place, adapters = served_places(settings)
-    if settings.verify:
-        return verify(settings, how, place, adapters)
-    return serve_vllm(settings, how, system, place, adapters)
+    if settings.verify and settings.engine != "transformers":
+        return verify(settings, how, *served_places(settings))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    # the signal of `kill` and of service managers is as Ctrl-C, so that no child is left behind
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        return (serve_transformers if settings.engine == "transformers" else serve_vllm)(settings, how, system)
+    except KeyboardInterrupt:
+        console().print("stopped", markup=False)
+        return 0
 
 
 def served_places(settings: ServerSettings) -> tuple[Place, dict[str, Place]]:
@@ -99,8 +106,9 @@ def listen(host: str, port: int) -> socket.socket:
     return found
 
 
-def serve_vllm(settings: ServerSettings, how: Loading, system: str, place: Place, adapters: Mapping[str, Place]) -> int:
+def serve_vllm(settings: ServerSettings, how: Loading, system: str) -> int:
     """vLLM's own server as a child, until Ctrl-C."""
+    place, adapters = served_places(settings)
     rank = prepare_vllm(place, adapters, how.trust_remote_code)
     texts = {name: adapter.text for name, adapter in adapters.items()}
     with listen(settings.host, settings.port) as free:
@@ -120,17 +128,12 @@ def serve_vllm(settings: ServerSettings, how: Loading, system: str, place: Place
         )
         out.print("starting vLLM: " + shlex.join(without_secrets(command)), markup=False)
         print_sampling(adapters)
-        end_on_terminate()
         began, process = time.monotonic(), start(command, texts, dynamic=settings.dynamic)
         try:
             wait_until_healthy(process, address(settings.host, port))
             out.print(f"ready after {time.monotonic() - began:.0f} s", markup=False)
             print_clients(settings.host, port, ["base", *adapters], chat=renders_chats(how, place))
             status = process.wait()
-        except KeyboardInterrupt:
-            stop(process)
-            out.print("stopped", markup=False)
-            return 0
         finally:
             stop(process)
     if status:
@@ -168,11 +171,7 @@ def serve_transformers(settings: ServerSettings, how: Loading, system: str) -> i
         )
         chat = loaded.tokenizer.chat_template is not None
         print_clients(settings.host, listening.getsockname()[1], list(backend.models), chat=chat)
-        end_on_terminate()
-        try:
-            make_server(backend, settings.host).run(sockets=[listening])
-        except KeyboardInterrupt:
-            console().print("stopped", markup=False)
+        make_server(backend, settings.host).run(sockets=[listening])
     return 0
 
 
@@ -183,15 +182,6 @@ def print_sampling(places: Mapping[str, Place]) -> None:
             continue  # which was not asked when that was found
         if note := sampling_note(name, place.sampling):
             console().print(f"{note}; a request may say otherwise", markup=False)
-
-
-def end_on_terminate() -> None:
-    """Treat the signal of `kill` and of service managers as Ctrl-C, so that no child is left behind."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
 
 
 def address(host: str, port: int) -> str:

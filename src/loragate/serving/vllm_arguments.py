@@ -108,7 +108,6 @@ def template_for_vllm(tokenizer: Any) -> str | None:
 
 
 def _render(chat: Any, messages: list[dict[str, str]]) -> str | None:
-
     try:
         return str(chat.render(messages, generation_prompt=True))
     except DataError:
@@ -121,13 +120,7 @@ def stopping_arguments(
     """Arguments that have vLLM's server stop where our engines do; none where it does so by itself.
 
     It knows the tokenizer's EOS and a generation config's. `--override-generation-config` sets the defaults of sampling
-    alone, so the base's generation config is copied into `scratch` with all stop tokens.
-
-    Args:
-        place: whose base is served.
-        adapters: by served name; gated folders record stop tokens.
-        scratch: a folder for the copy.
-        trust: run model code from the hub.
+    alone, so the base's generation config is copied into `scratch` with all stop tokens, those that gated folders record too.
     """
     recorded = {token for adapter in adapters.values() for token in adapter.stop_token_ids}
     settings = generation_config(place.base, trust)

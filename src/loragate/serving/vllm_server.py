@@ -47,11 +47,7 @@ def usual_share() -> float:
 
 
 def unserved_heads(config: Any) -> str | None:
-    """Why vLLM's attention on a CPU cannot serve a base, which it would say only at the first request, and end.
-
-    Args:
-        config: the base's, of transformers.
-    """
+    """Why vLLM's attention on a CPU cannot serve a base of this configuration, which it would say at the first request only."""
     try:
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -67,27 +63,13 @@ def unserved_heads(config: Any) -> str | None:
 
 
 def require_served(base: str, config: Any) -> None:
-    """Refuse a base that vLLM would start with here and then end at the first request.
-
-    Args:
-        base: its name, for the message.
-        config: as of `unserved_heads`.
-
-    Raises:
-        ConfigError: with the reason and the other engine.
-    """
+    """Refuse a base, called so, that vLLM would start with here and then end at the first request. Raises ConfigError."""
     if on_cpu() and (why := unserved_heads(config)) is not None:
         raise ConfigError(f"{base}: {why}; use --engine transformers")
 
 
 def server_command(
-    base: str,
-    adapters: Mapping[str, str],
-    *,
-    host: str,
-    port: int,
-    max_lora_rank: int,
-    extra: Sequence[str] = (),
+    base: str, adapters: Mapping[str, str], *, host: str, port: int, max_lora_rank: int, extra: Sequence[str] = ()
 ) -> list[str]:
     """Command line of the server: the base as "base", each adapter folder (gated or plain) under its name.
 

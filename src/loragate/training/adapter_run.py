@@ -15,7 +15,7 @@ from loragate.generation import OnProgress
 from loragate.losses.objectives import objective_of
 from loragate.models import Loading, explained, open_base, open_tokenizer, resolve
 from loragate.training.preflight import require_free_out
-from loragate.training.rows import encode_run, read_rows
+from loragate.training.rows import read_rows
 from loragate.training.run import OnStep, require_mask_column
 from loragate.training.run_folder import RECORD
 from loragate.training.settings import RowsSettings, StageOneSettings
@@ -47,7 +47,7 @@ def make_adapter(
 
     Args:
         model: base model, folder or hub id.
-        data: the rows, a file or hub id; or `RowsSettings`, for a split, a revision, a subset or a cache.
+        data: the rows, a file or hub id; or `RowsSettings`, for a split, a revision or a subset.
         folder: where the adapter is written; must be new or empty, or hold the run to resume.
         settings: the paper's values by default; with `adapter` a finished adapter is trained on.
         reference: frozen model for the KL of eksft, folder or hub id; by default the base itself, adapter off.
@@ -121,12 +121,12 @@ class AdapterRun:
         rows = read_rows(asked, max_rows, settings.seed)
         self.rows = rows = rows.shuffled(settings.seed)
         self.tokenizer = open_tokenizer(self.place, self.loading)
-        self.encoded = encode_run(
-            asked,
-            self.folder,
+        self.encoded = encode_rows(
             rows,
-            lambda **how: encode_rows(rows, self.tokenizer, max_length=settings.max_length, system=system, **how),
-            on_progress,
+            self.tokenizer,
+            max_length=settings.max_length,
+            system=system,
+            on_progress=on_progress,
         )
         require_mask_column(self.objective, self.encoded, rows)
 

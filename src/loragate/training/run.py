@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,7 +39,7 @@ from loragate.training.callbacks import (
 from loragate.training.compatibility import Plan, refuse_impossible
 from loragate.training.guards import READING, GuardCallback
 from loragate.training.last_layer import read_positions_only
-from loragate.training.model_state import as_found, statistics_forward
+from loragate.training.model_state import as_found, short_row_attention, statistics_forward
 from loragate.training.run_folder import STATE, explain_full_disk, explain_lost_process, prepare_folder
 from loragate.training.settings import GATE_OBJECTIVES, OBJECTIVES, CalibrationSettings, TrainSettings
 from loragate.training.sharding import causal_model, partitioned, target_device
@@ -148,6 +149,10 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
         guard.restore(records)
     # the trainer would take a step more before it looks whether it is to stop
     ended = past.get("global_step", 0) >= arguments.max_steps or any(one.guard.verdict is not None for one in guards)
+    # packed rows are as long as a pass, and their mask is of another kind
+    longest = sys.maxsize if job.settings.packing else int(job.encoded.arrays["lengths"].max())
+    # a reference must be computed as the trained model is, so that its KL to itself is 0
+    plain_bf16 = job.settings.precision == "bf16" and job.reference is None
     stopper = StopOnInterrupt()
     callbacks: list[Any] = [stopper, *job.callbacks]
     if keep:
@@ -163,6 +168,7 @@ def _run(job: TrainingJob, folder: Path, *, keep: bool, resume: bool, on_step: O
         callbacks.append(FiniteGradientCheck(job.trained))
     with (
         as_found(job.model, job.settings.gradient_checkpointing),
+        short_row_attention(job.model, job.settings.micro_batch_size, longest, plain_bf16),
         statistics_forward(job.model) as fused,
         read_positions_only(job.model, causal_model(job.model)) as last_layer,
     ):

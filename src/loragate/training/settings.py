@@ -44,8 +44,6 @@ class RowsSettings:
         revision: branch, tag or commit of a hub data set.
         select: which rows --max-rows takes: the first ones, or a subset drawn with a seed.
         select_seed: seed of the shuffled subset; by default --seed.
-        cache: folder that caches tokenised rows, none, or auto: ~/.cache/loragate from 10,000 rows on.
-        data_workers: processes that tokenise; 0 takes one, and up to 8 from 10,000 rows on.
     """
 
     data: str = ""
@@ -53,8 +51,6 @@ class RowsSettings:
     revision: str = ""
     select: Literal["first", "shuffled"] = "first"
     select_seed: int | None = None
-    cache: str = "auto"
-    data_workers: Size = 0
 
     def __post_init__(self) -> None:
         check(self)

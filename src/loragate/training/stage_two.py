@@ -7,6 +7,7 @@ hashed before and after, and the training loss is never taken as evidence of suc
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from loragate.generation import Sample
 from loragate.losses import verify_head
 from loragate.losses.entropy import support_size
 from loragate.losses.objectives import EntropyMinimisation, Objective, sft
+from loragate.training.callbacks import PAUSE, StepReport
 from loragate.training.checks import (
     MEASURED_ROWS,
     check_callables,
@@ -77,7 +79,8 @@ class CalibrationResult:
         config, settings: as asked for.
         parity: gated model against adapter and base before the first step.
         entropy_before, entropy_after: normalised top-k entropy (0 to 1) on the first rows, teacher-forced. A fall says
-            that the objective was met, not that answers improved.
+            that the objective was met, not that answers improved. After a run that `on_step` paused it is not measured:
+            NaN, and there are no λ statistics.
         gates: {module path: λ statistics} over the response tokens of those rows, after training.
         gates_total: the same over all modules.
         history: log records of the run.
@@ -212,6 +215,14 @@ def calibrate(
         require_own(objective, settings)
     trained_by = settings.objective if objective is None else objective.name
     check_callables(trained_by, settings.on_policy, sampler, reward, guard, probe)
+    paused = False
+
+    def tell(step: StepReport) -> object:
+        nonlocal paused
+        answer = None if on_step is None else on_step(step)
+        paused = answer is PAUSE
+        return answer
+
     watch = None if guard is None else Guard(guard)
     name = active_adapter(peft_model, adapter_name)
     require_causal_model(causal_model(peft_model))
@@ -274,10 +285,10 @@ def calibrate(
                 outcome = TrainingOutcome([], 0, 0.0, verify_head(causal_model(model)))
             elif settings.on_policy:
                 own = OnPolicyJob(**shared, adapter_name=name, sampler=sampler, reward=reward, guard=watch)
-                outcome = run_on_policy(own, folder, resume=resume, on_step=on_step)
+                outcome = run_on_policy(own, folder, resume=resume, on_step=tell)
             else:
                 # "ce", the paper's ablation, has the entropy in its log
-                ce = replace(sft(), name="ce", k=k, reads_entropy=True)
+                ce = replace(sft(), name="ce", k=k, reads=("topk_entropy",))
                 job = TrainingJob(
                     **shared,
                     objective=objective or (ce if settings.objective == "ce" else GateEntropy(k)),
@@ -285,13 +296,14 @@ def calibrate(
                     check_gradient=True,
                     callbacks=guard_callbacks(watch, probe, model, collator, encoded, name),
                 )
-                outcome = run_training(job, folder, resume=resume, on_step=on_step)
+                outcome = run_training(job, folder, resume=resume, on_step=tell)
         if _frozen_checksum(model) != frozen:
             raise TrainingError(
                 "a frozen weight of the base or the adapter changed during calibration; the result is not used"
             )
-        after, statistics, total = measured(encoded[:MEASURED_ROWS])
-        apart |= {} if heldout is None else {"entropy_after": measured(heldout[:])[0]}
+        after, statistics, total = (math.nan, {}, {}) if paused else measured(encoded[:MEASURED_ROWS])
+        if heldout is not None:
+            apart["entropy_after"] = math.nan if paused else measured(heldout[:])[0]
         return CalibrationResult(
             config=config,
             settings=settings,
@@ -342,7 +354,7 @@ def calibration_rows(
 ) -> tuple[Rows, EncodedRows]:
     """The rows of a calibration in training order: seeded shuffle, first `max_rows`, tokenised.
 
-    `how` goes on to `encode_rows`: cache, processes, on_progress.
+    `how` goes on to `encode_rows`: on_progress.
     """
     chosen = source.shuffled(settings.seed)
     if settings.max_rows:

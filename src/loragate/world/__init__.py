@@ -4,10 +4,8 @@ One kind of problem (left-to-right arithmetic modulo ten), three skills that mus
 strict verifier, and a 157,504-parameter base model that ships with the package. How it was trained, further worlds and the
 situations that benchmarks compare are in `benchmarks/worlds`.
 
-    vocabulary      the 144 words, by the role they play
-    tokenizer       words <-> ids, chat template
-    problems        problems and retention items in four disjoint splits
-    verifier        is this finished response right?
+    tokenizer       the 144 words by the role they play, words <-> ids, chat template
+    problems        problems and retention items in four disjoint splits; is this finished response right?
     demonstrations  the noisy rows to fine-tune on
     base            save and load the tiny base
 

@@ -23,12 +23,7 @@ def as_row(prompt: str, response: str) -> dict[str, list[dict[str, str]]]:
 
 
 def demonstrations(
-    count: int,
-    seed: int = 0,
-    *,
-    operations: tuple[int, int] = (2, 4),
-    step_error: float = 0.20,
-    sloppy: float = 0.10,
+    count: int, seed: int = 0, *, operations: tuple[int, int] = (2, 4), step_error: float = 0.20, sloppy: float = 0.10
 ) -> list[dict[str, list[dict[str, str]]]]:
     """Noisy demonstrations as rows `{"messages": [user, assistant]}`.
 

@@ -35,19 +35,12 @@ _FRUITLESS_DRAWS = 20_000
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and its one right answer.
+    """A question and its one right answer."""
 
-    Attributes:
-        prompt: the user's words, for example "solve 6 * 0 - 5".
-        answer: the final digit or letter, or the whole response of a retention item.
-        kind: "arithmetic", "commands" (the second world), "reverse", "sort" or "fact".
-        operations: number of arithmetic steps or commands; 0 for retention items.
-    """
-
-    prompt: str
-    answer: str
-    kind: str
-    operations: int
+    prompt: str  # the user's words, for example "solve 6 * 0 - 5"
+    answer: str  # the final digit or letter, or the whole response of a retention item
+    kind: str  # "arithmetic", "commands" (the second world), "reverse", "sort" or "fact"
+    operations: int  # number of arithmetic steps or commands; 0 for retention items
 
 
 def split_of(prompt: str) -> str:
@@ -58,13 +51,10 @@ def split_of(prompt: str) -> str:
 
 def apply_operator(left: int, operator: str, right: int) -> int:
     """One step, modulo ten: `3 - 5` is 8."""
-    if operator == "+":
-        return (left + right) % 10
-    if operator == "-":
-        return (left - right) % 10
-    if operator == "*":
-        return (left * right) % 10
-    raise DataError(f"found the operator {operator!r}; expected one of {', '.join(OPERATORS)}")
+    results = {"+": left + right, "-": left - right, "*": left * right}
+    if operator not in results:
+        raise DataError(f"found the operator {operator!r}; expected one of {', '.join(OPERATORS)}")
+    return results[operator] % 10
 
 
 def expression(prompt: str) -> tuple[int, list[tuple[str, int]]]:

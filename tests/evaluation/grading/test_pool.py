@@ -51,6 +51,13 @@ def test_each_bad_answer_costs_one_grade():
     assert time.monotonic() - started < 30
 
 
+def test_a_verdict_that_is_there_counts_however_late_it_is_read():
+    with GradingPool(BAD, workers=2, timeout_s=1) as pool:
+        pool.grade([("1", "1"), ("2", "2")])  # both are ready now
+        grades = pool.grade([("3", "3"), ("4", "4")], lambda done, _: time.sleep(1.2 * (done == 1)))
+    assert [grade.reason for grade in grades] == ["ok", "ok"]
+
+
 def test_no_process_outlives_the_pool():
     with GradingPool(BAD, workers=2) as pool:
         pool.grade([("1", "1"), ("2", "3")])

@@ -142,8 +142,8 @@ MUTANTS = [
     ("humaneval", HUMANEVAL[3], "I cannot answer that.", "no_code"),
     ("humaneval", HUMANEVAL[3], "```python\ndef twice(n) return\n```", "syntax"),
     ("humaneval", HUMANEVAL[3], "```python\ndef other(n): return 2 * n\n```", "wrong"),
-    ("humaneval_plus", PLUS[0], "    return max(numbers) - min(numbers) + 1e-3\n", "wrong"),
-    ("humaneval_plus", PLUS[1], "    return [(word, word) for word in text.split()] + [('', '')]\n", "wrong"),
+    ("humaneval", PLUS[0], "    return max(numbers) - min(numbers) + 1e-3\n", "wrong"),
+    ("humaneval", PLUS[1], "    return [(word, word) for word in text.split()] + [('', '')]\n", "wrong"),
     ("mbpp", MBPP[0], "def sum(a, b): return a - b", "wrong"),
     ("mbpp", MBPP[0], "def add(a, b): return a + b", "error"),
     ("mbpp", MBPP[1], "class Pair:\n  def __init__(self, a, b): self.a, self.b = a, b\ndef reach(pairs): return 20", "wrong"),
@@ -165,7 +165,7 @@ def answers(kind: str, row: dict) -> list[str]:
 
 @pytest.mark.parametrize(
     ("kind", "row"),
-    [("humaneval", row) for row in HUMANEVAL] + [("humaneval_plus", row) for row in PLUS] + [("mbpp", row) for row in MBPP],
+    [("humaneval", row) for row in HUMANEVAL] + [("humaneval", row) for row in PLUS] + [("mbpp", row) for row in MBPP],
     ids=[f"humaneval-{n}" for n in range(4)] + ["plus-0", "plus-1"] + [f"mbpp-{n}" for n in range(5)],
 )  # fmt: skip
 def test_references_pass(kind: str, row: dict) -> None:

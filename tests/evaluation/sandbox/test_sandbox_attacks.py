@@ -15,7 +15,7 @@ from guard import ALL, TOP, need
 import loragate
 from loragate.evaluation.sandbox import Checks, Limits, run_program, run_tests, tiers
 
-SQUARE = Checks("assert f(3) == 9\nassert f(-7) == 49\nassert f(12) == 144\n", ("f",), ("f",))
+SQUARE = Checks("assert f(3) == 9\nassert f(-7) == 49\nassert f(12) == 144\n", ("f",))
 ATTEMPT = """
 def refused(action, *kinds):
     try:

@@ -171,7 +171,6 @@ columns: {gold: question}
 prompt: "{{ tags.topic }}: {{ question }}"
 generation: {samples: 1, temperature: 0, max_new_tokens: 8}
 grader: exact
-metric: pass@1
 """
     (tmp_path / "mine.yaml").write_text(definition, encoding="utf-8")
     jsonl([{"question": "a", "tags": {"topic": "t"}}, {"question": "b", "tags": {}}])
@@ -256,7 +255,8 @@ def test_the_pinned_revision_is_asked_for(monkeypatch):
 def test_the_commit_of_a_branch_is_recorded(monkeypatch):
     hub = Hub(monkeypatch, "b" * 40)
     loaded = load_questions(load_task("aime24"), limit=3, revision="main")
-    assert hub.calls[0][1]["revision"] == "main"
+    assert hub.calls[0] == ("HuggingFaceH4/aime_2024", "main")
+    assert hub.calls[1][1]["revision"] == "b" * 40, "what the branch meant is read"
     assert (loaded.revision, loaded.warnings, len(loaded.questions)) == ("b" * 40, (), 3)
     hub.sha = None
     loaded = load_questions(load_task("aime24"), limit=3, revision="main")

@@ -12,6 +12,7 @@ unit of the gold's last digit. `27.0` is an integer, not a rounded decimal.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from math import factorial
@@ -128,8 +129,7 @@ class _Reader:
             self.tokens.append(match["number"] or match["op"])
             self.spaced.append(text[position] == " ")
             position = match.end()
-        self.at = 0
-        self.depth = 0
+        self.at = self.depth = 0
 
     def read(self) -> Fraction:
         value = self.sum()
@@ -140,10 +140,11 @@ class _Reader:
     def peek(self) -> str:
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
 
-    def take(self, expected: str = "") -> str:
+    def accept(self, *expected: str) -> str:
+        """The next token, behind which reading goes on, where it is one of these; else nothing."""
         token = self.peek()
-        if not token or (expected and token != expected):
-            raise _NotANumberError
+        if not token or token not in expected:
+            return ""
         self.at += 1
         return token
 
@@ -152,102 +153,85 @@ class _Reader:
         if self.depth > 50:
             raise _NotANumberError
         value = self.product()
-        while self.peek() in ("+", "-"):
-            sign = 1 if self.take() == "+" else -1
-            value += sign * self.product()
+        while sign := self.accept("+", "-"):
+            term = self.product()
+            value += term if sign == "+" else -term
         self.depth -= 1
         return value
 
     def product(self) -> Fraction:
-        sign = 1
-        while self.peek() in ("+", "-"):
-            sign *= 1 if self.take() == "+" else -1
+        factor = 1
+        while sign := self.accept("+", "-"):
+            factor *= 1 if sign == "+" else -1
         value = self.mixed()
-        while self.peek():
-            if self.peek() in ("*", r"\times", r"\cdot"):
-                self.take()
-                value *= self.signed()
-            elif self.peek() in ("/", r"\div"):
-                self.take()
-                value = _divide(value, self.signed())
+        while True:
+            if self.accept("*", r"\times", r"\cdot"):
+                value *= self.signed(self.mixed)
+            elif self.accept("/", r"\div"):
+                value = _divide(value, self.signed(self.mixed))
             elif self.peek() in ("(", r"\frac"):
                 value *= self.power()
             else:
-                break
+                return factor * value
             if value.numerator.bit_length() + value.denominator.bit_length() > 2 * MAX_BITS:
                 raise _NotANumberError
-        return sign * value
 
-    def signed(self) -> Fraction:
-        if self.peek() == "-":
-            self.take()
-            return -self.mixed()
-        return self.mixed()
+    def signed(self, part: Callable[[], Fraction]) -> Fraction:
+        return -part() if self.accept("-") else part()
 
     def mixed(self) -> Fraction:
         """An integer directly before a fraction is added to it: 3\\frac{1}{2}, 3 1/2."""
-        tokens, at = self.tokens, self.at
-        if self.peek().isdigit() and at + 1 < len(tokens):
-            if tokens[at + 1] == r"\frac":
-                whole = Fraction(self.take())
-                return whole + self.power()
-            parts = tokens[at + 1 : at + 4]
-            if (
-                len(parts) == 3
-                and parts[1] == "/"
-                and parts[0].isdigit()
-                and parts[2].isdigit()
-                and self.spaced[at + 1]
-            ):
+        first, top, slash, bottom = (*self.tokens[self.at : self.at + 4], "", "", "", "")[:4]
+        if first.isdigit():
+            if top == r"\frac":
+                self.at += 1
+                return Fraction(first) + self.power()
+            if slash == "/" and top.isdigit() and bottom.isdigit() and self.spaced[self.at + 1]:
                 self.at += 4
-                return Fraction(tokens[at]) + _divide(Fraction(parts[0]), Fraction(parts[2]))
+                return Fraction(first) + _divide(Fraction(top), Fraction(bottom))
         return self.power()
 
     def power(self) -> Fraction:
         base = self.atom()
-        while self.peek() == "!":
-            self.take()
+        while self.accept("!"):
             if base.denominator != 1 or base < 0:
                 raise _NotANumberError
             if base > 1500:
                 raise _TooLargeError
             base = Fraction(factorial(int(base)))
-        if self.peek() == "^":
-            self.take()
-            negative = self.peek() == "-"
-            if negative:
-                self.take()
-            exponent = self.power()
-            return _power(base, -exponent if negative else exponent)
-        return base
+        return _power(base, self.signed(self.power)) if self.accept("^") else base
 
     def atom(self) -> Fraction:
-        token = self.take()
-        if token in ("(", "{"):
-            value = self.sum()
-            self.take(")" if token == "(" else "}")
-            return value
-        if token == r"\frac":
+        for opening, closing in ("()", "{}"):
+            if self.accept(opening):
+                value = self.sum()
+                if not self.accept(closing):
+                    raise _NotANumberError
+                return value
+        if self.accept(r"\frac"):
             top = self.argument()
             return _divide(top, self.argument())
-        if token[0].isdigit() or token[0] == ".":
-            mantissa, _, exponent = token.lower().partition("e")
-            power = int(exponent.strip("{}")) if exponent else 0
-            if abs(power) > 5000:
-                raise _TooLargeError
-            return Fraction("0" + mantissa.removesuffix(".")) * Fraction(10) ** power
-        raise _NotANumberError
+        token = self.peek()
+        if not re.match(r"[\d.]", token):
+            raise _NotANumberError
+        self.at += 1
+        mantissa, _, exponent = token.lower().partition("e")
+        power = int(exponent.strip("{}")) if exponent else 0
+        if abs(power) > 5000:
+            raise _TooLargeError
+        return Fraction("0" + mantissa.removesuffix(".")) * Fraction(10) ** power
 
     def argument(self) -> Fraction:
         r"""One argument of \frac: a group, or a single digit of what follows (`\frac12`)."""
-        if self.peek() == "{":
+        token = self.peek()
+        if token == "{":
             return self.atom()
-        token = self.take()
         if not token.isdigit():
             raise _NotANumberError
         if len(token) > 1:
-            self.at -= 1
             self.tokens[self.at] = token[1:]
+        else:
+            self.at += 1
         return Fraction(token[0])
 
 

@@ -4,7 +4,7 @@ A grader decides at once what needs no algebra, and names the function that deci
 
 Algebra on model output hangs, recurses and eats memory, often inside one uninterruptible call, so signals and threads
 cannot bound it. Each worker has a memory limit and is killed at the time limit; either costs one grade, and a new
-worker takes its place. A thread waits for each worker while answers are graded, and none is left behind.
+worker takes its place, and none is left behind.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from loragate.errors import ConfigError, LoragateError, nearest
@@ -32,6 +31,7 @@ from loragate.evaluation.grading.default import UnjudgedError, decide
 OnProgress = Callable[[int, int], None]
 START_S = 120.0
 JOBS_PER_WORKER = 2000
+DEAD = ("timeout", "crashed")
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ MATH_GRADERS: dict[str, MathGrader] = {
 }
 
 
-class GradingPool:
+class GradingPool(AbstractContextManager["GradingPool"]):
     """Grades many answers with one grader, each within a time and memory limit.
 
     Use as a context manager; leaving it, by Ctrl-C too, ends all workers. Verdicts on equal (gold, extracted answer)
@@ -131,22 +131,15 @@ class GradingPool:
         self._idle: list[_Worker] = []
         self._busy: list[_Worker] = []
         self._lock = threading.Lock()
-        self._ended = False  # before its jobs were done
 
-    def __enter__(self) -> GradingPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Kill all workers. The pool may be used again; it then starts new ones."""
-        for worker in self._busy:  # whose threads see it end, and put it away
-            worker.process.kill()
-        while self._idle:
-            self._idle.pop().kill()
+        for workers in (self._busy, self._idle):
+            while workers:
+                workers.pop().kill()
 
     def grade(
         self,
@@ -167,66 +160,49 @@ class GradingPool:
             self.grader.begin(response, gold, tolerance)
             for (response, gold), tolerance in zip(pairs, allowed, strict=True)
         ]
-        waiting: dict[Job, int] = {}
-        for item in begun:
-            if isinstance(item, Job) and item not in self._known:
-                waiting[item] = waiting.get(item, 0) + 1
-        done = len(pairs) - sum(waiting.values())
-        if on_progress is not None:
-            on_progress(done, len(pairs))
+        waiting = Counter(item for item in begun if isinstance(item, Job) and item not in self._known)
+        done = len(pairs) - waiting.total()
 
-        def report(job: Job) -> None:
+        def report(job: Job | None = None) -> None:
             nonlocal done
-            done += waiting[job]
+            done += 0 if job is None else waiting[job]
             if on_progress is not None:
                 on_progress(done, len(pairs))
 
+        report()
         self.run(list(waiting), report)
         return [item if isinstance(item, Grade) else self._known[item] for item in begun]
 
     def run(self, jobs: Sequence[Job], on_done: Callable[[Job], None] | None = None) -> list[Grade]:
         """Return the grades of `jobs`, from memory or from workers; concurrent calls take turns."""
         with self._lock:
-            self._ended = False
-            todo = [job for job in dict.fromkeys(jobs) if job not in self._known]
-            with ThreadPoolExecutor(self.workers) as threads:
-                running = {threads.submit(self._judge, job): job for job in todo}
-                try:
-                    for done in as_completed(running):
-                        self._known[running[done]] = done.result()
+            todo = [job for job in dict.fromkeys(jobs) if job not in self._known][::-1]
+            try:
+                while todo or self._busy:
+                    while todo and len(self._busy) < self.workers:
+                        worker = self._idle.pop() if self._idle else _Worker(self.grader, self.memory_mb)
+                        self._busy.append(worker)
+                        worker.give(todo.pop(), self.timeout_s)
+                    for worker in _heard(self._busy):
+                        grade = worker.answer()
+                        if grade is None:
+                            continue
+                        self._busy.remove(worker)
+                        job, used = worker.job, worker.jobs > 1
+                        if grade.reason in DEAD or worker.jobs == JOBS_PER_WORKER:
+                            worker.kill()
+                        else:
+                            self._idle.append(worker)
+                        if grade.reason == "crashed" and used:
+                            todo.append(job)  # earlier jobs may have filled its memory: a fresh one decides
+                            continue
+                        self._known[job] = grade
                         if on_done is not None:
-                            on_done(running[done])
-                except BaseException:  # Ctrl-C above all: what is running now would answer the next call
-                    threads.shutdown(wait=False, cancel_futures=True)
-                    self._ended = True
-                    self.close()
-                    raise
+                            on_done(job)
+            except BaseException:  # Ctrl-C above all: what is running now would answer the next call
+                self.close()
+                raise
             return [self._known[job] for job in jobs]
-
-    def _judge(self, job: Job) -> Grade:
-        """The grade of one job, by a worker of this thread's own for as long as it takes."""
-        try:
-            worker = self._idle.pop()
-        except IndexError:
-            worker = _Worker(self.grader, self.memory_mb)
-        self._busy.append(worker)
-        if self._ended:
-            worker.process.kill()
-        try:
-            found = worker.answer(job, self.timeout_s)
-        finally:
-            self._busy.remove(worker)
-        if isinstance(found, Grade):
-            if worker.jobs < JOBS_PER_WORKER:
-                self._idle.append(worker)
-            else:
-                worker.kill()
-            return found
-        worker.kill()
-        # earlier jobs may have filled its memory: a fresh one decides
-        if found == "crashed" and worker.jobs > 1 and not self._ended:
-            return self._judge(job)
-        return Grade(False, job.text, found)
 
 
 class _Worker:
@@ -248,22 +224,44 @@ class _Worker:
         self.input, self.output = self.process.stdin, self.process.stdout
         self.is_ready = False
         self.jobs = 0
+        self.until, self.line = time.monotonic() + START_S, b""
 
-    def answer(self, job: Job, timeout_s: float) -> Grade | str:
-        """Its grade, or why there is none, "timeout" or "crashed"; the clock starts when the process is ready.
+    def give(self, job: Job, timeout_s: float) -> None:
+        """Let it judge a job; the clock starts when the process is ready."""
+        self.job, self.timeout_s = job, timeout_s
+        self.jobs += 1
+        if self.is_ready:
+            self._send()
+
+    def answer(self) -> Grade | None:
+        """Its grade, also where it has died or is late; None where there is more to wait for.
 
         Raises:
             LoragateError: for a process that does not become ready.
         """
-        self.jobs += 1
-        if not self.is_ready:
-            self._start()
-        line = json.dumps([job.gold, job.text, job.tolerance, timeout_s]) + "\n"
-        with suppress(BrokenPipeError):  # it died while idle; its output will tell
-            self.input.write(line.encode())
-            self.input.flush()
-        message = self._receive(timeout_s)
-        return message if isinstance(message, str) else Grade(**message)
+        message: dict[str, Any] | str = "timeout"
+        if _spoke([self]):  # also where others kept the caller until after its time
+            chunk = os.read(self.output.fileno(), 1 << 16)
+            self.line += chunk
+            if chunk and not self.line.endswith(b"\n"):
+                return None
+            message, self.line = json.loads(self.line) if chunk else "crashed", b""
+        if self.is_ready:
+            return Grade(False, self.job.text, message) if isinstance(message, str) else Grade(**message)
+        if isinstance(message, str):
+            how = "ended before it was ready" if message == "crashed" else f"did not start within {START_S:.0f} s"
+            raise LoragateError(
+                f"a process of the grader '{self.grader.name}' {how}: {self.grader.judge} with {self.memory_mb} MB. Check the "
+                "machine's memory and process limits"
+            )
+        if "failed" in message:
+            raise LoragateError(
+                f"the grader '{self.grader.name}' cannot run: {message['failed']}. "
+                'Install it with: pip install "math-verify[antlr4_11_0]"'
+            )
+        self.is_ready = True
+        self._send()
+        return None
 
     def kill(self) -> None:
         self.process.kill()
@@ -272,38 +270,28 @@ class _Worker:
             self.input.close()
         self.output.close()
 
-    def _start(self) -> None:
-        said = self._receive(START_S)
-        if isinstance(said, str):
-            self.kill()
-            how = "ended before it was ready" if said == "crashed" else f"did not start within {START_S:.0f} s"
-            raise LoragateError(
-                f"a process of the grader '{self.grader.name}' {how}: {self.grader.judge} with {self.memory_mb} MB. Check the "
-                "machine's memory and process limits"
-            )
-        if "failed" in said:
-            self.kill()
-            raise LoragateError(
-                f"the grader '{self.grader.name}' cannot run: {said['failed']}. "
-                'Install it with: pip install "math-verify[antlr4_11_0]"'
-            )
-        self.is_ready = True
+    def _send(self) -> None:
+        self.until = time.monotonic() + self.timeout_s
+        line = json.dumps([self.job.gold, self.job.text, self.job.tolerance, self.timeout_s]) + "\n"
+        with suppress(BrokenPipeError):  # it died while idle; its output will tell
+            self.input.write(line.encode())
+            self.input.flush()
 
-    def _receive(self, seconds: float) -> dict[str, Any] | str:
-        """Its next line, or "timeout" or "crashed"."""
-        until, line = time.monotonic() + seconds, b""
-        while not line.endswith(b"\n"):
-            # poll, as select takes no descriptor beyond 1023
-            poll = select.poll()
-            poll.register(self.output, select.POLLIN)
-            if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
-                return "timeout"
-            chunk = os.read(self.output.fileno(), 1 << 16)
-            if not chunk:
-                return "crashed"
-            line += chunk
-        message: dict[str, Any] = json.loads(line)
-        return message
+
+def _spoke(workers: Sequence[_Worker], wait_ms: float = 0.0) -> set[int]:
+    """The descriptors that have something to read, or have been closed."""
+    poll = select.poll()  # as select takes no descriptor beyond 1023
+    for worker in workers:
+        poll.register(worker.output, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(wait_ms)}
+
+
+def _heard(workers: Sequence[_Worker]) -> list[_Worker]:
+    """Those that have said something or have ended, or whose time is over; waits until there is one."""
+    wait = min(worker.until for worker in workers) - time.monotonic()
+    spoke = _spoke(workers, max(0.0, wait) * 1000 + 1)
+    now = time.monotonic()
+    return [worker for worker in workers if worker.output.fileno() in spoke or now >= worker.until]
 
 
 _pools: dict[str, GradingPool] = {}

@@ -7,6 +7,7 @@ interval and need not be told apart, as both compare part by part and bracket by
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 _OPEN, _CLOSE = "([{", ")]}"
@@ -91,19 +92,11 @@ def split_list(text: str) -> list[str]:
 
 def split_top(text: str, separator: str) -> list[str]:
     """Split at `separator` where no bracket is open; half-open intervals count as closed by either bracket."""
-    parts, depth, start, index = [], 0, 0, 0
-    while index < len(text):
-        if depth == 0 and text.startswith(separator, index):
+    parts, start, next_at = [], 0, 0
+    for index, depth in _depths(text):
+        if depth == 0 and index >= next_at and text.startswith(separator, index):
             parts.append(text[start:index].strip())
-            index += len(separator)
-            start = index
-            continue
-        character = text[index]
-        if character == "\\" and text[index + 1 : index + 2] not in ("{", "}"):
-            index += 2
-            continue
-        depth += (character in _OPEN) - (character in _CLOSE)
-        index += 1
+            start = next_at = index + len(separator)
     return [*parts, text[start:].strip()]
 
 
@@ -153,14 +146,19 @@ def _signs(text: str, upper: str, lower: str) -> str:
 
 
 def _closes_at_end(text: str) -> bool:
+    """Whether the bracket that opens `text` is closed by its last character."""
+    closed = (index for index, depth in _depths(text) if depth == 0 and index and text[index - 1] in _CLOSE)
+    return next(closed, None) == len(text)
+
+
+def _depths(text: str) -> Iterator[tuple[int, int]]:
+    """(place, brackets that are open before it) of every character and command, and of the end; escaped braces are brackets."""
     depth = index = 0
     while index < len(text):
-        character = text[index]
-        if character == "\\" and text[index + 1 : index + 2] not in ("{", "}"):
-            index += 2
-            continue
-        depth += (character in _OPEN) - (character in _CLOSE)
+        yield index, depth
+        if text[index] == "\\" and text[index + 1 : index + 2] not in ("{", "}"):
+            index += 1
+        else:
+            depth += (text[index] in _OPEN) - (text[index] in _CLOSE)
         index += 1
-        if depth == 0 and character in _CLOSE:
-            return index == len(text)
-    return False
+    yield index, depth

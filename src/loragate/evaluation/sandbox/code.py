@@ -7,7 +7,6 @@ compiles the text more than a bounded number of times, whatever the answer looks
 from __future__ import annotations
 
 import ast
-import builtins
 import re
 import threading
 import warnings
@@ -50,8 +49,8 @@ def humaneval_program(row: Row, response: str) -> CodeTask | None:
         return None
     program = code if code.startswith(prompt) else f"{prompt}\n    pass\n\n{code}\n"
     source = f"{test}\n\ncheck({entry})\n"
-    names = dict.fromkeys([entry, *_free_names(f"{prompt}\n{source}", row)])
-    return CodeTask(program, Checks(source, tuple(names), (entry,), before=prompt))
+    _module(f"{prompt}\n{source}", row, "test")
+    return CodeTask(program, Checks(source, (entry,), before=prompt))
 
 
 def mbpp_program(row: Row, response: str) -> CodeTask | None:
@@ -66,13 +65,12 @@ def mbpp_program(row: Row, response: str) -> CodeTask | None:
         raise DataError(f"MBPP row {row.get('task_id')!r}: `test_list` is {tests!r}; expected a list of asserts")
     imports = "\n".join(row.get("test_imports") or ())
     prepared = _module(setup, row, "test_setup_code").body
-    classes = [node.name for node in prepared if isinstance(node, ast.ClassDef)]
     # An object of a class crosses only if the class is the program's.
     kept = "\n".join(ast.unparse(node) for node in prepared if not isinstance(node, ast.ClassDef))
     source = "\n".join([imports, kept, *tests]) + "\n"
     reference = top_level_names(_module(_text(row, "code"), row, "code"))
     tests_tree = _module(source, row, "test_list")
-    used = _used_names(tests_tree)
+    used = {node.id for node in ast.walk(tests_tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     required = [name for name in reference if name in used]
     code = extract_code(response, required[-1] if required else None)
     if code is None:
@@ -82,16 +80,14 @@ def mbpp_program(row: Row, response: str) -> CodeTask | None:
         for node in prepared
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom)
     ]
-    names = dict.fromkeys([*required, *classes, *_free_names(source, row)])
     program = "\n".join([*shared, code]) + "\n"
     calls = [node.func for node in ast.walk(tests_tree) if isinstance(node, ast.Call)]
     called = {call.id for call in calls if isinstance(call, ast.Name)}
-    return CodeTask(program, Checks(source, tuple(names), tuple(name for name in required if name in called)))
+    return CodeTask(program, Checks(source, tuple(name for name in required if name in called)))
 
 
 KINDS: dict[str, Callable[[Row, str], CodeTask | None]] = {
     "humaneval": humaneval_program,
-    "humaneval_plus": humaneval_program,
     "mbpp": mbpp_program,
 }
 
@@ -136,23 +132,11 @@ def grade_codes(
     """
     root_style_of(tier)
     cancel = threading.Event()
-
-    def work(pair: tuple[Row, str]) -> Grade:
-        return grade_code(kind, *pair, tier, limits, cancel=cancel)
-
-    return run_many(work, list(zip(rows, responses, strict=True)), workers, on_progress, cancel)
-
-
-def run_many(
-    work: Callable[[Any], Any],
-    items: Sequence[Any],
-    workers: int,
-    on_progress: Callable[[int, int], None] | None,
-    cancel: threading.Event,
-) -> list[Any]:
-    """Map `work` over `items` in threads; whatever ends this early sets `cancel` and waits for the threads."""
     with ThreadPoolExecutor(max_workers=max(workers, 1)) as pool:
-        jobs = [pool.submit(work, item) for item in items]
+        jobs = [
+            pool.submit(grade_code, kind, row, response, tier, limits, cancel=cancel)
+            for row, response in zip(rows, responses, strict=True)
+        ]
         try:
             for done, job in enumerate(as_completed(jobs), start=1):
                 job.result()
@@ -321,25 +305,3 @@ def _module(source: str, row: Row, field: str) -> ast.Module:
         return ast.parse(source)
     except (SyntaxError, ValueError) as error:
         raise DataError(f"row {row.get('task_id')!r}: `{field}` is not Python ({error})") from None
-
-
-def _used_names(tree: ast.Module) -> set[str]:
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-
-
-def _free_names(source: str, row: Row) -> list[str]:
-    """Names that the checks use and neither they nor Python define: the program has to."""
-    tree = _module(source, row, "test")
-    bound = set(top_level_names(tree)) | set(dir(builtins))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            bound.add(node.id)
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            bound.add(node.name)
-        elif isinstance(node, ast.alias):
-            bound.add((node.asname or node.name).split(".")[0])
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            bound.add(node.name)
-    return sorted(_used_names(tree) - bound)

@@ -26,7 +26,8 @@ PACKAGE = "loragate.evaluation.sandbox.harness"
 TAIL = 2000
 TICK = 0.1
 START_UP = 60.0
-MAX_REPORT = 64 * 1024  # a frame to the host is a word and a line; more is not from the harness
+REPORTED = ("wrong", "error", "syntax", "memory", "exit", "output", "protocol")
+MAX_REPORT = 64 * 1024  # a line to the host is a word and a sentence; more is not from the harness
 
 
 class Child:
@@ -35,7 +36,7 @@ class Child:
     Args:
         role: the harness module whose `main` it runs ("candidate" or "checker").
         launch: how it is confined.
-        request: the first frame sent to it; `confine` is added.
+        request: what it is told to do; `confine` is added.
         channel: a socket to the other side; the caller closes its own copy.
     """
 
@@ -47,40 +48,6 @@ class Child:
         self._inbox = b""
         # The top tier has a /tmp of its own; below it a program gets a folder that goes with it.
         self._folder = None if launch.filter else tempfile.TemporaryDirectory(prefix="loragate-program-")
-        self.control, theirs = socket.socketpair()
-        kept = [theirs.fileno(), channel.fileno()]
-        words = list(launch.command)
-        filter_end = None
-        if launch.filter is not None:
-            filter_end, write_end = os.pipe()
-            with os.fdopen(write_end, "wb") as pipe:
-                pipe.write(launch.filter)  # smaller than a pipe holds
-            words[-1:] = ["--seccomp", str(filter_end), "--"]
-        numbers = ", ".join(map(str, kept))
-        code = f"{harness_text(role)}\nsys.modules[{PACKAGE + '.' + role!r}].main({numbers})"
-        try:
-            self.process = subprocess.Popen(
-                [*words, *interpreter(), "-c", code],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=ENVIRONMENT,
-                cwd=self._folder.name if self._folder else "/",
-                pass_fds=kept + ([filter_end] if filter_end is not None else []),
-                start_new_session=True,
-            )
-        except BaseException:
-            self.control.close()
-            if self._folder:
-                self._folder.cleanup()
-            raise
-        finally:
-            theirs.close()
-            if filter_end is not None:
-                os.close(filter_end)
-        assert self.process.stdout is not None
-        self.output = self.process.stdout
-        os.set_blocking(self.output.fileno(), False)
         confine = {
             "uid": launch.uid,
             "memory_mb": limits.memory_mb,
@@ -89,39 +56,57 @@ class Child:
             "processes": limits.processes if launch.filter else None,
             "packages": package_folders(),
         }
-        self.say({**request, "confine": confine})
-        self.control.setblocking(False)
+        self.control, theirs = os.pipe()
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, theirs)
+            given = stack.enter_context(tempfile.TemporaryFile())
+            given.write(json.dumps({**request, "confine": confine}).encode("ascii"))
+            given.seek(0)
+            kept, words = [theirs, given.fileno(), channel.fileno()], list(launch.command)
+            code = f"{harness_text(role)}\nsys.modules[{PACKAGE + '.' + role!r}].main({', '.join(map(str, kept))})"
+            if launch.filter is not None:
+                filtering = stack.enter_context(tempfile.TemporaryFile())
+                filtering.write(launch.filter)
+                filtering.seek(0)
+                kept.append(filtering.fileno())
+                words[-1:] = ["--seccomp", str(filtering.fileno()), "--"]
+            try:
+                self.process = subprocess.Popen(
+                    [*words, *interpreter(), "-c", code],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    env=ENVIRONMENT,
+                    cwd=self._folder.name if self._folder else "/",
+                    pass_fds=kept,
+                    start_new_session=True,
+                )
+            except BaseException:
+                os.close(self.control)
+                if self._folder:
+                    self._folder.cleanup()
+                raise
+        assert self.process.stdout is not None
+        self.output = self.process.stdout
+        os.set_blocking(self.output.fileno(), False)
+        os.set_blocking(self.control, False)
 
-    def say(self, message: dict[str, Any]) -> None:
-        """Send one frame; a child that has gone or does not read is found out by other means."""
-        data = json.dumps(message).encode("ascii")
-        self.control.settimeout(60)
-        with contextlib.suppress(OSError):
-            self.control.sendall(len(data).to_bytes(4, "big") + data)
-        self.control.setblocking(False)
-
-    def frames(self) -> list[Any]:
-        """Read what has come on the control socket; sets `closed` at its end. A malformed frame is `None`."""
+    def lines(self, wait: float = 0.0) -> list[Any]:
+        """What it has said to the host since; sets `closed` at the end. A malformed line is `None`."""
+        if wait:
+            select.select([self.control], [], [], wait)
         try:
-            part = self.control.recv(MAX_REPORT)
+            part = os.read(self.control, MAX_REPORT)
         except BlockingIOError:
             return []
-        except OSError:
-            part = b""
-        if not part:
-            self.closed = True
-            return []
-        self._inbox += part
+        self.closed = not part
+        *lines, self._inbox = (self._inbox + part).split(b"\n")
+        if len(self._inbox) > MAX_REPORT or (self.closed and self._inbox):
+            lines, self._inbox = [*lines, b"torn"], b""
         found: list[Any] = []
-        while len(self._inbox) >= 4:
-            size = int.from_bytes(self._inbox[:4], "big")
-            if size > MAX_REPORT:
-                return [*found, None]
-            if len(self._inbox) < 4 + size:
-                break
-            body, self._inbox = self._inbox[4 : 4 + size], self._inbox[4 + size :]
+        for line in lines:
             try:
-                found.append(json.loads(body))
+                found.append(json.loads(line))
             except (ValueError, RecursionError):
                 found.append(None)
         return found
@@ -174,7 +159,7 @@ class Child:
                 if not ready or not self.drain():
                     break
         self.output.close()
-        self.control.close()
+        os.close(self.control)
         if self._folder:
             with contextlib.suppress(OSError):
                 self._folder.cleanup()
@@ -281,51 +266,35 @@ class Watch:
         return None
 
     def _control(self, child: Child, selector: selectors.BaseSelector) -> Found:
-        for frame in child.frames():
-            if found := self._frame(child, frame):
-                return found
-        if not child.closed:
-            return None
+        if (found := self._said(child)) or not child.closed:
+            return found
         selector.unregister(child.control)
-        if child is self.candidate:
-            # The program's process ends when the checker has; the checker's last word is then already there.
-            for frame in self.checker.frames():
-                if found := self._frame(self.checker, frame):
-                    return found
-        return self._gone(child)
+        # The program's process ends when the checker has; the checker's last word is then already there.
+        return (self._said(self.checker) if child is self.candidate else None) or self._gone(child)
 
-    def _frame(self, child: Child, frame: object) -> Found:
-        match frame:
+    def _said(self, child: Child, wait: float = 0.0) -> Found:
+        for line in child.lines(wait):
+            if found := self._line(child, line):
+                return found
+        return None
+
+    def _line(self, child: Child, line: object) -> Found:
+        match line:
             case ["ready"]:
                 if child not in self.ready:
                     self.ready.add(child)
                     self.started = time.monotonic()
-            case ["failed", str(reason), str(detail)]:
-                return self._failed(child, reason, detail[:500])
+                return None
+            case ["failed", "exit", str(_)] if child is self.checker:
+                # it only saw the line go dead; the program's own process knows more, and may not have been read yet
+                return self._said(self.candidate, wait=2) or self._gone(self.candidate)
+            case ["failed", str(reason), str(detail)] if reason in REPORTED:
+                return reason, detail[:500]
             case ["passed"] if child is self.checker:
                 return self._passed()
-            case _:
-                return "protocol", "the program spoke for the harness"
-        return None
+        return "protocol", "the program spoke for the harness"
 
-    def _failed(self, child: Child, reason: str, detail: str) -> tuple[str, str]:
-        if reason == "exit" and child is self.checker:
-            return self._last_words()  # it only saw the line go dead; the program's own process knows more
-        if reason not in ("wrong", "error", "syntax", "memory", "exit", "output", "protocol"):
-            return "protocol", "a report of no known form"
-        return reason, detail
-
-    def _last_words(self) -> tuple[str, str]:
-        self.candidate.control.settimeout(2)
-        for frame in self.candidate.frames():
-            match frame:
-                case ["ready"]:
-                    self.ready.add(self.candidate)  # what the checker said was read first
-                case ["failed", str(reason), str(detail)]:
-                    return self._failed(self.candidate, reason, detail[:500])
-        return self._gone(self.candidate) or ("exit", "the program ended before its end")
-
-    def _gone(self, child: Child) -> Found:
+    def _gone(self, child: Child) -> tuple[str, str]:
         if child not in self.ready:
             child.drain()
             last = child.tail.decode("utf-8", "replace").strip().splitlines()[-1:]

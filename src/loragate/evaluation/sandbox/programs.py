@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
 
 from loragate.evaluation.sandbox.processes import Child, watch
 from loragate.evaluation.sandbox.tiers import (
@@ -30,14 +30,13 @@ class Checks:
     """What a program is held against.
 
     Attributes:
-        source: Python that asserts; it calls the program's functions by their names.
-        names: names that it takes from the program. Plain values are copied; all else stays in the program's process.
-        required: those of them without which it makes no sense to begin; they hide built-ins of the same name.
+        source: Python that asserts. A name that neither it nor Python defines is the program's: plain values are copied, all else
+            stays in the program's process.
+        required: names of the program without which it makes no sense to begin; they hide built-ins of the same name.
         before: Python that runs first, on the side of the tests.
     """
 
     source: str
-    names: tuple[str, ...]
     required: tuple[str, ...] = ()
     before: str = ""
 
@@ -65,7 +64,7 @@ def run_program(
         ConfigError: for an unknown tier or a limit that makes no sense.
     """
     own = replace(limits or Limits(), seconds=timeout_s)
-    return _run(source, Checks("", ()), own, tier, root_style_of(tier), None, name="__main__")
+    return _run(source, Checks(""), own, tier, root_style_of(tier), None, name="__main__")
 
 
 def run_tests(
@@ -87,19 +86,12 @@ def run_tests(
     return _run(program, checks, limits or Limits(), tier, root_style_of(tier), cancel)
 
 
-_lock = threading.Lock()
-_answers: dict[str, tuple[str | None, str]] = {}
-
-
 def probe(tier: str) -> str | None:
     """Return None where a program can run in `tier`, otherwise one line on why not.
 
     The first call for a tier takes about a second, later ones nothing. Raises `ConfigError` for an unknown tier.
     """
-    with _lock:
-        if tier not in _answers:
-            _answers[tier] = _probe(tier)
-        return _answers[tier][0]
+    return _tried(tier)[0]
 
 
 def available_tiers() -> list[str]:
@@ -113,10 +105,11 @@ def root_style_of(tier: str) -> str:
     if reason is not None:
         weaker = f" Mend that, or run programs with {TIERS['rlimits']}: --sandbox rlimits." if tier != "rlimits" else ""
         raise SandboxError(f"Model-written programs cannot run in the sandbox tier '{tier}': {reason}.{weaker}")
-    return _answers[tier][1]
+    return _tried(tier)[1]
 
 
-def _probe(tier: str) -> tuple[str | None, str]:
+@cache
+def _tried(tier: str) -> tuple[str | None, str]:
     reason = missing(tier)
     if reason is not None:
         return reason, ""
@@ -124,7 +117,7 @@ def _probe(tier: str) -> tuple[str | None, str]:
     # a container's root may not change to a user of its own, and enters as other users do
     for style in ("drop", "namespace") if os.geteuid() == 0 else ("namespace",):
         try:
-            result = _run("assert sum(range(10)) == 45", Checks("", ()), Limits(seconds=20), tier, style, None)
+            result = _run("assert sum(range(10)) == 45", Checks(""), Limits(seconds=20), tier, style, None)
         except OSError as error:
             reasons.append(f"it could not be started ({error.strerror or error})")
             continue
@@ -151,8 +144,7 @@ def _run(
         way = launch(tier, limits, root_style=style)
         candidate = Child("candidate", way, limits, {"source": program, "name": name}, ours)
         try:
-            request: dict[str, Any] = {"before": checks.before, "names": checks.names, "required": checks.required}
-            request["tests"] = checks.source
+            request = {"before": checks.before, "required": checks.required, "tests": checks.source}
             way = launch(tier, checker_limits, root_style=style)
             checker = Child("checker", way, checker_limits, request, theirs)
         except BaseException:

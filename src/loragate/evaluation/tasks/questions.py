@@ -18,7 +18,7 @@ from typing import Any
 
 import huggingface_hub
 
-from loragate.data import Chat, Rows, load_rows, prompt_ids
+from loragate.data import Chat, Rows, load_rows
 from loragate.errors import ConfigError, DataError, nearest
 from loragate.evaluation.tasks import arithmetic
 from loragate.evaluation.tasks.columns import (
@@ -30,13 +30,12 @@ from loragate.evaluation.tasks.columns import (
     shown,
     variables,
 )
-from loragate.evaluation.tasks.task import Harness, Task
+from loragate.evaluation.tasks.task import Dataset, Task
+from loragate.generation.requests import begun
 from loragate.world.problems import problems, retention_items
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
 COMMIT = re.compile(r"[0-9a-f]{40}")
-SUBSET = "loragate_subset"
-"""The column of a question's row that names its subset in a suite of the harness; empty where the suite has none."""
 
 GENERATORS: dict[str, Callable[[int, int], list[dict[str, Any]]]] = {
     "arithmetic": arithmetic.rows,
@@ -57,6 +56,8 @@ class Question:
         gold: the reference answer; for code, the reference solution.
         row: the row as it was read; code graders take the tests from here.
         place: file and line, for messages.
+        subset: its part of a suite that has parts.
+        options: continuations whose likelihoods are compared, where the harness asks so.
     """
 
     id: str
@@ -64,6 +65,8 @@ class Question:
     gold: str
     row: dict[str, Any]
     place: str = field(default="", metadata={"key": False})
+    subset: str = ""
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ def load_questions(
         file: a .jsonl, .json or .parquet file with the data set's columns, or a folder that holds `<task>.jsonl` (or
             .json, .parquet), in place of the hub or generator; or its rows. For a suite of the harness whose subsets lie apart
             also a folder, or `<task>/` in it, with a file for each.
-        limit: the first questions only, in the data set's order; of a suite of the harness those of each subset.
+        limit: the first questions only, in the data set's order; of a suite with subsets those of each subset.
         seed: of a generated set; fixed sets do not depend on it.
         revision: of the hub data set, in place of the pinned one.
 
@@ -108,65 +111,112 @@ def load_questions(
             be reached.
         ConfigError: for a revision without effect, or a limit below 1.
     """
-    dataset = task.dataset
+    dataset, warnings = task.dataset, []
     local = file if isinstance(file, Rows) else _local_file(task, file)
     if revision is not None:
         if local is not None or dataset.hub is None:
             raise ConfigError(f"{task.name}: found revision={revision!r}, which has no effect without a hub data set")
         dataset = dataclasses.replace(dataset, revision=revision)
-        task = dataclasses.replace(task, dataset=dataset)
-    if task.harness is not None:
-        assert not isinstance(local, Rows)
-        # where none is pinned, what the main branch is now is read and recorded, for all subsets the same
-        commit = None if local else commit_of(str(dataset.hub), dataset.revision) or dataset.revision
-        return _suite_questions(task, task.harness, local, limit, commit)
-    warnings: list[str] = []
+    subsets = task.harness.subsets if task.harness is not None else ()
     commit = None
-    if local is not None:
-        rows = load_rows(local, limit=limit)
-        source = rows.source
-    elif dataset.generator is not None:
-        source = f"generated: {dataset.generator}, seed {seed}"
-        made = GENERATORS[dataset.generator](dataset.rows or 1, seed)
-        rows = Rows(made, source=source, place=f"{source}, row ")
-        rows = rows if limit is None else rows.take(limit)
-    else:
-        name = f"{dataset.hub}:{dataset.config}" if dataset.config else str(dataset.hub)
-        split = dataset.split or "train"
-        rows, source = _from_hub(task, name, split, dataset.revision, limit), f"{name}[{split}]"
-        commit = commit_of(str(dataset.hub), dataset.revision)
+    if local is None and dataset.hub is not None:
+        commit = commit_of(dataset.hub, dataset.revision)
+        dataset = dataclasses.replace(dataset, revision=commit or dataset.revision)
         if commit is None:
             warnings.append(
                 f"{task.name}: the commit of {dataset.hub} could not be told; pin one with --revision to make this repeatable"
             )
-    if limit is None and dataset.rows is not None and len(rows) != dataset.rows:
+    # a subset's first questions are known when all rows are
+    parts, source = _parts(task, dataset, local, None if subsets else limit, seed)
+    count = sum(len(rows) for _, rows in parts)
+    if limit is None and dataset.rows is not None and count != dataset.rows:
         warnings.append(
-            f"{source} holds {len(rows)} rows, the set that {task.name} means has {dataset.rows}: scores on it are not "
+            f"{source} holds {count} rows, the set that {task.name} means has {dataset.rows}: scores on it are not "
             "comparable with published ones"
         )
-    questions = []
-    for index in range(len(rows)):
-        where, row = rows.where(index), rows[index]
-        check_row(row, dataset.schema, where, task.name)
-        for column, value in row.items():
-            try:
-                json.dumps(value, ensure_ascii=False, default=str).encode()
-            except UnicodeEncodeError:  # all columns are stored with the answers
-                raise DataError(
-                    f"{where}: column '{column}' holds half of a surrogate pair, which is not valid text; mend or remove the "
-                    "row"
-                ) from None
-        # an optional column that is absent reads as null, so that a template can ask for it
-        values = {**dict.fromkeys(dataset.schema), **row}
-        filled: dict[str, str | None] = {
-            column: _fill(column, candidates, values, where) for column, candidates in task.columns.items()
-        }
-        filled["id"] = filled.get("id") or str(index)
-        gold = filled.pop("gold")
-        prompt = render(task.prompt, {**values, **filled}, f"{where}: the prompt of {task.name}")
-        questions.append(Question(str(filled["id"]), prompt, str(gold), row, where))
+    found: dict[str, list[Question]] = {subset: [] for subset in subsets or ("",)}
+    for part, rows in parts:
+        for index in range(len(rows)):
+            where, row = rows.where(index), dict(rows[index])
+            check_row(row, dataset.schema, where, task.name)
+            subset = part
+            if subset is None:
+                column = task.harness.subset_column if task.harness is not None else None
+                subset = "" if column is None else _one_of(row.get(column), subsets, column, where)
+            if task.harness is not None and task.name in CHECKS:
+                CHECKS[task.name](row, where, subset)
+            members = found[subset]
+            name = f"{subset}/{len(members)}" if subsets else str(len(members))
+            members.append(dataclasses.replace(_question(task, row, where, name), subset=subset))
+    if empty := [subset for subset, members in found.items() if not members and subset]:
+        some = f"{', '.join(empty[:4])}{', …' if len(empty) > 4 else ''}"
+        warnings.append(
+            f"{task.name}: {len(empty)} of {len(subsets)} subsets have no question in {source} ({some}); the score is not that "
+            "of the whole suite."
+        )
+    questions = [question for members in found.values() for question in members[:limit]]
     _refuse_repeated_ids(questions)
-    return Questions(questions, source, commit, rows.fingerprint, tuple(warnings))
+    fingerprint = parts[0][1].fingerprint
+    if len(parts) > 1:
+        fingerprint = hashlib.sha256("".join(rows.fingerprint for _, rows in parts).encode()).hexdigest()
+    return Questions(questions, source, commit, fingerprint, tuple(warnings))
+
+
+def _parts(
+    task: Task, dataset: Dataset, local: Path | Rows | None, limit: int | None, seed: int
+) -> tuple[list[tuple[str | None, Rows]], str]:
+    """The rows of a task and what they are called; in parts with the subset of each, or None where a column names it."""
+    subsets: tuple[str, ...] = task.harness.subsets if task.harness is not None else ()
+    if isinstance(local, Path) and local.is_dir():
+        files = [path for path in sorted(local.iterdir()) if path.suffix in FILE_SUFFIXES]
+        for path in files:
+            if path.stem not in subsets:
+                raise DataError(
+                    f"{path} is no subset of {task.name}{nearest(path.stem, subsets)}; name files by subset"
+                )
+        if not files:
+            raise DataError(f"{task.name}: the folder {local} holds no file; {_local_help(task)}")
+        return [(path.stem, load_rows(path)) for path in files], str(local)
+    if local is not None:
+        rows = load_rows(local, limit=limit)
+        return [(None, rows)], rows.source
+    if dataset.generator is not None:
+        source = f"generated: {dataset.generator}, seed {seed}"
+        rows = Rows(GENERATORS[dataset.generator](dataset.rows or 1, seed), source=source, place=f"{source}, row ")
+        return [(None, rows if limit is None else rows.take(limit))], source
+    name = f"{dataset.hub}:{dataset.config}" if dataset.config else str(dataset.hub)
+    split = dataset.split or "train"
+    parts: list[tuple[str | None, Rows]] = []
+    for subset in subsets if "{subset}" in name else (None,):
+        part = name.replace("{subset}", subset or "")
+        try:
+            parts.append((subset, load_rows(part, split=split, limit=limit, revision=dataset.revision)))
+        except DataError as error:
+            raise DataError(
+                f"{task.name}: {part}[{split}] at {dataset.revision or 'main'} could not be loaded. A local copy does as "
+                f"well: {_local_help(task)}. The set lives at https://huggingface.co/datasets/{dataset.hub}. ({error})"
+            ) from error
+    return parts, f"{name}[{split}]"
+
+
+def _question(task: Task, row: dict[str, Any], where: str, name: str) -> Question:
+    """The question of a checked row; `name` is its id where the row has none."""
+    for column, value in row.items():
+        try:
+            json.dumps(value, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:  # all columns are stored with the answers
+            raise DataError(
+                f"{where}: column '{column}' holds half of a surrogate pair, which is not valid text; mend or remove the row"
+            ) from None
+    # an optional column that is absent reads as null, so that a template can ask for it
+    values = {**dict.fromkeys(task.dataset.schema), **row}
+    filled: dict[str, str | None] = {
+        column: _fill(column, candidates, values, where) for column, candidates in task.columns.items()
+    }
+    gold = filled.pop("gold")
+    filled["id"] = filled.get("id") or name
+    prompt = render(task.prompt, {**values, **filled}, f"{where}: the prompt of {task.name}")
+    return Question(str(filled["id"]), prompt, str(gold), row, where)
 
 
 def files_in(folder: Path, task: str) -> list[Path]:
@@ -203,16 +253,6 @@ def _local_help(task: Task) -> str:
         f"--data {task.name}=FILE takes a .jsonl, .json or .parquet file, or a folder that holds {task.name}.jsonl, "
         f"with the columns {', '.join(columns)}"
     )
-
-
-def _from_hub(task: Task, name: str, split: str | None, revision: str | None, limit: int | None) -> Rows:
-    try:
-        return load_rows(name, split=split, limit=limit, revision=revision)
-    except DataError as error:
-        raise DataError(
-            f"{task.name}: {name}[{split}] at {revision or 'main'} could not be loaded. A local copy does as "
-            f"well: {_local_help(task)}. The set lives at https://huggingface.co/datasets/{task.dataset.hub}. ({error})"
-        ) from error
 
 
 def commit_of(hub: str, revision: str | None) -> str | None:
@@ -264,14 +304,8 @@ def render_questions(task: Task, questions: Sequence[Question], tokenizer: Any, 
     Raises:
         ConfigError: where the tokenizer has no chat template and the task needs one.
     """
-    if task.raw:
-        begin = tokenizer.bos_token_id
-        return [
-            tokenizer.bos_token + question.prompt
-            if begin is not None and begin in prompt_ids(question.prompt, tokenizer)[:1]
-            else question.prompt
-            for question in questions
-        ]
+    if task.raw or (task.harness is not None and tokenizer.chat_template is None):
+        return [begun(question.prompt, tokenizer) for question in questions]
     if tokenizer.chat_template is None:
         raise ConfigError(
             f"{task.name} asks through a chat template and the tokenizer has none; give one with --chat-template FILE (in "
@@ -285,65 +319,6 @@ def render_questions(task: Task, questions: Sequence[Question], tokenizer: Any, 
     ]
 
 
-def _suite_questions(
-    task: Task, harness: Harness, file: Path | None, limit: int | None, commit: str | None
-) -> Questions:
-    """The questions of a suite of the harness, subset by subset."""
-    order = harness.subsets or ("",)
-    found: dict[str, list[Question]] = {subset: [] for subset in order}
-    parts = _parts(task, harness, file, commit)
-    for of_file, rows in parts:
-        for index in range(len(rows)):
-            where, row = rows.where(index), rows[index]
-            check_row(row, task.dataset.schema, where, task.name)
-            for name, kind in task.dataset.schema.items():
-                if kind == "text" and not row[name].strip():
-                    raise DataError(f"{where}: column '{name}' is empty")
-            subset = of_file
-            if subset is None:
-                column = harness.subset_column
-                subset = "" if column is None else _one_of(row.get(column), harness.subsets, column, where)
-            key, gold, columns = COLUMNS[task.name](row, where, subset)
-            members = found[subset]
-            name = str(key) if key is not None else f"{subset}/{len(members)}"
-            members.append(Question(name, "", gold, {**columns, SUBSET: subset}, where))
-    missing = [subset for subset, members in found.items() if not members]
-    source = str(file or task.dataset.hub)
-    warnings = []
-    if missing:
-        some = f"{', '.join(missing[:4])}{', …' if len(missing) > 4 else ''}"
-        warnings.append(
-            f"{task.name}: {len(missing)} of {len(order)} subsets have no question in {source} ({some}); the score is not that "
-            "of the whole suite."
-        )
-    digest = hashlib.sha256("".join(rows.fingerprint for _, rows in parts).encode()).hexdigest()
-    questions = [question for members in found.values() for question in members[:limit]]
-    _refuse_repeated_ids(questions)
-    return Questions(questions, source, commit, digest, tuple(warnings))
-
-
-def _parts(task: Task, harness: Harness, file: Path | None, commit: str | None) -> list[tuple[str | None, Rows]]:
-    """The sources of a suite, each with its subset, or None where a column names it."""
-    dataset = task.dataset
-    if file is None:
-        name = f"{dataset.hub}:{dataset.config}"
-        subsets: Sequence[str | None] = harness.subsets if "{subset}" in name else (None,)
-        return [
-            (subset, _from_hub(task, name.format(subset=subset), dataset.split, commit, None)) for subset in subsets
-        ]
-    if not file.is_dir():
-        return [(None, load_rows(file))]
-    files = [path for path in sorted(file.iterdir()) if path.suffix in (".jsonl", ".json", ".parquet")]
-    for path in files:
-        if path.stem not in harness.subsets:
-            raise DataError(
-                f"{path} is no subset of {task.name}{nearest(path.stem, harness.subsets)}; name files by subset"
-            )
-    if not files:
-        raise DataError(f"{task.name}: the folder {file} holds no file; {_local_help(task)}")
-    return [(path.stem, load_rows(path)) for path in files]
-
-
 def _one_of(value: Any, known: Sequence[str], column: str, where: str) -> str:
     if value not in list(known):
         raise DataError(
@@ -352,7 +327,7 @@ def _one_of(value: Any, known: Sequence[str], column: str, where: str) -> str:
     return str(value)
 
 
-def _mmlu_pro(row: dict[str, Any], where: str, _: str) -> Checked:
+def _mmlu_pro(row: dict[str, Any], where: str, _: str) -> None:
     options, index = row["options"], row.get("answer_index")
     letters = "ABCDEFGHIJ"[: len(options)]
     if not 2 <= len(options) <= 10:
@@ -360,32 +335,22 @@ def _mmlu_pro(row: dict[str, Any], where: str, _: str) -> Checked:
     answer = _one_of(row["answer"], letters, "answer", where)
     if index is not None and index != letters.index(answer):
         raise DataError(f"{where}: answer {answer!r} and answer_index {index} name different options")
-    return row["question_id"], answer, {name: row[name] for name in ("question", "options", "answer")}
 
 
-def _bbh(row: dict[str, Any], where: str, subset: str) -> Checked:
+def _bbh(row: dict[str, Any], where: str, subset: str) -> None:
     # after which the harness's filter looks for the words to sort
     if subset == "word_sorting" and "List:" not in row["input"]:
         raise DataError(f"{where}: input has no 'List:', after which word_sorting names the words to sort")
-    return None, row["target"], {name: row[name] for name in ("input", "target")}
 
 
-def _openbookqa(row: dict[str, Any], where: str, _: str) -> Checked:
+def _openbookqa(row: dict[str, Any], where: str, _: str) -> None:
     texts, labels = (row["choices"].get(name) for name in ("text", "label"))
     if not isinstance(texts, list) or not isinstance(labels, list) or not 2 <= len(texts) == len(labels):
         raise DataError(
             f"{where}: found choices {row['choices']!r:.80}, expected the lists text and label of one length"
         )
-    answer = _one_of(row["answerKey"].strip(), labels, "answerKey", where)
-    columns = {"question_stem": row["question_stem"], "answerKey": answer}
-    return row["id"], answer, {**columns, "choices": {"text": texts, "label": labels}}
+    row["answerKey"] = _one_of(row["answerKey"].strip(), labels, "answerKey", where)
 
 
-Checked = tuple[int | str | None, str, dict[str, Any]]
-"""A row's id, its gold and the columns that the harness needs."""
-COLUMNS: dict[str, Callable[[dict[str, Any], str, str], Checked]] = {
-    "mmlu_pro": _mmlu_pro,
-    "bbh": _bbh,
-    "bbh_zeroshot": _bbh,
-    "openbookqa": _openbookqa,
-}
+CHECKS = {"mmlu_pro": _mmlu_pro, "bbh": _bbh, "bbh_zeroshot": _bbh, "openbookqa": _openbookqa}
+"""What one column of a suite says about another, checked by (row, place, subset); blanks around an answer's key go."""

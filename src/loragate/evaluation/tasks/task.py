@@ -24,31 +24,12 @@ from loragate.evaluation.tasks.columns import check_schema, is_template, variabl
 from loragate.strict_yaml import read_mapping
 from loragate.validate import Amount, Count, validate
 
-Suite = Literal["math", "code", "retention", "arithmetic", "tiny"]
+Suite = Literal["math", "code", "retention", "arithmetic", "tiny", "tiny_retention"]
 SUITES: tuple[str, ...] = get_args(Suite)
 OurName = Literal["id", "question", "gold"]
-Grader = Literal["default", "math_verify", "dft", "choice", "exact", "humaneval", "mbpp", "tiny", "lm-eval"]
-# which extractors can feed a grader; the first is the default
-EXTRACTORS_OF = {
-    "default": ("boxed",),
-    "math_verify": ("boxed",),
-    "dft": ("boxed",),
-    "choice": ("choice",),
-    "exact": ("exact", "boxed"),
-    "humaneval": ("code", "completion"),
-    "mbpp": ("code",),
-    "tiny": ("none",),
-}
+Grader = Literal["default", "math_verify", "dft", "choice", "exact", "boxed", "humaneval", "mbpp", "tiny", "lm-eval"]
 DEFINITIONS = Path(__file__).parent / "definitions"
 SUFFIXES = (".yaml", ".yml")
-# what a task of either engine needs
-NEEDED = {
-    "loragate": (
-        *("dataset", "columns", "prompt", "generation", "grader", "metric", "dataset.schema", "columns.gold"),
-        *("generation.samples", "generation.temperature", "generation.max_new_tokens"),
-    ),
-    "lm-eval": ("dataset", "harness", "dataset.schema"),
-}
 
 
 @dataclass(frozen=True)
@@ -87,7 +68,7 @@ class Generation:
         temperature: 0 is greedy.
         top_p: nucleus mass.
         max_new_tokens: limit in tokens.
-        stop: texts that end an answer; for raw completion only.
+        stop: texts that end an answer; for raw completion and suites of the harness only.
     """
 
     samples: Count = 1
@@ -99,24 +80,20 @@ class Generation:
 
 @dataclass(frozen=True)
 class Harness:
-    """A task that lm-evaluation-harness asks and scores.
+    """How lm-evaluation-harness writes the prompts of a task and judges its answers.
 
     Attributes:
-        task: the harness's own name of the task or group.
         files: the harness's own task file, which may hold {subset}, as the data set's configuration may.
         metric: the figure to report, "name,filter" as the harness writes it.
         average: what counts the same in the task's score beside others: each question, or each subset.
-        max_new_tokens: token limit of an answer; None where nothing is generated.
         subset_column: column that names a row's subset where all share one file.
         subsets: in the order in which they are asked; empty where there are none.
         override: what replaces keys of the harness's task file; null takes one away.
     """
 
-    task: str
     files: str
     metric: str
     average: Literal["questions", "subsets"] = "questions"
-    max_new_tokens: Count | None = None
     subset_column: str | None = None
     subsets: tuple[str, ...] = ()
     override: dict[str, Any] = field(default_factory=dict)
@@ -129,7 +106,7 @@ class Task:
     Attributes:
         name: unique short name.
         version: raised whenever the questions, the prompt or the judging change.
-        suite: "math", "code", "retention", "arithmetic" or "tiny".
+        suite: "math", "code", "retention", "arithmetic", "tiny" or "tiny_retention".
         dataset: where the questions come from.
         columns: our names (`id`, `question`, `gold`) -> candidates, each a column or a template; the first that a row
             can fill is used.
@@ -137,11 +114,9 @@ class Task:
         system: system message, or None for none.
         raw: plain completion, without the chat template.
         generation: how answers are sampled.
-        extractor: "boxed", "choice", "exact", "code", "completion" or "none".
-        grader: a key of `EXTRACTORS_OF`, or "lm-eval".
-        metric: "avg@k", "pass@1" or "lm-eval".
-        engine: "loragate", or "lm-eval" for a task that the harness runs.
-        harness: set when the engine is "lm-eval".
+        grader: "default", "math_verify" or "dft" for mathematics; "choice", "exact", "boxed", "humaneval", "mbpp", "tiny"; or
+            "lm-eval" for a task whose prompts and verdicts are the harness's.
+        harness: of such a task.
         variant_of: a task of which this is another form; suites leave it out.
         paper: what the paper or its code states about this task.
         notes: anything a reader of a score should know.
@@ -152,15 +127,12 @@ class Task:
     version: int
     suite: Suite
     dataset: Dataset
-    columns: dict[OurName, Annotated[tuple[str, ...], Len(1)]] = field(default_factory=dict)
+    grader: Grader
+    columns: dict[OurName, Annotated[tuple[str, ...], Len(1)]]
     prompt: str = ""
     system: str | None = None
     raw: bool = False
     generation: Generation = field(default_factory=Generation)
-    extractor: str = "none"
-    grader: Grader = "lm-eval"
-    metric: Literal["avg@k", "pass@1", "lm-eval"] = "lm-eval"
-    engine: Literal["loragate", "lm-eval"] = "loragate"
     harness: Harness | None = None
     variant_of: str | None = None
     paper: str = ""
@@ -178,9 +150,8 @@ class Task:
     def as_dict(self) -> dict[str, Any]:
         """JSON-able content, as results record it: written as YAML it is the same task again, wherever its file lies."""
         content = dataclasses.asdict(dataclasses.replace(self, path=Path()))
-        return {
-            name: content[name] for name in acting("task", content, engine=self.engine, raw=False) if name != "path"
-        }
+        acts = acting("task", content, grader=self.grader, raw=False)
+        return {name: content[name] for name in acts if name != "path"}
 
 
 def task_names() -> list[str]:
@@ -219,16 +190,12 @@ def load_task(name_or_path: str | Path) -> Task:
     columns = content.get("columns")
     if isinstance(columns, dict):
         content["columns"] = {name: [one] if isinstance(one, str) else one for name, one in columns.items()}
-    # what is known and of the right kind comes first: a misspelt key is not a missing one
-    task = validate(Task, {"name": "", "version": 0, "suite": "math", "dataset": {}, **content}, str(path))
-    missing = []
-    for key in ("name", "version", "suite", *NEEDED[task.engine]):
-        block, _, name = key.rpartition(".")
-        inside = content.get(block) if block else content
-        if isinstance(inside, dict) and name not in inside:
-            missing.append(key)
-    if missing:
-        raise ConfigError(f"{path}: missing {', '.join(missing)}")
+    task = validate(Task, content, str(path))
+    absent = "columns.gold" if "gold" not in task.columns else "" if task.harness or task.prompt else "prompt"
+    if task.grader == "lm-eval" and task.harness is None:
+        absent = "harness"
+    if absent:
+        raise ConfigError(f"{path}: missing {absent}")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", task.name):
         raise ConfigError(f"{path}: name is {task.name!r}; files are called by it: letters, digits, '_', '-', '.'")
     task = dataclasses.replace(task, path=path)
@@ -245,19 +212,8 @@ def load_task(name_or_path: str | Path) -> Task:
     if dataset.generator is not None and dataset.rows is None:
         raise ConfigError(f"{path}: missing dataset.rows")
     check_schema(dataset.schema, f"{path}: dataset.schema")
-    if task.engine == "lm-eval":
-        return task
-    if "lm-eval" in (task.grader, task.metric):
-        raise ConfigError(f"{path}: grader and metric lm-eval are for engine: lm-eval")
-    readable = EXTRACTORS_OF[task.grader]
-    if "extractor" not in content:
-        task = dataclasses.replace(task, extractor=readable[0])
-    if task.extractor not in readable:
-        raise ConfigError(
-            f"{path}: extractor is '{task.extractor}', but the grader '{task.grader}' reads {' or '.join(readable)}"
-        )
     generation = task.generation
-    if generation.stop and not task.raw:
+    if generation.stop and not task.raw and task.harness is None:
         raise ConfigError(
             f"{path}: generation.stop is for raw: true; with the chat template an answer ends at the end-of-turn token"
         )

@@ -16,11 +16,9 @@ from types import MappingProxyType
 from typing import Any
 
 from loragate.errors import ConfigError, nearest
-from loragate.losses.objectives.base import (
-    Objective,
-    ObjectiveContext,
-    WeightedCrossEntropy,
-)
+from loragate.losses.objectives.base import Objective
+from loragate.losses.objectives.base import ObjectiveContext as ObjectiveContext
+from loragate.losses.objectives.base import WeightedCrossEntropy as WeightedCrossEntropy
 from loragate.losses.objectives.signed import EntropyKLSelective, EntropyMinimisation, Forgetting, Interleaved
 from loragate.losses.objectives.weighted import dft, eaft, mask, profit, sft, talr
 
@@ -56,23 +54,3 @@ def objective_of(name: str, options: Mapping[str, Any] | None = None) -> Objecti
         return factory(**given)
     except TypeError as error:
         raise ConfigError(f"objective {name!r}: an option has the wrong type in {given!r} ({error})") from error
-
-
-__all__ = [
-    "FACTORIES",
-    "EntropyKLSelective",
-    "EntropyMinimisation",
-    "Forgetting",
-    "Interleaved",
-    "Objective",
-    "ObjectiveContext",
-    "WeightedCrossEntropy",
-    "dft",
-    "eaft",
-    "mask",
-    "objective_of",
-    "objectives",
-    "profit",
-    "sft",
-    "talr",
-]

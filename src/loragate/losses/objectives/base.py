@@ -136,8 +136,7 @@ class WeightedCrossEntropy:
             negative weight, and a weight that is not finite where a token counts.
         k: support of the top-k entropy the rule reads (2 where it reads none).
         requires: names of `ObjectiveContext` fields the rule needs.
-        reads_entropy: whether the rule reads the top-k entropy, `stats.topk_entropy`.
-        reads_full_entropy: whether the rule reads the entropy over the whole vocabulary, `stats.entropy`.
+        reads: what the rule reads beside `stats.log_prob`: "topk_entropy", "entropy" (over the whole vocabulary) or both.
         settings: the rule's constants, for run records.
         over_batch, batch_reads: see `Objective`; the rule finds the value in `context.batch`.
     """
@@ -146,17 +145,15 @@ class WeightedCrossEntropy:
     rule: Rule
     k: int = 2
     requires: frozenset[str] = frozenset()
-    reads_entropy: bool = False
+    reads: tuple[str, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
-    reads_full_entropy: bool = False
     over_batch: OverBatch | None = None
     batch_reads: tuple[str, ...] = ()
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """The statistics it reads."""
-        full = ("entropy",) if self.reads_full_entropy else ()
-        return ("log_prob", *full, *(("topk_entropy",) if self.reads_entropy else ()))
+        return ("log_prob", *self.reads)
 
     @property
     def gradients(self) -> tuple[str, ...]:

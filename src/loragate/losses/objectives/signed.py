@@ -40,19 +40,14 @@ class EntropyKLSelective(Constants):
 
     The sets are chosen under no_grad; H and KL are differentiated. Tokens that tie with the first one outside a set are
     outside too: before the first step the model is its reference, every KL is 0 and S_K is empty.
-
-    Attributes:
-        ratio: share of the response tokens in each of S_H and S_K, in [0, 1).
-        entropy_weight, kl_weight: the coefficients λ_H and λ_K.
-        combine: which tokens lose their cross-entropy: those in either set ("union") or in both ("intersection").
-        reduction: "sets" or "all", see the module text.
     """
 
-    ratio: Annotated[float, Ge(0), Lt(1)] = 0.2
-    entropy_weight: Amount = 0.05
-    kl_weight: Amount = 0.05
+    ratio: Annotated[float, Ge(0), Lt(1)] = 0.2  # share of the response tokens in each of S_H and S_K
+    entropy_weight: Amount = 0.05  # λ_H
+    kl_weight: Amount = 0.05  # λ_K
+    # which tokens lose their cross-entropy: those in either set ("union") or in both ("intersection")
     combine: Literal["union", "intersection"] = "union"
-    reduction: Reduction = "sets"
+    reduction: Reduction = "sets"  # or "all", see the module text
 
     name = "eksft"
     k = 0
@@ -100,17 +95,12 @@ class Forgetting(Constants):
     The judgement is the data's `keep_mask` (1 keep, 0 forget; `loragate mask` makes one from token influence, of which the
     released code keeps 0.7). With the schedule "linear" λ = (t_max − t_min) · share of the run that is done, as in the
     released code; "constant" is t_max throughout. The second term has no lower bound.
-
-    Attributes:
-        t_max, t_min: the released constants of λ.
-        schedule: "linear" or "constant".
-        reduction: "sets" or "all", see the module text.
     """
 
-    t_max: Amount = 0.25
+    t_max: Amount = 0.25  # the released constants of λ
     t_min: Amount = 1e-5
     schedule: Literal["linear", "constant"] = "linear"
-    reduction: Reduction = "sets"
+    reduction: Reduction = "sets"  # or "all", see the module text
 
     name = "forgetting"
     k = 2
@@ -179,13 +169,9 @@ def mean_weights(
 
 @dataclass(frozen=True)
 class EntropyMinimisation(Constants):
-    """Normalised top-k entropy of the next-token distribution (eq:rw-topk), on whatever trains.
+    """Normalised top-k entropy of the next-token distribution (eq:rw-topk), on whatever trains."""
 
-    Attributes:
-        k: support; 0 for the whole vocabulary.
-    """
-
-    k: int = 100
+    k: int = 100  # support; 0 for the whole vocabulary
 
     name = "entropy"
     requires = frozenset[str]()
@@ -202,16 +188,11 @@ class EntropyMinimisation(Constants):
 
 @dataclass(frozen=True)
 class Interleaved(Constants):
-    """`ce_steps` optimiser steps on cross-entropy, then `entropy_steps` on entropy, and so on.
-
-    Attributes:
-        ce_steps, entropy_steps: length of each turn, at least 1.
-        k: support of the entropy; 0 for the whole vocabulary.
-    """
+    """`ce_steps` optimiser steps on cross-entropy, then `entropy_steps` on entropy, and so on."""
 
     ce_steps: Count = 1
     entropy_steps: Count = 1
-    k: int = 100
+    k: int = 100  # support of the entropy; 0 for the whole vocabulary
 
     name = "interleaved"
     requires = frozenset[str]()

@@ -55,7 +55,7 @@ def eaft(k: int = 20, power: float = 1.0, normalizer: float | None = None) -> We
         return (stats.topk_entropy.clamp(min=0) * factor) ** power
 
     return WeightedCrossEntropy(
-        "eaft", rule, k=k, reads_entropy=True, settings={"k": k, "power": power, "normalizer": normalizer}
+        "eaft", rule, k=k, reads=("topk_entropy",), settings={"k": k, "power": power, "normalizer": normalizer}
     )
 
 

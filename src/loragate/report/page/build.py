@@ -3,9 +3,7 @@
 A block is a table (`Sheet`), or one of these, by kind:
 
 - text: [paragraph]
-- chart: the SVG
-- map: {"columns": [str], "rows": [{"name": str, "cells": [{"text", "note", "background", "ink", "mark"} or None]}],
-  "caption": str, "corner": str}
+- chart: what draws it, or its SVG
 - tokens: {"traces", "left_out"}, see `tokens_block`
 
 The script is named in the content security policy by its hash; data for it lies in a JSON block whose "<" is escaped, so
@@ -17,19 +15,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
+from io import StringIO
 from typing import Any
 
 from markupsafe import Markup
 
-from loragate.errors import LoragateError
+from loragate.report.figures import INK, Draw
 from loragate.report.table import Sheet, joined
 
-PAGE_LIMIT = 3_000_000
-"""Bytes that a report stays below, so that it can be mailed and opened on a phone."""
 TRACE_BYTES = 2_300_000
 
 
@@ -61,31 +59,45 @@ def text(*paragraphs: str) -> Block:
     return Block("text", paragraphs)
 
 
-def tokens_block(traces: Mapping[str, Any], limit: int = TRACE_BYTES) -> Block:
-    """The token view of a record of `loragate diagnose tokens`, rounded; a page can show one.
+def chart(draw: Draw, title: str) -> Block:
+    """A figure, drawn where it is shown."""
+    return Block("chart", draw, title)
 
-    Questions are left out from the end until the rest fits `limit`. The first stays even where it alone passes it; the page
+
+def drawn(block: Block | Sheet) -> Block | Sheet:
+    """The block with its chart as SVG: the ink is the page's own, and text stays text in the page's letters."""
+    if not isinstance(block, Block) or block.kind != "chart" or isinstance(block.data, Markup):
+        return block
+    buffer = StringIO()
+    block.data(buffer)
+    root, _, inside = buffer.getvalue().partition("<svg ")[2].partition(">")
+    box = re.search(r'viewBox="[^"]*"', root)
+    assert box is not None
+    inside = re.sub(r"<metadata>.*?</metadata>", "", inside, flags=re.DOTALL)
+    inside = re.sub(r' id="[\w.]+_\d+"', "", inside)  # every figure on the page would have them
+    inside = re.sub(r"; font-family: [^;\"]*", "", inside)
+    inside = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", inside)  # as matplotlib before 3.10 has it
+    inside = inside.replace(INK, "currentColor")
+    head = Markup('<svg {} role="img" aria-label="{}" class="chart">').format(Markup(box[0]), block.title)
+    return replace(block, data=head + Markup(inside))
+
+
+def tokens_block(traces: Mapping[str, Any], limit: int = TRACE_BYTES) -> Block:
+    """The token view of a record of `loragate diagnose tokens`; a page can show one.
+
+    Questions are left out from the end until the rest fits `limit`. The first stays even where it alone passes it; the report
     then refuses by its own limit.
     """
     head = {key: traces[key] for key in ("lower", "upper", "modules")}
     size = len(safe_json(head).encode())
     kept: list[dict[str, Any]] = []
     for question in traces["questions"]:
-        smaller = {**question, "answers": [_rounded(answer) for answer in question["answers"]]}
-        size += len(safe_json(smaller).encode()) + 1
+        size += len(safe_json(question).encode()) + 1
         if kept and size > limit:
             break
-        kept.append(smaller)
+        kept.append(question)
     left_out = len(traces["questions"]) - len(kept)
     return Block("tokens", {"traces": {**head, "questions": kept}, "left_out": left_out})
-
-
-def _rounded(answer: Mapping[str, Any]) -> dict[str, Any]:
-    values: dict[str, Any] = dict(answer)
-    for name in ("log_prob", "entropy", "delta_entropy"):
-        values[name] = [round(value, 3) for value in values[name]]
-    values["top"] = [[[text, round(p, 3)] for text, p in position] for position in answer["top"]]
-    return values
 
 
 def build_page(title: str, statements: Sequence[str], sections: Sequence[Section], footer: str = "") -> str:
@@ -96,9 +108,6 @@ def build_page(title: str, statements: Sequence[str], sections: Sequence[Section
         statements: the summary in plain words, one per entry, the most important first; said twice, it is shown once.
         sections: what follows it, in order.
         footer: one line on what wrote the report, and when.
-
-    Raises:
-        LoragateError: if the page would pass `PAGE_LIMIT`.
     """
     assets = resources.files("loragate.report.page") / "templates"
     script = (assets / "page.js").read_text(encoding="utf-8")
@@ -106,18 +115,12 @@ def build_page(title: str, statements: Sequence[str], sections: Sequence[Section
     page: str = _template().render(
         title=title,
         statements=list(dict.fromkeys(statements)),
-        sections=list(sections),
+        sections=[replace(section, blocks=[drawn(block) for block in section.blocks]) for section in sections],
         style=Markup((assets / "page.css").read_text(encoding="utf-8")),
         script=Markup(script),
         script_hash=digest,
         footer=footer,
     )
-    size = len(page.encode())
-    if size > PAGE_LIMIT:
-        raise LoragateError(
-            f"the report would be {size / 1e6:.1f} MB, more than {PAGE_LIMIT / 1e6:g} MB; give it fewer runs, or fewer "
-            "token traces (diagnose tokens --limit)"
-        )
     return page
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from loragate.display import percent
-from loragate.report.page.build import Block, text
-from loragate.report.page.charts import column_chart
-from loragate.report.page.training import gates_blocks
+from loragate.report.figures import column_chart, lambda_map, module_gates
+from loragate.report.page.build import Block, chart, text
 from loragate.report.table import ABSENT, GROUP_OF, Cell, Line, Sheet, difference_cell, or_absent, share_cell
 
 Record = Mapping[str, Any]
@@ -38,8 +38,11 @@ def _entropy(record: Record) -> Blocks:
 
 
 def _gates(record: Record) -> Blocks:
-    stats = {item["module"]: item["all"] for item in record["modules"] if item["all"]["count"]}
-    blocks: Blocks = [*gates_blocks(stats, record["lower"], record["upper"])]
+    note = (
+        f"Range [{record['lower']:g}, {record['upper']:g}]. λ = 1 leaves the adapter as it is, 0 to 1 suppresses it, below 0 "
+        "reverses it, above 1 extrapolates it."
+    )
+    blocks: Blocks = [text(note), chart(partial(lambda_map, module_gates(record)), "λ by layer and module")]
     shares = ("below_zero", "zero_to_one", "above_one", "at_lower", "at_upper")
     columns = ("coefficients", "mean λ", "λ < 0, %", "0 to 1, %", "λ > 1, %", "at L, %", "at U, %")
     groups = {"token class": {"all": record["all"], **record["by_class"]}}
@@ -51,13 +54,6 @@ def _gates(record: Record) -> Blocks:
         ]
         blocks.append(Sheet(f"By {what}", (what, *columns), lines))
     return [*blocks, *_histogram(record["histogram"], "λ", "Distribution of λ")]
-
-
-def _interventions(record: Record) -> Blocks:
-    blocks = _scores(record["rows"], "vs the gates, points")
-    if record["left_out"]:
-        blocks.append(text(f"Left out: {', '.join(map(str, record['left_out']))}."))
-    return blocks
 
 
 def _alignment(record: Record) -> Blocks:
@@ -80,17 +76,12 @@ def _alignment(record: Record) -> Blocks:
     wanted = ("entropy\nwants more, %", "value\nwants more, %")
     where = ("where", "number of λ", "right way, %", "weighted, %", *wanted)
     caption = "Single λ: do entropy and task value agree on the sign? Weighted: by what each matters for the value"
-    known = {item["name"] for item in record["modules"]}
-    for title, inside in (("Single coefficients", False), ("Single coefficients by module", True)):
-        lines = []
-        for item in record["coordinates"]:
-            if (item["name"] in known) == inside:
-                agreement = [_interval(item[key], percent, "–") for key in ("share", "weighted")]
-                more = [(percent(item[key]),) for key in ("raised", "value_raised")]
-                lines.append(Line(item["name"], [(f"{item['coordinates']:,}",), *agreement, *more]))
-        if lines:
-            blocks.append(Sheet(title, where, lines, caption, folded=f"{len(lines)} modules" if inside else ""))
-    return blocks
+    lines = []
+    for item in record["coordinates"]:
+        agreement = [_interval(item[key], percent, "–") for key in ("share", "weighted")]
+        more = [(percent(item[key]),) for key in ("raised", "value_raised")]
+        lines.append(Line(item["name"], [(f"{item['coordinates']:,}",), *agreement, *more]))
+    return [*blocks, *([Sheet("Single coefficients", where, lines, caption)] if lines else [])]
 
 
 def _terms(item: Record) -> Line:
@@ -108,22 +99,21 @@ def _terms(item: Record) -> Line:
 DIAGNOSES: dict[str, tuple[str, Callable[[Record], Blocks]]] = {
     "delta entropy": ("Entropy: adapter against base", _entropy),
     "realised gates": ("Gates on generated text", _gates),
-    "interventions": ("Interventions on the gates", _interventions),
+    "interventions": ("Interventions on the gates", lambda record: _scores(record["rows"], "vs the gates, points")),
     "alignment": ("Does entropy point the right way?", _alignment),
 }
 """{kind of record: its heading, and what makes its blocks}"""
 
 
 def _scores(rows: Sequence[Record], versus: str) -> Blocks:
-    """One table per task, from rows with score, low, high, difference, …"""
+    """One table per task, from rows with score, difference and verdict."""
     lines: dict[str, list[Line]] = {}
     for row in rows:
-        name = f"{row['name']}: {row['meaning']}" if "meaning" in row else row["name"]
-        score = {"mean": row["score"], "low": row["low"], "high": row["high"]}
-        ends = {"low": row["difference_low"], "high": row["difference_high"], "p": row["p"]}
-        difference = None if row["difference"] is None else {"mean": row["difference"], **ends}
-        cells = [share_cell(score), difference_cell(difference, row["verdict"])]
-        line = Line(name, cells, GROUP_OF.get(row["name"], "intervention"), score)
+        off = f": off at {percent(row['suppressed'])} % of the tokens" if "suppressed" in row else ""
+        # the p that the verdict was made with
+        versus_row = row["difference"] and {**row["difference"], "p": row["adjusted_p"]}
+        cells = [share_cell(row["score"]), difference_cell(versus_row, row["verdict"])]
+        line = Line(row["name"] + off, cells, GROUP_OF.get(row["name"], "intervention"), row["score"])
         lines.setdefault(row["task"], []).append(line)
     return [Sheet(task, ("row", "score %", versus), found) for task, found in lines.items()]
 
@@ -133,7 +123,7 @@ def _histogram(data: Record, label: str, title: str) -> Blocks:
     bins = zip(edges, edges[1:], counts, strict=False)
     lines = [Line(f"{low:.3g} to {high:.3g}", [(f"{count:,}",)]) for low, high, count in bins]
     numbers = Sheet("", (label, "number"), lines, folded="The numbers")
-    return [Block("chart", column_chart(edges, counts, label), title), numbers]
+    return [chart(partial(column_chart, edges, counts, label), title), numbers]
 
 
 def _interval(value: Mapping[str, float | None] | None, show: Callable[[Any], str], to: str = "\nto ") -> Cell:

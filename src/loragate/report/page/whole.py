@@ -4,47 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
-from loragate.errors import ConfigError
+from loragate.errors import ConfigError, LoragateError
 from loragate.report.cells import choice_sentence
-from loragate.report.page.build import Block, Section, build_page, text, tokens_block
+from loragate.report.figures import curve_of
+from loragate.report.page.blocks import CURVES, SHARES, selection_blocks, sweep_blocks, training_blocks
+from loragate.report.page.build import Block, Section, build_page, drawn, text, tokens_block
 from loragate.report.page.diagnosis import DIAGNOSES, diagnosis_blocks
-from loragate.report.page.scores import evaluation_statements, selection_blocks, sweep_blocks
-from loragate.report.page.training import gates_blocks, training_blocks
-from loragate.report.scores import caption, score_tables
+from loragate.report.scores import caption, evaluation_statements, score_tables
 from loragate.report.sources import Source
-from loragate.report.table import Line, Sheet, results_table
+from loragate.report.table import Line, Sheet
 from loragate.version import __version__
 
 Record = Mapping[str, Any]
-
-
-def _gates(record: Record) -> Sequence[Block]:
-    stats = {path: values for path, values in record["realised_gates"].items() if values["tokens"]}
-    lower, upper = map(float, record["picked"].strip("[]").split(","))
-    return gates_blocks(stats, lower, upper)
-
-
-def _histories(record: Record) -> dict[str, Any]:
-    return {name: value["history"] for name, value in record["calibrations"].items()}
-
-
 Make = Callable[[Any], Sequence[Block | Sheet]]
+PAGE_LIMIT = 3_000_000
+"""Bytes that a report stays below, so that it can be mailed and opened on a phone."""
 SECTIONS: tuple[tuple[str, str, str | Callable[[Record], str], Make], ...] = (
-    ("quickstart", "scores", "Scores", lambda record: [results_table(record["table"])]),
     ("evaluation", "scores", "Scores", lambda record: [*score_tables(record), text(*caption(record).split("\n"))]),
     ("sweep", "ranges", "Ranges", sweep_blocks),
     ("artifact", "selection", "How the range was chosen", lambda record: selection_blocks(record.get("selection"))),
-    ("quickstart", "gates", "Gates on generated text", _gates),
-    ("quickstart", "training", "Training", lambda record: training_blocks(_histories(record))),
     ("diagnosis", "diagnosis", lambda record: DIAGNOSES[record["kind"]][0], diagnosis_blocks),
 )
 """(kind of source, anchor, heading, its blocks) in the order of the page; a section without blocks is left out."""
 
 
-def page(sources: Sequence[Source], title: str) -> str:
-    """The HTML of some sources."""
+def page(sources: Sequence[Source], title: str, more: Sequence[str] = ()) -> str:
+    """The HTML of some sources; `more` are statements that follow those of their records.
+
+    Raises:
+        LoragateError: if it would pass `PAGE_LIMIT`.
+    """
     sections: list[Section] = []
     of: dict[str, list[Source]] = {}
     for source in sources:
@@ -52,7 +44,7 @@ def page(sources: Sequence[Source], title: str) -> str:
     several = len({source.name.split("/")[0] for source in sources}) > 1
     for kind, anchor, heading, make in SECTIONS:
         for source in of.get(kind, []):
-            blocks = source.read(make)
+            blocks = source.read(partial(_drawn, make))
             said = heading if isinstance(heading, str) else source.read(heading)
             said = f"{said}: {source.name}" if several or len(of[kind]) > 1 else said
             sections += [Section(f"{anchor}-{len(sections)}", said, blocks)] if blocks else []
@@ -64,25 +56,36 @@ def page(sources: Sequence[Source], title: str) -> str:
         sections.append(Section("tokens", "Token by token", (shown[0].read(tokens_block),)))
     if trained := of.get("training"):
         for source in trained:  # so that a fault is that of one file
-            source.read(lambda record: training_blocks({"": record["history"]}))
+            source.read(lambda record: [curve_of(record["history"], key) for key in (*CURVES, *SHARES)])
         histories = {source.name: source.record["history"] for source in trained}
         sections.append(Section("trainings", "Training runs", training_blocks(histories)))
     facts = [
-        Line(f"{source.name}: {what}", [(value,)]) for source in sources for what, value in source.read(_facts(source))
+        Line(f"{source.name}: {what}", [(value,)])
+        for source in sources
+        for what, value in source.read(partial(_facts, source))
     ]
     where = Sheet("", ("What", "Value"), facts)
     sections.append(Section("provenance", "Where this comes from", (where,)))
     footer = f"Written by loragate {__version__} on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from {len(sources)} records."
-    return build_page(title, statements(sources), sections, footer)
+    whole = build_page(title, [*statements(sources), *more], sections, footer)
+    size = len(whole.encode())
+    if size > PAGE_LIMIT:
+        raise LoragateError(
+            f"the report would be {size / 1e6:.1f} MB, more than {PAGE_LIMIT / 1e6:g} MB; give it fewer runs, or fewer "
+            "token traces (diagnose tokens --limit)"
+        )
+    return whole
+
+
+def _drawn(make: Make, record: Any) -> list[Block | Sheet]:
+    return [drawn(block) for block in make(record)]
 
 
 def statements(sources: Sequence[Source]) -> list[str]:
     """The summary: verdicts first, then how ranges were chosen, then what diagnoses found."""
     lines: list[str] = []
     for source in sources:
-        if source.kind == "quickstart":
-            lines += source.read(lambda record: record["reading"])
-        elif source.kind == "evaluation":
+        if source.kind == "evaluation":
             lines += source.read(evaluation_statements)
     for source in sources:
         if source.kind == "sweep":
@@ -116,25 +119,21 @@ def _artifact(record: Record) -> list[str]:
     return lines
 
 
-def _facts(source: Source) -> Callable[[Any], list[tuple[str, str]]]:
+def _facts(source: Source, record: Any) -> list[tuple[str, str]]:
     """Files, models, data and versions, as the record states them."""
-
-    def facts(record: Any) -> list[tuple[str, str]]:
-        found = [(source.kind, source.path.name)]
-        if source.kind == "artifact":
-            found += [
-                ("base", str(record["base"]["id"])),
-                ("adapter sha256", record["adapter"]["sha256"][:16]),
-                ("gates sha256", str(record.get("gates_sha256", ""))[:16]),
-            ]
-            if parity := record.get("parity"):  # zero gates were not trained
-                found.append(("parity before training", f"{parity['initial']:.2g} in logits"))
-        elif source.kind == "evaluation":
-            found += [(key, str(value)) for key, value in record["models"].items() if value]
-            for task in record["tasks"]:
-                found.append((task["name"], f"{task['dataset']} @ {task['dataset_revision'] or 'no revision'}"))
-        if versions := record.get("versions") if isinstance(record, dict) else None:
-            found.append(("versions", ", ".join(f"{key} {value}" for key, value in versions.items())))
-        return found
-
-    return facts
+    found = [(source.kind, source.path.name)]
+    if source.kind == "artifact":
+        found += [
+            ("base", str(record["base"]["id"])),
+            ("adapter sha256", record["adapter"]["sha256"][:16]),
+            ("gates sha256", str(record.get("gates_sha256", ""))[:16]),
+        ]
+        if parity := record.get("parity"):  # zero gates were not trained
+            found.append(("parity before training", f"{parity['initial']:.2g} in logits"))
+    elif source.kind == "evaluation":
+        found += [(key, str(value)) for key, value in record["models"].items() if value]
+        for task in record["tasks"]:
+            found.append((task["name"], f"{task['dataset']} @ {task['dataset_revision'] or 'no revision'}"))
+    if versions := record.get("versions") if isinstance(record, dict) else None:
+        found.append(("versions", ", ".join(f"{key} {value}" for key, value in versions.items())))
+    return found

@@ -5,12 +5,14 @@ them, and nothing it says is believed beyond the plain values it returns.
 """
 
 import builtins
+import itertools
+import operator
 import sys
 import types
 
 from loragate.evaluation.sandbox.harness.wire import (
     Closed,
-    confine,
+    begin,
     decode,
     describe,
     encode,
@@ -20,6 +22,30 @@ from loragate.evaluation.sandbox.harness.wire import (
     report,
     send,
 )
+
+
+class Iteration:
+    """An iterator that crosses as an object, so that asking for it takes nothing from it."""
+
+    def __init__(self, items):
+        self.items = iter(items)
+
+
+# What can be done to an object that lives here. "next" takes a batch for a list's worth of values, one for what may be
+# endless or have effects.
+ACTIONS: dict = {
+    "call": lambda function, positional, named: function(*positional, **named),
+    "get": getattr,
+    "set": setattr,
+    "item": operator.getitem,
+    "set item": operator.setitem,
+    "length": len,
+    "iter": Iteration,
+    "next": lambda items, most: list(itertools.islice(items.items if isinstance(items, Iteration) else items, most)),
+    "bool": bool,
+    "str": str,
+    "repr": repr,
+}
 
 
 class Server:
@@ -53,55 +79,16 @@ class Server:
                     return ["missing"]
                 value = self.module.__dict__[name]
             else:
-                value = self.act(action, [decode(part, self.object) for part in parts])
+                value = ACTIONS[action](*(decode(part, self.object) for part in parts))
             return ["value", encode(value, self.handle)]
         except BaseException as error:
             names = [kind.__name__ for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind]
             return ["raised", names, describe(error), reason_of(error)]
 
-    def act(self, action, parts):
-        """Do one thing to an object that lives here."""
-        if action == "call":
-            function, positional, named = parts
-            return function(*positional, **named)
-        if action == "get":
-            return getattr(*parts)
-        if action == "set":
-            return setattr(*parts)
-        if action == "item":
-            return parts[0][parts[1]]
-        if action == "set item":
-            parts[0][parts[1]] = parts[2]
-            return None
-        if action == "length":
-            return len(parts[0])
-        if action == "iter":
-            return Iteration(iter(parts[0]))
-        if action == "next":
-            # A batch for a list's worth of values; one for what may be endless or have effects.
-            items = []
-            for item in parts[0].items if isinstance(parts[0], Iteration) else parts[0]:
-                items.append(item)
-                if len(items) >= parts[1]:
-                    break
-            return items
-        if action == "bool":
-            return bool(parts[0])
-        return str(parts[0]) if action == "str" else repr(parts[0])
 
-
-class Iteration:
-    """An iterator that crosses as an object, so that asking for it takes nothing from it."""
-
-    def __init__(self, items):
-        self.items = items
-
-
-def main(control, channel):
-    """Run the program that the host sends on `control`, then answer the checker on `channel`."""
-    request = receive(control)
-    confine(request["confine"])
-    send(control, ["ready"])
+def main(control, given, channel):
+    """Run the program that the host has written to `given`, then answer the checker on `channel`."""
+    request = begin(control, given)
     module = types.ModuleType(request["name"])
     sys.modules[request["name"]] = module
     try:
@@ -118,17 +105,15 @@ def main(control, channel):
         report(control, error, "error" if reason == "wrong" and request["name"] != "__main__" else reason)
         return
     flush_output()
-    send(channel, ["loaded"])
-    server = Server(module)
+    server, answer = Server(module), ["loaded"]
     while True:
-        try:
-            request = receive(channel)
-        except Closed:
-            return
-        answer = server.answer(request)
         try:
             send(channel, answer)
         except Closed:
             return
         except Exception as error:
             send(channel, ["raised", ["ValueError"], f"a result that cannot be sent: {describe(error)}", "output"])
+        try:
+            answer = server.answer(receive(channel))
+        except Closed:
+            return

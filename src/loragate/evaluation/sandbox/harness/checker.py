@@ -11,7 +11,7 @@ import types
 from loragate.evaluation.sandbox.harness.wire import (
     Closed,
     WireError,
-    confine,
+    begin,
     decode,
     describe,
     encode,
@@ -19,6 +19,7 @@ from loragate.evaluation.sandbox.harness.wire import (
     receive,
     report,
     send,
+    tell,
 )
 
 BATCH = 256
@@ -42,19 +43,17 @@ class Channel:
         self.last_error = None
         form = [action, *(part if action == "name" else encode(part, self._give) for part in parts)]
         send(self.descriptor, form)
-        answer = receive(self.descriptor)
-        if not isinstance(answer, list) or not answer:
-            raise WireError("an answer of no known form")
-        if answer[0] == "missing":
-            raise LookupError(parts[0])
-        if answer[0] == "raised" and len(answer) == 4 and isinstance(answer[1], list):
-            error = self._exception(answer[1], str(answer[2]))
-            known = answer[3] in ("exit", "memory", "output")
-            self.last_error = (error, answer[3] if known else "error", str(answer[2])[:500])
-            raise error
-        if answer[0] != "value" or len(answer) != 2:
-            raise WireError("an answer of no known form")
-        return decode(answer[1], self._take)
+        match receive(self.descriptor):
+            case ["missing"]:
+                raise LookupError(parts[0])
+            case ["raised", list(names), text, reason]:
+                error = self._exception(names, str(text))
+                known = reason in ("exit", "memory", "output")
+                self.last_error = (error, reason if known else "error", str(text)[:500])
+                raise error
+            case ["value", value]:
+                return decode(value, self._take)
+        raise WireError("an answer of no known form")
 
     @staticmethod
     def _exception(names, text):
@@ -82,6 +81,15 @@ class Channel:
         return self.handles[number]
 
 
+def _ask(handle, action, *parts):
+    return object.__getattribute__(handle, "_channel").ask(action, handle, *parts)
+
+
+def _asking(action):
+    """A method that does `action` there."""
+    return lambda handle, *parts: _ask(handle, action, *parts)
+
+
 class Handle:
     """An object of the other process. It has no `==` of its own, so it equals nothing but itself."""
 
@@ -95,17 +103,8 @@ class Handle:
             raise AttributeError(name)
         return _ask(self, "get", name)
 
-    def __setattr__(self, name, value):
-        _ask(self, "set", name, value)
-
-    def __getitem__(self, key):
-        return _ask(self, "item", key)
-
-    def __setitem__(self, key, value):
-        _ask(self, "set item", key, value)
-
-    def __len__(self):
-        return _ask(self, "length")
+    __setattr__, __getitem__, __setitem__ = _asking("set"), _asking("item"), _asking("set item")
+    __len__, __bool__, __str__, __repr__ = _asking("length"), _asking("bool"), _asking("str"), _asking("repr")
 
     def __iter__(self):
         iteration = _ask(self, "iter")
@@ -120,15 +119,6 @@ class Handle:
     # `in` must compare here: the default over `__iter__` does.
     def __contains__(self, value):
         return any(item is value or item == value for item in self)
-
-    def __bool__(self):
-        return _ask(self, "bool")
-
-    def __str__(self):
-        return _ask(self, "str")
-
-    def __repr__(self):
-        return _ask(self, "repr")
 
 
 class CallableHandle(Handle):
@@ -153,42 +143,51 @@ class IteratorHandle(Handle):
         return items[0]
 
 
-def _ask(handle, action, *parts):
-    return object.__getattribute__(handle, "_channel").ask(action, handle, *parts)
+class Names(dict):
+    """Python's built-ins, and behind them the names of the program, asked for when a test first uses them."""
+
+    def __init__(self, channel):
+        super().__init__(vars(builtins))
+        self.channel = channel
+
+    def __missing__(self, name):
+        try:
+            self[name] = self.channel.ask("name", name)
+        except LookupError:
+            raise KeyError(name) from None
+        return self[name]
 
 
-def main(control, channel):
-    """Run the tests that the host sends on `control` against the program behind `channel`."""
-    request = receive(control)
-    confine(request["confine"])
-    send(control, ["ready"])
+def main(control, given, channel):
+    """Run the tests that the host has written to `given` against the program behind `channel`."""
+    request = begin(control, given)
     talk = Channel(channel)
     try:
         if receive(channel) != ["loaded"]:
             raise WireError("a greeting of no known form")
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
+        module.__dict__["__builtins__"] = Names(talk)
         exec(compile(request["before"], "<before>", "exec", dont_inherit=True), module.__dict__)
-        for name in request["names"]:
+        for name in request["required"]:
+            # A name of the reference that this program lacks is no builtin by accident.
             try:
                 module.__dict__[name] = talk.ask("name", name)
             except LookupError:
-                # A name of the reference that this program lacks is no builtin by accident.
-                if name in request["required"]:
-                    send(control, ["failed", "error", f"the program does not define {name}"])
-                    return
+                tell(control, "failed", "error", f"the program does not define {name}")
+                return
         exec(compile(request["tests"], "<tests>", "exec", dont_inherit=True), module.__dict__)
     except Closed:
-        send(control, ["failed", "exit", "the program's process ended before the tests did"])
+        tell(control, "failed", "exit", "the program's process ended before the tests did")
     except WireError as error:
-        send(control, ["failed", "protocol", describe(error)])
+        tell(control, "failed", "protocol", describe(error))
     except BaseException as error:
         last = talk.last_error
         if last is not None and last[0] is error:
-            send(control, ["failed", last[1], last[2]])
+            tell(control, "failed", last[1], last[2])
         elif reason_of(error) == "exit":
-            send(control, ["failed", "error", f"the tests ended by {describe(error)}"])
+            tell(control, "failed", "error", f"the tests ended by {describe(error)}")
         else:
             report(control, error)
     else:
-        send(control, ["passed"])
+        tell(control, "passed")

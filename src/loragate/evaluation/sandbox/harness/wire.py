@@ -24,19 +24,19 @@ SMALL = 2**62
 # Built-ins that cross by name: types and functions that do nothing but compute.
 _PLAIN = (int, float, str, bool, complex, bytes, list, tuple, dict, set, frozenset, object)
 NAMED = {value: value.__name__ for value in (*_PLAIN, len, sum, min, max, abs, sorted)}
-SEQUENCES: dict = {tuple: "t", set: "s", frozenset: "z"}
-# {type: (tag, to JSON, from JSON)}
-SCALARS: dict = {
+# {type: (tag, taken apart into values that cross, put together again)}
+TYPES: dict = {
+    tuple: ("t", list, tuple),
+    set: ("s", list, set),
+    frozenset: ("z", list, frozenset),
+    dict: ("d", lambda value: [list(item) for item in value.items()], dict),
+    collections.deque: ("q", lambda value: [list(value), value.maxlen], lambda parts: collections.deque(*parts)),
     int: ("i", hex, lambda text: int(text, 16)),
-    complex: ("c", lambda value: [value.real, value.imag], lambda parts: complex(float(parts[0]), float(parts[1]))),
+    complex: ("c", lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
     bytes: ("b", bytes.hex, bytes.fromhex),
     bytearray: ("y", bytearray.hex, bytearray.fromhex),
-    range: (
-        "r",
-        lambda value: [hex(part) for part in (value.start, value.stop, value.step)],
-        lambda parts: range(*(int(part, 16) for part in parts)),
-    ),
-    type(...): ("e", lambda value: 0, lambda content: ...),
+    range: ("r", lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
+    type(...): ("e", lambda value: None, lambda parts: ...),
     decimal.Decimal: ("m", str, decimal.Decimal),
     fractions.Fraction: ("f", str, fractions.Fraction),
     datetime.date: ("wd", datetime.date.isoformat, datetime.date.fromisoformat),
@@ -47,6 +47,21 @@ SCALARS: dict = {
         lambda value: [value.days, value.seconds, value.microseconds],
         lambda parts: datetime.timedelta(*parts),
     ),
+}
+# {tag: what puts a value together}
+READERS = {tag: read for tag, _, read in TYPES.values()} | {
+    "p": {name: value for value, name in NAMED.items()}.__getitem__
+}
+# By the base class's own methods, so that what a subclass overrides says nothing.
+PLAIN: dict = {
+    dict: dict.copy,
+    list: lambda value: list.__add__(value, []),
+    tuple: lambda value: tuple.__add__(value, ()),
+    str: lambda value: str.__add__(value, ""),
+    int: lambda value: int.__add__(value, 0),
+    float: lambda value: float.__add__(value, 0.0),
+    set: lambda value: set(set.__iter__(value)),
+    frozenset: lambda value: frozenset(frozenset.__iter__(value)),
 }
 
 
@@ -96,6 +111,20 @@ def _read(descriptor, size):
     return b"".join(parts)
 
 
+def begin(control, given):
+    """Read what the host has written to the descriptor `given`, give up all rights (`confine`) and say that work begins."""
+    with open(given, encoding="ascii") as file:
+        request = json.load(file)
+    confine(request["confine"])
+    tell(control, "ready")
+    return request
+
+
+def tell(control, *words):
+    """Say one line to the host."""
+    os.write(control, json.dumps(words).encode("ascii") + b"\n")
+
+
 def encode(value, handle):
     """Return `value` in JSON's forms; `handle(object)` gives the form of what is no plain value.
 
@@ -106,32 +135,16 @@ def encode(value, handle):
         return value
     if kind is list:
         return [encode(item, handle) for item in value]
-    if kind is dict:
-        return {"d": [[encode(key, handle), encode(item, handle)] for key, item in value.items()]}
-    if kind in SEQUENCES:
-        return {SEQUENCES[kind]: [encode(item, handle) for item in value]}
-    if kind is collections.deque:
-        return {"q": [[encode(item, handle) for item in value], value.maxlen]}
-    if kind in SCALARS:
-        tag, write, _ = SCALARS[kind]
-        return {tag: write(value)}
+    if kind in TYPES:
+        tag, apart, _ = TYPES[kind]
+        return {tag: encode(apart(value), handle)}
     if kind.__module__ == "numpy" and hasattr(kind, "item") and getattr(value, "shape", None) == ():
         return encode(value.item(), handle)
     if kind in (type, type(len)) and value in NAMED:
         return {"p": NAMED[value]}
-    # By the base class's own methods, so that what a subclass overrides says nothing.
-    for base, plain in (
-        (dict, lambda: dict(dict.items(value))),
-        (list, lambda: list(list.__iter__(value))),
-        (tuple, lambda: tuple(tuple.__iter__(value))),
-        (str, lambda: str.__str__(value) if type(value).__str__ is str.__str__ else str.__add__(value, "")),
-        (int, lambda: int.__add__(value, 0)),
-        (float, lambda: float.__add__(value, 0.0)),
-        (set, lambda: set(set.__iter__(value))),
-        (frozenset, lambda: frozenset(frozenset.__iter__(value))),
-    ):
+    for base, plain in PLAIN.items():
         if isinstance(value, base):
-            return encode(plain(), handle)
+            return encode(plain(value), handle)
     return handle(value)
 
 
@@ -155,19 +168,9 @@ def _decode(form, handle):
     ((tag, content),) = form.items()
     if tag == "h":
         return handle(content)
-    if tag == "d":
-        return {_decode(key, handle): _decode(item, handle) for key, item in content}
-    if tag == "q":
-        return collections.deque([_decode(item, handle) for item in content[0]], content[1])
-    if tag == "p":
-        return {name: value for value, name in NAMED.items()}[content]
-    for kind, own in SEQUENCES.items():
-        if tag == own:
-            return kind([_decode(item, handle) for item in content])
-    for own, _, read in SCALARS.values():
-        if tag == own:
-            return read(content)
-    raise ValueError(tag)
+    if type(content) is dict:
+        raise ValueError(tag)
+    return READERS[tag](_decode(content, handle))
 
 
 def confine(settings):
@@ -228,4 +231,4 @@ def flush_output():
 
 def report(control, error, reason=None):
     """Tell the host why the program did not pass."""
-    send(control, ["failed", reason or reason_of(error), describe(error)])
+    tell(control, "failed", reason or reason_of(error), describe(error))

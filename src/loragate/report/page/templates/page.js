@@ -172,6 +172,14 @@
   const anyGates = data.questions.some((question) => question.answers.some((answer) => answer.gates));
   for (const [value, text] of Object.entries(colours)) if (value !== "gates" || anyGates) option(colourBox, value, text);
   groups.forEach(([text], index) => option(moduleBox, index, text));
+  // the explorer shows every answer in a new document: what was chosen stays
+  let kept = null;
+  try { kept = window.parent !== window ? window.sessionStorage : null; } catch { /* not for every document */ }
+  for (const box of [colourBox, moduleBox]) {
+    const before = kept && kept.getItem(box.id);
+    if (before !== null && Number(before) < box.options.length) box.selectedIndex = Number(before);
+    box.addEventListener("change", () => kept && kept.setItem(box.id, box.selectedIndex));
+  }
   for (const box of [questionBox, colourBox, moduleBox]) box.addEventListener("change", draw);
   draw();
 })();

@@ -1,19 +1,17 @@
-"""Trials on Ray Tune: worker processes that keep the base between trials, on this machine or on a cluster.
+"""Trials on Ray: worker processes that keep the base between trials, on this machine or on a cluster.
 
-Ray decides where a trial runs and starts it again when its worker dies. What is finished is decided by the trials' files, so
-nothing of Tune's own bookkeeping is needed to resume; it goes to a folder that is removed. On this machine, Ray's processes
-are tied to ours by the kernel and end with it, however it ends.
+Ray decides where a worker runs and starts it again when it dies. What is finished is decided by the trials' files. On this
+machine, Ray's processes are tied to ours by the kernel and end with it, however it ends.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
 import socket
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,25 +21,16 @@ from loragate.errors import ConfigError, LoragateError
 from loragate.selection.candidate import Candidate
 from loragate.selection.store import Store
 from loragate.selection.sweep import Sweep, Workshop
-from loragate.selection.trial import run_trial
+from loragate.selection.trial import OnEvent, run_trial
 
-# no telemetry, no files of loggers that nobody reads, and Ctrl-C is ours
-for _name, _value in {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",
-    "RAY_AIR_NEW_OUTPUT": "0",
-    "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0",
-}.items():
-    os.environ.setdefault(_name, _value)
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry
 
 try:
     import ray
-    from ray import tune
+    from ray.util import ActorPool
 except ImportError as error:
     raise ConfigError(f'--runner ray: Ray is not installed ({error}); pip install "loragate[sweep]"') from error
 
-STATE = ".tune"
 RETRIES = 3
 OBJECT_STORE_BYTES = 128 * 1024 * 1024  # trials pass through files
 
@@ -85,29 +74,22 @@ class Resources:
         return f"on {where}, {many} ({self.cpus:g} CPU{gpus} each)"
 
 
-class SweepTrial(tune.Trainable):
-    """One worker; Tune gives it one trial after the other."""
+class Worker:
+    """One process; it is given one trial after the other."""
 
-    def setup(self, config: dict[str, Any], parts: tuple[Sweep, Store] | None = None, threads: int = 1) -> None:
-        """Called once per worker."""
-        assert parts is not None
-        sweep, self.store = parts
+    def __init__(self, sweep: Sweep, store: Store, threads: int = 1) -> None:
         torch.set_num_threads(threads)
-        self.workshop = Workshop(sweep)
-        self.reset_config(config)
+        self.workshop, self.store = Workshop(sweep), store
 
-    def step(self) -> dict[str, Any]:
-        """Run the whole trial as one step of Ray Tune."""
+    def run(self, one: Candidate) -> Candidate:
+        """Run a whole trial; what goes wrong is noted in its folder."""
         try:
-            run_trial(self.store, self.candidate, self.workshop.bench)
-        except LoragateError:  # noted in the trial's folder; another attempt would fail alike
-            return {"done": True, "failed": True}
-        return {"done": True, "failed": False}
-
-    def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Take the next trial in this actor, so that the loaded base is used again."""
-        self.candidate = Candidate.from_record(new_config["trial"])
-        return True
+            run_trial(self.store, one, self.workshop.bench)
+        except LoragateError:
+            pass  # another attempt would fail alike
+        except Exception:
+            os._exit(1)  # Ray tries it again in a fresh process, which an error of a GPU needs
+        return one
 
 
 @contextmanager
@@ -133,8 +115,7 @@ def connected(resources: Resources) -> Iterator[None]:
             what = f"RAY_ADDRESS={address}: no Ray cluster answers there" if address else "Ray could not be started"
             said = (str(error) or type(error).__name__).splitlines()[0]
             raise ConfigError(f"{what} ({said}); --runner sequential does without Ray") from error
-    for name in ("ray", "ray.tune", "ray.train"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # what fails stands in the trial's folder
+    logging.getLogger("ray").setLevel(logging.CRITICAL)  # what fails stands in the trial's folder
     try:
         yield
     finally:
@@ -165,54 +146,56 @@ def require_answer(address: str) -> None:
         ) from error
 
 
-def run_on_ray(sweep: Sweep, store: Store, pending: Sequence[Candidate], resources: Resources) -> None:
+def run_on_ray(
+    sweep: Sweep,
+    store: Store,
+    pending: Sequence[Candidate],
+    on_event: OnEvent | None = None,
+    *,
+    resources: Resources,
+) -> None:
     """Run the pending trials on Ray; one whose worker dies is started again up to three times.
+
+    Args:
+        on_event: told of a trial when it has ended, see `trial.OnEvent`.
 
     Raises:
         ConfigError: if no Ray can be had, or no node has what one trial needs.
     """
-    if pending:
-        with connected(resources):
-            _run(sweep, Store(store.folder.resolve(), store.study), pending, resources)
+    if not pending:
+        return
+    with connected(resources):
+        fits = fitting(resources)
+        actor: Any = ray.remote(num_cpus=resources.cpus, num_gpus=resources.gpus, max_restarts=-1)(Worker)
+        given = (sweep, Store(store.folder.resolve(), store.study), max(1, int(resources.cpus)))
+        count = min(len(pending), fits, resources.workers or fits)
+        pool: Any = ActorPool([actor.options(max_task_retries=RETRIES).remote(*given) for _ in range(count)])
+        for one in pending:
+            pool.submit(lambda worker, one: worker.run.remote(one), one)
+        while pool.has_next():
+            with suppress(
+                ray.exceptions.RayError
+            ):  # lost several times; whoever reads the folder sees that it is missing
+                ended = pool.get_next_unordered()
+                if on_event is not None:
+                    on_event(ended, "failed" if store.read(ended) is None else "finished", 0, 0, None)
+            while (idle := pool.pop_idle()) is not None:
+                ray.kill(idle)  # its room goes to workers that Ray could not start yet
 
 
-def _run(sweep: Sweep, store: Store, pending: Sequence[Candidate], resources: Resources) -> None:
-    require_room(resources)
-    state = store.folder / STATE
-    shutil.rmtree(state, ignore_errors=True)
-    needs = {"cpu": resources.cpus, **({"gpu": resources.gpus} if resources.gpus else {})}
-    trainable: Any = tune.with_parameters(SweepTrial, parts=(sweep, store), threads=max(1, int(resources.cpus)))
-    tuner = tune.Tuner(
-        tune.with_resources(trainable, needs),
-        param_space={"trial": tune.grid_search([one.as_record() for one in pending])},
-        tune_config=tune.TuneConfig(reuse_actors=True, max_concurrent_trials=resources.workers or None),
-        run_config=tune.RunConfig(
-            name="sweep",
-            storage_path=str(state),
-            verbose=0,
-            failure_config=tune.FailureConfig(max_failures=RETRIES),
-            checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
-        ),
-    )
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tuner.fit()
-    finally:
-        shutil.rmtree(state, ignore_errors=True)
-
-
-def require_room(resources: Resources) -> None:
-    """Refuse a trial that no node could ever run.
+def fitting(resources: Resources) -> int:
+    """How many trials fit on the nodes at a time.
 
     Raises:
-        ConfigError: saying what was asked for and what there is.
+        ConfigError: for a trial that no node could ever run, saying what was asked for and what there is.
     """
     wanted = {"CPU": resources.cpus, "GPU": resources.gpus}
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if not any(all(node.get(name, 0.0) >= amount for name, amount in wanted.items()) for node in nodes):
+    fits = sum(min(int(node.get(name, 0.0) / need + 1e-9) for name, need in wanted.items() if need) for node in nodes)
+    if not fits:
         found = "; ".join(f"{node.get('CPU', 0):g} CPUs, {node.get('GPU', 0):g} GPUs" for node in nodes) or "no node"
         raise ConfigError(
             f"one trial asks for {resources.cpus:g} CPUs and {resources.gpus:g} GPUs, and Ray has {found}; lower "
             "--gpus-per-trial or --cpus-per-trial"
         )
+    return fits
