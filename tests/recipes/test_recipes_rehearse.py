@@ -128,4 +128,4 @@ def test_as_typed(tmp_path, capfd):
     for module in ("math_verify", "lm_eval"):
         pytest.importorskip(module, reason=f"{module} is not installed (pip install loragate[eval])")
     assert main(["recipes", "rehearse", SCALE, "--out", str(tmp_path / "r")]) == 0
-    assert "every stage of math/qwen2.5-math-1.5b/scale ran" in capfd.readouterr().out
+    assert "rehearsed: these stages of math/qwen2.5-math-1.5b/scale ran" in capfd.readouterr().out
