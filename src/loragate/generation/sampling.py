@@ -104,6 +104,12 @@ def request_seed(seed: int, question: int, sample: int) -> int:
     return int(_shift_right(_hash(seed, question, sample), 1))
 
 
+BLOCK = 128
+"""Tokens whose masses are added up together before a draw."""
+AT_ONCE = 1 << 20
+"""Scores that a CPU works on at a time. What is made of larger ones costs fresh pages at each step, up to ten times the work."""
+
+
 def keep_nucleus(probs_BV: Tensor, top_p: float) -> Tensor:
     """Zero all but the smallest set of most likely tokens whose mass reaches `top_p`; the result is not renormalised.
 
@@ -116,19 +122,38 @@ def keep_nucleus(probs_BV: Tensor, top_p: float) -> Tensor:
 
 
 def draw(scores_BV: Tensor, uniforms_B: Tensor, temperature: float, top_p: float) -> Tensor:
-    """Return one token id per row, [B] int64, by inverting the cumulative distribution at `uniforms_B` in float64."""
-    scores_BV = scores_BV.to(torch.float64, copy=True)  # rows of a whole vocabulary: from here on in place
-    # The maximum goes first so that a tiny temperature gives 0 and -inf, not inf - inf.
-    scores_BV -= scores_BV.amax(dim=-1, keepdim=True)
-    if temperature != 1:
-        scores_BV /= temperature
-    probs_BV = scores_BV.softmax(dim=-1)
+    """Return one token id per row, [B] int64, by inverting the cumulative distribution at `uniforms_B` [B] fp64.
+
+    Masses are exponentials in fp32, as exact as logits are; they are added up in fp64. Only the block that holds the token is
+    added up token by token, so a draw reads the vocabulary a few times and not a few dozen.
+    """
+    masses_BV = scores_BV.float() - scores_BV.amax(dim=-1, keepdim=True)
+    # The largest score is 0 now; a tiny temperature gives 0 and -inf.
+    masses_BV.mul_(min(1 / temperature, torch.finfo(torch.float32).max)).exp_()
     if top_p < 1:
-        probs_BV = keep_nucleus(probs_BV, top_p)
-    cumulative_BV = probs_BV.cumsum(dim=-1)
-    # right=True finds the first token whose cumulative mass exceeds the target: a token of mass 0 is never drawn.
-    target_B1 = uniforms_B[:, None] * cumulative_BV[:, -1:]
-    return torch.searchsorted(cumulative_BV, target_B1, right=True)[:, 0]
+        probs_BV = masses_BV.double()
+        masses_BV = keep_nucleus(probs_BV / probs_BV.sum(dim=-1, keepdim=True), top_p)
+    masses_BNW = pad(masses_BV, (0, -masses_BV.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    mass_BN = masses_BNW.sum(dim=-1).double()
+    end_BN = mass_BN.cumsum(dim=-1)
+    # right=True finds the first whose cumulative mass exceeds the target: a token of mass 0 is never drawn.
+    target_B1 = uniforms_B[:, None] * end_BN[:, -1:]
+    block_B1 = torch.searchsorted(end_BN, target_B1, right=True)
+    mass_B1 = mass_BN.gather(-1, block_B1)
+    # how far into its block; sums in another order may differ by a rounding, hence a share that stays below 1
+    share_B1 = ((target_B1 - (end_BN.gather(-1, block_B1) - mass_B1)) / mass_B1).clamp(0, 1 - 2.0**-53)
+    within_BW = masses_BNW.take_along_dim(block_B1[:, :, None], 1)[:, 0].double().cumsum(dim=-1)
+    token_B1 = torch.searchsorted(within_BW, share_B1 * within_BW[:, -1:], right=True)
+    return (block_B1 * BLOCK + token_B1)[:, 0]
+
+
+def entropy(scores_BV: Tensor) -> Tensor:
+    """Return the entropy in nats of softmax(scores), [B] fp32; not finite where a row holds NaN or infinity, or -inf alone."""
+    shifted_BV = scores_BV.float() - scores_BV.amax(dim=-1, keepdim=True)
+    masses_BV = shifted_BV.exp()
+    total_B = masses_BV.sum(dim=-1)
+    # -inf has mass 0, and 0 · -inf is NaN; exp(-104) is 0 already
+    return total_B.log() - masses_BV.mul_(shifted_BV.clamp_(min=-104)).sum(dim=-1) / total_B
 
 
 class SeededSampler(LogitsProcessor):
@@ -184,7 +209,9 @@ class SeededSampler(LogitsProcessor):
             for row, ids in zip(rows_b.tolist(), new_ids.tolist()):
                 if not self.stopped_B[row] and self.spells_stop(ids):
                     self.stopped_B[row] = True  # its text is complete
-        entropy_b = torch.special.entr(scores.float().softmax(dim=-1)).sum(dim=-1).cpu().double()
+        rows = max(1, AT_ONCE // scores.shape[-1]) if scores.device.type == "cpu" else len(scores)
+        parts = scores.split(rows)
+        entropy_b = torch.cat([entropy(part_bV) for part_bV in parts]).cpu().double()
         running_b = ~self.stopped_B[rows_b]
         broken_b = running_b & ~entropy_b.isfinite()
         if broken_b.any():
@@ -203,7 +230,9 @@ class SeededSampler(LogitsProcessor):
         else:
             uniforms_b = uniform(self.config.seed, self.questions_B[rows_b], self.samples_B[rows_b], new_ids.shape[1])
             device = "cpu" if scores.device.type == "mps" else scores.device
-            chosen_b = draw(scores.to(device), uniforms_b.to(device), self.config.temperature, self.config.top_p)
+            heat, top_p = self.config.temperature, self.config.top_p
+            by_part = zip(parts, uniforms_b.to(device).split(rows))
+            chosen_b = torch.cat([draw(part_bV.to(device), u_b, heat, top_p) for part_bV, u_b in by_part])
         if not running_b.all():  # a row that has ended without a stop token is given one, which nobody counts
             chosen_b = torch.where(running_b.to(chosen_b.device), chosen_b, int(self.stop_ids[0]))
         self.ended_by_token_B[rows_b] |= running_b & torch.isin(chosen_b.cpu(), self.stop_ids)
