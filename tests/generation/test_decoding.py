@@ -13,10 +13,11 @@ import torch
 import transformers as tf
 from peft import IA3Config, LoraConfig, get_peft_model
 from tiny_decoders import SHAPE, identities
+from transformers.cache_utils import DynamicLayer
 
 import loragate as lg
 from loragate.generation import Sample, SamplingConfig, TransformersEngine
-from loragate.generation.decoding import DROP_SHARE, keeps_prompts, plain_decoder
+from loragate.generation.decoding import DROP_SHARE, ROOM, GrowingLayer, keeps_prompts, plain_decoder
 from loragate.world.base import load_base
 from loragate.world.problems import problems
 from tiny import tiny_adapter
@@ -154,6 +155,33 @@ def test_kept_prompts_draw_the_same_samples_at_every_temperature(name: str, toke
         assert identities(found) == identities(drawn(model, tokenizer, config))
         read = sum(rows for rows, positions in seen if positions > 1)
         assert read == 0 or heat == 1.0 or not keeps, "read at the first temperature"
+
+
+def test_a_cache_with_room_holds_what_a_dynamic_one_does() -> None:
+    plain, roomy = DynamicLayer(), GrowingLayer()
+    generator = torch.Generator().manual_seed(0)
+    rows, copied = 3, []
+    for step, count in enumerate((5, 1, ROOM, 2, 1, 1)):
+        if step == 4:
+            rows = 2
+            for layer in (plain, roomy):
+                layer.batch_select_indices(torch.tensor([2, 0]))
+        before = roomy.room["keys"].data_ptr() if step not in (0, 4) else None
+        new = [torch.randn(rows, 2, count, 4, generator=generator) for _ in range(2)]
+        for one, other in zip(plain.update(*new), roomy.update(*new), strict=True):
+            assert torch.equal(one, other)
+        assert plain.get_seq_length() == roomy.get_seq_length()
+        copied.append(roomy.room["keys"].data_ptr() != before)
+    assert copied == [True, False, True, False, True, False], "a step in which there is room copies nothing"
+
+
+def test_new_prompts_are_read_in_parts(qwen2: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loragate.generation.decoding.READ_AT_ONCE", 2 * 13)
+    engine = TransformersEngine(qwen2, tokenizer, stop_token_ids=STOPS)
+    with engine.keeping_prompts("plain"), shapes_read(qwen2) as seen:
+        found = engine.generate(PROMPTS, CONFIG)
+    assert identities(found) == identities(drawn(qwen2, tokenizer))
+    assert [one for one in seen if one[1] > 1] == [(2, 13), (2, 4)]
 
 
 def test_prompts_are_kept_for_the_same_weights_alone(qwen2: Any, tokenizer: Any) -> None:

@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from loragate.errors import ConfigError, LoragateError
-from loragate.generation.sampling import SamplingConfig, SeededSampler, draw, keep_nucleus, request_seed, uniform
+from loragate.generation.sampling import (
+    BLOCK,
+    SamplingConfig,
+    SeededSampler,
+    draw,
+    keep_nucleus,
+    request_seed,
+    uniform,
+)
 
 MASK = (1 << 64) - 1
 PINNED = ["0.129645618299747", "0.165268963955801", "0.851302620128832", "0.465216279258435"]
@@ -81,6 +89,35 @@ def test_draw_follows_softmax() -> None:
         expected = (scores.double() / temperature).softmax(-1) * 40_000
         chi_square = ((tokens.bincount(minlength=6) - expected) ** 2 / expected).sum().item()
         assert chi_square < 25.7  # the 99.99 % quantile with 5 degrees of freedom
+
+
+@pytest.mark.parametrize("vocabulary", [1, 6, 128, 1000, 4096])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+def test_draw_inverts_the_cumulative_distribution(vocabulary: int, temperature: float) -> None:
+    """Against one sum over the whole vocabulary in fp64; a draw that falls on a rounding may differ, which none of these does."""
+    scores = 4 * torch.randn(300, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
+    scores[:, vocabulary // 2 :: 7] = -torch.inf if vocabulary > 1 else 0.0
+    uniforms = uniform(5, torch.arange(300), 0, 0)
+    cumulative = (scores.double() / temperature).softmax(-1).cumsum(-1)
+    expected = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)[:, 0]
+    assert torch.equal(draw(scores, uniforms, temperature, 1.0), expected)
+
+
+def test_draw_reaches_both_ends_of_a_block() -> None:
+    scores = torch.zeros(4, 3 * BLOCK)
+    uniforms = torch.tensor([0.0, 1 / 3, 2 / 3 - 1e-9, 1 - 2.0**-53], dtype=torch.float64)
+    assert draw(scores, uniforms, 1.0, 1.0).tolist() == [0, BLOCK, 2 * BLOCK - 1, 3 * BLOCK - 1]
+
+
+def test_the_rows_of_a_large_vocabulary_are_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores, found = torch.randn(7, 50, generator=torch.Generator().manual_seed(0)), []
+    for at_once in (1 << 20, 100, 1):
+        monkeypatch.setattr("loragate.generation.sampling.AT_ONCE", at_once)
+        sampler = SeededSampler(SamplingConfig(), torch.arange(7), torch.zeros(7, dtype=torch.int64), 1, [])
+        found.append((sampler.choose(torch.zeros(7, 0, dtype=torch.int64), scores), sampler.mean_entropy()))
+    for chosen, entropy in found[1:]:
+        assert torch.equal(chosen, found[0][0])
+        torch.testing.assert_close(entropy, found[0][1], rtol=0, atol=1e-6)
 
 
 def test_draw_never_takes_an_impossible_token() -> None:
