@@ -19,7 +19,7 @@ from loragate.generation import read_samples
 from loragate.selection.candidate import grid
 from loragate.selection.evaluated import SweptCells
 from loragate.selection.outcome import suite_record
-from loragate.selection.study import Study
+from loragate.selection.store import Study
 
 TASK = """\
 name: NAME

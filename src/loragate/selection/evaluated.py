@@ -14,8 +14,7 @@ from loragate.evaluation.variants import Variant
 from loragate.gates.schema import read_gate_config
 from loragate.selection.candidate import Candidate
 from loragate.selection.outcome import summarise
-from loragate.selection.store import GATED, Store
-from loragate.selection.study import Study
+from loragate.selection.store import GATED, Store, Study
 
 
 @dataclass(frozen=True)

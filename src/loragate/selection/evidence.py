@@ -24,9 +24,7 @@ from loragate.evaluation.answers import grade_text
 from loragate.evaluation.judging import MATH, JudgeSettings, grade_tiny, require_graders
 from loragate.evaluation.tasks import Task
 from loragate.generation import Engine, OnProgress
-from loragate.selection.agreement import MIN_QUESTIONS
-from loragate.selection.disjoint import prompts_of, prompts_to_exclude
-from loragate.selection.probe import Probe, by_agreement
+from loragate.selection.probe import MIN_QUESTIONS, Probe, by_agreement, no_evidence
 from loragate.selection.questions import (
     ANSWERS,
     PROBE_TOKENS,
@@ -34,6 +32,8 @@ from loragate.selection.questions import (
     Manner,
     held_out_prompts,
     probe_task,
+    prompts_of,
+    prompts_to_exclude,
     read_asked,
     read_labelled,
 )
@@ -127,7 +127,7 @@ class Evidence:
         if asked is None:
             assert self.spare is not None, "without a probe, rows are set aside"
             if len(self.spare) < MIN_QUESTIONS:
-                raise _none(
+                raise no_evidence(
                     f"a tenth of {self.spare.source} leaves {len(self.spare)} prompts to set aside, and {MIN_QUESTIONS} "
                     "are needed"
                 )
@@ -136,24 +136,14 @@ class Evidence:
             try:
                 questions, prompts = held_out_prompts(self.spare, replace(how, answer=limit), max_length)
             except DataError as error:
-                raise _none(str(error)) from error
+                raise no_evidence(str(error)) from error
             source = f"{len(self.spare)} rows of {self.spare.source}, set aside"
             asked = Asked(source, task_of_rows(self.settings), questions, False, self.settings, prompts)
-        found, why = by_agreement(asked.put(how), adapter, on_progress, kept)
-        if found is None:
-            raise _none(why)
-        return found
+        return by_agreement(asked.put(how), adapter, on_progress, kept)
 
     def retention(self, how: Manner) -> Probe | None:
         """The retention probe, or None where none was given."""
         return None if self.retained is None else self.retained.put(replace(how, answer=PROBE_TOKENS))
-
-
-def _none(why: str) -> ConfigError:
-    return ConfigError(
-        f"no evidence can be had here: {why}. Give --probe FILE with at least {MIN_QUESTIONS} prompts and answers, or take the "
-        "gates of one range as they come, with nothing to show that they help: --range=0,1 --unverified (unverified=True)"
-    )
 
 
 def answer_tokens(encoded: EncodedRows) -> int:

@@ -20,13 +20,11 @@ from loragate.gates.schema import CONFIG
 from loragate.generation import TransformersEngine
 from loragate.models import Loading, ModelRef, Place, explained, open_base, open_tokenizer, put_on, resolve
 from loragate.selection.candidate import Candidate, label_of
-from loragate.selection.disjoint import prompts_of
 from loragate.selection.outcome import best_record, summarise, written_of
 from loragate.selection.probe import Probe
-from loragate.selection.questions import Manner, read_labelled
+from loragate.selection.questions import Manner, prompts_of, read_labelled
 from loragate.selection.settings import ProbeSettings
-from loragate.selection.store import GATED, Store, TrialResult
-from loragate.selection.study import RECORD, Study, digest
+from loragate.selection.store import GATED, RECORD, Store, Study, TrialResult, digest
 from loragate.selection.trial import (
     Bench,
     OnEvent,

@@ -40,8 +40,7 @@ from loragate.selection.evidence import Evidence, answer_tokens, reward_of
 from loragate.selection.probe import Probe
 from loragate.selection.questions import Manner, set_aside
 from loragate.selection.settings import SelectionSettings, require_one_process
-from loragate.selection.store import GATED, Store
-from loragate.selection.study import Study
+from loragate.selection.store import GATED, Store, Study
 from loragate.selection.trial import (
     Bench,
     OnEvent,
