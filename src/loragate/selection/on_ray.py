@@ -20,7 +20,7 @@ import torch
 from loragate.errors import ConfigError, LoragateError
 from loragate.selection.candidate import Candidate
 from loragate.selection.store import Store
-from loragate.selection.sweep import Sweep, Workshop
+from loragate.selection.sweep import Sweep, workshop
 from loragate.selection.trial import OnEvent, run_trial
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry
@@ -79,12 +79,12 @@ class Worker:
 
     def __init__(self, sweep: Sweep, store: Store, threads: int = 1) -> None:
         torch.set_num_threads(threads)
-        self.workshop, self.store = Workshop(sweep), store
+        self.bench, self.store = workshop(sweep), store
 
     def run(self, one: Candidate) -> Candidate:
         """Run a whole trial; what goes wrong is noted in its folder."""
         try:
-            run_trial(self.store, one, self.workshop.bench)
+            run_trial(self.store, one, self.bench)
         except LoragateError:
             pass  # another attempt would fail alike
         except Exception:
