@@ -166,7 +166,12 @@ class Comparison:
         self.tried = self.found.tried
         alone = self.found.best[ADAPTER]
         while self.bench.retention is not None and self.found.setting.kind != ADAPTER:
-            tables = {self._label(one): self._retention(one) for one in (alone, self.found.setting)}
+            tables = {}
+            for one in (alone, self.found.setting):
+                asked = {"questions": self.choosing, "retention": True}
+                self.results[one] = result = run_trial(self.store, one, lambda: self.bench, self.on_event, **asked)
+                assert result.retention is not None, "it was asked"
+                tables[self._label(one)] = result.retention.scores
             self.retained |= tables
             if not (reasons := vetoes(tables, self._label(alone))):
                 break
@@ -191,14 +196,6 @@ class Comparison:
         if difference.mean <= 0:
             self.found = replace(self.found, setting=alone)
 
-    def _retention(self, setting: Candidate) -> np.ndarray:
-        result = run_trial(
-            self.store, setting, lambda: self.bench, self.on_event, questions=self.choosing, retention=True
-        )
-        assert result.retention is not None, "it was asked"
-        self.results[setting] = result
-        return result.retention.scores
-
     def _label(self, setting: Candidate) -> str:
         """As in tables: "[0,6] T=0.3", "adapter greedy"."""
         return self.names[setting.model] + setting.cell.removeprefix(setting.model.cell)
@@ -217,12 +214,23 @@ class Comparison:
         seconds = [result.seconds for result in self.results.values()]
         answers = sum(self._probed(one).scores.size for one in self.results)
         answers += sum(part["answers"] for part in self.parts.values())
+        alone = {one.temperature or 0.0: self._probed(one).scores for one in self.results if one.kind == ADAPTER}
+        sampled = any(self.bench.settings(one).on_policy for one in self.trained)
         optional = {
             "failed": self.failed,
-            "stopped": {self.names[one]: self._stopped_at(one) for one in self.stopped},
+            "stopped": {
+                self.names[one]: {
+                    "steps": self.parts[one]["steps"],
+                    "score": max(self.parts[one]["scores"].values()),
+                    "weakest_kept": min(
+                        max(self.parts[o]["scores"].values()) for o in self.parts if o not in self.stopped
+                    ),
+                }
+                for one in self.stopped
+            },
             "retention": retention_record(self.retained, retention.as_dict()) if retention and self.retained else None,
             "confirmation": self.confirmation,
-            "own_answers": self._own_answers(),
+            "own_answers": own_answers(alone) if sampled and self.probe.kind == "labelled" else None,
         }
         return {
             "method": f"the simplest of {self.tried} settings on a {self.probe.kind} probe than which no more complicated one is "
@@ -266,12 +274,6 @@ class Comparison:
                 row["against_adapter"] = asdict(compare(scores[:count], self._probed(alone).scores[:count]))
         return row
 
-    def _stopped_at(self, one: Candidate) -> dict[str, Any]:
-        """What a range was stopped on, with the best score among those that went on."""
-        part = self.parts[one]
-        others = [max(self.parts[other]["scores"].values()) for other in self.parts if other not in self.stopped]
-        return {"steps": part["steps"], "score": max(part["scores"].values()), "weakest_kept": min(others)}
-
     def _warnings(self, setting: Candidate, name: str) -> dict[str, list[str]]:
         """How the answers of what is recommended look worse than the adapter's sampled alike, and what ended a training."""
         alone = self._probed(Candidate(None, ADAPTER, temperature=setting.temperature))
@@ -281,13 +283,6 @@ class Comparison:
             stopped = [training["stopped"]] if training.get("stopped") else []
             found[name] = [*stopped, *looks_worse(self._probed(setting).signs, alone.signs)]
         return {key: phrases for key, phrases in found.items() if phrases}
-
-    def _own_answers(self) -> dict[str, Any]:
-        """What there is to learn from the adapter's own answers, where an objective that learns from such was tried."""
-        if self.probe.kind != "labelled" or not any(self.bench.settings(one).on_policy for one in self.trained):
-            return {}
-        alone = {one.temperature or 0.0: self._probed(one).scores for one in self.results if one.kind == ADAPTER}
-        return own_answers(alone)
 
 
 def stopped_of(ranges: int) -> int:

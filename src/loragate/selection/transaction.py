@@ -21,17 +21,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-
 from loragate.data import EncodedRows, Rows, encode_rows, load_rows
 from loragate.data.loading import RowsGiven
 from loragate.errors import ArtifactError, ConfigError, GateError
 from loragate.files import held
-from loragate.gates import GateConfig, adapter_fingerprint, attach_gates
+from loragate.gates import GateConfig, adapter_fingerprint
 from loragate.gates.attach import active_adapter, is_gated
 from loragate.gates.eligibility import examine_adapter, require_gateable, require_trainable, trains_biases
 from loragate.gates.fingerprint import base_weight_samples
-from loragate.gates.schema import CONFIG, GATES
+from loragate.gates.schema import CONFIG
 from loragate.generation import Engine, OnProgress, TransformersEngine
 from loragate.selection.candidate import ADAPTER, Candidate, parse_candidates
 from loragate.selection.chosen import CANDIDATES, Chosen, without_evidence
@@ -47,11 +45,12 @@ from loragate.selection.trial import (
     attach_constant,
     config_of,
     copy_artifact,
-    load_gate_values,
+    fit,
+    put_gates_on,
     save_artifact,
     settings_by_objective,
 )
-from loragate.training import CalibrationSettings, calibrate, calibration_rows
+from loragate.training import CalibrationSettings, calibration_rows
 from loragate.training.guards import GuardLimits
 from loragate.training.rollouts import Reward
 from loragate.training.run import encoded_fingerprint
@@ -302,10 +301,10 @@ class Transaction:
         if setting.range is not None:
             trial = store.place(setting.model) / GATED
             copy_artifact(trial, self.folder, record, setting.temperature)
-            self._put_on(setting, trial)
+            put_gates_on(self.bench, setting, trial)
             return Chosen.of(self.folder, setting)
         if setting.kind == ADAPTER:
-            self._put_on(self.candidates[0], None)
+            put_gates_on(self.bench, self.candidates[0], None)
         else:
             attach_constant(self.bench.model, setting.fixed)
         k = self.settings.k
@@ -334,24 +333,12 @@ class Transaction:
     def _as_given(self, resume: bool, on_event: OnEvent | None) -> Chosen:
         """A range that the user accepted without evidence; on several processes only the main one writes."""
         (one,) = self.candidates
-        settings, run = self.bench.settings(one), self.folder / "run"
 
-        def report(step: Any) -> None:
+        def tell(stage: str, done: int = 0, total: int = 0, entropy: float | None = None) -> None:
             if on_event is not None:
-                on_event(one, "training", step.step, step.total, step.values.get("topk_entropy"))
+                on_event(one, stage, done, total, entropy)
 
-        result = calibrate(
-            self.bench.model,
-            self.tokenizer,
-            self.rows,
-            config_of(self.config, one),
-            settings,
-            run_folder=run,
-            resume=resume and (run / "run.json").is_file(),
-            encoded=self.encoded,
-            on_step=report,
-            **self._options(settings),
-        )
+        result = fit(self.bench, one, self.folder / "run", tell, resume=resume)
         evidence = {**result.evidence(), "selection": without_evidence(one)}
         if process_state().is_main_process:
             save_artifact(self.bench, self.folder, evidence)
@@ -370,11 +357,6 @@ class Transaction:
         if settings.on_policy and self.asking.guard:
             options["guard"] = GuardLimits()
         return options
-
-    def _put_on(self, one: Candidate, gated: Path | None) -> None:
-        """Attach a candidate's gates as they are in a folder, or zero gates in its range."""
-        attach_gates(self.bench.model, config_of(self.config, one), active_adapter(self.bench.model))
-        load_gate_values(self.bench.model, {} if gated is None else load_file(gated / GATES))
 
 
 def gates_all(model: Any) -> bool:

@@ -45,7 +45,7 @@ from loragate.selection.store import (
     Store,
     TrialResult,
 )
-from loragate.training import CalibrationSettings, calibrate
+from loragate.training import CalibrationResult, CalibrationSettings, calibrate
 from loragate.training.callbacks import PAUSE, StepReport
 
 LOCK_WAIT_S = 60.0
@@ -255,34 +255,10 @@ def _acting(
 def _train(store: Store, bench: Bench, candidate: Candidate, tell: Callable[..., None], part: bool) -> dict[str, Any]:
     """Have the candidate's gates on the model, and return the record of their training; trained ones are only attached."""
     place = store.place(candidate)
-    config = config_of(bench.config, candidate)
     if known := read_json(place / TRAINED):
-        attach_gates(bench.model, config, active_adapter(bench.model))
-        load_gate_values(bench.model, load_file(place / GATED / GATES_FILE))
+        put_gates_on(bench, candidate, place / GATED)
         return known
-    settings = bench.settings(candidate)
-    rows, encoded = bench.encode(settings)
-    entropy: float | None = None
-
-    def report(step: StepReport) -> object:
-        nonlocal entropy
-        entropy = step.values.get("topk_entropy", entropy)
-        tell("training", step.step, step.total, entropy)
-        return PAUSE if part and SHARE * step.total <= step.step < step.total else None
-
-    tell("training")
-    result = calibrate(
-        bench.model,
-        bench.tokenizer,
-        rows,
-        config,
-        settings,
-        encoded=encoded,
-        run_folder=place / "run",
-        resume=(place / "run" / "run.json").is_file(),
-        on_step=report,
-        **bench.options(settings),
-    )
+    result = fit(bench, candidate, place / "run", tell, part=part)
     evidence = result.evidence()
     if earlier := read_json(place / PART):  # this training went on from there
         for key in ("seconds", "training_seconds"):
@@ -296,6 +272,41 @@ def _train(store: Store, bench: Bench, candidate: Candidate, tell: Callable[...,
     trained = {"training": training, "modules": result.gates, "seconds": result.seconds}
     write_json(place / TRAINED, trained)
     return trained
+
+
+def fit(
+    bench: Bench, candidate: Candidate, run: Path, tell: Callable[..., None], *, part: bool = False, resume: bool = True
+) -> CalibrationResult:
+    """Train the candidate's gates on the model, from where an earlier training in this run folder was cut off.
+
+    Args:
+        tell: told the stage "training", the step, how many there are, and the entropy.
+        part: stop after the first `SHARE` of the steps, with a checkpoint.
+        resume: whether what lies in the folder may be gone on with.
+    """
+    settings = bench.settings(candidate)
+    rows, encoded = bench.encode(settings)
+    entropy: float | None = None
+
+    def report(step: StepReport) -> object:
+        nonlocal entropy
+        entropy = step.values.get("topk_entropy", entropy)
+        tell("training", step.step, step.total, entropy)
+        return PAUSE if part and SHARE * step.total <= step.step < step.total else None
+
+    tell("training")
+    return calibrate(
+        bench.model,
+        bench.tokenizer,
+        rows,
+        config_of(bench.config, candidate),
+        settings,
+        encoded=encoded,
+        run_folder=run,
+        resume=resume and (run / "run.json").is_file(),
+        on_step=report,
+        **bench.options(settings),
+    )
 
 
 def _ask(
@@ -318,6 +329,12 @@ def _ask(
         seconds[stage] = seconds.get(stage, 0.0) + time.monotonic() - began
         found[name] = more if before is None else before.with_more(more)
     return replace(known, **found, seconds=seconds)  # type: ignore[arg-type]
+
+
+def put_gates_on(bench: Bench, candidate: Candidate, gated: Path | None) -> None:
+    """Attach the candidate's gates as they are in a folder, or zero gates in its range."""
+    attach_gates(bench.model, config_of(bench.config, candidate), active_adapter(bench.model))
+    load_gate_values(bench.model, {} if gated is None else load_file(gated / GATES_FILE))
 
 
 def attach_constant(model: Any, scale: float) -> None:
