@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 
 import loragate as lg
 from loragate.conversion.extract import extract_adapter
-from loragate.conversion.extract_checkpoint import open_checkpoint
+from loragate.conversion.extract_checkpoint import BIASES, EMBEDDINGS, EXPERTS, HEAD, VECTORS, open_checkpoint
 from loragate.conversion.extract_factors import low_rank_factors
-from loragate.conversion.extract_layout import BIASES, EMBEDDINGS, EXPERTS, HEAD, VECTORS
 from loragate.conversion.extract_writing import write_adapter_folder
 from loragate.errors import ConfigError
 from loragate.models import resolve

@@ -15,20 +15,21 @@ from dataclasses import dataclass
 
 import torch
 
-from loragate.conversion.extract_checkpoint import Checkpoint, open_checkpoint
-from loragate.conversion.extract_factors import Factors, low_rank_factors, squared_norm
-from loragate.conversion.extract_layout import (
+from loragate.conversion.extract_checkpoint import (
     EMBEDDINGS,
     HEAD,
     LINEAR,
     TRANSPOSED,
+    Checkpoint,
     Layout,
     Sources,
     changed_settings,
     find_sources,
+    open_checkpoint,
     read_layout,
     require_same_architecture,
 )
+from loragate.conversion.extract_factors import Factors, low_rank_factors, squared_norm
 from loragate.errors import ConfigError
 from loragate.models import Loading, Place, resolve, torch_device
 

@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 
 from loragate.conversion.extract import Extraction
 from loragate.conversion.extract import extract_adapter as extract_adapter
-from loragate.conversion.extract_layout import TRANSPOSED
+from loragate.conversion.extract_checkpoint import TRANSPOSED
 from loragate.errors import LoragateError
 from loragate.files import new_folder, write_json, write_text
 from loragate.gates.adapter_files import ADAPTER_CONFIG, PREFIX, read_adapter_config, write_factors

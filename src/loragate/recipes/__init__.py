@@ -5,8 +5,7 @@ A name is `domain/backbone/method`, and stands for an ordered list of stages, ea
     command    `loragate recipes`; the commands that stages run lie below this room
     files      where the files are, how they are read and merged
     recipe     stages with values, where each value comes from
-    run        a recipe run, once all that it needs is there
-    folder     the folder of a run: what is finished, what is resumed
+    run        a recipe run, once all that it needs is there; its folder: what is finished, what is resumed
     ready      what its stages' commands would refuse, and what they lack here, asked before the first one
     machine    what its stages need there: memory, time, disk
     rehearsal  the recipe with its counts cut, on stand-ins

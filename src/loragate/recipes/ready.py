@@ -25,7 +25,6 @@ from loragate.data import detect_format, load_rows
 from loragate.errors import ConfigError, LoragateError
 from loragate.evaluation.judging import JudgeSettings, require_graders
 from loragate.evaluation.prepared import chosen_tasks, questions_of
-from loragate.evaluation.tasks import Task
 from loragate.files import write_json
 from loragate.generation.sharded import require_ray
 from loragate.generation.vllm_engine import require_gate_plugin, require_vllm
@@ -41,10 +40,10 @@ from loragate.version import __version__
 
 ANSWER = "lacking"
 """The verb of `loragate recipes` that answers another interpreter; not for people."""
-Training = SftOptions | CalibrateOptions | SweepOptions
 Asking = EvalOptions | DiagnoseOptions
 Check = Callable[[], Any]
-"""Raises a `LoragateError` where something is missing; may give further checks, each of which is made."""
+"""Raises a `LoragateError` where something is missing."""
+CHECKED = ("sft", "mask", "calibrate", "sweep", "eval", "diagnose")
 
 
 def settled(stage: Stage, where: str) -> None:
@@ -84,11 +83,8 @@ def lacking(stages: Sequence[Stage], folder: str) -> list[str]:
         options = dataclasses.replace(
             options, **({"out": f"{folder}/{stage.output}"} if hasattr(options, "out") else {})
         )
-        checks = [partial(check, options) for check in CHECKS.get(stage.command, ())]
-        if programs and isinstance(options, CalibrateOptions):
-            checks.append(partial(_evidence_on_programs, options, stage.name))
-        for check in checks:
-            for text in _tried(check):
+        if stage.command in CHECKED:
+            for text in _missing(_checks(options, stage.name, programs)):
                 found.setdefault(text, []).append(stage.name)
     return [f"{', '.join(dict.fromkeys(names))}: {text}" for text, names in found.items()]
 
@@ -120,25 +116,55 @@ def answer(file: Path) -> None:
     write_json(file.with_suffix(".answer.json"), {"loragate": __version__, "lacking": found})
 
 
-def _tried(check: Check) -> Iterator[str]:
-    """The sentences of a check that fails, and of those that it consists of."""
+def _missing(checks: Iterator[Check]) -> Iterator[str]:
+    """The sentences of the checks that fail; the last may be one that cannot be told."""
     try:
-        parts = check()
-        for part in parts if isinstance(parts, Iterator) else ():
-            yield from _tried(part)
+        for check in checks:
+            try:
+                check()
+            except LoragateError as error:
+                yield str(error)
     except LoragateError as error:
         yield str(error)
 
 
-def _data(options: Training | MaskOptions) -> Iterator[Check]:
-    if options.data:
-        yield partial(_first_row, options.data, options.split or None, options.revision or None)
-    if not isinstance(options, CalibrateOptions):
-        return
-    if options.heldout:
-        yield partial(_first_row, options.heldout, options.heldout_split or None, None)
-    elif options.heldout_split and options.data:
-        yield partial(_first_row, options.data, options.heldout_split, options.revision or None)
+def _checks(options: Any, stage: str, programs: bool) -> Iterator[Check]:
+    """What the command of these options would refuse late, in its own order.
+
+    Args:
+        programs: whether the recipe is judged by programs, which have no answer that could agree.
+    """
+    if isinstance(options, Asking):
+        yield partial(_engine, options)
+    else:
+        if options.data:
+            yield partial(_first_row, options.data, options.split or None, options.revision or None)
+        if isinstance(options, CalibrateOptions) and options.heldout:
+            yield partial(_first_row, options.heldout, options.heldout_split or None, None)
+        elif isinstance(options, CalibrateOptions) and options.heldout_split and options.data:
+            yield partial(_first_row, options.data, options.heldout_split, options.revision or None)
+    if isinstance(options, SftOptions | CalibrateOptions | SweepOptions):
+        yield partial(check_loading, options)
+        yield partial(require_reporters, options.report_to)
+    if isinstance(options, SftOptions | MaskOptions | Asking):
+        yield partial(_model, options)
+    if isinstance(options, CalibrateOptions):
+        alone = options.range == "auto"  # prompts of the training rows stand in for a probe
+        yield partial(require_evidence, options, options.probe, options.retention_probe, set_aside=alone)
+        if programs and alone and not options.probe:
+            raise ConfigError(
+                "programs have no answer that could agree, so a range is chosen by labelled questions alone: "
+                f"--set {stage}.probe=FILE --set {stage}.probe_task=NAME"
+            )
+    elif isinstance(options, SweepOptions):
+        if options.runner == "ray":
+            yield require_ray
+        if options.probe:
+            yield partial(read_labelled, options.probe, options.probe_task, options)
+    elif isinstance(options, Asking) and (options.suite or options.tasks):
+        tasks, settings = chosen_tasks(options), JudgeSettings(sandbox=options.sandbox)
+        yield from (partial(require_graders, [task], "", settings) for task in tasks)
+        yield from (partial(questions_of, options, task, tasks) for task in tasks)
 
 
 @cache
@@ -157,35 +183,6 @@ def _base_of(name: str) -> Place | None:
     return place if place is not None and place.kind == "base" else None
 
 
-def _training(options: Training) -> Iterator[Check]:
-    yield from _data(options)
-    yield partial(check_loading, options)
-    yield partial(require_reporters, options.report_to)
-
-
-def _calibrating(options: CalibrateOptions) -> Iterator[Check]:
-    yield from _training(options)
-    alone = options.range == "auto"  # prompts of the training rows stand in for a probe
-    yield partial(require_evidence, options, options.probe, options.retention_probe, set_aside=alone)
-
-
-def _evidence_on_programs(options: CalibrateOptions, stage: str) -> None:
-    """Refuse a choice among programs without labels, which their command meets after the adapter's training."""
-    if options.range == "auto" and not options.probe:
-        raise ConfigError(
-            "programs have no answer that could agree, so a range is chosen by labelled questions alone: "
-            f"--set {stage}.probe=FILE --set {stage}.probe_task=NAME"
-        )
-
-
-def _sweeping(options: SweepOptions) -> Iterator[Check]:
-    yield from _training(options)
-    if options.runner == "ray":
-        yield require_ray
-    if options.probe:
-        yield partial(read_labelled, options.probe, options.probe_task, options)
-
-
 def _engine(options: Asking) -> None:
     check_loading(options, options.engine)
     if options.engine != "vllm":
@@ -201,31 +198,3 @@ def _engine(options: Asking) -> None:
         with explained("base model", place.base.name):
             config = base_config(place.base, options.trust_remote_code)
         require_served(place.base.name, config)
-
-
-def _graders(options: Asking) -> Iterator[Check]:
-    tasks, settings = _tasks(options), JudgeSettings(sandbox=options.sandbox)
-    for task in tasks:
-        yield partial(require_graders, [task], "", settings)
-
-
-def _questions(options: Asking) -> Iterator[Check]:
-    tasks = _tasks(options)
-    for task in tasks:
-        yield partial(questions_of, options, task, tasks)
-
-
-def _tasks(options: Asking) -> list[Task]:
-    return chosen_tasks(options) if options.suite or options.tasks else []
-
-
-ASKING = (_engine, _model, _graders, _questions)
-# checks of the options of each command
-CHECKS: dict[str, tuple[Callable[[Any], Any], ...]] = {
-    "sft": (_training, _model),
-    "mask": (_data, _model),
-    "calibrate": (_calibrating,),
-    "sweep": (_sweeping,),
-    "eval": ASKING,
-    "diagnose": ASKING,
-}

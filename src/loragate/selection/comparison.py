@@ -168,8 +168,10 @@ class Comparison:
         while self.bench.retention is not None and self.found.setting.kind != ADAPTER:
             tables = {}
             for one in (alone, self.found.setting):
-                asked = {"questions": self.choosing, "retention": True}
-                self.results[one] = result = run_trial(self.store, one, lambda: self.bench, self.on_event, **asked)
+                result = run_trial(
+                    self.store, one, lambda: self.bench, self.on_event, questions=self.choosing, retention=True
+                )
+                self.results[one] = result
                 assert result.retention is not None, "it was asked"
                 tables[self._label(one)] = result.retention.scores
             self.retained |= tables
