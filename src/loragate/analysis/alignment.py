@@ -186,11 +186,7 @@ def starting_point(model: Any) -> dict[str, Tensor]:
 
 
 def read_checkpoints(folder: Path, model: Any) -> dict[str, dict[str, Tensor]]:
-    """{"step 100": gate parameters} of a calibration's folder, by step.
-
-    Raises:
-        ConfigError: if there is none, or one belongs to other gates.
-    """
+    """{"step 100": gate parameters} of a calibration's folder; a ConfigError for none, or those of other gates."""
     like = {name: parameter.shape for name, parameter in gate_parameters(model).items()}
     files = [path for run in (".", "run") for path in folder.glob(f"{run}/checkpoint-*/trained.safetensors")]
     by_step = {int(step): path for path in files if (step := path.parent.name.rpartition("-")[2]).isdigit()}

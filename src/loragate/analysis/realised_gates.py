@@ -75,11 +75,7 @@ def histogram_edges(bounds: Range) -> np.ndarray:
 
 
 def diagnose_gates(subject: Subject, settings: DiagnoseSettings) -> GatesRecord:
-    """Realised λ on answers, stored or drawn now; writes gates.json.
-
-    Raises:
-        ConfigError: where there is neither a run nor a task, and as `Subject.begin`.
-    """
+    """Realised λ on answers, stored or drawn now; writes gates.json. A ConfigError where there are none."""
     subject.require_answers(settings)
     subject.begin(drawing=not settings.run)
     found, source = subject.answers(settings.of or "gated", settings)

@@ -202,11 +202,7 @@ class Sources:
 
 
 def find_sources(checkpoint: Checkpoint, layout: Layout) -> Sources:
-    """Match a checkpoint's tensors with the parameters of a layout, by transformers' own loading rules.
-
-    Raises:
-        ConfigError: if parameters are missing: the checkpoint belongs to another architecture, or is incomplete.
-    """
+    """Match a checkpoint's tensors with all parameters of a layout (ConfigError), by transformers' own loading rules."""
     rules = get_model_conversion_mapping(layout.model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -234,11 +230,7 @@ def find_sources(checkpoint: Checkpoint, layout: Layout) -> Sources:
 
 
 def require_same_architecture(tuned: Checkpoint, base: Checkpoint) -> None:
-    """Refuse two checkpoints that cannot be of one model.
-
-    Raises:
-        ConfigError: naming the first difference.
-    """
+    """Refuse two checkpoints that cannot be of one model; the ConfigError names the first difference."""
     keys = ["model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"]
     keys += ["num_key_value_heads", "head_dim", "num_experts", "num_local_experts"]
     for key in keys:

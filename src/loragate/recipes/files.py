@@ -169,11 +169,7 @@ def _read_own(path: Path) -> Recipe:
 
 @cache
 def read_file(path: Path) -> Layer:
-    """A recipe file.
-
-    Raises:
-        ConfigError: for a file that cannot be read, or a value of the wrong kind; names file and key.
-    """
+    """A recipe file; a ConfigError names file and key of what cannot be read."""
     return _layer(read_mapping(path), _comments(path), str(path))
 
 

@@ -63,11 +63,7 @@ class Need:
 
 
 def needs(recipe: Recipe) -> list[Need]:
-    """What each stage that trains needs at most, in order.
-
-    Raises:
-        ConfigError: for settings that cannot work at all; LoragateError where a base's configuration cannot be had.
-    """
+    """What each stage that trains needs at most, in order; a ConfigError for settings that cannot work at all."""
     # what a stage does not set is that of the stage whose adapter it goes on with, or of the training that a mask is for
     first = next((stage.values for stage in recipe.stages if stage.command == "sft"), {})
     found = []

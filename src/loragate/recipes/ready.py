@@ -47,11 +47,7 @@ CHECKED = ("sft", "mask", "calibrate", "sweep", "eval", "diagnose")
 
 
 def settled(stage: Stage, where: str) -> None:
-    """Refuse a stage that its command would refuse first thing, whatever the machine.
-
-    Raises:
-        ConfigError: naming recipe, stage and key.
-    """
+    """Refuse a stage that its command would refuse first thing, whatever the machine; names recipe, stage and key."""
     options = options_of(stage, where)
     try:
         if isinstance(options, SftOptions):

@@ -100,11 +100,7 @@ class Recipe:
         )
 
     def placed(self, folder: str | Path) -> tuple[Stage, ...]:
-        """The stages as they run in `folder`: references replaced by paths, `out` added.
-
-        Raises:
-            ConfigError: for a reference to what does not come before.
-        """
+        """The stages as they run in `folder`: references to what comes before (ConfigError) replaced by paths, `out` added."""
         placed: list[Stage] = []
         outputs: dict[str, str] = {}
         for stage in self.stages:

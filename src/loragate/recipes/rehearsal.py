@@ -73,11 +73,7 @@ def rehearse(small: Recipe, run: Run) -> dict[str, float]:
 
 
 def require_endings(run: Path) -> None:
-    """Refuse sampled answers that run to their limits: the stand-in's end of turn was not stopped at.
-
-    Raises:
-        LoragateError: naming stage and task of the worst, over every record of scores in a run.
-    """
+    """Refuse sampled answers that run to their limits: the stand-in's end of turn was not stopped at (LoragateError)."""
     found: dict[str, float] = {}
     for path in sorted(run.glob("*/results.json")):
         record = read_scores(path)

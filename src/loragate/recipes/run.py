@@ -296,11 +296,8 @@ class RunFolder:
         return bool(marks) and all((out / name).is_file() for name in marks)
 
     def prepare(self, stage: Stage) -> bool:
-        """Clear what a killed command may have left half-written; returns whether the command is to resume.
-
-        Raises:
-            ConfigError: if something lies there that this run did not make.
-        """
+        """Clear what a killed command may have left half-written; whether the command is to resume. A ConfigError if
+        something lies there that this run did not make."""
         out = Path(str(stage.values["out"]))
         if stage.command == "mask":
             return out.with_name(out.name + ".partial").is_dir()
@@ -329,11 +326,7 @@ class RunFolder:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """recipe.json of a run.
-
-    Raises:
-        LoragateError: if it cannot be read or is none.
-    """
+    """recipe.json of a run; a LoragateError if it cannot be read or is none."""
     file = folder / RECORD
     try:
         record = json.loads(file.read_text(encoding="utf-8"))

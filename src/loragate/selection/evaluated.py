@@ -39,12 +39,7 @@ class SweptCells:
 
     @classmethod
     def of(cls, sweep: Path, request: Request) -> SweptCells:
-        """Those of a sweep.
-
-        Raises:
-            ConfigError: as `Request.check`, and for retention suites.
-            DataError: for a sweep without a finished cell.
-        """
+        """Those of a sweep with a finished cell (DataError); ConfigErrors as of `Request.check`, and for retention suites."""
         store = Store.open(sweep)
         done = store.finished()
         trials = {

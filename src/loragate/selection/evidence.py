@@ -155,11 +155,7 @@ def answer_tokens(encoded: EncodedRows) -> int:
 
 
 def reward_of(rows: Rows, grader: str) -> Reward:
-    """Reward 1 for a right answer: rows must carry an answer, judged by the probe's grader.
-
-    Raises:
-        ConfigError: if a row has no answer.
-    """
+    """Reward 1 for an answer that the probe's grader finds right; a row without an answer is a ConfigError."""
 
     def answer(row: Any) -> Any:
         return next((row[name] for name in ANSWERS if row.get(name) is not None), None)

@@ -94,11 +94,7 @@ class Worker:
 
 @contextmanager
 def connected(resources: Resources) -> Iterator[None]:
-    """A Ray to run on: the cluster of RAY_ADDRESS, or one of our own.
-
-    Raises:
-        ConfigError: if the cluster does not answer.
-    """
+    """A Ray to run on: the cluster of RAY_ADDRESS, which must answer (ConfigError), or one of our own."""
     address = os.environ.get("RAY_ADDRESS", "")
     require_answer(address)
     cores = max(os.cpu_count() or 1, round(max(resources.workers, 1) * resources.cpus))
@@ -129,11 +125,7 @@ def _join(address: str, own: dict[str, Any]) -> None:
 
 
 def require_answer(address: str) -> None:
-    """Refuse a cluster address at which nothing listens; Ray itself would try for minutes.
-
-    Raises:
-        ConfigError: naming the address.
-    """
+    """Refuse (ConfigError) an address at which nothing listens; Ray itself would try for minutes."""
     host, sign, port = address.removeprefix("ray://").rpartition(":")
     if not (sign and port.isdigit()):
         return  # "auto", "local" or none
@@ -184,11 +176,7 @@ def run_on_ray(
 
 
 def fitting(resources: Resources) -> int:
-    """How many trials fit on the nodes at a time.
-
-    Raises:
-        ConfigError: for a trial that no node could ever run, saying what was asked for and what there is.
-    """
+    """How many trials fit on the nodes at a time; a ConfigError says what one asks for that no node has."""
     wanted = {"CPU": resources.cpus, "GPU": resources.gpus}
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     fits = sum(min(int(node.get(name, 0.0) / need + 1e-9) for name, need in wanted.items() if need) for node in nodes)

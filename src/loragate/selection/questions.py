@@ -202,11 +202,7 @@ def _has_answers(rows: Rows) -> bool:
 
 
 def held_out_prompts(rows: Rows, how: Manner, max_length: int) -> tuple[list[Question], list[str]]:
-    """Questions without answers from rows that calibration does not use, and their rendered prompts.
-
-    Raises:
-        DataError: if no row can be used.
-    """
+    """Questions without answers from rows set aside, and their rendered prompts; a DataError if no row can be used."""
     encoded = encode_rows(rows, how.tokenizer, max_length=max_length, system=how.system)
     prompts = training_prompts(encoded, rows, how.tokenizer, how.answer, how.positions)
     questions = [Question(str(item.row), item.text, "", dict(rows[item.row]), rows.where(item.row)) for item in prompts]
@@ -266,11 +262,7 @@ def prompts_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def prompts_to_exclude(rows: Iterable[Mapping[str, Any]], what: str) -> list[str]:
-    """`prompts_of`, refusing rows without any, because a check against nothing would pass.
-
-    Raises:
-        DataError: saying which columns are looked at.
-    """
+    """`prompts_of` rows that have some (DataError), because a check against nothing would pass."""
     texts = prompts_of(rows)
     if not texts:
         raise DataError(
@@ -296,11 +288,7 @@ def shared_with(questions: Sequence[Question], others: Iterable[str]) -> list[Qu
 
 
 def require_disjoint(questions: Sequence[Question], others: Sequence[str], what: str) -> None:
-    """Refuse a probe that shares questions with other rows.
-
-    Raises:
-        DataError: naming the first shared question and how many there are.
-    """
+    """Refuse a probe that shares questions with other rows; the DataError names the first and how many there are."""
     shared = shared_with(questions, others)
     if shared:
         raise DataError(

@@ -259,11 +259,7 @@ class Swept:
     best: Path | None
 
     def check(self) -> None:
-        """Refuse what is not whole.
-
-        Raises:
-            LoragateError: if trials failed; DivergenceError if no training stayed finite.
-        """
+        """Refuse a sweep with failed trials (LoragateError), or none whose training stayed finite (DivergenceError)."""
         if self.failures:
             raise LoragateError(
                 f"{len(self.failures)} of {len(self.study.candidates)} trials are not finished, so nothing was chosen; repeat "

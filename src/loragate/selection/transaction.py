@@ -191,11 +191,7 @@ class Transaction:
             self.heldout = encode_rows(apart, self.tokenizer, max_length=limit, system=self.system)
 
     def _check(self) -> None:
-        """Refuse what could not be compared, before anything is read.
-
-        Raises:
-            ConfigError, GateError: naming it.
-        """
+        """Refuse what could not be compared, before anything is read; the ConfigError or GateError names it."""
         if not self.candidates or len({one.slug for one in self.candidates}) != len(self.candidates):
             found = [one.cell for one in self.candidates]
             raise ConfigError(f"candidate ranges must be given, each once; found {found}")
@@ -252,11 +248,7 @@ class Transaction:
         )
 
     def find_probe(self, on_progress: OnProgress | None = None) -> None:
-        """Have the probe; without labels the adapter is asked for its majority.
-
-        Raises:
-            ConfigError: if no evidence can be had, with the reason.
-        """
+        """Have the probe; without labels the adapter is asked for its majority, or a ConfigError says why it cannot be."""
         kept = self.folder / CANDIDATES / "majority.json"
         self.probe = self.evidence.probe(self.how, self.bench.engine, self.settings.max_length, kept, on_progress)
 
