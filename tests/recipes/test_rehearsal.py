@@ -12,8 +12,7 @@ from loragate.data import encode_rows, ending_health, load_rows
 from loragate.evaluation.tasks import load_questions, suite
 from loragate.generation import SamplingConfig, TransformersEngine
 from loragate.recipes import Run, read_recipe
-from loragate.recipes.rehearsal import rehearsal_of
-from loragate.recipes.standins import QUESTIONS, write_standins
+from loragate.recipes.rehearsal import QUESTIONS, rehearsal_of, write_standins
 
 SCALE = "math/qwen2.5-math-1.5b/scale"
 MAGICODER = ["lang", "raw_index", "index", "seed", "openai_fingerprint", "problem", "solution"]

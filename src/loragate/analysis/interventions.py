@@ -43,8 +43,8 @@ class InterventionRow:
     Attributes:
         name, task: of the row and of the task.
         score: Avg@k.
-        difference: to the unmodified gates, paired by question; None for these.
-        adjusted_p, verdict: p-value after Holm's adjustment over the record, and what it shows; None likewise.
+        difference: to what is intervened on (the unmodified gates), paired by question; None for that itself.
+        adjusted_p, verdict: p-value after Holm's adjustment over the evaluation, and what it shows; None likewise.
     """
 
     name: str

@@ -130,23 +130,17 @@ class TokenClasses:
     def name(self, token_id: int) -> str:
         """The token's class."""
         if token_id not in self._known:
-            self._known[token_id] = self._class(token_id)
+            text = self.tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+            if not text:  # a SentencePiece blank decodes to nothing when it stands alone
+                piece = self.tokenizer.convert_ids_to_tokens(token_id)
+                text = " " if isinstance(piece, str) and piece and not piece.strip("▁Ġ ") else text
+            other = "special" if token_id in self.special else class_of_text(text)
+            self._known[token_id] = "end" if token_id in self.ends else other
         return self._known[token_id]
 
     def indices(self, token_ids: Iterable[int]) -> np.ndarray:
         """Positions of several tokens' classes in `CLASSES`, int64."""
         return np.array([CLASSES.index(self.name(int(token_id))) for token_id in token_ids], dtype=np.int64)
-
-    def _class(self, token_id: int) -> str:
-        if token_id in self.ends:
-            return "end"
-        if token_id in self.special:
-            return "special"
-        text = self.tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
-        if not text:  # a SentencePiece blank decodes to nothing when it stands alone
-            piece = self.tokenizer.convert_ids_to_tokens(token_id)
-            text = " " if isinstance(piece, str) and piece and not piece.strip("▁Ġ ") else text
-        return class_of_text(text)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from loragate.analysis.plan import Plan, make_plan
 from loragate.analysis.settings import Request
 from loragate.gates.range import parse_ranges
 from loragate.models import read_config
-from loragate.recipes.recipe import Recipe, Stage
+from loragate.recipes.recipe import Recipe
 
 STAGE_OF = {"sft": "sft", "mask": "sft", "calibrate": "calibrate", "sweep": "calibrate"}
 """{command: stage of the training that it is counted as}; a mask reads every row with two models, about a step of Stage I."""
@@ -68,32 +68,25 @@ def needs(recipe: Recipe) -> list[Need]:
     first = next((stage.values for stage in recipe.stages if stage.command == "sft"), {})
     found = []
     for stage in recipe.stages:
-        if stage.command in STAGE_OF:
-            keys = first if stage.command == "mask" else ("rank", "target_modules", "dtype")
-            values = {**{key: first[key] for key in keys if key in first}, **stage.values}
-            found.append(Need(stage.name, _plan(recipe, STAGE_OF[stage.command], values), _trials(stage)))
+        if stage.command not in STAGE_OF:
+            continue
+        keys = first if stage.command == "mask" else ("rank", "target_modules", "dtype")
+        values = {**{key: first[key] for key in keys if key in first}, **stage.values}
+        settled: dict[str, Any] = {"strategy": "single", "quantization": "none", "stage": STAGE_OF[stage.command]}
+        settled |= {name: values[key] for name, key in PLANNED.items() if key in values}
+        request = Request(
+            model=recipe.base,
+            gpu_memory=recipe.machine or Request.gpu_memory,
+            gradient_checkpointing="yes" if values.get("gradient_checkpointing") else "no",
+            **settled,
+        )
+        ranges, trials = str(stage.values.get("ranges", "")), 1
+        if stage.command == "sweep":
+            trials = len(parse_ranges(ranges))
+        elif str(stage.values.get("range", "")) == "auto":
+            trials = len(ranges.split(";"))
+        found.append(Need(stage.name, make_plan(request, config=_config(recipe)), trials))
     return found
-
-
-def _plan(recipe: Recipe, kind: Any, values: dict[str, Any]) -> Plan:
-    """The plan of a training; the one place that asks the planner."""
-    fixed = {"strategy": "single", "quantization": "none"}
-    request = Request(
-        model=recipe.base,
-        stage=kind,
-        gpu_memory=recipe.machine or Request.gpu_memory,
-        gradient_checkpointing="yes" if values.get("gradient_checkpointing") else "no",
-        **{**fixed, **{name: values[key] for name, key in PLANNED.items() if key in values}},
-    )
-    return make_plan(request, config=_config(recipe))
-
-
-def _trials(stage: Stage) -> int:
-    """Trainings that a stage makes one after another."""
-    ranges = str(stage.values.get("ranges", ""))
-    if stage.command == "sweep":
-        return len(parse_ranges(ranges))
-    return len(ranges.split(";")) if str(stage.values.get("range", "")) == "auto" else 1
 
 
 def _config(recipe: Recipe) -> Any:

@@ -67,14 +67,7 @@ def settings_on(
 
 
 class Comparison:
-    """One comparison, from training to the record.
-
-    Args:
-        store: of the trials.
-        bench: what they work on, with the probe.
-        settings: see `settings_on`.
-        on_event: see `trial.OnEvent`.
-    """
+    """One comparison of `settings_on` a bench with a probe, from training to the record."""
 
     def __init__(self, store: Store, bench: Bench, settings: Sequence[Candidate], on_event: OnEvent | None) -> None:
         assert bench.probe is not None, "there is evidence"
@@ -94,11 +87,7 @@ class Comparison:
         self.retained: dict[str, np.ndarray] = {}
 
     def run(self) -> Recommendation:
-        """Train, ask and recommend.
-
-        Raises:
-            DivergenceError: if no gates' training stayed finite; one that did not only drops out.
-        """
+        """Train, ask and recommend; gates whose training diverges drop out, and are a DivergenceError where all do."""
         out = self._train()
         alive = [one for one in self.settings if one.model not in out]
         self._not_vetoed(halve(alive, self._ask, self.choosing))

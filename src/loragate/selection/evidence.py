@@ -35,7 +35,6 @@ from loragate.selection.questions import (
     prompts_of,
     prompts_to_exclude,
     read_asked,
-    read_labelled,
 )
 from loragate.selection.settings import SelectionSettings
 from loragate.training.rollouts import Reward
@@ -46,11 +45,7 @@ SAMPLED = 2_000  # rows whose answers are measured
 def require_evidence(settings: SelectionSettings, probe: str, retention: str, *, set_aside: bool) -> None:
     """Refuse what no model is needed to refuse: before rows are read, and before a recipe's first stage.
 
-    Args:
-        set_aside: whether training rows may stand in for a probe.
-
-    Raises:
-        DataError, ConfigError: naming what cannot be used.
+    `set_aside` says whether training rows may stand in for a probe. The DataError or ConfigError names what cannot be used.
     """
     if settings.exclude and not (probe or retention):
         raise ConfigError("--exclude has no effect without --probe FILE")
@@ -99,7 +94,7 @@ class Evidence:
         self.asked = None if probe is None else read_asked(probe, settings.probe_task, settings, taken)
         self.retained = None
         if retention is not None:  # what must not be lost needs labels
-            self.retained = read_labelled(retention, settings.retention_task, settings, taken)
+            self.retained = read_asked(retention, settings.retention_task, settings, taken, need_answers=True)
         if spare is not None and len(spare) >= MIN_QUESTIONS:
             task_of_rows(settings)
 
@@ -111,15 +106,12 @@ class Evidence:
         kept: Path | None = None,
         on_progress: OnProgress | None = None,
     ) -> Probe:
-        """The probe.
+        """The probe, or a ConfigError that says why no evidence can be had.
 
         Args:
             adapter: answers as the untouched adapter; asked where there are no labels.
             max_length: tokens from which a training row is cut.
             kept: file for the adapter's answers on the agreement path.
-
-        Raises:
-            ConfigError: if no evidence can be had, with the reason.
         """
         asked = self.asked
         if asked is not None and asked.labelled:

@@ -98,11 +98,13 @@ def connected(resources: Resources) -> Iterator[None]:
     address = os.environ.get("RAY_ADDRESS", "")
     require_answer(address)
     cores = max(os.cpu_count() or 1, round(max(resources.workers, 1) * resources.cpus))
-    own = {"num_cpus": cores, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+    own: dict[str, Any] = {"num_cpus": cores, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     # a node of our own that was not up within Ray's 30 s is started once more: a busy machine is slow the first time
     for left in (0,) if address else (1, 0):
         try:
-            _join(address, {} if address else own)
+            with warnings.catch_warnings(action="ignore"):
+                given = {} if address else own
+                ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **given)
             break
         except Exception as error:  # Ray raises a bare Exception where a node was not up in time
             ray.shutdown()
@@ -116,12 +118,6 @@ def connected(resources: Resources) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def _join(address: str, own: dict[str, Any]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
 
 
 def require_answer(address: str) -> None:
@@ -148,11 +144,7 @@ def run_on_ray(
 ) -> None:
     """Run the pending trials on Ray; one whose worker dies is started again up to three times.
 
-    Args:
-        on_event: told of a trial when it has ended, see `trial.OnEvent`.
-
-    Raises:
-        ConfigError: if no Ray can be had, or no node has what one trial needs.
+    `on_event` is told of a trial when it has ended. ConfigErrors are those of `connected` and `fitting`.
     """
     if not pending:
         return

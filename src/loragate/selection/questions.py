@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -102,7 +103,12 @@ class Asked:
 
 
 def read_asked(
-    given: RowsGiven, task_name: str, settings: ProbeSettings, taken: Sequence[tuple[Sequence[str], str]] = ()
+    given: RowsGiven,
+    task_name: str,
+    settings: ProbeSettings,
+    taken: Sequence[tuple[Sequence[str], str]] = (),
+    *,
+    need_answers: bool = False,
 ) -> Asked:
     """Questions of a file or of rows in memory, checked as far as they can be without a model.
 
@@ -111,6 +117,7 @@ def read_asked(
         task_name: a task whose prompt, columns and grader are used, by name or file; the rows have its schema then. Without
             one the grader is that of the settings.
         taken: (prompts, what they are): questions must not be among them.
+        need_answers: whether there must be labels.
 
     Raises:
         ConfigError: for a grader that cannot be used.
@@ -140,6 +147,10 @@ def read_asked(
             )
         if why := why_not_judged(task, questions):
             raise DataError(why)
+    elif need_answers:
+        raise ConfigError(
+            f"{source} has no answers; what is asked here needs labelled questions (columns prompt and answer)"
+        )
     return Asked(source, task, questions, labelled, settings)
 
 
@@ -165,18 +176,6 @@ def probe_task(grader: str = "default", *, labelled: bool = True) -> Task:
         generation=Generation(samples=4),
         grader=cast(Grader, grader),
     )
-
-
-def read_labelled(
-    given: RowsGiven, task_name: str, settings: ProbeSettings, taken: Sequence[tuple[Sequence[str], str]] = ()
-) -> Asked:
-    """`read_asked` of questions that must have answers; raises ConfigError where they have none."""
-    asked = read_asked(given, task_name, settings, taken)
-    if not asked.labelled:
-        raise ConfigError(
-            f"{asked.source} has no answers; what is asked here needs labelled questions (columns prompt and answer)"
-        )
-    return asked
 
 
 def _has_answers(rows: Rows) -> bool:
@@ -216,24 +215,17 @@ def set_aside(rows: Rows, count: int = HELD_OUT) -> tuple[Rows, Rows]:
     of the calibration, so that no question was trained on. Fewer than ten rows set nothing aside.
     """
     keys = [tuple(map(key_of, prompts_of([row]))) for row in rows]
-    wanted = min(count, len(rows) // 10)
+    wanted, rows_of = min(count, len(rows) // 10), Counter(keys)
     aside: dict[tuple[str, ...], int] = {}
     taken = 0  # rows that calibration loses; a prompt with more rows than are left to take stays where it is
-    rows_of: dict[tuple[str, ...], int] = {}
-    for key in keys:
-        rows_of[key] = rows_of.get(key, 0) + 1
     for index in range(len(rows) - 1, -1, -1):
         key = keys[index]
         if key and key not in aside and taken + rows_of[key] <= wanted:
             aside[key] = index
             taken += rows_of[key]
     kept = [index for index, key in enumerate(keys) if key not in aside]
-    return _view_of(rows, kept), _view_of(rows, sorted(aside.values()))
-
-
-def _view_of(rows: Rows, indices: list[int]) -> Rows:
-    """These rows, which keep their places."""
-    return rows._view([rows._order[index] for index in indices])
+    order = rows._order  # rows keep their places
+    return rows._view([order[index] for index in kept]), rows._view([order[index] for index in sorted(aside.values())])
 
 
 def key_of(text: str) -> str:

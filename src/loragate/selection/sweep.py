@@ -22,7 +22,7 @@ from loragate.models import Loading, Place, explained, open_base, open_tokenizer
 from loragate.selection.candidate import Candidate, label_of
 from loragate.selection.outcome import best_record, summarise, written_of
 from loragate.selection.probe import Probe
-from loragate.selection.questions import Manner, prompts_of, read_labelled
+from loragate.selection.questions import Manner, prompts_of, read_asked
 from loragate.selection.settings import ProbeSettings
 from loragate.selection.store import GATED, RECORD, Store, Study, TrialResult, digest
 from loragate.selection.trial import (
@@ -84,11 +84,7 @@ class Sweep:
         return resolve(self.adapter, self.base, expect="adapter")
 
     def study(self, candidates: Sequence[Candidate]) -> Study:
-        """The study, after everything was checked that does not need the base in memory.
-
-        Raises:
-            ConfigError, DataError: naming what cannot be used.
-        """
+        """The study; a ConfigError or DataError names what cannot be used, as far as that needs no base in memory."""
         rows = self.read_rows()
         gates = {name: value for name, value in asdict(self.config).items() if name not in ("lower", "upper", "seed")}
         base = resolve(self.base, expect="base")
@@ -109,7 +105,7 @@ class Sweep:
         }
         if self.probe:
             taken = [(prompts_of(rows), "the training rows")]
-            asked = read_labelled(self.probe, self.asking.probe_task, self.asking, taken)
+            asked = read_asked(self.probe, self.asking.probe_task, self.asking, taken, need_answers=True)
             identity["probe"] = {
                 "questions": digest([[question.prompt, question.gold, question.row] for question in asked.questions]),
                 "task": asked.task.fingerprint if self.asking.probe_task else self.asking.probe_grader,
@@ -128,7 +124,7 @@ class Sweep:
         if not self.probe:
             return None
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        asked = read_labelled(self.probe, self.asking.probe_task, self.asking)
+        asked = read_asked(self.probe, self.asking.probe_task, self.asking)
         return asked.put(Manner(tokenizer, positions, PROBE_SEED, self.system))
 
     @property
@@ -192,14 +188,7 @@ noted in its folder."""
 
 
 def run_in_sequence(sweep: Sweep, store: Store, pending: Sequence[Candidate], on_event: OnEvent | None = None) -> None:
-    """Run trials one after the other in this process; one that fails is noted in its folder and does not stop the others.
-
-    Args:
-        on_event: see `trial.OnEvent`.
-
-    Raises:
-        KeyboardInterrupt: on Ctrl-C, after a checkpoint.
-    """
+    """Run trials one after the other in this process; one that fails is noted in its folder and does not stop the others."""
     bench = workshop(sweep)
     for one in pending:
         try:

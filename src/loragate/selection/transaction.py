@@ -145,12 +145,9 @@ def choose_gates(
 class Transaction:
     """One choice, in three steps: what needs no model is read and checked here; `take` the model; `run`.
 
-    Attributes:
-        tokenizer, folder: see `choose_gates`.
-        source, asked: the rows and the questions as they were given, `rows` and `probe` of `choose_gates`.
+    Attributes are the arguments of `choose_gates`, and:
+        source, asked, apart: its `rows`, `probe` and `heldout`, as they were given.
         candidates: gates to train; the first one's range is that of the zero gates where the adapter remains.
-        config, settings, asking, retention, reward, system, unverified: see `choose_gates`.
-        apart: rows that are only measured, its `heldout`.
         on_progress: of tokenising.
     """
 
@@ -215,13 +212,7 @@ class Transaction:
         return replace(settings_by_objective(self.settings, objectives)[one.objective], seed=one.seed)
 
     def take(self, peft_model: Any, engine: Engine | None = None, **origin: Any) -> None:
-        """The model to gate.
-
-        Args:
-            peft_model: base with the plain adapter.
-            engine: answers with the model as it stands; by default with transformers, `sampling_batch_size` at a time.
-            origin: see `choose_gates`.
-        """
+        """The model to gate; `engine` answers with it as it stands, by default `sampling_batch_size` at a time."""
         if is_gated(peft_model, active_adapter(peft_model)):
             raise GateError("the model carries gates already; take them off first, with loragate.detach_gates(model)")
         verdicts = examine_adapter(peft_model, active_adapter(peft_model), self.config.target_modules)
@@ -253,11 +244,7 @@ class Transaction:
         self.probe = self.evidence.probe(self.how, self.bench.engine, self.settings.max_length, kept, on_progress)
 
     def run(self, *, resume: bool = False, on_event: OnEvent | None = None) -> Chosen:
-        """Train and ask what is not finished yet, choose, and write the folder.
-
-        Args:
-            resume, on_event: see `choose_gates`, and for what is raised.
-        """
+        """Train and ask what is not finished yet, choose, and write the folder; see `choose_gates`."""
         if self.unverified:
             return self._as_given(resume, on_event)
 

@@ -87,14 +87,7 @@ class Bench:
 
 
 def settings_by_objective(options: CalibrationSettings, objectives: Iterable[str]) -> dict[str, CalibrationSettings]:
-    """{objective: its training settings}: those of the options that it reads.
-
-    Args:
-        options: all fields of `CalibrationSettings`, as they were given.
-
-    Raises:
-        ConfigError: for a setting that none of the objectives reads.
-    """
+    """{objective: its training settings}: those of the options that it reads; a ConfigError for one that none reads."""
     given = {field.name: getattr(options, field.name) for field in fields(CalibrationSettings)}
     own = {name: set(CalibrationSettings.read_by(name)) for name in objectives}
     somewhere = set().union(*own.values())
@@ -363,11 +356,7 @@ def save_artifact(
 
 
 def copy_artifact(source: Path, target: Path, selection: dict[str, Any], temperature: float | None = None) -> None:
-    """Copy a trial's gated adapter, with the record of how it was chosen, and the sampling that it is recommended at.
-
-    Raises:
-        ArtifactError: if the trial has left none.
-    """
+    """Copy a trial's gated adapter, with the record of how it was chosen, and the sampling that it is recommended at."""
     record = {**read_gate_config(source), "selection": selection}
     shutil.copytree(source, target, ignore=shutil.ignore_patterns(CONFIG, CARD), dirs_exist_ok=True)
     record |= write_sampling(target, temperature)
