@@ -122,13 +122,7 @@ def gate_input_gradient(model: Any, *, detached: bool) -> Iterator[None]:
 
 
 def row_directions(reader: Reader, row: Row, values: ActionValues, k: int) -> RowDirections:
-    """The four directions of one row; call inside `differentiable_gates`.
-
-    Args:
-        reader: of the gated model.
-        values: the row's action values.
-        k: support of the entropy objective.
-    """
+    """The four directions of one row for the entropy on a support of k; call inside `differentiable_gates`."""
     parameters, batch = list(gate_parameters(reader.model).values()), reader.batch(row)
     vectors: dict[str, Tensor] = {}
     with torch.enable_grad():

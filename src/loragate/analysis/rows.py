@@ -48,12 +48,7 @@ def answer_rows(tokenizer: Any, prompts: Sequence[str], samples: Sequence[Sample
 
 
 class Reader(ResponseScorer):
-    """What a causal model says at the counted positions of rows, with whatever acts on it at the moment.
-
-    Args:
-        model: a causal language model or PeftModel.
-        tokenizer: for an id to pad with.
-    """
+    """What a causal model says at the counted positions of rows, with whatever acts on it at the moment."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         super().__init__(model)

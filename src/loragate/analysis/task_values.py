@@ -72,12 +72,7 @@ class Material:
 
 
 def gather(subject: Subject, settings: DiagnoseSettings) -> Material:
-    """Rows of a file, or answers stored or drawn now, with their action values.
-
-    Raises:
-        ConfigError: for a reference with another vocabulary, and answers that the value cannot be had from.
-        DataError: for answers without verdicts where the value needs them.
-    """
+    """Rows of a file, or answers stored or drawn now, with their action values; an error says why they cannot be had."""
     of, most = settings.of or "adapter", settings.max_rows or ROWS
     if settings.rows:
         read, source = subject.rows(settings, ROWS)

@@ -90,11 +90,9 @@ class Checkpoint:
 
 
 def open_checkpoint(place: Place, code: bool = False) -> Checkpoint:
-    """The checkpoint of a base; the model's own Python files are fetched too where `code` is set.
+    """The checkpoint of a base, with the model's own Python files where `code` is set.
 
-    Raises:
-        ConfigError: if the place holds no unquantised safetensors weights, with what to do; if a shard is missing or unreadable.
-        ArtifactError: if it cannot be downloaded.
+    A place without unquantised safetensors weights, or with unreadable ones, is a ConfigError that says what to do.
     """
     gguf.refuse(place.base, "the comparison of weights")
     folder = place.folder

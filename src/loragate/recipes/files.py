@@ -103,10 +103,7 @@ def find_recipes(wanted: str) -> dict[str, str]:
     """{name: its tables and figures} of the recipes whose name contains `wanted`, or that stand there in the paper.
 
     Args:
-        wanted: part of a name, or a place as people write it: "table 6", "fig. 3", "app. C".
-
-    Raises:
-        ConfigError: where there is none.
+        wanted: part of a name, or a place as people write it: "table 6", "fig. 3", "app. C"; a ConfigError where there is none.
     """
     place = re.fullmatch(r"(tab|fig|app)[a-z]*[\W_]*(\w+)", wanted.strip().lower())
     found = {name: read_recipe(name).tables for name in every_name() if place or wanted in name}

@@ -206,14 +206,7 @@ class Recipe:
 
 
 def options_of(stage: Stage, where: str) -> Any:
-    """The options of a stage, as its command has them.
-
-    Args:
-        where: the recipe, for messages.
-
-    Raises:
-        ConfigError: naming recipe, stage and key.
-    """
+    """The options of a stage, as its command has them; a ConfigError names the recipe (`where`), stage and key."""
     owner, what = command(stage.command), f"{where}: stage '{stage.name}'"
     values = checked_values(stage.values, owner, what)
     try:

@@ -92,16 +92,9 @@ def rehearsal_of(recipe: Recipe, folder: Path, run: Run | None = None) -> Recipe
 
 
 def rehearse(small: Recipe, run: Run) -> dict[str, float]:
-    """Run every stage of a rehearsal, and the report on it, which is written beside the run's folder.
+    """Run a rehearsal on stand-ins beside the run's folder, and the report on it there; gives {stage: seconds}.
 
-    Args:
-        small: of `rehearsal_of`, on stand-ins beside the run's folder.
-
-    Returns:
-        {stage: seconds}.
-
-    Raises:
-        LoragateError: where a stage fails, or answers do not end.
+    A stage that fails, or answers that do not end, are a LoragateError.
     """
     folder = run.folder.parent
     if not (folder / STANDINS).is_dir():

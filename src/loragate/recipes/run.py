@@ -144,13 +144,9 @@ def config_text(stage: Stage, command: list[str]) -> str:
 
 
 def start(command: list[str], what: str, again: str) -> None:
-    """Run a command line of loragate as a process of its own.
+    """Run a command line of loragate as a process of its own; `again` is the command that goes on with the recipe.
 
-    Args:
-        again: the command that goes on with the recipe, which is not the stage's own.
-
-    Raises:
-        LoragateError: if it fails; KeyboardInterrupt once it has ended after Ctrl-C.
+    A process that fails is a LoragateError, one that ended after Ctrl-C a KeyboardInterrupt.
     """
     try:
         status = wait_for(subprocess.Popen(command))

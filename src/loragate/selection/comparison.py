@@ -316,12 +316,7 @@ def own_answers(scores: Mapping[float, np.ndarray]) -> dict[str, Any]:
 
 
 def vetoes(scores: Mapping[str, np.ndarray], fallback: str) -> dict[str, str]:
-    """{candidate: reason} of those that lose more than 2 points with a 95 % interval entirely below 0.
-
-    Args:
-        scores: {name: scores [questions, samples]} on the retention probe, the fallback among them.
-        fallback: the untouched adapter.
-    """
+    """{candidate: reason} of those that on the retention probe lose more than 2 points, their 95 % interval below 0."""
     found = {}
     for name, values in scores.items():
         if name == fallback:

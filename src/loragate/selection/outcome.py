@@ -238,13 +238,7 @@ def written_of(study: Study, choice: Mapping[str, Any]) -> Candidate | None:
 def best_record(
     study: Study, summary: Mapping[str, Any], choice: Mapping[str, Any], about: dict[str, Any]
 ) -> dict[str, Any]:
-    """What the artifact of the best cell keeps under "selection".
-
-    Args:
-        summary: of `summarise`, with the reasons of what diverged.
-        choice: its choice, of gates.
-        about: description of the probe.
-    """
+    """What the artifact of the best cell keeps under "selection"; `choice` is of gates, `about` describes the probe."""
     own = choice["adapter_signs"]
     cells = {cell["name"]: cell for cell in summary["cells"] if cell["complete"]}
     picked = cells[choice["picked"]]

@@ -112,26 +112,17 @@ class Majority:
 def majority(extracted: Sequence[Sequence[str | None]]) -> Majority:
     """The majority answer of each question, [questions][samples]; of equally frequent ones the first seen.
 
-    An answer that was given once is no majority: free text, which never comes twice, must not pass for agreement.
-
-    Raises:
-        DataError: for no questions, or a question without samples.
+    An answer that was given once is no majority: free text, which never comes twice, must not pass for agreement. No questions,
+    or one without samples, are a DataError.
     """
     if not extracted or not all(len(row) for row in extracted):
         raise DataError("majority needs at least one question, and at least one sample of each")
-    answers: list[str | None] = []
-    shares: list[float] = []
-    found = total = 0
-    for row in extracted:
-        given = [answer for answer in row if answer is not None]
-        found, total = found + len(given), total + len(row)
-        answer, count = Counter(given).most_common(1)[0] if given else ("", 0)
-        if count < MIN_VOTES:
-            answers.append(None)
-            continue
-        answers.append(answer)
-        shares.append(count / len(row))
-    return Majority(answers, sum(shares) / len(shares) if shares else 0.0, found / total)
+    counted = [Counter(answer for answer in row if answer is not None) for row in extracted]
+    found = [(row.most_common(1) or [("", 0)])[0] for row in counted]
+    answers = [answer if votes >= MIN_VOTES else None for answer, votes in found]
+    shares = [votes / len(row) for (_, votes), row in zip(found, extracted, strict=True) if votes >= MIN_VOTES]
+    share = sum(map(Counter.total, counted)) / sum(map(len, extracted))
+    return Majority(answers, sum(shares) / len(shares) if shares else 0.0, share)
 
 
 def why_unusable(found: Majority) -> str | None:
@@ -234,15 +225,14 @@ class Probe:
 def by_agreement(
     probe: Probe, adapter: Engine, on_progress: OnProgress | None = None, kept: Path | None = None
 ) -> Probe:
-    """The probe without its answers: the adapter's majority at T = 0.3 stands in for them.
+    """The questions of a probe that have a majority of the adapter's at T = 0.3, which stands in for their answers.
+
+    A ConfigError says why agreement cannot select here.
 
     Args:
         adapter: answers as the untouched adapter.
         kept: file in which its extracted answers are kept, so that a resumed selection has the same majority though
             another batch rounds differently.
-
-    Returns:
-        The probe of the questions that have a majority; a ConfigError says why agreement cannot select here.
     """
     task, questions, prompts = probe.task, probe.questions, probe.prompts
     if task.grader in judging.CODE:

@@ -157,12 +157,7 @@ def read_asked(
 def probe_task(grader: str = "default", *, labelled: bool = True) -> Task:
     """A task for a plain file of prompts and answers; the prompt column is the user's turn, as it stands.
 
-    Args:
-        grader: how answers are judged.
-        labelled: whether there are answers.
-
-    Raises:
-        ConfigError: for a grader that needs more than an answer.
+    A grader that needs more than an answer is a ConfigError.
     """
     if grader not in GRADERS:
         raise ConfigError(f"--probe-grader {grader}: expected one of {', '.join(GRADERS)}{nearest(grader, GRADERS)}")

@@ -218,9 +218,6 @@ def believe(scores: Mapping[Candidate, np.ndarray]) -> Belief:
 
     A mean of few answers is uncertain by its noise: of the questions that happen to be asked, of how each model gets along
     with them, and of chance. Questions that are hard for all do not count against anyone.
-
-    Args:
-        scores: {setting: scores [questions, samples]} on the first of the same questions.
     """
     settings = tuple(sorted(scores, key=lambda one: KINDS.index(one.kind)))
     means_S = np.array([scores[one].mean() for one in settings])

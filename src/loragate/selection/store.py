@@ -86,12 +86,7 @@ class Study:
         return study
 
     def begin(self, folder: Path, resume: bool) -> None:
-        """Write down what is being tried, or check that a resumed study is the same.
-
-        Raises:
-            ConfigError: for a study that is not to be resumed, or another one; it names the first difference.
-            DataError: if the stored record cannot be read.
-        """
+        """Write down what is being tried, or check that a resumed study is the same; a ConfigError names the difference."""
         path, wanted = folder / RECORD, self.as_dict()
         if not path.exists():
             write_json(path, wanted)
